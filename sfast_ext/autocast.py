@@ -1,0 +1,81 @@
+"""Autocast made explicit: the casts that torch would do below the captured level become nodes of the graph.
+
+A captured graph records each operation before autocast acts, but its metadata show what came out. An operation that
+autocast touches casts all its floating arguments to one dtype, which is the dtype of its result: to half for products,
+to float for norms and exponentials, to the widest for concatenations.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+_DISPATCH_KEY = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+# composites without a kernel of their own for autocast, that reach a product which has one
+_PRODUCTS = {aten.einsum.default, aten.matmul.default, aten.linear.default}
+_CASTS = {
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten._to_copy.default,
+    aten.type_as.default,
+}
+
+
+def materialise(graph_module: fx.GraphModule, device_type: str, dtype: torch.dtype) -> int:
+    """Insert the casts of `torch.autocast(device_type, dtype)`; returns how many."""
+    key = _DISPATCH_KEY[device_type]
+    graph = graph_module.graph
+    made: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    for node in list(graph.nodes):
+        result = _dtype(node)
+        if node.op != "call_function" or result not in _FLOATS or node.target in _CASTS:
+            continue
+        if not _touched(node, key):
+            continue
+
+        def cast(argument: fx.Node, result: torch.dtype = result, node: fx.Node = node) -> fx.Node:
+            if _dtype(argument) not in _FLOATS or _dtype(argument) == result:
+                return argument
+            if (argument, result) not in made:
+                # after its source rather than before its user, so that all users can share it
+                anchor = argument if argument.op not in ("placeholder", "get_attr") else _last_head(graph, argument)
+                with graph.inserting_after(anchor):
+                    new = graph.call_function(aten.to.dtype, (argument, result))
+                new.meta["val"] = argument.meta["val"].to(result)
+                made[argument, result] = new
+            return made[argument, result]
+
+        node.args = fx.node.map_arg(node.args, cast)
+        node.kwargs = fx.node.map_arg(node.kwargs, cast)
+    graph.lint()
+    graph_module.recompile()
+    return len(made)
+
+
+def _touched(node: fx.Node, key: str) -> bool:
+    if node.target in _PRODUCTS:
+        return True
+    name = getattr(node.target, "name", None)
+    return callable(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name(), key)
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    val = node.meta.get("val")
+    if isinstance(val, (list, tuple)) and val:
+        val = val[0]
+    return val.dtype if isinstance(val, torch.Tensor) else None
+
+
+def _last_head(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    # placeholders must stay together at the head of the graph
+    if node.op == "placeholder":
+        for other in graph.nodes:
+            if other.op != "placeholder":
+                break
+            node = other
+    return node

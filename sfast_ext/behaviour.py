@@ -1,0 +1,142 @@
+"""The behaviour key: all that changes what a forward computes without showing in its arguments.
+
+Two fingerprints of a module tree compare equal as long as nobody patched a forward or a class, added a hook, exchanged
+a processor or a submodule, or changed a scalar attribute (FreeU's factors, an adapter's scale). Weights' values are not
+part of it: the weight arena follows those.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_MECHANICS = frozenset(nn.Module().__dict__) | {
+    "forward", "_old_forward", "_parameters", "_buffers", "_modules", "_is_full_backward_hook", "_version",
+    "_forward_hooks", "_forward_pre_hooks",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Something that another party put on a module instance."""
+
+    path: str
+    module: nn.Module
+    kind: str
+    """"forward" or "hook"."""
+    function: Any
+
+    def words(self) -> str:
+        """The patch and where it comes from, for the report."""
+        function = self.function
+        while isinstance(function, functools.partial):
+            function = function.func
+        home = getattr(function, "__module__", None) or type(function).__module__
+        name = getattr(function, "__qualname__", None) or type(function).__qualname__
+        return f"{self.path or 'the model'} has a foreign {self.kind}, {home}.{name}"
+
+
+@dataclass
+class Fingerprint:
+    """The behaviour key of a module tree.
+
+    `key` names objects by address; `alive` holds them, so that none can give its address to another while the
+    fingerprint is kept. `patches` are what others put on the instances below the root.
+    """
+
+    key: tuple[Hashable, ...]
+    alive: list[object]
+    patches: list[Patch]
+
+
+def fingerprint(root: nn.Module, ignored: frozenset[str] = frozenset()) -> Fingerprint:
+    """Read the behaviour key of a module tree; some milliseconds for SDXL.
+
+    Args:
+        root: the module. Wrappers and hooks on the root itself run around the forward that is accelerated, and say
+            nothing about it.
+        ignored: attribute names whose values say nothing about behaviour (a host's bookkeeping of weights).
+    """
+    reader = _Reader(_MECHANICS | ignored)
+    reader.read("", root, is_root=True)
+    return Fingerprint(tuple(reader.key), reader.alive, reader.patches)
+
+
+class _Reader:
+    def __init__(self, skip: frozenset[str]) -> None:
+        self.skip = skip
+        self.key: list[Hashable] = []
+        self.alive: list[object] = []
+        self.patches: list[Patch] = []
+        self.seen: set[int] = set()
+
+    def read(self, path: str, module: nn.Module, *, is_root: bool = False) -> None:
+        self.key.append(id(module))
+        if id(module) in self.seen:
+            return
+        self.seen.add(id(module))
+        self.alive.append(module)
+        kind: Any = type(module)
+        attributes = module.__dict__
+        self.key += [kind, self.identity(kind.forward), module.training]
+        if not is_root:
+            self.patched(path, module)
+        for name, value in attributes.items():
+            if value is None or name in self.skip or isinstance(value, torch.Tensor):
+                continue
+            found = self.value(value)
+            if found is not None:
+                self.key.append((name, found))
+        for name, child in attributes["_modules"].items():
+            if child is not None:
+                self.read(f"{path}.{name}" if path else name, child)
+
+    def patched(self, path: str, module: nn.Module) -> None:
+        attributes = module.__dict__
+        for slot in ("forward", "_old_forward"):
+            function = attributes.get(slot)
+            if function is not None:
+                self.key.append((slot, self.function(function)))
+                if slot == "forward":
+                    self.patches.append(Patch(path, module, "forward", function))
+        for slot in _HOOKS:
+            for hook in (attributes.get(slot) or {}).values():
+                self.key.append((slot, self.function(hook)))
+                self.patches.append(Patch(path, module, "hook", hook))
+
+    def identity(self, value: object) -> int:
+        self.alive.append(value)
+        return id(value)
+
+    def function(self, function: object) -> Hashable:
+        # a bound method is a new object at each access
+        inner = getattr(function, "__func__", None)
+        if inner is not None:
+            return (self.identity(function.__self__), self.identity(inner))  # type: ignore[attr-defined]
+        return self.identity(function)
+
+    def value(self, value: Any, depth: int = 0) -> Hashable | None:
+        if isinstance(value, _SCALARS):
+            return (type(value), value)
+        if isinstance(value, (nn.Module, torch.Tensor)) or value is None:
+            return None
+        if isinstance(value, (tuple, list)):
+            return tuple(self.value(v, depth + 1) for v in value) if depth < 2 and len(value) <= 64 else None
+        if isinstance(value, dict):
+            if depth >= 2 or len(value) > 64:
+                return None
+            return tuple((str(k), self.value(v, depth + 1)) for k, v in value.items())
+        if not callable(value):
+            return None
+        # an attention processor, an activation, a callback: which it is, and what scalars it carries
+        inner = getattr(value, "__dict__", None) if depth == 0 and not isinstance(value, type) else None
+        scalars = tuple((k, self.value(v, 1)) for k, v in (inner or {}).items() if not isinstance(v, torch.Tensor))
+        return (self.function(value), scalars)

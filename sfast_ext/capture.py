@@ -1,0 +1,206 @@
+"""Capture: the host's real forward, run once on fake tensors and recorded as an FX graph.
+
+`make_fx` with `pre_dispatch=True` records whatever the host really runs, at the level of linear, conv2d, group_norm
+and scaled_dot_product_attention. Autocast acts below that level: `autocast.materialise` makes its casts explicit.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sfast_ext import autocast, inplace
+from sfast_ext.signature import Call, NotOurs, flatten_output, rebuild_call
+from sfast_ext.weights import Weight, WeightArena
+
+aten = torch.ops.aten
+_READING = {aten._local_scalar_dense.default, aten.item.default, aten.nonzero.default}
+LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default}
+
+
+class CaptureRefused(Exception):
+    """The forward cannot be a plan; the message says why, in a user's words."""
+
+    def __init__(self, reason: str, *, reads_value: bool = False) -> None:
+        super().__init__(reason)
+        self.reads_value = reads_value
+
+
+@dataclass
+class Captured:
+    """A recorded forward: flat tensors in, flat tensors out."""
+
+    graph_module: fx.GraphModule
+    output_tree: Any
+    output_strides: list[tuple[int, ...]]
+    seconds: float
+
+
+def capture(function: Callable[..., Any], call: Call, inputs: Sequence[torch.Tensor], arena: WeightArena) -> Captured:
+    """Record `function` for one call.
+
+    Args:
+        function: the original forward.
+        call: its arguments, flattened.
+        inputs: the call's leaves as tensors on the model's device, see `Call.tensors`.
+        arena: knows the weights of the module; every other tensor the forward reads is refused.
+
+    Raises:
+        CaptureRefused: the forward writes to a parameter or an argument, reads a value from the device, draws random
+            numbers, depends on data, keeps state in its modules, or reads a tensor of unknown owner.
+    """
+    started = time.perf_counter()
+    arena.index()
+    found: dict[str, Any] = {}
+
+    def flat(*leaves: torch.Tensor) -> list[torch.Tensor]:
+        args, kwargs = rebuild_call(call.tree, leaves)
+        tree, outputs = flatten_output(function(*args, **kwargs))
+        found["tree"], found["strides"] = tree, [tuple(o.stride()) for o in outputs]
+        return outputs
+
+    before = _module_state(arena.root)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            graph_module = make_fx(flat, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+    except NotOurs as exc:
+        raise CaptureRefused(str(exc)) from exc
+    except Exception as exc:
+        raise _refusal(exc) from exc
+    finally:
+        left_behind = _restore_state(before)
+    if left_behind:
+        raise CaptureRefused(f"its forward keeps state between calls, in {left_behind}")
+
+    _refuse_dynamic(graph_module)
+    _adopt_weights(graph_module, arena)
+    _refuse_random(graph_module)
+    refused = inplace.functionalise(graph_module)
+    if refused:
+        raise CaptureRefused(refused)
+    if call.signature.mode:
+        device_type, dtype = call.signature.mode
+        autocast.materialise(graph_module, device_type, dtype)
+    return Captured(graph_module, found["tree"], found["strides"], time.perf_counter() - started)
+
+
+def _adopt_weights(graph_module: fx.GraphModule, arena: WeightArena) -> None:
+    by_weight: dict[Weight, fx.Node] = {}
+    for node in list(graph_module.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        tensor = getattr(graph_module, node.target)
+        weight = arena.locate(tensor) if isinstance(tensor, torch.Tensor) else None
+        if weight is None:
+            # a literal of the forward's own, torch.tensor(0.5), is lifted; all else belongs to somebody we cannot watch
+            if isinstance(tensor, torch.Tensor) and node.users and all(u.target in LIFTS for u in node.users):
+                node.meta.setdefault("val", tensor)
+                continue
+            shape = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise CaptureRefused(f"its forward reads a tensor {shape} that is neither an argument nor a weight")
+        node.meta["weight"] = weight
+        node.meta.setdefault("val", _fake_like(tensor, graph_module))
+        first = by_weight.setdefault(weight, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph_module.graph.erase_node(node)
+
+
+def _fake_like(tensor: torch.Tensor, graph_module: fx.GraphModule) -> torch.Tensor:
+    # torch before 2.5 leaves attributes without metadata
+    for node in graph_module.graph.nodes:
+        val = node.meta.get("val")
+        if isinstance(val, FakeTensor):
+            return val.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _refuse_dynamic(graph_module: fx.GraphModule) -> None:
+    # newer torch goes on with a symbol where older torch raises
+    for node in graph_module.graph.nodes:
+        val = node.meta.get("val")
+        values = val if isinstance(val, (list, tuple)) else [val]
+        symbolic = any(
+            isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool))
+            or (isinstance(v, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in v.shape))
+            for v in values
+        )
+        if symbolic or node.target in _READING:
+            raise CaptureRefused("its forward reads a value from the device, or depends on one", reads_value=True)
+
+
+def _refuse_random(graph_module: fx.GraphModule) -> None:
+    for node in graph_module.graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded not in tags:
+            continue
+        if node.target is aten.dropout.default and (node.args[2] is False or node.args[1] == 0.0):
+            continue
+        if node.target is aten.scaled_dot_product_attention.default and not _dropout_p(node):
+            continue
+        raise CaptureRefused(f"its forward draws random numbers ({node.target})")
+
+
+def _dropout_p(node: fx.Node) -> float:
+    p = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    return float(p)  # type: ignore[arg-type]
+
+
+def _module_state(root: nn.Module) -> list[tuple[str, dict, dict]]:
+    return [(name, m.__dict__, dict(m.__dict__)) for name, m in root.named_modules()]
+
+
+def _restore_state(before: list[tuple[str, dict, dict]]) -> str | None:
+    """Put every module attribute back as it was; the name of the first that had changed."""
+    changed = None
+    for name, now, was in before:
+        if len(now) == len(was) and all(now.get(k) is v for k, v in was.items()):
+            continue
+        keys = [k for k in {**now, **was} if now.get(k) is not was.get(k)]
+        # an equal value is no state, only a new object for it
+        if any(not _equal(now.get(k), was.get(k)) for k in keys):
+            changed = changed or f"{name or 'the model'}.{keys[0]}"
+        now.clear()
+        now.update(was)
+    return changed
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and isinstance(a, (bool, int, float, str, tuple, torch.Size, torch.dtype)) and a == b
+
+
+_READS = ("DataDependent", "GuardOnDataDependent", "DynamicOutputShape")
+
+
+def _refusal(exc: Exception) -> CaptureRefused:
+    kind, text = type(exc).__name__, str(exc)
+    where = _where(exc)
+    reads = (
+        any(r in kind for r in _READS)
+        or "_local_scalar_dense" in text
+        or "data-dependent" in text
+        or ".item()" in text
+        or "allocate memory for" in text
+        or "converting a torch.Tensor into a Python" in text
+    )
+    if reads:
+        return CaptureRefused(f"its forward reads a value from the device, or depends on one{where}", reads_value=True)
+    line = text.strip().splitlines()[0] if text.strip() else ""
+    return CaptureRefused(f"its forward cannot be recorded: {kind}: {line[:200]}{where}")
+
+
+def _where(exc: Exception) -> str:
+    torch_home, own_home = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+    for frame in reversed(traceback.extract_tb(exc.__traceback__)):
+        if not frame.filename.startswith((torch_home, own_home, "<")):
+            return f" ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
+    return ""

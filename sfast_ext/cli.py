@@ -1,0 +1,105 @@
+"""The command line: doctor, demo, bench. What they do is in `tools`, imported when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from sfast_ext import __version__
+
+ENGINES = ("sfast", "eager", "eager-channels-last", "cudagraph", "torch-compile")
+
+
+def size(text: str) -> tuple[int, int]:
+    """WIDTHxHEIGHT in pixels, both multiples of 8."""
+    try:
+        width, height = (int(part) for part in text.lower().split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not WIDTHxHEIGHT, e.g. 512x512") from None
+    if width < 8 or height < 8 or width % 8 or height % 8:
+        raise argparse.ArgumentTypeError(f"{text}: width and height are multiples of 8")
+    return width, height
+
+
+def sizes(text: str) -> list[tuple[int, int]]:
+    """Sizes with commas between."""
+    return [size(part) for part in text.split(",") if part]
+
+
+def counts(text: str) -> list[int]:
+    """Positive integers with commas between."""
+    found = [int(part) for part in text.split(",") if part]
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: 1 or more")
+    return found
+
+
+def engines(text: str) -> list[str]:
+    """Names of engines with commas between; ours is always measured and stands first."""
+    found = [part for part in text.split(",") if part]
+    for name in found:
+        if name not in ENGINES:
+            raise argparse.ArgumentTypeError(f"no engine is called {name!r}; there are {', '.join(ENGINES)}")
+    return ["sfast", *(name for name in dict.fromkeys(found) if name != "sfast")]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of all commands."""
+    top = argparse.ArgumentParser(prog="python -m sfast_ext", description="Stable Fast for WebUI")
+    top.add_argument("--version", action="version", version=__version__)
+    commands = top.add_subparsers(dest="command", required=True)
+
+    doctor = commands.add_parser("doctor", help="what this machine has, and what will therefore be used")
+    doctor.add_argument("--json", action="store_true", help="as JSON")
+
+    demo = commands.add_parser("demo", help="pictures with and without the accelerator, compared")
+    demo.add_argument(
+        "--model",
+        default=os.environ.get("DEMO_MODEL") or None,
+        help="a .safetensors checkpoint or a folder of diffusers (default: $DEMO_MODEL, or random weights)",
+    )
+    demo.add_argument("--out", type=Path, default=Path("demo-output"), help="where the pictures go (%(default)s)")
+    demo.add_argument("--steps", type=int, help="steps of each picture (default: 6 on a CPU, 20 on a GPU)")
+    demo.add_argument("--size", type=size, help="of the pictures (default: 128x128 on a CPU, 512x512 on a GPU)")
+    demo.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+
+    bench = commands.add_parser("bench", help="time of one UNet call, against other ways to run it")
+    bench.add_argument("--model", default="sd15", help="sd15, sdxl, …, tiny-sd15, or a path (%(default)s)")
+    bench.add_argument("--size", type=sizes, default="512x512", metavar="WxH,…", help="of the pictures (%(default)s)")
+    bench.add_argument("--batch", type=counts, default="1", metavar="N,…", help="pictures at once (%(default)s)")
+    bench.add_argument("--against", type=engines, default="eager,cudagraph", help=f"of {', '.join(ENGINES)} (%(default)s)")
+    bench.add_argument("--iterations", type=int, default=30, help="timed calls of each engine (%(default)s)")
+    bench.add_argument("--tokens", type=int, default=77, help="of the prompt (%(default)s)")
+    bench.add_argument("--cold", action="store_true", help="a process of its own and empty caches for each size")
+    bench.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN choose by measuring for the others too")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status."""
+    args = parser().parse_args(arguments)
+    if args.command == "doctor":
+        from sfast_ext.tools import doctor
+
+        return doctor.main(args.json)
+    if args.command == "demo":
+        from sfast_ext.tools import demo
+
+        return demo.main(demo.Options(args.model, args.out, args.steps, args.size, args.json))
+    from sfast_ext.tools import bench
+
+    options = bench.Options(
+        model=args.model,
+        sizes=args.size,
+        batches=args.batch,
+        engines=args.against,
+        iterations=args.iterations,
+        tokens=args.tokens,
+        cold=args.cold,
+        cudnn_benchmark=args.cudnn_benchmark,
+        json=args.json,
+    )
+    return bench.main(options)

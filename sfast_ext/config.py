@@ -1,0 +1,48 @@
+"""What the user can choose; a value object, so that two configurations compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CHECKS = ("first", "always", "never")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of one accelerator.
+
+    Raises:
+        ValueError: a value is out of range; the message names the field and what it takes.
+    """
+
+    enabled: bool = True
+    cuda_graphs: bool = True
+    graph_memory_mb: int = 4096
+    """Budget of the graph pool in MB (2**20 bytes); 0 means no limit."""
+    max_graphs: int = 16
+    triton: bool = True
+    native: bool = True
+    check: str = "first"
+    """When a plan is compared with the original forward: "first" use, "always", "never"."""
+    tolerance: float = 0.02
+    """Relative L2 error, computed in fp32, that a plan may show against the original forward."""
+    allow_cpu: bool = False
+    max_plans: int = 32
+    drop_slower: bool = True
+    """On a GPU, drop a plan that measures slower than the original forward."""
+
+    def __post_init__(self) -> None:
+        if self.check not in CHECKS:
+            raise ValueError(f"check must be one of {', '.join(CHECKS)}; it is {self.check!r}")
+        if not self.tolerance > 0:
+            raise ValueError(f"tolerance must be positive; it is {self.tolerance}")
+        if self.graph_memory_mb < 0:
+            raise ValueError(f"graph_memory_mb must be 0 (no limit) or more; it is {self.graph_memory_mb}")
+        if self.max_graphs < 1 or self.max_plans < 1:
+            raise ValueError(
+                f"max_graphs and max_plans must be at least 1; they are {self.max_graphs}, {self.max_plans}"
+            )
+
+    def builds_like(self, other: Config) -> bool:
+        """Whether a plan built under one is the plan that the other would build."""
+        return (self.triton, self.native) == (other.triton, other.native)

@@ -1,0 +1,107 @@
+"""What this machine has, and what will therefore be used."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import shutil
+from typing import Any
+
+import torch
+
+
+@functools.lru_cache(maxsize=None)
+def _triton() -> str | None:
+    """None where Triton imports, else why it does not."""
+    try:
+        import triton
+        import triton.language  # noqa: F401
+    except Exception as exc:  # a broken wheel raises anything
+        return f"{type(exc).__name__}: {exc}"
+    return None
+
+
+def has_triton() -> bool:
+    """Whether Triton imports here."""
+    return _triton() is None
+
+
+def triton_error() -> str | None:
+    """Why Triton does not import, or None."""
+    return _triton()
+
+
+def has_xformers() -> bool:
+    """Whether xformers is installed; it is not imported."""
+    return version("xformers") is not None
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def capability(device: torch.device | None = None) -> tuple[int, int] | None:
+    """Compute capability of the GPU, or None without one."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+
+
+def triton_runs_on(device: torch.device) -> bool:
+    """Whether Triton kernels can run on tensors of this device."""
+    if not has_triton():
+        return False
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (7, 0)
+    from sfast_ext import kernels
+
+    return kernels.interpreted()
+
+
+def known_bad() -> list[str]:
+    """Combinations known not to work here, a sentence each."""
+    found = []
+    if not torch.cuda.is_available():
+        found.append("There is no NVIDIA GPU that torch can use; the extension stays out of the way.")
+        return found
+    compute = torch.cuda.get_device_capability()
+    if compute < (7, 0):
+        found.append(
+            f"Compute capability {compute[0]}.{compute[1]} is under 7.0: Triton and fast halves need a newer card."
+        )
+    if torch.version.hip:
+        found.append("This torch is built for ROCm, which is untested.")
+    if not has_triton():
+        found.append(f"Triton does not import ({triton_error()}); PyTorch's own kernels are used instead.")
+    capture_arguments = torch.cuda.graph.__init__.__code__.co_varnames
+    if "capture_error_mode" not in capture_arguments:
+        found.append("This torch is older than 2.1; CUDA graphs are off.")
+    return found
+
+
+def describe() -> dict[str, Any]:
+    """Versions and devices, as JSON can carry."""
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
+        "triton": version("triton") or version("triton-windows"),
+        "triton_error": triton_error(),
+        "xformers": version("xformers"),
+        "compiler": shutil.which("cc") or shutil.which("gcc") or shutil.which("cl"),
+        "gpu": None,
+        "compute_capability": None,
+        "known_bad": known_bad(),
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        found["gpu"] = properties.name
+        found["compute_capability"] = f"{properties.major}.{properties.minor}"
+        found["gpu_memory_mb"] = properties.total_memory >> 20
+        found["multiprocessors"] = properties.multi_processor_count
+    return found

@@ -1,0 +1,225 @@
+"""The graph pool: the memory shared by all CUDA graphs of a device, the order in which they go, and the budget.
+
+Graphs of one pool share their intermediate memory, so only one may run at a time: every replay holds the pool's lock
+and waits, on its stream, for the last replay of any other. Inputs and outputs live outside the pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from sfast_ext.report import Report
+
+MB = 1 << 20
+
+
+class NoGraph(Exception):
+    """A CUDA graph could not be captured; the plan runs without one. The message says why."""
+
+
+class CapturedGraph:
+    """A CUDA graph and the static tensors it writes. `size` is the memory the pool grew by, in bytes."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: list[torch.Tensor], size: int) -> None:
+        self.graph = graph
+        self.outputs = outputs
+        self.size = size
+
+
+class GraphPool:
+    """CUDA graphs of one device, least recently used first.
+
+    Owners are told by `on_evict` when their graph is gone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lock = threading.RLock()
+        self._handle: Any = None
+        # memory of an evicted graph stays in the pool, for the next capture, until the last graph goes
+        self._reserved = 0
+        self._entries: OrderedDict[int, tuple[CapturedGraph, Callable[[], None]]] = OrderedDict()
+        self._stream: torch.cuda.Stream | None = None
+        self._last: torch.cuda.Event | None = None
+        self._last_stream: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def size(self) -> int:
+        """Bytes the pool holds."""
+        return self._reserved
+
+    def side_stream(self) -> torch.cuda.Stream:
+        """The stream that warm-ups and captures run on."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        return self._stream
+
+    def capture(
+        self,
+        run: Callable[[], list[torch.Tensor]],
+        on_evict: Callable[[], None],
+        report: Report,
+        *,
+        max_graphs: int,
+        budget_mb: int,
+    ) -> CapturedGraph:
+        """Capture `run`, evicting others until it fits.
+
+        Raises:
+            NoGraph: it does not fit, or cannot be captured.
+        """
+        with self.lock:
+            while len(self._entries) >= max_graphs:
+                self._evict_oldest(report, f"there are {len(self._entries)}, {max_graphs} are allowed")
+            while True:
+                try:
+                    captured = self._capture(run)
+                except torch.cuda.OutOfMemoryError as exc:
+                    report.count("out_of_memory")
+                    if not self._entries:
+                        raise NoGraph("the GPU has not enough free memory for a CUDA graph") from exc
+                    # the pool's memory returns only when the last of its graphs is gone
+                    self._evict_all(report, "out of memory while capturing a CUDA graph")
+                    continue
+                except Exception as exc:
+                    raise NoGraph(f"{type(exc).__name__}: {exc}") from exc
+                over = budget_mb and self._reserved > budget_mb * MB
+                if over and self._entries:
+                    captured.graph.reset()
+                    del captured
+                    self._evict_all(report, f"the pool is over its budget of {budget_mb} MB")
+                    continue
+                if over:
+                    size = self._reserved // MB
+                    captured.graph.reset()
+                    del captured
+                    self._drop_pool()
+                    raise NoGraph(f"its CUDA graph needs {size} MB, the budget is {budget_mb} MB")
+                self._entries[id(captured)] = (captured, on_evict)
+                return captured
+
+    def touch(self, captured: CapturedGraph) -> None:
+        """Mark as used most recently."""
+        self._entries.move_to_end(id(captured))
+
+    def enter(self) -> None:
+        """Order the current stream after the last use of the pool. The caller holds the lock."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._last is not None and self._last_stream != stream.cuda_stream:
+            stream.wait_event(self._last)
+
+    def leave(self) -> None:
+        """Note that the current stream has used the pool. The caller holds the lock."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._last is None:
+            self._last = torch.cuda.Event()
+        self._last.record(stream)
+        self._last_stream = stream.cuda_stream
+
+    def discard(self, captured: CapturedGraph) -> None:
+        """Give back one graph, without telling its owner."""
+        with self.lock:
+            if self._entries.pop(id(captured), None) is None:
+                return
+            self._reset([captured])
+
+    def status(self) -> dict[str, Any]:
+        """For the report."""
+        with self.lock:
+            return {"graphs": len(self._entries), "memory_mb": round(self.size / MB, 1)}
+
+    def _capture(self, run: Callable[[], list[torch.Tensor]]) -> CapturedGraph:
+        if self._handle is None:
+            self._handle = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        graph = torch.cuda.CUDAGraph()
+        collecting = gc.isenabled()
+        # a collection in the midst of it could run anybody's destructors on the capturing stream
+        gc.disable()
+        try:
+            with torch.cuda.stream(self.side_stream()):
+                with _own_random_state(self.device):
+                    # thread_local: a live preview decoding in another thread must not break the capture
+                    graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+                try:
+                    outputs = run()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        grown = max(0, torch.cuda.memory_reserved(self.device) - before)
+        self._reserved += grown
+        return CapturedGraph(graph, outputs, grown)
+
+    def _evict_oldest(self, report: Report, why: str) -> None:
+        _, (captured, on_evict) = self._entries.popitem(last=False)
+        report.count("evictions")
+        report.event("graph pool", f"a CUDA graph is evicted: {why}")
+        on_evict()
+        self._reset([captured])
+
+    def _evict_all(self, report: Report, why: str) -> None:
+        report.count("evictions", len(self._entries))
+        report.event("graph pool", f"{len(self._entries)} CUDA graphs are evicted: {why}")
+        gone = list(self._entries.values())
+        self._entries.clear()
+        for _, on_evict in gone:
+            on_evict()
+        self._reset([captured for captured, _ in gone])
+
+    def _reset(self, gone: list[CapturedGraph]) -> None:
+        torch.cuda.synchronize(self.device)
+        for captured in gone:
+            captured.graph.reset()
+            captured.outputs = []
+        if not self._entries:
+            self._drop_pool()
+
+    def _drop_pool(self) -> None:
+        # a new handle: the allocator frees the memory of the old one now that no graph holds it
+        self._handle = None
+        self._reserved = 0
+        self._last = None
+        self._last_stream = None
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _own_random_state(device: torch.device) -> Iterator[None]:
+    """A capture claims the default generator's state, and a draw in another thread would raise until it ends; so it
+    is given a twin. Plans draw no random numbers."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    if not hasattr(generator, "graphsafe_set_state"):
+        yield
+        return
+    own = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(generator.clone_state())
+    try:
+        yield
+    finally:
+        generator.graphsafe_set_state(own)
+
+
+_pools: dict[torch.device, GraphPool] = {}
+_pools_lock = threading.Lock()
+
+
+def pool_of(device: torch.device) -> GraphPool:
+    """The pool of a device; one for all accelerators on it."""
+    with _pools_lock:
+        if device not in _pools:
+            _pools[device] = GraphPool(device)
+        return _pools[device]

@@ -1,0 +1,122 @@
+"""In-place operations of a captured graph: made out-of-place where that is safe, marked where not, refused where they
+write to something that outlives the call."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+def functionalise(graph_module: fx.GraphModule) -> str | None:
+    """Rewrite `a.add_(b)` to `a.add(b)` where nothing else shares a's memory; returns a reason to refuse, or None.
+
+    Every node whose memory an in-place operation that stays can reach is marked with meta["mutated"].
+    """
+    graph = graph_module.graph
+    root: dict[fx.Node, fx.Node] = {}
+    family: dict[fx.Node, list[fx.Node]] = {}
+    writes = []
+    for node in graph.nodes:
+        base = _aliased(node)
+        root[node] = root[base] if base is not None else node
+        family.setdefault(root[node], []).append(node)
+        if _written(node):
+            writes.append(node)
+    if not writes:
+        return None
+    replaced = False
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    for node in writes:
+        target = _written(node)
+        assert target is not None
+        source = root[target]
+        if source.op == "get_attr":
+            return f"its forward writes to a weight or a buffer ({node.target})"
+        if source.op == "placeholder":
+            return f"its forward writes to one of its arguments ({node.target})"
+        overload = _out_of_place(node)
+        mine = [n for n in family[source] if _descends(n, node)]
+        alone = all(n is target or n in mine for n in family[source])
+        if overload is None or not alone or _shape(node) != _shape(target) or _dtype(node) != _dtype(target):
+            for n in family[source]:
+                n.meta["mutated"] = True
+            continue
+        node.target = overload
+        for user in list(target.users):
+            if user is not node and order[user] > order[node]:
+                user.replace_input_with(target, node)
+        replaced = True
+        # the result is memory of its own now
+        family[source] = [n for n in family[source] if n not in mine]
+        family[node] = mine
+        for n in mine:
+            root[n] = node
+    if replaced:
+        graph.lint()
+        graph_module.recompile()
+    return None
+
+
+def _schema_aliases(node: fx.Node, *, write: bool) -> fx.Node | None:
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None:
+        return None
+    for i, argument in enumerate(schema.arguments):
+        info = argument.alias_info
+        if info is None or (write and not info.is_write):
+            continue
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        if isinstance(value, fx.Node):
+            return value
+    return None
+
+
+# Views that are composite before dispatch carry no alias annotation, or only sometimes alias.
+_MAY_ALIAS = {
+    aten.reshape.default, aten.contiguous.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other,
+    aten.flatten.using_ints, aten.dropout.default, aten.chunk.default, aten.type_as.default, aten.expand_as.default,
+    aten.view_as.default, aten.reshape_as.default,
+}  # fmt: skip
+
+
+def _aliased(node: fx.Node) -> fx.Node | None:
+    """The node whose memory this one's result may share."""
+    if node.op != "call_function":
+        return None
+    found = _schema_aliases(node, write=False)
+    if found is not None:
+        return found
+    named = str(node.target) == "<built-in function getitem>"
+    if (node.target in _MAY_ALIAS or named) and node.args and isinstance(node.args[0], fx.Node):
+        return node.args[0]
+    return None
+
+
+def _descends(node: fx.Node | None, ancestor: fx.Node) -> bool:
+    while node is not None and node is not ancestor:
+        node = _aliased(node)
+    return node is ancestor
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    return _schema_aliases(node, write=True)
+
+
+def _out_of_place(node: fx.Node) -> object | None:
+    name = node.target._schema.name.split("::")[-1]  # type: ignore[union-attr]
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(aten, name[:-1], None)
+    return getattr(packet, node.target._overloadname, None) if packet is not None else None  # type: ignore[union-attr]
+
+
+def _shape(node: fx.Node) -> tuple[int, ...] | None:
+    val = node.meta.get("val")
+    return tuple(val.shape) if isinstance(val, torch.Tensor) else None
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    val = node.meta.get("val")
+    return val.dtype if isinstance(val, torch.Tensor) else None

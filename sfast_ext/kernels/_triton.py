@@ -1,0 +1,98 @@
+"""Triton where it is installed, stand-ins where it is not, and what all launchers ask before they launch."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+triton: Any = None
+tl: Any = None
+try:
+    triton = importlib.import_module("triton")
+    tl = importlib.import_module("triton.language")
+except Exception:  # a broken wheel raises anything; environment.triton_error() tells what
+    triton = tl = None
+
+AVAILABLE = triton is not None
+# The interpreter on NumPy came with Triton 3.0; what the variable turned on before that is another thing.
+INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1" and int(triton.__version__.split(".")[0]) >= 3
+
+if TYPE_CHECKING:
+    from typing import Any as constexpr
+elif AVAILABLE:
+    # Annotations must read "constexpr", not "tl.constexpr": older interpreters compare the text.
+    constexpr = tl.constexpr
+else:
+    constexpr = object
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_BLOCK = 16384  # elements of the widest row that one program keeps in registers
+MAX_GRID_YZ = 65535  # CUDA's limit for the second and third dimension of a grid
+
+
+def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """triton.jit(**options); without Triton, a decorator that leaves alone a function never to be called."""
+    if AVAILABLE:
+        return triton.jit(**options)
+    return lambda function: function
+
+
+def cdiv(x: int, y: int) -> int:
+    return -(-x // y)
+
+
+def next_power_of_2(x: int) -> int:
+    return 1 << max(x - 1, 0).bit_length()
+
+
+@functools.lru_cache(maxsize=None)
+def _capable(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) >= (7, 0)
+
+
+@functools.lru_cache(maxsize=None)
+def multiprocessors(device: torch.device) -> int:
+    """How many the GPU has; in the interpreter a few, so that tests are quick and still split the work."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def runs(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a kernel can take these tensors; where not, a launch calls its reference.
+
+    Not taken: no Triton, a device Triton cannot use, float64 and what is no float, several devices, and
+    subclasses of Tensor (fake, quantised), which mean more than their memory says.
+    """
+    device = x.device
+    if not AVAILABLE or not (INTERPRETED or (device.type == "cuda" and _capable(device.index))):
+        return False
+    for tensor in (x, *others):
+        if tensor is not None and not (
+            tensor.dtype in DTYPES and tensor.device == device and type(tensor) in (Tensor, torch.nn.Parameter)
+        ):
+            return False
+    return True
+
+
+def start(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constants: Any) -> None:
+    """Launches on x's device: Triton itself would take the current one."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            kernel[grid](x, *args, **constants)
+    else:
+        kernel[grid](x, *args, **constants)
+
+
+def channels_inner(x: Tensor) -> Tensor:
+    """(N, C, ...) as contiguous (N, ..., C): a view where x is channels_last already, else a copy."""
+    return (x.permute(0, 2, 3, 1) if x.dim() == 4 else x.movedim(1, -1)).contiguous()
+
+
+def channels_outer(y: Tensor) -> Tensor:
+    """(N, ..., C) as a view (N, C, ...)."""
+    return y.permute(0, 3, 1, 2) if y.dim() == 4 else y.movedim(-1, 1)

@@ -1,0 +1,109 @@
+"""A residual add and the layer norm after it; the sum is kept, for the next residual."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sfast_ext.kernels import layer_norm
+from sfast_ext.kernels._triton import DTYPES, MAX_BLOCK, cdiv, constexpr, jit, runs, start, tl
+
+
+def reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(sum, y): sum = x + residual (..., C), rounded to x's dtype as the add alone rounds; y its layer norm.
+
+    y comes from the rounded sum, in float32 (float64 where x is), and is rounded once to out_dtype (default:
+    x's).
+    """
+    compute = torch.promote_types(x.dtype, torch.float32)
+    total = (x.to(compute) + residual.to(compute)).to(x.dtype)
+    return total, layer_norm.reference(total, weight, bias, eps, out_dtype)
+
+
+@jit(do_not_specialize=["rows"])
+def _kernel(
+    x,
+    residual,
+    weight,
+    bias,
+    total,
+    out,
+    rows,
+    columns,
+    eps,
+    HAS_WEIGHT: constexpr,
+    HAS_BIAS: constexpr,
+    ROWS: constexpr,
+    BLOCK: constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    mask = (row < rows)[:, None] & inside[None, :]
+    at = row[:, None] * columns + column[None, :]
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    value += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    rounded = value.to(total.dtype.element_ty)
+    tl.store(total + at, rounded, mask=mask)
+    value = rounded.to(tl.float32)
+    mean = tl.sum(value, 1) / columns
+    centred = tl.where(mask, value - mean[:, None], 0.0)
+    variance = tl.sum(centred * centred, 1) / columns
+    y = centred * (1.0 / tl.sqrt(variance + eps))[:, None]
+    if HAS_WEIGHT:
+        y *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
+
+
+def launch(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`reference` as one Triton kernel: two reads, two writes."""
+    columns = x.shape[-1]
+    dtype = out_dtype or x.dtype
+    if (
+        not runs(x, residual, weight, bias)
+        or x.shape != residual.shape
+        or not 0 < columns <= MAX_BLOCK
+        or dtype not in DTYPES
+    ):
+        return reference(x, residual, weight, bias, eps, out_dtype)
+    x = x.contiguous()
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    count = x.numel() // columns
+    if count:
+        rows, block, warps = layer_norm.tile(columns)
+        start(
+            _kernel,
+            (cdiv(count, rows),),
+            x,
+            residual.contiguous(),
+            x if weight is None else weight.contiguous(),
+            x if bias is None else bias.contiguous(),
+            total,
+            out,
+            count,
+            columns,
+            eps,
+            HAS_WEIGHT=weight is not None,
+            HAS_BIAS=bias is not None,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=warps,
+        )
+    return total, out

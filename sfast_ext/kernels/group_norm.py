@@ -1,0 +1,316 @@
+"""Group norm of channels-last tensors, with an optional shift before it and SiLU after it.
+
+At batch 2 a kernel over groups has 64 programs for 132 multiprocessors, so the pixels are split too. The
+first launch writes mean and M2 (sum of squared deviations) of each (image, split, group); the second combines
+them (Chan, Golub and LeVeque 1979) and normalises. No atomics: results repeat bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sfast_ext.kernels._triton import (
+    DTYPES,
+    MAX_GRID_YZ,
+    cdiv,
+    channels_inner,
+    channels_outer,
+    constexpr,
+    jit,
+    multiprocessors,
+    next_power_of_2,
+    runs,
+    start,
+    tl,
+)
+
+_BLOCK = 128  # channels of a tile, where a group is not wider
+_WIDEST = 4096  # channels of the widest group that the kernels take
+_SPLITS = 128  # most splits of an image: the second launch reads the statistics of all of them at once
+_PROGRAMS = 4  # a multiprocessor
+_TILE = 4096  # elements of a tile, of x and of the statistics
+
+
+def reference(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    shift: Tensor | None = None,
+    silu: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x (N, C, ...) plus shift (N, C), normalised by groups, times weight (C,), plus bias (C,), then SiLU.
+
+    Channels last, in out_dtype (default: x's). Computes in float32 (float64 where x is), rounds once.
+    """
+    compute = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(compute)
+    if shift is not None:
+        y = y + shift.to(compute).reshape(*x.shape[:2], *[1] * (x.dim() - 2))
+    # not F.group_norm, which refuses a single value a group; contiguous, as torch's channels-last kernel for the CPU
+    # takes the variance as E[x^2] - E[x]^2
+    weight, bias = (None if vector is None else vector.to(compute) for vector in (weight, bias))
+    y = torch.group_norm(y.contiguous(), groups, weight, bias, eps)
+    y = F.silu(y) if silu else y
+    return channels_outer(channels_inner(y.to(out_dtype or x.dtype)))
+
+
+# Both kernels: program (split, block of channels, image). x is (N, pixels, channels); a block holds WIDTH
+# channels, whole groups of group_width; partial is (2, N, splits, groups) in float32, means first. What is
+# there or not (shift, weight, bias, SiLU) is told at run time, by masks that cost nothing: one compilation
+# serves all norms of a UNet whose WIDTH is the same, and compiling is what a first call waits for.
+
+
+@jit(do_not_specialize=["pixels", "per_split", "groups", "group_width", "shift_stride", "has_shift"])
+def _statistics(
+    x,
+    shift,
+    partial,
+    pixels,
+    per_split,
+    channels,
+    groups,
+    group_width,
+    shift_stride,
+    has_shift,
+    WIDTH: constexpr,
+    BLOCK: constexpr,
+    GROUPS: constexpr,
+    PIXELS: constexpr,
+):
+    image = tl.program_id(2).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    channel = tl.program_id(1) * WIDTH + column
+    inside = (column < WIDTH) & (channel < channels)
+    begin = tl.program_id(0) * per_split
+    end = tl.minimum(begin + per_split, pixels)
+    base = x + image * pixels * channels + channel
+
+    # Sums of deviations from the split's first pixel. As that is one of the values, the sum of squares is at
+    # most (1 + count) times M2: however large the mean, no more digits cancel than that.
+    centre = tl.load(base + begin.to(tl.int64) * channels, mask=inside, other=0.0).to(tl.float32)
+    sums = tl.zeros([PIXELS, BLOCK], tl.float32)
+    squares = tl.zeros([PIXELS, BLOCK], tl.float32)
+    for first in range(begin, end, PIXELS):
+        pixel = first + tl.arange(0, PIXELS)
+        mask = (pixel < end)[:, None] & inside[None, :]
+        value = tl.load(base[None, :] + pixel.to(tl.int64)[:, None] * channels, mask=mask, other=0.0).to(tl.float32)
+        deviation = tl.where(mask, value - centre[None, :], 0.0)
+        sums += deviation
+        squares += deviation * deviation
+    count = (end - begin).to(tl.float32)
+    total = tl.sum(sums, 0)
+    m2 = tl.maximum(tl.sum(squares, 0) - total * total / count, 0.0)
+    mean = centre + total / count
+    shifted = inside & (has_shift != 0)
+    mean += tl.load(shift + image * shift_stride + channel, mask=shifted, other=0.0).to(tl.float32)
+
+    # Channels to groups, through the matrix of who belongs where: group widths are seldom powers of two.
+    lane = tl.arange(0, GROUPS)
+    member = ((column // group_width)[:, None] == lane[None, :]) & inside[:, None]
+    group_mean = tl.sum(tl.where(member, mean[:, None], 0.0), 0) / group_width.to(tl.float32)
+    offset = mean - tl.sum(tl.where(member, group_mean[None, :], 0.0), 1)
+    m2 += count * offset * offset
+    group_m2 = tl.sum(tl.where(member, m2[:, None], 0.0), 0)
+
+    group = tl.program_id(1) * (WIDTH // group_width) + lane
+    valid = (lane < WIDTH // group_width) & (group < groups)
+    at = (image * tl.num_programs(0) + tl.program_id(0)) * groups + group
+    size = tl.num_programs(2).to(tl.int64) * tl.num_programs(0) * groups
+    tl.store(partial + at, group_mean, mask=valid)
+    tl.store(partial + size + at, group_m2, mask=valid)
+
+
+@jit(
+    do_not_specialize=[
+        "pixels",
+        "per_split",
+        "groups",
+        "group_width",
+        "shift_stride",
+        "has_shift",
+        "has_weight",
+        "has_bias",
+        "silu",
+    ]
+)
+def _normalise(
+    x,
+    shift,
+    weight,
+    bias,
+    partial,
+    out,
+    pixels,
+    per_split,
+    channels,
+    groups,
+    group_width,
+    shift_stride,
+    has_shift,
+    has_weight,
+    has_bias,
+    silu,
+    eps,
+    WIDTH: constexpr,
+    BLOCK: constexpr,
+    GROUPS: constexpr,
+    PIXELS: constexpr,
+    SPLITS: constexpr,
+):
+    image = tl.program_id(2).to(tl.int64)
+    splits = tl.num_programs(0)
+    column = tl.arange(0, BLOCK)
+    channel = tl.program_id(1) * WIDTH + column
+    inside = (column < WIDTH) & (channel < channels)
+
+    lane = tl.arange(0, GROUPS)
+    group = tl.program_id(1) * (WIDTH // group_width) + lane
+    valid = (lane < WIDTH // group_width) & (group < groups)
+    split = tl.arange(0, SPLITS)
+    known = (split < splits)[:, None] & valid[None, :]
+    at = (image * splits + split[:, None]) * groups + group[None, :]
+    size = tl.num_programs(2).to(tl.int64) * splits * groups
+    means = tl.load(partial + at, mask=known, other=0.0)
+    m2s = tl.load(partial + size + at, mask=known, other=0.0)
+    counts = tl.minimum(per_split, pixels - split * per_split).to(tl.float32)
+    shares = tl.where(split < splits, counts / pixels.to(tl.float32), 0.0)[:, None]
+    mean = tl.sum(means * shares, 0)
+    offset = means - mean[None, :]
+    between = tl.sum(shares * offset * offset, 0)
+    within = tl.sum(m2s, 0) / (pixels.to(tl.float32) * group_width.to(tl.float32))
+    rstd = 1.0 / tl.sqrt(within + between + eps)
+
+    member = ((column // group_width)[:, None] == lane[None, :]) & inside[:, None]
+    centre = tl.sum(tl.where(member, mean[None, :], 0.0), 1)
+    factor = tl.sum(tl.where(member, rstd[None, :], 0.0), 1)
+    shifted = inside & (has_shift != 0)
+    addend = tl.load(shift + image * shift_stride + channel, mask=shifted, other=0.0).to(tl.float32)
+    factor *= tl.load(weight + channel, mask=inside & (has_weight != 0), other=1.0).to(tl.float32)
+    term = tl.load(bias + channel, mask=inside & (has_bias != 0), other=0.0).to(tl.float32)
+
+    begin = tl.program_id(0) * per_split
+    end = tl.minimum(begin + per_split, pixels)
+    offset_of_image = image * pixels * channels
+    for first in range(begin, end, PIXELS):
+        pixel = first + tl.arange(0, PIXELS)
+        mask = (pixel < end)[:, None] & inside[None, :]
+        place = offset_of_image + pixel.to(tl.int64)[:, None] * channels + channel[None, :]
+        y = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+        y = ((y + addend[None, :]) - centre[None, :]) * factor[None, :] + term[None, :]
+        y = tl.where(silu != 0, y / (1.0 + tl.exp(-y)), y)
+        tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
+
+
+def _channel_blocks(groups: int, group_width: int) -> tuple[int, int]:
+    """How many blocks of channels, of how many groups each: even, and 8 channels at a time where possible."""
+    step = 8 // math.gcd(group_width, 8)  # whole groups in 16 bytes of fp16
+    most = max(1, _BLOCK // group_width)
+    if most >= step:
+        most -= most % step
+    each = cdiv(groups, cdiv(groups, most))
+    if most >= step:
+        each = min(most, cdiv(each, step) * step)
+    return cdiv(groups, each), each
+
+
+def _pixel_splits(pixels: int, others: int, most: int, device: torch.device) -> tuple[int, int]:
+    """Parts of an image, at most so many, and the pixels of each: some four programs a multiprocessor."""
+    wanted = max(1, min(most, cdiv(_PROGRAMS * multiprocessors(device), others)))
+    each = cdiv(cdiv(pixels, wanted), 8) * 8  # eight pixels are one access of each of 128 threads
+    return cdiv(pixels, each), each
+
+
+def launch(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    shift: Tensor | None = None,
+    silu: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`reference` as two Triton kernels: reads x twice, the second time mostly from the L2 cache."""
+    batch, channels = x.shape[:2]
+    dtype = out_dtype or x.dtype
+    if (
+        not runs(x, weight, bias, shift)
+        or groups < 1
+        or channels % groups
+        or channels // groups > _WIDEST
+        or batch > MAX_GRID_YZ
+        or groups > MAX_GRID_YZ
+        or x.numel() == 0
+        or dtype not in DTYPES
+        or (shift is not None and shift.shape != (batch, channels))
+    ):
+        return reference(x, groups, weight, bias, eps, shift, silu, out_dtype)
+    inner = channels_inner(x)
+    out = torch.empty(inner.shape, dtype=dtype, device=x.device)
+    pixels = inner.numel() // (batch * channels)
+    group_width = channels // groups
+    blocks, block_groups = _channel_blocks(groups, group_width)
+    block = max(_BLOCK, next_power_of_2(group_width))
+    lanes = max(16 if block == _BLOCK else 1, next_power_of_2(block_groups))
+    most = min(_SPLITS, _TILE // lanes)
+    splits, per_split = _pixel_splits(pixels, blocks * batch, most, x.device)
+    grid = (splits, blocks, batch)
+    partial = torch.empty((2, batch, splits, groups), dtype=torch.float32, device=x.device)
+    if shift is None:
+        rows, shift_stride = inner, 0
+    else:
+        rows = shift if shift.stride(1) == 1 else shift.contiguous()
+        shift_stride = rows.stride(0)
+    tiles = {
+        "WIDTH": block_groups * group_width,
+        "BLOCK": block,
+        "GROUPS": lanes,
+        "PIXELS": _TILE // block,
+        "num_warps": 4 if block <= 512 else 8,
+    }
+    start(
+        _statistics,
+        grid,
+        inner,
+        rows,
+        partial,
+        pixels,
+        per_split,
+        channels,
+        groups,
+        group_width,
+        shift_stride,
+        int(shift is not None),
+        **tiles,
+    )
+    start(
+        _normalise,
+        grid,
+        inner,
+        rows,
+        inner if weight is None else weight.contiguous(),
+        inner if bias is None else bias.contiguous(),
+        partial,
+        out,
+        pixels,
+        per_split,
+        channels,
+        groups,
+        group_width,
+        shift_stride,
+        int(shift is not None),
+        int(weight is not None),
+        int(bias is not None),
+        int(silu),
+        eps,
+        SPLITS=most,
+        **tiles,
+    )
+    return channels_outer(out)

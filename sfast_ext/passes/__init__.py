@@ -1,0 +1,77 @@
+"""What is done to a captured graph, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from . import (
+    attention,
+    bias_add,
+    channels_last,
+    cleanup,
+    common,
+    geglu,
+    group_norm,
+    layer_norm,
+    packed_linear,
+    rewrite,
+)
+
+if TYPE_CHECKING:
+    from sfast_ext.weights import WeightArena
+
+
+@dataclass
+class PassContext:
+    arena: WeightArena
+    device: torch.device
+    triton: bool
+    native: bool = False
+
+
+Pass = Callable[[fx.GraphModule, PassContext], int]
+
+PASSES: list[tuple[str, Pass]] = [
+    ("cleanup", cleanup.cleanup),
+    ("common", common.common_subexpressions),  # makes siblings of what was computed again and again
+    ("constants", common.fold_constants),
+    ("packed_linear", packed_linear.packed_linear),
+    ("channels_last", channels_last.channels_last),
+    ("cleanup", cleanup.cleanup),  # the permutes of 1x1 convolutions meet those of the token reshapes
+    ("group_norm", group_norm.group_norm),
+    ("add_layer_norm", layer_norm.add_layer_norm),
+    ("layer_norm", layer_norm.layer_norm),
+    ("geglu", geglu.geglu),
+    ("bias_add", bias_add.bias_add),
+    ("attention", attention.attention),
+]
+
+
+def run_passes(gm: fx.GraphModule, ctx: PassContext) -> dict[str, int]:
+    """Rewrites `gm` in place; how often each pass matched. What goes in and what comes out stays the same."""
+    counts: dict[str, int] = {}
+    if not supported(gm.graph):
+        return counts
+    rewrite.hoist_weights(gm.graph)
+    for name, function in PASSES:
+        counts[name] = counts.get(name, 0) + function(gm, ctx)
+    rewrite.eliminate_dead(gm.graph)
+    gm.recompile()
+    return counts
+
+
+def supported(graph: fx.Graph) -> bool:
+    """No operation that depends on strides, no unknown size, no autocast that is yet to do its work."""
+    for node in graph.nodes:
+        if rewrite.enters_autocast(node) and rewrite.argument(node, 2, "enabled") is not False:
+            return False
+        if node.op == "call_function" and node.target in rewrite.READS_STRIDES:
+            return False
+        if rewrite.value(node) is not None and rewrite.shape(node) is None:
+            return False
+    return True

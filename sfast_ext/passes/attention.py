@@ -1,0 +1,43 @@
+"""Scaled dot product attention through the fastest of the backends that can."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from sfast_ext import kernels
+from sfast_ext.kernels import attention as kernel
+
+from .rewrite import argument, call, is_op, mutated, overloads, replace
+
+if TYPE_CHECKING:
+    from . import PassContext
+
+ATTENTION = overloads("scaled_dot_product_attention")
+
+
+def attention(gm: fx.GraphModule, ctx: PassContext) -> int:
+    untouchable, count = mutated(gm.graph), 0
+    function = kernels.pick(kernel, triton=ctx.triton)
+    for node in list(gm.graph.nodes):
+        if (
+            not is_op(node, ATTENTION)
+            or len(node.args) < 3
+            or not untouchable.isdisjoint([node, *node.all_input_nodes])
+        ):
+            continue
+        if argument(node, 4, "dropout_p", 0.0) != 0 or node.kwargs.get("enable_gqa", False):
+            continue
+        mask, causal = argument(node, 3, "attn_mask"), argument(node, 5, "is_causal", False)
+        with gm.graph.inserting_before(node):
+            new = call(
+                gm.graph,
+                function,
+                node.args[:3],
+                node,
+                {"mask": mask, "is_causal": causal, "scale": node.kwargs.get("scale")},
+            )
+        replace(node, new)
+        count += 1
+    return count

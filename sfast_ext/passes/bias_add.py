@@ -1,0 +1,86 @@
+"""A convolution's bias, the residual added to it and the scale of both, in one pass over the picture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from sfast_ext import kernels
+from sfast_ext.kernels import bias_add as kernel
+
+from .rewrite import (
+    ADD,
+    CONV,
+    KERNEL_DTYPES,
+    argument,
+    call,
+    dtype,
+    is_number,
+    is_op,
+    mutated,
+    only_user,
+    overloads,
+    replace,
+    same,
+    shape,
+    without_bias,
+)
+
+if TYPE_CHECKING:
+    from . import PassContext
+
+MUL = overloads("mul.Tensor", "mul.Scalar")
+DIV = overloads("div.Tensor", "div.Scalar")
+
+
+def bias_add(gm: fx.GraphModule, ctx: PassContext) -> int:
+    untouchable, count = mutated(gm.graph), 0
+    function = kernels.pick(kernel, triton=ctx.triton)
+    for node in list(gm.graph.nodes):
+        if node._erased or not is_op(node, ADD) or node in untouchable or argument(node, 2, "alpha", 1) != 1:
+            continue
+        # Of two convolutions the later one is taken: the other is done by then.
+        conv, residual = node.args[1], node.args[0]
+        if not has_bias(conv, node):
+            conv, residual = residual, conv
+        if not has_bias(conv, node) or not same(residual, node) or conv is residual:
+            continue
+        if conv in untouchable or residual in untouchable:
+            continue
+        last, factor = scaled(node, untouchable)
+        with gm.graph.inserting_before(conv):
+            bare = without_bias(conv)
+        with gm.graph.inserting_before(node):
+            new = call(gm.graph, function, (bare, argument(conv, 2, "bias"), residual, factor), last)
+        replace(last, new)
+        count += 1
+    return count
+
+
+def has_bias(conv: Any, add: fx.Node) -> bool:
+    """A convolution whose result only `add` sees, in `add`'s shape and dtype."""
+    if not is_op(conv, CONV) or only_user(conv) is not add or not same(conv, add):
+        return False
+    bias = argument(conv, 2, "bias")
+    return (
+        isinstance(bias, fx.Node)
+        and len(shape(conv) or ()) == 4
+        and dtype(conv) in KERNEL_DTYPES
+        and dtype(bias) == dtype(conv)
+    )
+
+
+def scaled(add: fx.Node, untouchable: set[fx.Node]) -> tuple[fx.Node, float]:
+    """The product of the sum with a number, if that is all the sum is for, and the factor."""
+    user = only_user(add)
+    if user is None or user in untouchable or not same(user, add) or user.args[0] is not add:
+        return add, 1.0
+    number = argument(user, 1, "other")
+    if not is_number(number):
+        return add, 1.0
+    if is_op(user, MUL):
+        return user, float(number)
+    if is_op(user, DIV) and number != 0:
+        return user, 1.0 / number
+    return add, 1.0

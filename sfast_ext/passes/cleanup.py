@@ -1,0 +1,191 @@
+"""What does nothing, goes. Values count, not their strides: a copy is needed only where somebody writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from .rewrite import (
+    CAST,
+    RESHAPE,
+    argument,
+    aten,
+    call,
+    dtype,
+    eliminate_dead,
+    enters_autocast,
+    erase,
+    is_cast,
+    is_number,
+    is_op,
+    mutated,
+    overloads,
+    replace,
+    same,
+    shape,
+    widens,
+)
+
+if TYPE_CHECKING:
+    from . import PassContext
+
+Rule = Callable[[fx.Node, fx.Node], fx.Node | None]
+
+DROPOUT = overloads("dropout", "feature_dropout", "alpha_dropout")
+SAME_VALUE = overloads("alias", "detach", "detach_", "lift", "lift_fresh", "lift_fresh_copy", "contiguous", "clone")
+SAME_IF_SHAPE = overloads("expand", "slice.Tensor", "expand_as")
+FRESH = overloads("clone", "_to_copy", "lift_fresh_copy", "contiguous") | CAST
+PERMUTE = overloads("permute", "transpose.int", "t", "numpy_T", "movedim.int")
+SCALE = overloads("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar")
+SHIFT = overloads("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar")
+
+
+def dropout(node: fx.Node, x: fx.Node) -> fx.Node | None:
+    off = argument(node, 2, "train") is False or argument(node, 1, "p") == 0
+    return x if off else None
+
+
+def same_value(node: fx.Node, x: fx.Node) -> fx.Node | None:
+    # A layout asked for by name stays; it costs nothing where the value has it.
+    return None if node.kwargs.get("memory_format") is torch.channels_last else x
+
+
+def same_if_shape(node: fx.Node, x: fx.Node) -> fx.Node | None:
+    # A slice of the whole has the whole's shape only when its step is 1.
+    return x if same(node, x) else None
+
+
+def cast(node: fx.Node, x: fx.Node) -> fx.Node | None:
+    if same(node, x):
+        return x
+    inner = x.args[0] if is_cast(x) else None
+    if not is_cast(node) or not isinstance(inner, fx.Node) or not widens(dtype(inner), dtype(x)):
+        return None
+    # half -> float -> half: the first cast lost nothing, so the second may start where the first did.
+    if dtype(inner) == dtype(node):
+        return inner
+    return call(node.graph, aten.to.dtype, (inner, dtype(node)), node)
+
+
+def reshape(node: fx.Node, x: fx.Node) -> fx.Node | None:
+    if same(node, x):
+        return x
+    size = shape(node)
+    if size is None or shape(x) is None:
+        return None
+    source = x
+    while is_op(source, RESHAPE) and isinstance(source.args[0], fx.Node):
+        source = source.args[0]
+    if same(node, source):
+        return source
+    if source is x and node.target is not aten.view.default and node.target is not aten._unsafe_view.default:
+        return None
+    # Reshapes keep the order of elements: the last one alone says it all. `view` would insist on strides.
+    return call(node.graph, aten.reshape.default, (source, list(size)), node)
+
+
+def permute(node: fx.Node, x: fx.Node) -> fx.Node | None:
+    order = permutation(node)
+    if order is None:
+        return None
+    if order == sorted(order):
+        return x
+    inner = permutation(x) if is_op(x, PERMUTE) else None
+    if inner is None:
+        return None
+    order = [inner[dim] for dim in order]
+    source = x.args[0]
+    assert isinstance(source, fx.Node)
+    return source if order == sorted(order) else call(node.graph, aten.permute.default, (source, order), node)
+
+
+def permutation(node: fx.Node) -> list[int] | None:
+    """Dimension i of the result is dimension order[i] of the input."""
+    size = shape(node)
+    if size is None:
+        return None
+    order = list(range(len(size)))
+    if node.target is aten.permute.default:
+        return [dim % len(size) for dim in argument(node, 1, "dims")]
+    if node.target is aten.transpose.int:
+        if order:
+            a, b = argument(node, 1, "dim0"), argument(node, 2, "dim1")
+            order[a], order[b] = order[b], order[a]
+        return order
+    if node.target is aten.movedim.int:
+        a, b = argument(node, 1, "source") % len(size), argument(node, 2, "destination") % len(size)
+        order.insert(b, order.pop(a))
+        return order
+    return order[::-1]
+
+
+def scale(node: fx.Node, x: fx.Node) -> fx.Node | None:
+    factor = argument(node, 1, "other")
+    return x if is_number(factor) and factor == 1 and same(node, x) else None
+
+
+def shift(node: fx.Node, x: fx.Node) -> fx.Node | None:
+    term = argument(node, 1, "other")
+    return x if is_number(term) and term == 0 and same(node, x) else None
+
+
+RULES: list[tuple[frozenset, Rule]] = [
+    (DROPOUT, dropout),
+    (SAME_VALUE, same_value),
+    (SAME_IF_SHAPE, same_if_shape),
+    (CAST, cast),
+    (RESHAPE, reshape),
+    (PERMUTE, permute),
+    (SCALE, scale),
+    (SHIFT, shift),
+]
+TABLE: dict[object, Rule] = {op: rule for ops, rule in RULES for op in ops}
+
+
+def cleanup(gm: fx.GraphModule, ctx: PassContext) -> int:
+    graph, count = gm.graph, 0
+    count += forget_detach(graph) + forget_autocast(graph)
+    untouchable = mutated(graph)
+    for node in graph.nodes:
+        rule = TABLE.get(node.target) if node.op == "call_function" else None
+        x = node.args[0] if rule and node.args else None
+        if rule is None or not isinstance(x, fx.Node) or node in untouchable or x in untouchable:
+            continue
+        if node.target in FRESH and any(user.op == "output" for user in node.users):
+            continue  # the caller may write to what it gets; it must not be an input or a weight
+        with graph.inserting_before(node):
+            new = rule(node, x)
+        if new is None:
+            continue
+        if new in untouchable or any(source in untouchable for source in new.all_input_nodes):
+            erase(new)
+            continue
+        replace(node, new)
+        count += 1
+    return count + eliminate_dead(graph)
+
+
+def forget_detach(graph: fx.Graph) -> int:
+    """`detach_` counts as writing, but there is no gradient to write to."""
+    count = 0
+    for node in graph.nodes:
+        if is_op(node, (aten.detach_.default,)):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            count += 1
+    return count
+
+
+def forget_autocast(graph: fx.Graph) -> int:
+    """Regions without autocast are all there is: its casts have become operations, plans run without it."""
+    count = 0
+    for node in graph.nodes:
+        if enters_autocast(node) and argument(node, 2, "enabled") is False:
+            for leave in list(node.users):
+                graph.erase_node(leave)
+            graph.erase_node(node)
+            count += 1
+    return count

@@ -1,0 +1,100 @@
+"""Layer norm, alone and with the residual addition before it, as one kernel."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import fx
+
+from sfast_ext import kernels
+from sfast_ext.kernels import add_layer_norm as add_kernel
+from sfast_ext.kernels import layer_norm as kernel
+
+from .rewrite import (
+    ADD,
+    KERNEL_DTYPES,
+    argument,
+    call,
+    dtype,
+    hoist_weights,
+    is_cast,
+    is_op,
+    mutated,
+    only_user,
+    overloads,
+    peel,
+    replace,
+    same,
+    shape,
+)
+
+if TYPE_CHECKING:
+    from . import PassContext
+
+LAYER_NORM = overloads("layer_norm")
+
+
+class Norm(NamedTuple):
+    x: fx.Node  # under casts that lost nothing: the kernel computes in fp32 whatever it reads
+    params: tuple[Any, Any, float]
+    last: fx.Node  # the norm, or the cast of its result
+
+
+def match(node: fx.Node, untouchable: set[fx.Node]) -> Norm | None:
+    if node._erased or not is_op(node, LAYER_NORM) or node in untouchable:
+        return None
+    size, normalized = shape(node), argument(node, 1, "normalized_shape")
+    if size is None or list(normalized) != [size[-1]]:
+        return None
+    x = peel(node.args[0])
+    if x in untouchable or dtype(x) not in KERNEL_DTYPES or dtype(node) not in KERNEL_DTYPES:
+        return None
+    user = only_user(node)
+    weight, bias = peel(argument(node, 2, "weight")), peel(argument(node, 3, "bias"))
+    params = (weight, bias, argument(node, 4, "eps", 1e-5))
+    if user is not None and is_cast(user) and dtype(user) in KERNEL_DTYPES and user not in untouchable:
+        return Norm(x, params, user)
+    return Norm(x, params, node)
+
+
+def add_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
+    hoist_weights(gm.graph)
+    untouchable, count = mutated(gm.graph), 0
+    function = kernels.pick(add_kernel, triton=ctx.triton)
+    for node in list(gm.graph.nodes):
+        norm = match(node, untouchable)
+        if norm is None or not is_residual_add(norm.x) or any(a in untouchable for a in norm.x.args):
+            continue
+        add, graph = norm.x, gm.graph
+        # Where the sum was made: others may use it before the norm is due. The norm's weights are at the top.
+        with graph.inserting_before(add):
+            pair = call(graph, function, (*add.args[:2], *norm.params), None, {"out_dtype": dtype(norm.last)})
+            total = call(graph, operator.getitem, (pair, 0), add)
+            normed = call(graph, operator.getitem, (pair, 1), norm.last)
+        pair.meta["val"] = (total.meta.get("val"), normed.meta.get("val"))
+        replace(norm.last, normed)
+        replace(add, total)
+        count += 1
+    return count
+
+
+def is_residual_add(node: fx.Node) -> bool:
+    """No broadcast, no promotion, no factor."""
+    if not is_op(node, ADD) or argument(node, 2, "alpha", 1) != 1:
+        return False
+    return same(node.args[0], node) and same(node.args[1], node)
+
+
+def layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
+    untouchable, count = mutated(gm.graph), 0
+    function = kernels.pick(kernel, triton=ctx.triton)
+    for node in list(gm.graph.nodes):
+        norm = match(node, untouchable)
+        if norm is None:
+            continue
+        with gm.graph.inserting_before(node):
+            new = call(gm.graph, function, (norm.x, *norm.params), norm.last, {"out_dtype": dtype(norm.last)})
+        replace(norm.last, new)
+        count += 1
+    return count

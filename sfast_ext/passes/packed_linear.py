@@ -1,0 +1,110 @@
+"""Sibling linears, all on one input, are one product whose weight is theirs, one below the other.
+
+One rule gives Q, K and V as one product, the keys and values of all cross-attentions as one over the prompt,
+and the time projections of all residual blocks as one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from .rewrite import (
+    LINEAR,
+    argument,
+    aten,
+    call,
+    dtype,
+    fake,
+    hoist_weights,
+    is_cast,
+    is_op,
+    is_weight,
+    mutated,
+    replace,
+    shape,
+    weight_node,
+)
+
+if TYPE_CHECKING:
+    from . import PassContext
+
+
+def packed_linear(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Counts the packed groups."""
+    hoist_weights(gm.graph)
+    untouchable, uses = mutated(gm.graph), weight_uses(gm.graph)
+    siblings: dict[Any, list[fx.Node]] = defaultdict(list)
+    for node in gm.graph.nodes:
+        if is_op(node, LINEAR) and untouchable.isdisjoint([node, *node.all_input_nodes]):
+            key = sibling_key(node, uses)
+            if key is not None:
+                siblings[key].append(node)
+    return sum(pack(gm, ctx, group) for group in siblings.values() if len(group) > 1)
+
+
+def weight_uses(graph: fx.Graph) -> dict[Any, int]:
+    """How often the graph reads each weight."""
+    uses: dict[Any, int] = defaultdict(int)
+    for node in graph.nodes:
+        if is_weight(node):
+            uses[node.meta["weight"]] += len(node.users)
+    return uses
+
+
+def under_cast(node: Any) -> Any:
+    return node.args[0] if is_cast(node) else node
+
+
+def sibling_key(node: fx.Node, uses: dict[Any, int]) -> Any:
+    """What two linears must have in common to be one; None for a linear that cannot be packed."""
+    x, weight, bias = node.args[0], argument(node, 1, "weight"), argument(node, 2, "bias")
+    key: list[Any] = [x]
+    for param in (weight, bias):
+        if param is None:
+            key.append(None)
+            continue
+        raw = under_cast(param)
+        size = shape(raw)
+        if not is_weight(raw) or size is None or uses[raw.meta["weight"]] != 1:
+            return None
+        key += [size[1:], dtype(raw), dtype(param)]
+    # A cast weight that is used twice through its cast would be read twice.
+    if any(is_cast(param) and len(param.users) != 1 for param in (weight, bias)):
+        return None
+    return tuple(key) if shape(weight) is not None and len(shape(weight) or ()) == 2 else None
+
+
+def pack(gm: fx.GraphModule, ctx: PassContext, group: list[fx.Node]) -> int:
+    first = group[0]
+    packed: list[fx.Node | None] = []
+    for index, name in ((1, "weight"), (2, "bias")):
+        params = [argument(node, index, name) for node in group]
+        if params[0] is None:
+            packed.append(None)
+            continue
+        raw = [under_cast(param) for param in params]
+        weight = ctx.arena.pack([node.meta["weight"] for node in raw])
+        if weight is None:
+            return 0
+        new = weight_node(gm, weight, raw[0])
+        if is_cast(params[0]):
+            with gm.graph.inserting_before(first):
+                size = tuple(weight.tensor.shape)
+                new = call(gm.graph, aten.to.dtype, (new, dtype(params[0])), fake(params[0], size))
+        packed.append(new)
+    # Where the first sibling stands the input is known, weights are at the top, and all users follow.
+    widths = [(shape(node) or ())[-1] for node in group]
+    size = (*(shape(first) or ())[:-1], sum(widths))
+    with gm.graph.inserting_before(first):
+        product = call(gm.graph, aten.linear.default, (first.args[0], *packed), fake(first, size))
+        start, slices = 0, []
+        for node, width in zip(group, widths, strict=True):
+            args = (product, len(size) - 1, start, start + width)
+            slices.append(call(gm.graph, aten.slice.Tensor, args, node))
+            start += width
+    for node, part in zip(group, slices, strict=True):
+        replace(node, part)
+    return 1

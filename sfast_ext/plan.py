@@ -1,0 +1,260 @@
+"""A plan: what runs for one signature. The rewritten graph, its kernels bound to shapes, and its CUDA graph."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from sfast_ext.graph_pool import CapturedGraph, GraphPool, NoGraph
+from sfast_ext.report import Report
+from sfast_ext.signature import Call, as_tensor, rebuild_output
+from sfast_ext.weights import Weight
+
+REPLAYING = "replaying"
+NO_GRAPH = "running without a graph"
+DROPPED = "dropped"
+
+WARM_UPS = 2
+TIMED = 3
+
+
+class Plan:
+    """Runs the rewritten graph of one signature.
+
+    Args:
+        call: the call that it was captured from.
+        graph_module: flat tensors in, flat tensors out; already rewritten.
+        output_tree, output_strides: how the original forward's result looks, see `signature.flatten_output`.
+        fused: how often each pass matched.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        graph_module: fx.GraphModule,
+        output_tree: Any,
+        output_strides: Sequence[tuple[int, ...]],
+        device: torch.device,
+        fused: dict[str, int],
+    ) -> None:
+        self.signature = call.signature
+        self.device = device
+        self.fused = fused
+        self.state = NO_GRAPH
+        self.no_graph_reason: str | None = None
+        self.captures = 1
+        self.replays = 0
+        self.error: float | None = None
+        self.ms_before: float | None = None
+        self.ms_after: float | None = None
+        self.first_call_s: float | None = None
+        self.weights = _bind_attributes(graph_module)
+        self._graph_module = graph_module
+        self._function: Callable[..., Sequence[torch.Tensor]] = graph_module.forward
+        self._output_tree = output_tree
+        self._output_strides = list(output_strides)
+        self._inputs: list[torch.Tensor] = []
+        self._graph: CapturedGraph | None = None
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether a CUDA graph is at hand."""
+        return self._graph is not None
+
+    def run_eagerly(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """Run the rewritten graph operation by operation; returns the flat outputs, in memory of their own."""
+        with plan_mode(self.device):
+            outputs = self._function(*[as_tensor(leaf, self.device) for leaf in leaves])
+            return self._hand_out(outputs)
+
+    def replay(self, leaves: Sequence[Any], pool: GraphPool) -> list[torch.Tensor]:
+        """Copy the inputs in, replay the CUDA graph, copy the outputs out. The caller holds the pool's lock."""
+        assert self._graph is not None
+        pool.enter()
+        with torch.inference_mode(False), torch.no_grad():
+            self._fill(leaves)
+            self._graph.graph.replay()
+            outputs = self._hand_out(self._graph.outputs)
+        pool.leave()
+        pool.touch(self._graph)
+        return outputs
+
+    def output(self, outputs: Sequence[torch.Tensor]) -> Any:
+        """The flat outputs in the form the original forward returns."""
+        return rebuild_output(self._output_tree, outputs)
+
+    def capture_graph(
+        self, leaves: Sequence[Any], pool: GraphPool, report: Report, max_graphs: int, budget_mb: int
+    ) -> bool:
+        """Capture the CUDA graph; False where it cannot be, with the reason in `no_graph_reason`."""
+        with pool.lock, torch.inference_mode(False), torch.no_grad():
+            if not self._inputs:
+                self._inputs = [as_tensor(leaf, self.device).clone() for leaf in leaves]
+            else:
+                self._fill(leaves)
+            try:
+                self._warm_up(pool)
+                self._graph = pool.capture(
+                    self._run_static, self._evicted, report, max_graphs=max_graphs, budget_mb=budget_mb
+                )
+            except (NoGraph, torch.cuda.OutOfMemoryError) as exc:
+                self.no_graph_reason = str(exc)
+                report.event("graph pool", f"a plan runs without a CUDA graph: {exc}")
+                self._inputs = []
+                return False
+            report.count("graph_captures")
+            self.state = REPLAYING
+            return True
+
+    def drop_graph(self, pool: GraphPool | None) -> None:
+        """Give the CUDA graph and the static inputs back."""
+        if self._graph is not None and pool is not None:
+            pool.discard(self._graph)
+        self._evicted()
+
+    def status(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "signature": self.signature.words(),
+            "state": self.state,
+            "no_graph_reason": self.no_graph_reason,
+            "captures": self.captures,
+            "replays": self.replays,
+            "ms_before": self.ms_before,
+            "ms_after": self.ms_after,
+            "first_call_s": self.first_call_s,
+            "memory_mb": round(self._graph.size / 2**20, 1) if self._graph else 0.0,
+            "error": self.error,
+            "fused": dict(self.fused),
+        }
+
+    def _run_static(self) -> list[torch.Tensor]:
+        with plan_mode(self.device):
+            return list(self._function(*self._inputs))
+
+    def _warm_up(self, pool: GraphPool) -> None:
+        # outside the capture: kernels compile, libraries pick algorithms and allocate workspaces
+        side, current = pool.side_stream(), torch.cuda.current_stream(self.device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                self._run_static()
+        current.wait_stream(side)
+
+    def _fill(self, leaves: Sequence[Any]) -> None:
+        for static, leaf in zip(self._inputs, leaves):
+            if not isinstance(leaf, torch.Tensor):
+                static.fill_(leaf)
+            elif leaf.device.type == "cpu" and self.device.type != "cpu" and leaf.numel() == 1:
+                # a copy from pageable memory would wait for the GPU
+                static.fill_(leaf.item())
+            else:
+                static.copy_(leaf, non_blocking=True)
+
+    def _hand_out(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        handed = []
+        for output, stride in zip(outputs, self._output_strides):
+            own = torch.empty_strided(output.shape, stride, dtype=output.dtype, device=output.device)
+            handed.append(own.copy_(output))
+        return handed
+
+    def _evicted(self) -> None:
+        self._graph = None
+        self._inputs = []
+        if self.state == REPLAYING:
+            self.state = NO_GRAPH
+
+
+def _bind_attributes(graph_module: fx.GraphModule) -> list[Weight]:
+    """Let the graph's attributes be the live tensors of the arena; returns the weights it reads."""
+    weights: dict[int, Weight] = {}
+    used = set()
+    for node in graph_module.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        used.add(node.target)
+        weight = node.meta.get("weight")
+        if weight is not None:
+            weights[id(weight)] = weight
+            _plain_attribute(graph_module, node.target, weight.tensor)
+        else:
+            _plain_attribute(graph_module, node.target, getattr(graph_module, node.target).detach())
+    for name in [*graph_module._parameters, *graph_module._buffers]:
+        if name not in used:
+            # a weight that was packed away; holding it here would keep its old memory
+            delattr(graph_module, name)
+    for name, value in list(graph_module.__dict__.items()):
+        if isinstance(value, torch.Tensor) and name not in used:
+            delattr(graph_module, name)
+    for node in graph_module.graph.nodes:
+        # fake tensors are of no more use, and keep the whole fake mode
+        node.meta.clear()
+    graph_module.recompile()
+    return list(weights.values())
+
+
+def _plain_attribute(graph_module: fx.GraphModule, name: str, tensor: torch.Tensor) -> None:
+    for registry in (graph_module._parameters, graph_module._buffers):
+        registry.pop(name, None)
+    graph_module.__dict__[name] = tensor
+
+
+@contextlib.contextmanager
+def plan_mode(device: torch.device) -> Iterator[None]:
+    """The state plans run in: no autograd, no autocast (its casts are nodes), cuDNN free to pick its algorithm."""
+    benchmark = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        # tensors made in inference mode could not be written to outside of it
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.backends.cudnn.benchmark = benchmark
+
+
+def relative_error(outputs: Sequence[torch.Tensor], references: Sequence[torch.Tensor]) -> float:
+    """The largest relative L2 error of a list of tensors, in fp32; infinite where a value is NaN or Inf and the
+    reference's is not, or where shapes differ. Values that the reference itself has not finite do not count."""
+    worst = 0.0
+    if len(outputs) != len(references):
+        return math.inf
+    for output, reference in zip(outputs, references):
+        if output.shape != reference.shape or output.dtype != reference.dtype:
+            return math.inf
+        if not reference.is_floating_point():
+            worst = max(worst, 0.0 if torch.equal(output, reference) else math.inf)
+            continue
+        ours, theirs = output.float(), reference.float()
+        finite = torch.isfinite(theirs)
+        if not bool(torch.isfinite(ours[finite]).all()):
+            return math.inf
+        zero = torch.zeros((), device=theirs.device)
+        theirs = torch.where(finite, theirs, zero)
+        distance = torch.linalg.vector_norm(torch.where(finite, ours, zero) - theirs)
+        norm = torch.linalg.vector_norm(theirs)
+        worst = max(worst, float(distance / norm) if float(norm) > 0 else float(distance))
+    return worst
+
+
+def milliseconds(run: Callable[[], Any], device: torch.device, times: int = TIMED) -> float:
+    """The median time of a call: on a GPU by events, which waits for it; on a CPU by the clock."""
+    taken = []
+    for _ in range(times):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            taken.append(start.elapsed_time(end))
+        else:
+            started = time.perf_counter()
+            run()
+            taken.append(1000 * (time.perf_counter() - started))
+    return sorted(taken)[len(taken) // 2]

@@ -1,0 +1,74 @@
+"""From a captured graph to a plan, and the proof that it may be used: right on the user's own inputs, and faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sfast_ext import environment
+from sfast_ext.capture import Captured
+from sfast_ext.config import Config
+from sfast_ext.passes import PassContext, run_passes
+from sfast_ext.plan import Plan, milliseconds, relative_error
+from sfast_ext.signature import Call, flatten_output
+from sfast_ext.weights import WeightArena
+
+# a replay may measure this much slower than the original before it counts as slower
+NOISE = 1.03
+
+
+def rewritten(captured: Captured, call: Call, arena: WeightArena, device: torch.device, config: Config) -> Plan:
+    """The plan of a captured forward: its graph after all passes, with the kernels that `device` and `config` allow."""
+    triton = config.triton and environment.triton_runs_on(device)
+    context = PassContext(arena=arena, device=device, triton=triton, native=config.native)
+    fused = run_passes(captured.graph_module, context)
+    return Plan(call, captured.graph_module, captured.output_tree, captured.output_strides, device, fused)
+
+
+def prove(
+    plan: Plan,
+    run: Callable[[], list[torch.Tensor]],
+    original: Callable[[], Any],
+    call: Call,
+    result: Any,
+    original_s: float,
+    config: Config,
+) -> str | None:
+    """Check and time a new plan.
+
+    Args:
+        run: runs the plan as it will be run, by its CUDA graph where it may have one.
+        original: runs the original forward on the same inputs.
+        result: what the original forward returned for them.
+        original_s: seconds that took.
+
+    Returns:
+        The reason to drop the plan, or None.
+    """
+    references = flatten_output(result)[1]
+    checked = config.check != "never"
+    if checked:
+        plan.error = relative_error(plan.run_eagerly(call.leaves), references)
+        if not plan.error <= config.tolerance:
+            return too_far(plan.error, config)
+    outputs = run()
+    if checked and plan.has_graph:
+        plan.error = relative_error(outputs, references)
+        if not plan.error <= config.tolerance:
+            return too_far(plan.error, config)
+    if plan.device.type != "cuda":
+        plan.ms_before, plan.ms_after = 1000 * original_s, milliseconds(run, plan.device, 1)
+        return None
+    plan.ms_after = milliseconds(run, plan.device)
+    # calls of their own: the first one paid for its own warm-up
+    plan.ms_before = milliseconds(original, plan.device)
+    if config.drop_slower and plan.ms_after > NOISE * plan.ms_before:
+        return f"its plan is slower than the original ({plan.ms_after:.1f} ms against {plan.ms_before:.1f} ms)"
+    return None
+
+
+def too_far(error: float, config: Config) -> str:
+    """Why a plan of this error is not used."""
+    return f"its plan differs from the original by {error:.2g}, more than the tolerance of {config.tolerance:g}"

@@ -1,0 +1,75 @@
+"""What happened and why: for the log, the status page and the API."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from typing import Any
+
+logger = logging.getLogger("sfast_ext")
+
+EVENTS_KEPT = 200
+REASONS_KEPT = 100
+
+
+class Report:
+    """Counts, reasons and the last events; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reasons: Counter[str] = Counter()
+        self._counters: Counter[str] = Counter()
+        self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
+        self._last_error: dict[str, Any] | None = None
+
+    def fallback(self, reason: str) -> None:
+        """Note that a call went to the original forward, and why."""
+        with self._lock:
+            first = reason not in self._reasons
+            if first and len(self._reasons) >= REASONS_KEPT:
+                # a reason that embeds a changing value must not grow without bound
+                reason = "(further reasons)"
+            self._reasons[reason] += 1
+            self._counters["fallbacks"] += 1
+        if first:
+            self.event("fallback", f"the original forward runs: {reason}")
+
+    def event(self, stage: str, message: str) -> None:
+        """Note what happened at a stage, in the ring of the last events and in the log."""
+        with self._lock:
+            self._events.append({"time": time.time(), "stage": stage, "message": message})
+        logger.info("%s: %s", stage, message)
+
+    def error(self, stage: str, exc: BaseException) -> None:
+        """Note an exception of ours; the generation goes on without it."""
+        text = f"{type(exc).__name__}: {exc}".strip()
+        trace = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__)[-8:])
+        with self._lock:
+            self._counters["errors"] += 1
+            self._last_error = {"time": time.time(), "stage": stage, "message": text, "traceback": trace}
+            self._events.append({"time": time.time(), "stage": stage, "message": text})
+        logger.warning("%s failed, the original forward goes on: %s", stage, text)
+        logger.debug("%s", trace)
+
+    def count(self, name: str, n: int = 1) -> None:
+        """Add to a named counter."""
+        with self._lock:
+            self._counters[name] += n
+
+    def counter(self, name: str) -> int:
+        """The value of a named counter; 0 where it was never counted."""
+        with self._lock:
+            return self._counters[name]
+
+    def as_dict(self) -> dict[str, Any]:
+        """A snapshot that JSON can carry."""
+        with self._lock:
+            return {
+                "reasons": dict(self._reasons),
+                "counters": dict(self._counters),
+                "events": list(self._events),
+                "last_error": dict(self._last_error) if self._last_error else None,
+            }

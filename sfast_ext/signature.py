@@ -1,0 +1,203 @@
+"""What makes two calls interchangeable, and how a call's arguments become a flat list of tensors.
+
+A call is a tree of tuples, lists, dicts and dataclasses. Its tensors are the plan's inputs. A Python number given
+as an argument of its own (a timestep, a ControlNet's strength) becomes a 0-d tensor, so that no number of one
+step is baked into a plan; all other scalars are part of the signature.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+# A tensor this small may live on another device than the model (a timestep on the CPU) and is carried over.
+SMALL = 64
+
+
+class NotOurs(Exception):
+    """The call belongs to the original forward; the message says why, in a user's words."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Hashable identity of a call: the tree with its shapes and dtypes, and the state of autocast."""
+
+    tree: Hashable
+    mode: tuple[Any, ...]
+
+    def words(self) -> str:
+        """The signature as a person reads it."""
+        text = ", ".join(_words(self.tree, ""))
+        return f"{text} under autocast {self.mode[1]}" if self.mode else text
+
+
+@dataclass
+class Call:
+    """The arguments of one call, flattened.
+
+    `leaves` are tensors on the model's device or Python numbers that become tensors.
+    """
+
+    signature: Signature
+    leaves: list[Any]
+    tree: Any
+
+    def tensors(self, device: torch.device) -> list[torch.Tensor]:
+        """The leaves as contiguous tensors on `device`; fresh only where something had to change."""
+        return [as_tensor(leaf, device) for leaf in self.leaves]
+
+
+def as_tensor(leaf: Any, device: torch.device) -> torch.Tensor:
+    """A leaf as a contiguous tensor on `device`; a Python float keeps its 64 bits, as torch.tensor in a forward would
+    not, since the forward rounds it itself."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().to(device).contiguous()
+    return torch.tensor(leaf, dtype=torch.int64 if isinstance(leaf, int) else torch.float64, device=device)
+
+
+def autocast_mode(device_type: str) -> tuple[Any, ...]:
+    """() without autocast, else (device type, dtype)."""
+    if hasattr(torch, "get_autocast_dtype"):
+        return (device_type, torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else ()
+    # before torch 2.4 each device type had functions of its own
+    if device_type == "cuda":
+        return ("cuda", torch.get_autocast_gpu_dtype()) if torch.is_autocast_enabled() else ()
+    return ("cpu", torch.get_autocast_cpu_dtype()) if torch.is_autocast_cpu_enabled() else ()
+
+
+def flatten_call(
+    args: Sequence[Any], kwargs: dict[str, Any], device: torch.device, *, static_numbers: bool = False
+) -> Call:
+    """Flatten the arguments of a call to a module on `device`.
+
+    With `static_numbers` Python numbers stay in the signature; for forwards that branch on them.
+
+    Raises:
+        NotOurs: an argument is of a kind that is not understood.
+    """
+    leaves: list[Any] = []
+    positional = tuple(_flatten(a, leaves, device, f"argument {i}", not static_numbers) for i, a in enumerate(args))
+    named = tuple((k, _flatten(v, leaves, device, k, not static_numbers)) for k, v in sorted(kwargs.items()))
+    tree = ("call", positional, named)
+    return Call(Signature(tree, autocast_mode(device.type)), leaves, tree)
+
+
+def flatten_output(output: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The tree of a forward's result, and its tensors.
+
+    Raises:
+        NotOurs: the result holds something that is not understood.
+    """
+    leaves: list[Any] = []
+    return _flatten(output, leaves, None, "the result", False), leaves
+
+
+def rebuild_call(tree: Any, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inverse of `flatten_call`, with other leaves in place of the call's own."""
+    _, positional, named = tree
+    return tuple(_rebuild(t, leaves) for t in positional), {k: _rebuild(t, leaves) for k, t in named}
+
+
+def rebuild_output(tree: Any, leaves: Sequence[Any]) -> Any:
+    """The inverse of `flatten_output`."""
+    return _rebuild(tree, leaves)
+
+
+def _flatten(value: Any, leaves: list[Any], device: torch.device | None, path: str, numbers: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _tensor(value, leaves, device, path)
+    kind = type(value)
+    if value is None or kind in (bool, str, bytes, torch.dtype, torch.device) or isinstance(value, enum.Enum):
+        return ("const", kind, value)
+    if kind in (int, float):
+        if not numbers:
+            return ("const", kind, value)
+        leaves.append(value)
+        return ("number", kind, len(leaves) - 1)
+    if isinstance(value, tuple):
+        return (
+            "tuple",
+            kind,
+            tuple(_flatten(v, leaves, device, f"{path}[{i}]", False) for i, v in enumerate(value)),
+        )
+    if kind is list:
+        return (
+            "list",
+            kind,
+            tuple(_flatten(v, leaves, device, f"{path}[{i}]", False) for i, v in enumerate(value)),
+        )
+    if dataclasses.is_dataclass(value):
+        # before dict: diffusers' outputs are both
+        names = tuple(f.name for f in dataclasses.fields(value))
+        return (
+            "data",
+            kind,
+            tuple((n, _flatten(getattr(value, n), leaves, device, f"{path}.{n}", False)) for n in names),
+        )
+    if isinstance(value, dict):
+        if not all(isinstance(k, (str, int)) for k in value):
+            raise NotOurs(f"{path} is a dict with keys that are neither text nor integers")
+        return (
+            "dict",
+            kind,
+            tuple((k, _flatten(v, leaves, device, f"{path}[{k!r}]", False)) for k, v in value.items()),
+        )
+    raise NotOurs(f"{path} is a {kind.__module__}.{kind.__qualname__}, which a plan cannot take as an input")
+
+
+def _tensor(value: torch.Tensor, leaves: list[Any], device: torch.device | None, path: str) -> Any:
+    # device is None for results, which are fake during a capture
+    kinds = (torch.Tensor, torch.nn.Parameter) if device is not None else (torch.Tensor, FakeTensor)
+    if type(value) not in kinds or value.layout is not torch.strided or value.is_quantized:
+        raise NotOurs(f"{path} is a {type(value).__name__} with layout {value.layout}, not a plain tensor")
+    if value.is_meta:
+        raise NotOurs(f"{path} is on the meta device")
+    if device is not None and value.device != device and not (value.device.type == "cpu" and value.numel() <= SMALL):
+        raise NotOurs(f"{path} is on {value.device}, the model on {device}")
+    leaves.append(value)
+    return ("tensor", value.dtype, tuple(value.shape), len(leaves) - 1)
+
+
+def _rebuild(tree: Any, leaves: Sequence[Any]) -> Any:
+    tag, kind = tree[0], tree[1]
+    if tag in ("tensor", "number"):
+        return leaves[tree[-1]]
+    if tag == "const":
+        return tree[2]
+    if tag in ("tuple", "list"):
+        items = [_rebuild(t, leaves) for t in tree[2]]
+        return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    if tag == "data":
+        return kind(**{name: _rebuild(t, leaves) for name, t in tree[2]})
+    if kind is dict:
+        return {key: _rebuild(t, leaves) for key, t in tree[2]}
+    return kind((key, _rebuild(t, leaves)) for key, t in tree[2])
+
+
+_SHORT = {
+    torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64",
+    torch.int64: "i64", torch.int32: "i32", torch.bool: "bool",
+}  # fmt: skip
+
+
+def _words(tree: Any, name: str) -> list[str]:
+    tag = tree[0]
+    label = f"{name} " if name else ""
+    if tag == "call":
+        found = [w for i, t in enumerate(tree[1]) for w in _words(t, f"#{i}")]
+        return found + [w for k, t in tree[2] for w in _words(t, k)]
+    if tag == "tensor":
+        return [f"{label}{_SHORT.get(tree[1], str(tree[1]))}[{','.join(map(str, tree[2]))}]"]
+    if tag == "number":
+        return [f"{label}{tree[1].__name__}"]
+    if tag == "const":
+        return [] if tree[2] is None else [f"{name}={tree[2]}"]
+    if tag in ("tuple", "list"):
+        return [w for i, t in enumerate(tree[2]) for w in _words(t, f"{name}[{i}]")]
+    return [w for k, t in tree[2] for w in _words(t, f"{name}.{k}")]

@@ -1,0 +1,116 @@
+"""The place of a module's forward, and the object that sits in it."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from sfast_ext.accelerator import Accelerator
+
+
+class AcceleratedForward:
+    """What sits in the slot: calls the accelerator, looks like the forward it stands for."""
+
+    def __init__(self, module: nn.Module, accelerator: Accelerator, original: Callable[..., Any]) -> None:
+        self.accelerator = accelerator
+        self._module = module
+        self.__wrapped__ = original
+        self.__name__ = "forward"
+        self.__qualname__ = f"{type(module).__qualname__}.forward"
+        self.__module__ = type(module).__module__
+        self.__doc__ = original.__doc__
+        try:
+            self.__signature__ = inspect.signature(original)
+        except (TypeError, ValueError):
+            pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.accelerator(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # a copied module must run its own weights, not the plans of the one it was copied from
+        copy = memo.get(id(self._module))
+        return types.MethodType(type(copy).forward, copy) if copy is not None else self.__wrapped__
+
+    def __reduce__(self) -> Any:
+        return (_class_forward, (self._module,))
+
+
+class Slot:
+    """The forward of one module: `_old_forward` under accelerate's hook, else the instance's `forward`."""
+
+    def __init__(self, module: nn.Module, accelerator: Accelerator) -> None:
+        self._module = module
+        self._accelerator = accelerator
+        self._forward: AcceleratedForward | None = None
+        self._before: Callable[..., Any] | None = None
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The forward that was there: an instance attribute, or the class's as it is now."""
+        if self._before is not None:
+            return self._before
+        # looked up at each call: hosts patch the class after we are installed
+        return types.MethodType(type(self._module).forward, self._module)
+
+    def install(self) -> None:
+        """Take the slot. What lies over it (accelerate's hook) stays over it."""
+        if self.installed():
+            return
+        attributes = self._module.__dict__
+        name = "_old_forward" if "_old_forward" in attributes else "forward"
+        there: Any = attributes.get(name)
+        cls: Any = type(self._module)
+        if accelerator_in(there) is not None:
+            there = there.__dict__["__wrapped__"]
+        own = (
+            getattr(there, "__self__", None) is self._module
+            and getattr(there, "__func__", None) is cls.forward
+        )
+        self._before = None if there is None or own else there
+        self._forward = AcceleratedForward(self._module, self._accelerator, self.original)
+        object.__setattr__(self._module, name, self._forward)
+
+    def installed(self) -> bool:
+        """Whether our object is in one of the slots, at the top or under another's wrapper."""
+        attributes = self._module.__dict__
+        ours = self._forward
+        return ours is not None and (attributes.get("forward") is ours or attributes.get("_old_forward") is ours)
+
+    def release(self) -> None:
+        """Put back what was there. Where another's wrapper holds our object, it goes on to the original through it."""
+        attributes = self._module.__dict__
+        for name in ("forward", "_old_forward"):
+            if self._forward is None or attributes.get(name) is not self._forward:
+                continue
+            if self._before is not None:
+                attributes[name] = self._before
+            elif name == "forward":
+                del attributes[name]
+            else:
+                # accelerate calls what it finds here, so it cannot be empty
+                attributes[name] = self.original
+        self._forward = None
+
+
+def accelerator_in(function: Any) -> Accelerator | None:
+    """The accelerator behind a forward, or None."""
+    return function.accelerator if isinstance(function, AcceleratedForward) else None
+
+
+def accelerator_of(module: nn.Module) -> Accelerator | None:
+    """The accelerator installed on a module, or None."""
+    for name in ("forward", "_old_forward"):
+        found = accelerator_in(module.__dict__.get(name))
+        if found is not None:
+            return found
+    return None
+
+
+def _class_forward(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)

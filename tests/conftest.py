@@ -1,0 +1,38 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from sfast_ext.tools import models
+
+
+def pytest_configure() -> None:
+    # several workers share the cores; a model this small gains nothing from more threads
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def tiny_unet() -> Callable[..., nn.Module]:
+    """`tiny_unet(name="sd15", seed=0)`: a fresh copy of a tiny UNet, built once for each worker."""
+    return models.tiny_unet
+
+
+@pytest.fixture
+def unet_inputs() -> Callable[..., tuple]:
+    """`unet_inputs(unet, width, height, images)`: positional and keyword arguments of one call under guidance."""
+    return models.unet_inputs

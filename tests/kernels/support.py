@@ -1,0 +1,52 @@
+"""Random operands and the comparison with float64."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+HALF = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, *HALF)
+
+# Relative and absolute error allowed against float64.
+TOLERANCE = {
+    torch.float32: (1e-5, 1e-5),  # sums of up to some thousand values, in another order
+    torch.float16: (1e-3, 2e-5),  # one rounding, 2**-11, and what float32 leaves; small results are subnormal
+    torch.bfloat16: (8e-3, 1e-4),  # 2**-8 rounded on a card; the interpreter cuts off instead, 2**-7
+}
+
+
+def randn(
+    *shape: int, dtype: torch.dtype, device: torch.device, mean: float = 0.0, std: float = 1.0
+) -> Tensor:
+    return (torch.randn(shape) * std + mean).to(dtype).to(device)
+
+
+def wide(value: Any) -> Any:
+    """Tensors in float64 on the CPU, everything else as it is."""
+    return value.detach().cpu().double() if isinstance(value, Tensor) else value
+
+
+def expected(module: ModuleType, *args: Any, **kwargs: Any) -> Any:
+    """The reference on the same values in float64."""
+    kwargs.pop("out_dtype", None)
+    return module.reference(*map(wide, args), **{name: wide(value) for name, value in kwargs.items()})
+
+
+def close(actual: Tensor, target: Tensor, scale: float = 1.0) -> None:
+    """Compares with a float64 target, within the tolerance of the actual dtype, times scale."""
+    relative, absolute = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(wide(actual), target, rtol=relative * scale, atol=absolute * scale)
+
+
+def needs_memory(gigabytes: int) -> None:
+    if torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory < gigabytes << 30:
+        pytest.skip(f"needs a GPU of {gigabytes} GB")
+
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+half_dtype = pytest.mark.parametrize("dtype", HALF, ids=lambda dtype: str(dtype).removeprefix("torch."))

@@ -1,0 +1,66 @@
+"""Compiles every kernel for real cards, which needs none: the interpreter knows no types and no vectors."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from sfast_ext import kernels
+from sfast_ext.kernels import _triton, add_layer_norm, bias_add, geglu, group_norm, layer_norm
+
+pytestmark = pytest.mark.skipif(
+    not _triton.AVAILABLE or kernels.interpreted(), reason="needs Triton, and TRITON_INTERPRET unset"
+)
+
+NORM = {"HAS_WEIGHT": True, "HAS_BIAS": True, "ROWS": 2, "BLOCK": 1024}
+GROUPS = {"WIDTH": 120, "BLOCK": 128, "GROUPS": 16, "PIXELS": 32}
+KERNELS = {
+    "layer_norm": (layer_norm._kernel, NORM),
+    "add_layer_norm": (add_layer_norm._kernel, NORM),
+    "geglu": (geglu._kernel, {"GATE_FIRST": False, "TANH": False, "ROWS": 8, "BLOCK": 256}),
+    "geglu_tanh": (geglu._kernel, {"GATE_FIRST": True, "TANH": True, "ROWS": 8, "BLOCK": 256}),
+    "bias_add": (bias_add._kernel, {"HAS_BIAS": True, "HAS_RESIDUAL": True, "ROWS": 16, "BLOCK": 128}),
+    "group_norm_statistics": (group_norm._statistics, GROUPS),
+    "group_norm": (group_norm._normalise, {**GROUPS, "SPLITS": 128}),
+}
+POINTERS = {"x", "residual", "shift", "weight", "bias", "out", "total", "partial"}
+MULTIPLES = {"columns", "channels", "half"}  # of 16, in every Stable Diffusion UNet
+
+
+def _compile(kernel, constants, capability, dtype):
+    compiler = pytest.importorskip("triton.compiler")
+    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", capability, 32)
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in POINTERS:
+            signature[name] = "*fp32" if name == "partial" else dtype
+        else:
+            signature[name] = "fp32" if name in ("eps", "scale") else "i32"
+        if name in POINTERS | MULTIPLES:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    try:
+        source = compiler.ASTSource(kernel, signature, places, attributes)
+    except Exception as exc:
+        pytest.skip(f"this Triton describes a kernel in another way: {exc}")
+    return compiler.compile(source, target=target).asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [75, 90, 120])
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles(name, capability, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    ptx = _compile(*KERNELS[name], capability, "*fp16")
+    # whole tiles move 16 bytes a thread and access
+    assert re.search(r"ld\.global\S*\.v4\.b32", ptx)
+    assert name == "group_norm_statistics" or re.search(r"st\.global\S*\.v4\.b32", ptx)
+
+
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_other_dtypes(name, dtype, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert ".v4.b32" in _compile(*KERNELS[name], 90, dtype)

@@ -1,0 +1,86 @@
+"""Graphs to rewrite, and what to compare the rewritten ones with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sfast_ext.passes import PassContext
+from sfast_ext.weights import WeightArena
+
+aten: Any = torch.ops.aten
+Pass = Callable[[fx.GraphModule, PassContext], int]
+
+
+class Traced:
+    """A module's forward as a graph whose weights belong to an arena, and what the module itself said."""
+
+    def __init__(self, module: nn.Module | Callable[..., Any], *inputs: torch.Tensor) -> None:
+        root = module if isinstance(module, nn.Module) else nn.Module()
+        self.inputs = inputs
+        with torch.no_grad():
+            self.expected = module(*inputs)
+            tracer = make_fx(module, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)
+            self.gm = tracer(*inputs)
+        self.arena = WeightArena(root)
+        self.arena.index()
+        self.ctx = PassContext(self.arena, torch.device("cpu"), triton=False)
+        fakes = next(n.meta["val"] for n in self.graph.nodes if n.op == "placeholder").fake_mode
+        for node in self.graph.nodes:
+            if node.op == "get_attr":
+                tensor = getattr(self.gm, node.target)
+                node.meta["weight"] = self.arena.locate(tensor)
+                node.meta.setdefault("val", fakes.from_tensor(tensor.detach(), static_shapes=True))
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.gm.graph
+
+    def rewrite(self, *passes: Pass) -> int:
+        """Applies the passes; the count of the last one."""
+        count = 0
+        for function in passes:
+            count = function(self.gm, self.ctx)
+        self.graph.lint()
+        self.gm.recompile()
+        for node in self.graph.nodes:  # what the metadata say is what passes match on: it must be true
+            assert isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)) or node.op == "output", node
+        return count
+
+    def error(self) -> float:
+        """Relative error of the graph against the module; the largest of its outputs."""
+        with torch.no_grad():
+            actual, expected = self.gm(*self.inputs), self.expected
+        if isinstance(expected, torch.Tensor):
+            actual, expected = [actual], [expected]
+        assert [(a.dtype, a.shape) for a in actual] == [(e.dtype, e.shape) for e in expected]
+        return max(relative(a, e) for a, e in zip(actual, expected, strict=True))
+
+    def ops(self) -> Counter[str]:
+        """How often each operation is in the graph, by its short name; a kernel by its module's name."""
+        return Counter(name(node) for node in self.graph.nodes if node.op == "call_function")
+
+    def find(self, wanted: str) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "call_function" and name(node) == wanted]
+
+
+def randn(*shape: int) -> torch.Tensor:
+    """The same numbers in each run, whatever ran before."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-12))
+
+
+def name(node: fx.Node) -> str:
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[1]
+    module = getattr(target, "__module__", "")
+    return module.rpartition(".")[2] if module.startswith("sfast_ext.kernels") else target.__name__

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import functools
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from sfast_ext.behaviour import fingerprint
+
+
+class Processor:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, x):
+        return x * self.scale
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.processor = Processor([0.5])
+        self.s1 = None
+
+    def forward(self, x):
+        return self.processor(self.inner(x))
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(Block(), Block())
+
+
+def key(model):
+    return fingerprint(model).key
+
+
+def test_the_key_stays_while_nothing_changes_but_values_of_weights(model):
+    before = key(model)
+    with torch.no_grad():
+        model[0].inner.weight.fill_(1)
+    model[1].inner.weight = nn.Parameter(torch.zeros(2, 2))
+    model.requires_grad_(False)
+    assert key(model) == before
+
+
+def patch_forward(model):
+    model[0].inner.forward = lambda x: x
+
+
+def hook(model):
+    model[1].inner.register_forward_hook(lambda *a: None)
+
+
+def scalar(model):
+    model[0].s1 = 0.9
+
+
+def processor_scale(model):
+    model[0].processor.scale[0] = 0.6
+
+
+def other_processor(model):
+    model[0].processor = Processor([0.5])
+
+
+def submodule(model):
+    model[0].inner = nn.Linear(2, 2)
+
+
+def training(model):
+    model[1].eval()
+
+
+def other_class(model):
+    model[0].__class__ = type("Patched", (Block,), {})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [patch_forward, hook, scalar, processor_scale, other_processor, submodule, training, other_class],
+)
+def test_what_changes_the_key(model, change):
+    before = key(model)
+    change(model)
+    assert key(model) != before
+
+
+def test_a_patched_class_changes_the_key(model, monkeypatch):
+    before = key(model)
+    monkeypatch.setattr(Block, "forward", lambda self, x: x)
+    assert key(model) != before
+
+
+def test_bookkeeping_attributes_can_be_left_out(model):
+    before = fingerprint(model, frozenset({"network_current_names"})).key
+    model[0].inner.network_current_names = (("lora", 1.0),)
+    assert fingerprint(model, frozenset({"network_current_names"})).key == before
+    assert key(model) != before
+
+
+def test_patches_are_found_and_named(model):
+    assert fingerprint(model).patches == []
+
+    def foreign(self, x):
+        return x
+
+    model[0].inner.forward = types.MethodType(functools.partial(foreign), model[0].inner)
+    model[1].register_forward_pre_hook(foreign)
+    found = {p.path: p for p in fingerprint(model).patches}
+    assert set(found) == {"0.inner", "1"}
+    assert found["1"].kind == "hook" and "test_behaviour" in found["1"].words() and "foreign" in found["1"].words()
+
+
+def test_wrappers_of_the_root_are_no_patches(model):
+    before = key(model)
+    model.forward = lambda x: x
+    model.register_forward_hook(lambda *a: None)
+    found = fingerprint(model)
+    assert found.patches == [] and found.key == before

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sfast_ext.capture import CaptureRefused, capture
+from sfast_ext.signature import flatten_call
+from sfast_ext.weights import WeightArena
+
+CPU = torch.device("cpu")
+
+
+class Holder(nn.Module):
+    """A module whose forward is given by a test."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("buffer", torch.ones(4))
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs)
+
+
+def captured(function, *args, **kwargs):
+    module = Holder(function).eval()
+    call = flatten_call(args, kwargs, CPU)
+    with torch.no_grad():
+        return module, call, capture(module.forward, call, call.tensors(CPU), WeightArena(module))
+
+
+def same(function, *args, **kwargs):
+    module, call, found = captured(function, *args, **kwargs)
+    with torch.no_grad():
+        outputs = found.graph_module(*call.tensors(CPU))
+        expected = module(*args, **kwargs)
+    torch.testing.assert_close(outputs[0], expected, rtol=0, atol=0)
+    return found
+
+
+X = torch.randn(2, 4)
+
+
+def test_weights_are_marked_and_numbers_are_inputs():
+    found = same(lambda m, x, t: m.linear(x) * t + m.buffer, X, 7)
+    weights = {n.meta["weight"].path for n in found.graph_module.graph.nodes if n.op == "get_attr"}
+    assert weights == {"linear.weight", "linear.bias", "buffer"}
+    assert torch.equal(found.graph_module(X, torch.tensor(0))[0], torch.ones(2, 4))
+
+
+def test_literals_of_the_forward_are_kept():
+    same(lambda m, x: x * torch.tensor(0.5) + torch.ones(4), X)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda m, x: m.linear(x) * x.sum().item(), "reads a value"),
+        (lambda m, x: m.linear(x) if x.sum() > 0 else x, "reads a value"),
+        (lambda m, x: x[x > 0], "reads a value|cannot be recorded"),
+        (lambda m, x: x + torch.randn_like(x), "random"),
+        (lambda m, x: F.dropout(x, 0.5, training=True), "random"),
+        (lambda m, x: m.buffer.add_(1) + x, "writes to a weight"),
+        (lambda m, x: x.mul_(2), "argument"),
+        (lambda m, x: x[:, :2].mul_(2), "argument"),
+        (lambda m, x: x + OUTSIDE, "neither an argument nor a weight"),
+        (lambda m, x: setattr(m, "cache", x) or x * 2, "keeps state"),
+        (lambda m, x: setattr(m, "count", getattr(m, "count", 0) + 1) or x * 2, "keeps state"),
+    ],
+)
+def test_what_cannot_be_a_plan_is_refused_with_the_reason(function, words):
+    before = X.clone()
+    with pytest.raises(CaptureRefused, match=words):
+        captured(function, X)
+    assert torch.equal(X, before)
+
+
+OUTSIDE = torch.ones(4)
+
+
+def test_a_refused_capture_leaves_no_state_behind():
+    def remember(m, x):
+        m.cache = x
+        return x * 2
+
+    module = Holder(remember)
+    call = flatten_call((X,), {}, CPU)
+    with torch.no_grad(), pytest.raises(CaptureRefused):
+        capture(module.forward, call, call.tensors(CPU), WeightArena(module))
+    assert not hasattr(module, "cache")
+
+
+def test_a_refusal_that_reads_a_number_says_so():
+    with pytest.raises(CaptureRefused) as refused:
+        captured(lambda m, x, t: x * 2 if t > 3 else x, X, 5)
+    assert refused.value.reads_value
+
+
+def test_an_exception_of_the_forward_names_its_place():
+    def broken(m, x):
+        raise KeyError("nothing here")
+
+    with pytest.raises(CaptureRefused, match="KeyError.*test_capture.py"):
+        captured(broken, X)
+
+
+def in_place(m, x):
+    h = m.linear(x)
+    h += x
+    h.mul_(2)
+    return F.silu(h, inplace=True)
+
+
+def test_in_place_operations_become_out_of_place():
+    found = same(in_place, X)
+    names = [str(n.target) for n in found.graph_module.graph.nodes]
+    assert not any("add_" in n or "mul_" in n or "silu_" in n for n in names)
+    assert not any("mutated" in n.meta for n in found.graph_module.graph.nodes)
+
+
+def into_a_slice(m, x):
+    h = m.linear(x)
+    k = h * 3
+    h[:, :2] = h[:, :2] * 0.5
+    return h + k
+
+
+def test_a_write_into_a_view_stays_and_is_marked():
+    found = same(into_a_slice, X)
+    marked = {n.name for n in found.graph_module.graph.nodes if n.meta.get("mutated")}
+    assert "linear" in marked and "mul" not in marked
+
+
+def view_then_write(m, x):
+    h = m.linear(x)
+    v = h.view(8)
+    h.add_(1)
+    return v * 2 + h.view(8)
+
+
+def test_a_write_that_a_view_sees_stays():
+    same(view_then_write, X)
+
+
+def mixed(m, x):
+    h = m.linear(x)
+    n = F.layer_norm(h, (4,))
+    return torch.cat([h, n.to(h.dtype)], 1), (h @ n.t()).exp(), torch.einsum("ij,kj->ik", x, h)
+
+
+def test_autocast_becomes_casts():
+    module = Holder(mixed).eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = module(X)
+        call = flatten_call((X,), {}, CPU)
+        found = capture(module.forward, call, call.tensors(CPU), WeightArena(module))
+    with torch.no_grad():
+        outputs = found.graph_module(X)
+    for ours, theirs in zip(outputs, expected):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_results_keep_their_strides():
+    _, _, found = captured(lambda m, x: m.linear(x).t(), X)
+    assert found.output_strides == [(1, 4)]
