@@ -26,6 +26,8 @@ from sfast_ext.weights import WeightArena, WeightsAway, WeightsChanged
 
 # captures of one signature that nothing replayed before its behaviour changed again
 BARREN = 4
+# times that one plan may run out of memory before it is given up
+OUT_OF_MEMORY = 3
 
 
 @dataclass
@@ -187,7 +189,7 @@ class Accelerator:
             raise exc.cause from None
         except Exception as exc:
             self.report.error("replay" if found else "decision", exc)
-            if found is not None and found.plan is not None:
+            if found is not None and found.plan is not None and not self._made_room(exc, found.plan):
                 self._refuse(found.key, f"its plan failed: {type(exc).__name__}: {exc}")
             found = None
 
@@ -198,6 +200,7 @@ class Accelerator:
                 self._build(found, result, args, kwargs, time.perf_counter() - started)
             except Exception as exc:
                 self.report.error("building a plan", exc)
+                self._made_room(exc, None)
                 self._refuse(found.key, f"no plan could be built: {type(exc).__name__}: {exc}")
             finally:
                 self._building.release()
@@ -331,6 +334,8 @@ class Accelerator:
             while len(self.plans) > self.config.max_plans:
                 self._drop(next(iter(self.plans)))
         self.report.count("captures")
+        if not plan.fused:
+            self.report.event("passes", "the graph reads strides or unknown sizes, so nothing in it is rewritten")
         try:
             with self._guard(plan):
                 refusal = prove(
@@ -350,6 +355,18 @@ class Accelerator:
             self._refuse(key, refusal)
         else:
             self.report.event("plan", f"{plan.state}: {plan.signature.words()}, built in {plan.first_call_s} s")
+
+    def _made_room(self, exc: Exception, plan: Plan | None) -> bool:
+        """Out of memory: the graphs' memory goes to the original's run. True where `plan` may be used again."""
+        if not isinstance(exc, torch.cuda.OutOfMemoryError):
+            return False
+        device = _device(self.module)
+        if device is not None and device.type == "cuda":
+            pool_of(device).make_room(self.report)
+        if plan is None:
+            return False
+        plan.out_of_memory += 1
+        return plan.out_of_memory < OUT_OF_MEMORY
 
     def _refuse(self, key: Hashable, reason: str) -> None:
         with self._lock:

@@ -1,8 +1,8 @@
 """Autocast made explicit: the casts that torch would do below the captured level become nodes of the graph.
 
-A captured graph records each operation before autocast acts, but its metadata show what came out. An operation that
-autocast touches casts all its floating arguments to one dtype, which is the dtype of its result: to half for products,
-to float for norms and exponentials, to the widest for concatenations.
+A captured graph records each operation before autocast acts, but its metadata show what came out, also where a forward
+opens an autocast region of its own. An operation that autocast touches casts all its floating arguments to the dtype of
+its result: products to half, norms, exponentials and concatenations of mixed dtypes to float.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ aten = torch.ops.aten
 
 _DISPATCH_KEY = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-# composites without a kernel of their own for autocast, that reach a product which has one
-_PRODUCTS = {aten.einsum.default, aten.matmul.default, aten.linear.default}
+_PRODUCTS = {
+    aten.einsum.default, aten.matmul.default, aten.linear.default, aten.mm.default, aten.bmm.default,
+    aten.addmm.default, aten.baddbmm.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
+    aten.conv_transpose2d.input, aten.convolution.default, aten.scaled_dot_product_attention.default,
+}  # fmt: skip
+_BORDERS = ("_enter_autocast", "_exit_autocast")
 _CASTS = {
     aten.to.dtype,
     aten.to.dtype_layout,
@@ -26,12 +30,16 @@ _CASTS = {
 }
 
 
-def materialise(graph_module: fx.GraphModule, device_type: str, dtype: torch.dtype) -> int:
-    """Insert the casts of `torch.autocast(device_type, dtype)`; returns how many."""
+def materialise(graph_module: fx.GraphModule, device_type: str) -> int:
+    """Insert the casts that autocast made on a device, and drop the borders of its regions; returns how many casts."""
     key = _DISPATCH_KEY[device_type]
     graph = graph_module.graph
+    borders: list[fx.Node] = []
     made: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in list(graph.nodes):
+        if getattr(node.target, "__name__", "") in _BORDERS:
+            borders.append(node)
+            continue
         result = _dtype(node)
         if node.op != "call_function" or result not in _FLOATS or node.target in _CASTS:
             continue
@@ -52,14 +60,20 @@ def materialise(graph_module: fx.GraphModule, device_type: str, dtype: torch.dty
 
         node.args = fx.node.map_arg(node.args, cast)
         node.kwargs = fx.node.map_arg(node.kwargs, cast)
-    graph.lint()
-    graph_module.recompile()
+    for node in reversed(borders):
+        graph.erase_node(node)
+    if made or borders:
+        graph.lint()
+        graph_module.recompile()
     return len(made)
 
 
 def _touched(node: fx.Node, key: str) -> bool:
     if node.target in _PRODUCTS:
         return True
+    if _dtype(node) != torch.float32:
+        # a norm of half inputs with weights in float is no work of autocast's
+        return False
     name = getattr(node.target, "name", None)
     return callable(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name(), key)
 

@@ -87,9 +87,7 @@ def capture(function: Callable[..., Any], call: Call, inputs: Sequence[torch.Ten
     refused = inplace.functionalise(graph_module)
     if refused:
         raise CaptureRefused(refused)
-    if call.signature.mode:
-        device_type, dtype = call.signature.mode
-        autocast.materialise(graph_module, device_type, dtype)
+    autocast.materialise(graph_module, inputs[0].device.type if inputs else "cpu")
     return Captured(graph_module, found["tree"], found["strides"], time.perf_counter() - started)
 
 

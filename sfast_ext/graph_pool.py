@@ -126,6 +126,13 @@ class GraphPool:
         self._last.record(stream)
         self._last_stream = stream.cuda_stream
 
+    def make_room(self, report: Report) -> None:
+        """Give all memory back; the graphs are captured again when they are next used."""
+        with self.lock:
+            if self._entries:
+                self._evict_all(report, "the GPU is out of memory")
+            torch.cuda.empty_cache()
+
     def discard(self, captured: CapturedGraph) -> None:
         """Give back one graph, without telling its owner."""
         with self.lock:

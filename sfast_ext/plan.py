@@ -50,6 +50,7 @@ class Plan:
         self.no_graph_reason: str | None = None
         self.captures = 1
         self.replays = 0
+        self.out_of_memory = 0
         self.error: float | None = None
         self.ms_before: float | None = None
         self.ms_after: float | None = None
@@ -195,7 +196,6 @@ def _bind_attributes(graph_module: fx.GraphModule) -> list[Weight]:
     for node in graph_module.graph.nodes:
         # fake tensors are of no more use, and keep the whole fake mode
         node.meta.clear()
-    graph_module.recompile()
     return list(weights.values())
 
 

@@ -167,3 +167,20 @@ def test_autocast_becomes_casts():
 def test_results_keep_their_strides():
     _, _, found = captured(lambda m, x: m.linear(x).t(), X)
     assert found.output_strides == [(1, 4)]
+
+
+def own_region(m, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        h = m.linear(x)
+        with torch.autocast("cpu", enabled=False):
+            k = m.linear(h.float())
+    return k + h
+
+
+def test_an_autocast_region_of_the_forwards_own_becomes_casts():
+    found = same(own_region, X)
+    assert not any("autocast" in str(n.target) for n in found.graph_module.graph.nodes)
+
+
+def test_a_norm_with_weights_in_float_keeps_them():
+    same(lambda m, x: F.layer_norm(x.bfloat16(), (4,), m.linear.bias.bfloat16(), None) + m.linear(x).bfloat16(), X)

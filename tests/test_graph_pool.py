@@ -268,3 +268,26 @@ def test_replays_on_two_streams_do_not_meet(tiny_unet, unet_inputs):
     torch.cuda.synchronize()
     assert all(relative(f, e) < HALF for f, e in zip(found, expected))
     acc.release()
+
+
+def test_out_of_memory_in_a_replay_makes_room_and_the_plan_comes_back(tiny_unet, unet_inputs, monkeypatch):
+    unet = half(tiny_unet)
+    args, kwargs = on_gpu(unet_inputs(unet))
+    acc = accelerate(unet, config())
+    unet(*args, **kwargs)
+    (plan,) = acc.plans.values()
+    honest = plan._hand_out
+
+    def short(outputs):
+        monkeypatch.setattr(plan, "_hand_out", honest)
+        raise torch.cuda.OutOfMemoryError("injected")
+
+    for _ in range(2):
+        monkeypatch.setattr(plan, "_hand_out", short)
+        assert relative(unet(*args, **kwargs)[0], acc.original(*args, **kwargs)[0]) < HALF
+        assert relative(unet(*args, **kwargs)[0], acc.original(*args, **kwargs)[0]) < HALF
+    assert acc.report.counter("evictions") == 2 and acc.report.counter("graph_captures") == 3
+    monkeypatch.setattr(plan, "_hand_out", short)
+    assert relative(unet(*args, **kwargs)[0], acc.original(*args, **kwargs)[0]) < HALF
+    assert not acc.plans and "injected" in str(acc._refused.values())
+    acc.release()

@@ -20,9 +20,7 @@ TOLERANCE = {
 }
 
 
-def randn(
-    *shape: int, dtype: torch.dtype, device: torch.device, mean: float = 0.0, std: float = 1.0
-) -> Tensor:
+def randn(*shape: int, dtype: torch.dtype, device: torch.device, mean: float = 0.0, std: float = 1.0) -> Tensor:
     return (torch.randn(shape) * std + mean).to(dtype).to(device)
 
 

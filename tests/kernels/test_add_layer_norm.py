@@ -54,9 +54,7 @@ def test_strided_and_offset_inputs(device):
 
 
 def test_large_mean(device):
-    x, residual = (
-        randn(7, 320, dtype=torch.float32, device=device, mean=mean, std=0.3) for mean in (3000.0, -500.0)
-    )
+    x, residual = (randn(7, 320, dtype=torch.float32, device=device, mean=mean, std=0.3) for mean in (3000.0, -500.0))
     total, y = add_layer_norm.launch(x, residual, None, None, 1e-5)
     # the mean itself is only known to 2**-24 * 2500, which is 4e-4 of a standard deviation
     close(y, expected(add_layer_norm, total, torch.zeros_like(total), None, None, 1e-5)[1], scale=200)
@@ -81,9 +79,7 @@ def test_reference_is_torch():
 
 @pytest.mark.gpu
 @half_dtype
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(8192, 320), (2048, 640), (512, 1280), (2048, 1280), (8192, 640)]
-)
+@pytest.mark.parametrize(("rows", "columns"), [(8192, 320), (2048, 640), (512, 1280), (2048, 1280), (8192, 640)])
 def test_unet_shapes(dtype, rows, columns):
     x, residual = (randn(rows, columns, dtype=dtype, device=torch.device("cuda")) for _ in range(2))
     weight, bias = (randn(columns, dtype=dtype, device=x.device) for _ in range(2))

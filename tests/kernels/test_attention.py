@@ -85,9 +85,7 @@ def test_a_backend_that_fails_to_plan(monkeypatch):
 
 @pytest.mark.gpu
 def test_torchs_own_choice_is_left_as_it_was():
-    flags = [
-        getattr(torch.backends.cuda, f"{name}_sdp_enabled") for name in ("flash", "mem_efficient", "math")
-    ]
+    flags = [getattr(torch.backends.cuda, f"{name}_sdp_enabled") for name in ("flash", "mem_efficient", "math")]
     before = [flag() for flag in flags]
     q = randn(1, 2, 16, 64, dtype=torch.float16, device=torch.device("cuda"))
     attention.launch(q, q, q)

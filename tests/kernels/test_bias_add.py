@@ -69,14 +69,10 @@ def test_reference_is_torch():
 
 @pytest.mark.gpu
 @half_dtype
-@pytest.mark.parametrize(
-    ("channels", "size"), [(320, 64), (640, 32), (1280, 16), (1280, 8), (320, 128), (4, 64)]
-)
+@pytest.mark.parametrize(("channels", "size"), [(320, 64), (640, 32), (1280, 16), (1280, 8), (320, 128), (4, 64)])
 def test_unet_shapes(dtype, channels, size):
     x, residual = (
-        randn(2, channels, size, size, dtype=dtype, device=torch.device("cuda")).to(
-            memory_format=torch.channels_last
-        )
+        randn(2, channels, size, size, dtype=dtype, device=torch.device("cuda")).to(memory_format=torch.channels_last)
         for _ in range(2)
     )
     bias = randn(channels, dtype=dtype, device=x.device)

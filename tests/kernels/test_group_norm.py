@@ -129,10 +129,7 @@ def test_results_repeat(device):
 
 
 def test_empty_batch_and_float64(device):
-    assert (
-        group_norm.launch(randn(0, 8, 3, 3, dtype=torch.float16, device=device), 2, None, None, 1e-5).shape[0]
-        == 0
-    )
+    assert group_norm.launch(randn(0, 8, 3, 3, dtype=torch.float16, device=device), 2, None, None, 1e-5).shape[0] == 0
     x = torch.randn(1, 8, 3, 3, dtype=torch.float64, device=device)
     torch.testing.assert_close(group_norm.launch(x, 2, None, None, 1e-5), F.group_norm(x, 2))
 
@@ -153,9 +150,7 @@ def test_reference_is_torch_group_norm():
 
 @pytest.mark.gpu
 @half_dtype
-@pytest.mark.parametrize(
-    ("channels", "size"), [(320, 64), (960, 64), (1920, 32), (2560, 16), (2560, 8), (320, 128)]
-)
+@pytest.mark.parametrize(("channels", "size"), [(320, 64), (960, 64), (1920, 32), (2560, 16), (2560, 8), (320, 128)])
 def test_unet_shapes(dtype, channels, size):
     device = torch.device("cuda")
     x = randn(2, channels, size, size, dtype=dtype, device=device, mean=0.5)

@@ -75,16 +75,12 @@ def test_what_the_kernel_does_not_take(device):
 
 def test_reference_is_torch_layer_norm():
     x, weight, bias = torch.randn(5, 24), torch.randn(24), torch.randn(24)
-    torch.testing.assert_close(
-        layer_norm.reference(x, weight, bias, 1e-5), F.layer_norm(x, (24,), weight, bias, 1e-5)
-    )
+    torch.testing.assert_close(layer_norm.reference(x, weight, bias, 1e-5), F.layer_norm(x, (24,), weight, bias, 1e-5))
 
 
 @pytest.mark.gpu
 @half_dtype
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(8192, 320), (2048, 640), (512, 1280), (2048, 1280), (154, 2048)]
-)
+@pytest.mark.parametrize(("rows", "columns"), [(8192, 320), (2048, 640), (512, 1280), (2048, 1280), (154, 2048)])
 def test_unet_shapes(dtype, rows, columns):
     x = randn(rows, columns, dtype=dtype, device=torch.device("cuda"), mean=0.5)
     weight, bias = (randn(columns, dtype=dtype, device=x.device) for _ in range(2))
