@@ -17,7 +17,7 @@ from sfast_ext.behaviour import Fingerprint, fingerprint
 from sfast_ext.capture import CaptureRefused, capture
 from sfast_ext.config import Config
 from sfast_ext.graph_pool import GraphPool, pool_of
-from sfast_ext.plan import DROPPED, Plan, relative_error
+from sfast_ext.plan import Plan, relative_error
 from sfast_ext.proof import prove, rewritten, too_far
 from sfast_ext.report import Report
 from sfast_ext.signature import Call, NotOurs, Signature, flatten_call, flatten_output
@@ -381,9 +381,8 @@ class Accelerator:
             plan = self.plans.pop(key, None)
             if plan is None:
                 return
-            plan.drop_graph(self._pool_of(plan))
-            plan.state = DROPPED
             self.arena.unbind(plan.weights)
+            plan.close(self._pool_of(plan))
 
     def _drop_all(self, reason: str | None) -> None:
         with self._lock:

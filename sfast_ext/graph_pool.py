@@ -164,6 +164,12 @@ class GraphPool:
                     outputs = run()
                 finally:
                     graph.capture_end()
+        except BaseException:
+            graph.reset()
+            if not self._entries:
+                # the allocator has forgotten a pool that no graph was made in
+                self._drop_pool()
+            raise
         finally:
             if collecting:
                 gc.enable()
@@ -207,7 +213,7 @@ class GraphPool:
 @contextlib.contextmanager
 def _own_random_state(device: torch.device) -> Iterator[None]:
     """A capture claims the default generator's state, and a draw in another thread would raise until it ends; so it
-    is given a twin. Plans draw no random numbers."""
+    is given a twin while it begins. Plans draw no random numbers."""
     generator = torch.cuda.default_generators[device.index or 0]
     if not hasattr(generator, "graphsafe_set_state"):
         yield

@@ -119,6 +119,15 @@ class Plan:
             pool.discard(self._graph)
         self._evicted()
 
+    def close(self, pool: GraphPool | None) -> None:
+        """Let go of everything; the graph module is a ring of references that would wait for the collector."""
+        self.drop_graph(pool)
+        self.state = DROPPED
+        self._function = _closed
+        for name in [n for n, value in self._graph_module.__dict__.items() if isinstance(value, torch.Tensor)]:
+            del self._graph_module.__dict__[name]
+        self.weights = []
+
     def status(self) -> dict[str, Any]:
         """For the report."""
         return {
@@ -170,6 +179,10 @@ class Plan:
         self._inputs = []
         if self.state == REPLAYING:
             self.state = NO_GRAPH
+
+
+def _closed(*_: torch.Tensor) -> Sequence[torch.Tensor]:
+    raise RuntimeError("the plan was dropped while it was about to run")
 
 
 def _bind_attributes(graph_module: fx.GraphModule) -> list[Weight]:

@@ -176,6 +176,8 @@ class WeightArena:
                 for w in weight.parts or (weight,):
                     w.plans += 1
             self._refresh_live()
+            # what no plan reads is not ours to keep alive (a host's backups among it)
+            self._weights = {k: w for k, w in self._weights.items() if w.plans or w.placed}
 
     def unbind(self, weights: Sequence[Weight]) -> None:
         """The plan that read these is gone."""

@@ -31,8 +31,9 @@ from sfast_ext.kernels._triton import (
 _BLOCK = 128  # channels of a tile, where a group is not wider
 _WIDEST = 4096  # channels of the widest group that the kernels take
 _SPLITS = 128  # most splits of an image: the second launch reads the statistics of all of them at once
-_PROGRAMS = 4  # a multiprocessor
-_TILE = 4096  # elements of a tile, of x and of the statistics
+_PROGRAMS = 2  # a multiprocessor
+_LARGE = 6 << 20  # elements of a batch from which twice as many keep more of memory busy
+_TILE = 2048  # elements of a tile, of x and of the statistics
 
 
 def reference(
@@ -220,9 +221,9 @@ def _channel_blocks(groups: int, group_width: int) -> tuple[int, int]:
     return cdiv(groups, each), each
 
 
-def _pixel_splits(pixels: int, others: int, most: int, device: torch.device) -> tuple[int, int]:
-    """Parts of an image, at most so many, and the pixels of each: some four programs a multiprocessor."""
-    wanted = max(1, min(most, cdiv(_PROGRAMS * multiprocessors(device), others)))
+def _pixel_splits(pixels: int, others: int, most: int, programs: int) -> tuple[int, int]:
+    """Parts of an image, at most so many, and the pixels of each: so many programs in all."""
+    wanted = max(1, min(most, cdiv(programs, others)))
     each = cdiv(cdiv(pixels, wanted), 8) * 8  # eight pixels are one access of each of 128 threads
     return cdiv(pixels, each), each
 
@@ -260,7 +261,8 @@ def launch(
     block = max(_BLOCK, next_power_of_2(group_width))
     lanes = max(16 if block == _BLOCK else 1, next_power_of_2(block_groups))
     most = min(_SPLITS, _TILE // lanes)
-    splits, per_split = _pixel_splits(pixels, blocks * batch, most, x.device)
+    programs = _PROGRAMS * multiprocessors(x.device) * (2 if inner.numel() >= _LARGE else 1)
+    splits, per_split = _pixel_splits(pixels, blocks * batch, most, programs)
     grid = (splits, blocks, batch)
     partial = torch.empty((2, batch, splits, groups), dtype=torch.float32, device=x.device)
     if shift is None:

@@ -69,7 +69,7 @@ def _kernel(
 
 
 _ELEMENTS = 2048  # of a program where rows are shorter
-_WARPS = 4
+_WARPS = 1
 
 
 def tile(columns: int) -> tuple[int, int, int]:
