@@ -94,6 +94,7 @@ class Accelerator:
         self._behaviour: tuple[int, str | None] | None = None
         self._behaviour_read = False
         self._ticks = False
+        self._released = False
         self._lock = threading.RLock()
         self._building = threading.Lock()
         self._inside = threading.local()
@@ -101,6 +102,7 @@ class Accelerator:
 
     def install(self) -> Accelerator:
         """Take the module's forward; under accelerate's hook where there is one. Idempotent."""
+        self._released = False
         self._slot.install()
         return self
 
@@ -137,6 +139,8 @@ class Accelerator:
     def release(self) -> None:
         """Give back the forward, the parameters and the memory. Idempotent."""
         with self._lock:
+            # somebody may hold our forward still, and call it
+            self._released = True
             self._slot.release()
             self._drop_all(None)
             self.arena.release()
@@ -159,7 +163,7 @@ class Accelerator:
             }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self._inside, "busy", False) or not self.config.enabled:
+        if self._released or getattr(self._inside, "busy", False) or not self.config.enabled:
             return self.original(*args, **kwargs)
         self._inside.busy = True
         try:
@@ -227,6 +231,9 @@ class Accelerator:
         generic = call.signature
         if generic in self._static_numbers:
             call = flatten_call(args, kwargs, device, static_numbers=True)
+        if self.hooks.prepare is not None:
+            # first of all: it may give a layer a bias, which the key is to show
+            self.hooks.prepare()
         known = self._behaviour
         sure = known is None or (self._ticks and self._behaviour_read)
         behaviour, foreign = self._read_behaviour() if known is None else known
@@ -239,8 +246,6 @@ class Accelerator:
         refused = self._refused.get(key)
         if refused is not None:
             raise NotOurs(refused)
-        if self.hooks.prepare is not None:
-            self.hooks.prepare()
         plan = self.plans.get(key)
         if plan is None and not sure:
             now, foreign = self._read_behaviour()

@@ -86,7 +86,8 @@ class _Reader:
         self.alive.append(module)
         kind: Any = type(module)
         attributes = module.__dict__
-        self.key += [kind, self.identity(kind.forward), module.training]
+        present = sum(p is not None for p in attributes["_parameters"].values())
+        self.key += [kind, self.identity(kind.forward), module.training, present]
         if not is_root:
             self.patched(path, module)
         for name, value in attributes.items():
@@ -103,7 +104,7 @@ class _Reader:
         attributes = module.__dict__
         for slot in ("forward", "_old_forward"):
             function = attributes.get(slot)
-            if function is not None:
+            if function is not None and not _own(function, module):
                 self.key.append((slot, self.function(function)))
                 if slot == "forward":
                     self.patches.append(Patch(path, module, "forward", function))
@@ -140,3 +141,9 @@ class _Reader:
         inner = getattr(value, "__dict__", None) if depth == 0 and not isinstance(value, type) else None
         scalars = tuple((k, self.value(v, 1)) for k, v in (inner or {}).items() if not isinstance(v, torch.Tensor))
         return (self.function(value), scalars)
+
+
+def _own(function: Any, module: nn.Module) -> bool:
+    """The class's own forward, that accelerate leaves on an instance when it takes its hook away."""
+    kind: Any = type(module)
+    return getattr(function, "__self__", None) is module and getattr(function, "__func__", None) is kind.forward

@@ -492,6 +492,20 @@ def test_another_wrapper_over_ours_survives_release():
     close(module(x, 1), plain(x, 1) * 2)
 
 
+def test_a_forward_that_somebody_kept_does_nothing_after_release():
+    module, plain = net(), net()
+    acc = accelerate(module, CPU)
+    kept, x = module.forward, picture()
+    run_twice(module, x, 1)
+    acc.release()
+    for _ in range(3):
+        assert torch.equal(kept(x, 1), plain(x, 1))
+    assert counters(acc)["captures"] == 1 and acc.status()["weights"]["packed_tensors"] == 0
+    acc.install()
+    close(run_twice(module, x, 1), plain(x, 1))
+    assert counters(acc)["captures"] == 2
+
+
 def test_two_threads_at_once():
     module, plain = net(), net()
     accelerate(module, CPU)

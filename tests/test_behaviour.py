@@ -71,6 +71,10 @@ def submodule(model):
     model[0].inner = nn.Linear(2, 2)
 
 
+def bias(model):
+    model[0].inner._parameters["bias"] = None
+
+
 def training(model):
     model[1].eval()
 
@@ -81,7 +85,7 @@ def other_class(model):
 
 @pytest.mark.parametrize(
     "change",
-    [patch_forward, hook, scalar, processor_scale, other_processor, submodule, training, other_class],
+    [patch_forward, hook, scalar, processor_scale, other_processor, submodule, bias, training, other_class],
 )
 def test_what_changes_the_key(model, change):
     before = key(model)
@@ -119,5 +123,12 @@ def test_wrappers_of_the_root_are_no_patches(model):
     before = key(model)
     model.forward = lambda x: x
     model.register_forward_hook(lambda *a: None)
+    found = fingerprint(model)
+    assert found.patches == [] and found.key == before
+
+
+def test_the_classs_own_forward_left_on_an_instance_is_no_patch(model):
+    before = key(model)
+    model[0].inner.forward = model[0].inner.forward
     found = fingerprint(model)
     assert found.patches == [] and found.key == before

@@ -1,0 +1,139 @@
+// A badge in the lower corner that says whether the accelerator runs; a click opens what the report says.
+
+(function() {
+    const PERIOD = 2000;
+    let badge = null;
+    let panel = null;
+    let timer = null;
+
+    function words(status) {
+        const plans = status.accelerators.flatMap((accelerator) => accelerator.plans || []);
+        if (!status.enabled) {
+            return ['off', 'Stable Fast: off'];
+        }
+        if (plans.some((plan) => plan.state === 'replaying')) {
+            return ['on', 'Stable Fast: on'];
+        }
+        if (plans.length > 0) {
+            return ['on', 'Stable Fast: on, no graph'];
+        }
+        return ['waiting', Object.keys(status.reasons).length > 0 ? 'Stable Fast: standing aside' : 'Stable Fast: ready'];
+    }
+
+    function line(parent, text, bold) {
+        const element = document.createElement('div');
+        // textContent, never innerHTML: reasons carry names of models and of other extensions
+        element.textContent = text;
+        element.style.fontWeight = bold ? 'bold' : 'normal';
+        parent.appendChild(element);
+    }
+
+    function milliseconds(value) {
+        return typeof value === 'number' ? value.toFixed(1) + ' ms' : '–';
+    }
+
+    function fill(status) {
+        panel.textContent = '';
+        line(panel, 'Stable Fast ' + status.version, true);
+        line(panel, [status.environment.gpu || 'no GPU', 'torch ' + status.environment.torch, status.model || 'no model'].join(' · '));
+        for (const accelerator of status.accelerators) {
+            for (const plan of accelerator.plans || []) {
+                line(panel, plan.signature, true);
+                line(panel, [
+                    plan.state,
+                    milliseconds(plan.ms_before) + ' → ' + milliseconds(plan.ms_after),
+                    plan.replays + ' calls',
+                    plan.captures + ' captures'
+                ].join(' · '));
+            }
+        }
+        const reasons = Object.entries(status.reasons);
+        if (reasons.length > 0) {
+            line(panel, 'Calls of the original forward', true);
+            reasons.forEach(([reason, count]) => line(panel, count + ' × ' + reason));
+        }
+        if (status.last_error) {
+            line(panel, 'Last error', true);
+            line(panel, status.last_error.stage + ': ' + status.last_error.message);
+        }
+    }
+
+    async function refresh() {
+        try {
+            const answer = await fetch('./sfast/v1/status');
+            if (!answer.ok) {
+                throw new Error(String(answer.status));
+            }
+            const status = await answer.json();
+            const [state, text] = words(status);
+            badge.dataset.state = state;
+            badge.textContent = text;
+            badge.style.opacity = state === 'on' ? '0.9' : '0.6';
+            if (!panel.hidden) {
+                fill(status);
+            }
+        } catch (error) {
+            badge.dataset.state = 'unknown';
+            badge.textContent = 'Stable Fast: no answer';
+        }
+    }
+
+    function toggle() {
+        panel.hidden = !panel.hidden;
+        clearInterval(timer);
+        timer = null;
+        if (!panel.hidden) {
+            // only while it can be read
+            timer = setInterval(() => {
+                if (!document.hidden) {
+                    refresh();
+                }
+            }, PERIOD);
+        }
+        refresh();
+    }
+
+    function style(element, bottom) {
+        Object.assign(element.style, {
+            position: 'fixed',
+            left: '8px',
+            bottom: bottom,
+            zIndex: '900',
+            padding: '2px 8px',
+            borderRadius: '6px',
+            fontSize: '12px',
+            background: 'var(--background-fill-secondary, #333)',
+            color: 'var(--body-text-color, #eee)',
+            border: '1px solid var(--border-color-primary, #666)'
+        });
+    }
+
+    onUiLoaded(() => {
+        if (badge) {
+            return;
+        }
+        badge = document.createElement('button');
+        badge.id = 'stable_fast_badge';
+        badge.type = 'button';
+        badge.title = 'What Stable Fast does; click for more';
+        style(badge, '8px');
+        badge.addEventListener('click', toggle);
+        panel = document.createElement('div');
+        panel.id = 'stable_fast_panel';
+        panel.hidden = true;
+        style(panel, '36px');
+        Object.assign(panel.style, {maxWidth: '40em', maxHeight: '60vh', overflow: 'auto', whiteSpace: 'pre-wrap'});
+        const root = gradioApp();
+        (root === document ? document.body : root).append(panel, badge);
+        refresh();
+    });
+
+    // SD.Next calls it too, where it has it
+    if (typeof onOptionsChanged === 'function') {
+        onOptionsChanged(() => {
+            if (badge) {
+                refresh();
+            }
+        });
+    }
+})();

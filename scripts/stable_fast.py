@@ -1,0 +1,11 @@
+"""What the WebUI loads: finds out which WebUI it is and starts its adapter."""
+
+from __future__ import annotations
+
+from sfast_ext import __version__, hosts
+
+adapter = hosts.find()
+if adapter is None:
+    print(f"Stable Fast {__version__}: this WebUI is not known; it is left as it is")
+else:
+    adapter.start(__version__)

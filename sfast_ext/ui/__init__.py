@@ -1,0 +1,1 @@
+"""What the user sees in a WebUI: the settings, and the report over HTTP."""

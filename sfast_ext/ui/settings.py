@@ -1,0 +1,192 @@
+"""Settings → Stable Fast: one table, the options a WebUI shows for it, and the configuration read back from them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from sfast_ext.config import Config
+from sfast_ext.report import Report
+
+SECTION = ("stable_fast", "Stable Fast")
+
+logger = logging.getLogger("sfast_ext")
+
+CHECKS = {"first use": "first", "always": "always", "never": "never"}
+"""What the user reads, and what Config calls it."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One option: its name in the WebUI's settings, the field of Config that it sets, and what it says of itself."""
+
+    key: str
+    field: str
+    label: str
+    info: str
+    slider: tuple[float, float, float] | None = None
+    """Least, greatest and step; None for a checkbox or a choice."""
+    choices: tuple[str, ...] = ()
+
+
+SETTINGS = (
+    Setting(
+        "sfast_enabled",
+        "enabled",
+        "Accelerate the UNet",
+        "the same pictures up to the rounding of half precision, in less time; the first picture of a new size takes "
+        "some seconds more. Off gives the WebUI's own forward back",
+    ),
+    Setting(
+        "sfast_cuda_graphs",
+        "cuda_graphs",
+        "Replay CUDA graphs",
+        "takes the launching of kernels off the CPU, most of the gain at small sizes; costs GPU memory for each size "
+        "in use",
+    ),
+    Setting(
+        "sfast_graph_memory_mb",
+        "graph_memory_mb",
+        "GPU memory for CUDA graphs, MB",
+        "over it the graphs used longest ago are given back and recorded again when needed; less leaves more for large "
+        "pictures and other models, 0 sets no limit",
+        slider=(0, 32768, 256),
+    ),
+    Setting(
+        "sfast_max_graphs",
+        "max_graphs",
+        "Number of CUDA graphs kept",
+        "one for each combination of size, batch and prompt length; more saves recording again when you go back and "
+        "forth between sizes, and costs memory",
+        slider=(1, 64, 1),
+    ),
+    Setting(
+        "sfast_triton",
+        "triton",
+        "Fused kernels written in Triton",
+        "fewer passes over memory in norms and activations; costs some seconds of compiling once, kept on disk. "
+        "Without Triton, PyTorch's kernels run",
+    ),
+    Setting(
+        "sfast_native",
+        "native",
+        "Native operations",
+        "uses the native operations of this extension where they are built, and nothing where they are not; turn it "
+        "off if the report shows errors of theirs",
+    ),
+    Setting(
+        "sfast_check",
+        "check",
+        "Compare with the WebUI's own forward",
+        "first use: one extra call for each new plan, and a plan that differs is thrown away. always: each call is "
+        "made twice, for finding faults. never: saves that one call and trusts the plan",
+        choices=tuple(CHECKS),
+    ),
+    Setting(
+        "sfast_tolerance",
+        "tolerance",
+        "Largest relative error in that comparison",
+        "rounding in half precision stays well under the default; smaller throws away more plans and their gain, "
+        "larger lets more difference through",
+        slider=(0.001, 0.1, 0.001),
+    ),
+    Setting(
+        "sfast_allow_cpu",
+        "allow_cpu",
+        "Also run on the CPU",
+        "for trying the extension without a GPU: no gain in speed is to be expected there",
+    ),
+)
+
+KEYS = tuple(setting.key for setting in SETTINGS)
+
+_told: set[tuple[str, str]] = set()
+
+
+def default_of(setting: Setting) -> Any:
+    """The value that the WebUI shows before the user has chosen one."""
+    value = getattr(Config(), setting.field)
+    return next(name for name, check in CHECKS.items() if check == value) if setting.choices else value
+
+
+def register(opts: Any, option_info: Callable[..., Any]) -> None:
+    """Add the settings to a WebUI's; may be called again after its scripts were reloaded.
+
+    Args:
+        opts: `shared.opts` of AUTOMATIC1111 or SD.Next.
+        option_info: its `OptionInfo`.
+    """
+    for setting in SETTINGS:
+        component, arguments = _component(setting)
+        # SD.Next has .info() but shows it nowhere; gradio's own line under the label it does show. `validate` is what
+        # only SD.Next's OptionInfo has.
+        comments_are_shown = hasattr(option_info, "info") and not hasattr(option_info, "validate")
+        if not comments_are_shown:
+            arguments["info"] = setting.info
+        option = option_info(default_of(setting), setting.label, component, arguments, section=SECTION)
+        if comments_are_shown:
+            option = option.info(setting.info)
+        opts.add_option(setting.key, option)
+
+
+def _component(setting: Setting) -> tuple[Any, dict[str, Any]]:
+    import gradio
+
+    if setting.slider is not None:
+        least, greatest, step = setting.slider
+        return gradio.Slider, {"minimum": least, "maximum": greatest, "step": step}
+    if setting.choices:
+        return gradio.Radio, {"choices": list(setting.choices)}
+    return gradio.Checkbox, {}
+
+
+def config_from(opts: Any, report: Report | None = None) -> Config:
+    """What the user has chosen; a value that cannot be is replaced by the default, and said so once.
+
+    Options that are not registered yet have their default: a WebUI may load its model before it asks for settings.
+    """
+    config = Config()
+    for setting in SETTINGS:
+        value = getattr(opts, setting.key, None)
+        if value is None:
+            continue
+        try:
+            config = replace(config, **{setting.field: _converted(setting, value)})
+        except (TypeError, ValueError) as exc:
+            _tell(setting, value, exc, report)
+    return config
+
+
+_TYPES = {field.name: type(getattr(Config(), field.name)) for field in fields(Config)}
+
+
+def _converted(setting: Setting, value: Any) -> Any:
+    kind = _TYPES[setting.field]
+    if setting.choices:
+        if value not in CHECKS:
+            raise ValueError(f"it takes {', '.join(CHECKS)}")
+        return CHECKS[value]
+    if kind is bool:
+        if value not in (True, False):
+            raise ValueError("it takes true or false")
+        return bool(value)
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("it takes a finite number")
+    # sliders hand over 16.0 for 16
+    return int(number) if kind is int else number
+
+
+def _tell(setting: Setting, value: Any, exc: Exception, report: Report | None) -> None:
+    told = (setting.key, repr(value))
+    if told in _told:
+        return
+    _told.add(told)
+    message = f"{setting.key} = {value!r} is not used, the default {default_of(setting)!r} is: {exc}"
+    if report is not None:
+        report.event("settings", message)
+    else:
+        logger.warning("settings: %s", message)

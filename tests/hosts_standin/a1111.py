@@ -1,0 +1,283 @@
+"""A small stand-in of AUTOMATIC1111 1.10: its module names, its order of events, its lazy Lora; the UNet is ldm's own.
+
+Only what the adapter touches is here, and only behaviour that was seen in the WebUI itself.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+CONTEXT = 32
+CALLBACKS = ("ui_settings", "before_ui", "model_loaded", "cfg_denoiser", "script_unloaded", "app_started")
+LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)
+
+
+def make_unet(seed: int, channels: int = 32) -> nn.Module:
+    """ldm's UNet in SD 1.5's shape, tiny, none of its weights zero."""
+    from ldm.modules.diffusionmodules.openaimodel import UNetModel
+
+    unet = UNetModel(
+        image_size=32,
+        in_channels=4,
+        out_channels=4,
+        model_channels=channels,
+        attention_resolutions=[2, 1],
+        num_res_blocks=1,
+        channel_mult=[1, 2],
+        num_heads=4,
+        use_spatial_transformer=True,
+        transformer_depth=1,
+        context_dim=CONTEXT,
+        use_checkpoint=False,
+        legacy=False,
+    )
+    unet.load_state_dict(weights(unet, seed))
+    return unet.eval().requires_grad_(False)
+
+
+def weights(unet: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """A state dict for `unet`, as another checkpoint would bring it."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, value in unet.state_dict().items():
+        noise = torch.randn(value.shape, generator=generator)
+        if value.dim() > 1:
+            state[name] = noise * value[0].numel() ** -0.5
+        else:
+            state[name] = (1.0 if name.endswith("weight") else 0.0) + 0.1 * noise
+    return state
+
+
+class OptionInfo:
+    """The WebUI's description of one setting."""
+
+    def __init__(self, default=None, label="", component=None, component_args=None, onchange=None, section=None, **_):
+        self.default, self.label, self.section, self.comment_after = default, label, section, ""
+        self.component, self.component_args, self.onchange = component, component_args, onchange
+
+    def info(self, text: str) -> OptionInfo:
+        self.comment_after += text
+        return self
+
+    def needs_reload_ui(self) -> OptionInfo:
+        return self
+
+
+class Options:
+    """Values by attribute; an option that nobody registered is an AttributeError, unless the settings file holds it."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data, self.data_labels = data, {}
+
+    def add_option(self, key: str, info: OptionInfo) -> None:
+        self.data_labels[key] = info
+        self.data.setdefault(key, info.default)
+
+    def __getattr__(self, key: str) -> Any:
+        data = self.__dict__.get("data", {})
+        if key in data:
+            return data[key]
+        raise AttributeError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.data.get(key, default)
+
+
+class _Shared(ModuleType):
+    @property
+    def sd_model(self) -> Any:
+        return self.model_data.sd_model
+
+
+class Host:
+    """The WebUI: `load`, `switch`, `generate` raise the events that the real one raises, in its order."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.callbacks: dict[str, list[Callable[..., Any]]] = defaultdict(list)
+        self.errors: list[BaseException] = []
+        self.opts = Options(
+            {"lora_functional": False, "sd_checkpoints_keep_in_cpu": True, "upcast_attn": False, **settings}
+        )
+        self.model_data = SimpleNamespace(sd_model=None, loaded_sd_models=[])
+        self.shared = _Shared("modules.shared")
+        self.shared.__dict__.update(
+            opts=self.opts, cmd_opts=SimpleNamespace(), device=torch.device("cpu"), model_data=self.model_data,
+            loaded_hypernetworks=[], OptionInfo=OptionInfo,
+        )  # fmt: skip
+        self.devices = _module("modules.devices", fp8=False, unet_needs_upcast=False, dtype_unet=torch.float32)
+        self.sd_unet = _module("modules.sd_unet", current_unet=None)
+        self.hijack = SimpleNamespace(circular_enabled=False)
+        self.networks = _module("networks", loaded_networks=[], network_apply_weights=self._apply_lora, originals={})
+
+    def modules(self) -> dict[str, ModuleType]:
+        """What `import modules.…` finds."""
+        registrars = {f"on_{name}": self.callbacks[name].append for name in CALLBACKS}
+        found = {
+            "modules": _module("modules", __path__=[]),
+            "modules.shared": self.shared,
+            "modules.devices": self.devices,
+            "modules.sd_unet": self.sd_unet,
+            "modules.sd_hijack": _module("modules.sd_hijack", model_hijack=self.hijack),
+            "modules.sd_models": _module("modules.sd_models", model_data=self.model_data),
+            "modules.script_callbacks": _module("modules.script_callbacks", **registrars),
+            "modules.errors": _module("modules.errors", display_once=lambda exc, task: self.errors.append(exc)),
+            "modules.launch_utils": _module("modules.launch_utils", git_tag=lambda: "v1.10.1"),
+            "modules.sd_samplers_cfg_denoiser": _module("modules.sd_samplers_cfg_denoiser"),
+            "modules.sd_hijack_unet": _module("modules.sd_hijack_unet"),
+            "networks": self.networks,
+            # settings name its components; nothing shows them here
+            "gradio": _module("gradio", Checkbox=object, Slider=object, Radio=object),
+        }
+        for name, module in found.items():
+            if name.startswith("modules."):
+                setattr(found["modules"], name.partition(".")[2], module)
+        return found
+
+    def forget_callbacks(self) -> None:
+        """As the WebUI does before it loads its scripts again."""
+        for registered in self.callbacks.values():
+            registered.clear()
+
+    def fire(self, name: str, *arguments: Any) -> None:
+        """The WebUI logs what a callback raises, and goes on."""
+        for callback in list(self.callbacks[name]):
+            try:
+                callback(*arguments)
+            except Exception as exc:
+                self.errors.append(exc)
+
+    def load(self, seed: int, channels: int = 32, limit: int = 1) -> Any:
+        """Another configuration: a new model; those over the limit go to the meta device first."""
+        loaded = self.model_data.loaded_sd_models
+        while len(loaded) >= limit:
+            loaded.pop().model.diffusion_model.to("meta")
+        model = SimpleNamespace(
+            model=nn.Module(), lowvram=False, sd_checkpoint_info=SimpleNamespace(title=f"seed {seed}")
+        )
+        model.model.diffusion_model = make_unet(seed, channels)
+        for name, layer in model.model.named_modules():
+            layer.network_layer_name = name.replace(".", "_")
+        self.reuse(model)
+        self.fire("model_loaded", model)
+        return model
+
+    def reuse(self, model: Any) -> None:
+        """A model that is already loaded: no callback."""
+        loaded = self.model_data.loaded_sd_models
+        if model in loaded:
+            loaded.remove(model)
+        loaded.insert(0, model)
+        self.model_data.sd_model = model
+
+    def switch(self, seed: int) -> None:
+        """The same configuration: other values into the same modules, which forget their Lora."""
+        model = self.model_data.sd_model
+        unet = model.model.diffusion_model
+        unet.load_state_dict(weights(unet, seed))
+        for layer in unet.modules():
+            if isinstance(layer, LAYERS):
+                layer.network_current_names, layer.network_weights_backup = (), None
+        model.sd_checkpoint_info = SimpleNamespace(title=f"seed {seed}")
+        self.fire("model_loaded", model)
+
+    def lora(self, **multipliers: float) -> None:
+        """Activation: only says which networks are wanted; layers change in their forward."""
+        self.networks.loaded_networks[:] = [
+            SimpleNamespace(name=name, te_multiplier=m, unet_multiplier=m, dyn_dim=None)
+            for name, m in multipliers.items()
+        ]
+
+    @torch.no_grad()
+    def generate(
+        self, steps: int = 3, size: int = 8, tokens: int = 7, refiner: Callable[[], None] | None = None
+    ) -> torch.Tensor:
+        """One pass of a sampler: per step the refiner's switch, the callback, the UNet as LatentDiffusion calls it."""
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn((2, 4, size, size), generator=generator)
+        context = torch.randn((2, tokens, CONTEXT), generator=generator)
+        denoiser = Denoiser()
+        for step in range(steps):
+            if refiner is not None and step == steps // 2:
+                refiner()
+            self.fire("cfg_denoiser", SimpleNamespace(denoiser=denoiser, sampling_step=step, sampling_steps=steps))
+            unet = self.model_data.sd_model.model.diffusion_model
+            x = x - 0.1 * unet(x, torch.full((2,), 900 - 100 * step), context=context)
+        return x
+
+    @torch.no_grad()
+    def _apply_lora(self, layer: nn.Module) -> None:
+        name = getattr(layer, "network_layer_name", None)
+        wanted = tuple((n.name, n.te_multiplier, n.unet_multiplier, n.dyn_dim) for n in self.networks.loaded_networks)
+        if name is None or getattr(layer, "network_current_names", ()) == wanted:
+            return
+        if getattr(layer, "network_weights_backup", None) is None:
+            layer.network_weights_backup = layer.weight.clone()
+            layer.network_bias_backup = None if layer.bias is None else layer.bias.clone()
+        layer.weight.copy_(layer.network_weights_backup)
+        if layer.network_bias_backup is None:
+            # 1.10.1 adds such a bias and fails to take it away
+            layer.bias = None
+        for network in self.networks.loaded_networks:
+            if isinstance(layer, (nn.Linear, nn.Conv2d)):
+                layer.weight.add_(network.unet_multiplier * lora_delta(network.name, name, layer.weight))
+            if network.name == "biased" and layer.bias is None:
+                layer.bias = nn.Parameter(lora_delta(network.name, name, layer.weight).flatten(1).sum(1))
+        layer.network_current_names = wanted
+
+    def patched_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What the Lora extension puts in place of a layer class's forward."""
+
+        def forward(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            if not self.opts.lora_functional:
+                self._apply_lora(layer)
+            return original(layer, x)
+
+        return forward
+
+
+class Denoiser(nn.Module):
+    """The sampler's denoiser is a module of its own for each pass."""
+
+
+def lora_delta(network: str, layer: str, weight: torch.Tensor) -> torch.Tensor:
+    """What a Lora adds to a layer's weight."""
+    generator = torch.Generator().manual_seed(sum(map(ord, network + layer)))
+    return torch.randn(weight.shape, generator=generator) * weight[0].numel() ** -0.5 * 0.5
+
+
+@contextmanager
+def running(**settings: Any) -> Iterator[Host]:
+    """The host in this process: its modules importable, the layer classes patched; all taken back at the end."""
+    host = Host(settings)
+    mine = host.modules()
+    hidden = {name: m for name, m in sys.modules.items() if name in mine or name.startswith("modules.")}
+    for name in hidden:
+        del sys.modules[name]
+    sys.modules.update(mine)
+    originals = {kind: kind.forward for kind in LAYERS}
+    for kind, original in originals.items():
+        kind.forward = host.patched_forward(original)  # type: ignore[method-assign]
+    try:
+        yield host
+    finally:
+        for kind, original in originals.items():
+            kind.forward = original  # type: ignore[method-assign]
+        for name in mine:
+            sys.modules.pop(name, None)
+        sys.modules.update(hidden)
+
+
+def _module(name: str, **attributes: Any) -> ModuleType:
+    module = ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=name == "modules")
+    module.__dict__.update(attributes)
+    return module

@@ -1,0 +1,12 @@
+"""The names of gradio that settings are made of."""
+
+from __future__ import annotations
+
+
+class Checkbox: ...
+
+
+class Radio: ...
+
+
+class Slider: ...

@@ -1,0 +1,12 @@
+"""Where the loaded pipeline is kept; `shared.sd_model` of the host would load one where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ModelData:
+    sd_model: Any = None
+
+
+model_data = ModelData()

@@ -1,0 +1,77 @@
+"""A job: callbacks first, modifiers after them, LoRA inside, then the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from modules import hypertile, lora, script_callbacks, sd_offload, shared
+from modules.modeldata import model_data
+
+
+def process_images(
+    width: int = 8,
+    height: int = 8,
+    steps: int = 3,
+    seed: int = 1,
+    network: lora.Layers | None = None,
+    multiplier: float = 0.0,
+    hypertile_enabled: bool = False,
+    apply: Callable[[Any], Any] | None = None,
+    unapply: Callable[[Any], Any] | None = None,
+    each_step: Callable[[Any, int], Any] | None = None,
+    hires: bool = False,
+) -> torch.Tensor:
+    """A picture's latent; `apply` and `unapply` stand for the pipeline's modifiers."""
+    script_callbacks.fire("before_process", SimpleNamespace())
+    pipe = model_data.sd_model
+    with hypertile.split_attention(pipe.unet, hypertile_enabled):
+        for number in range(2 if hires else 1):
+            latent = _pass(pipe, width, height, steps, seed + number, network, multiplier, apply, unapply, each_step)
+    return latent
+
+
+def _pass(
+    pipe: Any,
+    width: int,
+    height: int,
+    steps: int,
+    seed: int,
+    network: lora.Layers | None,
+    multiplier: float,
+    apply: Callable[[Any], Any] | None,
+    unapply: Callable[[Any], Any] | None,
+    each_step: Callable[[Any, int], Any] | None,
+) -> torch.Tensor:
+    if apply is not None:
+        apply(pipe)
+    sd_offload.apply_balanced_offload(pipe)
+    if network is not None:
+        lora.network_activate(pipe.unet, network, multiplier)
+    shared.state.begin("Inference")
+    generator = torch.Generator().manual_seed(seed)
+    latent = torch.randn(1, pipe.unet.config.in_channels, height, width, generator=generator)
+    context = torch.randn(2, 7, pipe.unet.config.cross_attention_dim, generator=generator)
+    with torch.no_grad():
+        for step in range(steps):
+            t = torch.tensor(900 - 200 * step)
+            both = torch.cat([latent, latent])
+            noise = pipe.unet(
+                both,
+                t,
+                encoder_hidden_states=context,
+                timestep_cond=None,
+                cross_attention_kwargs=None,
+                added_cond_kwargs=None,
+                return_dict=False,
+            )[0]
+            uncond, cond = noise.chunk(2)
+            latent = latent - 0.1 * (uncond + 3.0 * (cond - uncond))
+            if each_step is not None:
+                each_step(pipe, step)
+    if unapply is not None:
+        unapply(pipe)
+    return latent

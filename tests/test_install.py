@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def install():
+    spec = importlib.util.spec_from_file_location("stable_fast_install", ROOT / "install.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def packages(monkeypatch, install, **versions):
+    monkeypatch.setattr(
+        install, "installed", lambda *names: next((versions[n] for n in names if n in versions), None)
+    )
+
+
+def test_it_is_quick_ends_well_and_imports_nothing_heavy():
+    started = time.monotonic()
+    code = (
+        "import runpy, sys; runpy.run_path('install.py', run_name='__main__');"
+        "heavy = {'torch', 'numpy', 'gradio', 'triton'} & set(sys.modules); assert not heavy, heavy"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("triton", ["triton", "triton-windows"])
+def test_silent_where_nothing_is_missing(monkeypatch, install, triton):
+    packages(monkeypatch, install, torch="2.1.2+cu121", **{triton: "3.0"})
+    assert install.remarks() == []
+
+
+def test_silent_on_a_cpu_build_and_without_torch(monkeypatch, install):
+    packages(monkeypatch, install, torch="2.13.0+cpu")
+    assert install.remarks() == []
+    packages(monkeypatch, install)
+    assert install.remarks() == []
+
+
+def test_names_an_old_torch(monkeypatch, install):
+    packages(monkeypatch, install, torch="2.0.1+cu118", triton="2.0")
+    assert len(install.remarks()) == 1 and "2.0.1" in install.remarks()[0]
+    packages(monkeypatch, install, torch="2.13.0+cu132", triton="3.7")
+    assert install.remarks() == []
+
+
+def test_names_the_package_of_this_system_for_a_missing_triton(monkeypatch, install):
+    packages(monkeypatch, install, torch="2.7.0+cu128")
+    monkeypatch.setattr(install.sys, "platform", "win32")
+    assert "triton-windows" in install.remarks()[0]
+    monkeypatch.setattr(install.sys, "platform", "linux")
+    assert "install triton'" in install.remarks()[0]
+    monkeypatch.setattr(install.sys, "platform", "darwin")
+    assert install.remarks() == []

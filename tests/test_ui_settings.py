@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from sfast_ext.config import Config
+from sfast_ext.report import Report
+from sfast_ext.ui import settings
+
+
+class A1111OptionInfo:
+    """What AUTOMATIC1111's does with what it is given."""
+
+    def __init__(self, default=None, label="", component=None, component_args=None, section=None):
+        self.default, self.label, self.component, self.component_args = default, label, component, component_args
+        self.section = section
+        self.comment_after = ""
+
+    def info(self, info):
+        self.comment_after += f"<span class='info'>({info})</span>"
+        return self
+
+
+class SDNextOptionInfo(A1111OptionInfo):
+    """SD.Next's has .info() too, but its settings page does not show it."""
+
+    def validate(self, opt, value):
+        return True
+
+
+class Options:
+    """`shared.opts` as both hosts have it."""
+
+    def __init__(self, **data: Any) -> None:
+        self.data = data
+        self.data_labels: dict[str, Any] = {}
+
+    def __getattr__(self, item):
+        if item in self.data:
+            return self.data[item]
+        if item in self.data_labels:
+            return self.data_labels[item].default
+        raise AttributeError(item)
+
+    def add_option(self, key, info):
+        self.data_labels[key] = info
+
+
+@pytest.fixture(autouse=True)
+def gradio(monkeypatch):
+    stand_in = types.ModuleType("gradio")
+    for name in ("Checkbox", "Slider", "Radio"):
+        setattr(stand_in, name, type(name, (), {}))
+    monkeypatch.setitem(sys.modules, "gradio", stand_in)
+    monkeypatch.setattr(settings, "_told", set())
+    return stand_in
+
+
+def test_every_field_of_the_table_is_one_of_the_configuration():
+    assert len(set(settings.KEYS)) == len(settings.SETTINGS) == 9
+    for setting in settings.SETTINGS:
+        assert setting.key == f"sfast_{setting.field}"
+        assert hasattr(Config(), setting.field)
+        assert len(setting.info) > 40
+
+
+def test_registered_settings_show_their_cost_in_automatic1111(gradio):
+    opts = Options()
+    settings.register(opts, A1111OptionInfo)
+    settings.register(opts, A1111OptionInfo)
+    assert tuple(opts.data_labels) == settings.KEYS
+    for setting in settings.SETTINGS:
+        option = opts.data_labels[setting.key]
+        assert option.section == ("stable_fast", "Stable Fast")
+        assert option.comment_after.count(setting.info) == 1
+        assert "info" not in option.component_args
+    assert opts.data_labels["sfast_check"].component is gradio.Radio
+    assert opts.data_labels["sfast_check"].component_args["choices"] == ["first use", "always", "never"]
+    assert opts.data_labels["sfast_tolerance"].component is gradio.Slider
+
+
+def test_registered_settings_show_their_cost_in_sdnext():
+    opts = Options()
+    settings.register(opts, SDNextOptionInfo)
+    for setting in settings.SETTINGS:
+        assert opts.data_labels[setting.key].component_args["info"] == setting.info
+
+
+def test_registered_defaults_read_back_as_the_default_configuration():
+    opts = Options()
+    settings.register(opts, A1111OptionInfo)
+    assert settings.config_from(opts) == Config()
+
+
+def test_options_that_are_not_registered_yet_have_their_default():
+    assert settings.config_from(Options()) == Config()
+    assert settings.config_from(object()) == Config()
+
+
+def test_values_of_the_user_arrive():
+    opts = Options(
+        sfast_enabled=False,
+        sfast_cuda_graphs=False,
+        sfast_graph_memory_mb=1024.0,
+        sfast_max_graphs=3.0,
+        sfast_triton=False,
+        sfast_native=False,
+        sfast_check="always",
+        sfast_tolerance=0.005,
+        sfast_allow_cpu=True,
+    )
+    config = settings.config_from(opts)
+    assert config == Config(
+        enabled=False,
+        cuda_graphs=False,
+        graph_memory_mb=1024,
+        max_graphs=3,
+        triton=False,
+        native=False,
+        check="always",
+        tolerance=0.005,
+        allow_cpu=True,
+    )
+    assert isinstance(config.graph_memory_mb, int) and isinstance(config.max_graphs, int)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("sfast_enabled", "perhaps"),
+        ("sfast_enabled", []),
+        ("sfast_graph_memory_mb", -1),
+        ("sfast_graph_memory_mb", "much"),
+        ("sfast_graph_memory_mb", float("inf")),
+        ("sfast_max_graphs", 0),
+        ("sfast_check", "sometimes"),
+        ("sfast_check", ["always"]),
+        ("sfast_tolerance", 0),
+        ("sfast_tolerance", float("nan")),
+    ],
+)
+def test_a_value_that_cannot_be_becomes_the_default_and_is_said_once(key, value):
+    report = Report()
+    opts = Options(**{key: value, "sfast_allow_cpu": True})
+    for _ in range(3):
+        assert settings.config_from(opts, report) == Config(allow_cpu=True)
+    messages = [event["message"] for event in report.as_dict()["events"]]
+    assert len(messages) == 1 and key in messages[0] and repr(value) in messages[0]
+
+
+def test_without_a_report_it_goes_to_the_log(caplog):
+    with caplog.at_level(logging.WARNING, logger="sfast_ext"):
+        settings.config_from(Options(sfast_max_graphs=-4))
+    assert "sfast_max_graphs" in caplog.text
