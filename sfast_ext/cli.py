@@ -69,11 +69,15 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--model", default="sd15", help="sd15, sdxl, …, tiny-sd15, or a path (%(default)s)")
     bench.add_argument("--size", type=sizes, default="512x512", metavar="WxH,…", help="of the pictures (%(default)s)")
     bench.add_argument("--batch", type=counts, default="1", metavar="N,…", help="pictures at once (%(default)s)")
-    bench.add_argument("--against", type=engines, default="eager,cudagraph", help=f"of {', '.join(ENGINES)} (%(default)s)")
+    bench.add_argument(
+        "--against", type=engines, default="eager,cudagraph", help=f"of {', '.join(ENGINES)} (%(default)s)"
+    )
     bench.add_argument("--iterations", type=int, default=30, help="timed calls of each engine (%(default)s)")
     bench.add_argument("--tokens", type=int, default=77, help="of the prompt (%(default)s)")
     bench.add_argument("--cold", action="store_true", help="a process of its own and empty caches for each size")
-    bench.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN choose by measuring for the others too")
+    bench.add_argument(
+        "--cudnn-benchmark", action="store_true", help="let cuDNN choose by measuring for the others too"
+    )
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     return top
 

@@ -68,8 +68,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 """Arguments of diffusers' UNet2DConditionModel, by the name that the command line takes."""
 
-# Head sizes stay multiples of 8 and channels multiples of norm_num_groups, as in the real ones; the tiny SDXL text embedding
-# is 32 wide and each of its six numbers 8.
+# Head sizes stay multiples of 8 and channels multiples of norm_num_groups, as in the real ones; the tiny SDXL text
+# embedding is 32 wide and each of its six numbers 8.
 _TINY_SHAPE: dict[str, Any] = {"sample_size": 8, "norm_num_groups": 16, "layers_per_block": 1}
 _TINY: dict[str, dict[str, Any]] = {
     "sd15": {"block_out_channels": (32, 32, 64, 64), "cross_attention_dim": 32, "attention_head_dim": 4},
@@ -105,7 +105,7 @@ def unet_config(name: str) -> dict[str, Any]:
     Raises:
         ValueError: the name is none of NAMES or TINY_NAMES.
     """
-    plain = name[len("tiny-"):] if name.startswith("tiny-") else name
+    plain = name[len("tiny-") :] if name.startswith("tiny-") else name
     if plain not in CONFIGURATIONS:
         raise ValueError(f"no model is called {name!r}; there are {', '.join(NAMES + TINY_NAMES)}")
     config = dict(CONFIGURATIONS[plain])
@@ -131,7 +131,7 @@ def _without_initialisation(device: torch.device) -> Iterator[None]:
 
 @torch.no_grad()
 def randomise(module: nn.Module, seed: int) -> nn.Module:
-    """Fill a module with random weights that keep activations near one, none of them zero; the same for the same seed."""
+    """Fill a module with random weights that keep activations near one, none of them zero; a seed gives the same."""
     generators: dict[torch.device, torch.Generator] = {}
     for name, value in module.named_parameters():
         if value.device not in generators:
@@ -184,7 +184,7 @@ def unet_inputs(
     seed: int = 0,
     timestep: float = 601,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, Any]]:
-    """The arguments of one call under classifier-free guidance: two rows for each image, sizes in pixels of the picture."""
+    """The arguments of one call under classifier-free guidance: two rows for each image, sizes in pixels."""
     config: Any = unet.config
     weight = next(unet.parameters())
     rows = 2 * images
@@ -196,7 +196,10 @@ def unet_inputs(
 
     sample = noise(rows, config.in_channels, height // 8, width // 8)
     t = torch.tensor(timestep, device=weight.device)
-    kwargs: dict[str, Any] = {"encoder_hidden_states": noise(rows, tokens, config.cross_attention_dim), "return_dict": False}
+    kwargs: dict[str, Any] = {
+        "encoder_hidden_states": noise(rows, tokens, config.cross_attention_dim),
+        "return_dict": False,
+    }
     if config.addition_embed_type == "text_time":
         each = config.addition_time_embed_dim
         numbers = REFINER_NUMBERS if _is_refiner(config) else 6

@@ -1,0 +1,263 @@
+"""`python -m sfast_ext bench`: one UNet call as a WebUI makes it under guidance, and other ways to run it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfast_ext.tools import engines, machine, models, pipelines
+from sfast_ext.tools.text import number, table
+
+ROUNDS = 6
+COLUMNS = ("engine", "p50 ms", "p20", "p80", "against ours", "first call s", "error to fp32", "memory MB")
+
+
+@dataclass
+class Options:
+    """The arguments of the command."""
+
+    model: str
+    sizes: list[tuple[int, int]]
+    batches: list[int]
+    engines: list[str]
+    iterations: int
+    tokens: int
+    cold: bool
+    cudnn_benchmark: bool
+    json: Path | None
+
+
+@dataclass
+class Case:
+    """What one group of rows measures."""
+
+    width: int
+    height: int
+    images: int
+
+
+def cases(options: Options) -> list[Case]:
+    """Each size with each number of pictures."""
+    return [Case(width, height, images) for width, height in options.sizes for images in options.batches]
+
+
+def make_unet(model: str, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A UNet of random weights by its name, or that of a path."""
+    if model in models.NAMES + models.TINY_NAMES:
+        return models.random_unet(model, dtype=dtype, device=device)
+    return pipelines.load_unet(model, dtype=dtype, device=device)
+
+
+class Bench:
+    """Measures the engines side by side."""
+
+    def __init__(self, options: Options, device: torch.device) -> None:
+        self.options, self.device = options, device
+        self.dtype = torch.float16 if device.type == "cuda" else torch.float32
+        unet = make_unet(options.model, dtype=self.dtype, device=device)
+        self.engines: dict[str, engines.Engine] = {}
+        self._forms: dict[str, nn.Module] = {"eager": unet}
+        names = [name for name in options.engines if device.type == "cuda" or name not in engines.NEEDS_GPU]
+        for name in names:
+            self.engines[name] = engines.ENGINES[name](self._model_for(name))
+
+    def _model_for(self, name: str) -> nn.Module:
+        form = "eager" if name in engines.SHARES_EAGER else name
+        if name in ("eager-channels-last", "torch-compile"):
+            form = "channels-last"
+        if form not in self._forms:
+            self._forms[form] = copy.deepcopy(self._forms["eager"])
+        return self._forms[form]
+
+    @torch.no_grad()
+    def measure(self, case: Case) -> list[dict[str, Any]]:
+        """A row for each engine."""
+        args, kwargs = models.unet_inputs(
+            self._forms["eager"], case.width, case.height, case.images, tokens=self.options.tokens
+        )
+        # libraries load and the GPU wakes up: no engine's first call is to pay for that
+        self._forms["eager"](*args, **kwargs)
+        machine.synchronise(self.device)
+        reference = self._reference(args, kwargs)
+        rows: dict[str, dict[str, Any]] = {}
+        for name, engine in self.engines.items():
+            print(f"{name}: first call …", file=sys.stderr, flush=True)
+            try:
+                rows[name] = self._start(engine, args, kwargs, reference)
+            except Exception as exc:
+                # one way that does not work here, torch.compile without a compiler say, is no reason to lose the others
+                rows[name] = {
+                    "failed": f"{type(exc).__name__}: {str(exc).strip().splitlines()[0] if str(exc) else ''}"
+                }
+                engine.stop()
+        running = {name: engine for name, engine in self.engines.items() if "failed" not in rows[name]}
+        taken = self._times(running)
+        result = []
+        for name, row in rows.items():
+            head = {"model": self.options.model, "width": case.width, "height": case.height, "images": case.images}
+            result.append({**head, "engine": name, **_quantiles(taken.get(name)), **row})
+        for engine in running.values():
+            if not isinstance(engine, engines.StableFast):
+                engine.stop()
+        return result
+
+    def _start(
+        self, engine: engines.Engine, args: tuple[Any, ...], kwargs: dict[str, Any], reference: torch.Tensor
+    ) -> dict[str, Any]:
+        before = self._reserved()
+        machine.synchronise(self.device)
+        started = time.perf_counter()
+        engine.start(args, kwargs)
+        engine.call()
+        machine.synchronise(self.device)
+        first = time.perf_counter() - started
+        # ours runs the original first and its plan from the second call on
+        output = engine.call().float()
+        error = float(torch.linalg.vector_norm(output - reference) / torch.linalg.vector_norm(reference))
+        row: dict[str, Any] = {
+            "first_call_s": round(first, 3),
+            "error_fp32": error,
+            "memory_mb": self._peak(engine, before),
+        }
+        if isinstance(engine, engines.StableFast):
+            row["plan"] = engine.plan()
+        remark = engine.remark()
+        return {**row, "remark": remark} if remark else row
+
+    def _times(self, running: dict[str, engines.Engine]) -> dict[str, list[float]]:
+        clock = engines.Clock(self.device)
+        taken: dict[str, list[float]] = {name: [] for name in running}
+        each = max(1, round(self.options.iterations / ROUNDS))
+        while min((len(t) for t in taken.values()), default=self.options.iterations) < self.options.iterations:
+            # in turns, so that a clock that slows down in the heat slows all of them down
+            for name, engine in running.items():
+                taken[name] += clock.times(engine.call, each)
+        return taken
+
+    def _reference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """The output of the same weights computed in fp32."""
+        exact = copy.deepcopy(self._forms["eager"])
+        nn.Module.to(exact, torch.float32)
+        tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        try:
+            output = exact(*_in_fp32(args), **_in_fp32(kwargs))[0]
+        finally:
+            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
+        del exact
+        self._reserved()
+        return output
+
+    def _reserved(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.device)
+
+    def _peak(self, engine: engines.Engine, before: int) -> int | None:
+        """What one call holds at its peak over what was held before this engine started: graphs and activations."""
+        if self.device.type != "cuda":
+            return None
+        self._reserved()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        engine.call()
+        machine.synchronise(self.device)
+        # reserved, not allocated: what a CUDA graph works in counts as free between its replays
+        return (torch.cuda.max_memory_reserved(self.device) - before) >> 20
+
+
+def _in_fp32(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {k: _in_fp32(v) for k, v in value.items()}
+    return tuple(map(_in_fp32, value)) if isinstance(value, tuple) else value
+
+
+def _quantiles(taken: list[float] | None) -> dict[str, float | None]:
+    if not taken:
+        return {"ms_p20": None, "ms_p50": None, "ms_p80": None}
+    ordered = sorted(taken)
+    return {f"ms_p{p}": round(ordered[min(len(ordered) - 1, int(len(ordered) * p / 100))], 4) for p in (20, 50, 80)}
+
+
+def tables(rows: list[dict[str, Any]]) -> str:
+    """A table for each case; `against ours` is how many times as long it takes as our accelerator."""
+    parts = []
+    for case in dict.fromkeys((row["model"], row["width"], row["height"], row["images"]) for row in rows):
+        group = [row for row in rows if (row["model"], row["width"], row["height"], row["images"]) == case]
+        ours = next((row["ms_p50"] for row in group if row["engine"] == "sfast"), None)
+        lines: list[tuple[str, ...]] = []
+        for row in group:
+            if "failed" in row:
+                lines.append((row["engine"], "failed", *[""] * (len(COLUMNS) - 2)))
+                continue
+            lines.append(
+                (
+                    row["engine"],
+                    number(row["ms_p50"], 2),
+                    number(row["ms_p20"], 2),
+                    number(row["ms_p80"], 2),
+                    number(row["ms_p50"] / ours if ours else None, 2),
+                    number(row["first_call_s"], 1),
+                    f"{row['error_fp32']:.2e}",
+                    number(row["memory_mb"], 0),
+                )
+            )
+        model, width, height, images = case
+        said = {row["engine"]: row.get("failed") or row.get("remark") for row in group}
+        notes = [f"{name}: {remark}" for name, remark in said.items() if remark]
+        parts.append("\n".join([f"{model} {width}×{height}, {images} at once", table(COLUMNS, lines), *notes]))
+    return "\n\n".join(parts)
+
+
+def _cold(options: Options) -> Iterator[list[dict[str, Any]]]:
+    """Each case in a process of its own, with caches of compiled kernels that are empty."""
+    for case in cases(options):
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder, "result.json")
+            command = [sys.executable, "-m", "sfast_ext", "bench", "--model", options.model, "--json", str(result)]
+            command += ["--size", f"{case.width}x{case.height}", "--batch", str(case.images)]
+            command += ["--against", ",".join(options.engines), "--iterations", str(options.iterations)]
+            command += ["--tokens", str(options.tokens)] + ["--cudnn-benchmark"] * options.cudnn_benchmark
+            caches = {name: str(Path(folder, name)) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+            subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.DEVNULL, check=True)
+            yield json.loads(result.read_text(encoding="utf-8"))["rows"]
+
+
+def _warm(options: Options, device: torch.device) -> Iterator[list[dict[str, Any]]]:
+    bench = Bench(options, device)
+    for case in cases(options):
+        yield bench.measure(case)
+
+
+def main(options: Options) -> int:
+    """Measure, print, and write JSON where asked; 1 where ours did not run a plan."""
+    device = machine.device()
+    rows: list[dict[str, Any]] = []
+    # ours always lets cuDNN choose by measuring; a stock WebUI does so on a few old cards only
+    torch.backends.cudnn.benchmark = options.cudnn_benchmark
+    asked = ("cold", "cudnn_benchmark", "tokens", "iterations")
+    head = {**machine.describe(), **{name: getattr(options, name) for name in asked}}
+    for group in _cold(options) if options.cold else _warm(options, device):
+        rows += group
+        print(f"{tables(group)}\n", flush=True)
+        if options.json is not None:
+            # after each group: what was measured is kept if the rest does not come to its end
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps({**head, "rows": rows}, indent=1), encoding="utf-8")
+    return 1 if any(row["engine"] == "sfast" and ("failed" in row or row.get("remark")) for row in rows) else 0

@@ -1,0 +1,340 @@
+"""`python -m sfast_ext demo`: pictures with and without the accelerator, while LoRA, size and checkpoint change."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sfast_ext import Accelerator, Config, accelerate
+from sfast_ext.tools import changes, machine, models, pipelines
+from sfast_ext.tools.text import number, table
+
+PROMPTS = ("a lighthouse on a cliff, oil on canvas", "a fox in the snow, early morning")
+# Mean absolute difference of a picture, of 255. In half precision each step of the sampler carries on the rounding of
+# the one before, and guidance multiplies it: an error of 0.002 in each call comes to 0.15 after 20 steps.
+TOLERANCE = {torch.float32: 0.5, torch.float16: 2.0}
+
+
+@dataclass
+class Options:
+    """The arguments of the command."""
+
+    model: str | None
+    out: Path
+    steps: int | None
+    size: tuple[int, int] | None
+    json: Path | None
+
+
+@dataclass
+class Row:
+    """One picture, made twice."""
+
+    what: str
+    size: str
+    ms_before: float
+    ms_after: float
+    first_call_ms: float
+    difference: float
+    error: float | None
+    captures: int
+    new_captures: int
+    may_capture: bool
+    changed: int | None = None
+
+
+@dataclass
+class Calls:
+    """Milliseconds of each call of the UNet in one picture."""
+
+    each: list[float] = field(default_factory=list)
+
+    @property
+    def usual(self) -> float:
+        """The median of all but the first."""
+        return median(self.each[1:] or self.each)
+
+
+def _timed(pipe: Any, calls: Calls, device: torch.device, tick: Callable[[], None]) -> ExitStack:
+    # the pipeline asks the scheduler right before each call of the UNet and right after it; a hook on the UNet itself
+    # would be one more thing for the accelerator to look at
+    scheduler, started = pipe.scheduler, [0.0]
+    before, after = scheduler.scale_model_input, scheduler.step
+
+    @functools.wraps(before)
+    def scale_model_input(*args: Any, **kwargs: Any) -> Any:
+        result = before(*args, **kwargs)
+        machine.synchronise(device)
+        started[0] = time.perf_counter()
+        return result
+
+    @functools.wraps(after)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        machine.synchronise(device)
+        calls.each.append(1000 * (time.perf_counter() - started[0]))
+        tick()
+        return after(*args, **kwargs)
+
+    stack = ExitStack()
+    for name, function in (("scale_model_input", scale_model_input), ("step", step)):
+        setattr(scheduler, name, function)
+        stack.callback(delattr, scheduler, name)
+    return stack
+
+
+class Demo:
+    """Two pipelines that differ in one thing: the UNet of the second has an accelerator."""
+
+    def __init__(self, plain: Any, steps: int, size: tuple[int, int], device: torch.device, progress: Any) -> None:
+        self.plain, self.steps, self.size, self.device, self.progress = plain, steps, size, device, progress
+        self.fast = copy.copy(plain)
+        unet = copy.deepcopy(plain.unet)
+        self.fast.register_modules(unet=unet)
+        self.accelerator: Accelerator = accelerate(unet, Config(allow_cpu=device.type == "cpu"))
+        self.rows: list[Row] = []
+        self.pictures: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the UNets compute in."""
+        return next(self.plain.unet.parameters()).dtype
+
+    def change(self, what: Callable[[nn.Module], Any]) -> Any:
+        """Do the same to both UNets."""
+        what(self.plain.unet)
+        return what(self.fast.unet)
+
+    def picture(
+        self,
+        what: str,
+        *,
+        prompt: int = 0,
+        size: tuple[int, int] | None = None,
+        may_capture: bool = False,
+        changed: Any = None,
+    ) -> None:
+        """One picture from each pipeline, and what it took."""
+        self.progress.set_description(what)
+        size = size or self.size
+        captures = self._captures()
+        before, picture = self._generate(self.plain, prompt, size)
+        after, accelerated = self._generate(self.fast, prompt, size)
+        if self.pictures is None:
+            self.pictures = picture, accelerated
+        self.rows.append(
+            Row(
+                what,
+                f"{size[0]}×{size[1]}",
+                before.usual,
+                after.usual,
+                after.each[0],
+                _difference(picture, accelerated),
+                self._error(),
+                self._captures(),
+                self._captures() - captures,
+                may_capture,
+                changed if isinstance(changed, int) else None,
+            )
+        )
+
+    def _generate(self, pipe: Any, prompt: int, size: tuple[int, int]) -> tuple[Calls, np.ndarray]:
+        calls = Calls()
+        with torch.inference_mode(), _timed(pipe, calls, self.device, self.progress.update):
+            result = pipe(
+                PROMPTS[prompt],
+                width=size[0],
+                height=size[1],
+                num_inference_steps=self.steps,
+                generator=torch.Generator("cpu").manual_seed(prompt),
+                output_type="np",
+            )
+        return calls, result.images[0]
+
+    def _captures(self) -> int:
+        return self.accelerator.report.counter("captures")
+
+    def _error(self) -> float | None:
+        errors = [plan["error"] for plan in self.accelerator.status()["plans"] if plan["error"] is not None]
+        return max(errors) if errors else None
+
+
+def _difference(a: np.ndarray, b: np.ndarray) -> float:
+    if not np.isfinite(a).all() or not np.isfinite(b).all():
+        return float("inf")
+    return float(np.abs(a.astype(np.float64) - b).mean() * 255)
+
+
+def _schedule(demo: Demo) -> list[Callable[[], None]]:
+    """The story, a picture each."""
+    width, height = demo.size
+    other = (width + 64, height - 64 if height > 64 else height)
+    first = {k: v.detach().cpu().clone() for k, v in demo.plain.unet.state_dict().items()}
+    second = models.random_state(demo.plain.unet, seed=1000)
+
+    def diffusers_lora() -> None:
+        try:
+            changed = demo.change(lambda unet: changes.lora_of_diffusers(unet, seed=3))
+        except ImportError:
+            demo.progress.write("diffusers' own LoRA is left out: peft is not installed")
+            demo.progress.update(2 * demo.steps)
+            return
+        demo.picture("LoRA, fused by diffusers", may_capture=True, changed=changed)
+
+    return [
+        lambda: demo.picture("first picture", may_capture=True),
+        lambda: demo.picture("another prompt", prompt=1),
+        lambda: demo.picture(
+            "LoRA, as AUTOMATIC1111", changed=demo.change(lambda unet: changes.lora_in_place(unet, seed=1))
+        ),
+        lambda: demo.picture(
+            "LoRA, as SD.Next", changed=demo.change(lambda unet: changes.lora_replaced(unet, seed=2))
+        ),
+        diffusers_lora,
+        lambda: demo.picture("another size", size=other, may_capture=True),
+        lambda: demo.picture("the first size again"),
+        lambda: demo.picture(
+            "another checkpoint",
+            changed=demo.change(lambda unet: changes.load_checkpoint(unet, second)) or len(second),
+        ),
+        lambda: demo.picture(
+            "the first checkpoint again",
+            changed=demo.change(lambda unet: changes.load_checkpoint_by_cpu(unet, first)) or len(first),
+        ),
+    ]
+
+
+def faults(demo: Demo) -> list[str]:
+    """What is not as it has to be, a sentence each."""
+    tolerance = TOLERANCE.get(demo.dtype, 2.0)
+    found = [
+        f"{row.what}: the pictures differ by {row.difference:.2f} of 255, more than {tolerance}"
+        for row in demo.rows
+        if not row.difference <= tolerance
+    ]
+    found += [f"{row.what}: a new capture" for row in demo.rows if row.new_captures and not row.may_capture]
+    report = demo.accelerator.report.as_dict()
+    if not report["counters"].get("captures"):
+        found.append("the accelerator ran no plan")
+    found += [f"the original forward ran {count} times: {reason}" for reason, count in report["reasons"].items()]
+    if report["last_error"]:
+        found.append(f"error in {report['last_error']['stage']}: {report['last_error']['message']}")
+    return found
+
+
+def write_pictures(original: np.ndarray, accelerated: np.ndarray, out: Path) -> float:
+    """original.png, accelerated.png and difference.png; returns by how much the last is amplified."""
+    from PIL import Image
+
+    out.mkdir(parents=True, exist_ok=True)
+    difference = np.abs(original.astype(np.float64) - accelerated)
+    largest = difference.max()
+    # a power of ten, so that pictures of two runs can be compared
+    amplified = float(10.0 ** np.floor(np.log10(1 / largest))) if np.isfinite(largest) and largest > 0 else 1.0
+    for name, picture in (
+        ("original", original),
+        ("accelerated", accelerated),
+        ("difference", np.clip(np.nan_to_num(difference) * amplified, 0, 1)),
+    ):
+        Image.fromarray((np.nan_to_num(picture) * 255).round().astype("uint8")).save(out / f"{name}.png")
+    return amplified
+
+
+def report(demo: Demo) -> str:
+    """The tables."""
+    plans = demo.accelerator.status()["plans"]
+    head = ("", "size", "without", "with", "first call", "difference", "captures")
+    rows = [
+        (
+            row.what,
+            row.size,
+            f"{row.ms_before:.1f} ms",
+            f"{row.ms_after:.1f} ms",
+            f"{row.first_call_ms:.0f} ms",
+            f"{row.difference:.5f}",
+            f"{row.captures} (+{row.new_captures})" if row.new_captures else str(row.captures),
+        )
+        for row in demo.rows
+    ]
+    parts = [
+        table(head, rows),
+        "without, with: one call of the UNet, median. first call: the first one with the accelerator after the change, "
+        "all costs\nof the change in it. difference: mean over the picture, of 255. captures: since the start.",
+    ]
+    fused = [(name, *(plan["fused"].get(name, 0) for plan in plans)) for name in (plans[0]["fused"] if plans else ())]
+    if plans:
+        parts.append(table(("rewritten", *(f"plan {i + 1}" for i in range(len(plans)))), fused))
+        parts.append(
+            table(
+                ("plan", "state", "error of a call", "replays", "built in"),
+                [
+                    (
+                        i + 1,
+                        plan["state"],
+                        "–" if plan["error"] is None else f"{plan['error']:.1e}",
+                        plan["replays"],
+                        f"{number(plan['first_call_s'])} s",
+                    )
+                    for i, plan in enumerate(plans)
+                ],
+            )
+        )
+    if demo.device.type == "cpu":
+        parts.append("On a CPU this shows that it works; what it gains shows on a GPU.")
+    return "\n\n".join(parts)
+
+
+def _pipeline(options: Options, device: torch.device, dtype: torch.dtype) -> Any:
+    if options.model is None:
+        return pipelines.random_pipeline("tiny-sd15" if device.type == "cpu" else "sd15", dtype=dtype, device=device)
+    return pipelines.load_pipeline(options.model, dtype=dtype, device=device)
+
+
+def main(options: Options) -> int:
+    """Run it, print the tables, write the pictures; 1 where something is not as it has to be."""
+    from tqdm import tqdm
+
+    # before it is imported; its remarks on image processors concern nothing here
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    device = machine.device()
+    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    steps = options.steps or (6 if device.type == "cpu" else 20)
+    size = options.size or ((128, 128) if device.type == "cpu" else (512, 512))
+    print(
+        f"Stable Diffusion of {options.model or 'random weights'} on {machine.describe()['gpu'] or 'the CPU'}",
+        flush=True,
+    )
+    plain = _pipeline(options, device, dtype)
+    plain.set_progress_bar_config(disable=True)
+    with tqdm(total=9 * 2 * steps, unit="call", file=sys.stdout, dynamic_ncols=True, mininterval=0.5) as progress:
+        demo = Demo(plain, steps, size, device, progress)
+        for picture in _schedule(demo):
+            picture()
+    print(f"\n{report(demo)}\n")
+    assert demo.pictures is not None
+    amplified = write_pictures(*demo.pictures, options.out)
+    print(f"{options.out}/: original.png, accelerated.png, difference.png; the last amplified {amplified:g} times")
+    found = faults(demo)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        result = {**machine.describe(), "rows": [asdict(row) for row in demo.rows], "faults": found}
+        options.json.write_text(
+            json.dumps({**result, "accelerator": demo.accelerator.status()}, indent=1), encoding="utf-8"
+        )
+    demo.accelerator.release()
+    for fault in found:
+        print(f"FAULT {fault}")
+    return 1 if found else 0

@@ -1,0 +1,90 @@
+"""`python -m sfast_ext doctor`: what this machine has, and what will therefore be used."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import Any
+
+import torch
+
+from sfast_ext import __version__, environment
+from sfast_ext.tools import machine
+
+_NAMES = {
+    "sfast_ext": "Stable Fast",
+    "python": "Python",
+    "platform": "System",
+    "gpu": "GPU",
+    "compute_capability": "Compute capability",
+    "gpu_memory_mb": "GPU memory, MB",
+    "driver": "Driver",
+    "torch": "torch",
+    "cuda": "CUDA of torch",
+    "cudnn": "cuDNN",
+    "triton": "Triton",
+    "xformers": "xformers",
+    "diffusers": "diffusers",
+    "compiler": "C compiler",
+    "native": "Native operations",
+}
+
+
+def collect() -> dict[str, Any]:
+    """What was found, as JSON can carry; `used` says what follows from it, `known_bad` what does not work here."""
+    found = {"sfast_ext": __version__, **environment.describe()}
+    found["driver"] = found.get("driver") or (machine.driver() if found["gpu"] else None)
+    found["diffusers"] = environment.version("diffusers")
+    found["native"] = "built" if _has_native() else None
+    found["used"] = used(found)
+    return found
+
+
+def _has_native() -> bool:
+    try:
+        return importlib.util.find_spec("sfast_ext._native") is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def used(found: dict[str, Any]) -> list[str]:
+    """What will run on a machine of this description, a sentence each."""
+    if not found["gpu"]:
+        return [
+            "No GPU: every call goes to the original forward, unless the settings allow plans on the CPU.",
+            "On the CPU plans run in PyTorch, without CUDA graphs and without Triton: for trying it, not for speed.",
+        ]
+    where = torch.device("cuda")
+    if environment.triton_runs_on(where):
+        kernels = "Fused kernels: Triton"
+        kernels += (
+            "." if found["compiler"] else ", if its first compilation finds a C compiler (none is in the path)."
+        )
+    else:
+        kernels = "Fused kernels: none; PyTorch's own run in their place."
+    native = "Native operations: built." if found["native"] else "Native operations: not built; nothing misses them."
+    return [
+        "The UNet is captured, rewritten and replayed as CUDA graphs, one for each size, batch and prompt length.",
+        kernels,
+        f"Attention: PyTorch's own (cuDNN {found['cudnn']}, flash, memory-efficient, whichever fits first).",
+        native,
+    ]
+
+
+def text(found: dict[str, Any]) -> str:
+    """What was found, for a person."""
+    width = max(map(len, _NAMES.values()))
+    lines = [f"{name.ljust(width)}  {found[key]}" for key, name in _NAMES.items() if found.get(key) is not None]
+    missing = [name for key, name in _NAMES.items() if found.get(key) is None]
+    lines.append(f"{'Not here'.ljust(width)}  {', '.join(missing) or 'nothing is missing'}")
+    lines += ["", "What will be used", *(f"  {line}" for line in found["used"])]
+    if found["known_bad"]:
+        lines += ["", "Known not to work here", *(f"  {line}" for line in found["known_bad"])]
+    return "\n".join(lines)
+
+
+def main(as_json: bool) -> int:
+    """Print it; 0 always: a machine without a GPU is no fault."""
+    found = collect()
+    print(json.dumps(found, indent=2) if as_json else text(found))
+    return 0

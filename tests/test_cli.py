@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sfast_ext import __version__, cli
+from sfast_ext.tools import doctor
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_module_runs_and_says_its_version():
+    result = subprocess.run(
+        [sys.executable, "-m", "sfast_ext", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0 and result.stdout.strip() == __version__
+
+
+def test_sizes_and_counts():
+    assert cli.sizes("512x512,768X320") == [(512, 512), (768, 320)]
+    assert cli.counts("1,4") == [1, 4]
+    assert cli.engines("eager,cudagraph,eager") == ["sfast", "eager", "cudagraph"]
+    assert cli.engines("") == ["sfast"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "--size", "512"],
+        ["bench", "--size", "512x510"],
+        ["bench", "--size", "0x8"],
+        ["bench", "--batch", "0"],
+        ["bench", "--against", "tensorrt"],
+        [],
+        ["dance"],
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    assert "error" in capsys.readouterr().err
+
+
+def test_doctor_for_a_person(capsys):
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for word in ("Stable Fast", __version__, "torch", "Triton", "What will be used"):
+        assert word in out
+
+
+def test_doctor_as_json(capsys):
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sfast_ext"] == __version__
+    assert found["used"] and all(sentence.endswith(".") for sentence in found["used"])
+    assert isinstance(found["known_bad"], list)
+
+
+def test_doctor_says_what_follows_without_triton(monkeypatch):
+    monkeypatch.setattr(doctor.environment, "triton_runs_on", lambda device: False)
+    found = {"gpu": "a card", "compiler": None, "native": None, "cudnn": 90100}
+    assert any("none; PyTorch" in sentence for sentence in doctor.used(found))
+    assert "No GPU" in doctor.used({**found, "gpu": None})[0]
