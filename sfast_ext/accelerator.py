@@ -157,7 +157,7 @@ class Accelerator:
                 "module": type(self.module).__qualname__,
                 "device": str(device),
                 "installed": self.installed(),
-                "plans": [plan.status() for plan in self.plans.values()],
+                "plans": [plan.status() for plan in list(self.plans.values())],
                 "weights": self.arena.status(),
                 "graph_pool": pool_of(device).status() if device is not None and device.type == "cuda" else None,
             }
@@ -243,15 +243,16 @@ class Accelerator:
         if foreign:
             raise NotOurs(foreign)
         key = (call.signature, behaviour, self.hooks.key() if self.hooks.key else None, device)
-        refused = self._refused.get(key)
-        if refused is not None:
-            raise NotOurs(refused)
         plan = self.plans.get(key)
         if plan is None and not sure:
+            # only a plan may run on the key of the last call: what keeps one away may be gone
             now, foreign = self._read_behaviour()
             if now != behaviour or foreign:
                 return self._find(args, kwargs)
             sure = True
+        refused = self._refused.get(key)
+        if refused is not None:
+            raise NotOurs(refused)
         if plan is not None:
             self._barren[generic] = 0
         elif self._barren[generic] >= BARREN:

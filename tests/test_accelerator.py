@@ -362,6 +362,29 @@ def test_what_is_refused_is_not_tried_again():
     assert counters(acc)["fallbacks"] == 3
 
 
+@pytest.mark.parametrize("ticks", [False, True])
+def test_what_was_refused_is_looked_at_again_when_the_behaviour_changes(ticks):
+    class Moody(Net):
+        def __init__(self):
+            super().__init__()
+            self.mode = 0
+
+        def forward(self, x, t, scale: float = 1.0):
+            return x * x.sum().item() if self.mode == 0 else super().forward(x, t, scale)
+
+    torch.manual_seed(0)
+    module = Moody().eval()
+    acc = accelerate(module, CPU)
+    x = picture()
+    for mode in (0, 1, 0, 1):
+        module.mode = mode
+        if ticks:
+            acc.new_generation()
+        for _ in range(2):
+            close(module(x, torch.tensor(1)), Moody.forward(module, x, torch.tensor(1)))
+    assert counters(acc)["captures"] == 1 and counters(acc)["eager_runs"] == 3
+
+
 def test_the_cpu_is_not_used_unless_allowed():
     module = net()
     acc = accelerate(module)
