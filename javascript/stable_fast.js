@@ -43,7 +43,7 @@
                     plan.state,
                     milliseconds(plan.ms_before) + ' → ' + milliseconds(plan.ms_after),
                     plan.replays + ' calls',
-                    plan.captures + ' captures'
+                    plan.captures + (plan.captures === 1 ? ' capture' : ' captures')
                 ].join(' · '));
             }
         }
