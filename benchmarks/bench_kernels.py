@@ -5,7 +5,8 @@
 
 Each call runs many times inside one CUDA graph, so launches cost what they cost in a plan; inputs stay in the
 L2 cache where they fit, as they do behind the operation that made them. Microseconds a call: median, 20th and
-80th percentile over replays. A kernel that is wrong is not timed. --sweep tries other tile sizes.
+80th percentile over replays. A kernel that is wrong is not timed. --sweep tries other tile sizes. Group norms
+appear as they run, then by each path that takes them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,17 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from sfast_ext import native
 from sfast_ext.environment import version
 from sfast_ext.kernels import (
+    _group_norm,
     add_layer_norm,
     attention,
     bias_add,
     geglu,
     group_norm,
     layer_norm,
+    linear_add,
 )
 
 MODULES: dict[str, Any] = {
@@ -46,6 +50,7 @@ MODULES: dict[str, Any] = {
     "geglu": geglu,
     "bias_add": bias_add,
     "attention": attention,
+    "linear_add": linear_add,
 }
 NORM_ROWS = [(8192, 320), (2048, 640), (512, 1280), (2048, 1280), (8192, 640)]
 # (channels, height): batch 2; the last three are SDXL's
@@ -65,17 +70,31 @@ GATED = [(8192, 2560), (2048, 5120), (512, 10240), (2048, 10240), (8192, 5120)]
 # heads, queries, keys, head dimension: batch 2
 HEADS = [(8, 4096, 4096, 40), (8, 1024, 1024, 80), (8, 256, 256, 160), (8, 4096, 77, 40), (8, 1024, 77, 80)]
 HEADS += [(10, 4096, 4096, 64), (20, 1024, 1024, 64), (10, 4096, 77, 64), (20, 1024, 77, 64)]
+# rows, columns, inner dimension: the projections out of attention and feed-forward; the last four are SDXL's
+LINEARS = [
+    (8192, 320, 320),
+    (8192, 320, 1280),
+    (2048, 640, 640),
+    (2048, 640, 2560),
+    (512, 1280, 1280),
+    (512, 1280, 5120),
+]
+LINEARS += [(2048, 1280, 1280), (2048, 1280, 5120), (8192, 640, 640), (8192, 640, 2560)]
 
 # Other values of the tile constants, tried by --sweep: (module that has the constants, kernels, values).
+# elements, warps, most parts
+PARTS = [(4096, 4, 256), (8192, 4, 128), (8192, 8, 128), (16384, 8, 128), (16384, 16, 128)]
 SWEEP: list[tuple[Any, tuple[str, ...], list[dict[str, int]]]] = [
     (
         layer_norm,
         ("layer_norm", "add_layer_norm"),
         [{"_ELEMENTS": n, "_WARPS": w} for n in (1024, 2048, 4096, 8192) for w in (1, 2, 4, 8)],
     ),
+    (_group_norm, ("group_norm.whole",), [{"_PER_THREAD": n, "_MOST_WARPS": w} for n in (16, 32) for w in (16, 32)]),
+    (_group_norm, ("group_norm.parts",), [{"_PART": n, "_PART_WARPS": w, "_PARTS": most} for n, w, most in PARTS]),
     (
         group_norm,
-        ("group_norm",),
+        ("group_norm.loop",),
         [{"_PROGRAMS": p, "_BLOCK": b, "_TILE": t} for p in (2, 4, 8) for b in (128, 256) for t in (2048, 4096, 8192)],
     ),
     (geglu, ("geglu",), [{"_ROWS": r, "_BLOCK": b} for r in (2, 4, 8, 16) for b in (128, 256, 512)]),
@@ -126,6 +145,20 @@ def _torch_group_norm(
     return F.silu(F.group_norm(x + shift[:, :, None, None], groups, weight, bias, eps))
 
 
+def _by_path(case: Case, path: str) -> Case:
+    """A group norm by the path of that name alone."""
+
+    def ours() -> Any:
+        before = group_norm._PATHS
+        try:
+            group_norm._PATHS = () if path == "loop" else (path,)
+            return case.ours()
+        finally:
+            group_norm._PATHS = before
+
+    return replace(case, kernel=f"group_norm.{path}", ours=ours)
+
+
 def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
@@ -144,6 +177,32 @@ def _torch_geglu(x: Tensor) -> Tensor:
 
 def _torch_bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     return x + bias[None, :, None, None] + residual
+
+
+def _torch_linear_add(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return F.linear(x, weight, bias) + residual
+
+
+def _before_norm(shape: str, affine: list[Any], x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Case:
+    """A residual that is normed next: in the product, with the norm alone ("ours"); or in the norm ("torch")."""
+
+    def ours() -> tuple[Tensor, Tensor]:
+        total = linear_add.launch(x, weight, bias, residual)
+        return total, layer_norm.launch(total, *affine)
+
+    def target() -> Any:
+        product = F.linear(x.double(), weight.double(), bias.double())
+        return add_layer_norm.reference(product, residual.double(), *map(_wide, affine))
+
+    operands, out = (x, weight, bias, residual, *affine[:2]), residual
+    return Case(
+        "linear_add_norm",
+        shape,
+        ours,
+        lambda: add_layer_norm.launch(F.linear(x, weight, bias), residual, *affine),
+        target,
+        sum(t.numel() * t.element_size() for t in operands) + 2 * out.numel() * out.element_size(),
+    )
 
 
 def cases(dtype: torch.dtype, only: set[str]) -> Iterator[Case]:
@@ -165,10 +224,18 @@ def cases(dtype: torch.dtype, only: set[str]) -> Iterator[Case]:
         if "group_norm" in only:
             operands = [image(channels, size), 32, randn(channels), randn(channels), 1e-5]
             options = {"shift": randn(2, channels), "silu": True}
-            yield _case("group_norm", shape, _torch_group_norm, operands, options)
+            case = _case("group_norm", shape, _torch_group_norm, operands, options)
+            yield case
+            fitting = [path for path, fits in group_norm._FITS.items() if fits(size * size, 32, channels // 32)]
+            yield from (_by_path(case, path) for path in [*fitting, "loop"])
         if "bias_add" in only:
             operands = [image(channels, size), randn(channels), image(channels, size)]
             yield _case("bias_add", shape, _torch_bias_add, operands, {})
+    for rows, columns, inner in LINEARS if "linear_add" in only else ():
+        shape = f"{rows}x{columns}x{inner}"
+        tensors = [randn(rows, inner), randn(columns, inner) * inner**-0.5, randn(columns), randn(rows, columns)]
+        yield _case("linear_add", shape, _torch_linear_add, tensors, {})
+        yield _before_norm(shape, [randn(columns), randn(columns), 1e-5], *tensors)
     if "geglu" in only:
         for rows, columns in GATED:
             yield _case("geglu", f"{rows}x{columns}", _torch_geglu, [randn(rows, columns)], {})
@@ -248,13 +315,13 @@ def run(case: Case, tolerance: float) -> dict[str, Any]:
 def show(row: dict[str, Any], note: str = "") -> None:
     if not row["ok"]:
         print(
-            f"{row['kernel']:15} {row['shape']:20} WRONG: relative error {row['error']:.2e} {note}",
+            f"{row['kernel']:16} {row['shape']:20} WRONG: relative error {row['error']:.2e} {note}",
             flush=True,
         )
         return
     ours, theirs = row["ours_us"], row["torch_us"]
     print(
-        f"{row['kernel']:15} {row['shape']:20} {ours['median']:8.2f} [{ours['p20']:.2f}, {ours['p80']:.2f}]"
+        f"{row['kernel']:16} {row['shape']:20} {ours['median']:8.2f} [{ours['p20']:.2f}, {ours['p80']:.2f}]"
         f" {theirs['median']:8.2f} {row['ratio']:6.2f}x {row['gb_per_s']:6} GB/s  error {row['error']:.1e}"
         f"  first {row['first_call_s']:.2f} s {note}",
         flush=True,
@@ -286,7 +353,7 @@ def sweep(all_cases: list[Case]) -> list[dict[str, Any]]:
             rows += found
             best = sorted(found, key=lambda row: row["median"])[:5]
             text = "  ".join(f"{row['median']}:" + "/".join(str(row[name]) for name in settings[0]) for row in best)
-            print(f"{case.kernel:15} {case.shape:20} {'/'.join(settings[0])}  {text}", flush=True)
+            print(f"{case.kernel:16} {case.shape:20} {'/'.join(settings[0])}  {text}", flush=True)
     return rows
 
 
@@ -303,13 +370,16 @@ def main() -> int:
         return 1
     if not options.warm:
         os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="sfast-triton-")
+    if "linear_add" in options.only and not native.load():
+        print(f"linear_add is left out: the native operations are {native.describe()['error']}")
+        options.only = ",".join(name for name in options.only.split(",") if name != "linear_add")
     torch.manual_seed(0)
     machine = hardware()
     print(json.dumps(machine))
     # one rounding of the result, and in attention one of the probabilities; float32 attention may run as tf32
     tolerance = {"float16": 1.5e-3, "bfloat16": 1e-2, "float32": 1e-3}[options.dtype]
     all_cases = list(cases(getattr(torch, options.dtype), set(options.only.split(","))))
-    print(f"{'kernel':15} {'shape':20} {'ours us':>8} [p20, p80] {'torch us':>8}   ratio")
+    print(f"{'kernel':16} {'shape':20} {'ours us':>8} [p20, p80] {'torch us':>8}   ratio")
     rows = []
     for case in all_cases:
         rows.append({**run(case, tolerance), "dtype": options.dtype, **machine})

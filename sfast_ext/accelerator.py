@@ -93,6 +93,7 @@ class Accelerator:
         self._behaviour_count = 0
         self._behaviour: tuple[int, str | None] | None = None
         self._behaviour_read = False
+        self._scene: Fingerprint | None = None
         self._ticks = False
         self._released = False
         self._lock = threading.RLock()
@@ -146,7 +147,7 @@ class Accelerator:
             self.arena.release()
             self._refused.clear()
             self._behaviours.clear()
-            self._behaviour = None
+            self._behaviour = self._scene = None
 
     def status(self) -> dict[str, Any]:
         """This accelerator's part of the status."""
@@ -264,6 +265,8 @@ class Accelerator:
 
     def _read_behaviour(self) -> tuple[int, str | None]:
         """A number for what the module computes now, and the foreign patch that keeps us away, if any."""
+        if self._behaviour is not None and self._scene is not None and not self._ticks and self._scene.holds():
+            return self._behaviour
         read = fingerprint(self.module, self.hooks.ignored)
         known = self._behaviours.get(read.key)
         if known is None:
@@ -272,6 +275,7 @@ class Accelerator:
             while len(self._behaviours) > self.config.max_plans:
                 self._behaviours.popitem(last=False)
         self._behaviours.move_to_end(read.key)
+        self._scene = read
         vouch = self.hooks.recognised
         foreign = [p for p in read.patches if vouch is None or not vouch(p.module, p.kind, p.function)]
         self._behaviour = (known[0], foreign[0].words() if foreign else None)
@@ -320,6 +324,11 @@ class Accelerator:
     ) -> None:
         started = time.perf_counter()
         call, key, device = found.call, found.key, found.device
+        away = next((p.device for p in self.module.parameters() if p.device != device), None)
+        if away is not None:
+            # not refused: they may be back at the next call
+            self.report.fallback(f"some weights are on {away}, others on {device}")
+            return
         self._barren[found.generic] += 1
         self.arena.sync()
         try:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sfast_ext.slot import is_own_forward
+
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _MECHANICS = frozenset(nn.Module().__dict__) | {
@@ -55,6 +57,26 @@ class Fingerprint:
     key: tuple[Hashable, ...]
     alive: list[object]
     patches: list[Patch]
+    scenes: list[tuple[dict | list, tuple[int, ...]]]
+    """Every container that was read, and the identities of what it held."""
+    hooks: tuple[list[dict], list[int]]
+    kinds: list[tuple[Any, str, object]]
+    modules: tuple[list[nn.Module], list[type]]
+
+    def holds(self) -> bool:
+        """Whether everything that was read is still the very same object: a glance, at a fraction of a reading's cost.
+
+        True means that a reading would give the same key. False does not say that it would not.
+        """
+        hooks, lengths = self.hooks
+        modules, types = self.modules
+        if list(map(len, hooks)) != lengths or list(map(type, modules)) != types:
+            return False
+        for container, identities in self.scenes:
+            values = container.values() if isinstance(container, dict) else container
+            if tuple(map(id, values)) != identities:
+                return False
+        return all(getattr(kind, name) is function for kind, name, function in self.kinds)
 
 
 def fingerprint(root: nn.Module, ignored: frozenset[str] = frozenset()) -> Fingerprint:
@@ -67,7 +89,7 @@ def fingerprint(root: nn.Module, ignored: frozenset[str] = frozenset()) -> Finge
     """
     reader = _Reader(_MECHANICS | ignored)
     reader.read("", root, is_root=True)
-    return Fingerprint(tuple(reader.key), reader.alive, reader.patches)
+    return reader.fingerprint()
 
 
 class _Reader:
@@ -77,17 +99,45 @@ class _Reader:
         self.alive: list[object] = []
         self.patches: list[Patch] = []
         self.seen: set[int] = set()
+        self.scenes: list[tuple[dict | list, tuple[int, ...]]] = []
+        self.hooks: list[dict] = []
+        self.kinds: dict[tuple[Any, str], object] = {}
+        self.modules: list[nn.Module] = []
+
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(
+            tuple(self.key),
+            self.alive,
+            self.patches,
+            self.scenes,
+            (self.hooks, list(map(len, self.hooks))),
+            [(kind, name, function) for (kind, name), function in self.kinds.items()],
+            (self.modules, list(map(type, self.modules))),
+        )
+
+    def watch(self, container: dict | list) -> None:
+        values = container.values() if isinstance(container, dict) else container
+        self.scenes.append((container, tuple(map(id, values))))
+        # held, so that none gives its address to another; but not tensors, of which some are large and others' backups
+        self.alive.extend(v for v in values if not isinstance(v, torch.Tensor))
+
+    def kind(self, kind: Any, name: str) -> int:
+        function = getattr(kind, name)
+        self.kinds[kind, name] = function
+        return self.identity(function)
 
     def read(self, path: str, module: nn.Module, *, is_root: bool = False) -> None:
         self.key.append(id(module))
         if id(module) in self.seen:
             return
         self.seen.add(id(module))
-        self.alive.append(module)
+        self.modules.append(module)
         kind: Any = type(module)
         attributes = module.__dict__
+        for container in (attributes, attributes["_modules"], attributes["_parameters"]):
+            self.watch(container)
         present = sum(p is not None for p in attributes["_parameters"].values())
-        self.key += [kind, self.identity(kind.forward), module.training, present]
+        self.key += [kind, self.kind(kind, "forward"), module.training, present]
         if not is_root:
             self.patched(path, module)
         for name, value in attributes.items():
@@ -104,12 +154,18 @@ class _Reader:
         attributes = module.__dict__
         for slot in ("forward", "_old_forward"):
             function = attributes.get(slot)
-            if function is not None and not _own(function, module):
+            if function is not None and not is_own_forward(function, module):
                 self.key.append((slot, self.function(function)))
                 if slot == "forward":
                     self.patches.append(Patch(path, module, "forward", function))
         for slot in _HOOKS:
-            for hook in (attributes.get(slot) or {}).values():
+            hooks = attributes.get(slot)
+            if hooks is None:
+                continue
+            self.hooks.append(hooks)
+            if hooks:
+                self.watch(hooks)
+            for hook in hooks.values():
                 self.key.append((slot, self.function(hook)))
                 self.patches.append(Patch(path, module, "hook", hook))
 
@@ -129,21 +185,20 @@ class _Reader:
             return (type(value), value)
         if isinstance(value, (nn.Module, torch.Tensor)) or value is None:
             return None
+        if isinstance(value, list) and depth < 2 and len(value) <= 64:
+            self.watch(value)
         if isinstance(value, (tuple, list)):
             return tuple(self.value(v, depth + 1) for v in value) if depth < 2 and len(value) <= 64 else None
         if isinstance(value, dict):
             if depth >= 2 or len(value) > 64:
                 return None
+            self.watch(value)
             return tuple((str(k), self.value(v, depth + 1)) for k, v in value.items())
         if not callable(value):
             return None
         # an attention processor, an activation, a callback: which it is, and what scalars it carries
         inner = getattr(value, "__dict__", None) if depth == 0 and not isinstance(value, type) else None
+        if inner:
+            self.watch(inner)
         scalars = tuple((k, self.value(v, 1)) for k, v in (inner or {}).items() if not isinstance(v, torch.Tensor))
-        return (self.function(value), scalars)
-
-
-def _own(function: Any, module: nn.Module) -> bool:
-    """The class's own forward, that accelerate leaves on an instance when it takes its hook away."""
-    kind: Any = type(module)
-    return getattr(function, "__self__", None) is module and getattr(function, "__func__", None) is kind.forward
+        return (self.function(value), self.kind(type(value), "__call__"), scalars)

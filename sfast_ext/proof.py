@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sfast_ext import environment
+from sfast_ext import environment, native
 from sfast_ext.capture import Captured
 from sfast_ext.config import Config
 from sfast_ext.passes import PassContext, run_passes
@@ -22,7 +22,8 @@ NOISE = 1.03
 def rewritten(captured: Captured, call: Call, arena: WeightArena, device: torch.device, config: Config) -> Plan:
     """The plan of a captured forward: its graph after all passes, with the kernels that `device` and `config` allow."""
     triton = config.triton and environment.triton_runs_on(device)
-    context = PassContext(arena=arena, device=device, triton=triton, native=config.native)
+    native_runs = config.native and native.available(device)
+    context = PassContext(arena=arena, device=device, triton=triton, native=native_runs)
     fused = run_passes(captured.graph_module, context)
     return Plan(call, captured.graph_module, captured.output_tree, captured.output_strides, device, fused)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -16,9 +18,16 @@ if TYPE_CHECKING:
 class AcceleratedForward:
     """What sits in the slot: calls the accelerator, looks like the forward it stands for."""
 
-    def __init__(self, module: nn.Module, accelerator: Accelerator, original: Callable[..., Any]) -> None:
+    # functools.update_wrapper, as accelerate calls it, copies what is in __dict__ to the wrapper, and deepcopy goes on
+    __slots__ = ("accelerator", "detached", "_module", "_before", "__dict__")
+
+    def __init__(
+        self, module: nn.Module, accelerator: Accelerator, original: Callable[..., Any], before: Callable | None
+    ) -> None:
         self.accelerator = accelerator
         self._module = module
+        self._before = before
+        self.detached: Callable[..., Any] | None = None
         self.__wrapped__ = original
         self.__name__ = "forward"
         self.__qualname__ = f"{type(module).__qualname__}.forward"
@@ -30,12 +39,18 @@ class AcceleratedForward:
             pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.detached is not None:
+            return self.detached(*args, **kwargs)
         return self.accelerator(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # a copied module must run its own weights, not the plans of the one it was copied from
-        copy = memo.get(id(self._module))
-        return types.MethodType(type(copy).forward, copy) if copy is not None else self.__wrapped__
+        module = memo.get(id(self._module))
+        if module is None:
+            return self.__wrapped__
+        if self._before is None:
+            return types.MethodType(type(module).forward, module)
+        return copy.deepcopy(self._before, memo)
 
     def __reduce__(self) -> Any:
         return (_class_forward, (self._module,))
@@ -65,15 +80,10 @@ class Slot:
         attributes = self._module.__dict__
         name = "_old_forward" if "_old_forward" in attributes else "forward"
         there: Any = attributes.get(name)
-        cls: Any = type(self._module)
         if accelerator_in(there) is not None:
             there = there.__dict__["__wrapped__"]
-        own = (
-            getattr(there, "__self__", None) is self._module
-            and getattr(there, "__func__", None) is cls.forward
-        )
-        self._before = None if there is None or own else there
-        self._forward = AcceleratedForward(self._module, self._accelerator, self.original)
+        self._before = None if there is None or is_own_forward(there, self._module) else there
+        self._forward = AcceleratedForward(self._module, self._accelerator, self.original, self._before)
         object.__setattr__(self._module, name, self._forward)
 
     def installed(self) -> bool:
@@ -95,6 +105,9 @@ class Slot:
             else:
                 # accelerate calls what it finds here, so it cannot be empty
                 attributes[name] = self.original
+        if self._forward is not None:
+            # whoever wrapped it may call it still, also from under the next one that is installed
+            self._forward.detached = self._before or functools.partial(_call_class, self._module)
         self._forward = None
 
 
@@ -110,6 +123,17 @@ def accelerator_of(module: nn.Module) -> Accelerator | None:
         if found is not None:
             return found
     return None
+
+
+def is_own_forward(function: Any, module: nn.Module) -> bool:
+    """The class's own forward, that accelerate leaves on an instance when it takes its hook away."""
+    cls: Any = type(module)
+    return getattr(function, "__self__", None) is module and getattr(function, "__func__", None) is cls.forward
+
+
+def _call_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # the class's forward as it is now
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _class_forward(module: nn.Module) -> Any:

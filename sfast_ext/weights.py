@@ -81,7 +81,7 @@ class WeightArena:
         self._weights: dict[int, Weight] = {}
         self._packs: dict[tuple[int, ...], Weight] = {}
         self._live: list[Weight] = []
-        self._watch: list[tuple[dict, str, torch.Tensor, int, Weight]] = []
+        self._watch: list[tuple[dict, str, torch.Tensor, int, tuple[int, ...], Weight]] = []
         self.copied = 0
 
     def index(self) -> None:
@@ -99,6 +99,9 @@ class WeightArena:
                             continue
                         weight = known.get(id(container), {}).get(name)
                         if weight is not None and (weight.plans or weight.is_current(value)):
+                            if not weight.plans:
+                                # it may have been tied to others when it was last looked at
+                                weight.slots = [(c, n) for c, n in weight.slots if c.get(n) is value]
                             fresh[id(value)] = weight
                             continue
                         if weight is not None and weight.pack is not None:
@@ -110,9 +113,13 @@ class WeightArena:
                             continue
                         path = f"{prefix}.{name}" if prefix else name
                         new = fresh[id(value)] = _weight(path, value, container, name)
-                        if weight is not None and weight.placed and value.shape == weight.tensor.shape:
+                        known_as = self._weights.get(id(value))
+                        was = known_as if known_as is not None and known_as.bound is value else weight
+                        if was is not None and was.placed and value.shape == was.tensor.shape:
                             # replaced, yet its strides may still be the ones the arena gave it
-                            new.home, new.placed = weight.home, True
+                            new.placed = True
+                            if value.stride() == was.tensor.stride():
+                                new.home = was.home
             # what plans read stays tracked even where the module let go of it: sync() reports that
             for w in self._live:
                 if w.bound is not None:
@@ -195,9 +202,9 @@ class WeightArena:
             WeightsChanged: a parameter changed its shape or dtype, or is no plain tensor any more.
         """
         stale = []
-        for container, name, bound, pointer, weight in self._watch:
+        for container, name, bound, pointer, stride, weight in self._watch:
             now = container.get(name)
-            if now is not bound or now.data_ptr() != pointer:
+            if now is not bound or now.data_ptr() != pointer or now.stride() != stride:
                 stale.append((weight, now))
         if not stale:
             return 0
@@ -214,8 +221,11 @@ class WeightArena:
                 if not isinstance(now, torch.Tensor) or not w.placed:
                     continue
                 ours = now.data_ptr() == w.tensor.data_ptr() and now.device == w.tensor.device
-                if ours or (now.stride() == w.tensor.stride() and now.shape == w.tensor.shape):
-                    own = torch.empty_strided(now.shape, w.home, dtype=now.dtype, device=now.device)
+                as_placed = now.stride() == w.tensor.stride() and now.shape == w.tensor.shape
+                if ours or as_placed:
+                    # other strides on our memory are the host's choice
+                    strides = w.home if as_placed else now.stride()
+                    own = torch.empty_strided(now.shape, strides, dtype=now.dtype, device=now.device)
                     own.copy_(now.detach())
                     now.data = own
             self._weights, self._packs, self._live, self._watch = {}, {}, [], []
@@ -248,7 +258,7 @@ class WeightArena:
 
     def _rewatch(self) -> None:
         self._watch = [
-            (container, name, w.bound, w.pointer, w)
+            (container, name, w.bound, w.pointer, w.tensor.stride(), w)
             for w in self._live
             if w.bound is not None
             for container, name in w.slots
@@ -266,6 +276,9 @@ class WeightArena:
             _fits(weight, now)
             if any(c.get(n) is not now for c, n in weight.slots):
                 raise WeightsChanged(f"{weight.path} is no longer shared between modules")
+            other = self._weights.get(id(now))
+            if other is not None and other is not weight and other.plans and other.bound is now:
+                raise WeightsChanged(f"{weight.path} is now the tensor of {other.path}")
         targets, sources = [], []
         for weight, now in stale:
             assert now is not None
@@ -279,6 +292,9 @@ class WeightArena:
         for weight, now in stale:
             assert now is not None
             if not _same_place(now, weight.tensor):
+                if now.stride() != weight.tensor.stride():
+                    # laid out anew by the host: that is what it gets back
+                    weight.home, weight.placed = tuple(now.stride()), True
                 now.data = weight.tensor
             weight.bound = now
             self._weights[id(weight.bound)] = weight

@@ -88,15 +88,33 @@ def other_class(model):
     [patch_forward, hook, scalar, processor_scale, other_processor, submodule, bias, training, other_class],
 )
 def test_what_changes_the_key(model, change):
-    before = key(model)
+    before = fingerprint(model)
+    assert before.holds()
     change(model)
-    assert key(model) != before
+    assert not before.holds() and key(model) != before.key
 
 
-def test_a_patched_class_changes_the_key(model, monkeypatch):
-    before = key(model)
-    monkeypatch.setattr(Block, "forward", lambda self, x: x)
-    assert key(model) != before
+@pytest.mark.parametrize(("kind", "name"), [(Block, "forward"), (Processor, "__call__")])
+def test_a_patched_class_changes_the_key(kind, name, model, monkeypatch):
+    before = fingerprint(model)
+    monkeypatch.setattr(kind, name, lambda self, x: x)
+    assert not before.holds() and key(model) != before.key
+
+
+def test_a_glance_is_not_fooled_by_an_address_used_again(model):
+    model[0].s1 = float("1.5")
+    before = fingerprint(model)
+    for value in range(1000):
+        model[0].s1 = value + 0.25
+        assert not before.holds()
+
+
+def test_a_glance_sees_a_hook_taken_away_and_another_put_in_its_place(model):
+    handle = model[1].inner.register_forward_hook(lambda *a: None)
+    before = fingerprint(model)
+    handle.remove()
+    model[1].inner.register_forward_hook(lambda *a: None)
+    assert not before.holds()
 
 
 def test_bookkeeping_attributes_can_be_left_out(model):

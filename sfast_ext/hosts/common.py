@@ -11,7 +11,7 @@ from torch import nn
 from sfast_ext.accelerator import Accelerator, Hooks
 from sfast_ext.config import Config
 from sfast_ext.report import Report
-from sfast_ext.slot import accelerator_of
+from sfast_ext.slot import accelerator_of, is_own_forward
 
 
 class Attachment:
@@ -113,8 +113,7 @@ def _foreign_forward(module: nn.Module) -> str | None:
     function = vars(module).get("_old_forward" if "_old_forward" in vars(module) else "forward")
     if function is None or accelerator_of(module) is not None:
         return None
-    inner = getattr(function, "__func__", function)
-    if inner is type(module).forward and getattr(function, "__self__", module) is module:
-        # What accelerate keeps while its hook is there, and leaves behind when it takes it away.
+    if is_own_forward(function, module):
         return None
+    inner = getattr(function, "__func__", function)
     return f"{getattr(inner, '__module__', '?')}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"

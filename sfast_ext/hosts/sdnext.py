@@ -17,7 +17,7 @@ from sfast_ext.accelerator import Accelerator, Hooks
 from sfast_ext.config import Config
 from sfast_ext.hosts.common import Attachment
 from sfast_ext.report import Report
-from sfast_ext.slot import accelerator_of
+from sfast_ext.slot import accelerator_of, is_own_forward
 from sfast_ext.ui import api, settings
 
 OFFLOADS = {
@@ -163,11 +163,11 @@ class Watch:
         """
         if kind != "forward":
             return False
-        if _own_forward(module, function):
+        if is_own_forward(function, module):
             return True
         maker = getattr(getattr(function, "func", None), "__module__", "")
         hook, inner = module.__dict__.get("_hf_hook"), module.__dict__.get("_old_forward")
-        plain = inner is None or _own_forward(module, inner)
+        plain = inner is None or is_own_forward(inner, module)
         return maker == "accelerate.hooks" and hook is not None and plain and _keeps_weights(hook)
 
     def _new_pass(self) -> None:
@@ -328,11 +328,6 @@ def _pipeline() -> Any:
 def _unet(pipe: Any) -> nn.Module | None:
     unet = getattr(pipe, "unet", None)
     return unet if isinstance(unet, nn.Module) else None
-
-
-def _own_forward(module: nn.Module, function: Any) -> bool:
-    own: Any = type(module).forward
-    return getattr(function, "__self__", None) is module and getattr(function, "__func__", None) is own
 
 
 def _home(module: nn.Module) -> str:

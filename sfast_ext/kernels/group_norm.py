@@ -1,8 +1,9 @@
 """Group norm of channels-last tensors, with an optional shift before it and SiLU after it.
 
-At batch 2 a kernel over groups has 64 programs for 132 multiprocessors, so the pixels are split too. The
-first launch writes mean and M2 (sum of squared deviations) of each (image, split, group); the second combines
-them (Chan, Golub and LeVeque 1979) and normalises. No atomics: results repeat bit by bit.
+Three paths. Where a whole group fits in registers, one launch with a program for each. Else the pixels are split:
+the first launch writes mean and M2 (sum of squared deviations) of each (image, split, group); the second combines
+them (Chan, Golub and LeVeque 1979) and normalises. A split lies in registers where it fits (_group_norm.py); the
+kernels here loop over it, and take everything. No atomics: results repeat bit by bit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sfast_ext.kernels import _group_norm as tiles
 from sfast_ext.kernels._triton import (
     DTYPES,
     MAX_GRID_YZ,
@@ -28,6 +30,9 @@ from sfast_ext.kernels._triton import (
     tl,
 )
 
+_PATHS: tuple[str, ...] = ("whole", "parts")  # tried before the kernels that loop; what is not named here is off
+_FITS = {"whole": tiles.whole, "parts": tiles.parts}
+_MOST_CHANNELS = 1 << 20  # of those: offsets inside their tiles have 32 bits
 _BLOCK = 128  # channels of a tile, where a group is not wider
 _WIDEST = 4096  # channels of the widest group that the kernels take
 _SPLITS = 128  # most splits of an image: the second launch reads the statistics of all of them at once
@@ -62,7 +67,7 @@ def reference(
     return channels_outer(channels_inner(y.to(out_dtype or x.dtype)))
 
 
-# Both kernels: program (split, block of channels, image). x is (N, pixels, channels); a block holds WIDTH
+# Both kernels that loop: program (split, block of channels, image). x is (N, pixels, channels); a block holds WIDTH
 # channels, whole groups of group_width; partial is (2, N, splits, groups) in float32, means first. What is
 # there or not (shift, weight, bias, SiLU) is told at run time, by masks that cost nothing: one compilation
 # serves all norms of a UNet whose WIDTH is the same, and compiling is what a first call waits for.
@@ -205,7 +210,8 @@ def _normalise(
         place = offset_of_image + pixel.to(tl.int64)[:, None] * channels + channel[None, :]
         y = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
         y = ((y + addend[None, :]) - centre[None, :]) * factor[None, :] + term[None, :]
-        y = tl.where(silu != 0, y / (1.0 + tl.exp(-y)), y)
+        if silu != 0:
+            y = tiles.silu_of(y)
         tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -228,6 +234,16 @@ def _pixel_splits(pixels: int, others: int, most: int, programs: int) -> tuple[i
     return cdiv(pixels, each), each
 
 
+def _fitting(pixels: int, groups: int, group_width: int) -> tuple[str, tiles.Tile | None]:
+    """The first of _PATHS that takes such an image, and its tile; else the kernels that loop."""
+    if groups * group_width <= _MOST_CHANNELS:
+        for path in _PATHS:
+            tile = _FITS[path](pixels, groups, group_width)
+            if tile is not None:
+                return path, tile
+    return "loop", None
+
+
 def launch(
     x: Tensor,
     groups: int,
@@ -238,7 +254,7 @@ def launch(
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`reference` as two Triton kernels: reads x twice, the second time mostly from the L2 cache."""
+    """`reference` as one Triton kernel, or as two that read x twice, the second time mostly from the L2 cache."""
     batch, channels = x.shape[:2]
     dtype = out_dtype or x.dtype
     if (
@@ -257,62 +273,47 @@ def launch(
     out = torch.empty(inner.shape, dtype=dtype, device=x.device)
     pixels = inner.numel() // (batch * channels)
     group_width = channels // groups
-    blocks, block_groups = _channel_blocks(groups, group_width)
-    block = max(_BLOCK, next_power_of_2(group_width))
-    lanes = max(16 if block == _BLOCK else 1, next_power_of_2(block_groups))
-    most = min(_SPLITS, _TILE // lanes)
-    programs = _PROGRAMS * multiprocessors(x.device) * (2 if inner.numel() >= _LARGE else 1)
-    splits, per_split = _pixel_splits(pixels, blocks * batch, most, programs)
-    grid = (splits, blocks, batch)
-    partial = torch.empty((2, batch, splits, groups), dtype=torch.float32, device=x.device)
     if shift is None:
         rows, shift_stride = inner, 0
     else:
         rows = shift if shift.stride(1) == 1 else shift.contiguous()
         shift_stride = rows.stride(0)
-    tiles = {
-        "WIDTH": block_groups * group_width,
-        "BLOCK": block,
-        "GROUPS": lanes,
-        "PIXELS": _TILE // block,
-        "num_warps": 4 if block <= 512 else 8,
-    }
-    start(
-        _statistics,
-        grid,
-        inner,
-        rows,
-        partial,
-        pixels,
-        per_split,
-        channels,
-        groups,
-        group_width,
-        shift_stride,
-        int(shift is not None),
-        **tiles,
-    )
-    start(
-        _normalise,
-        grid,
-        inner,
-        rows,
-        inner if weight is None else weight.contiguous(),
-        inner if bias is None else bias.contiguous(),
-        partial,
-        out,
-        pixels,
-        per_split,
-        channels,
-        groups,
-        group_width,
-        shift_stride,
-        int(shift is not None),
-        int(weight is not None),
-        int(bias is not None),
-        int(silu),
-        eps,
-        SPLITS=most,
-        **tiles,
-    )
+    has_shift, has_weight, has_bias = int(shift is not None), int(weight is not None), int(bias is not None)
+    weights = inner if weight is None else weight.contiguous()
+    biases = inner if bias is None else bias.contiguous()
+    affine = (shift_stride, has_shift, has_weight, has_bias, int(silu), eps)
+
+    path, tile = _fitting(pixels, groups, group_width)
+    if tile is not None and path == "whole":
+        units = group_width // tile.constants["UNIT"]
+        operands = (inner, rows, weights, biases, out, pixels, channels, units)
+        start(tiles._whole, (groups, batch), *operands, *affine, **tile.constants)
+        return channels_outer(out)
+
+    parts: tuple[int, ...]
+    if tile is not None:
+        first, second = tiles._part_statistics, tiles._part_normalise
+        blocks, splits, constants = tile.blocks, tile.parts, tile.constants
+        parts = (pixels, channels, groups, group_width, tile.groups * group_width // constants["UNIT"])
+        most = {"PARTS": tiles.room(splits)}
+    else:
+        first, second = _statistics, _normalise
+        blocks, block_groups = _channel_blocks(groups, group_width)
+        block = max(_BLOCK, next_power_of_2(group_width))
+        lanes = max(16 if block == _BLOCK else 1, next_power_of_2(block_groups))
+        most = {"SPLITS": min(_SPLITS, _TILE // lanes)}
+        programs = _PROGRAMS * multiprocessors(x.device) * (2 if inner.numel() >= _LARGE else 1)
+        splits, per_split = _pixel_splits(pixels, blocks * batch, most["SPLITS"], programs)
+        constants = {
+            "WIDTH": block_groups * group_width,
+            "BLOCK": block,
+            "GROUPS": lanes,
+            "PIXELS": _TILE // block,
+            "num_warps": 4 if block <= 512 else 8,
+        }
+        parts = (pixels, per_split, channels, groups, group_width)
+    grid = (splits, blocks, batch)
+    partial = torch.empty((2, batch, splits, groups), dtype=torch.float32, device=x.device)
+    start(first, grid, inner, rows, partial, *parts, shift_stride, has_shift, **constants)
+    start(second, grid, inner, rows, weights, biases, partial, out, *parts, *affine, **most, **constants)
     return channels_outer(out)

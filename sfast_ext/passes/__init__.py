@@ -18,6 +18,7 @@ from . import (
     geglu,
     group_norm,
     layer_norm,
+    linear_add,
     packed_linear,
     rewrite,
 )
@@ -44,6 +45,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("channels_last", channels_last.channels_last),
     ("cleanup", cleanup.cleanup),  # the permutes of 1x1 convolutions meet those of the token reshapes
     ("group_norm", group_norm.group_norm),
+    ("linear_add", linear_add.linear_add),  # leaves to the norms and to bias_add what is theirs
     ("add_layer_norm", layer_norm.add_layer_norm),
     ("layer_norm", layer_norm.layer_norm),
     ("geglu", geglu.geglu),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from typing import Any
 
 import torch
 
-from sfast_ext import __version__, environment
+from sfast_ext import __version__, environment, native
 from sfast_ext.tools import machine
 
 _NAMES = {
@@ -35,16 +34,11 @@ def collect() -> dict[str, Any]:
     found = {"sfast_ext": __version__, **environment.describe()}
     found["driver"] = found.get("driver") or (machine.driver() if found["gpu"] else None)
     found["diffusers"] = environment.version("diffusers")
-    found["native"] = "built" if _has_native() else None
+    native.load()  # whether it loads is what one wants to know
+    found["native_operations"] = native.describe()
+    found["native"] = found["native_operations"]["path"] if found["native_operations"]["loaded"] else None
     found["used"] = used(found)
     return found
-
-
-def _has_native() -> bool:
-    try:
-        return importlib.util.find_spec("sfast_ext._native") is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def used(found: dict[str, Any]) -> list[str]:
@@ -62,12 +56,15 @@ def used(found: dict[str, Any]) -> list[str]:
         )
     else:
         kernels = "Fused kernels: none; PyTorch's own run in their place."
-    native = "Native operations: built." if found["native"] else "Native operations: not built; nothing misses them."
+    built = "built." if found["native"] else "none; nothing misses them"
+    if not found["native"]:
+        error = found.get("native_operations", {}).get("error")
+        built += f" ({error})." if error else "."
     return [
         "The UNet is captured, rewritten and replayed as CUDA graphs, one for each size, batch and prompt length.",
         kernels,
         f"Attention: PyTorch's own (cuDNN {found['cudnn']}, flash, memory-efficient, whichever fits first).",
-        native,
+        f"Native operations: {built}",
     ]
 
 

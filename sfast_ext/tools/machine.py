@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,10 @@ def driver() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, `+` after it where files differ from it; None outside of git."""
+    """The commit of this checkout, `+` after it where files differ from it; outside of git what SFAST_COMMIT says."""
     found = _first_line("git", "rev-parse", "--short=12", "HEAD")
     if found is None:
-        return None
+        return os.environ.get("SFAST_COMMIT")
     return found + ("+" if _first_line("git", "status", "--porcelain", "--untracked-files=no") else "")
 
 

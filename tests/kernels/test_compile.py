@@ -7,7 +7,7 @@ import re
 import pytest
 
 from sfast_ext import kernels
-from sfast_ext.kernels import _triton, add_layer_norm, bias_add, geglu, group_norm, layer_norm
+from sfast_ext.kernels import _group_norm, _triton, add_layer_norm, bias_add, geglu, group_norm, layer_norm
 
 pytestmark = pytest.mark.skipif(
     not _triton.AVAILABLE or kernels.interpreted(), reason="needs Triton, and TRITON_INTERPRET unset"
@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 NORM = {"HAS_WEIGHT": True, "HAS_BIAS": True, "ROWS": 2, "BLOCK": 1024}
 GROUPS = {"WIDTH": 120, "BLOCK": 128, "GROUPS": 16, "PIXELS": 32}
+PARTS = {"UNIT": 4, "BLOCK": 64, "GROUPS": 8, "PIXELS": 128}
 KERNELS = {
     "layer_norm": (layer_norm._kernel, NORM),
     "add_layer_norm": (add_layer_norm._kernel, NORM),
@@ -23,6 +24,9 @@ KERNELS = {
     "bias_add": (bias_add._kernel, {"HAS_BIAS": True, "HAS_RESIDUAL": True, "ROWS": 16, "BLOCK": 128}),
     "group_norm_statistics": (group_norm._statistics, GROUPS),
     "group_norm": (group_norm._normalise, {**GROUPS, "SPLITS": 128}),
+    "group_norm_whole": (_group_norm._whole, {"UNIT": 4, "BLOCK": 64, "PIXELS": 64}),
+    "group_norm_part_statistics": (_group_norm._part_statistics, PARTS),
+    "group_norm_part": (_group_norm._part_normalise, {**PARTS, "PARTS": 32}),
 }
 POINTERS = {"x", "residual", "shift", "weight", "bias", "out", "total", "partial"}
 MULTIPLES = {"columns", "channels", "half"}  # of 16, in every Stable Diffusion UNet
@@ -49,18 +53,25 @@ def _compile(kernel, constants, capability, dtype):
     return compiler.compile(source, target=target).asm["ptx"]
 
 
-@pytest.mark.parametrize("capability", [75, 90, 120])
+def _words(name):
+    """Of an access: half of what it could be where blocks of groups are multiples of 4 channels, not of 8."""
+    return 2 if "UNIT" in KERNELS[name][1] else 4
+
+
+@pytest.mark.parametrize("capability", [75, 80, 90, 120])
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles(name, capability, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     ptx = _compile(*KERNELS[name], capability, "*fp16")
     # whole tiles move 16 bytes a thread and access
-    assert re.search(r"ld\.global\S*\.v4\.b32", ptx)
-    assert name == "group_norm_statistics" or re.search(r"st\.global\S*\.v4\.b32", ptx)
+    words = _words(name)
+    assert re.search(rf"ld\.global\S*\.v{words}\.b32", ptx)
+    assert name.endswith("statistics") or re.search(rf"st\.global\S*\.v{words}\.b32", ptx)
 
 
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_other_dtypes(name, dtype, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert ".v4.b32" in _compile(*KERNELS[name], 90, dtype)
+    words = 4 if dtype == "*fp32" else _words(name)
+    assert f".v{words}.b32" in _compile(*KERNELS[name], 90, dtype)

@@ -1,0 +1,276 @@
+"""Group norm kernels that hold all they read of x in registers: a whole group at once, or a part of some groups.
+
+At the sizes of a UNet a norm waits for latencies, not for bytes. So every load of a program is under way before
+the first value is used, nothing is read twice by one program, and mean and variance are two passes over registers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from sfast_ext.kernels._triton import cdiv, constexpr, jit, next_power_of_2, tl
+
+_SLAB = 32768  # elements of the largest tile that holds a whole group, padding included
+_FEWEST = 64  # pixels of the smallest such tile; the next are 4 and 16 times it: sizes are compilations
+_PER_THREAD = 16  # elements a thread has of a whole group, until there are as many warps as may be
+_MOST_WARPS = 16
+_PART = 8192  # elements of a tile that holds a part
+_PART_WARPS = 4
+_PART_BLOCK = 64  # channels of it, where a group is not wider
+_PART_WIDEST = 128
+_PARTS = 128  # of an image at most: each program of the second launch reads the statistics of all
+_FEW_PARTS = 32  # what it makes room for where there are no more
+
+
+class Tile(NamedTuple):
+    """Blocks of an image's channels, groups of a block, parts of its pixels, and the constants of the kernel."""
+
+    blocks: int
+    groups: int
+    parts: int
+    constants: dict[str, int]
+
+
+def whole(pixels: int, groups: int, group_width: int) -> Tile | None:
+    """One program a group, one launch: None where a group does not fit."""
+    # Few programs, 64 at batch 2, but each does little: even one of the largest takes less than a second launch.
+    # Groups of 4 channels and more start at 8 bytes of fp16; others would need kernels of their own.
+    if group_width % 4 or group_width < 8:
+        return None
+    rows = _FEWEST
+    while rows < pixels:
+        rows *= 4
+    block = next_power_of_2(group_width)
+    if rows * block > _SLAB:
+        return None
+    block = max(block, min(64, _SLAB // rows))  # 20 channels take the kernel of 40 where registers allow it
+    warps = max(1, min(_MOST_WARPS, rows * block // (32 * _PER_THREAD)))
+    return Tile(groups, 1, 1, {"UNIT": 4, "BLOCK": block, "PIXELS": rows, "num_warps": warps})
+
+
+def parts(pixels: int, groups: int, group_width: int) -> Tile | None:
+    """Pixels split so that a part fits, two launches: None where a group is too wide or the parts too many."""
+    if group_width > _PART_WIDEST:
+        return None
+    block = max(_PART_BLOCK, next_power_of_2(group_width))
+    rows = _PART // block
+    if cdiv(pixels, rows) > _PARTS:
+        return None
+    step = 4 // math.gcd(group_width, 4)  # whole groups in 8 bytes of fp16
+    most = block // group_width
+    if most >= step:
+        most -= most % step
+    each = cdiv(groups, cdiv(groups, most))
+    if most >= step:
+        each = min(most, cdiv(each, step) * step)
+    constants = {
+        "UNIT": math.gcd(each * group_width, 4),
+        "BLOCK": block,
+        "GROUPS": max(8, next_power_of_2(each)),
+        "PIXELS": rows,
+        "num_warps": _PART_WARPS,
+    }
+    return Tile(cdiv(groups, each), each, cdiv(pixels, rows), constants)
+
+
+def room(count: int) -> int:
+    """How many parts the second launch makes room for; two sizes, as each is a compilation."""
+    return _FEW_PARTS if count <= _FEW_PARTS else _PARTS
+
+
+@jit()
+def silu_of(y):
+    # y / (1 + exp(-y)), in half the instructions of a division and of exp, which look after subnormal numbers: the
+    # programs of a norm are so few that what they compute counts. Where exp2 overflows, rsqrt gives the 0 it should.
+    root = tl.math.rsqrt(1.0 + tl.math.exp2(y * -1.4426950408889634))
+    return y * root * root
+
+
+# All three: x is (N, pixels, channels); a block holds units * UNIT channels, which are whole groups. UNIT is known
+# to the compiler, so that it knows which accesses are aligned; the rest is not, so that one compilation serves
+# many norms. As in the kernels that loop, masks tell at run time what is there. Offsets inside a tile fit in 32 bits.
+
+
+@jit(
+    do_not_specialize=[
+        "pixels",
+        "units",
+        "shift_stride",
+        "has_shift",
+        "has_weight",
+        "has_bias",
+        "silu",
+    ]
+)
+def _whole(
+    x,
+    shift,
+    weight,
+    bias,
+    out,
+    pixels,
+    channels,
+    units,
+    shift_stride,
+    has_shift,
+    has_weight,
+    has_bias,
+    silu,
+    eps,
+    UNIT: constexpr,
+    BLOCK: constexpr,
+    PIXELS: constexpr,
+):
+    image = tl.program_id(1).to(tl.int64)
+    width = units * UNIT
+    column = tl.arange(0, BLOCK)
+    channel = tl.program_id(0) * width + column
+    inside = column < width
+    row = tl.arange(0, PIXELS)
+    mask = (row < pixels)[:, None] & inside[None, :]
+    place = row[:, None] * channels + channel[None, :]
+    start = image * pixels * channels
+    value = tl.load(x + start + place, mask=mask, other=0.0)
+    addend = tl.load(shift + image * shift_stride + channel, mask=inside & (has_shift != 0), other=0.0).to(tl.float32)
+    scale = tl.load(weight + channel, mask=inside & (has_weight != 0), other=1.0).to(tl.float32)
+    term = tl.load(bias + channel, mask=inside & (has_bias != 0), other=0.0).to(tl.float32)
+
+    value = value.to(tl.float32)
+    count = (pixels * width).to(tl.float32)
+    mean = tl.sum(value) / count + tl.sum(addend) / width.to(tl.float32)
+    centred = tl.where(mask, value - (mean - addend)[None, :], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred) / count + eps)
+    y = centred * (scale * rstd)[None, :] + term[None, :]
+    if silu != 0:
+        y = silu_of(y)
+    tl.store(out + start + place, y.to(out.dtype.element_ty), mask=mask)
+
+
+@jit(do_not_specialize=["pixels", "groups", "group_width", "units", "shift_stride", "has_shift"])
+def _part_statistics(
+    x,
+    shift,
+    partial,
+    pixels,
+    channels,
+    groups,
+    group_width,
+    units,
+    shift_stride,
+    has_shift,
+    UNIT: constexpr,
+    BLOCK: constexpr,
+    GROUPS: constexpr,
+    PIXELS: constexpr,
+):
+    image = tl.program_id(2).to(tl.int64)
+    width = units * UNIT
+    column = tl.arange(0, BLOCK)
+    channel = tl.program_id(1) * width + column
+    inside = (column < width) & (channel < channels)
+    first = tl.program_id(0) * PIXELS
+    here = tl.minimum(pixels - first, PIXELS)
+    row = tl.arange(0, PIXELS)
+    mask = (row < here)[:, None] & inside[None, :]
+    start = (image * pixels + first) * channels
+    value = tl.load(x + start + (row[:, None] * channels + channel[None, :]), mask=mask, other=0.0).to(tl.float32)
+    addend = tl.load(shift + image * shift_stride + channel, mask=inside & (has_shift != 0), other=0.0)
+
+    count = here.to(tl.float32)
+    mean = tl.sum(value, 0) / count
+    centred = tl.where(mask, value - mean[None, :], 0.0)
+    m2 = tl.sum(centred * centred, 0)
+    mean += addend.to(tl.float32)
+
+    # channels to groups, through the matrix of who belongs where
+    lane = tl.arange(0, GROUPS)
+    member = ((column // group_width)[:, None] == lane[None, :]) & inside[:, None]
+    group_mean = tl.sum(tl.where(member, mean[:, None], 0.0), 0) / group_width.to(tl.float32)
+    offset = tl.where(member, mean[:, None] - group_mean[None, :], 0.0)
+    group_m2 = tl.sum(tl.where(member, m2[:, None], 0.0) + count * offset * offset, 0)
+
+    group = tl.program_id(1) * (width // group_width) + lane
+    valid = (lane < width // group_width) & (group < groups)
+    at = (image * tl.num_programs(0) + tl.program_id(0)) * groups + group
+    size = tl.num_programs(2).to(tl.int64) * tl.num_programs(0) * groups
+    tl.store(partial + at, group_mean, mask=valid)
+    tl.store(partial + size + at, group_m2, mask=valid)
+
+
+@jit(
+    do_not_specialize=[
+        "pixels",
+        "groups",
+        "group_width",
+        "units",
+        "shift_stride",
+        "has_shift",
+        "has_weight",
+        "has_bias",
+        "silu",
+    ]
+)
+def _part_normalise(
+    x,
+    shift,
+    weight,
+    bias,
+    partial,
+    out,
+    pixels,
+    channels,
+    groups,
+    group_width,
+    units,
+    shift_stride,
+    has_shift,
+    has_weight,
+    has_bias,
+    silu,
+    eps,
+    UNIT: constexpr,
+    BLOCK: constexpr,
+    GROUPS: constexpr,
+    PIXELS: constexpr,
+    PARTS: constexpr,
+):
+    image = tl.program_id(2).to(tl.int64)
+    width = units * UNIT
+    column = tl.arange(0, BLOCK)
+    channel = tl.program_id(1) * width + column
+    inside = (column < width) & (channel < channels)
+    first = tl.program_id(0) * PIXELS
+    row = tl.arange(0, PIXELS)
+    mask = (row < pixels - first)[:, None] & inside[None, :]
+    place = row[:, None] * channels + channel[None, :]
+    start = (image * pixels + first) * channels
+    value = tl.load(x + start + place, mask=mask, other=0.0)
+
+    addend = tl.load(shift + image * shift_stride + channel, mask=inside & (has_shift != 0), other=0.0).to(tl.float32)
+    scale = tl.load(weight + channel, mask=inside & (has_weight != 0), other=1.0).to(tl.float32)
+    term = tl.load(bias + channel, mask=inside & (has_bias != 0), other=0.0).to(tl.float32)
+    lane = tl.arange(0, GROUPS)
+    group = tl.program_id(1) * (width // group_width) + lane
+    part = tl.arange(0, PARTS)
+    known = (part < tl.num_programs(0))[:, None] & ((lane < width // group_width) & (group < groups))[None, :]
+    at = (image * tl.num_programs(0) + part[:, None]) * groups + group[None, :]
+    size = tl.num_programs(2).to(tl.int64) * tl.num_programs(0) * groups
+    means = tl.load(partial + at, mask=known, other=0.0)
+    m2s = tl.load(partial + size + at, mask=known, other=0.0)
+
+    counts = tl.minimum(PIXELS, pixels - part * PIXELS).to(tl.float32)
+    shares = tl.where(part < tl.num_programs(0), counts / pixels.to(tl.float32), 0.0)[:, None]
+    mean = tl.sum(means * shares, 0)
+    offset = means - mean[None, :]
+    # one sum: the variance inside the parts and the one between them
+    within = m2s / (pixels.to(tl.float32) * group_width.to(tl.float32))
+    rstd = 1.0 / tl.sqrt(tl.sum(within + shares * offset * offset, 0) + eps)
+
+    member = ((column // group_width)[:, None] == lane[None, :]) & inside[:, None]
+    centre = tl.sum(tl.where(member, mean[None, :], 0.0), 1)
+    scale *= tl.sum(tl.where(member, rstd[None, :], 0.0), 1)
+    y = (value.to(tl.float32) - (centre - addend)[None, :]) * scale[None, :] + term[None, :]
+    if silu != 0:
+        y = silu_of(y)
+    tl.store(out + start + place, y.to(out.dtype.element_ty), mask=mask)
