@@ -91,40 +91,43 @@ class WeightArena:
             for w in self._weights.values():
                 for container, name in w.slots:
                     known[id(container)][name] = w
-            fresh: dict[int, Weight] = {}
+            held: dict[int, tuple[torch.Tensor, str, list[Slot]]] = {}
             for prefix, module in self.root.named_modules():
                 for container in (module._parameters, module._buffers, module.__dict__):
                     for name, value in container.items():
-                        if not isinstance(value, torch.Tensor):
-                            continue
-                        weight = known.get(id(container), {}).get(name)
-                        if weight is not None and (weight.plans or weight.is_current(value)):
-                            if not weight.plans:
-                                # it may have been tied to others when it was last looked at
-                                weight.slots = [(c, n) for c, n in weight.slots if c.get(n) is value]
-                            fresh[id(value)] = weight
-                            continue
-                        if weight is not None and weight.pack is not None:
-                            self._dissolve(weight.pack)
-                        if id(value) in fresh:
-                            slots = fresh[id(value)].slots
-                            if not any(c is container and n == name for c, n in slots):
-                                slots.append((container, name))
-                            continue
-                        path = f"{prefix}.{name}" if prefix else name
-                        new = fresh[id(value)] = _weight(path, value, container, name)
-                        known_as = self._weights.get(id(value))
-                        was = known_as if known_as is not None and known_as.bound is value else weight
-                        if was is not None and was.placed and value.shape == was.tensor.shape:
-                            # replaced, yet its strides may still be the ones the arena gave it
-                            new.placed = True
-                            if value.stride() == was.tensor.stride():
-                                new.home = was.home
+                        if isinstance(value, torch.Tensor):
+                            path = f"{prefix}.{name}" if prefix else name
+                            held.setdefault(id(value), (value, path, []))[2].append((container, name))
+            fresh = {key: self._indexed(value, path, slots, known) for key, (value, path, slots) in held.items()}
             # what plans read stays tracked even where the module let go of it: sync() reports that
             for w in self._live:
                 if w.bound is not None:
                     fresh.setdefault(id(w.bound), w)
             self._weights = fresh
+
+    def _indexed(
+        self, value: torch.Tensor, path: str, slots: list[Slot], known: dict[int, dict[str, Weight]]
+    ) -> Weight:
+        """The weight that these slots hold: one that is known where it still is that tensor, else a new one."""
+        were = [w for container, name in slots if (w := known.get(id(container), {}).get(name)) is not None]
+        for w in were:
+            if w.plans or w.is_current(value):
+                # what it was tied to may have changed since, but what a plan reads is watched until sync() says so
+                here = {(id(container), name) for container, name in slots}
+                w.slots = slots + [s for s in w.slots if w.plans and (id(s[0]), s[1]) not in here]
+                return w
+        for w in were:
+            if w.pack is not None:
+                self._dissolve(w.pack)
+        new = _weight(path, value, slots)
+        same = self._weights.get(id(value))
+        was = same if same is not None and same.bound is value else next(iter(were), None)
+        if was is not None and was.placed and value.shape == was.tensor.shape:
+            # replaced, or held by others now, yet its strides may still be the ones the arena gave it
+            new.placed = True
+            if value.stride() == was.tensor.stride():
+                new.home = was.home
+        return new
 
     def locate(self, tensor: torch.Tensor) -> Weight | None:
         """The weight that this very tensor object is, or None. `index()` must have run since it was assigned."""
@@ -303,8 +306,8 @@ class WeightArena:
         return len(targets)
 
 
-def _weight(path: str, value: torch.Tensor, container: dict, name: str) -> Weight:
-    return Weight(path, value.detach(), [(container, name)], value, value.data_ptr(), tuple(value.stride()))
+def _weight(path: str, value: torch.Tensor, slots: list[Slot]) -> Weight:
+    return Weight(path, value.detach(), slots, value, value.data_ptr(), tuple(value.stride()))
 
 
 def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:

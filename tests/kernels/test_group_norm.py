@@ -195,8 +195,8 @@ def test_channel_blocks_hold_all_groups():
         ("whole", 2560, 8, 8),
         ("whole", 640, 16, 16),
         ("whole", 1920, 12, 16),
-        ("whole", 2560, 16, 16),
-        ("whole", 640, 32, 32),
+        ("parts", 2560, 16, 16),
+        ("parts", 640, 32, 32),
         ("parts", 320, 32, 32),  # groups of 10 begin anywhere in 8 bytes
         ("parts", 1280, 32, 32),
         ("parts", 2560, 32, 32),
