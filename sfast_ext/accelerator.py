@@ -203,6 +203,10 @@ class Accelerator:
         if found is not None and self._building.acquire(blocking=False):
             try:
                 self._build(found, result, args, kwargs, time.perf_counter() - started)
+            except WeightsAway as exc:
+                self.report.fallback(str(exc))
+            except WeightsChanged as exc:
+                self._drop_all(str(exc))
             except Exception as exc:
                 self.report.error("building a plan", exc)
                 self._made_room(exc, None)

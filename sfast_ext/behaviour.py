@@ -22,7 +22,7 @@ _SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.E
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _MECHANICS = frozenset(nn.Module().__dict__) | {
     "forward", "_old_forward", "_parameters", "_buffers", "_modules", "_is_full_backward_hook", "_version",
-    "_forward_hooks", "_forward_pre_hooks",
+    "_forward_hooks", "_forward_pre_hooks", "_hf_hook",
 }  # fmt: skip
 
 
@@ -195,7 +195,12 @@ class _Reader:
             self.watch(value)
             return tuple((str(k), self.value(v, depth + 1)) for k, v in value.items())
         if not callable(value):
-            return None
+            # settings kept in an object, on a module or in a processor
+            settings = getattr(value, "__dict__", None)
+            if depth >= 2 or not settings or len(settings) > 64:
+                return None
+            self.watch(settings)
+            return (type(value), tuple((k, self.value(v, depth + 1)) for k, v in settings.items()))
         # an attention processor, an activation, a callback: which it is, and what scalars it carries
         inner = getattr(value, "__dict__", None) if depth == 0 and not isinstance(value, type) else None
         if inner:

@@ -275,12 +275,17 @@ class WeightArena:
         weight.tensor, weight.pointer, weight.placed = place, place.data_ptr(), True
 
     def _adopt(self, stale: list[tuple[Weight, torch.Tensor | None]]) -> int:
+        arriving: dict[int, Weight] = {}
         for weight, now in stale:
             _fits(weight, now)
             if any(c.get(n) is not now for c, n in weight.slots):
                 raise WeightsChanged(f"{weight.path} is no longer shared between modules")
-            other = self._weights.get(id(now))
-            if other is not None and other is not weight and other.plans and other.bound is now:
+            bound = self._weights.get(id(now))
+            if bound is None or bound.bound is not now or not bound.plans:
+                bound = weight
+            other = arriving.setdefault(id(now), bound)
+            if other is not weight:
+                # each has a live tensor of its own, and one parameter cannot be a view of both
                 raise WeightsChanged(f"{weight.path} is now the tensor of {other.path}")
         targets, sources = [], []
         for weight, now in stale:

@@ -1,0 +1,198 @@
+"""What the random sequences of tests/stateful found, each as short as it gets."""
+
+from __future__ import annotations
+
+import copy
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from stateful.nets import Request, SmallNet, arguments, make
+from torch import nn
+
+from sfast_ext import Config, accelerate
+from sfast_ext.plan import relative_error
+
+CPU = Config(allow_cpu=True)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+class Pair:
+    """A model under an accelerator, with its plan built, and its twin that has none."""
+
+    def __init__(self, prepare=lambda net: None) -> None:
+        self.rng = random.Random(0)
+        self.ours, self.twin = (make("small", 0) for _ in range(2))
+        self.both(prepare)
+        self.acc = accelerate(self.ours, CPU)
+        self.same(2)
+
+    def both(self, change) -> None:
+        change(self.ours)
+        change(self.twin)
+
+    def same(self, times: int = 1) -> None:
+        for _ in range(times):
+            args, kwargs = arguments(Request(), self.rng, torch.float32, unet=False)
+            assert relative_error([self.ours(*args, **kwargs)["sample"]], [self.twin(*args, **kwargs)["sample"]]) < 1e-4
+
+    def counter(self, name: str) -> int:
+        return self.acc.report.counter(name)
+
+
+@pytest.fixture
+def pair():
+    return Pair()
+
+
+def attention(net: nn.Module):
+    return net.blocks[0].self_attention
+
+
+def test_a_weight_transposed_on_its_own_memory_is_seen(pair):
+    def change(net):
+        attention(net).to_out.weight.data = attention(net).to_out.weight.data.t()
+
+    pair.both(change)
+    pair.same(2)
+    pair.acc.release()
+    assert attention(pair.ours).to_out.weight.stride() == attention(pair.twin).to_out.weight.stride()
+
+
+def test_weights_untied_do_not_end_every_plan():
+    def tie(net):
+        attention(net).to_k.weight = attention(net).to_q.weight
+
+    def untie(net):
+        attention(net).to_k.weight = nn.Parameter(attention(net).to_k.weight.clone())
+
+    pair = Pair(tie)
+    pair.both(untie)
+    pair.same(2)
+    before = pair.counter("captures")
+    pair.same(2)
+    assert pair.counter("captures") == before
+
+
+def test_a_weight_tied_to_one_that_comes_earlier_is_watched_in_both_places(pair):
+    def tie(net):
+        net.blocks[0].time.weight = attention(net).to_q.weight
+
+    def replace(net):
+        net.blocks[0].time.weight = nn.Parameter(net.blocks[0].time.weight * 3)
+
+    pair.both(tie)
+    pair.same(3)
+    pair.both(replace)
+    pair.same(2)
+
+
+def test_weights_that_changed_places(pair):
+    def change(net):
+        a, b = attention(net).to_q, attention(net).to_k
+        a.weight, b.weight = b.weight, a.weight
+
+    pair.both(change)
+    pair.same(3)
+    pair.acc.release()
+    assert attention(pair.ours).to_q.weight.untyped_storage().nbytes() == 4 * 64
+
+
+def test_one_new_tensor_in_two_places_is_no_error(pair):
+    def change(net):
+        fresh = nn.Parameter(torch.ones_like(attention(net).to_q.weight) / 8)
+        attention(net).to_q.weight = attention(net).to_k.weight = fresh
+
+    pair.both(change)
+    pair.same(3)
+    assert not pair.counter("errors") and pair.counter("eager_runs") > 1
+    assert attention(pair.ours).to_q.weight is attention(pair.ours).to_k.weight
+
+
+def test_a_forward_wrapped_and_installed_under_and_over_it_does_not_go_round_in_circles(pair):
+    def wrap(net):
+        before = net.forward
+        net.forward = lambda sample, *args, **kwargs: before(sample * 1.1, *args, **kwargs)
+
+    pair.both(wrap)
+    pair.acc.release()
+    pair.acc.install()
+    pair.same(3)
+    assert not pair.counter("errors")
+
+
+def test_a_copy_of_a_model_under_accelerates_hook_can_be_made(pair):
+    hooks = pytest.importorskip("accelerate.hooks")
+    pair.both(lambda net: hooks.add_hook_to_module(net, hooks.ModelHook()))
+    pair.same()
+    held = pair.ours
+    pair.ours = copy.deepcopy(held)
+    held.conv_in.weight.mul_(2)
+    pair.same(2)
+
+
+def test_a_copy_keeps_the_wrapper_that_was_there_before_us():
+    net, twin = SmallNet().eval(), SmallNet().eval()
+    twin.load_state_dict(net.state_dict())
+    for module in (net, twin):
+        module.forward = lambda *args, f=module.forward, **kwargs: {"sample": f(*args, **kwargs)["sample"] * 2}
+    accelerate(net, CPU)
+    args, kwargs = torch.randn(1, 4, 4, 4), {"timestep": 1, "encoder_hidden_states": torch.randn(1, 7, 8)}
+    ours, theirs = copy.deepcopy(net)(args, **kwargs), copy.deepcopy(twin)(args, **kwargs)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_weights_that_are_away_while_a_plan_is_built_are_no_reason_to_refuse_for_ever(pair, monkeypatch):
+    pair.acc._drop_all(None)
+    layer, weight = attention(pair.ours).to_out, attention(pair.ours).to_out.weight
+    original = pair.acc.original
+
+    def offloading(*args, **kwargs):
+        # as an offload that fetches a layer for the call alone
+        layer._parameters["weight"] = weight
+        result = original(*args, **kwargs)
+        layer._parameters["weight"] = nn.Parameter(torch.empty_like(weight, device="meta"), False)
+        return result
+
+    with monkeypatch.context() as m:
+        m.setattr(pair.acc, "original", offloading)
+        pair.same(2)
+    assert "meta" in " ".join(pair.acc.report.as_dict()["reasons"])
+    layer._parameters["weight"] = weight
+    before = pair.counter("eager_runs")
+    pair.same(2)
+    assert pair.counter("eager_runs") == before + 1 and not pair.counter("errors")
+
+
+def test_a_layout_chosen_by_the_host_is_what_it_gets_back(pair):
+    def change(net):
+        net.conv_in.weight = nn.Parameter(net.conv_in.weight.detach().transpose(2, 3).contiguous().transpose(2, 3))
+
+    pair.both(change)
+    pair.same(2)
+    pair.acc.release()
+    assert pair.ours.conv_in.weight.stride() == pair.twin.conv_in.weight.stride()
+
+
+def test_a_strength_in_an_object_that_a_processor_holds(pair):
+    class Scaled:
+        def __init__(self, inner):
+            self.inner, self.settings = inner, SimpleNamespace(scale=1.0)
+
+        def __call__(self, *args, **kwargs):
+            return self.inner(*args, **kwargs) * self.settings.scale
+
+    def put_on(net):
+        attention(net).processor = Scaled(attention(net).processor)
+
+    pair.both(put_on)
+    pair.same(2)
+    pair.both(lambda net: setattr(attention(net).processor.settings, "scale", 0.5))
+    pair.same(2)
+    assert not pair.counter("fallbacks")
