@@ -7,8 +7,9 @@ accelerator.release()
 
 from __future__ import annotations
 
-from sfast_ext.accelerator import Accelerator, Hooks, accelerate
+from sfast_ext.accelerator import Accelerator, accelerate
 from sfast_ext.config import Config
+from sfast_ext.hooks import Hooks
 from sfast_ext.report import Report
 from sfast_ext.slot import accelerator_of
 

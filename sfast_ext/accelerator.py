@@ -3,47 +3,34 @@ does. It knows a callable and tensors; what a WebUI adds comes in through `Hooks
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from sfast_ext.behaviour import Fingerprint, fingerprint
+from sfast_ext.behaviour import BehaviourKeys, structure
 from sfast_ext.capture import CaptureRefused, capture
 from sfast_ext.config import Config
 from sfast_ext.graph_pool import GraphPool, pool_of
+from sfast_ext.hooks import Hooks
 from sfast_ext.plan import Plan, relative_error
 from sfast_ext.proof import prove, rewritten, too_far
 from sfast_ext.report import Report
+from sfast_ext.shelf import Shelf, pool_for
 from sfast_ext.signature import Call, NotOurs, Signature, flatten_call, flatten_output
-from sfast_ext.slot import Slot
+from sfast_ext.slot import Slot, foreign_forward
 from sfast_ext.weights import WeightArena, WeightsAway, WeightsChanged
 
 # captures of one signature that nothing replayed before its behaviour changed again
 BARREN = 4
 # times that one plan may run out of memory before it is given up
 OUT_OF_MEMORY = 3
-
-
-@dataclass
-class Hooks:
-    """What a host adds to an accelerator. Each is optional."""
-
-    stand_aside: Callable[[], str | None] | None = None
-    """At each call: why the original forward must run, or None. Microseconds."""
-    prepare: Callable[[], None] | None = None
-    """At each call, before the weights are looked at: bring lazy weights up to date."""
-    key: Callable[[], Hashable] | None = None
-    """At each call: behaviour that shows in no argument and in no attribute of a module."""
-    recognised: Callable[[nn.Module, str, Any], bool] | None = None
-    """Vouches for a patch on a submodule: (module, "forward" or "hook", function). Others mean the original forward."""
-    ignored: frozenset[str] = frozenset()
-    """Module attributes that are bookkeeping of the host's, and change without changing what a forward computes."""
 
 
 @dataclass
@@ -68,6 +55,7 @@ class Accelerator:
         hooks: what a host knows.
         report: where decisions are noted; one of its own where None.
         name: how the report calls the module.
+        whole: the accelerator of a network that `module` is a part of, see `accelerate_parts`.
     """
 
     def __init__(
@@ -78,33 +66,36 @@ class Accelerator:
         hooks: Hooks | None = None,
         report: Report | None = None,
         name: str = "unet",
+        whole: Accelerator | None = None,
     ) -> None:
         self.module = module
         self.config = config or Config()
         self.hooks = hooks or Hooks()
         self.report = report or Report()
         self.name = name
-        self.arena = WeightArena(module)
-        self.plans: OrderedDict[Hashable, Plan] = OrderedDict()
-        self._refused: OrderedDict[Hashable, str] = OrderedDict()
+        self.whole = whole
+        self.parts: list[Accelerator] = []
+        self.arena: WeightArena = WeightArena(module) if whole is None else whole.arena.part(module)
+        self._lock: threading.RLock = threading.RLock() if whole is None else whole._lock
+        self._building: threading.Lock = threading.Lock() if whole is None else whole._building
+        self._shelf = Shelf(self.arena, self.report, self._lock, self.config.max_plans)
         self._static_numbers: set[Signature] = set()
         self._barren: Counter[Signature] = Counter()
-        self._behaviours: OrderedDict[Hashable, tuple[int, Fingerprint]] = OrderedDict()
-        self._behaviour_count = 0
-        self._behaviour: tuple[int, str | None] | None = None
-        self._behaviour_read = False
-        self._scene: Fingerprint | None = None
-        self._ticks = False
+        self._keys = self._new_keys()
         self._released = False
-        self._lock = threading.RLock()
-        self._building = threading.Lock()
         self._inside = threading.local()
         self._slot = Slot(module, self)
+
+    @property
+    def plans(self) -> OrderedDict[Hashable, Plan]:
+        """The plans there are, least recently used first."""
+        return self._shelf.plans
 
     def install(self) -> Accelerator:
         """Take the module's forward; under accelerate's hook where there is one. Idempotent."""
         self._released = False
-        self._slot.install()
+        if self._slot.install():
+            self._forget_plans("another forward is in the module's place")
         return self
 
     def installed(self) -> bool:
@@ -119,14 +110,17 @@ class Accelerator:
         """Change the settings; effective at the next call. Plans are kept where they would be built alike."""
         with self._lock:
             was, self.config = self.config, config
+            self._shelf.size = config.max_plans
             if not config.builds_like(was):
                 self._drop_all("the settings changed")
             elif was != config:
-                self._refused.clear()
+                self._shelf.pardon()
                 for plan in self.plans.values():
                     plan.no_graph_reason = None
                     if not config.cuda_graphs:
-                        plan.drop_graph(self._pool_of(plan))
+                        plan.drop_graph(pool_for(plan))
+            for part in self.parts:
+                part.configure(config)
 
     def new_generation(self) -> None:
         """Tell that a generation begins: the behaviour key is read anew at the next call.
@@ -134,20 +128,65 @@ class Accelerator:
         A host that calls this before each generation spares the calls in between; until it is first called, the key
         is read at every call.
         """
-        self._ticks = True
-        self._behaviour_read = False
+        self._keys.tick()
+        for part in self.parts:
+            part.new_generation()
+
+    def accelerate_parts(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
+        """Accelerate submodules one by one, for a forward laid over this module's that calls them itself.
+
+        Their plans read the weights where this module's do, and give way to its first. Idempotent.
+
+        Args:
+            parts: names for the report, and submodules of which none lies in another.
+        """
+        with self._lock:
+            known = {id(part.module): part for part in self.parts}
+            for name, module in parts:
+                foreign = foreign_forward(module)
+                if foreign is not None:
+                    self.report.fallback(f"{foreign} is in place of the forward of {name}")
+                    continue
+                part = known.get(id(module))
+                if part is None:
+                    options: dict[str, Any] = {"hooks": self.hooks, "report": self.report, "whole": self}
+                    part = Accelerator(module, self.config, name=f"{self.name}.{name}", **options)
+                    self.parts.append(part)
+                part.install()
+
+    def move_to(self, module: nn.Module, hooks: Hooks) -> bool:
+        """Follow the host to another module that computes alike, whose weights the plans take up in place.
+
+        The module left behind must hold none of the plans' memory any more: its weights are on another device, or
+        gone. Returns False, with nothing changed, where that is not so or the modules differ in more than values.
+        """
+        with self._lock:
+            behaviour, _ = self._keys.read()
+            if not self.plans or structure(self.module, self.hooks.ignored) != structure(module, hooks.ignored):
+                return False
+            if not self.arena.move_to(module):
+                return False
+            self._release_parts()
+            self._slot.release()
+            self.module, self.hooks, self._released = module, hooks, False
+            self._slot, self._keys = Slot(module, self), self._new_keys(behaviour)
+            for key in [key for key, plan in self.plans.items() if plan.behaviour != behaviour]:
+                self._shelf.drop(key)
+            self._shelf.pardon()
+        self.install()
+        self.report.event("plans", f"{len(self.plans)} plans are kept for a model of the same architecture")
+        return True
 
     def release(self) -> None:
         """Give back the forward, the parameters and the memory. Idempotent."""
         with self._lock:
             # somebody may hold our forward still, and call it
             self._released = True
+            self._release_parts()
             self._slot.release()
-            self._drop_all(None)
+            self._forget_plans(None)
             self.arena.release()
-            self._refused.clear()
-            self._behaviours.clear()
-            self._behaviour = self._scene = None
+            self._keys.clear()
 
     def status(self) -> dict[str, Any]:
         """This accelerator's part of the status."""
@@ -159,12 +198,15 @@ class Accelerator:
                 "device": str(device),
                 "installed": self.installed(),
                 "plans": [plan.status() for plan in list(self.plans.values())],
+                "parts": [{"name": part.name, "plans": len(part.plans)} for part in self.parts],
                 "weights": self.arena.status(),
                 "graph_pool": pool_of(device).status() if device is not None and device.type == "cuda" else None,
             }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._released or getattr(self._inside, "busy", False) or not self.config.enabled:
+        # what the whole captures or is compared with is the original down to its parts
+        aside = self._released or (self.whole is not None and getattr(_thread, "building", False))
+        if aside or getattr(self._inside, "busy", False) or not self.config.enabled:
             return self.original(*args, **kwargs)
         self._inside.busy = True
         try:
@@ -179,7 +221,7 @@ class Accelerator:
             if found.plan is not None and not found.sure:
                 # The replay is on its way while the key is read; where it has changed, its result is thrown away.
                 result = self._run(found, args, kwargs)
-                if self._read_behaviour()[0] == found.behaviour:
+                if self._keys.read()[0] == found.behaviour:
                     return self._used(found, result)
                 self.report.count("discarded")
                 found = self._find(args, kwargs)
@@ -195,14 +237,15 @@ class Accelerator:
         except Exception as exc:
             self.report.error("replay" if found else "decision", exc)
             if found is not None and found.plan is not None and not self._made_room(exc, found.plan):
-                self._refuse(found.key, f"its plan failed: {type(exc).__name__}: {exc}")
+                self._shelf.refuse(found.key, f"its plan failed: {type(exc).__name__}: {exc}")
             found = None
 
         started = time.perf_counter()
         result = self.original(*args, **kwargs)
         if found is not None and self._building.acquire(blocking=False):
             try:
-                self._build(found, result, args, kwargs, time.perf_counter() - started)
+                with _building():
+                    self._build(found, result, args, kwargs, time.perf_counter() - started)
             except WeightsAway as exc:
                 self.report.fallback(str(exc))
             except WeightsChanged as exc:
@@ -210,7 +253,7 @@ class Accelerator:
             except Exception as exc:
                 self.report.error("building a plan", exc)
                 self._made_room(exc, None)
-                self._refuse(found.key, f"no plan could be built: {type(exc).__name__}: {exc}")
+                self._shelf.refuse(found.key, f"no plan could be built: {type(exc).__name__}: {exc}")
             finally:
                 self._building.release()
         return result
@@ -239,11 +282,11 @@ class Accelerator:
         if self.hooks.prepare is not None:
             # first of all: it may give a layer a bias, which the key is to show
             self.hooks.prepare()
-        known = self._behaviour
-        sure = known is None or (self._ticks and self._behaviour_read)
-        behaviour, foreign = self._read_behaviour() if known is None else known
+        known = self._keys.last
+        sure = known is None or self._keys.sure
+        behaviour, foreign = self._keys.read() if known is None else known
         if foreign and not sure:
-            behaviour, foreign = self._read_behaviour()
+            behaviour, foreign = self._keys.read()
             sure = True
         if foreign:
             raise NotOurs(foreign)
@@ -251,11 +294,11 @@ class Accelerator:
         plan = self.plans.get(key)
         if plan is None and not sure:
             # only a plan may run on the key of the last call: what keeps one away may be gone
-            now, foreign = self._read_behaviour()
+            now, foreign = self._keys.read()
             if now != behaviour or foreign:
                 return self._find(args, kwargs)
             sure = True
-        refused = self._refused.get(key)
+        refused = self._shelf.refusal(key)
         if refused is not None:
             raise NotOurs(refused)
         if plan is not None:
@@ -266,25 +309,6 @@ class Accelerator:
         if copied:
             self.report.count("weights_copied", copied)
         return _Found(call, generic, key, plan, behaviour, device, sure)
-
-    def _read_behaviour(self) -> tuple[int, str | None]:
-        """A number for what the module computes now, and the foreign patch that keeps us away, if any."""
-        if self._behaviour is not None and self._scene is not None and not self._ticks and self._scene.holds():
-            return self._behaviour
-        read = fingerprint(self.module, self.hooks.ignored)
-        known = self._behaviours.get(read.key)
-        if known is None:
-            known = self._behaviours[read.key] = (self._behaviour_count, read)
-            self._behaviour_count += 1
-            while len(self._behaviours) > self.config.max_plans:
-                self._behaviours.popitem(last=False)
-        self._behaviours.move_to_end(read.key)
-        self._scene = read
-        vouch = self.hooks.recognised
-        foreign = [p for p in read.patches if vouch is None or not vouch(p.module, p.kind, p.function)]
-        self._behaviour = (known[0], foreign[0].words() if foreign else None)
-        self._behaviour_read = True
-        return self._behaviour
 
     def _run(self, found: _Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan = found.plan
@@ -298,7 +322,7 @@ class Accelerator:
                 raise _OriginalFailed(exc) from exc
             plan.error = relative_error(outputs, flatten_output(result)[1])
             if not plan.error <= self.config.tolerance:
-                self._refuse(found.key, too_far(plan.error, self.config))
+                self._shelf.refuse(found.key, too_far(plan.error, self.config))
             return result
         return plan.output(outputs)
 
@@ -307,8 +331,7 @@ class Accelerator:
         assert plan is not None
         plan.replays += 1
         self.report.count("replays" if plan.has_graph else "eager_runs")
-        if found.key in self.plans:
-            self.plans.move_to_end(found.key)
+        self._shelf.touch(found.key)
         return result
 
     def _outputs(self, plan: Plan, call: Call) -> list[torch.Tensor]:
@@ -321,7 +344,8 @@ class Accelerator:
 
     def _capture_graph(self, plan: Plan, call: Call, pool: GraphPool) -> bool:
         config = self.config
-        return plan.capture_graph(call.leaves, pool, self.report, config.max_graphs, config.graph_memory_mb)
+        share = 1.0 if self.whole is None else 1 / len(self.whole.parts)
+        return plan.capture_graph(call.leaves, pool, self.report, config.max_graphs, config.graph_memory_mb, share)
 
     def _build(
         self, found: _Found, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], original_s: float
@@ -334,6 +358,10 @@ class Accelerator:
             self.report.fallback(f"some weights are on {away}, others on {device}")
             return
         self._barren[found.generic] += 1
+        if not self.plans:
+            # theirs would keep the weights from being packed for all of it
+            for part in self.parts:
+                part._forget_plans("the model is captured as a whole")
         self.arena.sync()
         try:
             captured = capture(self._slot.original, call, call.tensors(device), self.arena)
@@ -344,14 +372,11 @@ class Accelerator:
                 self._static_numbers.add(found.generic)
                 self.report.event("capture", f"numbers become part of the signature: {exc}")
                 return
-            self._refuse(key, str(exc))
+            self._shelf.refuse(key, str(exc))
             return
         plan = rewritten(captured, call, self.arena, device, self.config)
-        with self._lock:
-            self.arena.bind(plan.weights)
-            self.plans[key] = plan
-            while len(self.plans) > self.config.max_plans:
-                self._drop(next(iter(self.plans)))
+        plan.behaviour = found.behaviour
+        self._shelf.put(key, plan)
         self.report.count("captures")
         if not plan.fused:
             self.report.event("passes", "the graph reads strides or unknown sizes, so nothing in it is rewritten")
@@ -367,11 +392,11 @@ class Accelerator:
                     self.config,
                 )
         except Exception:
-            self._drop(key)
+            self._shelf.drop(key)
             raise
         plan.first_call_s = round(original_s + time.perf_counter() - started, 3)
         if refusal:
-            self._refuse(key, refusal)
+            self._shelf.refuse(key, refusal)
         else:
             self.report.event("plan", f"{plan.state}: {plan.signature.words()}, built in {plan.first_call_s} s")
 
@@ -387,37 +412,29 @@ class Accelerator:
         plan.out_of_memory += 1
         return plan.out_of_memory < OUT_OF_MEMORY
 
-    def _refuse(self, key: Hashable, reason: str) -> None:
-        with self._lock:
-            self._drop(key)
-            self._refused[key] = reason
-            while len(self._refused) > 4 * self.config.max_plans:
-                self._refused.popitem(last=False)
-        self.report.event("refused", reason)
+    def _drop_all(self, reason: str) -> None:
+        """Drop the plans of the whole model: they share their weights."""
+        whole = self.whole or self
+        for accelerator in (whole, *whole.parts):
+            accelerator._forget_plans(reason)
 
-    def _drop(self, key: Hashable) -> None:
+    def _forget_plans(self, reason: str | None) -> None:
         with self._lock:
-            plan = self.plans.pop(key, None)
-            if plan is None:
-                return
-            self.arena.unbind(plan.weights)
-            plan.close(self._pool_of(plan))
-
-    def _drop_all(self, reason: str | None) -> None:
-        with self._lock:
-            if reason and self.plans:
-                self.report.event("plans", f"all plans are dropped: {reason}")
-            for key in list(self.plans):
-                self._drop(key)
-            self._refused.clear()
+            self._shelf.clear(reason)
             self._barren.clear()
 
-    def _pool_of(self, plan: Plan) -> GraphPool | None:
-        return pool_of(plan.device) if plan.device.type == "cuda" else None
+    def _release_parts(self) -> None:
+        for part in self.parts:
+            part.release()
+        self.parts = []
+
+    def _new_keys(self, first: int = 0) -> BehaviourKeys:
+        hooks = self.hooks
+        return BehaviourKeys(self.module, hooks.ignored, hooks.recognised, self.config.max_plans, first)
 
     def _guard(self, plan: Plan) -> Any:
         # graphs of one pool share memory; on a CPU only the plan's own state is at stake
-        pool = self._pool_of(plan)
+        pool = pool_for(plan)
         return pool.lock if pool is not None else self._lock
 
 
@@ -427,6 +444,18 @@ class _OriginalFailed(Exception):
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
         self.cause = cause
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def _building() -> Iterator[None]:
+    _thread.building = True
+    try:
+        yield
+    finally:
+        _thread.building = False
 
 
 def _device(module: nn.Module) -> torch.device | None:

@@ -3,20 +3,25 @@
 Two fingerprints of a module tree compare equal as long as nobody patched a forward or a class, added a hook, exchanged
 a processor or a submodule, or changed a scalar attribute (FreeU's factors, an adapter's scale). Weights' values are not
 part of it: the weight arena follows those.
+
+Instance patches are told apart from what a module is: a forward, another method or a hook that somebody laid over one
+instance, and a method of a class that an extension of the host exchanged.
 """
 
 from __future__ import annotations
 
 import enum
-import functools
-from collections.abc import Hashable
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from sfast_ext.slot import is_own_forward
+from sfast_ext.patches import Patch, exchanged, shadows
+from sfast_ext.slot import AcceleratedForward, is_own_forward
 
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -24,26 +29,6 @@ _MECHANICS = frozenset(nn.Module().__dict__) | {
     "forward", "_old_forward", "_parameters", "_buffers", "_modules", "_is_full_backward_hook", "_version",
     "_forward_hooks", "_forward_pre_hooks", "_hf_hook",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Patch:
-    """Something that another party put on a module instance."""
-
-    path: str
-    module: nn.Module
-    kind: str
-    """"forward" or "hook"."""
-    function: Any
-
-    def words(self) -> str:
-        """The patch and where it comes from, for the report."""
-        function = self.function
-        while isinstance(function, functools.partial):
-            function = function.func
-        home = getattr(function, "__module__", None) or type(function).__module__
-        name = getattr(function, "__qualname__", None) or type(function).__qualname__
-        return f"{self.path or 'the model'} has a foreign {self.kind}, {home}.{name}"
 
 
 @dataclass
@@ -92,6 +77,16 @@ def fingerprint(root: nn.Module, ignored: frozenset[str] = frozenset()) -> Finge
     return reader.fingerprint()
 
 
+def structure(root: nn.Module, ignored: frozenset[str] = frozenset()) -> tuple[Hashable, ...]:
+    """The behaviour key with kinds in place of objects: equal for two modules that compute alike with the same weights.
+
+    Shapes and dtypes are not part of it; the weight arena knows those.
+    """
+    reader = _Structure(_MECHANICS | ignored)
+    reader.read("", root, is_root=True)
+    return tuple(reader.key)
+
+
 class _Reader:
     def __init__(self, skip: frozenset[str]) -> None:
         self.skip = skip
@@ -121,16 +116,14 @@ class _Reader:
         # held, so that none gives its address to another; but not tensors, of which some are large and others' backups
         self.alive.extend(v for v in values if not isinstance(v, torch.Tensor))
 
-    def kind(self, kind: Any, name: str) -> int:
+    def kind(self, kind: Any, name: str) -> Hashable:
         function = getattr(kind, name)
         self.kinds[kind, name] = function
         return self.identity(function)
 
     def read(self, path: str, module: nn.Module, *, is_root: bool = False) -> None:
-        self.key.append(id(module))
-        if id(module) in self.seen:
+        if not self.first_sight(module):
             return
-        self.seen.add(id(module))
         self.modules.append(module)
         kind: Any = type(module)
         attributes = module.__dict__
@@ -143,6 +136,8 @@ class _Reader:
         for name, value in attributes.items():
             if value is None or name in self.skip or isinstance(value, torch.Tensor):
                 continue
+            if shadows(module, name, value):
+                self.patches.append(Patch(path, module, "method", value))
             found = self.value(value)
             if found is not None:
                 self.key.append((name, found))
@@ -152,8 +147,13 @@ class _Reader:
 
     def patched(self, path: str, module: nn.Module) -> None:
         attributes = module.__dict__
+        if exchanged(type(module)):
+            self.patches.append(Patch(path, module, "class", type(module).forward))
         for slot in ("forward", "_old_forward"):
             function = attributes.get(slot)
+            if isinstance(function, AcceleratedForward):
+                # one of ours, on a part of this module: what counts is what it stands for
+                function = function.before
             if function is not None and not is_own_forward(function, module):
                 self.key.append((slot, self.function(function)))
                 if slot == "forward":
@@ -169,7 +169,13 @@ class _Reader:
                 self.key.append((slot, self.function(hook)))
                 self.patches.append(Patch(path, module, "hook", hook))
 
-    def identity(self, value: object) -> int:
+    def first_sight(self, module: nn.Module) -> bool:
+        self.key.append(id(module))
+        first = id(module) not in self.seen
+        self.seen.add(id(module))
+        return first
+
+    def identity(self, value: object) -> Hashable:
         self.alive.append(value)
         return id(value)
 
@@ -207,3 +213,82 @@ class _Reader:
             self.watch(inner)
         scalars = tuple((k, self.value(v, 1)) for k, v in (inner or {}).items() if not isinstance(v, torch.Tensor))
         return (self.function(value), self.kind(type(value), "__call__"), scalars)
+
+
+class _Structure(_Reader):
+    """Reads what two objects have in common where they are of one kind."""
+
+    def __init__(self, skip: frozenset[str]) -> None:
+        super().__init__(skip)
+        self.numbers: dict[int, int] = {}
+
+    def first_sight(self, module: nn.Module) -> bool:
+        # the order of first sight stands for the object: a module in two places is so in both trees
+        first = id(module) not in self.numbers
+        self.key.append(self.numbers.setdefault(id(module), len(self.numbers)))
+        return first
+
+    def identity(self, value: object) -> Hashable:
+        shared = isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType))
+        return super().identity(value if shared else type(value))
+
+
+class BehaviourKeys:
+    """Numbers the behaviours of one module, so that a key of thousands of entries is compared once for each reading.
+
+    Args:
+        recognised: vouches for a patch, see `Hooks.recognised`.
+        kept: how many behaviours are remembered.
+        first: the number of the first.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ignored: frozenset[str],
+        recognised: Callable[[nn.Module, str, Any], bool] | None,
+        kept: int,
+        first: int = 0,
+    ) -> None:
+        self._module, self._ignored, self._recognised, self._kept = module, ignored, recognised, kept
+        self._numbers: OrderedDict[Hashable, tuple[int, Fingerprint]] = OrderedDict()
+        self._count = first
+        self._scene: Fingerprint | None = None
+        self._ticks = False
+        self._read_since_tick = False
+        self.last: tuple[int, str | None] | None = None
+        """What the last reading gave; None before the first."""
+
+    def tick(self) -> None:
+        """A generation begins. From the first tick on, a reading is sure until the next."""
+        self._ticks = True
+        self._read_since_tick = False
+
+    @property
+    def sure(self) -> bool:
+        """Whether `last` may be trusted without another reading."""
+        return self._ticks and self._read_since_tick
+
+    def read(self) -> tuple[int, str | None]:
+        """A number for what the module computes now, and the foreign patch that keeps us away, in words, if any."""
+        if self.last is not None and self._scene is not None and not self._ticks and self._scene.holds():
+            return self.last
+        read = fingerprint(self._module, self._ignored)
+        known = self._numbers.get(read.key)
+        if known is None:
+            known = self._numbers[read.key] = (self._count, read)
+            self._count += 1
+            while len(self._numbers) > self._kept:
+                self._numbers.popitem(last=False)
+        self._numbers.move_to_end(read.key)
+        self._scene = read
+        vouch = self._recognised
+        foreign = [p for p in read.patches if vouch is None or not vouch(p.module, p.kind, p.function)]
+        self.last = (known[0], foreign[0].words() if foreign else None)
+        self._read_since_tick = True
+        return self.last
+
+    def clear(self) -> None:
+        """Forget everything read."""
+        self._numbers.clear()
+        self.last = self._scene = None

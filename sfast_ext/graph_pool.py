@@ -25,12 +25,14 @@ class NoGraph(Exception):
 
 
 class CapturedGraph:
-    """A CUDA graph and the static tensors it writes. `size` is the memory the pool grew by, in bytes."""
+    """A CUDA graph and the static tensors it writes. `size` is the memory the pool grew by, in bytes; `share` what it
+    counts for among the graphs allowed."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: list[torch.Tensor], size: int) -> None:
         self.graph = graph
         self.outputs = outputs
         self.size = size
+        self.share = 1.0
 
 
 class GraphPool:
@@ -72,6 +74,7 @@ class GraphPool:
         *,
         max_graphs: int,
         budget_mb: int,
+        share: float = 1.0,
     ) -> CapturedGraph:
         """Capture `run`, evicting others until it fits.
 
@@ -79,7 +82,8 @@ class GraphPool:
             NoGraph: it does not fit, or cannot be captured.
         """
         with self.lock:
-            while len(self._entries) >= max_graphs:
+            # the shares of a model's parts add up to one, but for rounding
+            while self._entries and share + sum(c.share for c, _ in self._entries.values()) > max_graphs + 1e-6:
                 self._evict_oldest(report, f"there are {len(self._entries)}, {max_graphs} are allowed")
             while True:
                 try:
@@ -105,6 +109,7 @@ class GraphPool:
                     del captured
                     self._drop_pool()
                     raise NoGraph(f"its CUDA graph needs {size} MB, the budget is {budget_mb} MB")
+                captured.share = share
                 self._entries[id(captured)] = (captured, on_evict)
                 return captured
 

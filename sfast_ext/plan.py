@@ -47,6 +47,8 @@ class Plan:
         self.device = device
         self.fused = fused
         self.state = NO_GRAPH
+        self.behaviour = 0
+        """The number of the behaviour it was captured under, see `BehaviourKeys`."""
         self.no_graph_reason: str | None = None
         self.captures = 1
         self.replays = 0
@@ -91,9 +93,18 @@ class Plan:
         return rebuild_output(self._output_tree, outputs)
 
     def capture_graph(
-        self, leaves: Sequence[Any], pool: GraphPool, report: Report, max_graphs: int, budget_mb: int
+        self,
+        leaves: Sequence[Any],
+        pool: GraphPool,
+        report: Report,
+        max_graphs: int,
+        budget_mb: int,
+        share: float = 1.0,
     ) -> bool:
-        """Capture the CUDA graph; False where it cannot be, with the reason in `no_graph_reason`."""
+        """Capture the CUDA graph; False where it cannot be, with the reason in `no_graph_reason`.
+
+        `share` is what it counts for among `max_graphs`: less than one for a part of a model.
+        """
         with pool.lock, torch.inference_mode(False), torch.no_grad():
             if not self._inputs:
                 self._inputs = [as_tensor(leaf, self.device).clone() for leaf in leaves]
@@ -102,7 +113,7 @@ class Plan:
             try:
                 self._warm_up(pool)
                 self._graph = pool.capture(
-                    self._run_static, self._evicted, report, max_graphs=max_graphs, budget_mb=budget_mb
+                    self._run_static, self._evicted, report, max_graphs=max_graphs, budget_mb=budget_mb, share=share
                 )
             except (NoGraph, torch.cuda.OutOfMemoryError) as exc:
                 self.no_graph_reason = str(exc)

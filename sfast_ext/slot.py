@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from sfast_ext.patches import described
+
 if TYPE_CHECKING:
     from sfast_ext.accelerator import Accelerator
 
@@ -19,14 +21,14 @@ class AcceleratedForward:
     """What sits in the slot: calls the accelerator, looks like the forward it stands for."""
 
     # functools.update_wrapper, as accelerate calls it, copies what is in __dict__ to the wrapper, and deepcopy goes on
-    __slots__ = ("accelerator", "detached", "_module", "_before", "__dict__")
+    __slots__ = ("accelerator", "detached", "_module", "before", "__dict__")
 
     def __init__(
         self, module: nn.Module, accelerator: Accelerator, original: Callable[..., Any], before: Callable | None
     ) -> None:
         self.accelerator = accelerator
         self._module = module
-        self._before = before
+        self.before = before
         self.detached: Callable[..., Any] | None = None
         self.__wrapped__ = original
         self.__name__ = "forward"
@@ -48,12 +50,34 @@ class AcceleratedForward:
         module = memo.get(id(self._module))
         if module is None:
             return self.__wrapped__
-        if self._before is None:
+        if self.before is None:
             return types.MethodType(type(module).forward, module)
-        return copy.deepcopy(self._before, memo)
+        return copy.deepcopy(self.before, memo)
 
     def __reduce__(self) -> Any:
         return (_class_forward, (self._module,))
+
+
+class BeforeSaving:
+    """A hook that runs before the module's `state_dict()`: its parameters are laid out as the host knows them, since
+    savers refuse other strides."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if module is self._accelerator.module:
+            self._accelerator.arena.lend_home()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _no_hook
+
+    def __reduce__(self) -> Any:
+        return "_no_hook"
+
+
+def _no_hook(*_: Any) -> None:
+    """What a copied or loaded module has in place of the hook."""
 
 
 class Slot:
@@ -64,6 +88,7 @@ class Slot:
         self._accelerator = accelerator
         self._forward: AcceleratedForward | None = None
         self._before: Callable[..., Any] | None = None
+        self._saving: Any = None
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -73,10 +98,15 @@ class Slot:
         # looked up at each call: hosts patch the class after we are installed
         return types.MethodType(type(self._module).forward, self._module)
 
-    def install(self) -> None:
-        """Take the slot. What lies over it (accelerate's hook) stays over it."""
+    def install(self) -> bool:
+        """Take the slot. What lies over it (accelerate's hook) stays over it.
+
+        Returns:
+            Whether the original forward is another than it was when the slot was last taken.
+        """
         if self.installed():
-            return
+            return False
+        last = self._before
         attributes = self._module.__dict__
         name = "_old_forward" if "_old_forward" in attributes else "forward"
         there: Any = attributes.get(name)
@@ -85,6 +115,9 @@ class Slot:
         self._before = None if there is None or is_own_forward(there, self._module) else there
         self._forward = AcceleratedForward(self._module, self._accelerator, self.original, self._before)
         object.__setattr__(self._module, name, self._forward)
+        if self._saving is None and self._accelerator.whole is None:
+            self._saving = self._module.register_state_dict_pre_hook(BeforeSaving(self._accelerator))
+        return last is not self._before
 
     def installed(self) -> bool:
         """Whether our object is in one of the slots, at the top or under another's wrapper."""
@@ -109,6 +142,9 @@ class Slot:
             # whoever wrapped it may call it still, also from under the next one that is installed
             self._forward.detached = self._before or functools.partial(_call_class, self._module)
         self._forward = None
+        if self._saving is not None:
+            self._saving.remove()
+            self._saving = None
 
 
 def accelerator_in(function: Any) -> Accelerator | None:
@@ -123,6 +159,19 @@ def accelerator_of(module: nn.Module) -> Accelerator | None:
         if found is not None:
             return found
     return None
+
+
+def foreign_forward(module: nn.Module) -> str | None:
+    """Who replaced the forward of this very object; None where nobody did, or only accelerate's hook, or we."""
+    function = forward_of(module)
+    if function is None or accelerator_of(module) is not None or is_own_forward(function, module):
+        return None
+    return described(function)
+
+
+def forward_of(module: nn.Module) -> Any:
+    """What lies in the place that an accelerator would take; None where it is the class's forward."""
+    return vars(module).get("_old_forward" if "_old_forward" in vars(module) else "forward")
 
 
 def is_own_forward(function: Any, module: nn.Module) -> bool:

@@ -11,61 +11,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-Slot = tuple[dict, str]
+from sfast_ext.weight import (
+    Slot,
+    Watched,
+    Weight,
+    WeightsAway,
+    WeightsChanged,
+    must_fit,
+    new_weight,
+    paths_of,
+    places_of,
+    same_place,
+)
 
-
-class WeightsAway(Exception):
-    """Weights are not where plans read them for now (offloaded); the original forward runs, plans are kept."""
-
-
-class WeightsChanged(Exception):
-    """Weights changed in a way that no copy can follow (shape, dtype, removed); plans must be built anew."""
-
-
-@dataclass(eq=False)
-class Weight:
-    """A parameter, buffer or packed tensor that plans may read.
-
-    `tensor` is the live tensor. `slots` are the dictionaries of modules that hold the parameter (several where it is
-    tied); empty for a packed tensor.
-    """
-
-    path: str
-    tensor: torch.Tensor
-    slots: list[Slot] = field(default_factory=list)
-    bound: torch.Tensor | None = None
-    """The very object that was in the slots when the live tensor was last known to hold its values."""
-    pointer: int = 0
-    home: tuple[int, ...] = ()
-    """Strides the module's parameter had before the arena touched it."""
-    pack: Weight | None = None
-    parts: tuple[Weight, ...] = ()
-    placed: bool = False
-    """Whether the arena changed where or how the parameter lies."""
-    plans: int = 0
-    """How many plans read it; its address must not change while there is one."""
-
-    @property
-    def owner(self) -> dict:
-        """The dictionary of the module that holds it."""
-        return self.slots[0][0]
-
-    @property
-    def name(self) -> str:
-        """Its name in that module."""
-        return self.slots[0][1]
-
-    def is_current(self, value: torch.Tensor) -> bool:
-        """Whether the module still holds the tensor that the live one was bound to, where and as it was."""
-        if id(self.bound) != id(value):
-            return False
-        live = self.tensor
-        return value.device == live.device and value.dtype == live.dtype and _same_place(value, live)
+__all__ = ["ArenaPart", "Weight", "WeightArena", "WeightsAway", "WeightsChanged"]
 
 
 class WeightArena:
@@ -81,7 +44,8 @@ class WeightArena:
         self._weights: dict[int, Weight] = {}
         self._packs: dict[tuple[int, ...], Weight] = {}
         self._live: list[Weight] = []
-        self._watch: list[tuple[dict, str, torch.Tensor, int, tuple[int, ...], Weight]] = []
+        self._watch: list[Watched] = []
+        self._epoch = 0
         self.copied = 0
 
     def index(self) -> None:
@@ -119,7 +83,7 @@ class WeightArena:
         for w in were:
             if w.pack is not None:
                 self._dissolve(w.pack)
-        new = _weight(path, value, slots)
+        new = new_weight(path, value, slots)
         same = self._weights.get(id(value))
         was = same if same is not None and same.bound is value else next(iter(were), None)
         if was is not None and was.placed and value.shape == was.tensor.shape:
@@ -135,7 +99,7 @@ class WeightArena:
         return weight if weight is not None and weight.bound is tensor else None
 
     def pack(self, weights: Sequence[Weight]) -> Weight | None:
-        """One tensor with the rows (dim 0) of all `weights`, which become views of it.
+        """One tensor with the rows (dim 0) of all `weights`, which become views of it or are neighbours in a larger.
 
         Returns None, and changes nothing, where they do not fit together, or a plan already reads one elsewhere.
         """
@@ -150,8 +114,17 @@ class WeightArena:
                 and w.tensor.shape[1:] == first.shape[1:]
                 for w in weights
             )
-            free = all(w.pack is None and not w.plans and w.slots and w.tensor.dim() for w in weights)
-            if len(set(key)) != len(key) or not alike or not free:
+            if len(set(key)) != len(key) or not alike or not all(w.slots and w.tensor.dim() for w in weights):
+                return None
+            within = self._within(weights)
+            if within is not None:
+                return within
+            if any(w.plans for w in weights):
+                return None
+            for w in weights:
+                if w.pack is not None and not any(part.plans for part in w.pack.parts):
+                    self._dissolve(w.pack)
+            if any(w.pack is not None for w in weights):
                 return None
             with torch.inference_mode(False):
                 packed = torch.cat([w.tensor for w in weights]).contiguous()
@@ -204,8 +177,11 @@ class WeightArena:
             WeightsAway: a parameter is on another device, or on none.
             WeightsChanged: a parameter changed its shape or dtype, or is no plain tensor any more.
         """
+        return self._bring(self._watch)
+
+    def _bring(self, watch: list[Watched]) -> int:
         stale = []
-        for container, name, bound, pointer, stride, weight in self._watch:
+        for container, name, bound, pointer, stride, weight in watch:
             now = container.get(name)
             if now is not bound or now.data_ptr() != pointer or now.stride() != stride:
                 stale.append((weight, now))
@@ -214,23 +190,57 @@ class WeightArena:
         with self._lock:
             return self._adopt(stale)
 
+    def part(self, module: nn.Module) -> ArenaPart:
+        """The weights of one submodule: they live where those of the whole do, and are synced by themselves."""
+        return ArenaPart(self, module)
+
+    def move_to(self, root: nn.Module) -> bool:
+        """Follow the host to a module with parameters of the same names, shapes and dtypes, whose values `sync` takes.
+
+        False, and nothing is changed, where it has others, or where the module left behind still holds live tensors:
+        it may be in use by somebody.
+        """
+        with self._lock:
+            places = places_of(root)
+            slots: dict[int, list[Slot]] = {}
+            for w in self._live:
+                there = [places.get(path) for path in paths_of(self.root, w)]
+                values = {id(container[name]) for container, name in filter(None, there)}
+                if not there or None in there or len(values) != 1:
+                    return False
+                container, name = there[0]  # type: ignore[misc]
+                new = container[name]
+                if new.shape != w.tensor.shape or new.dtype != w.tensor.dtype or id(new) in self._weights:
+                    return False
+                if any(c[n].data_ptr() == w.tensor.data_ptr() for c, n in w.slots if c.get(n) is not None):
+                    return False
+                slots[id(w)] = [slot for slot in there if slot is not None]
+            for w, now in self._placed():
+                if now.stride() == w.tensor.stride() != w.home:
+                    w.go_home(now)
+            for w in self._live:
+                w.slots, w.bound = slots[id(w)], None
+            self.root = root
+            # what no plan reads belongs to the module left behind
+            self._weights = {id(w): w for w in self._live}
+            self._packs = {k: p for k, p in self._packs.items() if all(part.plans for part in p.parts)}
+            self._rewatch()
+            return True
+
+    def lend_home(self) -> None:
+        """Lay every parameter out as before, for somebody who looks at strides; the next `sync` takes them back."""
+        with self._lock:
+            for w, now in self._placed():
+                if now.stride() == w.tensor.stride() != w.home and now.device == w.tensor.device:
+                    w.go_home(now)
+
     def release(self) -> None:
         """Give every parameter back with the strides it had, in memory of its own, with the values it has now."""
         with self._lock:
-            touched = [w for w in {id(w): w for w in [*self._weights.values(), *self._live]}.values() if w.slots]
-            for w in touched:
-                container, name = w.slots[0]
-                now = container.get(name)
-                if not isinstance(now, torch.Tensor) or not w.placed:
-                    continue
+            for w, now in self._placed():
                 ours = now.data_ptr() == w.tensor.data_ptr() and now.device == w.tensor.device
-                as_placed = now.stride() == w.tensor.stride() and now.shape == w.tensor.shape
-                if ours or as_placed:
-                    # other strides on our memory are the host's choice
-                    strides = w.home if as_placed else now.stride()
-                    own = torch.empty_strided(now.shape, strides, dtype=now.dtype, device=now.device)
-                    own.copy_(now.detach())
-                    now.data = own
+                if ours or (now.stride() == w.tensor.stride() and now.shape == w.tensor.shape):
+                    w.go_home(now)
             self._weights, self._packs, self._live, self._watch = {}, {}, [], []
 
     def status(self) -> dict[str, int]:
@@ -243,11 +253,36 @@ class WeightArena:
                 "copied": self.copied,
             }
 
+    def _placed(self) -> list[tuple[Weight, torch.Tensor]]:
+        """Each weight that the arena laid elsewhere or otherwise, with what its module holds now."""
+        everything = {id(w): w for w in [*self._weights.values(), *self._live]}.values()
+        held = [(w, w.owner.get(w.name)) for w in everything if w.placed and w.slots]
+        return [(w, now) for w, now in held if isinstance(now, torch.Tensor)]
+
+    def _within(self, weights: Sequence[Weight]) -> Weight | None:
+        """The rows of a larger pack that `weights` are, one after the other; None where they are not."""
+        pack = weights[0].pack
+        if pack is None or any(w.pack is not pack for w in weights):
+            return None
+        parts = list(pack.parts)
+        first = parts.index(weights[0])
+        if parts[first : first + len(weights)] != list(weights):
+            return None
+        start = sum(w.tensor.shape[0] for w in parts[:first])
+        rows = pack.tensor[start : start + sum(w.tensor.shape[0] for w in weights)]
+        found = Weight("+".join(w.path for w in weights), rows, parts=tuple(weights))
+        self._packs[tuple(id(w) for w in weights)] = found
+        return found
+
     def _dissolve(self, pack: Weight) -> None:
         # its parameters stay where they are, but may be packed anew
         for part in pack.parts:
             part.pack = None
-        self._packs = {k: p for k, p in self._packs.items() if p is not pack}
+        # rows of it that were packs of their own are so no more, but for those that a plan reads
+        gone = [p for p in self._packs.values() if p is pack or not {*p.parts}.isdisjoint(pack.parts)]
+        self._packs = {
+            k: p for k, p in self._packs.items() if p not in gone or (p is not pack and all(w.plans for w in p.parts))
+        }
 
     def _refresh_live(self) -> None:
         packed = {id(p): p for pack in self._packs.values() for p in pack.parts}
@@ -261,11 +296,12 @@ class WeightArena:
 
     def _rewatch(self) -> None:
         self._watch = [
-            (container, name, w.bound, w.pointer, w.tensor.stride(), w)
+            # one that is bound to nothing yet is stale whatever is in its slots
+            (container, name, w.tensor if w.bound is None else w.bound, w.pointer, w.tensor.stride(), w)
             for w in self._live
-            if w.bound is not None
             for container, name in w.slots
         ]
+        self._epoch += 1
 
     def _place(self, weight: Weight, place: torch.Tensor) -> None:
         # values are in `place` already, or about to be the same: callers build it from weight.tensor
@@ -277,7 +313,7 @@ class WeightArena:
     def _adopt(self, stale: list[tuple[Weight, torch.Tensor | None]]) -> int:
         arriving: dict[int, Weight] = {}
         for weight, now in stale:
-            _fits(weight, now)
+            must_fit(weight, now)
             if any(c.get(n) is not now for c, n in weight.slots):
                 raise WeightsChanged(f"{weight.path} is no longer shared between modules")
             bound = self._weights.get(id(now))
@@ -290,7 +326,7 @@ class WeightArena:
         targets, sources = [], []
         for weight, now in stale:
             assert now is not None
-            if not _same_place(now, weight.tensor):
+            if not same_place(now, weight.tensor):
                 targets.append(weight.tensor)
                 overlaps = now.data_ptr() == weight.tensor.data_ptr()
                 sources.append(now.detach().clone() if overlaps else now.detach())
@@ -299,7 +335,7 @@ class WeightArena:
                 torch._foreach_copy_(targets, sources)
         for weight, now in stale:
             assert now is not None
-            if not _same_place(now, weight.tensor):
+            if not same_place(now, weight.tensor):
                 if now.stride() != weight.tensor.stride():
                     # laid out anew by the host: that is what it gets back
                     weight.home, weight.placed = tuple(now.stride()), True
@@ -311,23 +347,61 @@ class WeightArena:
         return len(targets)
 
 
-def _weight(path: str, value: torch.Tensor, slots: list[Slot]) -> Weight:
-    return Weight(path, value.detach(), slots, value, value.data_ptr(), tuple(value.stride()))
+class ArenaPart(WeightArena):
+    """A submodule's part of a weight arena: what `WeightArena` says of each method, for this module alone."""
 
+    def __init__(self, arena: WeightArena, root: nn.Module) -> None:
+        super().__init__(root)
+        self._arena = arena
+        self._seen = -1
 
-def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+    def index(self) -> None:
+        """See `WeightArena.index`."""
+        self._arena.index()
 
+    def locate(self, tensor: torch.Tensor) -> Weight | None:
+        """See `WeightArena.locate`."""
+        return self._arena.locate(tensor)
 
-def _fits(weight: Weight, now: torch.Tensor | None) -> None:
-    live = weight.tensor
-    if not isinstance(now, torch.Tensor):
-        raise WeightsChanged(f"{weight.path} is gone")
-    if type(now) not in (torch.Tensor, nn.Parameter) or now.layout is not torch.strided:
-        raise WeightsChanged(f"{weight.path} is now a {type(now).__name__}")
-    if now.device != live.device:
-        raise WeightsAway(f"the weights are on {now.device}, the plans on {live.device}")
-    if now.shape != live.shape or now.dtype != live.dtype:
-        raise WeightsChanged(
-            f"{weight.path} changed from {live.dtype}{list(live.shape)} to {now.dtype}{list(now.shape)}"
-        )
+    def pack(self, weights: Sequence[Weight]) -> Weight | None:
+        """See `WeightArena.pack`."""
+        return self._arena.pack(weights)
+
+    def channels_last(self, weight: Weight) -> bool:
+        """See `WeightArena.channels_last`."""
+        return self._arena.channels_last(weight)
+
+    def bind(self, weights: Sequence[Weight]) -> None:
+        """See `WeightArena.bind`."""
+        self._arena.bind(weights)
+
+    def unbind(self, weights: Sequence[Weight]) -> None:
+        """See `WeightArena.unbind`."""
+        self._arena.unbind(weights)
+
+    def sync(self) -> int:
+        """See `WeightArena.sync`."""
+        if self._seen != self._arena._epoch:
+            self._seen = self._arena._epoch
+            own = {id(c) for m in self.root.modules() for c in (m._parameters, m._buffers, m.__dict__)}
+            self._watch = [watched for watched in self._arena._watch if id(watched[0]) in own]
+        return self._arena._bring(self._watch)
+
+    def part(self, module: nn.Module) -> ArenaPart:
+        """See `WeightArena.part`."""
+        return ArenaPart(self._arena, module)
+
+    def move_to(self, root: nn.Module) -> bool:
+        """A part does not move by itself."""
+        return False
+
+    def lend_home(self) -> None:
+        """See `WeightArena.lend_home`."""
+        self._arena.lend_home()
+
+    def release(self) -> None:
+        """Nothing: parameters are given back with the whole."""
+
+    def status(self) -> dict[str, int]:
+        """See `WeightArena.status`."""
+        return self._arena.status()

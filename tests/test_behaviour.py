@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from sfast_ext.behaviour import fingerprint
+from sfast_ext import accelerate
+from sfast_ext.behaviour import fingerprint, structure
 
 
 class Processor:
@@ -150,3 +151,78 @@ def test_the_classs_own_forward_left_on_an_instance_is_no_patch(model):
     model[0].inner.forward = model[0].inner.forward
     found = fingerprint(model)
     assert found.patches == [] and found.key == before
+
+
+def function_of_extension(source, extension="regional", folder="extensions"):
+    scope = {"__name__": "scripts.regional"}
+    exec(compile(source, f"/webui/{folder}/{extension}/scripts/regional.py", "exec"), scope)
+    return scope["patched"]
+
+
+PATCHED = "def patched(self, x):\n    return x\n"
+
+
+def test_a_method_laid_over_an_instance_is_a_patch_and_says_whose(model):
+    class WithMethod(Block):
+        def _forward(self, x):
+            return x
+
+    model.append(WithMethod())
+    model[2]._forward = model[2]._forward
+    assert fingerprint(model).patches == []
+    model[2]._forward = types.MethodType(function_of_extension(PATCHED), model[2])
+    (found,) = fingerprint(model).patches
+    assert found.kind == "method"
+    assert found.words() == "2 has a foreign method, scripts.regional.patched of the extension regional"
+
+
+def test_an_attribute_that_is_no_method_of_the_class_is_no_patch(model):
+    model[0].activation = torch.nn.functional.gelu
+    model[0].to = lambda *a, **k: model
+    assert fingerprint(model).patches == []
+
+
+@pytest.mark.parametrize("folder", ["extensions", "extensions-builtin"])
+def test_a_class_that_an_extension_exchanged_is_a_patch_but_for_the_hosts_own(folder, model, monkeypatch):
+    monkeypatch.setattr(Block, "forward", function_of_extension(PATCHED, folder=folder))
+    found = fingerprint(model).patches
+    assert [p.kind for p in found] == (["class", "class"] if folder == "extensions" else [])
+    if found:
+        assert "0 has a foreign forward of its class, scripts.regional.patched of the extension regional" in (
+            found[0].words()
+        )
+
+
+def test_a_class_that_an_extension_brings_is_no_patch(model):
+    scope = {"nn": nn, "__name__": "scripts.adapter"}
+    source = "class Adapter(nn.Module):\n    def forward(self, x):\n        return x\n"
+    exec(compile(source, "/webui/extensions/adapter/scripts/adapter.py", "exec"), scope)
+    model.append(scope["Adapter"]())
+    assert fingerprint(model).patches == []
+
+
+def test_our_own_forward_on_a_part_changes_nothing(model):
+    before = key(model)
+    acc = accelerate(model[0])
+    found = fingerprint(model)
+    assert found.key == before and found.patches == []
+    acc.release()
+    model[1].forward = function_of_extension(PATCHED)
+    patched = fingerprint(model)
+    acc = accelerate(model[1])
+    assert fingerprint(model).key == patched.key and len(fingerprint(model).patches) == len(patched.patches) == 1
+    acc.release()
+
+
+def test_modules_of_one_kind_have_one_structure(model):
+    other = nn.Sequential(Block(), Block())
+    assert key(other) != key(model) and structure(other) == structure(model)
+    tied = nn.Sequential(*[Block()] * 2)
+    assert structure(tied) != structure(model)
+
+
+@pytest.mark.parametrize("change", [patch_forward, hook, scalar, processor_scale, bias, training, other_class])
+def test_what_changes_the_structure(model, change):
+    before = structure(model)
+    change(model)
+    assert structure(model) != before

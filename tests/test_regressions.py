@@ -149,7 +149,7 @@ def test_a_copy_keeps_the_wrapper_that_was_there_before_us():
 
 
 def test_weights_that_are_away_while_a_plan_is_built_are_no_reason_to_refuse_for_ever(pair, monkeypatch):
-    pair.acc._drop_all(None)
+    pair.acc._drop_all("of this test")
     layer, weight = attention(pair.ours).to_out, attention(pair.ours).to_out.weight
     original = pair.acc.original
 

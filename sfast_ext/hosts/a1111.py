@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from sfast_ext import environment
-from sfast_ext.accelerator import Accelerator, Hooks
+from sfast_ext.hooks import Hooks
+from sfast_ext.hosts import controlnet
 from sfast_ext.hosts.common import Attachment
 from sfast_ext.report import Report
 from sfast_ext.ui import api, settings
@@ -63,7 +64,8 @@ class UnetHooks:
         """Look over the whole UNet: once for each pass of a sampler, a millisecond."""
         unet = self._unet()
         modules = [] if unet is None else list(unet.modules())
-        self._layers = [m for m in modules if isinstance(m, LORA_LAYERS)]
+        # Lora names the layers of its model; those of a ControlNet are not among them
+        self._layers = [m for m in modules if isinstance(m, LORA_LAYERS) and hasattr(m, "network_layer_name")]
         self._tiled = [p for p in (vars(m).get("__webui_hypertile_params") for m in modules) if p is not None]
         self._wanted = None
 
@@ -138,8 +140,8 @@ class Session:
         self.version = version
         self.report = Report()
         self._hooks: weakref.WeakKeyDictionary[nn.Module, UnetHooks] = weakref.WeakKeyDictionary()
-        self._attachment = Attachment(self._hooks_for, self.report)
-        self._followed: Accelerator | None = None
+        self._unets = Attachment(self._hooks_for, self.report, parts=controlnet.blocks)
+        self._controlnets = Attachment(self._hooks_for, self.report, name="controlnet")
         self._denoiser: weakref.ref[object] | None = None
         self._host_version = _host_version()
 
@@ -165,8 +167,8 @@ class Session:
 
     def release(self) -> None:
         """Give everything back; the scripts are unloaded, and loaded again perhaps."""
-        self._followed = None
-        self._attachment.release()
+        self._unets.release()
+        self._controlnets.release()
 
     def status(self) -> dict[str, Any]:
         """What GET /sfast/v1/status answers."""
@@ -181,7 +183,7 @@ class Session:
             "environment": environment.describe(),
             "enabled": settings.config_from(shared.opts).enabled,
             "model": getattr(info, "title", None),
-            "accelerators": self._attachment.status(),
+            "accelerators": [*self._unets.status(), *self._controlnets.status()],
             **self.report.as_dict(),
         }
 
@@ -197,10 +199,8 @@ class Session:
         denoiser = getattr(params, "denoiser", None)
         seen = self._denoiser() if self._denoiser is not None else None
         new_pass = denoiser is None or denoiser is not seen or getattr(params, "sampling_step", 0) == 0
-        unet = _unet_of(shared.sd_model)
         # Identities are compared at each step; settings are read and the UNet is looked over once for each pass.
-        followed = self._followed
-        if not new_pass and followed is not None and followed.module is unet and followed.installed():
+        if not new_pass and self._unets.settled(_unet_of(shared.sd_model)):
             return
         self._denoiser = weakref.ref(denoiser) if denoiser is not None else None
         self._follow(shared.sd_model)
@@ -211,13 +211,15 @@ class Session:
         # A TensorRT engine or the like has sent the stock UNet to the CPU for its memory: ours goes too.
         unet = None if sd_unet.current_unet is not None else _unet_of(sd_model)
         config = settings.config_from(shared.opts, self.report)
-        accelerator = self._attachment.follow(unet, config, keep=list(_resident()))
-        self._followed = accelerator
-        if accelerator is not None:
-            hooks = self._hooks.get(accelerator.module)
-            if hooks is not None:
-                hooks.new_pass()
-            accelerator.new_generation()
+        accelerator = self._unets.follow(unet, config, keep=list(_resident()))
+        networks = [] if unet is None else controlnet.networks(unet)
+        beside = self._controlnets.follow_all(networks, config, keep=controlnet.kept())
+        for each in (accelerator, *beside):
+            if each is not None:
+                hooks = self._hooks.get(each.module)
+                if hooks is not None:
+                    hooks.new_pass()
+                each.new_generation()
 
     def _guarded(self, action: Any) -> None:
         # The WebUI would log an exception at every step; ours goes to the report once, and the picture goes on.

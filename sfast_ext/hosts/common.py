@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
-from sfast_ext.accelerator import Accelerator, Hooks
+from sfast_ext.accelerator import Accelerator
 from sfast_ext.config import Config
+from sfast_ext.hooks import Hooks
 from sfast_ext.report import Report
-from sfast_ext.slot import accelerator_of, is_own_forward
+from sfast_ext.slot import accelerator_of, foreign_forward, forward_of
+
+Parts = Callable[[nn.Module], Iterable[tuple[str, nn.Module]]]
 
 
 class Attachment:
-    """Keeps an accelerator on whatever module the host has loaded, and on no other.
+    """Keeps an accelerator on whatever modules the host is about to use, and on no other.
 
-    Hosts load, switch and unload models from several threads and not always with a callback: `follow` is told the
-    module that is about to be used as often as the host gives an occasion, and acts only on a difference.
+    Hosts load, switch and unload models from several threads and not always with a callback: `follow` is told what is
+    about to be used as often as the host gives an occasion, and acts only on a difference.
+
+    Args:
+        parts: what to accelerate one by one where another's forward lies over a module and may call them itself.
     """
 
-    def __init__(self, hooks_for: Callable[[nn.Module], Hooks], report: Report, name: str = "unet") -> None:
+    def __init__(
+        self,
+        hooks_for: Callable[[nn.Module], Hooks],
+        report: Report,
+        name: str = "unet",
+        parts: Parts | None = None,
+    ) -> None:
         self._hooks_for = hooks_for
         self._report = report
         self._name = name
+        self._parts = parts
         self._lock = threading.RLock()
         self._accelerators: list[Accelerator] = []
         self._told: tuple[int, str] | None = None
+        self._over: tuple[nn.Module, Any] | None = None
 
     def follow(self, module: nn.Module | None, config: Config, *, keep: Iterable[nn.Module] = ()) -> Accelerator | None:
         """See to it that `module` is accelerated as `config` says, and that every other module is given back.
@@ -39,29 +53,50 @@ class Attachment:
             The accelerator of `module`; None where there is none: nothing is loaded, `config` says no, or another
             extension's forward is in the place.
         """
+        if module is None:
+            self.release()
+            return None
+        return self.follow_all([module], config, keep=keep)[0]
+
+    def follow_all(
+        self, modules: Sequence[nn.Module], config: Config, *, keep: Iterable[nn.Module] = ()
+    ) -> list[Accelerator | None]:
+        """`follow`, for several modules that are used side by side."""
         with self._lock:
-            if module is None or not config.enabled:
+            kept = [*modules, *keep]
+            if not kept or not config.enabled:
                 self.release()
-                return None
-            kept = [module, *keep]
-            for accelerator in list(self._accelerators):
-                if not any(accelerator.module is m for m in kept):
-                    self._let_go(accelerator)
+                return [None for _ in modules]
+            left = [a for a in self._accelerators if not any(a.module is m for m in kept)]
+            followed = [self._follow(module, config, left) for module in modules]
+            for accelerator in left:
+                self._let_go(accelerator)
+            return followed
+
+    def settled(self, module: nn.Module | None) -> bool:
+        """Whether nothing changed about the forward of a module since it was followed. Microseconds."""
+        with self._lock:
             found = next((a for a in self._accelerators if a.module is module), None)
-            if found is None:
-                return self._attach(module, config)
-            if not found.installed():
-                self._return_to(found, module)
-            if found.config != config:
-                found.configure(config)
-            return found
+            if found is None or found.installed():
+                return found is not None
+            return self._over is not None and self._over[0] is module and self._over[1] is forward_of(found.module)
+
+    def leave(self) -> None:
+        """The host throws its model away, for another perhaps: plans stay for one of the same architecture.
+
+        Until the next `follow` they hold the memory of the weights.
+        """
+        with self._lock:
+            for accelerator in list(self._accelerators):
+                if not accelerator.plans:
+                    self._let_go(accelerator)
 
     def release(self) -> None:
         """Give back every module; may be called at any time, any number of times."""
         with self._lock:
             for accelerator in list(self._accelerators):
                 self._let_go(accelerator)
-            self._told = None
+            self._told = self._over = None
 
     def status(self) -> list[dict[str, Any]]:
         """The accelerators' parts of the status."""
@@ -69,30 +104,59 @@ class Attachment:
             accelerators = list(self._accelerators)
         return [accelerator.status() for accelerator in accelerators]
 
-    def _attach(self, module: nn.Module, config: Config) -> Accelerator | None:
+    def _follow(self, module: nn.Module, config: Config, left: list[Accelerator]) -> Accelerator | None:
+        found = next((a for a in self._accelerators if a.module is module), None)
+        if found is None:
+            found = self._attach(module, config, left)
+        elif not found.installed():
+            self._return_to(found)
+        if found is not None and found.config != config:
+            found.configure(config)
+        return found
+
+    def _attach(self, module: nn.Module, config: Config, left: list[Accelerator]) -> Accelerator | None:
         left_over = accelerator_of(module)
         if left_over is not None:
             # Another extension that had stored our forward put it back after our release, or scripts were loaded anew
             # without the unload callback.
             left_over.release()
-        foreign = _foreign_forward(module)
-        if foreign is not None:
+        hooks, foreign = self._hooks_for(module), foreign_forward(module)
+        if foreign is None:
+            for accelerator in left:
+                if self._moved(accelerator, module, hooks):
+                    left.remove(accelerator)
+                    return accelerator
+        elif self._parts is None:
             self._tell(module, f"{foreign} is in place of the model's forward: not installed while it is")
             return None
-        accelerator = Accelerator(module, config, hooks=self._hooks_for(module), report=self._report, name=self._name)
-        accelerator.install()
+        accelerator = Accelerator(module, config, hooks=hooks, report=self._report, name=self._name)
         self._accelerators.append(accelerator)
         self._told = None
+        self._return_to(accelerator)
         return accelerator
 
-    def _return_to(self, accelerator: Accelerator, module: nn.Module) -> None:
-        foreign = _foreign_forward(module)
+    def _moved(self, accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> bool:
+        try:
+            return accelerator.move_to(module, hooks)
+        except Exception as exc:
+            self._report.error("moving plans to another model", exc)
+            return False
+
+    def _return_to(self, accelerator: Accelerator) -> None:
+        module = accelerator.module
+        foreign = foreign_forward(module)
+        self._over = None
         if foreign is None:
-            # Whoever was over us put the class's own forward back, not ours.
+            # New, or whoever was over us put the class's own forward back, not ours.
             accelerator.install()
-        else:
-            # It may hold our forward as its original and restore it: to install over it would make a ring.
+            return
+        # It may hold our forward as its original and restore it: to install over it would make a ring.
+        self._over = (module, forward_of(module))
+        if self._parts is None:
             self._tell(module, f"{foreign} is in place of the model's forward: standing aside while it is")
+        else:
+            self._tell(module, f"{foreign} is in place of the model's forward: its blocks are accelerated one by one")
+            accelerator.accelerate_parts(self._parts(module))
 
     def _let_go(self, accelerator: Accelerator) -> None:
         self._accelerators.remove(accelerator)
@@ -106,14 +170,3 @@ class Attachment:
         if self._told != (id(module), message):
             self._told = (id(module), message)
             self._report.event("standing aside", message)
-
-
-def _foreign_forward(module: nn.Module) -> str | None:
-    """Who replaced the forward of this very object; None where nobody did, or only accelerate's hook, or we."""
-    function = vars(module).get("_old_forward" if "_old_forward" in vars(module) else "forward")
-    if function is None or accelerator_of(module) is not None:
-        return None
-    if is_own_forward(function, module):
-        return None
-    inner = getattr(function, "__func__", function)
-    return f"{getattr(inner, '__module__', '?')}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from sfast_ext import environment
-from sfast_ext.accelerator import Accelerator, Hooks
+from sfast_ext.accelerator import Accelerator
 from sfast_ext.config import Config
+from sfast_ext.hooks import Hooks
 from sfast_ext.hosts.common import Attachment
 from sfast_ext.report import Report
 from sfast_ext.slot import accelerator_of, is_own_forward

@@ -1,0 +1,63 @@
+"""sd-webui-controlnet in AUTOMATIC1111: it lays a forward over the UNet's that runs the UNet's blocks itself.
+
+What is read here was read in its version 1.1.455 (scripts/hook.py). Where it is another, nothing is found, and only the
+blocks are accelerated.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from sfast_ext.patches import described
+
+
+def blocks(unet: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The parts of an ldm or sgm UNet that a forward laid over it may run one by one; none lies in another."""
+    for group in ("input_blocks", "output_blocks"):
+        for i, block in enumerate(getattr(unet, group, ())):
+            # a lone convolution is one kernel: copies in and out would cost more than they gain
+            if any(True for m in block.modules() if isinstance(m, (nn.GroupNorm, nn.LayerNorm))):
+                yield f"{group}.{i}", block
+    middle = getattr(unet, "middle_block", None)
+    if isinstance(middle, nn.Module):
+        yield "middle_block", middle
+
+
+def networks(unet: nn.Module) -> list[nn.Module]:
+    """The ControlNets that run beside the UNet in this pass, where they stay on the GPU for all of it."""
+    hook = _hook(unet)
+    if hook is None or getattr(hook, "lowvram", False):
+        return []
+    found = []
+    for unit in getattr(hook, "control_params", None) or ():
+        kind = getattr(unit, "control_model_type", None)
+        network = getattr(getattr(unit, "control_model", None), "control_model", None)
+        if getattr(kind, "is_controlnet", False) and isinstance(network, nn.Module):
+            found.append(network)
+    return found
+
+
+def kept() -> list[nn.Module]:
+    """The ControlNets that the extension keeps loaded for its next use."""
+    for data in getattr(sys.modules.get("modules.scripts"), "scripts_data", ()):
+        cache = getattr(getattr(data, "script_class", None), "model_cache", None)
+        if isinstance(cache, dict):
+            networks = (getattr(entry.model, "control_model", None) for entry in cache.values())
+            return [network for network in networks if isinstance(network, nn.Module)]
+    return []
+
+
+def _hook(unet: nn.Module) -> Any:
+    """The extension's own object for this pass, from the closure of the forward that it laid over the UNet's."""
+    function = getattr(vars(unet).get("forward"), "__func__", None)
+    if function is None or ".hook" not in described(function):
+        return None
+    try:
+        return inspect.getclosurevars(function).nonlocals.get("outer")
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,82 @@
+"""The plans of one accelerator, by key, least recently used first; and the keys for which there shall be none."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from sfast_ext.graph_pool import GraphPool, pool_of
+from sfast_ext.plan import Plan
+from sfast_ext.report import Report
+from sfast_ext.weights import WeightArena
+
+
+class Shelf:
+    """Keeps plans bound to the weights they read for as long as they are here.
+
+    Args:
+        lock: held while plans come and go.
+        size: how many plans are kept.
+    """
+
+    def __init__(self, arena: WeightArena, report: Report, lock: threading.RLock, size: int) -> None:
+        self.plans: OrderedDict[Hashable, Plan] = OrderedDict()
+        self.size = size
+        self._refused: OrderedDict[Hashable, str] = OrderedDict()
+        self._arena, self._report, self._lock = arena, report, lock
+
+    def put(self, key: Hashable, plan: Plan) -> None:
+        """Keep a plan; the one used longest ago goes where there are too many."""
+        with self._lock:
+            self._arena.bind(plan.weights)
+            self.plans[key] = plan
+            while len(self.plans) > self.size:
+                self.drop(next(iter(self.plans)))
+
+    def touch(self, key: Hashable) -> None:
+        """Mark as used most recently."""
+        with self._lock:
+            if key in self.plans:
+                self.plans.move_to_end(key)
+
+    def refusal(self, key: Hashable) -> str | None:
+        """Why there is no plan for a key and none is to be built, or None."""
+        return self._refused.get(key)
+
+    def refuse(self, key: Hashable, reason: str) -> None:
+        """Drop the plan of a key for good."""
+        with self._lock:
+            self.drop(key)
+            self._refused[key] = reason
+            while len(self._refused) > 4 * self.size:
+                self._refused.popitem(last=False)
+        self._report.event("refused", reason)
+
+    def pardon(self) -> None:
+        """What was refused may be tried again."""
+        with self._lock:
+            self._refused.clear()
+
+    def drop(self, key: Hashable) -> None:
+        """Close a plan and let go of its weights and memory."""
+        with self._lock:
+            plan = self.plans.pop(key, None)
+            if plan is None:
+                return
+            self._arena.unbind(plan.weights)
+            plan.close(pool_for(plan))
+
+    def clear(self, reason: str | None) -> None:
+        """Drop all plans and pardon all keys. `reason` goes to the report where a plan was lost."""
+        with self._lock:
+            if reason and self.plans:
+                self._report.event("plans", f"all plans are dropped: {reason}")
+            for key in list(self.plans):
+                self.drop(key)
+            self.pardon()
+
+
+def pool_for(plan: Plan) -> GraphPool | None:
+    """The graph pool of a plan's device; None where graphs are not what it has."""
+    return pool_of(plan.device) if plan.device.type == "cuda" else None

@@ -1,0 +1,186 @@
+"""Parts of a model accelerated one by one under another's forward, as ControlNet's extension lays one over the UNet."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from stateful.nets import SmallNet
+from torch import nn
+
+from sfast_ext import Config, accelerate
+
+CPU = Config(allow_cpu=True)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def model():
+    torch.manual_seed(0)
+    return SmallNet().eval()
+
+
+def parts(net):
+    return [(f"blocks.{i}", block) for i, block in enumerate(net.blocks)]
+
+
+def by_blocks(net, residuals):
+    """A forward that runs the blocks itself and adds to what they give."""
+
+    def forward(sample, timestep, context):
+        t = timestep.float()[:, None] / 100
+        emb = net.time_embed(torch.cat([t, t * t, t.sin(), t.cos()], dim=1))
+        h = net.conv_in(sample)
+        for block, residual in zip(net.blocks, residuals):
+            h = block(h, emb, context) + residual
+        return net.conv_out(net.norm_out(h))
+
+    return forward
+
+
+def request(size=8):
+    return torch.randn(2, 4, size, size), torch.tensor([5, 7]), torch.randn(2, 7, 8)
+
+
+@pytest.fixture
+def pair():
+    ours = model()
+    return ours, copy.deepcopy(ours), accelerate(ours, CPU)
+
+
+def same(ours, twin, args):
+    torch.testing.assert_close(ours(*args), twin(*args), rtol=1e-4, atol=1e-4)
+
+
+def counters(acc):
+    return {name: n for name, n in acc.report.as_dict()["counters"].items() if name != "weights_copied"}
+
+
+def plain(net):
+    return lambda *args: net(*args)["sample"]
+
+
+def test_blocks_under_a_foreign_forward_run_on_plans(pair):
+    net, twin, acc = pair
+    acc.accelerate_parts(parts(net))
+    acc.accelerate_parts(parts(net))
+    for residuals in ((0.5, 1.5), (2.0, -1.0)):
+        args = request()
+        same(by_blocks(net, residuals), by_blocks(twin, residuals), args)
+    assert counters(acc) == {"captures": 2, "eager_runs": 2}
+    assert [len(part.plans) for part in acc.parts] == [1, 1] and not acc.plans
+
+
+def test_the_whole_is_captured_down_to_the_parts_own_forwards(pair):
+    net, twin, acc = pair
+    acc.accelerate_parts(parts(net))
+    for _ in range(3):
+        same(plain(net), plain(twin), request())
+    # the first call ran the blocks' originals inside the whole's, each of which made a plan of its own
+    assert len(acc.plans) == 1 and acc.report.as_dict()["last_error"] is None
+    (plan,) = acc.plans.values()
+    assert plan.replays == 2 and plan.fused["packed_linear"] > 0
+
+
+@pytest.mark.parametrize("whole_first", [True, False])
+def test_whole_and_parts_share_the_weights_and_see_every_change(pair, whole_first):
+    net, twin, acc = pair
+    by_ours, by_twin = by_blocks(net, (0.5, 1.5)), by_blocks(twin, (0.5, 1.5))
+    if whole_first:
+        same(plain(net), plain(twin), request())
+    acc.accelerate_parts(parts(net))
+    for change in range(3):
+        for _ in range(2):
+            args = request()
+            same(by_ours, by_twin, args)
+            same(plain(net), plain(twin), args)
+        for each in (net, twin):
+            block = each.blocks[0]
+            torch.manual_seed(change)
+            # drawn by shape: another memory layout would take the same numbers in another order
+            block.cross_attention.to_k.weight.add_(torch.randn(8, 8))
+            block.conv.weight = nn.Parameter(torch.randn(8, 8, 3, 3))
+            block.time.weight.data = torch.randn(8, 8)
+    args = request()
+    same(by_ours, by_twin, args)
+    same(plain(net), plain(twin), args)
+    assert acc.report.counter("captures") <= 5 and acc.report.as_dict()["last_error"] is None
+
+
+def test_a_weight_of_another_shape_brings_new_plans_for_all(pair):
+    net, twin, acc = pair
+    acc.accelerate_parts(parts(net))
+    for _ in range(2):
+        same(plain(net), plain(twin), request())
+        same(by_blocks(net, (0, 0)), by_blocks(twin, (0, 0)), request())
+    for each in (net, twin):
+        torch.manual_seed(1)
+        each.blocks[0].ff = nn.Linear(8, 16, bias=False)
+    for _ in range(3):
+        same(by_blocks(net, (0, 0)), by_blocks(twin, (0, 0)), request())
+        same(plain(net), plain(twin), request())
+    before = acc.report.counter("eager_runs")
+    same(plain(net), plain(twin), request())
+    same(by_blocks(net, (0, 0)), by_blocks(twin, (0, 0)), request())
+    assert acc.report.counter("eager_runs") == before + 3
+
+
+def test_a_part_under_a_forward_of_others_is_left_alone(pair):
+    net, twin, acc = pair
+    net.blocks[0].forward = lambda h, emb, context: h * 2
+    twin.blocks[0].forward = lambda h, emb, context: h * 2
+    acc.accelerate_parts(parts(net))
+    for _ in range(2):
+        same(by_blocks(net, (0, 0)), by_blocks(twin, (0, 0)), request())
+    assert [part.module for part in acc.parts] == [net.blocks[1]]
+    assert any("in place of the forward of blocks.0" in reason for reason in acc.report.as_dict()["reasons"])
+
+
+def test_a_part_that_was_patched_over_runs_its_plan_again_when_it_comes_back(pair):
+    net, twin, acc = pair
+    acc.accelerate_parts(parts(net))
+    run = [by_blocks(each, (0, 0)) for each in (net, twin)]
+    for _ in range(2):
+        same(*run, request())
+    ours = net.blocks[0].forward
+    for each in (net, twin):
+        each.blocks[0].forward = lambda h, emb, context: h * 3
+    acc.accelerate_parts(parts(net))
+    for _ in range(2):
+        same(*run, request())
+    net.blocks[0].forward = ours
+    del twin.blocks[0].forward
+    before = acc.report.counter("eager_runs")
+    same(*run, request())
+    assert acc.report.counter("eager_runs") == before + 2
+
+
+def test_release_gives_the_parts_back(pair):
+    net, twin, acc = pair
+    acc.accelerate_parts(parts(net))
+    for _ in range(2):
+        same(by_blocks(net, (0, 0)), by_blocks(twin, (0, 0)), request())
+        same(plain(net), plain(twin), request())
+    acc.release()
+    for (name, ours), (_, theirs) in zip(net.named_parameters(), twin.named_parameters()):
+        assert ours.stride() == theirs.stride() and torch.equal(ours, theirs), name
+        assert ours.untyped_storage().nbytes() == theirs.untyped_storage().nbytes(), name
+    for ours, theirs in zip(net.modules(), twin.modules()):
+        assert ours.__dict__.keys() == theirs.__dict__.keys()
+
+
+def test_a_copy_of_a_model_with_parts_runs_its_own_weights(pair):
+    net, twin, acc = pair
+    acc.accelerate_parts(parts(net))
+    for _ in range(2):
+        same(by_blocks(net, (0, 0)), by_blocks(twin, (0, 0)), request())
+    other = copy.deepcopy(net)
+    for each in (other, twin):
+        each.blocks[1].conv.weight.mul_(2)
+    same(by_blocks(other, (0, 0)), by_blocks(twin, (0, 0)), request())
+    same(plain(other), plain(twin), request())
