@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hosts_standin import a1111 as standin
 
 from sfast_ext import accelerator_of
-from sfast_ext.hosts import a1111
+from sfast_ext.hosts import a1111, memory
 
 # relative L2, fp32 against fp32: only the order of additions differs, over three steps of a net with random weights
 TOLERANCE = 1e-3
@@ -312,8 +312,12 @@ def functional_lora(host: Any) -> None:
     host.opts.data["lora_functional"] = True
 
 
+def lowvram(host: Any) -> None:
+    host.model_data.sd_model.lowvram = host.shared.cmd_opts.lowvram = True
+
+
 REASONS = {
-    "medvram": (lambda host: setattr(host.model_data.sd_model, "lowvram", True), "--medvram"),
+    "lowvram": (lowvram, "--lowvram"),
     "fp8": (lambda host: setattr(host.devices, "fp8", True), "FP8"),
     "hypernetwork": (hypernetwork, "hypernetwork is active: anime"),
     "functional lora": (functional_lora, "Lora is computed"),
@@ -336,6 +340,18 @@ def test_what_is_not_understood_goes_to_the_original_with_a_reason(host, name):
     assert count("plans run") == before
     (reason,) = status()["reasons"]
     assert words in reason and status()["reasons"][reason] == 3
+
+
+def test_medvram_is_lived_with_where_there_is_room(host, monkeypatch):
+    started(host)
+    host.model_data.sd_model.lowvram = True
+    for room, runs in ((64 << 30, 5), (0, 0)):
+        monkeypatch.setattr(memory, "free", lambda room=room: room)
+        before = count("plans run")
+        for _ in range(2):
+            assert same(host.generate(), reference(1))
+        assert count("plans run") == before + runs
+    assert any("--medvram" in reason for reason in status()["reasons"])
 
 
 def test_hypertile_that_is_off_again_is_no_patch(host):

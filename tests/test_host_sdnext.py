@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from sfast_ext.hosts import memory
+
 diffusers = pytest.importorskip("diffusers")
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 attention_processor = importlib.import_module("diffusers.models.attention_processor")
 
 STANDIN = Path(__file__).parent / "hosts_standin" / "sdnext"
@@ -90,6 +92,14 @@ class Host:
             return self.picture(**job)
         finally:
             self.opts.sfast_enabled = True
+
+    def stock_of(self, seed: int, **job: Any) -> torch.Tensor:
+        """The same job of an untouched model."""
+        loaded, self.modeldata.model_data.sd_model = self.modeldata.model_data.sd_model, pipeline(seed)
+        try:
+            return self.stock(**job)
+        finally:
+            self.modeldata.model_data.sd_model = loaded
 
 
 @pytest.fixture
@@ -189,14 +199,29 @@ def test_balanced_offload_keeps_plans_under_a_hook_that_comes_and_goes(host: Hos
     assert getattr(unet.__dict__.get("forward"), "__func__", None) in (None, type(unet).forward)
 
 
+def moved_off_the_gpu(host: Host, monkeypatch: pytest.MonkeyPatch, room: float = 0) -> None:
+    """As a GPU would look: the UNet there before the move, on the CPU after it, so many bytes free."""
+    homes = ["cuda"]
+    monkeypatch.setattr(host.adapter, "_home", lambda module: homes.pop() if homes else "cpu")
+    monkeypatch.setattr(memory, "free", lambda: room)
+    host.sd_offload.move_module_to_cpu(host.modeldata.model_data.sd_model.unet)
+
+
+def test_plans_survive_a_balanced_offload_where_there_is_room(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.opts.diffusers_offload_mode = "balanced"
+    host.sd_models.load_model(pipeline())
+    host.picture()
+    moved_off_the_gpu(host, monkeypatch, room=64 << 30)
+    runs = host.runs()
+    close(host.picture(), host.stock())
+    assert host.captures() == 1 and host.runs() == runs + 3
+
+
 def test_balanced_offload_that_moves_the_unet_gets_its_memory(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host.opts.diffusers_offload_mode = "balanced"
     host.sd_models.load_model(pipeline())
     host.picture()
-    # as a GPU would look: there before the move, on the CPU after it
-    homes = ["cuda"]
-    monkeypatch.setattr(host.adapter, "_home", lambda module: homes.pop() if homes else "cpu")
-    host.sd_offload.move_module_to_cpu(host.modeldata.model_data.sd_model.unet)
+    moved_off_the_gpu(host, monkeypatch)
     assert not host.status()["accelerators"]
     host.picture()
     assert "low watermark" in host.reasons()
@@ -221,7 +246,25 @@ def test_hooks_that_only_move_arguments_are_vouched_for(host: Host) -> None:
     assert host.runs() == runs and "do not fit on the GPU" in host.reasons()
 
 
-@pytest.mark.parametrize("mode", ["model", "sequential", "group"])
+@pytest.mark.parametrize("room", [0, 64 << 30])
+def test_offload_by_models_is_lived_with_where_there_is_room(
+    host: Host, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free", lambda: room)
+    host.opts.diffusers_offload_mode = "model"
+    host.sd_models.load_model(pipeline())
+    unet = host.modeldata.model_data.sd_model.unet
+    hook = accelerate.cpu_offload_with_hook(unet, execution_device="cpu")[1]
+    pictures = []
+    for _ in range(2):
+        pictures.append(host.picture())
+        hook.offload()
+    assert (host.runs() > 0) == (room > 0) and ("offload mode 'model'" in host.reasons()) == (room == 0)
+    for picture in pictures:
+        close(picture, host.stock())
+
+
+@pytest.mark.parametrize("mode", ["sequential", "group"])
 def test_other_offloads_stand_aside(host: Host, mode: str) -> None:
     host.sd_models.load_model(pipeline())
     host.picture()
@@ -264,6 +307,59 @@ def test_unloading_the_model_gives_it_back_first(host: Host) -> None:
     assert not host.status()["accelerators"]
     host.sd_models.load_model(pipeline(1))
     close(host.picture(), host.stock())
+
+
+def test_a_switch_to_a_checkpoint_of_the_same_architecture_keeps_the_plans(host: Host) -> None:
+    host.sd_models.load_model(pipeline())
+    old = host.modeldata.model_data.sd_model.unet
+    stock = [host.stock_of(seed) for seed in (0, 1)]
+    host.picture()
+    for seed in (1, 0):
+        host.sd_models.reload_model_weights(lambda seed=seed: pipeline(seed))
+        close(host.picture(), stock[seed])
+    assert host.captures() == 1 and host.adapter.accelerator_of(old) is None
+    assert "plans are kept for a model of the same architecture" in str(host.status()["events"])
+
+
+def test_a_switch_without_room_for_both_gives_the_memory_back(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.sd_models.load_model(pipeline())
+    host.picture()
+    monkeypatch.setattr(memory, "free", lambda: 0)
+    host.sd_models.reload_model_weights(lambda: pipeline(1))
+    close(host.picture(), host.stock_of(1))
+    assert host.captures() == 2
+
+
+def test_a_switch_that_fails_leaves_nothing_behind(host: Host) -> None:
+    host.sd_models.load_model(pipeline())
+    host.picture()
+
+    def broken() -> Any:
+        raise OSError("no such file")
+
+    with pytest.raises(OSError, match="no such file"):
+        host.sd_models.reload_model_weights(broken)
+    assert not host.status()["accelerators"]
+    host.sd_models.load_model(pipeline(1))
+    close(host.picture(), host.stock_of(1))
+
+
+def test_a_controlnet_beside_the_unet_is_accelerated_from_its_second_step_on(host: Host) -> None:
+    pipe = pipeline()
+    pipe.controlnet = diffusers.ControlNetModel.from_unet(tiny_unet(3), conditioning_embedding_out_channels=(4, 4))
+    for parameter in pipe.controlnet.parameters():
+        # its zero-initialised ends would hide it
+        nn.init.normal_(parameter, std=0.1)
+    host.sd_models.load_model(pipe)
+    stock = host.stock()
+    assert not torch.equal(stock, host.stock_of(0))
+    for _ in range(2):
+        close(host.picture(), stock)
+    (beside,) = [a for a in host.status()["accelerators"] if a["name"] == "controlnet"]
+    assert [plan["replays"] for plan in beside["plans"]] == [4]
+    del pipe.controlnet
+    host.picture()
+    assert [a["name"] for a in host.status()["accelerators"]] == ["unet"]
 
 
 def test_reloading_the_scripts_leaves_one_registration(host: Host) -> None:

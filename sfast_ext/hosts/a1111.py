@@ -14,7 +14,7 @@ from torch import nn
 
 from sfast_ext import environment
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts import controlnet
+from sfast_ext.hosts import controlnet, memory
 from sfast_ext.hosts.common import Attachment
 from sfast_ext.report import Report
 from sfast_ext.ui import api, settings
@@ -54,6 +54,7 @@ class UnetHooks:
         self._tiled: list[Any] = []
         self._wanted: tuple[Any, ...] | None = None
         self._biases = b""
+        self._moves: str | None = None
         self.new_pass()
 
     def hooks(self) -> Hooks:
@@ -68,6 +69,16 @@ class UnetHooks:
         self._layers = [m for m in modules if isinstance(m, LORA_LAYERS) and hasattr(m, "network_layer_name")]
         self._tiled = [p for p in (vars(m).get("__webui_hypertile_params") for m in modules) if p is not None]
         self._wanted = None
+        self._moves = None if unet is None else self._moving(unet)
+
+    def _moving(self, unet: nn.Module) -> str | None:
+        if not getattr(self._shared.sd_model, "lowvram", False):
+            return None
+        if getattr(self._shared.cmd_opts, "lowvram", False):
+            return "--lowvram brings the weights in block by block"
+        if not memory.may_stay(unet):
+            return "--medvram moves the UNet off the GPU, which has no room to keep it beside what comes next"
+        return None
 
     def stand_aside(self) -> str | None:
         """Why the WebUI's own forward has to run, in words for its user; None where ours may."""
@@ -75,8 +86,8 @@ class UnetHooks:
         if self._sd_unet.current_unet is not None:
             option = getattr(self._sd_unet.current_unet, "option", None)
             return f"another UNet is active: {getattr(option, 'label', 'an SD Unet')} (Settings, SD Unet)"
-        if getattr(shared.sd_model, "lowvram", False):
-            return "--medvram or --lowvram moves the model in and out of the GPU while it runs"
+        if self._moves is not None:
+            return self._moves
         if getattr(self._devices, "fp8", False):
             return "FP8 weight storage is on (Settings, Optimizations): the weights are not what is computed with"
         if shared.loaded_hypernetworks:

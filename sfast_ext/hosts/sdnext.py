@@ -6,33 +6,21 @@ import functools
 import importlib.util
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
-import torch
 from torch import nn
 
 from sfast_ext import environment
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
+from sfast_ext.hosts import memory
 from sfast_ext.hosts.common import Attachment
+from sfast_ext.hosts.sdnext_reasons import COMPILED, keeps_weights, passing_reason, standing_reason
 from sfast_ext.report import Report
 from sfast_ext.slot import accelerator_of, is_own_forward
 from sfast_ext.ui import api, settings
-
-OFFLOADS = {
-    "model": "moves the whole UNet in and out of the GPU",
-    "sequential": "brings the weights in layer by layer",
-    "group": "brings the weights in group by group",
-}
-"""Offload modes under which a plan would hold the very memory that the user wants free."""
-
-PIPELINES = {
-    "PAG": "perturbed attention guidance exchanges attention processors between steps",
-    "Reference": "the Reference unit makes its layers remember what they saw",
-}
-"""Parts of pipeline class names, and what such a pipeline does to the UNet while it runs."""
 
 BOOKKEEPING = frozenset(
     {
@@ -51,10 +39,6 @@ BOOKKEEPING = frozenset(
     }
 )
 """What LoRA and the offload note on modules; what they say of the weights, the weights themselves say."""
-
-COMPILERS = ("onediff", "oneflow", "sfast.")
-COMPILED = "SD.Next has compiled this model itself (Settings → Model Compile); one of the two is enough"
-FREEU = ("s1", "s2", "b1", "b2")
 
 _session: Session | None = None
 
@@ -80,56 +64,18 @@ def start(version: str) -> None:
     )
 
 
-def standing_reason(unet: nn.Module, opts: Any) -> str | None:
-    """Why this UNet cannot be accelerated as it was loaded, in words for the user; None where it can.
-
-    These hold from one job to the next, so nothing of the UNet is kept while one does.
-    """
-    mode = getattr(opts, "diffusers_offload_mode", "none")
-    if mode in OFFLOADS:
-        return f"offload mode '{mode}' {OFFLOADS[mode]} (Settings → Model Offloading: 'balanced' or 'none')"
-    if _compiled(unet):
-        return COMPILED
-    quantised = _quantised(unet)
-    if quantised is not None:
-        return f"the model is quantised ({quantised}): its weights are not plain numbers"
-    return None
-
-
-def passing_reason(pipe: Any, unet: nn.Module) -> str | None:
-    """Why the original forward must run in this pass of the pipeline; None where ours may. Milliseconds."""
-    kind = type(pipe).__name__
-    for part, what in PIPELINES.items():
-        if part in kind:
-            return what
-    if hasattr(pipe, "tgate"):
-        return "T-Gate computes less from some step on"
-    if getattr(unet, "peft_config", None):
-        return "LoRA is loaded by diffusers, which adds layers (Settings → Networks)"
-    for module in unet.modules():
-        attributes = module.__dict__
-        if "_original_forward" in attributes:
-            return "HyperTile draws its tiles at random in each layer"
-        if hasattr(type(module), "_parent"):
-            return "token merging (ToMe) or HiDiffusion has exchanged the classes of layers"
-        if type(attributes.get("processor")).__name__ == "TokenMergeAttentionProcessor":
-            return "token merging (ToDo) looks at the number of the step"
-        if type(module).__name__ == "GeneralizedLinearAttention":
-            return "LinFusion has exchanged the attention layers"
-        if "_diffusers_hook" in attributes:
-            return "layers have hooks of diffusers (group offload, layerwise casting or a cache)"
-        if not _keeps_weights(attributes.get("_hf_hook")):
-            return "parts of the UNet do not fit on the GPU and are brought in layer by layer"
-    return None
-
-
 class Watch:
-    """What the accelerator of one UNet asks at each call; microseconds, but for the first of a pass."""
+    """What the accelerator of one network asks at each call; microseconds, but for the first of a pass.
 
-    def __init__(self, unet: nn.Module) -> None:
+    Args:
+        new_pass: told the pipeline at the first call of each of its runs.
+    """
+
+    def __init__(self, unet: nn.Module, new_pass: Callable[[Any], None] | None = None) -> None:
         from modules import shared
         from modules.modeldata import model_data
 
+        self._tell = new_pass
         # Weak: the model may be thrown away while its accelerator is still waiting to be told.
         self._unet = weakref.ref(unet)
         self._state, self._model_data = shared.state, model_data
@@ -155,7 +101,7 @@ class Watch:
     def key(self) -> Hashable:
         """IP-Adapter scales, which may change at each step, and FreeU's factors."""
         scales = tuple(tuple(s) if isinstance(s, list) else s for s in (p.scale for p in self._scaled))
-        return scales, tuple(getattr(b, name, None) for b in self._blocks for name in FREEU)
+        return scales, tuple(getattr(b, name, None) for b in self._blocks for name in ("s1", "s2", "b1", "b2"))
 
     def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
         """Vouch for accelerate's hook on a submodule where it only moves arguments; offload sets hundreds.
@@ -169,7 +115,7 @@ class Watch:
         maker = getattr(getattr(function, "func", None), "__module__", "")
         hook, inner = module.__dict__.get("_hf_hook"), module.__dict__.get("_old_forward")
         plain = inner is None or is_own_forward(inner, module)
-        return maker == "accelerate.hooks" and hook is not None and plain and _keeps_weights(hook)
+        return maker == "accelerate.hooks" and hook is not None and plain and keeps_weights(hook)
 
     def _new_pass(self) -> None:
         unet = self._unet()
@@ -182,6 +128,8 @@ class Watch:
         accelerator = accelerator_of(unet)
         if accelerator is not None:
             accelerator.new_generation()
+        if self._tell is not None:
+            self._tell(self._model_data.sd_model)
 
 
 class Session:
@@ -190,8 +138,10 @@ class Session:
     def __init__(self, version: str) -> None:
         self.version = version
         self.report = Report()
-        self.attachment = Attachment(lambda unet: Watch(unet).hooks(), self.report)
+        self.attachment = Attachment(lambda unet: Watch(unet, self._follow_beside).hooks(), self.report)
+        self._beside = Attachment(lambda network: Watch(network).hooks(), self.report, name="controlnet")
         self._accelerator: Accelerator | None = None
+        self._reloading = False
         self._moved: tuple[int, Any] | None = None
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
         self._log_parent: logging.Logger | None = None
@@ -209,6 +159,7 @@ class Session:
         script_callbacks.on_script_unloaded(self.release)
         script_callbacks.on_app_started(lambda _demo, app: api.register(app, self.status))
         # There is no callback for either of these, and both happen to make memory free.
+        self._wrap(sd_models, "reload_model_weights", self._reload)
         self._wrap(sd_models, "unload_model_weights", self._unload)
         self._wrap(sd_offload, "move_module_to_cpu", self._move)
 
@@ -226,8 +177,7 @@ class Session:
 
     def release(self) -> None:
         """Give everything back; the scripts are unloaded, and loaded again perhaps."""
-        self._accelerator = None
-        self.attachment.release()
+        self._give_back()
         for owner, name, original, ours in reversed(self._wrapped):
             # Where another extension wrapped ours in turn, ours stays in the chain and only passes on.
             if getattr(owner, name) is ours:
@@ -248,7 +198,7 @@ class Session:
             "environment": environment.describe(),
             "enabled": settings.config_from(shared.opts).enabled,
             "model": getattr(info, "name", None),
-            "accelerators": self.attachment.status(),
+            "accelerators": [*self.attachment.status(), *self._beside.status()],
             **self.report.as_dict(),
         }
 
@@ -272,24 +222,63 @@ class Session:
             )
         return reason
 
+    def _follow_beside(self, pipe: Any) -> None:
+        """The ControlNets of a pipeline that has begun a run: called before the UNet, so from the next step on."""
+        from modules import shared
+
+        networks = [n for n in _controlnets(pipe) if standing_reason(n, shared.opts) is None]
+        self._guarded(lambda: self._beside.follow_all(networks, settings.config_from(shared.opts, self.report)))
+
+    def _give_back(self) -> None:
+        self._accelerator = None
+        self.attachment.release()
+        self._beside.release()
+
+    def _reload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._reloading = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._reloading = False
+            # nothing was loaded, or what has no plans to take over
+            self._guarded(self.follow)
+
     def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if (args[0] if args else kwargs.get("op", "model")) in ("model", "dict"):
-            # Before the parameters lose their storage, so that ours are given back and not left behind.
-            self._guarded(self.attachment.release)
-            self._accelerator, self._moved = None, None
+            self._moved = None
+            # Before the parameters lose their storage, so that ours are given back and not left behind; but where
+            # another model comes at once, and there is room for both, the plans wait for it.
+            self._guarded(self._leave if self._reloading else self._give_back)
         return original(*args, **kwargs)
 
+    def _leave(self) -> None:
+        accelerator = self._accelerator
+        if accelerator is None:
+            # left already: loading unloads once more
+            return
+        if not memory.may_be_joined(accelerator.module):
+            self._give_back()
+            return
+        self._accelerator = None
+        self.attachment.leave()
+        self._beside.release()
+
     def _move(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        ours = self._accelerator is not None and self._accelerator.module is module
+        unet = self._accelerator is not None and self._accelerator.module is module
+        ours = (unet or self._beside.settled(module)) and not self._reloading
         before = _home(module) if ours else "cpu"
         result = original(module, *args, **kwargs)
         if ours and before not in ("cpu", "meta") and _home(module) == "cpu":
             from modules import shared
 
-            # The arena and the graphs would stay on the GPU, which is short of memory now.
-            self._moved = (id(module), _watermark(shared.opts))
-            self._guarded(self.attachment.release)
-            self._accelerator = None
+            # What plans read stays on the GPU; where that is short of memory now, it goes.
+            if memory.may_stay(module):
+                self.report.count("weights_away")
+            elif unet:
+                self._moved = (id(module), _watermark(shared.opts))
+                self._guarded(self._give_back)
+            else:
+                self._guarded(self._beside.release)
         return result
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -331,6 +320,13 @@ def _unet(pipe: Any) -> nn.Module | None:
     return unet if isinstance(unet, nn.Module) else None
 
 
+def _controlnets(pipe: Any) -> list[nn.Module]:
+    held = getattr(pipe, "controlnet", None)
+    nets = getattr(held, "nets", held)
+    found = list(nets) if isinstance(nets, (list, tuple, nn.ModuleList)) else [nets]
+    return [net for net in found if isinstance(net, nn.Module)]
+
+
 def _home(module: nn.Module) -> str:
     return next((p.device.type for p in module.parameters()), "cpu")
 
@@ -338,44 +334,6 @@ def _home(module: nn.Module) -> str:
 def _watermark(opts: Any) -> tuple[Any, ...]:
     names = ("diffusers_offload_mode", "diffusers_offload_min_gpu_memory", "diffusers_offload_never")
     return tuple(getattr(opts, name, None) for name in names)
-
-
-def _compiled(unet: nn.Module) -> bool:
-    if type(unet).__name__ == "OptimizedModule" or type(unet).__module__.startswith(COMPILERS):
-        return True
-    return any(m.__dict__.get("_compiled_call_impl") is not None for m in unet.modules())
-
-
-def _quantised(unet: nn.Module) -> str | None:
-    method = getattr(unet, "quantization_method", None)
-    if method is not None:
-        return str(getattr(method, "value", method))
-    if any("sdnq_dequantizer" in m.__dict__ for m in unet.modules()):
-        return "SDNQ"
-    for weight in _weights(unet):
-        if type(weight) not in (torch.Tensor, nn.Parameter):
-            return type(weight).__name__
-        if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            return str(weight.dtype).removeprefix("torch.")
-    return None
-
-
-def _weights(unet: nn.Module) -> Iterator[torch.Tensor]:
-    for module in unet.modules():
-        if isinstance(module, (nn.Linear, nn.Conv2d)) and isinstance(module.weight, torch.Tensor):
-            yield module.weight
-
-
-def _keeps_weights(hook: Any) -> bool:
-    """Whether an accelerate hook leaves the weights where they are; None is no hook."""
-    if hook is None:
-        return True
-    inner = getattr(hook, "hooks", None)
-    if inner is not None:
-        return all(_keeps_weights(h) for h in inner)
-    if type(hook).__name__ in ("CpuOffload", "UserCpuOffloadHook", "LayerwiseCastingHook"):
-        return False
-    return not getattr(hook, "offload", False)
 
 
 def _host_version() -> str:

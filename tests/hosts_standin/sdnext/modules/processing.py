@@ -59,6 +59,7 @@ def _pass(
         for step in range(steps):
             t = torch.tensor(900 - 200 * step)
             both = torch.cat([latent, latent])
+            added = _controlled(pipe, both, t, context)
             noise = pipe.unet(
                 both,
                 t,
@@ -67,6 +68,7 @@ def _pass(
                 cross_attention_kwargs=None,
                 added_cond_kwargs=None,
                 return_dict=False,
+                **added,
             )[0]
             uncond, cond = noise.chunk(2)
             latent = latent - 0.1 * (uncond + 3.0 * (cond - uncond))
@@ -75,3 +77,13 @@ def _pass(
     if unapply is not None:
         unapply(pipe)
     return latent
+
+
+def _controlled(pipe: Any, both: torch.Tensor, t: torch.Tensor, context: torch.Tensor) -> dict[str, Any]:
+    """What a ControlNet of the pipeline adds to the UNet."""
+    network = getattr(pipe, "controlnet", None)
+    if network is None:
+        return {}
+    hint = torch.ones(2, 3, 2 * both.shape[2], 2 * both.shape[3])
+    down, mid = network(both, t, encoder_hidden_states=context, controlnet_cond=hint, return_dict=False)
+    return {"down_block_additional_residuals": down, "mid_block_additional_residual": mid}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from modules import script_callbacks, sd_offload
@@ -14,6 +15,12 @@ def load_model(pipe: Any) -> None:
     model_data.sd_model = pipe
     sd_offload.apply_balanced_offload(pipe)
     script_callbacks.fire("model_loaded", pipe)
+
+
+def reload_model_weights(load: Callable[[], Any]) -> None:
+    """A switch of the checkpoint: the old weights go, another pipeline object comes; nothing where loading fails."""
+    unload_model_weights(op="model")
+    load_model(load())
 
 
 def unload_model_weights(op: str = "model") -> None:
