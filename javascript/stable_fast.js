@@ -6,6 +6,11 @@
     let panel = null;
     let timer = null;
 
+    // parts that run on plans of their own, under another extension's forward
+    function inParts(accelerator) {
+        return (accelerator.parts || []).filter((part) => part.plans > 0);
+    }
+
     function words(status) {
         const plans = status.accelerators.flatMap((accelerator) => accelerator.plans || []);
         if (!status.enabled) {
@@ -13,6 +18,9 @@
         }
         if (plans.some((plan) => plan.state === 'replaying')) {
             return ['on', 'Stable Fast: on'];
+        }
+        if (status.accelerators.some((accelerator) => inParts(accelerator).length > 0)) {
+            return ['on', 'Stable Fast: on, block by block'];
         }
         if (plans.length > 0) {
             return ['on', 'Stable Fast: on, no graph'];
@@ -37,6 +45,11 @@
         line(panel, 'Stable Fast ' + status.version, true);
         line(panel, [status.environment.gpu || 'no GPU', 'torch ' + status.environment.torch, status.model || 'no model'].join(' · '));
         for (const accelerator of status.accelerators) {
+            const parts = inParts(accelerator);
+            if (parts.length > 0) {
+                const calls = parts.reduce((sum, part) => sum + part.replays, 0);
+                line(panel, accelerator.name + ': ' + parts.length + ' blocks, one by one · ' + calls + ' calls', true);
+            }
             for (const plan of accelerator.plans || []) {
                 line(panel, plan.signature, true);
                 line(panel, [

@@ -198,7 +198,10 @@ class Accelerator:
                 "device": str(device),
                 "installed": self.installed(),
                 "plans": [plan.status() for plan in list(self.plans.values())],
-                "parts": [{"name": part.name, "plans": len(part.plans)} for part in self.parts],
+                "parts": [
+                    {"name": part.name, "plans": len(part.plans), "replays": sum(p.replays for p in part.plans.values())}
+                    for part in self.parts
+                ],
                 "weights": self.arena.status(),
                 "graph_pool": pool_of(device).status() if device is not None and device.type == "cuda" else None,
             }

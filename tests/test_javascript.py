@@ -125,5 +125,12 @@ def test_words(change, badge):
     assert show({**STATUS, **change})["badge"] == badge
 
 
+def test_blocks_that_run_one_by_one():
+    parts = [{"name": f"unet.{i}", "plans": plans, "replays": 30 * plans} for i, plans in enumerate((1, 0, 2))]
+    shown = show({**STATUS, "accelerators": [{"name": "unet", "plans": [], "parts": parts}]})
+    assert shown["badge"] == "Stable Fast: on, block by block"
+    assert "unet: 2 blocks, one by one · 90 calls" in shown["panel"]
+
+
 def test_without_an_answer():
     assert show(None)["badge"] == "Stable Fast: no answer"
