@@ -198,10 +198,7 @@ class Accelerator:
                 "device": str(device),
                 "installed": self.installed(),
                 "plans": [plan.status() for plan in list(self.plans.values())],
-                "parts": [
-                    {"name": part.name, "plans": len(part.plans), "replays": sum(p.replays for p in part.plans.values())}
-                    for part in self.parts
-                ],
+                "parts": [part._summary() for part in self.parts],
                 "weights": self.arena.status(),
                 "graph_pool": pool_of(device).status() if device is not None and device.type == "cuda" else None,
             }
@@ -425,6 +422,10 @@ class Accelerator:
         with self._lock:
             self._shelf.clear(reason)
             self._barren.clear()
+
+    def _summary(self) -> dict[str, Any]:
+        plans = list(self.plans.values())
+        return {"name": self.name, "plans": len(plans), "replays": sum(plan.replays for plan in plans)}
 
     def _release_parts(self) -> None:
         for part in self.parts:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 Slot = tuple[dict, str]
-Watched = tuple[dict, str, torch.Tensor, int, tuple[int, ...], "Weight"]
 
 
 class WeightsAway(Exception):
@@ -68,6 +70,40 @@ class Weight:
             own = torch.empty_strided(now.shape, strides, dtype=now.dtype, device=now.device)
             own.copy_(now.detach())
             now.data = own
+
+
+class Watch:
+    """Places of modules, and what was in them when the live tensors were last known to hold its values.
+
+    One list a property, so that looking at thousands of places is a handful of calls.
+    """
+
+    def __init__(self, weights: Iterable[Weight], containers: Container[int] | None = None) -> None:
+        """The slots of `weights`, or of those only that lie in dictionaries of these ids."""
+        slots = [(w, c, n) for w in weights for c, n in w.slots if containers is None or id(c) in containers]
+        self.weights = [w for w, _, _ in slots]
+        self._containers = [container for _, container, _ in slots]
+        self._names = [name for _, _, name in slots]
+        # one that is bound to nothing yet is stale whatever is in its slots
+        self._bound = [w.tensor if w.bound is None else w.bound for w in self.weights]
+        self._pointers = [w.pointer for w in self.weights]
+        self._strides = [w.tensor.stride() for w in self.weights]
+
+    def stale(self) -> list[tuple[Weight, Any]]:
+        """Each weight of which something changed, with what is in its place now. Microseconds where nothing is."""
+        now = list(map(dict.get, self._containers, self._names))
+        if (
+            all(map(operator.is_, now, self._bound))
+            and list(map(torch.Tensor.data_ptr, self._bound)) == self._pointers
+            and list(map(torch.Tensor.stride, self._bound)) == self._strides
+        ):
+            return []
+        places = zip(self.weights, now, self._bound, self._pointers, self._strides)
+        return [
+            (weight, value)
+            for weight, value, bound, pointer, stride in places
+            if value is not bound or value.data_ptr() != pointer or value.stride() != stride
+        ]
 
 
 def places_of(root: nn.Module) -> dict[str, Slot]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from sfast_ext.weight import (
     Slot,
-    Watched,
+    Watch,
     Weight,
     WeightsAway,
     WeightsChanged,
@@ -44,7 +44,7 @@ class WeightArena:
         self._weights: dict[int, Weight] = {}
         self._packs: dict[tuple[int, ...], Weight] = {}
         self._live: list[Weight] = []
-        self._watch: list[Watched] = []
+        self._watch = Watch([])
         self._epoch = 0
         self.copied = 0
 
@@ -179,12 +179,8 @@ class WeightArena:
         """
         return self._bring(self._watch)
 
-    def _bring(self, watch: list[Watched]) -> int:
-        stale = []
-        for container, name, bound, pointer, stride, weight in watch:
-            now = container.get(name)
-            if now is not bound or now.data_ptr() != pointer or now.stride() != stride:
-                stale.append((weight, now))
+    def _bring(self, watch: Watch) -> int:
+        stale = watch.stale()
         if not stale:
             return 0
         with self._lock:
@@ -241,7 +237,7 @@ class WeightArena:
                 ours = now.data_ptr() == w.tensor.data_ptr() and now.device == w.tensor.device
                 if ours or (now.stride() == w.tensor.stride() and now.shape == w.tensor.shape):
                     w.go_home(now)
-            self._weights, self._packs, self._live, self._watch = {}, {}, [], []
+            self._weights, self._packs, self._live, self._watch = {}, {}, [], Watch([])
 
     def status(self) -> dict[str, int]:
         """Counts for the report."""
@@ -295,12 +291,7 @@ class WeightArena:
         self._rewatch()
 
     def _rewatch(self) -> None:
-        self._watch = [
-            # one that is bound to nothing yet is stale whatever is in its slots
-            (container, name, w.tensor if w.bound is None else w.bound, w.pointer, w.tensor.stride(), w)
-            for w in self._live
-            for container, name in w.slots
-        ]
+        self._watch = Watch(self._live)
         self._epoch += 1
 
     def _place(self, weight: Weight, place: torch.Tensor) -> None:
@@ -384,7 +375,7 @@ class ArenaPart(WeightArena):
         if self._seen != self._arena._epoch:
             self._seen = self._arena._epoch
             own = {id(c) for m in self.root.modules() for c in (m._parameters, m._buffers, m.__dict__)}
-            self._watch = [watched for watched in self._arena._watch if id(watched[0]) in own]
+            self._watch = Watch(self._arena._live, own)
         return self._arena._bring(self._watch)
 
     def part(self, module: nn.Module) -> ArenaPart:
