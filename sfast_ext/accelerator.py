@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sfast_ext.behaviour import BehaviourKeys, structure
-from sfast_ext.capture import CaptureRefused, capture
+from sfast_ext.capture import CaptureRefused, capture, uncollected
 from sfast_ext.config import Config
 from sfast_ext.graph_pool import GraphPool, pool_of
 from sfast_ext.hooks import Hooks
@@ -364,7 +364,10 @@ class Accelerator:
                 part._forget_plans("the model is captured as a whole")
         self.arena.sync()
         try:
-            captured = capture(self._slot.original, call, call.tensors(device), self.arena)
+            with uncollected():
+                inputs = call.tensors(device)
+                captured = capture(self._slot.original, call, inputs, self.arena, self.hooks.ignored)
+                plan = rewritten(captured, call, self.arena, device, self.config)
         except CaptureRefused as exc:
             has_numbers = any(not isinstance(leaf, torch.Tensor) for leaf in call.leaves)
             if exc.reads_value and has_numbers and found.generic not in self._static_numbers:
@@ -374,7 +377,6 @@ class Accelerator:
                 return
             self._shelf.refuse(key, str(exc))
             return
-        plan = rewritten(captured, call, self.arena, device, self.config)
         plan.behaviour = found.behaviour
         self._shelf.put(key, plan)
         self.report.count("captures")

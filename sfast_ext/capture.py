@@ -6,26 +6,27 @@ and scaled_dot_product_attention. Autocast acts below that level: `autocast.mate
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from sfast_ext import autocast, inplace
 from sfast_ext.signature import Call, NotOurs, flatten_output, rebuild_call
+from sfast_ext.state import State
+from sfast_ext.tracing import LIFTS, record
 from sfast_ext.weights import Weight, WeightArena
 
 aten = torch.ops.aten
 _READING = {aten._local_scalar_dense.default, aten.item.default, aten.nonzero.default}
-LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default}
 
 
 class CaptureRefused(Exception):
@@ -46,7 +47,13 @@ class Captured:
     seconds: float
 
 
-def capture(function: Callable[..., Any], call: Call, inputs: Sequence[torch.Tensor], arena: WeightArena) -> Captured:
+def capture(
+    function: Callable[..., Any],
+    call: Call,
+    inputs: Sequence[torch.Tensor],
+    arena: WeightArena,
+    ignored: frozenset[str] = frozenset(),
+) -> Captured:
     """Record `function` for one call.
 
     Args:
@@ -54,12 +61,44 @@ def capture(function: Callable[..., Any], call: Call, inputs: Sequence[torch.Ten
         call: its arguments, flattened.
         inputs: the call's leaves as tensors on the model's device, see `Call.tensors`.
         arena: knows the weights of the module; every other tensor the forward reads is refused.
+        ignored: attributes of modules that say nothing about behaviour, see `Hooks.ignored`.
 
     Raises:
         CaptureRefused: the forward writes to a parameter or an argument, reads a value from the device, draws random
             numbers, depends on data, keeps state in its modules, or reads a tensor of unknown owner.
     """
     started = time.perf_counter()
+    with uncollected():
+        graph_module, tree, strides = _recorded(function, call, inputs, arena, ignored)
+        _refuse_dynamic(graph_module)
+        _adopt_weights(graph_module, arena)
+        _refuse_random(graph_module)
+        refused = inplace.functionalise(graph_module)
+        if refused:
+            raise CaptureRefused(refused)
+        autocast.materialise(graph_module, inputs[0].device.type if inputs else "cpu")
+    return Captured(graph_module, tree, strides, time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collections: a capture makes and keeps tens of thousands of objects, among which they find nothing."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _recorded(
+    function: Callable[..., Any],
+    call: Call,
+    inputs: Sequence[torch.Tensor],
+    arena: WeightArena,
+    ignored: frozenset[str],
+) -> tuple[fx.GraphModule, Any, list[tuple[int, ...]]]:
     arena.index()
     found: dict[str, Any] = {}
 
@@ -69,32 +108,19 @@ def capture(function: Callable[..., Any], call: Call, inputs: Sequence[torch.Ten
         found["tree"], found["strides"] = tree, [tuple(o.stride()) for o in outputs]
         return outputs
 
-    before = _module_state(arena.root)
-    collecting = gc.isenabled()
-    # tens of thousands of objects are made and kept: collections in between find nothing and cost a tenth of the time
-    gc.disable()
+    before = State(arena.root)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            graph_module = make_fx(flat, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+            graph_module = record(flat, inputs, arena.root, ignored)
     except NotOurs as exc:
         raise CaptureRefused(str(exc)) from exc
     except Exception as exc:
         raise _refusal(exc) from exc
     finally:
-        if collecting:
-            gc.enable()
-        left_behind = _restore_state(before)
+        left_behind = before.restore()
     if left_behind:
         raise CaptureRefused(f"its forward keeps state between calls, in {left_behind}")
-
-    _refuse_dynamic(graph_module)
-    _adopt_weights(graph_module, arena)
-    _refuse_random(graph_module)
-    refused = inplace.functionalise(graph_module)
-    if refused:
-        raise CaptureRefused(refused)
-    autocast.materialise(graph_module, inputs[0].device.type if inputs else "cpu")
-    return Captured(graph_module, found["tree"], found["strides"], time.perf_counter() - started)
+    return graph_module, found["tree"], found["strides"]
 
 
 def _adopt_weights(graph_module: fx.GraphModule, arena: WeightArena) -> None:
@@ -112,7 +138,8 @@ def _adopt_weights(graph_module: fx.GraphModule, arena: WeightArena) -> None:
             shape = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise CaptureRefused(f"its forward reads a tensor {shape} that is neither an argument nor a weight")
         node.meta["weight"] = weight
-        node.meta.setdefault("val", _fake_like(tensor, graph_module))
+        if "val" not in node.meta:
+            node.meta["val"] = _fake_like(tensor, graph_module)
         first = by_weight.setdefault(weight, node)
         if first is not node:
             node.replace_all_uses_with(first)
@@ -157,29 +184,6 @@ def _refuse_random(graph_module: fx.GraphModule) -> None:
 def _dropout_p(node: fx.Node) -> float:
     p = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     return float(p)  # type: ignore[arg-type]
-
-
-def _module_state(root: nn.Module) -> list[tuple[str, dict, dict]]:
-    return [(name, m.__dict__, dict(m.__dict__)) for name, m in root.named_modules()]
-
-
-def _restore_state(before: list[tuple[str, dict, dict]]) -> str | None:
-    """Put every module attribute back as it was; the name of the first that had changed."""
-    changed = None
-    for name, now, was in before:
-        if len(now) == len(was) and all(now.get(k) is v for k, v in was.items()):
-            continue
-        keys = [k for k in {**now, **was} if now.get(k) is not was.get(k)]
-        # an equal value is no state, only a new object for it
-        if any(not _equal(now.get(k), was.get(k)) for k in keys):
-            changed = changed or f"{name or 'the model'}.{keys[0]}"
-        now.clear()
-        now.update(was)
-    return changed
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and isinstance(a, (bool, int, float, str, tuple, torch.Size, torch.dtype)) and a == b
 
 
 _READS = ("DataDependent", "GuardOnDataDependent", "DynamicOutputShape")

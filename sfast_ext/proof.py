@@ -10,6 +10,7 @@ import torch
 from sfast_ext import environment, native
 from sfast_ext.capture import Captured
 from sfast_ext.config import Config
+from sfast_ext.kernels._precompile import precompile
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.plan import Plan, milliseconds, relative_error
 from sfast_ext.signature import Call, flatten_output
@@ -25,6 +26,9 @@ def rewritten(captured: Captured, call: Call, arena: WeightArena, device: torch.
     native_runs = config.native and native.available(device)
     context = PassContext(arena=arena, device=device, triton=triton, native=native_runs)
     fused = run_passes(captured.graph_module, context)
+    if triton:
+        # before the plan takes the shapes out of the graph
+        precompile(captured.graph_module.graph, device)
     return Plan(call, captured.graph_module, captured.output_tree, captured.output_strides, device, fused)
 
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+from collections import OrderedDict, deque
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -91,6 +94,127 @@ def test_a_refused_capture_leaves_no_state_behind():
     with torch.no_grad(), pytest.raises(CaptureRefused):
         capture(module.forward, call, call.tensors(CPU), WeightArena(module))
     assert not hasattr(module, "cache")
+
+
+class Notes:
+    """What no module is, as an attention processor."""
+
+    def __init__(self):
+        self.count = 0
+
+
+HELD = {
+    "list": lambda: [1],
+    "deque": lambda: deque([1], maxlen=3),
+    "set": lambda: {1},
+    "dict": lambda: {"a": 1},
+    "ordered": lambda: OrderedDict(a=1, b=2),
+    "nested": lambda: {"down": [1], "up": []},
+}
+
+
+def keeping(kind, held, x):
+    if kind in ("list", "deque"):
+        held.append(x)
+    elif kind == "set":
+        held.add(x)
+    elif kind == "nested":
+        held["up"].append(x)
+    else:
+        held["a"] = x
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_what_a_forward_keeps_in_a_container_is_noticed_and_taken_back(kind):
+    def remember(m, x):
+        keeping(kind, m.held, x)
+        return x * 2
+
+    module = Holder(remember)
+    held = module.held = HELD[kind]()
+    call = flatten_call((X,), {}, CPU)
+    with torch.no_grad(), pytest.raises(CaptureRefused, match="keeps state between calls, in the model.held"):
+        capture(module.forward, call, call.tensors(CPU), WeightArena(module))
+    assert module.held is held and held == HELD[kind]() and type(held) is type(HELD[kind]())
+    assert getattr(held, "maxlen", 3) == 3
+
+
+def test_what_a_forward_takes_out_of_a_container_is_put_back():
+    module = Holder(lambda m, x: x * m.linear.held.pop())
+    module.linear.held = [2, 3]
+    call = flatten_call((X,), {}, CPU)
+    with torch.no_grad(), pytest.raises(CaptureRefused, match="keeps state between calls, in linear.held"):
+        capture(module.forward, call, call.tensors(CPU), WeightArena(module))
+    assert module.linear.held == [2, 3]
+
+
+def test_a_buffer_that_a_forward_replaces_is_noticed_and_put_back():
+    def replace(m, x):
+        m.buffer = m.buffer + x
+        return m.buffer * 2
+
+    module = Holder(replace)
+    buffer = module.buffer
+    call = flatten_call((X,), {}, CPU)
+    with torch.no_grad(), pytest.raises(CaptureRefused, match="keeps state"):
+        capture(module.forward, call, call.tensors(CPU), WeightArena(module))
+    assert module.buffer is buffer
+
+
+def test_a_tensor_kept_in_an_object_of_a_module_is_noticed_and_taken_out():
+    def remember(m, x):
+        m.notes.count += 1
+        m.notes.last = [x]
+        return x * 2
+
+    module = Holder(remember)
+    module.notes = Notes()
+    call = flatten_call((X,), {}, CPU)
+    with torch.no_grad(), pytest.raises(CaptureRefused, match="keeps state between calls, in the model.notes.last"):
+        capture(module.forward, call, call.tensors(CPU), WeightArena(module))
+    assert not hasattr(module.notes, "last")
+
+
+def test_state_is_taken_back_where_the_capture_fails():
+    def remember(m, x):
+        m.held.append(x)
+        raise KeyError("nothing here")
+
+    module = Holder(remember)
+    module.held = []
+    call = flatten_call((X,), {}, CPU)
+    with torch.no_grad(), pytest.raises(CaptureRefused, match="KeyError"):
+        capture(module.forward, call, call.tensors(CPU), WeightArena(module))
+    assert module.held == []
+
+
+def renewing(m, x):
+    m.size, m.held[0], m.table["size"] = (2, "a" * len(m.size)), float(x.shape[0]), tuple(x.shape)
+    return x * 2
+
+
+def test_an_equal_value_is_no_state():
+    module = Holder(renewing)
+    module.size, module.held, module.table = (2, "aa"), [2.0], {"size": tuple(X.shape)}
+    call = flatten_call((X,), {}, CPU)
+    with torch.no_grad():
+        capture(module.forward, call, call.tensors(CPU), WeightArena(module))
+    assert module.held == [2.0] and module.size == (2, "aa")
+
+
+def test_garbage_is_collected_as_before():
+    try:
+        gc.disable()
+        captured(lambda m, x: x * 2, X)
+        assert not gc.isenabled()
+        gc.enable()
+        captured(lambda m, x: x * 2, X)
+        assert gc.isenabled()
+        with pytest.raises(CaptureRefused):
+            captured(lambda m, x: x.mul_(2), X)
+        assert gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_refusal_that_reads_a_number_says_so():

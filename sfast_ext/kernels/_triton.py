@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,13 +64,30 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
+_collected: ContextVar[list[tuple[Any, tuple[Any, ...], dict[str, Any]]] | None] = ContextVar("collected", default=None)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
+    """Within, in this thread, tensors of any device are taken and launches only noted: kernel, arguments, constants."""
+    found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
+
+
 def runs(x: Tensor, *others: Tensor | None) -> bool:
     """Whether a kernel can take these tensors; where not, a launch calls its reference.
 
     Not taken: no Triton, a device Triton cannot use, float64 and what is no float, several devices, and
-    subclasses of Tensor (fake, quantised), which mean more than their memory says.
+    subclasses of Tensor (fake, quantised), which mean more than their memory says. While launches are collected,
+    tensors without memory stand in for those of a GPU.
     """
     device = x.device
+    if _collected.get() is not None:
+        return all(t is None or t.dtype in DTYPES for t in (x, *others))
     if not AVAILABLE or not (INTERPRETED or (device.type == "cuda" and _capable(device.index))):
         return False
     for tensor in (x, *others):
@@ -81,6 +100,10 @@ def runs(x: Tensor, *others: Tensor | None) -> bool:
 
 def start(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constants: Any) -> None:
     """Launches on x's device: Triton itself would take the current one."""
+    collected = _collected.get()
+    if collected is not None:
+        collected.append((kernel, (x, *args), constants))
+        return
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
             kernel[grid](x, *args, **constants)

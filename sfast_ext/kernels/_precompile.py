@@ -1,0 +1,134 @@
+"""Compiles what a graph will launch, all at once: left to the first run, Triton compiles one kernel after another.
+
+Most of a compilation runs outside of Python's lock, or in processes of its own, so threads are enough.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from sfast_ext.kernels import _triton
+
+logger = logging.getLogger("sfast_ext")
+
+MOST_THREADS = 16
+_KERNELS = "sfast_ext.kernels."
+# what this process has compiled already: (device, key of the launch)
+_done: set[Any] = set()
+
+
+class Launch(NamedTuple):
+    """A kernel and what it is compiled for: dtypes for its tensors, numbers, constants."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+def launches(graph: fx.Graph) -> dict[Any, Launch]:
+    """What the Triton kernels of a rewritten graph will launch, by what makes Triton compile one anew.
+
+    Told by the shapes and dtypes in the nodes' metadata; a node without them is left out.
+    """
+    found: dict[Any, Launch] = {}
+    met: set[Any] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or not _launches_triton(node.target):
+            continue
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+        shapes = str((node.target, _described(args), _described(kwargs)))
+        if shapes in met:
+            continue
+        met.add(shapes)
+        try:
+            with torch.no_grad(), _triton.collecting() as collected:
+                node.target(*_stand_ins(args), **_stand_ins(kwargs))
+        except Exception:
+            continue  # compiled when it is first launched
+        for kernel, operands, constants in collected:
+            launch = Launch(kernel, tuple(x.dtype if isinstance(x, torch.Tensor) else x for x in operands), constants)
+            found.setdefault(_key(launch), launch)
+    return found
+
+
+def precompile(graph: fx.Graph, device: torch.device) -> int:
+    """Compile what `launches` finds and this process has not compiled yet, in threads; returns how many that were.
+
+    What fails is left to the first launch, which then tells why.
+    """
+    if not _triton.AVAILABLE or _triton.INTERPRETED or device.type != "cuda":
+        return 0
+    try:
+        wanted = {key: launch for key, launch in launches(graph).items() if (device, key) not in _done}
+        for launch in wanted.values():
+            caches = getattr(launch.kernel, "device_caches", None)
+            if caches is not None and device.index is not None:
+                caches[device.index]  # made when first asked for: by each thread, were it not here by then
+    except Exception:
+        return 0
+    if not wanted:
+        return 0
+    with ThreadPoolExecutor(min(len(wanted), MOST_THREADS, os.cpu_count() or 1)) as pool:
+        compiled = list(pool.map(lambda launch: _compile(launch, device), wanted.values()))
+    _done.update((device, key) for key, done in zip(wanted, compiled) if done)
+    return sum(compiled)
+
+
+def _compile(launch: Launch, device: torch.device) -> bool:
+    try:
+        with torch.cuda.device(device):
+            compiled = launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants)
+            # loads it, and builds the launcher, with a C compiler in some versions of Triton
+            load: Callable[[], None] | None = getattr(compiled, "_init_handles", None)
+            if load is not None:
+                load()
+        return compiled is not None
+    except Exception:
+        logger.debug("%s is left to its first launch", launch.kernel, exc_info=True)
+        return False
+
+
+def _launches_triton(target: Any) -> bool:
+    home = getattr(target, "__module__", "")
+    if not home.startswith(_KERNELS) or getattr(target, "__name__", "") != "launch":
+        return False
+    return getattr(sys.modules.get(home), "NEEDS_TRITON", True)
+
+
+def _stand_ins(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    if isinstance(x, dict):
+        return {name: _stand_ins(value) for name, value in x.items()}
+    return type(x)(_stand_ins(item) for item in x) if type(x) in (list, tuple) else x
+
+
+def _described(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.dtype, tuple(x.shape), x.stride()
+    if isinstance(x, dict):
+        return [(name, _described(value)) for name, value in x.items()]
+    return [_described(item) for item in x] if isinstance(x, (list, tuple)) else x
+
+
+def _key(launch: Launch) -> Any:
+    """Equal for launches that share a compilation: of numbers Triton looks at some, and at what they are."""
+    kernel = launch.kernel
+    unlooked = set(getattr(kernel, "do_not_specialize", None) or ())  # names, or their places in older versions
+    seen: list[Any] = []
+    for place, (name, value) in enumerate(zip(kernel.arg_names, launch.args)):
+        if type(value) is not int:
+            seen.append(value if isinstance(value, torch.dtype) else type(value))
+            continue
+        wide = not -(2**31) <= value < 2**31
+        plain = name in unlooked or place in unlooked
+        seen.append(wide if plain else (wide, value == 1, value % 16 == 0))
+    return id(kernel), tuple(seen), tuple(sorted(launch.constants.items()))

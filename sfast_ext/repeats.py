@@ -1,0 +1,219 @@
+"""Modules of one kind are recorded once: where a second is called alike, what the first recorded is copied.
+
+A UNet is a few kinds of blocks over and over (SDXL has 70 transformer blocks of two kinds); recording is what a capture
+spends its time on. All of it leans on torch's internals: where these are not as expected, everything is recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from sfast_ext.behaviour import structure
+from sfast_ext.slot import AcceleratedForward, is_own_forward
+
+try:
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor_tree
+    from torch.utils._python_dispatch import _disable_current_modes
+except ImportError:
+    get_proxy_slot = None
+
+# a module of fewer layers is recorded as quickly as it is compared
+LEAST = 5
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format)
+
+
+class Unrepeatable(Exception):
+    """Copying went wrong half way: the capture is to be made without."""
+
+
+class _Unlike(Exception):
+    """A call that cannot be told to be like another."""
+
+
+@dataclass
+class _Recording:
+    """What one call recorded: its nodes, the module's name of each weight, where arguments came in, what went out."""
+
+    nodes: list[fx.Node]
+    weights: dict[fx.Node, str]
+    arguments: list[fx.Node]
+    outputs: list[tuple[fx.Node, FakeTensor]]
+    tree: Any
+
+
+@contextlib.contextmanager
+def copied(root: nn.Module, ignored: frozenset[str], tracer: fx.Tracer) -> Iterator[None]:
+    """Within, calls of modules below `root` in this thread are recorded by `tracer` once for each kind.
+
+    Args:
+        ignored: attributes that say nothing about behaviour, see `Hooks.ignored`.
+
+    Raises:
+        Unrepeatable: see there.
+    """
+    if get_proxy_slot is None:
+        yield
+        return
+    copier = _Copier(ignored, tracer)
+    taken: list[tuple[dict, Any]] = []
+    try:
+        for module in _candidates(root):
+            attributes = module.__dict__
+            taken.append((attributes, attributes.get("forward", _take)))
+            inner = attributes.get("forward") or functools.partial(type(module).forward, module)
+            attributes["forward"] = functools.partial(copier.call, module, inner)
+        yield
+    finally:
+        for attributes, before in taken:
+            if before is _take:
+                attributes.pop("forward", None)
+            else:
+                attributes["forward"] = before
+
+
+def _take() -> None:
+    """Stands for an attribute that was not there."""
+
+
+def _candidates(root: nn.Module) -> list[nn.Module]:
+    sizes = {id(m): sum(1 for _ in m.modules()) - 1 for m in root.modules()}
+    fit = [m for m in root.modules() if m is not root and sizes[id(m)] >= LEAST and not isinstance(m, nn.ModuleList)]
+    kinds = Counter((type(m), sizes[id(m)]) for m in fit)
+    return [m for m in fit if kinds[type(m), sizes[id(m)]] > 1 and _is_plain(m)]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether the module's call is its class's forward, or accelerate's hook around that."""
+    forward = module.__dict__.get("forward")
+    plain = forward is None or is_own_forward(forward, module) or isinstance(forward, AcceleratedForward)
+    hooks = any(module.__dict__.get(name) for name in ("_forward_hooks", "_forward_pre_hooks"))
+    return not hooks and (plain or "_hf_hook" in module.__dict__)
+
+
+class _Copier:
+    def __init__(self, ignored: frozenset[str], tracer: fx.Tracer) -> None:
+        self._ignored = ignored | {"forward", "_old_forward"}
+        self._tracer = tracer
+        self._thread = threading.get_ident()
+        self._recordings: dict[Hashable, _Recording | None] = {}
+
+    def call(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tracer = self._tracer
+        if threading.get_ident() != self._thread:
+            return inner(*args, **kwargs)
+        try:
+            leaves, tree = pytree.tree_flatten((args, kwargs))
+            key = self._kind(module), str(tree), _described(leaves)
+            nodes = [_node(tracer, leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        except Exception:
+            # what it cannot be compared by is recorded
+            return inner(*args, **kwargs)
+        known = self._recordings.get(key)
+        if known is not None:
+            return _copy(known, module, tracer, nodes)
+        last = next(iter(reversed(tracer.graph.nodes)))
+        result = inner(*args, **kwargs)
+        if key not in self._recordings:
+            self._recordings[key] = _recording(module, tracer, last, nodes, leaves, result)
+        return result
+
+    def _kind(self, module: nn.Module) -> Hashable:
+        weights = tuple((n, *_metadata(t)) for n, t in [*module.named_parameters(), *module.named_buffers()])
+        return structure(module, self._ignored), weights
+
+
+def _described(leaves: list[Any]) -> Hashable:
+    found: list[Hashable] = []
+    storages: dict[int, int] = {}
+    for leaf in leaves:
+        if isinstance(leaf, FakeTensor):
+            # a part may be told from others by what it shares memory with
+            alias = storages.setdefault(leaf.untyped_storage()._cdata, len(storages))
+            found.append((alias, *_metadata(leaf), leaf.storage_offset()))
+        elif type(leaf) in _PLAIN:
+            found.append((type(leaf), leaf))
+        else:
+            raise _Unlike
+    return tuple(found)
+
+
+def _metadata(x: torch.Tensor) -> tuple[Any, ...]:
+    return x.dtype, tuple(x.shape), x.stride(), x.device, type(x)
+
+
+def _node(tracer: Any, x: torch.Tensor) -> fx.Node:
+    slot = get_proxy_slot(x, tracer, None)
+    proxy = getattr(slot, "proxy", slot)
+    if not isinstance(proxy, fx.Proxy) or getattr(slot, "constant", None) is not None:
+        raise _Unlike
+    return proxy.node
+
+
+def _recording(
+    module: nn.Module, tracer: Any, last: fx.Node, arguments: list[fx.Node], leaves: list[Any], result: Any
+) -> _Recording | None:
+    """What a call recorded after `last`, where that can be copied: it reads its arguments and weights alone, writes to
+    nothing, and what it returns is its own."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    nodes, weights = [], {}
+    node = last.next
+    while node.op != "root":
+        nodes.append(node)
+        node = node.next
+    inside = {*nodes, *arguments}
+    for node in nodes:
+        if node.op == "get_attr":
+            name = names.get(id(getattr(tracer.root, str(node.target), None)))
+            if name is None:
+                return None
+            weights[node] = name
+        elif node.op != "call_function" or not inside.issuperset(node.all_input_nodes) or _writes(node.target):
+            return None
+    outputs, tree = pytree.tree_flatten(result)
+    given = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    found = []
+    for x in outputs:
+        if not isinstance(x, FakeTensor) or x.untyped_storage()._cdata in given:
+            return None
+        given.add(x.untyped_storage()._cdata)
+        try:
+            found.append((_node(tracer, x), x))
+        except _Unlike:
+            return None
+    return _Recording(nodes, weights, arguments, found, tree)
+
+
+def _writes(target: Any) -> bool:
+    return bool(getattr(getattr(target, "_schema", None), "is_mutable", False))
+
+
+def _copy(known: _Recording, module: nn.Module, tracer: Any, arguments: list[fx.Node]) -> Any:
+    try:
+        mapped = dict(zip(known.arguments, arguments))
+        for node in known.nodes:
+            name = known.weights.get(node)
+            if name is None:
+                mapped[node] = tracer.graph.node_copy(node, mapped.__getitem__)
+            else:
+                mapped[node] = tracer.create_arg(module.get_parameter(name))
+        results = []
+        for node, like in known.outputs:
+            with _disable_current_modes():
+                meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+                result = FakeTensor(like.fake_mode, meta, like.fake_device)
+            track_tensor_tree(result, fx.Proxy(mapped[node], tracer), constant=None, tracer=tracer)
+            results.append(result)
+        return pytree.tree_unflatten(results, known.tree)
+    except Exception as exc:
+        raise Unrepeatable(str(exc)) from exc

@@ -1,0 +1,251 @@
+"""`make_fx` under fake tensors, without what it does again and again for each of a UNet's thousand weights.
+
+The graph is the one that make_fx alone records, node for node. What is spared: working out the result of an operation
+on shapes that were met before, making a fake tensor of each weight, and searching all weights for each one's name.
+All of it leans on torch's internals: where these are not as expected, make_fx runs as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import Parameter
+
+from sfast_ext import repeats
+from sfast_ext.report import logger
+
+try:
+    from torch._subclasses.fake_tensor import in_kernel_invocation_manager as _as_meta
+except ImportError:
+    _as_meta = None
+
+aten = torch.ops.aten
+LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default})
+_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+# callers between the recorded function and the function of make_fx that knows the tracer
+_NEAR = 6
+
+
+def record(
+    function: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    root: nn.Module | None = None,
+    ignored: frozenset[str] = frozenset(),
+) -> fx.GraphModule:
+    """Run `function` on fake tensors in the place of `inputs`, and record what it does before autocast acts.
+
+    The attributes of the graph are the very tensors that the function read. Errors of the function are passed on.
+
+    Args:
+        root: a module whose submodules `function` calls; those of one kind are recorded once, see `repeats`.
+        ignored: see `Hooks.ignored`.
+    """
+    if root is not None:
+        try:
+            return _record(function, inputs, root, ignored)
+        except repeats.Unrepeatable:
+            logger.debug("copying what was recorded failed", exc_info=True)
+    return _record(function, inputs, None, ignored)
+
+
+def _record(
+    function: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    root: nn.Module | None,
+    ignored: frozenset[str],
+) -> fx.GraphModule:
+    def recorded(*leaves: torch.Tensor) -> Sequence[torch.Tensor]:
+        tracer = _tracer(sys._getframe(1))
+        if tracer is None:
+            return function(*leaves)
+        _name_weights(tracer, mode)
+        with contextlib.nullcontext() if root is None else repeats.copied(root, ignored, tracer):
+            return function(*leaves)
+
+    # its first import under a fake mode would leave fake tensors in its modules
+    import torch._dynamo  # noqa: F401
+
+    mode = _remembering()
+    with mode if mode is not None else contextlib.nullcontext():
+        # a mode that is active is the one that make_fx takes
+        return make_fx(recorded, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+
+
+class _Unlike(Exception):
+    """An argument of which the metadata do not tell all."""
+
+
+class _Remembering(FakeTensorMode):
+    """Works out an operation once for arguments of equal metadata; lives as long as one capture."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._known: dict[Any, Any] | None = {}
+        self._weights: dict[Any, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._known is None or not _depends_on_metadata(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        tensors: list[torch.Tensor] = []
+        try:
+            key = (
+                func,
+                torch.get_default_dtype(),
+                torch.is_inference_mode_enabled(),
+                self._described(args, tensors),
+                self._described(tuple(kwargs.items()), tensors) if kwargs else None,
+            )
+            entry = self._known.get(key) if tensors else None
+            if entry is not None:
+                return self._again(entry, tensors)
+        except _Unlike:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except Exception:
+            # torch is not as expected: from here on as if this class were not
+            self._known = None
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if tensors:
+            self._remember(key, result, tensors)
+        return result
+
+    def like(self, weight: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of a weight's metadata, one for all of the same."""
+        key = weight.dtype, tuple(weight.shape), weight.stride(), weight.device
+        fake = self._weights.get(key)
+        if fake is None:
+            with _as_meta(self):
+                meta = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
+            fake = self._weights[key] = FakeTensor(self, meta, weight.device)
+        return fake
+
+    def _described(self, x: Any, tensors: list[torch.Tensor]) -> Any:
+        kind = type(x)
+        if kind is FakeTensor or kind is Parameter or kind is torch.Tensor:
+            real = kind is not FakeTensor
+            if not real and (x.fake_mode is not self or x.constant is not None or x._has_symbolic_sizes_strides):
+                raise _Unlike
+            if x.layout is not torch.strided or x.is_complex() or x.is_quantized:
+                raise _Unlike
+            tensors.append(x)
+            device = x.device if real else x.fake_device
+            return real, x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), device
+        if kind in _PLAIN:
+            return kind, x
+        if isinstance(x, (list, tuple)):
+            return kind, *[self._described(item, tensors) for item in x]
+        raise _Unlike
+
+    def _remember(self, key: Any, result: Any, tensors: list[torch.Tensor]) -> None:
+        assert self._known is not None
+        several = isinstance(result, (list, tuple))
+        fakes = [(i, t.untyped_storage()._cdata) for i, t in enumerate(tensors) if type(t) is FakeTensor]
+        parts: list[Any] = []
+        for x in result if several else [result]:
+            if x is None or type(x) in (int, float, bool):
+                parts.append((None, x))
+                continue
+            if type(x) is not FakeTensor or x.fake_mode is not self or x.constant is not None:
+                return
+            if x._has_symbolic_sizes_strides or x.layout is not torch.strided or x.is_complex() or x.is_quantized:
+                return
+            if x.requires_grad or any(x is t for t in tensors):
+                return
+            storage = x.untyped_storage()._cdata
+            base = next((i for i, other in fakes if other == storage), None)
+            parts.append((x.fake_device, (base, tuple(x.shape), x.stride(), x.storage_offset(), x.dtype)))
+        # the dispatcher takes the names off a named tuple
+        kind = (list if isinstance(result, list) else tuple) if several else None
+        self._known[key] = (kind, parts)
+
+    def _again(self, entry: Any, tensors: list[torch.Tensor]) -> Any:
+        kind, parts = entry
+        results: list[Any] = []
+        for device, what in parts:
+            if device is None:
+                results.append(what)
+                continue
+            base, shape, stride, offset, dtype = what
+            with _as_meta(self):
+                if base is None:
+                    meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                else:
+                    meta = tensors[base].as_strided(shape, stride, offset)
+            results.append(FakeTensor(self, meta, device))
+        return results[0] if kind is None else kind(results)
+
+
+@functools.lru_cache(maxsize=None)
+def _depends_on_metadata(func: Any) -> bool:
+    """Whether the metadata of the result follow from those of the arguments, and nothing is written to."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func in LIFTS:
+        return False
+    return not func._schema.is_mutable and _DATA.isdisjoint(func.tags)
+
+
+def _remembering() -> _Remembering | None:
+    if _as_meta is None:
+        return None
+    try:
+        from torch._functorch import config
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        patch: Any = contextlib.nullcontext()
+        if hasattr(config, "fake_tensor_allow_unsafe_data_ptr_access"):
+            patch = config.patch(fake_tensor_allow_unsafe_data_ptr_access=False)
+        with patch:
+            return _Remembering(
+                allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
+            )
+    except Exception:
+        return None
+
+
+def _tracer(frame: FrameType | None) -> fx.Tracer | None:
+    """The tracer that make_fx made, which it hands to nobody."""
+    for _ in range(_NEAR):
+        if frame is None:
+            return None
+        found = frame.f_locals.get("tracer")
+        if isinstance(found, fx.Tracer):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def _name_weights(tracer: fx.Tracer, mode: _Remembering | None) -> None:
+    """Let the tracer know a parameter by identity, where it goes through all that it has met."""
+    names: dict[int, tuple[str, Parameter]] = {}
+    create_arg = tracer.create_arg
+
+    def quick(a: Any) -> Any:
+        if type(a) is not Parameter:
+            return create_arg(a)
+        # the parameter is kept, so that its id stays its own
+        name, _ = names.get(id(a)) or names.setdefault(id(a), (_fresh(tracer.root, len(names)), a))
+        if name not in tracer.root._parameters:
+            setattr(tracer.root, name, a)
+        if mode is None:
+            return tracer.create_node("get_attr", name, (), {})
+        node = fx.Tracer.create_node(tracer, "get_attr", name, (), {})
+        node.meta["val"] = mode.like(a)
+        return node
+
+    tracer.create_arg = quick  # type: ignore[method-assign]
+
+
+def _fresh(root: torch.nn.Module, number: int) -> str:
+    while hasattr(root, f"_param_constant{number}"):
+        number += 1
+    return f"_param_constant{number}"

@@ -1,0 +1,176 @@
+"""Compiling ahead, which needs no card: a stand-in of Triton's driver names one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import fx
+
+from sfast_ext import kernels
+from sfast_ext.kernels import _precompile, _triton, attention, bias_add, geglu, group_norm, layer_norm
+
+pytestmark = pytest.mark.skipif(
+    not _triton.AVAILABLE or kernels.interpreted(), reason="needs Triton, and TRITON_INTERPRET unset"
+)
+
+GPU = torch.device("cuda", 0)
+MODULES = (layer_norm, geglu, bias_add)
+NORMED, PICTURE = (2, 64, 320), (2, 320, 8, 8)
+
+
+def graph_of(*calls):
+    """A graph of calls, whose tensors are given by their shapes."""
+    graph = fx.Graph()
+    for function, *args in calls:
+        nodes = []
+        for arg in args:
+            if isinstance(arg, tuple):
+                node = graph.placeholder("x")
+                node.meta["val"] = torch.empty(arg, dtype=torch.float16, device="meta")
+                arg = node
+            nodes.append(arg)
+        graph.call_function(function, tuple(nodes))
+    return graph
+
+
+def network():
+    return graph_of(
+        (layer_norm.launch, NORMED, (320,), (320,), 1e-5),
+        (layer_norm.launch, (2, 128, 320), (320,), (320,), 1e-5),  # as the first: rows are told at run time
+        (layer_norm.launch, (2, 64, 640), (640,), (640,), 1e-5),
+        (layer_norm.launch, (2, 64, 641), (641,), (641,), 1e-5),  # no multiple of 16
+        (geglu.launch, (2, 64, 2560)),
+        (bias_add.launch, PICTURE, (320,), PICTURE),
+        (group_norm.launch, PICTURE, 32, (320,), (320,), 1e-5),
+        (attention.launch, (2, 4, 64, 64), (2, 4, 64, 64), (2, 4, 64, 64)),
+        (torch.add, NORMED, NORMED),
+    )
+
+
+def test_launches_that_share_a_compilation_are_one():
+    found = _precompile.launches(network())
+    names = sorted(launch.kernel.fn.__module__.rpartition(".")[2] for launch in found.values())
+    assert names == ["_group_norm", "_group_norm", "bias_add", "geglu", "layer_norm", "layer_norm", "layer_norm"]
+
+
+def test_a_node_without_metadata_is_left_out():
+    graph = graph_of((geglu.launch, (2, 64, 2560)), (layer_norm.launch, NORMED, (320,), (320,), 1e-5))
+    next(iter(graph.nodes)).meta.clear()
+    assert [launch.kernel for launch in _precompile.launches(graph).values()] == [layer_norm._kernel]
+
+
+def test_nothing_is_launched_or_kept_where_launches_are_collected():
+    x = torch.empty(4, 16, device="meta")
+    with _triton.collecting() as collected:
+        layer_norm.launch(x, None, None, 1e-5)
+    assert len(collected) == 1
+    assert not _triton.runs(x)
+
+
+def test_other_threads_launch_while_one_collects():
+    seen = []
+    with _triton.collecting():
+        thread = threading.Thread(target=lambda: seen.append(_triton.runs(torch.empty(4, 16))))
+        thread.start()
+        thread.join()
+    assert seen == [False]
+
+
+@pytest.fixture
+def card(monkeypatch, tmp_path):
+    """Triton as on a GPU of compute capability 9.0, with nothing compiled."""
+    compiler = pytest.importorskip("triton.backends.compiler")
+    driver = pytest.importorskip("triton.runtime.driver").driver
+    compiled = pytest.importorskip("triton.compiler.compiler").CompiledKernel
+    if not hasattr(driver, "set_active"):
+        pytest.skip("this Triton takes no other driver")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    active = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: compiler.GPUTarget("cuda", 90, 32),
+    )
+    loaded = []
+    monkeypatch.setattr(driver, "_active", active, raising=False)
+    monkeypatch.setattr(compiled, "_init_handles", lambda self: loaded.append(self.name))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(_precompile, "_done", set())
+    if not all(hasattr(module._kernel, "device_caches") for module in MODULES):
+        pytest.skip("this Triton keeps what it compiled elsewhere")
+    for module in MODULES:
+        module._kernel.device_caches.clear()
+    yield loaded
+    for module in MODULES:
+        module._kernel.device_caches.clear()
+
+
+def small():
+    return graph_of(
+        (layer_norm.launch, NORMED, (320,), (320,), 1e-5),
+        (geglu.launch, (2, 64, 2560)),
+        (bias_add.launch, PICTURE, (320,), PICTURE),
+    )
+
+
+def test_what_is_compiled_ahead_is_what_a_launch_looks_for(card):
+    assert _precompile.precompile(small(), GPU) == 3 == len(card)
+
+    def compiled():
+        return {module: set(module._kernel.device_caches[0][0]) for module in MODULES}
+
+    before = compiled()
+    assert all(len(keys) == 1 for keys in before.values())
+    calls = [
+        (layer_norm.launch, [torch.zeros(NORMED), torch.zeros(320), torch.zeros(320)], [1e-5]),
+        (geglu.launch, [torch.zeros(2, 64, 2560)], []),
+        (bias_add.launch, [torch.zeros(PICTURE), torch.zeros(320), torch.zeros(PICTURE)], []),
+    ]
+    for function, tensors, rest in calls:
+        with _triton.collecting() as collected:
+            function(*[t.half() for t in tensors], *rest)
+        for kernel, args, constants in collected:
+            kernel.warmup(*args, grid=(1,), **constants)  # a launch but for the launching
+    assert compiled() == before
+
+
+def test_a_second_graph_compiles_only_what_is_new(card):
+    _precompile.precompile(small(), GPU)
+    more = graph_of((geglu.launch, (2, 64, 2560)), (layer_norm.launch, (2, 64, 640), (640,), (640,), 1e-5))
+    assert _precompile.precompile(more, GPU) == 1
+
+
+def test_what_fails_to_compile_is_left_to_the_launch(card, monkeypatch):
+    def broken(*args, **options):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(geglu._kernel, "warmup", broken, raising=False)
+    assert _precompile.precompile(small(), GPU) == 2
+
+
+def test_without_a_gpu_nothing_is_compiled():
+    assert _precompile.precompile(small(), torch.device("cpu")) == 0
+
+
+@pytest.mark.gpu
+def test_a_run_after_it_compiles_nothing(monkeypatch):
+    knobs = pytest.importorskip("triton.knobs")
+    device = torch.device("cuda", torch.cuda.current_device())
+    compiled = []
+    monkeypatch.setattr(_precompile, "_done", set())
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **details: compiled.append(details["repr"]))
+    calls = [
+        (layer_norm.launch, [(3, 77, 352), (352,), (352,)], [1e-5]),
+        (geglu.launch, [(3, 77, 704)], []),
+        (bias_add.launch, [(3, 352, 9, 9), (352,), (3, 352, 9, 9)], []),
+        (group_norm.launch, [(3, 352, 9, 9)], [32, None, None, 1e-5]),
+    ]
+    graph = graph_of(*[(function, *shapes, *rest) for function, shapes, rest in calls])
+    assert _precompile.precompile(graph, device) == 5
+    compiled.clear()
+    for function, shapes, rest in calls:
+        function(*[torch.zeros(shape, dtype=torch.float16, device=device) for shape in shapes], *rest)
+    assert compiled == []

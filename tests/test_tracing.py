@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from passes.networks import network
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sfast_ext import tracing
+from sfast_ext.signature import flatten_call, flatten_output, rebuild_call
+
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+
+
+def plain(function, inputs):
+    """What make_fx alone records."""
+
+    def flat(*leaves):
+        return function(*leaves)
+
+    return make_fx(flat, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+
+
+def metadata(value):
+    if isinstance(value, torch.Tensor):
+        return type(value), value.shape, value.stride(), value.storage_offset(), value.dtype, value.device
+    return [metadata(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def described(graph_module):
+    """All that a pass may look at, node for node."""
+    nodes = []
+    for node in graph_module.graph.nodes:
+        # torch before 2.5 gives weights no metadata
+        val = None if node.op == "get_attr" and "val" not in node.meta else metadata(node.meta.get("val"))
+        keys = sorted(set(node.meta) - {"val"})
+        nodes.append((node.op, node.name, str(node.target), str(node.args), str(node.kwargs), val, keys))
+    return nodes
+
+
+def same(function, *inputs):
+    with torch.no_grad():
+        ours, theirs = tracing.record(function, inputs), plain(function, inputs)
+    for mine, expected in zip(described(ours), described(theirs), strict=True):
+        assert mine == expected
+    for name, value in theirs.named_parameters():
+        assert getattr(ours, name) is value
+    return ours
+
+
+def flattened(kind):
+    unet, args, kwargs = network(kind)
+    call = flatten_call(args, kwargs, CPU)
+
+    def forward(*leaves):
+        a, k = rebuild_call(call.tree, leaves)
+        return flatten_output(unet(*a, **k))[1]
+
+    return forward, call.tensors(CPU)
+
+
+@pytest.mark.parametrize("kind", ["sdxl", "ldm"])
+def test_the_graph_is_that_of_make_fx_node_for_node(kind):
+    forward, inputs = flattened(kind)
+    same(forward, *inputs)
+
+
+def test_the_graph_is_the_same_under_autocast():
+    forward, inputs = flattened("sd15")
+    with torch.autocast("cpu", torch.bfloat16):
+        same(forward, *inputs)
+
+
+def test_shapes_met_before_are_not_worked_out_again(monkeypatch):
+    worked_out = []
+    original = FakeTensorMode.__torch_dispatch__
+
+    def counting(self, func, *args, **kwargs):
+        worked_out.append(func)
+        return original(self, func, *args, **kwargs)
+
+    monkeypatch.setattr(FakeTensorMode, "__torch_dispatch__", counting)
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(8)])
+    found = same(lambda x: [layers(x)], X)
+    assert sum(node.target is aten.layer_norm.default for node in found.graph.nodes) == 8
+    # once by ours, eight times by make_fx alone
+    assert worked_out.count(aten.native_layer_norm.default) == 1 + 8
+
+
+X = torch.randn(2, 4)
+
+
+def numbers(x):
+    i = x.int()
+    return [i * 1, i * 1.0, i * True, i * 1]
+
+
+def dtypes(x):
+    first = torch.full_like(x.int(), 0.5, dtype=None) + x.int() / 2
+    torch.set_default_dtype(torch.float64)
+    try:
+        return [first, x.int() / 2]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def views(x):
+    h = x + 1
+    first, second = h[:1], h[:1]
+    # past the end of the view, inside what it is a view of
+    return [first * 2, second.as_strided((2, 4), (4, 1)), h.view(8)[2:], h.view(8)[2:].view(2, 3), h.t(), h.t()]
+
+
+def writes(x):
+    h = x * 2
+    h.add_(1)
+    k = h[:, :2]
+    k.mul_(3)
+    return [h.add_(1), k, h.t_()]
+
+
+def several(x):
+    a, b = x.chunk(2, 1)
+    c, d = x.chunk(2, 1)
+    top, where = x.max(1)
+    again, there = x.max(1)
+    return [a, b, c, d, top, where, again, there, *x.unbind(0), *x.unbind(0), *torch.var_mean(x, 1)]
+
+
+def literals(x):
+    two, half = torch.tensor(2), torch.tensor([0.5, 0.25, 1.0, 2.0])
+    return [x * int(two), x * int(two), x + half, x + half, torch.tensor(3.0) + torch.tensor(4.0)]
+
+
+def wholes(x):
+    return [torch.view_as_real(torch.view_as_complex(x.view(2, 2, 2)) * 2), x.contiguous(), x.to(x.dtype), x.double()]
+
+
+def noise(x):
+    return [x + torch.randn_like(x), x + torch.randn_like(x), torch.zeros(2, 4), torch.zeros(2, 4)]
+
+
+@pytest.mark.parametrize("function", [numbers, dtypes, views, writes, several, literals, wholes, noise])
+def test_what_is_remembered_is_what_torch_would_say(function):
+    same(function, X)
+
+
+def test_weights_are_named_as_make_fx_names_them():
+    linear, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    buffer = torch.ones(4)
+    found = same(lambda x: [other(linear(x)) + linear(x) + buffer, x @ linear.weight.t(), buffer + 1], X)
+    assert len(list(found.named_parameters())) == 4
+
+
+def test_a_shape_that_does_not_fit_is_an_error_however_often_its_parts_fitted():
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        tracing.record(lambda x: [x @ x.t() @ x, x @ x.t() @ x, x @ x], [X])
+
+
+def no_meta(monkeypatch):
+    monkeypatch.setattr(tracing, "_as_meta", None)
+
+
+def no_tracer(monkeypatch):
+    monkeypatch.setattr(tracing, "_tracer", lambda frame: None)
+
+
+def other_fakes(monkeypatch):
+    def unexpected(*args):
+        raise AttributeError("fake_device")
+
+    monkeypatch.setattr(tracing._Remembering, "_described", unexpected)
+
+
+def other_options(monkeypatch):
+    def unexpected(self, **options):
+        raise TypeError("static_shapes")
+
+    monkeypatch.setattr(tracing._Remembering, "__init__", unexpected)
+
+
+@pytest.mark.parametrize("change", [no_meta, no_tracer, other_fakes, other_options])
+def test_where_torch_is_not_as_expected_make_fx_runs_as_it_is(monkeypatch, change):
+    change(monkeypatch)
+    linear = nn.Linear(4, 4)
+    same(lambda x: [linear(x) + linear(x).t().sum()], X)
+
+
+def test_nothing_of_it_stays_active():
+    with torch.no_grad():
+        tracing.record(lambda x: [x + 1], [X])
+    assert type(X + 1) is torch.Tensor
+    with pytest.raises(ZeroDivisionError), torch.no_grad():
+        tracing.record(lambda x: [x / (1 // 0)], [X])
+    assert type(X + 1) is torch.Tensor
