@@ -1,6 +1,7 @@
 # make demo         pictures with and without the accelerator, compared; DEMO_MODEL=path takes your own model
 # make test         ruff, mypy and the whole CPU suite
 # make test-floor   the CPU suite on the oldest stack served: torch 2.1.2, diffusers 0.25.1 (Python 3.10 or 3.11)
+# make soak         EVENTS=20000 random events, SEED=0 the first seed; a failure names the command that plays it again
 # make lint         ruff and mypy alone
 # make bench        SD 1.5 and SDXL against other ways to run them (needs a GPU); results in benchmarks/results
 # make clean        removes the environments and everything generated
@@ -10,13 +11,15 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 WORKERS ?= 2
+EVENTS ?= 20000
+SEED ?= 0
 export DEMO_MODEL
 
 # ldm as AUTOMATIC1111 runs it; its own pins are years old and not needed for what is tested
 LDM := stable-diffusion-sdkit==2.1.5
 PIP := -m pip install --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo test test-floor lint bench doctor clean
+.PHONY: demo test test-floor soak lint bench doctor clean
 
 demo: .venv/.demo
 	.venv/bin/python -m sfast_ext demo
@@ -27,6 +30,9 @@ test: lint
 
 test-floor: .venv-floor/.floor
 	.venv-floor/bin/python -m pytest -n $(WORKERS) tests
+
+soak: .venv/.dev
+	PYTHONPATH=.:tests .venv/bin/python -W ignore -m stateful --events $(EVENTS) --seed $(SEED)
 
 lint: .venv/.dev
 	.venv/bin/ruff check .

@@ -233,6 +233,8 @@ class WeightArena:
     def release(self) -> None:
         """Give every parameter back with the strides it had, in memory of its own, with the values it has now."""
         with self._lock:
+            # where weights lie now: the host may have exchanged them since the last capture
+            self.index()
             for w, now in self._placed():
                 ours = now.data_ptr() == w.tensor.data_ptr() and now.device == w.tensor.device
                 if ours or (now.stride() == w.tensor.stride() and now.shape == w.tensor.shape):

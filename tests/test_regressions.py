@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from stateful.compare import compare_modules
 from stateful.nets import Request, SmallNet, arguments, make
 from torch import nn
 
@@ -196,3 +197,13 @@ def test_a_strength_in_an_object_that_a_processor_holds(pair):
     pair.both(lambda net: setattr(attention(net).processor.settings, "scale", 0.5))
     pair.same(2)
     assert not pair.counter("fallbacks")
+
+
+def test_a_packed_weight_exchanged_with_another_gets_memory_of_its_own(pair):
+    def exchange(net):
+        layer = net.blocks[0].cross_attention
+        layer.to_q.weight, layer.to_k.weight = layer.to_k.weight, layer.to_q.weight
+
+    pair.both(exchange)
+    pair.acc.release()
+    compare_modules(pair.ours, pair.twin)

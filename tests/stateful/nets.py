@@ -13,6 +13,7 @@ from torch import nn
 from sfast_ext.tools import models
 
 CONTEXT = 8
+CPU = torch.device("cpu")
 
 
 class PlainProcessor:
@@ -94,7 +95,7 @@ class SmallNet(nn.Module):
 
     def forward(self, sample, timestep, encoder_hidden_states, residual=None, scale: float = 1.0, return_dict=True):
         t = timestep if torch.is_tensor(timestep) else torch.tensor(timestep)
-        t = t.reshape(-1).expand(sample.shape[0]).to(sample.dtype)[:, None] / 100
+        t = t.to(sample.device).reshape(-1).expand(sample.shape[0]).to(sample.dtype)[:, None] / 100
         emb = self.time_embed(torch.cat([t, t * t, t.sin(), t.cos()], dim=1))
         h = self.conv_in(sample)
         for i, block in enumerate(self.blocks):
@@ -127,33 +128,38 @@ TIMESTEPS = ("int", "float", "0-d", "0-d float", "1-d", "1-d of one")
 STYLES = ("positional", "keywords", "mixed", "tuple result")
 
 
-def _noise(rng: random.Random, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rng.getrandbits(48))
-    return torch.randn(shape, generator=generator).to(dtype)
-
-
-def arguments(request: Request, rng: random.Random, dtype: torch.dtype, *, unet: bool) -> tuple[tuple, dict]:
+def arguments(
+    request: Request, rng: random.Random, dtype: torch.dtype, *, unet: bool, device: torch.device = CPU
+) -> tuple[tuple, dict]:
     """Positional and keyword arguments of one call, with values of its own."""
+
+    def noise(*shape: int) -> torch.Tensor:
+        # drawn on the CPU: a seed plays the same everywhere
+        generator = torch.Generator().manual_seed(rng.getrandbits(48))
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
     step = rng.randrange(1, 999)
+    # a single number may lie on the CPU while the model is on a GPU
+    home = rng.choice((device, CPU))
     timestep: Any = {
         "int": step,
         "float": step + 0.25,
-        "0-d": torch.tensor(step),
-        "0-d float": torch.tensor(step + 0.5),
-        "1-d": torch.full((request.batch,), float(step)),
-        "1-d of one": torch.tensor([step]),
+        "0-d": torch.tensor(step, device=home),
+        "0-d float": torch.tensor(step + 0.5, device=home),
+        "1-d": torch.full((request.batch,), float(step), device=device),
+        "1-d of one": torch.tensor([step], device=home),
     }[request.timestep]
     # a real UNet halves the size three times
     height, width = (request.height, request.width) if unet else (request.height // 2, request.width // 2)
-    sample = _noise(rng, request.batch, 4, height, width, dtype=dtype)
+    sample = noise(request.batch, 4, height, width)
     if request.strided:
         sample = sample.contiguous(memory_format=torch.channels_last)
-    context = _noise(rng, request.batch, request.tokens, 32 if unet else CONTEXT, dtype=dtype)
+    context = noise(request.batch, request.tokens, 32 if unet else CONTEXT)
     named: dict[str, Any] = {"sample": sample, "timestep": timestep, "encoder_hidden_states": context}
     if not unet:
         if request.residual:
             shapes = ((request.batch, 8, height, width), (1, 8, 1, 1))
-            named["residual"] = [_noise(rng, *shape, dtype=dtype) for shape in shapes]
+            named["residual"] = [noise(*shape) for shape in shapes]
         if request.scale is not None:
             value = rng.uniform(0.5, 1.5)
             named["scale"] = torch.tensor(value) if request.scale == "tensor" else value
@@ -167,7 +173,14 @@ def arguments(request: Request, rng: random.Random, dtype: torch.dtype, *, unet:
 
 
 def make(kind: str, seed: int) -> nn.Module:
-    """A model of random weights: "small" or "unet"."""
+    """A model of random weights, in fp32 on the CPU: "small" or "unet"."""
     if kind == "unet":
         return models.tiny_unet("sd15", seed=seed)
     return models.randomise(SmallNet(), seed).eval()
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """All that a model reads to a device, as its host does."""
+    nn.Module.to(model, device)
+    if isinstance(model, SmallNet):
+        model.table = model.table.to(device)

@@ -1,0 +1,1 @@
+"""Measurements and long runs, each with the script that makes it."""

@@ -1,0 +1,68 @@
+"""Where events are played: on a CPU, or on a GPU with its graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from sfast_ext import Config
+
+_CPU = Config(allow_cpu=True)
+# Small nets gain nothing. Few graphs and little memory for them, or none would ever be evicted; the tolerance is that
+# of bfloat16, the coarsest of the types: what the others may show is in `limits`.
+_GPU = Config(max_graphs=3, drop_slower=False, tolerance=0.1)
+
+
+@dataclass(frozen=True)
+class Ground:
+    """A device and what holds on it."""
+
+    device: torch.device
+    first: torch.dtype
+    """Of the model as it is made."""
+    autocast: torch.dtype
+    not_cast: torch.dtype
+    """A model of this type fails under autocast, or is not touched by it."""
+    limits: dict[torch.dtype, float]
+    """The relative error that an accelerated call may show."""
+    calm: Config
+    settings: tuple[Config, ...]
+
+    @property
+    def gpu(self) -> bool:
+        """Whether there are streams, graphs and another device to be moved to."""
+        return self.device.type == "cuda"
+
+
+CPU = Ground(
+    torch.device("cpu"),
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2},
+    _CPU,
+    (
+        _CPU, replace(_CPU, triton=False), replace(_CPU, cuda_graphs=False), replace(_CPU, max_plans=2),
+        replace(_CPU, check="always"), replace(_CPU, check="never"), replace(_CPU, native=False, max_plans=1),
+        replace(_CPU, tolerance=1e-12), Config(),
+    ),
+)  # fmt: skip
+
+
+def gpu() -> Ground:
+    """The first GPU."""
+    return Ground(
+        torch.device("cuda", torch.cuda.current_device()),
+        torch.float16,
+        torch.float16,
+        torch.bfloat16,
+        {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2},
+        _GPU,
+        (
+            _GPU, replace(_GPU, max_graphs=1), replace(_GPU, max_graphs=2), replace(_GPU, graph_memory_mb=1),
+            replace(_GPU, graph_memory_mb=4), replace(_GPU, graph_memory_mb=0), replace(_GPU, triton=False),
+            replace(_GPU, native=False), replace(_GPU, cuda_graphs=False), replace(_GPU, max_plans=2),
+            replace(_GPU, check="always"), replace(_GPU, check="never"), replace(_GPU, tolerance=1e-12),
+        ),
+    )  # fmt: skip

@@ -1,0 +1,93 @@
+"""Random sequences of events; `make soak EVENTS=n` plays more of them. A failure names what led to it, made short, and
+the command that plays it again."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import hypothesis
+import pytest
+from hypothesis import Phase, strategies
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from stateful import __main__ as soak
+from stateful import machine
+from stateful.world import World
+
+# an event that is listed more often comes more often
+LISTED = machine.listed(machine.EVENTS)
+MODELS, EVENTS = 20, 50
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    # failures made on purpose, thousands of them; pytest would keep what they log, and torch's own traces
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def state_machine(first: int, played: list[str]) -> type[RuleBasedStateMachine]:
+    class Machine(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.world = World("small", first)
+
+        @rule(name=strategies.sampled_from(LISTED), seed=strategies.integers(0, 2**16))
+        def event(self, name: str, seed: int) -> None:
+            played.append(name)
+            machine.play(self.world, name, seed)
+
+        def teardown(self) -> None:
+            machine.finish(self.world)
+
+    return Machine
+
+
+# two of them: as many as there are workers
+@pytest.mark.parametrize("seed", range(2))
+def test_after_each_event_the_model_computes_what_its_twin_does(seed):
+    played: list[str] = []
+    settings = hypothesis.settings(
+        max_examples=MODELS, stateful_step_count=EVENTS, deadline=None, derandomize=False, database=None,
+        phases=(Phase.generate, Phase.shrink), suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    # the seed makes each run the same, and each of them different
+    hypothesis.seed(seed)(cls := state_machine(seed, played))
+    run_state_machine_as_test(cls, settings=settings)
+    assert len(played) >= MODELS * EVENTS
+
+
+def test_events_on_a_real_unet():
+    w = machine.run("unet", 1, machine.sequence(1, 15, machine.ground.CPU))
+    assert w.plan_runs > 5
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_a_release_after_each_kind_of_event_leaves_an_untouched_model(part):
+    w = World("small", 100 + part)
+    for i, name in enumerate(machine.EVENTS):
+        if i % 2 == part:
+            machine.play(w, "calm", i)
+            runs = w.plan_runs
+            machine.play(w, name.__name__, i)
+            assert runs, "no plan was there to be released"
+            machine.play(w, "released", i)
+    machine.finish(w)
+
+
+def test_the_soak_names_the_command_that_plays_a_failure_again(tmp_path, monkeypatch, capsys):
+    def forgetful(w, rng):
+        # the twin alone
+        w.twin.conv_in.weight.data.mul_(2)
+
+    file = tmp_path / "soak.json"
+    assert soak.main(["--events", "30", "--seed", "7", "--model", "small", "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert sum(result["events_by_kind"].values()) == result["events"] == 30
+    assert result["plan_runs"] > 10 and result["seeds"] == {"first": 7, "last": 7} and not result["faults"]
+    monkeypatch.setitem(machine.BY_NAME, "mode", forgetful)
+    command = ["--play", "small:7", "another_call:1", "mode:2", "another_call:3"]
+    assert soak.main(command) == 1
+    said = capsys.readouterr().out
+    assert "small:7 another_call:1 mode:2" in said and "another_call:3" not in said
