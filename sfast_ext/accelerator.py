@@ -19,9 +19,9 @@ from sfast_ext.capture import CaptureRefused, capture, uncollected
 from sfast_ext.config import Config
 from sfast_ext.graph_pool import GraphPool, pool_of
 from sfast_ext.hooks import Hooks
-from sfast_ext.plan import Plan, relative_error
+from sfast_ext.plan import Plan, comparable, relative_error
 from sfast_ext.proof import prove, rewritten, too_far
-from sfast_ext.report import Report
+from sfast_ext.report import Report, at, stage, words_of
 from sfast_ext.shelf import Shelf, pool_for
 from sfast_ext.signature import Call, NotOurs, Signature, flatten_call, flatten_output
 from sfast_ext.slot import Slot, foreign_forward
@@ -31,6 +31,9 @@ from sfast_ext.weights import WeightArena, WeightsAway, WeightsChanged
 BARREN = 4
 # times that one plan may run out of memory before it is given up
 OUT_OF_MEMORY = 3
+
+
+_READING_KEY = "behaviour key"
 
 
 @dataclass
@@ -115,6 +118,7 @@ class Accelerator:
                 self._drop_all("the settings changed")
             elif was != config:
                 self._shelf.pardon()
+                self._barren.clear()
                 for plan in self.plans.values():
                     plan.no_graph_reason = None
                     if not config.cuda_graphs:
@@ -182,11 +186,11 @@ class Accelerator:
         with self._lock:
             # somebody may hold our forward still, and call it
             self._released = True
-            self._release_parts()
-            self._slot.release()
-            self._forget_plans(None)
-            self.arena.release()
-            self._keys.clear()
+            with contextlib.ExitStack() as steps:
+                # last in, first out; one that fails keeps none from its turn
+                for step in (self._keys.clear, self.arena.release, self._clear, self._slot.release):
+                    steps.callback(step)
+                self._release_parts()
 
     def status(self) -> dict[str, Any]:
         """This accelerator's part of the status."""
@@ -221,7 +225,7 @@ class Accelerator:
             if found.plan is not None and not found.sure:
                 # The replay is on its way while the key is read; where it has changed, its result is thrown away.
                 result = self._run(found, args, kwargs)
-                if self._keys.read()[0] == found.behaviour:
+                if self._read_keys()[0] == found.behaviour:
                     return self._used(found, result)
                 self.report.count("discarded")
                 found = self._find(args, kwargs)
@@ -231,13 +235,11 @@ class Accelerator:
             self.report.fallback(str(exc))
             found = None
         except WeightsChanged as exc:
-            self._drop_all(str(exc))
+            self._weights_changed(exc)
         except _OriginalFailed as exc:
             raise exc.cause from None
         except Exception as exc:
-            self.report.error("replay" if found else "decision", exc)
-            if found is not None and found.plan is not None and not self._made_room(exc, found.plan):
-                self._shelf.refuse(found.key, f"its plan failed: {type(exc).__name__}: {exc}")
+            self._failed(exc, found, building=False)
             found = None
 
         started = time.perf_counter()
@@ -249,14 +251,47 @@ class Accelerator:
             except WeightsAway as exc:
                 self.report.fallback(str(exc))
             except WeightsChanged as exc:
-                self._drop_all(str(exc))
+                self._weights_changed(exc)
             except Exception as exc:
-                self.report.error("building a plan", exc)
-                self._made_room(exc, None)
-                self._shelf.refuse(found.key, f"no plan could be built: {type(exc).__name__}: {exc}")
+                self._failed(exc, found, building=True)
             finally:
+                self._lay_back()
                 self._building.release()
         return result
+
+    def _failed(self, exc: Exception, found: _Found | None, *, building: bool) -> None:
+        """Note an exception of ours, and put aside what it came from. Nothing is raised: the call goes on."""
+        where = stage()
+        self.report.error(where, exc)
+        if found is None or (found.plan is None and not building) or where == _READING_KEY:
+            return
+        try:
+            plan = None if building else found.plan
+            if not self._made_room(exc, plan):
+                what = "no plan could be built" if building else "its plan failed"
+                self._shelf.refuse(found.key, f"{what}: {where}: {words_of(exc)}")
+        except Exception as again:
+            self.report.error("giving up a plan", again)
+
+    def _lay_back(self) -> None:
+        """Where no plan came of it, the original forward runs on weights that lie as its host knows them."""
+        whole = self.whole or self
+        if not any(accelerator.plans for accelerator in (whole, *whole.parts)):
+            try:
+                whole.arena.release()
+            except Exception as exc:
+                self.report.error("laying the weights back", exc)
+
+    def _weights_changed(self, exc: WeightsChanged) -> None:
+        try:
+            # what was captured for nothing stays counted, or weights that change at every call would have no end of it
+            self._drop_all(str(exc), barren=False)
+        except Exception as again:
+            self.report.error("giving up a plan", again)
+
+    def _read_keys(self) -> tuple[int, str | None]:
+        at(_READING_KEY)
+        return self._keys.read()
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
         """The call, its key and its plan, None where one is to be built.
@@ -267,6 +302,7 @@ class Accelerator:
         """
         if torch.is_grad_enabled():
             raise NotOurs("gradients are being recorded")
+        at("stand_aside of the host")
         reason = self.hooks.stand_aside() if self.hooks.stand_aside else None
         if reason:
             raise NotOurs(reason)
@@ -275,26 +311,29 @@ class Accelerator:
             raise NotOurs(f"the model is on {'no device' if device is None else device}, not on a GPU")
         if device.type == "cpu" and not self.config.allow_cpu:
             raise NotOurs("the model is on the CPU, and running there is switched off in the settings")
+        at("arguments")
         call = flatten_call(args, kwargs, device)
         generic = call.signature
         if generic in self._static_numbers:
             call = flatten_call(args, kwargs, device, static_numbers=True)
         if self.hooks.prepare is not None:
             # first of all: it may give a layer a bias, which the key is to show
+            at("prepare of the host")
             self.hooks.prepare()
         known = self._keys.last
         sure = known is None or self._keys.sure
-        behaviour, foreign = self._keys.read() if known is None else known
+        behaviour, foreign = self._read_keys() if known is None else known
         if foreign and not sure:
-            behaviour, foreign = self._keys.read()
+            behaviour, foreign = self._read_keys()
             sure = True
         if foreign:
             raise NotOurs(foreign)
+        at("key of the host")
         key = (call.signature, behaviour, self.hooks.key() if self.hooks.key else None, device)
         plan = self.plans.get(key)
         if plan is None and not sure:
             # only a plan may run on the key of the last call: what keeps one away may be gone
-            now, foreign = self._keys.read()
+            now, foreign = self._read_keys()
             if now != behaviour or foreign:
                 return self._find(args, kwargs)
             sure = True
@@ -305,6 +344,7 @@ class Accelerator:
             self._barren[generic] = 0
         elif self._barren[generic] >= BARREN:
             raise NotOurs("what the model computes changes at every call, so plans would never be used twice")
+        at("weights")
         copied = self.arena.sync()
         if copied:
             self.report.count("weights_copied", copied)
@@ -313,25 +353,32 @@ class Accelerator:
     def _run(self, found: _Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan = found.plan
         assert plan is not None
+        at("replay")
         with self._guard(plan):
             outputs = self._outputs(plan, found.call)
-        if self.config.check == "always":
+        if self.config.check == "always" or (self.config.check == "first" and plan.error is None):
             try:
                 result = self.original(*args, **kwargs)
             except Exception as exc:
                 raise _OriginalFailed(exc) from exc
-            plan.error = relative_error(outputs, flatten_output(result)[1])
+            at("check")
+            references = flatten_output(result)[1]
+            if not comparable(references):
+                return result
+            plan.error = relative_error(outputs, references)
             if not plan.error <= self.config.tolerance:
                 self._shelf.refuse(found.key, too_far(plan.error, self.config))
             return result
+        at("result")
         return plan.output(outputs)
 
     def _used(self, found: _Found, result: Any) -> Any:
         plan = found.plan
         assert plan is not None
+        at("keeping the plan")
+        self._shelf.touch(found.key)
         plan.replays += 1
         self.report.count("replays" if plan.has_graph else "eager_runs")
-        self._shelf.touch(found.key)
         return result
 
     def _outputs(self, plan: Plan, call: Call) -> list[torch.Tensor]:
@@ -362,7 +409,9 @@ class Accelerator:
             # theirs would keep the weights from being packed for all of it
             for part in self.parts:
                 part._forget_plans("the model is captured as a whole")
+        at("weights")
         self.arena.sync()
+        at("capture")
         try:
             with uncollected():
                 inputs = call.tensors(device)
@@ -378,6 +427,7 @@ class Accelerator:
             self._shelf.refuse(key, str(exc))
             return
         plan.behaviour = found.behaviour
+        at("binding of weights")
         self._shelf.put(key, plan)
         self.report.count("captures")
         if not plan.fused:
@@ -414,25 +464,30 @@ class Accelerator:
         plan.out_of_memory += 1
         return plan.out_of_memory < OUT_OF_MEMORY
 
-    def _drop_all(self, reason: str) -> None:
+    def _drop_all(self, reason: str, *, barren: bool = True) -> None:
         """Drop the plans of the whole model: they share their weights."""
         whole = self.whole or self
         for accelerator in (whole, *whole.parts):
-            accelerator._forget_plans(reason)
+            accelerator._forget_plans(reason, barren=barren)
 
-    def _forget_plans(self, reason: str | None) -> None:
+    def _forget_plans(self, reason: str | None, *, barren: bool = True) -> None:
         with self._lock:
+            if barren:
+                self._barren.clear()
             self._shelf.clear(reason)
-            self._barren.clear()
+
+    def _clear(self) -> None:
+        self._forget_plans(None)
 
     def _summary(self) -> dict[str, Any]:
         plans = list(self.plans.values())
         return {"name": self.name, "plans": len(plans), "replays": sum(plan.replays for plan in plans)}
 
     def _release_parts(self) -> None:
-        for part in self.parts:
-            part.release()
-        self.parts = []
+        with contextlib.ExitStack() as each:
+            for part in self.parts:
+                each.callback(part.release)
+            self.parts = []
 
     def _new_keys(self, first: int = 0) -> BehaviourKeys:
         hooks = self.hooks

@@ -5,7 +5,7 @@ a processor or a submodule, or changed a scalar attribute (FreeU's factors, an a
 part of it: the weight arena follows those.
 
 Instance patches are told apart from what a module is: a forward, another method or a hook that somebody laid over one
-instance, and a method of a class that an extension of the host exchanged.
+instance, and a class or an attention processor that an extension of the host brought or exchanged.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.patches import Patch, exchanged, shadows
+from sfast_ext.patches import Patch, brought, extension_of, forward_brought, shadows
 from sfast_ext.slot import AcceleratedForward, is_own_forward
 
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# diffusers notes in a config where it was read from, and by which version it was written
+_ORIGINS = frozenset({"_name_or_path", "_diffusers_version", "_use_default_values"})
 _MECHANICS = frozenset(nn.Module().__dict__) | {
     "forward", "_old_forward", "_parameters", "_buffers", "_modules", "_is_full_backward_hook", "_version",
     "_forward_hooks", "_forward_pre_hooks", "_hf_hook",
@@ -72,7 +74,7 @@ def fingerprint(root: nn.Module, ignored: frozenset[str] = frozenset()) -> Finge
             nothing about it.
         ignored: attribute names whose values say nothing about behaviour (a host's bookkeeping of weights).
     """
-    reader = _Reader(_MECHANICS | ignored)
+    reader = _Reader(_MECHANICS | ignored, root)
     reader.read("", root, is_root=True)
     return reader.fingerprint()
 
@@ -82,14 +84,16 @@ def structure(root: nn.Module, ignored: frozenset[str] = frozenset()) -> tuple[H
 
     Shapes and dtypes are not part of it; the weight arena knows those.
     """
-    reader = _Structure(_MECHANICS | ignored)
+    reader = _Structure(_MECHANICS | ignored, root)
     reader.read("", root, is_root=True)
     return tuple(reader.key)
 
 
 class _Reader:
-    def __init__(self, skip: frozenset[str]) -> None:
+    def __init__(self, skip: frozenset[str], root: nn.Module) -> None:
         self.skip = skip
+        # a network that an extension brings is made of its own classes
+        self.home = extension_of(type(root).forward)
         self.key: list[Hashable] = []
         self.alive: list[object] = []
         self.patches: list[Patch] = []
@@ -138,6 +142,8 @@ class _Reader:
                 continue
             if shadows(module, name, value):
                 self.patches.append(Patch(path, module, "method", value))
+            elif not isinstance(value, (type, nn.Module)) and brought(value, self.home):
+                self.patches.append(Patch(path, module, name, value))
             found = self.value(value)
             if found is not None:
                 self.key.append((name, found))
@@ -147,7 +153,7 @@ class _Reader:
 
     def patched(self, path: str, module: nn.Module) -> None:
         attributes = module.__dict__
-        if exchanged(type(module)):
+        if forward_brought(type(module).forward, self.home):
             self.patches.append(Patch(path, module, "class", type(module).forward))
         for slot in ("forward", "_old_forward"):
             function = attributes.get(slot)
@@ -199,7 +205,7 @@ class _Reader:
             if depth >= 2 or len(value) > 64:
                 return None
             self.watch(value)
-            return tuple((str(k), self.value(v, depth + 1)) for k, v in value.items())
+            return tuple((str(k), self.value(v, depth + 1)) for k, v in value.items() if k not in _ORIGINS)
         if not callable(value):
             # settings kept in an object, on a module or in a processor
             settings = getattr(value, "__dict__", None)
@@ -218,8 +224,8 @@ class _Reader:
 class _Structure(_Reader):
     """Reads what two objects have in common where they are of one kind."""
 
-    def __init__(self, skip: frozenset[str]) -> None:
-        super().__init__(skip)
+    def __init__(self, skip: frozenset[str], root: nn.Module) -> None:
+        super().__init__(skip, root)
         self.numbers: dict[int, int] = {}
 
     def first_sight(self, module: nn.Module) -> bool:
@@ -281,9 +287,10 @@ class BehaviourKeys:
             while len(self._numbers) > self._kept:
                 self._numbers.popitem(last=False)
         self._numbers.move_to_end(read.key)
-        self._scene = read
         vouch = self._recognised
         foreign = [p for p in read.patches if vouch is None or not vouch(p.module, p.kind, p.function)]
+        # together, and after the host was asked: it may raise
+        self._scene = read
         self.last = (known[0], foreign[0].words() if foreign else None)
         self._read_since_tick = True
         return self.last

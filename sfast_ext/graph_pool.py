@@ -199,12 +199,15 @@ class GraphPool:
         self._reset([captured for captured, _ in gone])
 
     def _reset(self, gone: list[CapturedGraph]) -> None:
-        torch.cuda.synchronize(self.device)
-        for captured in gone:
-            captured.graph.reset()
-            captured.outputs = []
-        if not self._entries:
-            self._drop_pool()
+        try:
+            torch.cuda.synchronize(self.device)
+            for captured in gone:
+                captured.graph.reset()
+                captured.outputs = []
+        finally:
+            # also where that failed: the next capture must not begin in a pool that no graph holds
+            if not self._entries:
+                self._drop_pool()
 
     def _drop_pool(self) -> None:
         # a new handle: the allocator frees the memory of the old one now that no graph holds it

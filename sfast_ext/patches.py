@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -21,7 +22,8 @@ class Patch:
     path: str
     module: nn.Module
     kind: str
-    """"forward", "method" or "hook" on the instance; "class" where an extension exchanged its class's forward."""
+    """"forward", "method" or "hook" on the instance; "class" where its class's forward is an extension's; the
+    name of an attribute, such as "processor", that is a callable of an extension's."""
     function: Any
 
     def words(self) -> str:
@@ -71,14 +73,18 @@ def shadows(module: nn.Module, name: str, value: Any) -> bool:
     return not (getattr(value, "__self__", None) is module and getattr(value, "__func__", None) is method)
 
 
-@functools.lru_cache(maxsize=256)
-def _foreign_function(function: Any, home: str) -> bool:
-    if getattr(function, "__module__", home) == home or extension_of(function) is None:
+def brought(value: Any, home: str | None) -> bool:
+    """Whether a function or callable object, such as an attention processor, is of another extension than `home`.
+
+    What comes with the host in `extensions-builtin` is known to its adapter.
+    """
+    if not callable(value):
         return False
-    return _BUILT_IN not in PurePath(_code(function).co_filename).parts
+    extension = extension_of(value)
+    return extension is not None and extension != home and _BUILT_IN not in PurePath(_code(value).co_filename).parts
 
 
-def exchanged(kind: Any) -> bool:
-    """Whether the forward of a class, or of one it derives from, is a function of another party's extension."""
-    owner = next((c for c in kind.__mro__ if "forward" in c.__dict__), None)
-    return owner is not None and _foreign_function(owner.__dict__["forward"], owner.__module__)
+@functools.lru_cache(maxsize=1024)
+def forward_brought(forward: Callable[..., Any], home: str | None) -> bool:
+    """`brought`, for the forward of a class: an extension exchanged it, or the class is its own."""
+    return brought(forward, home)

@@ -126,15 +126,21 @@ class Plan:
 
     def drop_graph(self, pool: GraphPool | None) -> None:
         """Give the CUDA graph and the static inputs back."""
-        if self._graph is not None and pool is not None:
-            pool.discard(self._graph)
+        graph = self._graph
         self._evicted()
+        if graph is not None and pool is not None:
+            pool.discard(graph)
 
     def close(self, pool: GraphPool | None) -> None:
         """Let go of everything; the graph module is a ring of references that would wait for the collector."""
-        self.drop_graph(pool)
-        self.state = DROPPED
         self._function = _closed
+        try:
+            self.drop_graph(pool)
+        finally:
+            self.state = DROPPED
+            self._let_go()
+
+    def _let_go(self) -> None:
         for name in [n for n, value in self._graph_module.__dict__.items() if isinstance(value, torch.Tensor)]:
             del self._graph_module.__dict__[name]
         self.weights = []
@@ -264,6 +270,11 @@ def relative_error(outputs: Sequence[torch.Tensor], references: Sequence[torch.T
         norm = torch.linalg.vector_norm(theirs)
         worst = max(worst, float(distance / norm) if float(norm) > 0 else float(distance))
     return worst
+
+
+def comparable(references: Sequence[torch.Tensor]) -> bool:
+    """Whether there is a value that another result can be compared with: a model may give NaN and nothing else."""
+    return any(not r.is_floating_point() or bool(torch.isfinite(r).any()) for r in references)
 
 
 def milliseconds(run: Callable[[], Any], device: torch.device, times: int = TIMED) -> float:

@@ -12,7 +12,8 @@ from sfast_ext.capture import Captured
 from sfast_ext.config import Config
 from sfast_ext.kernels._precompile import precompile
 from sfast_ext.passes import PassContext, run_passes
-from sfast_ext.plan import Plan, milliseconds, relative_error
+from sfast_ext.plan import Plan, comparable, milliseconds, relative_error
+from sfast_ext.report import at
 from sfast_ext.signature import Call, flatten_output
 from sfast_ext.weights import WeightArena
 
@@ -22,6 +23,7 @@ NOISE = 1.03
 
 def rewritten(captured: Captured, call: Call, arena: WeightArena, device: torch.device, config: Config) -> Plan:
     """The plan of a captured forward: its graph after all passes, with the kernels that `device` and `config` allow."""
+    at("choice of kernels")
     triton = config.triton and environment.triton_runs_on(device)
     native_runs = config.native and native.available(device)
     context = PassContext(arena=arena, device=device, triton=triton, native=native_runs)
@@ -29,6 +31,7 @@ def rewritten(captured: Captured, call: Call, arena: WeightArena, device: torch.
     if triton:
         # before the plan takes the shapes out of the graph
         precompile(captured.graph_module.graph, device)
+    at("binding of weights")
     return Plan(call, captured.graph_module, captured.output_tree, captured.output_strides, device, fused)
 
 
@@ -53,16 +56,20 @@ def prove(
         The reason to drop the plan, or None.
     """
     references = flatten_output(result)[1]
-    checked = config.check != "never"
+    # of a result that is nowhere finite nothing can be said: the plan is not relied upon until it was compared
+    checked = config.check != "never" and comparable(references)
     if checked:
+        at("check")
         plan.error = relative_error(plan.run_eagerly(call.leaves), references)
         if not plan.error <= config.tolerance:
             return too_far(plan.error, config)
+    at("first run")
     outputs = run()
     if checked and plan.has_graph:
         plan.error = relative_error(outputs, references)
         if not plan.error <= config.tolerance:
             return too_far(plan.error, config)
+    at("timing")
     if plan.device.type != "cuda":
         plan.ms_before, plan.ms_after = 1000 * original_s, milliseconds(run, plan.device, 1)
         return None

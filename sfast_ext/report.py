@@ -10,13 +10,32 @@ from collections import Counter, deque
 from typing import Any
 
 logger = logging.getLogger("sfast_ext")
+_thread = threading.local()
 
 EVENTS_KEPT = 200
 REASONS_KEPT = 100
 
 
+def at(stage: str) -> None:
+    """Say what this thread is about to do: an exception from then on is one of that stage."""
+    _thread.stage = stage
+
+
+def stage() -> str:
+    """What this thread was last about to do."""
+    return getattr(_thread, "stage", "decision")
+
+
+def words_of(exc: BaseException) -> str:
+    """An exception's type and message; its type alone where it cannot say more."""
+    try:
+        return f"{type(exc).__name__}: {exc}".strip()
+    except Exception:
+        return type(exc).__name__
+
+
 class Report:
-    """Counts, reasons and the last events; safe to use from several threads."""
+    """Counts, reasons and the last events; safe to use from several threads, and raises nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,18 +60,22 @@ class Report:
         """Note what happened at a stage, in the ring of the last events and in the log."""
         with self._lock:
             self._events.append({"time": time.time(), "stage": stage, "message": message})
-        logger.info("%s: %s", stage, message)
+        _log(logging.INFO, "%s: %s", stage, message)
 
     def error(self, stage: str, exc: BaseException) -> None:
         """Note an exception of ours; the generation goes on without it."""
-        text = f"{type(exc).__name__}: {exc}".strip()
+        text = words_of(exc)
         trace = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__)[-8:])
         with self._lock:
             self._counters["errors"] += 1
+            last = self._last_error
+            # one that comes at every call must not push everything else out
+            again = last is not None and (last["stage"], last["message"]) == (stage, text)
             self._last_error = {"time": time.time(), "stage": stage, "message": text, "traceback": trace}
-            self._events.append({"time": time.time(), "stage": stage, "message": text})
-        logger.warning("%s failed, the original forward goes on: %s", stage, text)
-        logger.debug("%s", trace)
+            if not again:
+                self._events.append({"time": time.time(), "stage": stage, "message": text})
+        _log(logging.DEBUG if again else logging.WARNING, "%s failed, the original forward goes on: %s", stage, text)
+        _log(logging.DEBUG, "%s", trace)
 
     def count(self, name: str, n: int = 1) -> None:
         """Add to a named counter."""
@@ -73,3 +96,10 @@ class Report:
                 "events": list(self._events),
                 "last_error": dict(self._last_error) if self._last_error else None,
             }
+
+
+def _log(level: int, message: str, *args: Any) -> None:
+    try:
+        logger.log(level, message, *args)
+    except Exception:
+        pass  # somebody's handler or filter; a generation does not end for it

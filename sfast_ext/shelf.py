@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -29,7 +30,11 @@ class Shelf:
     def put(self, key: Hashable, plan: Plan) -> None:
         """Keep a plan; the one used longest ago goes where there are too many."""
         with self._lock:
-            self._arena.bind(plan.weights)
+            try:
+                self._arena.bind(plan.weights)
+            except BaseException:
+                plan.close(None)
+                raise
             self.plans[key] = plan
             while len(self.plans) > self.size:
                 self.drop(next(iter(self.plans)))
@@ -47,11 +52,12 @@ class Shelf:
     def refuse(self, key: Hashable, reason: str) -> None:
         """Drop the plan of a key for good."""
         with self._lock:
-            self.drop(key)
+            # first of all: should the plan's memory not come back, it is not run for that
             self._refused[key] = reason
             while len(self._refused) > 4 * self.size:
                 self._refused.popitem(last=False)
-        self._report.event("refused", reason)
+            self._report.event("refused", reason)
+            self.drop(key)
 
     def pardon(self) -> None:
         """What was refused may be tried again."""
@@ -64,17 +70,21 @@ class Shelf:
             plan = self.plans.pop(key, None)
             if plan is None:
                 return
-            self._arena.unbind(plan.weights)
-            plan.close(pool_for(plan))
+            try:
+                self._arena.unbind(plan.weights)
+            finally:
+                plan.close(pool_for(plan))
 
     def clear(self, reason: str | None) -> None:
         """Drop all plans and pardon all keys. `reason` goes to the report where a plan was lost."""
         with self._lock:
             if reason and self.plans:
                 self._report.event("plans", f"all plans are dropped: {reason}")
-            for key in list(self.plans):
-                self.drop(key)
             self.pardon()
+            with contextlib.ExitStack() as each:
+                # one that fails does not keep the others
+                for key in list(self.plans):
+                    each.callback(self.drop, key)
 
 
 def pool_for(plan: Plan) -> GraphPool | None:

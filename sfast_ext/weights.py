@@ -9,6 +9,7 @@ tensors and re-binds the parameters.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 
@@ -206,7 +207,7 @@ class WeightArena:
                     return False
                 container, name = there[0]  # type: ignore[misc]
                 new = container[name]
-                if new.shape != w.tensor.shape or new.dtype != w.tensor.dtype or id(new) in self._weights:
+                if new.shape != w.tensor.shape or new.dtype != w.tensor.dtype or self.locate(new) is not None:
                     return False
                 if any(c[n].data_ptr() == w.tensor.data_ptr() for c, n in w.slots if c.get(n) is not None):
                     return False
@@ -233,13 +234,15 @@ class WeightArena:
     def release(self) -> None:
         """Give every parameter back with the strides it had, in memory of its own, with the values it has now."""
         with self._lock:
-            # where weights lie now: the host may have exchanged them since the last capture
-            self.index()
+            # the host may have exchanged weights since the last capture; without this, what is known is given back
+            with contextlib.suppress(Exception):
+                self.index()
             for w, now in self._placed():
                 ours = now.data_ptr() == w.tensor.data_ptr() and now.device == w.tensor.device
                 if ours or (now.stride() == w.tensor.stride() and now.shape == w.tensor.shape):
                     w.go_home(now)
-            self._weights, self._packs, self._live, self._watch = {}, {}, [], Watch([])
+            self._weights, self._packs, self._live = {}, {}, []
+            self._rewatch()
 
     def status(self) -> dict[str, int]:
         """Counts for the report."""

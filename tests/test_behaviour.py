@@ -193,12 +193,25 @@ def test_a_class_that_an_extension_exchanged_is_a_patch_but_for_the_hosts_own(fo
         )
 
 
-def test_a_class_that_an_extension_brings_is_no_patch(model):
+def test_a_class_that_an_extension_brings_is_a_patch_but_in_its_own_network(model):
     scope = {"nn": nn, "__name__": "scripts.adapter"}
     source = "class Adapter(nn.Module):\n    def forward(self, x):\n        return x\n"
     exec(compile(source, "/webui/extensions/adapter/scripts/adapter.py", "exec"), scope)
     model.append(scope["Adapter"]())
-    assert fingerprint(model).patches == []
+    (found,) = fingerprint(model).patches
+    assert found.words().startswith("2 has a foreign forward of its class, scripts.adapter.Adapter.forward of the ext")
+    own = scope["Adapter"]()
+    own.inner = scope["Adapter"]()
+    assert fingerprint(own).patches == []
+
+
+def test_a_processor_that_an_extension_brings_is_a_patch(model):
+    scope = {"__name__": "scripts.louder"}
+    source = "class Louder:\n    def __call__(self, x):\n        return 2 * x\n"
+    exec(compile(source, "/webui/extensions/loud/scripts/louder.py", "exec"), scope)
+    model[0].processor = scope["Louder"]()
+    (found,) = fingerprint(model).patches
+    assert (found.path, found.kind) == ("0", "processor") and "of the extension loud" in found.words()
 
 
 def test_our_own_forward_on_a_part_changes_nothing(model):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from sfast_ext.report import at
+
 from . import (
     attention,
     bias_add,
@@ -61,6 +63,7 @@ def run_passes(gm: fx.GraphModule, ctx: PassContext) -> dict[str, int]:
         return counts
     rewrite.hoist_weights(gm.graph)
     for name, function in PASSES:
+        at(f"pass {name}")
         counts[name] = counts.get(name, 0) + function(gm, ctx)
     rewrite.eliminate_dead(gm.graph)
     gm.recompile()

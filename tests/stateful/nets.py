@@ -147,7 +147,8 @@ def arguments(
         "0-d": torch.tensor(step, device=home),
         "0-d float": torch.tensor(step + 0.5, device=home),
         "1-d": torch.full((request.batch,), float(step), device=device),
-        "1-d of one": torch.tensor([step], device=home),
+        # diffusers moves a number alone
+        "1-d of one": torch.tensor([step], device=device if unet else home),
     }[request.timestep]
     # a real UNet halves the size three times
     height, width = (request.height, request.width) if unet else (request.height // 2, request.width // 2)
