@@ -13,14 +13,14 @@ from __future__ import annotations
 import enum
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from sfast_ext.patches import Patch, brought, extension_of, forward_brought, shadows
+from sfast_ext.patches import Patch, brought, extension_of, methods, shadows
 from sfast_ext.slot import AcceleratedForward, is_own_forward
 
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
@@ -48,21 +48,36 @@ class Fingerprint:
     """Every container that was read, and the identities of what it held."""
     hooks: tuple[list[dict], list[int]]
     kinds: list[tuple[Any, str, object]]
+    methods: list[tuple[Mapping[str, Any], str, object]]
     modules: tuple[list[nn.Module], list[type]]
+    sized: tuple[list[dict | list], list[int]]
 
     def holds(self) -> bool:
         """Whether everything that was read is still the very same object: a glance, at a fraction of a reading's cost.
 
         True means that a reading would give the same key. False does not say that it would not.
         """
-        hooks, lengths = self.hooks
-        modules, types = self.modules
-        if list(map(len, hooks)) != lengths or list(map(type, modules)) != types:
+        if not self.looks_alike():
             return False
         for container, identities in self.scenes:
             values = container.values() if isinstance(container, dict) else container
             if tuple(map(id, values)) != identities:
                 return False
+        return True
+
+    def looks_alike(self) -> bool:
+        """Whether nobody added or took away a hook or an attribute, or exchanged a class or its methods: for each call.
+
+        What it does not see is one value of an attribute that took the place of another.
+        """
+        hooks, lengths = self.hooks
+        modules, types = self.modules
+        if list(map(len, hooks)) != lengths or list(map(type, modules)) != types:
+            return False
+        if list(map(len, self.sized[0])) != self.sized[1]:
+            return False
+        if not all(container.get(name) is function for container, name, function in self.methods):
+            return False
         return all(getattr(kind, name) is function for kind, name, function in self.kinds)
 
 
@@ -102,6 +117,8 @@ class _Reader:
         self.hooks: list[dict] = []
         self.kinds: dict[tuple[Any, str], object] = {}
         self.modules: list[nn.Module] = []
+        self.methods: list[tuple[Mapping[str, Any], str, object]] = []
+        self.classes: dict[type, list[tuple[str, Any]]] = {}
 
     def fingerprint(self) -> Fingerprint:
         return Fingerprint(
@@ -111,7 +128,9 @@ class _Reader:
             self.scenes,
             (self.hooks, list(map(len, self.hooks))),
             [(kind, name, function) for (kind, name), function in self.kinds.items()],
+            self.methods,
             (self.modules, list(map(type, self.modules))),
+            ([container for container, _ in self.scenes], [len(identities) for _, identities in self.scenes]),
         )
 
     def watch(self, container: dict | list) -> None:
@@ -130,11 +149,14 @@ class _Reader:
             return
         self.modules.append(module)
         kind: Any = type(module)
+        if kind not in self.classes:
+            self.classes[kind] = self.read_class(kind)
         attributes = module.__dict__
         for container in (attributes, attributes["_modules"], attributes["_parameters"]):
             self.watch(container)
         present = sum(p is not None for p in attributes["_parameters"].values())
         self.key += [kind, self.kind(kind, "forward"), module.training, present]
+        self.patches += [Patch(path, module, what, function) for what, function in self.classes[kind]]
         if not is_root:
             self.patched(path, module)
         for name, value in attributes.items():
@@ -151,10 +173,21 @@ class _Reader:
             if child is not None:
                 self.read(f"{path}.{name}" if path else name, child)
 
+    def read_class(self, kind: type) -> list[tuple[str, Any]]:
+        """Note the methods of a class and what they call; returns those that another party put there."""
+        forward: Any = kind.forward  # type: ignore[attr-defined]
+        found = [("class", forward)] if brought(forward, self.home) else []
+        for container, name, value in methods(kind):
+            # a class keeps some methods wrapped, as static ones
+            self.methods.append((container, name, container.get(name)))
+            plain = value is None or isinstance(value, (bool, int, float, str))
+            self.key.append(value if plain else self.identity(value))
+            if not plain and value is not forward and brought(value, self.home):
+                found.append(("function", value))
+        return found
+
     def patched(self, path: str, module: nn.Module) -> None:
         attributes = module.__dict__
-        if forward_brought(type(module).forward, self.home):
-            self.patches.append(Patch(path, module, "class", type(module).forward))
         for slot in ("forward", "_old_forward"):
             function = attributes.get(slot)
             if isinstance(function, AcceleratedForward):
@@ -273,7 +306,7 @@ class BehaviourKeys:
     @property
     def sure(self) -> bool:
         """Whether `last` may be trusted without another reading."""
-        return self._ticks and self._read_since_tick
+        return self._ticks and self._read_since_tick and self._scene is not None and self._scene.looks_alike()
 
     def read(self) -> tuple[int, str | None]:
         """A number for what the module computes now, and the foreign patch that keeps us away, in words, if any."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
+from types import CodeType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -22,13 +23,14 @@ class Patch:
     path: str
     module: nn.Module
     kind: str
-    """"forward", "method" or "hook" on the instance; "class" where its class's forward is an extension's; the
-    name of an attribute, such as "processor", that is a callable of an extension's."""
+    """"forward", "method" or "hook" on the instance; "class" where its class's forward is an extension's, "function"
+    where another method is, or a function that one calls; the name of an attribute, such as "processor", that is a
+    callable of an extension's."""
     function: Any
 
     def words(self) -> str:
         """The patch and where it comes from, for the report."""
-        what = "forward of its class" if self.kind == "class" else self.kind
+        what = {"class": "forward of its class", "function": "function in its class"}.get(self.kind, self.kind)
         return f"{self.path or 'the model'} has a foreign {what}, {described(self.function)}"
 
 
@@ -43,8 +45,15 @@ def described(function: Any) -> str:
 
 def extension_of(function: Any) -> str | None:
     """The folder in a WebUI's `extensions` that a function's code lies in, or None."""
-    parts = PurePath(getattr(_code(function), "co_filename", "")).parts
-    return next((inside for folder, inside in zip(parts, parts[1:]) if folder in _EXTENSIONS), None)
+    return _extension_in(getattr(_code(function), "co_filename", ""))[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _extension_in(file: str) -> tuple[str | None, bool]:
+    """The extension that a file belongs to, and whether that comes with the host."""
+    parts = PurePath(file).parts
+    inside = next((inside for folder, inside in zip(parts, parts[1:]) if folder in _EXTENSIONS), None)
+    return inside, _BUILT_IN in parts
 
 
 def _innermost(function: Any) -> Any:
@@ -80,11 +89,49 @@ def brought(value: Any, home: str | None) -> bool:
     """
     if not callable(value):
         return False
-    extension = extension_of(value)
-    return extension is not None and extension != home and _BUILT_IN not in PurePath(_code(value).co_filename).parts
+    extension, built_in = _extension_in(getattr(_code(value), "co_filename", ""))
+    return extension is not None and extension != home and not built_in
 
 
-@functools.lru_cache(maxsize=1024)
-def forward_brought(forward: Callable[..., Any], home: str | None) -> bool:
-    """`brought`, for the forward of a class: an extension exchanged it, or the class is its own."""
-    return brought(forward, home)
+Found = tuple[Mapping[str, Any], str, Any]
+
+
+def methods(kind: type) -> Iterator[Found]:
+    """The methods of a class, and what they find among the names of their module: functions and plain values.
+
+    Gives (dictionary, name, function or value); nothing of torch's own classes.
+    """
+    for owner in kind.__mro__:
+        if owner.__module__.partition(".")[0] not in ("builtins", "torch"):
+            for name, value in vars(owner).items():
+                if callable(function := getattr(value, "__func__", value)):
+                    yield vars(owner), name, function
+                    yield from _read_by(function)
+
+
+def _read_by(function: Any, depth: int = 0) -> Iterator[Found]:
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    for cell in (function.__closure__ or ()) if depth < 3 else ():
+        try:
+            # a method that the host wrapped calls the one that was there
+            yield from _read_by(cell.cell_contents, depth + 1)
+        except ValueError:
+            pass  # an empty cell
+    names, around = _names(code), function.__globals__
+    for used in names & around.keys():
+        found = around[used]
+        if isinstance(found, (type, ModuleType)):
+            continue
+        if callable(found) or isinstance(found, (bool, int, float, str)):
+            yield around, used, found
+        elif hasattr(found, "__dict__"):
+            # a stand-in for a module, such as AUTOMATIC1111 has for torch
+            yield from ((vars(found), attribute, vars(found).get(attribute)) for attribute in names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: CodeType) -> frozenset[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(code.co_names).union(*map(_names, inner))

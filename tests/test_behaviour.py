@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sfast_ext import accelerate
-from sfast_ext.behaviour import fingerprint, structure
+from sfast_ext.behaviour import BehaviourKeys, fingerprint, structure
 
 
 class Processor:
@@ -239,3 +239,75 @@ def test_what_changes_the_structure(model, change):
     before = structure(model)
     change(model)
     assert structure(model) != before
+
+
+def scripted(source, **scope):
+    """Names of a module of the host's, as its source defines them."""
+    scope["__name__"] = "modules.unet"
+    exec(compile(source, "/webui/modules/unet.py", "exec"), scope)
+    return scope
+
+
+HOST = """
+LOUDNESS = 1.0
+
+def scaled(x):
+    return x * LOUDNESS
+
+class Layer(nn.Module):
+    def forward(self, x):
+        return self._forward(x)
+
+    def _forward(self, x):
+        return scaled(th.cat([x, x]))
+"""
+
+
+@pytest.fixture
+def hosted():
+    stand_in = types.SimpleNamespace(cat=torch.cat)
+    scope = scripted(HOST, nn=nn, th=stand_in)
+    return nn.Sequential(scope["Layer"](), scope["Layer"]()), scope, stand_in
+
+
+PATCHES = {
+    "method": lambda scope, th, function: setattr(scope["Layer"], "_forward", function),
+    "function": lambda scope, th, function: scope.update(scaled=function),
+    "stand-in": lambda scope, th, function: setattr(th, "cat", function),
+}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_what_the_methods_of_a_class_call_is_read(name, hosted):
+    model, scope, stand_in = hosted
+    before = fingerprint(model)
+    assert before.patches == [] and before.looks_alike()
+    PATCHES[name](scope, stand_in, function_of_extension(PATCHED))
+    assert not before.holds() and not before.looks_alike()
+    after = fingerprint(model)
+    assert after.key != before.key
+    assert {p.kind for p in after.patches} == {"function"}
+    assert "has a foreign function in its class, scripts.regional.patched of the ext" in after.patches[0].words()
+
+
+def test_a_plain_value_that_a_method_reads_is_in_the_key(hosted):
+    model, scope, _ = hosted
+    before = fingerprint(model)
+
+    def louder(self, x):
+        return x * LOUDNESS  # noqa: F821
+
+    scope["Layer"]._forward = types.FunctionType(louder.__code__, scope)
+    middle = fingerprint(model)
+    scope["LOUDNESS"] = 2.0
+    assert not middle.looks_alike() and len({before.key, middle.key, key(model)}) == 3
+
+
+@pytest.mark.parametrize("change", [patch_forward, hook, other_class])
+def test_within_a_generation_a_late_patch_is_seen(model, change):
+    keys = BehaviourKeys(model, frozenset(), None, 8)
+    keys.tick()
+    number, foreign = keys.read()
+    assert keys.sure and foreign is None
+    change(model)
+    assert not keys.sure and keys.read()[0] != number

@@ -54,7 +54,8 @@ DECIDING = {
     "the weights, without memory": Stage(WeightArena, "sync", "weights", OOM),
 }
 BUILDING = {
-    "the index of weights": Stage(WeightArena, "index", "capture", tries=2),  # the second is that of giving the weights back
+    # the second try is that of giving the weights back
+    "the index of weights": Stage(WeightArena, "index", "capture", tries=2),
     "the record of a forward": Stage(tracing, "make_fx", "cannot be recorded"),
     "the search for state": Stage(State, "restore", "capture", done=True),
     "the capture": Stage(accelerator, "capture", "capture"),

@@ -199,6 +199,18 @@ def test_models_sent_to_the_cpu_for_the_gpus_memory_keep_nothing(host):
     assert accelerator_of(first) is None and len(status()["accelerators"]) == 1
 
 
+def test_unloading_through_the_api_gives_everything_back(host):
+    unet = started(host)
+    host.generate()
+    module = sys.modules["modules.sd_models"]
+    original = module.unload_model_weights.__wrapped__
+    module.unload_model_weights()
+    assert status()["accelerators"] == [] and "forward" not in vars(unet)
+    assert same(host.generate(), reference(1))
+    a1111._session.release()
+    assert module.unload_model_weights is original
+
+
 def test_the_refiner_switches_within_a_generation(host):
     started(host)
     picture = host.generate(steps=6, refiner=lambda: host.switch(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import weakref
@@ -59,7 +60,7 @@ class UnetHooks:
 
     def hooks(self) -> Hooks:
         """In the shape that the accelerator takes."""
-        return Hooks(self.stand_aside, self.prepare, self.key, self.recognised, LORA_MARKS)
+        return Hooks(self.stand_aside, self.prepare, self.key, self.recognised, LORA_MARKS | controlnet.MARKS)
 
     def new_pass(self) -> None:
         """Look over the whole UNet: once for each pass of a sampler, a millisecond."""
@@ -154,6 +155,8 @@ class Session:
         self._unets = Attachment(self._hooks_for, self.report, parts=controlnet.blocks)
         self._controlnets = Attachment(self._hooks_for, self.report, name="controlnet")
         self._denoiser: weakref.ref[object] | None = None
+        self._unload: Any = None
+        self._ours: Any = None
         self._host_version = _host_version()
 
     def register(self) -> None:
@@ -166,6 +169,7 @@ class Session:
         script_callbacks.on_model_loaded(self.on_model_loaded)
         script_callbacks.on_cfg_denoiser(self.on_cfg_denoiser)
         script_callbacks.on_script_unloaded(self.release)
+        self._wrap_unload()
         script_callbacks.on_app_started(lambda _demo, app: api.register(app, self.status))
 
     def on_model_loaded(self, sd_model: Any) -> None:
@@ -176,10 +180,33 @@ class Session:
         """Before each step: the one occasion that comes after every switch, the refiner's and the hires fix's too."""
         self._guarded(lambda: self._step(params))
 
-    def release(self) -> None:
-        """Give everything back; the scripts are unloaded, and loaded again perhaps."""
+    def _wrap_unload(self) -> None:
+        """There is no callback for the API's unload, which is to make memory free."""
+        from modules import sd_models
+
+        self._unload = original = sd_models.unload_model_weights
+
+        @functools.wraps(original)
+        def unload_model_weights(*args: Any, **kwargs: Any) -> Any:
+            # where another extension wrapped ours in turn, ours stays in the chain and only passes on
+            if self._unload is not None:
+                self._guarded(self._give_back)
+            return original(*args, **kwargs)
+
+        self._ours = sd_models.unload_model_weights = unload_model_weights
+
+    def _give_back(self) -> None:
         self._unets.release()
         self._controlnets.release()
+
+    def release(self) -> None:
+        """Give everything back; the scripts are unloaded, and loaded again perhaps."""
+        from modules import sd_models
+
+        if self._unload is not None and sd_models.unload_model_weights is self._ours:
+            sd_models.unload_model_weights = self._unload
+        self._unload = None
+        self._give_back()
 
     def status(self) -> dict[str, Any]:
         """What GET /sfast/v1/status answers."""
@@ -224,7 +251,7 @@ class Session:
         config = settings.config_from(shared.opts, self.report)
         accelerator = self._unets.follow(unet, config, keep=list(_resident()))
         networks = [] if unet is None else controlnet.networks(unet)
-        beside = self._controlnets.follow_all(networks, config, keep=controlnet.kept())
+        beside = self._controlnets.follow_all(networks, config, keep=[] if unet is None else controlnet.kept(unet))
         for each in (accelerator, *beside):
             if each is not None:
                 hooks = self._hooks.get(each.module)

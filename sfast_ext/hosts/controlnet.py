@@ -15,6 +15,9 @@ from torch import nn
 
 from sfast_ext.patches import described
 
+MARKS = frozenset({"current_h_shape", "current_sampling_percent", "cond_mark", "attn_weight", "gn_weight"})
+"""What it notes on the UNet's modules for functions of its own, which mean the original forward where they are laid."""
+
 
 def blocks(unet: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The parts of an ldm or sgm UNet that a forward laid over it may run one by one; none lies in another."""
@@ -31,25 +34,27 @@ def blocks(unet: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def networks(unet: nn.Module) -> list[nn.Module]:
     """The ControlNets that run beside the UNet in this pass, where they stay on the GPU for all of it."""
     hook = _hook(unet)
-    if hook is None or getattr(hook, "lowvram", False):
-        return []
-    found = []
-    for unit in getattr(hook, "control_params", None) or ():
-        kind = getattr(unit, "control_model_type", None)
-        network = getattr(getattr(unit, "control_model", None), "control_model", None)
-        if getattr(kind, "is_controlnet", False) and isinstance(network, nn.Module):
-            found.append(network)
-    return found
+    return [] if hook is None or getattr(hook, "lowvram", False) else list(_units(hook))
 
 
-def kept() -> list[nn.Module]:
-    """The ControlNets that the extension keeps loaded for its next use."""
+def kept(unet: nn.Module) -> list[nn.Module]:
+    """The ControlNets that the extension keeps loaded for its next use, less those that leave the GPU in this pass."""
+    hook = _hook(unet)
+    leaving = list(_units(hook)) if getattr(hook, "lowvram", False) else []
     for data in getattr(sys.modules.get("modules.scripts"), "scripts_data", ()):
         cache = getattr(getattr(data, "script_class", None), "model_cache", None)
         if isinstance(cache, dict):
             networks = (getattr(entry.model, "control_model", None) for entry in cache.values())
-            return [network for network in networks if isinstance(network, nn.Module)]
+            return [n for n in networks if isinstance(n, nn.Module) and not any(n is other for other in leaving)]
     return []
+
+
+def _units(hook: Any) -> Iterator[nn.Module]:
+    for unit in getattr(hook, "control_params", None) or ():
+        kind = getattr(unit, "control_model_type", None)
+        network = getattr(getattr(unit, "control_model", None), "control_model", None)
+        if getattr(kind, "is_controlnet", False) and isinstance(network, nn.Module):
+            yield network
 
 
 def _hook(unet: nn.Module) -> Any:

@@ -2,10 +2,9 @@
 
     python a1111_models.py OUT
 
-writes Stable-diffusion/{tiny.safetensors,tiny.ckpt,tiny.yaml,wide.safetensors,wide.yaml}, clip/ and two files in
-Lora/. The two checkpoints called tiny share tiny.yaml, so that the WebUI sees one configuration and loads the second
-into the modules of the first; wide is another architecture. Lora/strong is of low rank, Lora/full brings
-whole differences, of a bias too.
+writes Stable-diffusion/, clip/, Lora/ (see `a1111_loras.py`), ControlNet/, VAE/, hypernetworks/ and embeddings/. The
+two checkpoints called tiny share tiny.yaml, so that the WebUI sees one configuration and loads the second into the
+modules of the first; wide is another architecture, inpaint takes 9 channels and edit 8.
 """
 
 from __future__ import annotations
@@ -13,11 +12,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 CONTEXT = 64
-PARTS = [f"attn{i}.to_{what}" for i in (1, 2) for what in ("q", "k", "v", "out.0")] + ["ff.net.0.proj", "ff.net.2"]
+# name, width, channels of the input, the WebUI's own configuration
+CHECKPOINTS = [
+    ("tiny", 32, 4, "v1-inference.yaml"),
+    ("wide", 64, 4, "v1-inference.yaml"),
+    ("inpaint", 32, 9, "v1-inpainting-inference.yaml"),
+    ("edit", 32, 8, "instruct-pix2pix.yaml"),
+]
 
 
 def write_clip(folder: Path) -> None:
@@ -47,7 +53,7 @@ def write_clip(folder: Path) -> None:
 
 
 def shrink(config, clip: Path, channels: int):
-    """The WebUI's own SD 1.5 configuration, made small."""
+    """One of the WebUI's own configurations, made small."""
     params = config.model.params
     params.unet_config.params.update(model_channels=channels, num_heads=4, context_dim=CONTEXT)
     params.first_stage_config.params.ddconfig.update(ch=32, num_res_blocks=1)
@@ -74,68 +80,99 @@ def randomise(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
     return state
 
 
-def lora(state: dict[str, torch.Tensor], seed: int, strength: float) -> dict[str, torch.Tensor]:
-    """A kohya-style LoRA on attention, feed-forward and convolutions of the first two levels and the middle."""
+def control(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """A ControlNet beside the UNet of `state`: its encoder and middle, the encoder of the hint, and the ways out."""
     generator = torch.Generator().manual_seed(seed)
-    layers = {}
-    for level in (0, 1):
-        for i in (0, 1):
-            block = 1 + 3 * level + i
-            layers[f"lora_unet_down_blocks_{level}_resnets_{i}_conv1"] = f"input_blocks.{block}.0.in_layers.2"
-            for part in PARTS:
-                kohya = part.replace(".", "_")
-                layers[f"lora_unet_down_blocks_{level}_attentions_{i}_transformer_blocks_0_{kohya}"] = (
-                    f"input_blocks.{block}.1.transformer_blocks.0.{part}"
-                )
-    layers["lora_unet_mid_block_resnets_0_time_emb_proj"] = "middle_block.0.emb_layers.1"
-    layers["lora_unet_mid_block_attentions_0_proj_in"] = "middle_block.1.proj_in"
-    tensors = {}
-    for key, path in layers.items():
-        weight = state[f"model.diffusion_model.{path}.weight"]
-        out, rest = weight.shape[0], weight.shape[1:]
-        down = torch.randn((4, *rest), generator=generator) * (rest.numel() ** -0.5)
-        up = torch.randn((out, 4, *([1] * (weight.dim() - 2))), generator=generator) * strength * 0.5
-        tensors[f"{key}.lora_down.weight"] = down
-        tensors[f"{key}.lora_up.weight"] = up
-        tensors[f"{key}.alpha"] = torch.tensor(4.0)
+    width = state["model.diffusion_model.input_blocks.0.0.weight"].shape[0]
+    copied = ("time_embed.", "input_blocks.", "middle_block.")
+    tensors = {
+        name: value.clone()
+        for name, value in ((k.removeprefix("model.diffusion_model."), v) for k, v in state.items())
+        if name.startswith(copied)
+    }
+    hint = [3, 16, 16, 32, 32, 96, 96, 256, width]
+    for i, (into, out) in enumerate(zip(hint, hint[1:])):
+        convolution(tensors, f"input_hint_block.{2 * i}", out, into, 3, generator)
+    for i, times in enumerate([1, 1, 1, 1, 2, 2, 2, 4, 4, 4, 4, 4]):
+        convolution(tensors, f"zero_convs.{i}.0", times * width, times * width, 1, generator)
+    convolution(tensors, "middle_block_out.0", 4 * width, 4 * width, 1, generator)
+    return {f"control_model.{name}": value for name, value in tensors.items()}
+
+
+def adapter(width: int, seed: int) -> dict[str, torch.Tensor]:
+    """A T2I-Adapter: two residual blocks for each level of the UNet, from the picture's pixels in 8 by 8 squares."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    convolution(tensors, "conv_in", width, 192, 3, generator)
+    into = width
+    for level, times in enumerate([1, 2, 4, 4]):
+        for block in (2 * level, 2 * level + 1):
+            out = times * width
+            if into != out:
+                convolution(tensors, f"body.{block}.in_conv", out, into, 1, generator)
+            convolution(tensors, f"body.{block}.block1", out, out, 3, generator)
+            convolution(tensors, f"body.{block}.block2", out, out, 1, generator)
+            into = out
     return tensors
 
 
-def full(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """Differences of whole weights, and of a bias where there is one: the WebUI cannot take back one that it added."""
+def convolution(
+    tensors: dict[str, torch.Tensor], name: str, out: int, into: int, size: int, generator: torch.Generator
+) -> None:
+    """Add the weight and bias of a convolution that keeps activations near one."""
+    weight = torch.randn((out, into, size, size), generator=generator)
+    tensors[f"{name}.weight"] = weight * (into * size * size) ** -0.5
+    tensors[f"{name}.bias"] = 0.05 * torch.randn(out, generator=generator)
+
+
+def hypernetwork(seed: int) -> dict[Any, Any]:
+    """What the WebUI's hypernetworks are made of: two small networks in front of the keys and the values."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for part in ("attn1.to_q", "attn2.to_k", "attn2.to_out.0"):
-        key = f"lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_{part.replace('.', '_')}"
-        weight = state[f"model.diffusion_model.input_blocks.1.1.transformer_blocks.0.{part}.weight"]
-        tensors[f"{key}.diff"] = torch.randn(weight.shape, generator=generator) * 0.2
-        if part == "attn2.to_out.0":
-            tensors[f"{key}.diff_b"] = torch.randn(weight.shape[0], generator=generator) * 2
-    return tensors
+
+    def layers() -> dict[str, torch.Tensor]:
+        wide, narrow = (2 * CONTEXT, CONTEXT), (CONTEXT, 2 * CONTEXT)
+        weights = {"linear.0": wide, "linear.1": narrow}
+        tensors = {f"{k}.weight": torch.randn(s, generator=generator) * s[1] ** -0.5 for k, s in weights.items()}
+        return {**tensors, "linear.0.bias": torch.zeros(wide[0]), "linear.1.bias": torch.zeros(narrow[0])}
+
+    return {CONTEXT: (layers(), layers()), "name": "hyper", "step": 1, "layer_structure": [1, 2, 1]}
 
 
 def main(out: Path) -> None:
     sys.path[:0] = [str(Path.cwd() / "repositories" / "stable-diffusion-stability-ai")]
+    import a1111_loras
     from ldm.util import instantiate_from_config
     from omegaconf import OmegaConf
     from safetensors.torch import save_file
 
-    checkpoints, loras, clip = out / "Stable-diffusion", out / "Lora", out / "clip"
-    for folder in (checkpoints, loras):
+    checkpoints, clip = out / "Stable-diffusion", out / "clip"
+    for folder in (checkpoints, *(out / name for name in ("VAE", "ControlNet", "hypernetworks", "embeddings"))):
         folder.mkdir(parents=True, exist_ok=True)
     write_clip(clip)
-    for name, channels in (("tiny", 32), ("wide", 64)):
+    for name, channels, inputs, template in CHECKPOINTS:
+        OmegaConf.save(shrink(OmegaConf.load(f"configs/{template}"), clip, channels), checkpoints / f"{name}.yaml")
+        # pix2pix' own class is the WebUI's; the weights have the same names
         config = shrink(OmegaConf.load("configs/v1-inference.yaml"), clip, channels)
-        OmegaConf.save(config, checkpoints / f"{name}.yaml")
+        config.model.params.unet_config.params.in_channels = inputs
         model = instantiate_from_config(config.model)
-        state = randomise(model, seed=channels)
+        state = randomise(model, seed=channels + inputs - 4)
         save_file(state, checkpoints / f"{name}.safetensors")
         if name == "tiny":
-            other = {"state_dict": randomise(model, seed=7)}
-            # The older format: WebUI 1.10.1 takes what torch 2.7 adds to its zip files for something malicious.
-            torch.save(other, checkpoints / "tiny.ckpt", _use_new_zipfile_serialization=False)
-            save_file(lora(state, seed=3, strength=1.0), loras / "strong.safetensors")
-            save_file(full(state, seed=4), loras / "full.safetensors")
+            other = randomise(model, seed=7)
+            old_save({"state_dict": other}, checkpoints / "tiny.ckpt")
+            vae = {k.removeprefix("first_stage_model."): v for k, v in other.items() if k.startswith("first_stage")}
+            save_file(vae, out / "VAE" / "other.safetensors")
+            save_file(control(state, seed=5), out / "ControlNet" / "tiny-control.safetensors")
+            save_file(adapter(channels, seed=6), out / "ControlNet" / "tiny-t2i.safetensors")
+            a1111_loras.write(state, out / "Lora")
+    old_save(hypernetwork(seed=8), out / "hypernetworks" / "hyper.pt")
+    word = torch.randn((2, CONTEXT), generator=torch.Generator().manual_seed(9))
+    save_file({"emb_params": word}, out / "embeddings" / "tinyword.safetensors")
+
+
+def old_save(value: Any, path: Path) -> None:
+    """In the older format: WebUI 1.10.1 takes what torch 2.7 adds to its zip files for something malicious."""
+    torch.save(value, path, _use_new_zipfile_serialization=False)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,13 @@ def tokenizer() -> Any:
         return CLIPTokenizer(str(vocabulary), str(merges), model_max_length=77)
 
 
-def pipeline(seed: int) -> Any:
-    """A Stable Diffusion 1.5 in miniature whose pictures are not flat."""
+def pipeline(seed: int, kind: Any = StableDiffusionPipeline, **changes: Any) -> Any:
+    """A Stable Diffusion 1.5 in miniature whose pictures are not flat.
+
+    Args:
+        kind: the class of the pipeline.
+        changes: what its UNet is to have otherwise.
+    """
     torch.manual_seed(seed)
     words = tokenizer()
     end = len(words) - 1
@@ -52,16 +57,17 @@ def pipeline(seed: int) -> Any:
             pad_token_id=end,
         )
     )
-    unet = UNet2DConditionModel(
-        sample_size=16,
-        layers_per_block=1,
-        block_out_channels=(32, 64, 64),
-        norm_num_groups=8,
-        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=64,
-        attention_head_dim=4,
-    )
+    shape = {
+        "sample_size": 16,
+        "layers_per_block": 1,
+        "block_out_channels": (32, 64, 64),
+        "norm_num_groups": 8,
+        "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        "cross_attention_dim": 64,
+        "attention_head_dim": 4,
+    }
+    unet = UNet2DConditionModel(**{**shape, **changes})
     vae = AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -76,7 +82,7 @@ def pipeline(seed: int) -> Any:
         vae.decoder.conv_out.weight.mul_(3)
     betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
     scheduler = EulerDiscreteScheduler(**betas, steps_offset=1)
-    return StableDiffusionPipeline(
+    return kind(
         vae=vae, text_encoder=text, tokenizer=words, unet=unet, scheduler=scheduler, safety_checker=None,
         feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip

@@ -127,7 +127,9 @@ class Host:
             "modules.devices": self.devices,
             "modules.sd_unet": self.sd_unet,
             "modules.sd_hijack": _module("modules.sd_hijack", model_hijack=self.hijack),
-            "modules.sd_models": _module("modules.sd_models", model_data=self.model_data),
+            "modules.sd_models": _module(
+                "modules.sd_models", model_data=self.model_data, unload_model_weights=lambda *args: None
+            ),
             "modules.script_callbacks": _module("modules.script_callbacks", **registrars),
             "modules.errors": _module("modules.errors", display_once=lambda exc, task: self.errors.append(exc)),
             "modules.launch_utils": _module("modules.launch_utils", git_tag=lambda: "v1.10.1"),

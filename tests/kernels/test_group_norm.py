@@ -285,7 +285,7 @@ def test_unet_shapes(dtype, channels, size):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("path", "batch", "channels", "size"), [("whole", 3600, 640, 32), ("parts", 800, 320, 96), ("loop", 72, 320, 320)]
+    ("path", "batch", "channels", "size"), [("whole", 14400, 640, 16), ("parts", 800, 320, 96), ("loop", 72, 320, 320)]
 )
 def test_beyond_32_bits(path, batch, channels, size):
     needs_memory(24)

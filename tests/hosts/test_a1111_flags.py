@@ -1,0 +1,37 @@
+"""Flags of AUTOMATIC1111 that change how its UNet computes: a picture under each, with this checkout and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .a1111 import FLAGS, MARKS, PLAIN, TOLERANCE, Played, accelerated, apart, start, stepped_around
+
+pytestmark = MARKS
+
+# the flags, and why the original forward runs under them; nothing where plans do
+ASIDE = {
+    "--opt-sdp-no-mem-attention": "",
+    "--opt-split-attention-v1": "",
+    "--opt-sub-quad-attention": "",
+    "--upcast-sampling": "",
+    "--medvram": "",
+    "--lowvram": "--lowvram brings the weights in block by block",
+}
+
+
+@pytest.mark.parametrize("flag", ASIDE)
+def test_picture_under_a_flag_is_the_one_without_the_extension(data: Path, flag: str):
+    flags = f"{FLAGS} {flag}"
+    steps = [("plain", "txt2img", PLAIN), ("again", "txt2img", {**PLAIN, "seed": 2})]
+    with start(data, f"stock{flag}", {"disabled_extensions": ["stable-fast"]}, flags=flags) as webui:
+        stock = Played(webui).round(steps, status=False).pictures
+    with start(data, f"extended{flag}", {"sfast_allow_cpu": True}, flags=flags) as webui:
+        played = Played(webui).round(steps, status=True)
+    for name, *_ in steps:
+        if ASIDE[flag]:
+            stepped_around(played, name, ASIDE[flag])
+        else:
+            accelerated(played, name)
+        assert apart(played.pictures[name], stock[name]) < TOLERANCE

@@ -1,0 +1,143 @@
+"""Models that come and go in AUTOMATIC1111, with this checkout beside it and without."""
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image, ImageDraw
+
+from .a1111 import HIRES, IMG2IMG, MARKS, PLAIN, TOLERANCE, Round, accelerated, apart, count, pictured, play, told
+from .webui import encoded
+
+pytestmark = MARKS
+SETTINGS = {"sd_vae": "None", "sd_checkpoints_limit": 1, "sd_checkpoints_keep_in_cpu": True}
+
+MASK = Image.new("L", (128, 128))
+ImageDraw.Draw(MASK).rectangle((20, 40, 90, 110), fill=255)
+INPAINT = {**IMG2IMG, "mask": encoded(MASK), "mask_blur": 4, "inpainting_fill": 1}
+
+
+def to(checkpoint: str, times: str = "") -> tuple[str, str, dict[str, str]]:
+    return f"to {checkpoint}{times}", "options", {"sd_model_checkpoint": checkpoint}
+
+
+def refined(by: str) -> dict:
+    return {**PLAIN, "steps": 4, "refiner_checkpoint": by, "refiner_switch_at": 0.5}
+
+
+ROUND: Round = [
+    ("plain", "txt2img", PLAIN),
+    ("hires", "txt2img", HIRES),
+    ("unload", "unload-checkpoint", {}),
+    ("reload", "reload-checkpoint", {}),
+    ("reloaded", "txt2img", PLAIN),
+    ("unload again", "unload-checkpoint", {}),
+    ("loaded by the request", "txt2img", PLAIN),
+    ("reload what is loaded", "reload-checkpoint", {}),
+    ("still loaded", "txt2img", PLAIN),
+    ("to another VAE", "options", {"sd_vae": "other.safetensors"}),
+    ("another VAE", "txt2img", PLAIN),
+    ("another VAE, img2img", "img2img", IMG2IMG),
+    ("to its own VAE", "options", {"sd_vae": "None"}),
+    ("its own VAE", "txt2img", PLAIN),
+    ("VAE for one", "txt2img", {**PLAIN, "override_settings": {"sd_vae": "other.safetensors"}}),
+    ("VAE for one gone", "txt2img", PLAIN),
+    ("hires by the sibling", "txt2img", {**HIRES, "hr_checkpoint_name": "tiny.ckpt"}),
+    ("hires by the sibling, again", "txt2img", {**HIRES, "hr_checkpoint_name": "tiny.ckpt", "seed": 4}),
+    ("hires by another sampler", "txt2img", {**HIRES, "hr_sampler_name": "DPM++ 2M"}),
+    ("checkpoint for one", "txt2img", {**PLAIN, "override_settings": {"sd_model_checkpoint": "tiny.ckpt"}}),
+    ("checkpoint for one gone", "txt2img", PLAIN),
+    ("refined by the sibling", "txt2img", refined("tiny.ckpt")),
+    ("after the sibling", "txt2img", PLAIN),
+    ("hires by another architecture", "txt2img", {**HIRES, "hr_checkpoint_name": "wide.safetensors"}),
+    ("after another architecture", "txt2img", PLAIN),
+    ("refined by another architecture", "txt2img", refined("wide.safetensors")),
+    ("after being refined", "txt2img", PLAIN),
+    ("two in memory", "options", {"sd_checkpoints_limit": 2}),
+    to("wide.safetensors"),
+    ("the second", "txt2img", PLAIN),
+    to("tiny.safetensors"),
+    ("the first", "txt2img", PLAIN),
+    told("the first with LoRA", "<lora:strong:1>"),
+    to("wide.safetensors", " again"),
+    ("the second again", "txt2img", PLAIN),
+    to("tiny.safetensors", " again"),
+    ("the first again", "txt2img", PLAIN),
+    ("one in memory", "options", {"sd_checkpoints_limit": 1}),
+    to("inpaint.safetensors"),
+    ("inpainting model, txt2img", "txt2img", PLAIN),
+    ("inpainting model, img2img", "img2img", IMG2IMG),
+    ("inpainting model", "img2img", INPAINT),
+    ("inpainting model, LoRA", "img2img", {**INPAINT, "prompt": "a dog <lora:strong:1>"}),
+    ("inpainting model, LoRA off", "img2img", INPAINT),
+    to("edit.safetensors"),
+    ("edit", "img2img", {**IMG2IMG, "image_cfg_scale": 1.5}),
+    ("edit, other scale", "img2img", {**IMG2IMG, "image_cfg_scale": 3.0}),
+    ("edit, two at once", "img2img", {**IMG2IMG, "image_cfg_scale": 1.5, "batch_size": 2}),
+    to("tiny.safetensors", " at last"),
+    ("plain at the end", "txt2img", PLAIN),
+]
+SAME_PLANS = [
+    "reloaded",
+    "loaded by the request",
+    "still loaded",
+    "another VAE",
+    "another VAE, img2img",
+    "its own VAE",
+    "VAE for one",
+    "VAE for one gone",
+    "hires by the sibling",
+    "hires by the sibling, again",
+    "hires by another sampler",
+    "checkpoint for one",
+    "checkpoint for one gone",
+    "refined by the sibling",
+    "after the sibling",
+    "the first with LoRA",
+    "inpainting model",
+    "inpainting model, LoRA",
+    "inpainting model, LoRA off",
+    "edit, other scale",
+]
+
+
+@pytest.mark.parametrize("name", pictured(ROUND))
+def test_picture_is_the_one_without_the_extension(played, stock, name):
+    assert apart(played.pictures[name], stock[name]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", pictured(ROUND))
+def test_plans_were_replayed(played, name):
+    accelerated(played, name)
+    assert played.reasons(name) == {}
+
+
+@pytest.mark.parametrize("name", SAME_PLANS)
+def test_no_new_capture_for(played, name):
+    assert played.gained(name, "captures") == 0
+
+
+def test_the_round_shows_what_it_should(stock):
+    changes = [
+        ("another VAE", "plain"),
+        ("VAE for one", "plain"),
+        ("hires by the sibling", "hires"),
+        ("hires by another architecture", "hires"),
+        ("checkpoint for one", "plain"),
+        ("refined by the sibling", "refined by another architecture"),
+        ("the second", "the first"),
+        ("inpainting model, LoRA", "inpainting model"),
+        ("edit", "edit, other scale"),
+    ]
+    assert [pair for pair in changes if apart(stock[pair[0]], stock[pair[1]]) < TOLERANCE] == []
+    for name in ("reloaded", "loaded by the request", "its own VAE", "after being refined", "plain at the end"):
+        assert apart(stock[name], stock["plain"]) < TOLERANCE
+
+
+def test_a_model_is_unloaded_between_two_requests_again_and_again(played, stock):
+    for _ in range(3):
+        play(played.webui, "unload-checkpoint", {})
+        before = played.webui.get("/sfast/v1/status")
+        assert apart(play(played.webui, "txt2img", PLAIN), stock["plain"]) < TOLERANCE
+        after = played.webui.get("/sfast/v1/status")
+        assert count(after, "plans run") > count(before, "plans run")
+        assert len(after["accelerators"]) == 1 and after["last_error"] is None

@@ -1,0 +1,91 @@
+"""Control units and IP-Adapters in the real SD.Next: every picture without the extension and with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from . import sdnext
+from .sdnext import INIT, Played, controlled, drawn
+
+pytestmark = sdnext.MARKS
+
+
+def unit(model: str = "tiny-control", **more: Any) -> dict[str, Any]:
+    return {"model": model, **more}
+
+
+def by_picture(name: str, scale: float, **more: Any) -> sdnext.Step:
+    return drawn(name, ip_adapter=[{"adapter": "Base", "images": [INIT], "scale": scale, **more}])
+
+
+ROUND: list[sdnext.Step] = [
+    drawn("plain"),
+    controlled("no unit", "controlnet"),
+    controlled("one unit", "controlnet", unit()),
+    controlled("one unit, another strength", "controlnet", unit(strength=0.5)),
+    controlled("one unit, strength back", "controlnet", unit()),
+    controlled("one unit, another seed", "controlnet", unit(), seed=2),
+    controlled("one unit, ends early", "controlnet", unit(end=0.5)),
+    controlled("one unit, starts late", "controlnet", unit(start=0.5)),
+    controlled("guess mode", "controlnet", unit(guess=True)),
+    controlled("another network", "controlnet", unit("tiny-control-2")),
+    controlled("two units", "controlnet", unit(), unit("tiny-control-2", strength=0.3)),
+    controlled("two units, other strengths", "controlnet", unit(strength=0.2), unit("tiny-control-2")),
+    controlled("unit and LoRA", "controlnet", unit(), prompt="a dog <lora:strong:0.5>"),
+    drawn("plain after units"),
+    controlled("T2I-Adapter", "t2i adapter", unit("tiny")),
+    controlled("T2I-Adapter, weaker", "t2i adapter", unit("tiny", strength=0.4, factor=0.4)),
+    drawn("plain after T2I-Adapter"),
+    by_picture("IP-Adapter", 0.8),
+    by_picture("IP-Adapter, weaker", 0.3),
+    by_picture("IP-Adapter, back", 0.8),
+    by_picture("IP-Adapter, part of the steps", 0.8, start=0.3, end=0.7),
+    drawn("plain after IP-Adapter"),
+    drawn("plain, IP-Adapter unloaded", extra={"ip_adapter_unload": True}),
+]
+PICTURES = sdnext.pictured(ROUND)
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+    with sdnext.play(tmp_path_factory, ROUND) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_picture_equals_the_one_without_the_extension(played: Played, name: str) -> None:
+    played.equal(name)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_plans_ran(played: Played, name: str) -> None:
+    played.accelerated(name)
+
+
+def test_the_networks_of_the_units_are_accelerated_too(played: Played) -> None:
+    accelerators = played.reports["one unit, another seed"]["accelerators"]
+    assert [a["name"] for a in accelerators if any(p["replays"] for p in a["plans"])] == ["unet", "controlnet"]
+
+
+# an IP-Adapter is loaded anew for each picture: other processors, and plans of their own
+@pytest.mark.parametrize("name", ["one unit, another strength", "one unit, another seed", "plain after units"])
+def test_plans_go_on_without_a_new_capture(played: Played, name: str) -> None:
+    assert played.gained(name, "captures") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("one unit", "no unit"),
+        ("one unit, another strength", "one unit"),
+        ("two units", "one unit"),
+        ("T2I-Adapter", "plain"),
+        ("IP-Adapter, weaker", "IP-Adapter"),
+        ("IP-Adapter, part of the steps", "IP-Adapter"),
+    ],
+)
+def test_units_and_their_strengths_change_the_picture(played: Played, name: str, other: str) -> None:
+    assert played.apart(name, other) > 2 * sdnext.TOLERANCE

@@ -1,0 +1,76 @@
+"""Networks of every kind that SD.Next loads: every picture without the extension and with it, and plans that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from . import sdnext
+from .sdnext import HIRES, TOLERANCE, Played, drawn, options, told
+
+pytestmark = sdnext.MARKS
+
+KINDS = ["linear-conv", "loha", "lokr", "full", "whole", "dora", "ia3", "oft", "glora", "norms"]
+
+SETTINGS = {"lora_apply_te": True}
+ROUND: list[sdnext.Step] = [
+    drawn("plain"),
+    *(told(kind, f"<lora:{kind}:1>") for kind in KINDS),
+    drawn("plain again"),
+    told("two at once", "<lora:strong:0.4> <lora:lokr:0.6>"),
+    told("two at once, other weights", "<lora:strong:0.6> <lora:lokr:0.2>"),
+    told("three of other kinds", "<lora:loha:0.5> <lora:full:0.3> <lora:linear-conv:0.2>"),
+    told("UNet's and text model's weights", "<lora:dora:te=0.2:unet=0.7>"),
+    told("text model alone", "<lora:dora:te=1:unet=0>"),
+    told("weights of parts of the UNet", "<lora:linear-conv:te=0.5:in=0.9:mid=0.1:out=0.3>"),
+    told("negative weight", "<lora:strong:-0.5>"),
+    told("weight scheduled by the step", "<lora:strong:1.0@0~0.2@0.5~0.7@1>"),
+    told("in a scheduled prompt", "[under clouds:by night:0.5] <lora:strong:0.5>"),
+    told("batch", "<lora:strong:0.5>", batch_size=2),
+    ("hires fix", "txt2img", {**HIRES, "prompt": "a dog <lora:strong:0.5>"}),
+    ("hires fix with another", "txt2img", {**HIRES, "refiner_prompt": "a dog <lora:lokr:0.8>"}),
+    drawn("plain at last"),
+    options("to PEFT", lora_force_diffusers=True),
+    told("PEFT", "<lora:strong:1>"),
+    told("PEFT, another weight", "<lora:strong:0.5>"),
+    drawn("PEFT, gone"),
+    options("from PEFT", lora_force_diffusers=False),
+    ("reloaded", "call", "/sdapi/v1/reload-checkpoint?force=true"),
+    drawn("plain after PEFT"),
+    told("native after PEFT", "<lora:strong:1>"),
+]
+PICTURES = sdnext.pictured(ROUND)
+BY_PEFT = ["PEFT", "PEFT, another weight", "PEFT, gone"]
+# other sizes and batches, and a model loaded anew
+NEW_PLANS = ["plain", "batch", "hires fix", "plain after PEFT"]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+    with sdnext.play(tmp_path_factory, ROUND, SETTINGS) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_picture_equals_the_one_without_the_extension(played: Played, name: str) -> None:
+    played.equal(name)
+
+
+@pytest.mark.parametrize("name", [*KINDS, "text model alone", "negative weight", "PEFT"])
+def test_each_network_changes_the_picture(played: Played, name: str) -> None:
+    assert played.apart(name, "plain") > 2 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in PICTURES if name not in BY_PEFT])
+def test_native_networks_are_accelerated(played: Played, name: str) -> None:
+    played.accelerated(name)
+    if name not in NEW_PLANS:
+        assert played.gained(name, "captures") == 0
+
+
+@pytest.mark.parametrize("name", BY_PEFT)
+def test_networks_loaded_by_diffusers_run_the_original_until_the_model_is_loaded_anew(
+    played: Played, name: str
+) -> None:
+    played.stepped_around(name, "LoRA is loaded by diffusers")
