@@ -6,50 +6,29 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from sfast_ext.behaviour import BehaviourKeys, structure
-from sfast_ext.capture import CaptureRefused, capture, uncollected
 from sfast_ext.config import Config
-from sfast_ext.graph_pool import GraphPool, pool_of
+from sfast_ext.graph_pool import pool_of
 from sfast_ext.hooks import Hooks
-from sfast_ext.plan import Plan, comparable, relative_error
-from sfast_ext.proof import prove, rewritten, too_far
+from sfast_ext.planner import Found, OriginalFailed, Planner
 from sfast_ext.report import Report, at, stage, words_of
-from sfast_ext.shelf import Shelf, pool_for
-from sfast_ext.signature import Call, NotOurs, Signature, flatten_call, flatten_output
+from sfast_ext.shelf import pool_for
+from sfast_ext.signature import NotOurs, flatten_call
 from sfast_ext.slot import Slot, foreign_forward
-from sfast_ext.weights import WeightArena, WeightsAway, WeightsChanged
+from sfast_ext.weights import WeightsAway, WeightsChanged
 
 # captures of one signature that nothing replayed before its behaviour changed again
 BARREN = 4
-# times that one plan may run out of memory before it is given up
-OUT_OF_MEMORY = 3
-
-
 _READING_KEY = "behaviour key"
 
 
-@dataclass
-class _Found:
-    """A call on its way: `sure` where its behaviour key was read since the generation began."""
-
-    call: Call
-    generic: Signature
-    key: Hashable
-    plan: Plan | None
-    behaviour: int
-    device: torch.device
-    sure: bool
-
-
-class Accelerator:
+class Accelerator(Planner):
     """Runs plans in place of a module's forward.
 
     Args:
@@ -71,28 +50,11 @@ class Accelerator:
         name: str = "unet",
         whole: Accelerator | None = None,
     ) -> None:
-        self.module = module
-        self.config = config or Config()
-        self.hooks = hooks or Hooks()
-        self.report = report or Report()
+        super().__init__(module, config or Config(), hooks or Hooks(), report or Report(), whole)
         self.name = name
-        self.whole = whole
-        self.parts: list[Accelerator] = []
-        self.arena: WeightArena = WeightArena(module) if whole is None else whole.arena.part(module)
-        self._lock: threading.RLock = threading.RLock() if whole is None else whole._lock
-        self._building: threading.Lock = threading.Lock() if whole is None else whole._building
-        self._shelf = Shelf(self.arena, self.report, self._lock, self.config.max_plans)
-        self._static_numbers: set[Signature] = set()
-        self._barren: Counter[Signature] = Counter()
         self._keys = self._new_keys()
         self._released = False
         self._inside = threading.local()
-        self._slot = Slot(module, self)
-
-    @property
-    def plans(self) -> OrderedDict[Hashable, Plan]:
-        """The plans there are, least recently used first."""
-        return self._shelf.plans
 
     def install(self) -> Accelerator:
         """Take the module's forward; under accelerate's hook where there is one. Idempotent."""
@@ -104,10 +66,6 @@ class Accelerator:
     def installed(self) -> bool:
         """Whether the module's forward is (still) ours."""
         return self._slot.installed()
-
-    def original(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that was there before."""
-        return self._slot.original(*args, **kwargs)
 
     def configure(self, config: Config) -> None:
         """Change the settings; effective at the next call. Plans are kept where they would be built alike."""
@@ -195,7 +153,7 @@ class Accelerator:
     def status(self) -> dict[str, Any]:
         """This accelerator's part of the status."""
         with self._lock:
-            device = _device(self.module)
+            device = self._device()
             return {
                 "name": self.name,
                 "module": type(self.module).__qualname__,
@@ -219,7 +177,7 @@ class Accelerator:
             self._inside.busy = False
 
     def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found: _Found | None = None
+        found: Found | None = None
         try:
             found = self._find(args, kwargs)
             if found.plan is not None and not found.sure:
@@ -236,7 +194,7 @@ class Accelerator:
             found = None
         except WeightsChanged as exc:
             self._weights_changed(exc)
-        except _OriginalFailed as exc:
+        except OriginalFailed as exc:
             raise exc.cause from None
         except Exception as exc:
             self._failed(exc, found, building=False)
@@ -259,7 +217,7 @@ class Accelerator:
                 self._building.release()
         return result
 
-    def _failed(self, exc: Exception, found: _Found | None, *, building: bool) -> None:
+    def _failed(self, exc: Exception, found: Found | None, *, building: bool) -> None:
         """Note an exception of ours, and put aside what it came from. Nothing is raised: the call goes on."""
         where = stage()
         self.report.error(where, exc)
@@ -293,7 +251,7 @@ class Accelerator:
         at(_READING_KEY)
         return self._keys.read()
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
         """The call, its key and its plan, None where one is to be built.
 
         Raises:
@@ -306,7 +264,7 @@ class Accelerator:
         reason = self.hooks.stand_aside() if self.hooks.stand_aside else None
         if reason:
             raise NotOurs(reason)
-        device = _device(self.module)
+        device = self._device()
         if device is None or device.type not in ("cuda", "cpu"):
             raise NotOurs(f"the model is on {'no device' if device is None else device}, not on a GPU")
         if device.type == "cpu" and not self.config.allow_cpu:
@@ -348,133 +306,13 @@ class Accelerator:
         copied = self.arena.sync()
         if copied:
             self.report.count("weights_copied", copied)
-        return _Found(call, generic, key, plan, behaviour, device, sure)
-
-    def _run(self, found: _Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plan = found.plan
-        assert plan is not None
-        at("replay")
-        with self._guard(plan):
-            outputs = self._outputs(plan, found.call)
-        if self.config.check == "always" or (self.config.check == "first" and plan.error is None):
-            try:
-                result = self.original(*args, **kwargs)
-            except Exception as exc:
-                raise _OriginalFailed(exc) from exc
-            at("check")
-            references = flatten_output(result)[1]
-            if not comparable(references):
-                return result
-            plan.error = relative_error(outputs, references)
-            if not plan.error <= self.config.tolerance:
-                self._shelf.refuse(found.key, too_far(plan.error, self.config))
-            return result
-        at("result")
-        return plan.output(outputs)
-
-    def _used(self, found: _Found, result: Any) -> Any:
-        plan = found.plan
-        assert plan is not None
-        at("keeping the plan")
-        self._shelf.touch(found.key)
-        plan.replays += 1
-        self.report.count("replays" if plan.has_graph else "eager_runs")
-        return result
-
-    def _outputs(self, plan: Plan, call: Call) -> list[torch.Tensor]:
-        if plan.device.type == "cuda" and self.config.cuda_graphs:
-            pool = pool_of(plan.device)
-            # evicted since: the plan is still good, its graph comes back
-            if plan.has_graph or (plan.no_graph_reason is None and self._capture_graph(plan, call, pool)):
-                return plan.replay(call.leaves, pool)
-        return plan.run_eagerly(call.leaves)
-
-    def _capture_graph(self, plan: Plan, call: Call, pool: GraphPool) -> bool:
-        config = self.config
-        share = 1.0 if self.whole is None else 1 / len(self.whole.parts)
-        return plan.capture_graph(call.leaves, pool, self.report, config.max_graphs, config.graph_memory_mb, share)
-
-    def _build(
-        self, found: _Found, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], original_s: float
-    ) -> None:
-        started = time.perf_counter()
-        call, key, device = found.call, found.key, found.device
-        away = next((p.device for p in self.module.parameters() if p.device != device), None)
-        if away is not None:
-            # not refused: they may be back at the next call
-            self.report.fallback(f"some weights are on {away}, others on {device}")
-            return
-        self._barren[found.generic] += 1
-        if not self.plans:
-            # theirs would keep the weights from being packed for all of it
-            for part in self.parts:
-                part._forget_plans("the model is captured as a whole")
-        at("weights")
-        self.arena.sync()
-        at("capture")
-        try:
-            with uncollected():
-                inputs = call.tensors(device)
-                captured = capture(self._slot.original, call, inputs, self.arena, self.hooks.ignored)
-                plan = rewritten(captured, call, self.arena, device, self.config)
-        except CaptureRefused as exc:
-            has_numbers = any(not isinstance(leaf, torch.Tensor) for leaf in call.leaves)
-            if exc.reads_value and has_numbers and found.generic not in self._static_numbers:
-                # it may be one of the numbers that it looks at: next time they are part of the signature
-                self._static_numbers.add(found.generic)
-                self.report.event("capture", f"numbers become part of the signature: {exc}")
-                return
-            self._shelf.refuse(key, str(exc))
-            return
-        plan.behaviour = found.behaviour
-        at("binding of weights")
-        self._shelf.put(key, plan)
-        self.report.count("captures")
-        if not plan.fused:
-            self.report.event("passes", "the graph reads strides or unknown sizes, so nothing in it is rewritten")
-        try:
-            with self._guard(plan):
-                refusal = prove(
-                    plan,
-                    lambda: self._outputs(plan, call),
-                    lambda: self.original(*args, **kwargs),
-                    call,
-                    result,
-                    original_s,
-                    self.config,
-                )
-        except Exception:
-            self._shelf.drop(key)
-            raise
-        plan.first_call_s = round(original_s + time.perf_counter() - started, 3)
-        if refusal:
-            self._shelf.refuse(key, refusal)
-        else:
-            self.report.event("plan", f"{plan.state}: {plan.signature.words()}, built in {plan.first_call_s} s")
-
-    def _made_room(self, exc: Exception, plan: Plan | None) -> bool:
-        """Out of memory: the graphs' memory goes to the original's run. True where `plan` may be used again."""
-        if not isinstance(exc, torch.cuda.OutOfMemoryError):
-            return False
-        device = _device(self.module)
-        if device is not None and device.type == "cuda":
-            pool_of(device).make_room(self.report)
-        if plan is None:
-            return False
-        plan.out_of_memory += 1
-        return plan.out_of_memory < OUT_OF_MEMORY
+        return Found(call, generic, key, plan, behaviour, device, sure)
 
     def _drop_all(self, reason: str, *, barren: bool = True) -> None:
         """Drop the plans of the whole model: they share their weights."""
         whole = self.whole or self
         for accelerator in (whole, *whole.parts):
             accelerator._forget_plans(reason, barren=barren)
-
-    def _forget_plans(self, reason: str | None, *, barren: bool = True) -> None:
-        with self._lock:
-            if barren:
-                self._barren.clear()
-            self._shelf.clear(reason)
 
     def _clear(self) -> None:
         self._forget_plans(None)
@@ -493,19 +331,6 @@ class Accelerator:
         hooks = self.hooks
         return BehaviourKeys(self.module, hooks.ignored, hooks.recognised, self.config.max_plans, first)
 
-    def _guard(self, plan: Plan) -> Any:
-        # graphs of one pool share memory; on a CPU only the plan's own state is at stake
-        pool = pool_for(plan)
-        return pool.lock if pool is not None else self._lock
-
-
-class _OriginalFailed(Exception):
-    """The original forward itself raised: the host's error, to be passed on as it is."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
-
 
 _thread = threading.local()
 
@@ -517,12 +342,6 @@ def _building() -> Iterator[None]:
         yield
     finally:
         _thread.building = False
-
-
-def _device(module: nn.Module) -> torch.device | None:
-    for parameter in module.parameters():
-        return parameter.device
-    return None
 
 
 def accelerate(module: nn.Module, config: Config | None = None, **options: Any) -> Accelerator:

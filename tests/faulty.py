@@ -21,7 +21,7 @@ from stateful.compare import compare_modules, places
 from stateful.nets import Request, arguments, make, move
 from torch import nn
 
-from sfast_ext import Config, Hooks, accelerate, accelerator, accelerator_of, graph_pool, passes, plan, proof, signature
+from sfast_ext import Config, Hooks, accelerate, accelerator_of, graph_pool, passes, plan, planner, proof, signature
 from sfast_ext.plan import relative_error
 
 CPU = Config(allow_cpu=True)
@@ -199,8 +199,8 @@ class Counting:
     """Counts the captures that are begun."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.times, self._real = 0, accelerator.capture
-        patch.setattr(accelerator, "capture", self)
+        self.times, self._real = 0, planner.capture
+        patch.setattr(planner, "capture", self)
 
     def __call__(self, *args: Any) -> Any:
         self.times += 1
@@ -255,7 +255,7 @@ def pretend_a_gpu(patch: pytest.MonkeyPatch) -> graph_pool.GraphPool:
     """From now on the model's device passes for a GPU; its graph pool."""
     device: Any = PretendedGPU()
     cpu, nothing = torch.device("cpu"), contextlib.nullcontext()
-    patch.setattr(accelerator, "_device", lambda module: device)
+    patch.setattr(planner.Planner, "_device", lambda self: device)
     for room in (signature, plan):
         patch.setattr(room, "as_tensor", lambda leaf, _, real=signature.as_tensor: real(leaf, cpu))
     patch.setattr(graph_pool, "_pools", {})

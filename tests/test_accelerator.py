@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import sfast_ext
-from sfast_ext import Config, Hooks, accelerate, accelerator, accelerator_of, behaviour, proof
+from sfast_ext import Config, Hooks, accelerate, accelerator, accelerator_of, behaviour, planner, proof
 from sfast_ext.plan import DROPPED
 from sfast_ext.weights import WeightArena
 
@@ -267,7 +267,7 @@ def test_always_checking_catches_a_plan_gone_wrong_later():
 @pytest.mark.parametrize(
     ("room", "stage"),
     [
-        (accelerator, "capture"),
+        (planner, "capture"),
         (behaviour, "fingerprint"),
         (accelerator, "flatten_call"),
         (proof, "run_passes"),

@@ -26,7 +26,7 @@ from faulty import (
 from stateful.compare import places
 from torch import nn
 
-from sfast_ext import Hooks, accelerator, behaviour, environment, kernels, passes, proof, tracing
+from sfast_ext import Hooks, accelerator, behaviour, environment, kernels, passes, planner, proof, tracing
 from sfast_ext.capture import CaptureRefused
 from sfast_ext.kernels import attention, bias_add, geglu, group_norm, layer_norm
 from sfast_ext.plan import Plan
@@ -58,8 +58,8 @@ BUILDING = {
     "the index of weights": Stage(WeightArena, "index", "capture", tries=2),
     "the record of a forward": Stage(tracing, "make_fx", "cannot be recorded"),
     "the search for state": Stage(State, "restore", "capture", done=True),
-    "the capture": Stage(accelerator, "capture", "capture"),
-    "the capture, refused": Stage(accelerator, "capture", "injected", CaptureRefused),
+    "the capture": Stage(planner, "capture", "capture"),
+    "the capture, refused": Stage(planner, "capture", "injected", CaptureRefused),
     "the choice of kernels": Stage(environment, "triton_runs_on", "choice of kernels"),
     "the native operations": Stage(proof.native, "available", "choice of kernels"),
     **{
@@ -84,7 +84,7 @@ BUILDING = {
 # of a plan that has already run
 RUNNING = {
     "a run": Stage(Plan, "run_eagerly", "replay"),
-    "a run, without memory": Stage(Plan, "run_eagerly", "replay", OOM, tries=accelerator.OUT_OF_MEMORY),
+    "a run, without memory": Stage(Plan, "run_eagerly", "replay", OOM, tries=planner.OUT_OF_MEMORY),
     "the outputs of a run": Stage(Plan, "_hand_out", "replay", done=True),
     "the result": Stage(Plan, "output", "result"),
 }
@@ -331,7 +331,7 @@ def convert(net: nn.Module, dtype: torch.dtype) -> None:
 def test_after_several_behaviours_that_failed_a_change_of_the_settings_helps_too(monkeypatch):
     pair = Pair()
     with monkeypatch.context() as patch:
-        failing(patch, accelerator, "capture")
+        failing(patch, planner, "capture")
         for i in range(accelerator.BARREN + 1):
             pair.both(partial(nn.Module.__setattr__, name="s1", value=1 + i / 10))
             pair.same(2)

@@ -12,6 +12,7 @@ import torch
 import sfast_ext.accelerator
 import sfast_ext.behaviour
 import sfast_ext.plan
+import sfast_ext.planner
 import sfast_ext.proof
 import sfast_ext.weights
 from sfast_ext import passes
@@ -24,11 +25,11 @@ STAGES: dict[str, tuple[Any, str]] = {
     "behaviour key": (sfast_ext.behaviour, "fingerprint"),
     "sync": (sfast_ext.weights.WeightArena, "sync"),
     "adoption of weights": (sfast_ext.weights.WeightArena, "_adopt"),
-    "capture": (sfast_ext.accelerator, "capture"),
+    "capture": (sfast_ext.planner, "capture"),
     "packing": (sfast_ext.weights.WeightArena, "pack"),
     "passes": (sfast_ext.proof, "run_passes"),
     "binding": (sfast_ext.weights.WeightArena, "bind"),
-    "check": (sfast_ext.accelerator, "prove"),
+    "check": (sfast_ext.planner, "prove"),
     "plan": (sfast_ext.plan.Plan, "run_eagerly"),
     "output": (sfast_ext.plan.Plan, "output"),
 }
@@ -111,7 +112,7 @@ def wrong_plan(w: World, rng: random.Random) -> None:
         graph_module.forward = lambda *leaves: [o * 1.5 for o in forward(*leaves)]
         return counts
 
-    _patch(w, sfast_ext.accelerator, "rewritten", _with(sfast_ext.accelerator.rewritten, wrong))
+    _patch(w, sfast_ext.planner, "rewritten", _with(sfast_ext.planner.rewritten, wrong))
     w.drop_plans()
 
 

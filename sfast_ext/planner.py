@@ -1,0 +1,214 @@
+"""Builds, checks and runs the plans of one module; who decides which call gets one is `Accelerator`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sfast_ext.capture import CaptureRefused, capture, uncollected
+from sfast_ext.config import Config
+from sfast_ext.graph_pool import GraphPool, pool_of
+from sfast_ext.hooks import Hooks
+from sfast_ext.plan import Plan, comparable, relative_error
+from sfast_ext.proof import prove, rewritten, too_far
+from sfast_ext.report import Report, at
+from sfast_ext.shelf import Shelf, pool_for
+from sfast_ext.signature import Call, Signature, flatten_output
+from sfast_ext.slot import Slot
+from sfast_ext.weights import WeightArena
+
+if TYPE_CHECKING:
+    from sfast_ext.accelerator import Accelerator
+
+# times that one plan may run out of memory before it is given up
+OUT_OF_MEMORY = 3
+
+
+@dataclass
+class Found:
+    """A call on its way: `sure` where its behaviour key was read since the generation began."""
+
+    call: Call
+    generic: Signature
+    key: Hashable
+    plan: Plan | None
+    behaviour: int
+    device: torch.device
+    sure: bool
+
+
+class Planner:
+    """What an accelerator does with plans.
+
+    Args:
+        whole: the accelerator of a network that `module` is a part of; weights and locks are shared with it.
+    """
+
+    def __init__(
+        self, module: nn.Module, config: Config, hooks: Hooks, report: Report, whole: Accelerator | None
+    ) -> None:
+        self.module = module
+        self.config = config
+        self.hooks = hooks
+        self.report = report
+        self.whole = whole
+        self.parts: list[Accelerator] = []
+        self.arena: WeightArena = WeightArena(module) if whole is None else whole.arena.part(module)
+        self._lock: threading.RLock = threading.RLock() if whole is None else whole._lock
+        self._building: threading.Lock = threading.Lock() if whole is None else whole._building
+        self._shelf = Shelf(self.arena, report, self._lock, config.max_plans)
+        self._static_numbers: set[Signature] = set()
+        self._barren: Counter[Signature] = Counter()
+        self._slot = Slot(module, self)  # type: ignore[arg-type]
+
+    @property
+    def plans(self) -> OrderedDict[Hashable, Plan]:
+        """The plans there are, least recently used first."""
+        return self._shelf.plans
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that was there before."""
+        return self._slot.original(*args, **kwargs)
+
+    def _run(self, found: Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plan = found.plan
+        assert plan is not None
+        at("replay")
+        with self._guard(plan):
+            outputs = self._outputs(plan, found.call)
+        if self.config.check == "always" or (self.config.check == "first" and plan.error is None):
+            try:
+                result = self.original(*args, **kwargs)
+            except Exception as exc:
+                raise OriginalFailed(exc) from exc
+            at("check")
+            references = flatten_output(result)[1]
+            if not comparable(references):
+                return result
+            plan.error = relative_error(outputs, references)
+            if not plan.error <= self.config.tolerance:
+                self._shelf.refuse(found.key, too_far(plan.error, self.config))
+            return result
+        at("result")
+        return plan.output(outputs)
+
+    def _used(self, found: Found, result: Any) -> Any:
+        plan = found.plan
+        assert plan is not None
+        at("keeping the plan")
+        self._shelf.touch(found.key)
+        plan.replays += 1
+        self.report.count("replays" if plan.has_graph else "eager_runs")
+        return result
+
+    def _outputs(self, plan: Plan, call: Call) -> list[torch.Tensor]:
+        if plan.device.type == "cuda" and self.config.cuda_graphs:
+            pool = pool_of(plan.device)
+            # evicted since: the plan is still good, its graph comes back
+            if plan.has_graph or (plan.no_graph_reason is None and self._capture_graph(plan, call, pool)):
+                return plan.replay(call.leaves, pool)
+        return plan.run_eagerly(call.leaves)
+
+    def _capture_graph(self, plan: Plan, call: Call, pool: GraphPool) -> bool:
+        config = self.config
+        share = 1.0 if self.whole is None else 1 / len(self.whole.parts)
+        return plan.capture_graph(call.leaves, pool, self.report, config.max_graphs, config.graph_memory_mb, share)
+
+    def _build(
+        self, found: Found, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], original_s: float
+    ) -> None:
+        started = time.perf_counter()
+        call, key, device = found.call, found.key, found.device
+        away = next((p.device for p in self.module.parameters() if p.device != device), None)
+        if away is not None:
+            # not refused: they may be back at the next call
+            self.report.fallback(f"some weights are on {away}, others on {device}")
+            return
+        self._barren[found.generic] += 1
+        if not self.plans:
+            # theirs would keep the weights from being packed for all of it
+            for part in self.parts:
+                part._forget_plans("the model is captured as a whole")
+        at("weights")
+        self.arena.sync()
+        at("capture")
+        try:
+            with uncollected():
+                inputs = call.tensors(device)
+                captured = capture(self._slot.original, call, inputs, self.arena, self.hooks.ignored)
+                plan = rewritten(captured, call, self.arena, device, self.config)
+        except CaptureRefused as exc:
+            has_numbers = any(not isinstance(leaf, torch.Tensor) for leaf in call.leaves)
+            if exc.reads_value and has_numbers and found.generic not in self._static_numbers:
+                # it may be one of the numbers that it looks at: next time they are part of the signature
+                self._static_numbers.add(found.generic)
+                self.report.event("capture", f"numbers become part of the signature: {exc}")
+                return
+            self._shelf.refuse(key, str(exc))
+            return
+        plan.behaviour = found.behaviour
+        at("binding of weights")
+        self._shelf.put(key, plan)
+        self.report.count("captures")
+        if not plan.fused:
+            self.report.event("passes", "the graph reads strides or unknown sizes, so nothing in it is rewritten")
+        try:
+            with self._guard(plan):
+                refusal = prove(
+                    plan,
+                    lambda: self._outputs(plan, call),
+                    lambda: self.original(*args, **kwargs),
+                    call,
+                    result,
+                    original_s,
+                    self.config,
+                )
+        except Exception:
+            self._shelf.drop(key)
+            raise
+        plan.first_call_s = round(original_s + time.perf_counter() - started, 3)
+        if refusal:
+            self._shelf.refuse(key, refusal)
+        else:
+            self.report.event("plan", f"{plan.state}: {plan.signature.words()}, built in {plan.first_call_s} s")
+
+    def _made_room(self, exc: Exception, plan: Plan | None) -> bool:
+        """Out of memory: the graphs' memory goes to the original's run. True where `plan` may be used again."""
+        if not isinstance(exc, torch.cuda.OutOfMemoryError):
+            return False
+        device = self._device()
+        if device is not None and device.type == "cuda":
+            pool_of(device).make_room(self.report)
+        if plan is None:
+            return False
+        plan.out_of_memory += 1
+        return plan.out_of_memory < OUT_OF_MEMORY
+
+    def _forget_plans(self, reason: str | None, *, barren: bool = True) -> None:
+        with self._lock:
+            if barren:
+                self._barren.clear()
+            self._shelf.clear(reason)
+
+    def _guard(self, plan: Plan) -> Any:
+        # graphs of one pool share memory; on a CPU only the plan's own state is at stake
+        pool = pool_for(plan)
+        return pool.lock if pool is not None else self._lock
+
+    def _device(self) -> torch.device | None:
+        return next((parameter.device for parameter in self.module.parameters()), None)
+
+
+class OriginalFailed(Exception):
+    """The original forward itself raised: the host's error, to be passed on as it is."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
