@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.patches import Patch, brought, extension_of, methods, shadows
+from sfast_ext.patches import Patch, brought, home_of, methods, shadows
 from sfast_ext.slot import AcceleratedForward, is_own_forward
 
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
@@ -108,7 +108,7 @@ class _Reader:
     def __init__(self, skip: frozenset[str], root: nn.Module) -> None:
         self.skip = skip
         # a network that an extension brings is made of its own classes
-        self.home = extension_of(type(root).forward)
+        self.home = home_of(type(root))
         self.key: list[Hashable] = []
         self.alive: list[object] = []
         self.patches: list[Patch] = []
@@ -160,7 +160,8 @@ class _Reader:
         if not is_root:
             self.patched(path, module)
         for name, value in attributes.items():
-            if value is None or name in self.skip or isinstance(value, torch.Tensor):
+            if value is None or name in self.skip or isinstance(value, (torch.Tensor, AcceleratedForward)):
+                # a forward of ours may be stored by who laid another over it
                 continue
             if shadows(module, name, value):
                 self.patches.append(Patch(path, module, "method", value))

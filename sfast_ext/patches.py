@@ -56,6 +56,12 @@ def _extension_in(file: str) -> tuple[str | None, bool]:
     return inside, _BUILT_IN in parts
 
 
+def home_of(kind: type) -> str | None:
+    """The extension that a class comes from, told by the methods that were written with it; None for the host's."""
+    own = (f for f in vars(kind).values() if getattr(f, "__module__", None) == kind.__module__)
+    return next((extension for f in own if (extension := extension_of(f)) is not None), None)
+
+
 def _innermost(function: Any) -> Any:
     while True:
         if isinstance(function, functools.partial):

@@ -311,3 +311,20 @@ def test_within_a_generation_a_late_patch_is_seen(model, change):
     assert keys.sure and foreign is None
     change(model)
     assert not keys.sure and keys.read()[0] != number
+
+
+def test_the_forward_of_the_model_itself_exchanged_by_an_extension_is_a_patch(monkeypatch):
+    model = nn.Sequential(Block())
+    root = Block()
+    root.inner = model
+    monkeypatch.setattr(Block, "forward", function_of_extension(PATCHED))
+    assert ("", "class") in {(p.path, p.kind) for p in fingerprint(root).patches}
+
+
+def test_a_forward_of_ours_that_somebody_stored_changes_nothing(model):
+    before = key(model)
+    acc = accelerate(model[0])
+    model[1].original_forward_of_theirs = model[0].forward
+    found = fingerprint(model)
+    assert found.key == before and found.patches == []
+    acc.release()

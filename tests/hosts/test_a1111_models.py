@@ -77,15 +77,12 @@ ROUND: Round = [
     ("plain at the end", "txt2img", PLAIN),
 ]
 SAME_PLANS = [
-    "reloaded",
-    "loaded by the request",
     "still loaded",
     "another VAE",
     "another VAE, img2img",
     "its own VAE",
     "VAE for one",
     "VAE for one gone",
-    "hires by the sibling",
     "hires by the sibling, again",
     "hires by another sampler",
     "checkpoint for one",
