@@ -28,6 +28,8 @@ try:
 except ImportError:
     get_proxy_slot = None
 
+# before, the mode that records cannot be left for a moment
+WORKS = get_proxy_slot is not None and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
 # a module of fewer layers is recorded as quickly as it is compared
 LEAST = 5
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format)
@@ -62,7 +64,7 @@ def copied(root: nn.Module, ignored: frozenset[str], tracer: fx.Tracer) -> Itera
     Raises:
         Unrepeatable: see there.
     """
-    if get_proxy_slot is None:
+    if not WORKS:
         yield
         return
     copier = _Copier(ignored, tracer)

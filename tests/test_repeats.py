@@ -47,7 +47,11 @@ def described(gm):
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
     found = []
     for node in gm.graph.nodes:
-        target = id(getattr(gm, node.target)) if node.op == "get_attr" else node.target
+        target = node.target
+        if node.op == "get_attr":
+            held = getattr(gm, node.target)
+            # a constant of the forward's own is made anew each time
+            target = id(held) if isinstance(held, nn.Parameter) else held.shape
         value = node.meta.get("val")
         meta = (value.dtype, value.shape, value.stride()) if isinstance(value, torch.Tensor) else None
         found.append((node.op, target, str(fx.node.map_arg((node.args, node.kwargs), place.__getitem__)), meta))
@@ -75,7 +79,7 @@ def check(module, monkeypatch, expected, *inputs):
     # targets of placeholders are names
     quick = record(lambda *x: [module(*x)], inputs, module)
     assert described(quick) == described(plain)
-    assert len(made) == expected
+    assert len(made) == (expected if repeats.WORKS else 0)
     torch.testing.assert_close(quick(*inputs), [module(*inputs)])
     assert all("forward" not in vars(m) for m in module.modules())
 
@@ -112,7 +116,7 @@ def test_a_unet_is_recorded_alike(name, monkeypatch):
         return [unet(sample, steps, encoder_hidden_states=context, return_dict=False, **more)[0]]
 
     assert described(record(run, (sample, context), unet)) == described(record(run, (sample, context)))
-    assert len(made) > 4
+    assert len(made) > 4 or not repeats.WORKS
 
 
 def test_keyword_arguments_and_two_uses_of_one_block(monkeypatch):
@@ -185,7 +189,7 @@ def test_patched_and_hooked_blocks_are_recorded_each(monkeypatch):
     inputs = (torch.randn(2, 4),)
     graph = record(lambda x: [module(x)], inputs, module)
     torch.testing.assert_close(graph(*inputs), [module(*inputs)])
-    assert made == [module.blocks[3]]
+    assert made == ([module.blocks[3]] if repeats.WORKS else [])
     assert "forward" in vars(module.blocks[1]) and "forward" not in vars(module.blocks[0])
 
 
@@ -210,7 +214,7 @@ def test_where_copying_fails_everything_is_recorded(monkeypatch):
 
     monkeypatch.setattr(repeats, "track_tensor_tree", broken)
     assert described(record(lambda x: [module(x)], inputs, module)) == plain
-    monkeypatch.setattr(repeats, "get_proxy_slot", None)
+    monkeypatch.setattr(repeats, "WORKS", False)
     assert described(record(lambda x: [module(x)], inputs, module)) == plain
 
 

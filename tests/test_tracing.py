@@ -7,7 +7,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sfast_ext import tracing
+from sfast_ext import repeats, tracing
 from sfast_ext.signature import flatten_call, flatten_output, rebuild_call
 
 CPU = torch.device("cpu")
@@ -73,6 +73,7 @@ def test_the_graph_is_the_same_under_autocast():
         same(forward, *inputs)
 
 
+@pytest.mark.skipif(not repeats.WORKS, reason="an older torch takes operations apart before they are looked up")
 def test_shapes_met_before_are_not_worked_out_again(monkeypatch):
     worked_out = []
     original = FakeTensorMode.__torch_dispatch__
