@@ -110,8 +110,9 @@ class Slot:
         attributes = self._module.__dict__
         name = "_old_forward" if "_old_forward" in attributes else "forward"
         there: Any = attributes.get(name)
-        if accelerator_in(there) is not None:
-            there = there.__dict__["__wrapped__"]
+        while isinstance(there, AcceleratedForward):
+            # not what it wraps: that is the class's forward as it was when it was made
+            there = there.before
         self._before = None if there is None or is_own_forward(there, self._module) else there
         self._forward = AcceleratedForward(self._module, self._accelerator, self.original, self._before)
         object.__setattr__(self._module, name, self._forward)

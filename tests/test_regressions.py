@@ -207,3 +207,22 @@ def test_a_packed_weight_exchanged_with_another_gets_memory_of_its_own(pair):
     pair.both(exchange)
     pair.acc.release()
     compare_modules(pair.ours, pair.twin)
+
+
+def test_a_forward_of_ours_put_back_does_not_bring_a_class_patch_back(pair):
+    """Somebody stored our forward while the class was patched, and puts it back when it is not."""
+    kind, original = type(pair.ours), type(pair.ours).forward
+    pair.acc.release()
+    kind.forward = lambda self, sample, *args, **kwargs: original(self, sample * 2, *args, **kwargs)
+    try:
+        pair.acc = accelerate(pair.ours, CPU)
+        stored = pair.ours.forward
+        pair.acc.release()
+    finally:
+        kind.forward = original
+    pair.ours.forward = stored
+    pair.acc = accelerate(pair.ours, CPU)
+    pair.same(2)
+    pair.acc.release()
+    pair.same(1)
+    compare_modules(pair.ours, pair.twin)
