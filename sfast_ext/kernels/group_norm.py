@@ -234,7 +234,7 @@ def _pixel_splits(pixels: int, others: int, most: int, programs: int) -> tuple[i
     return cdiv(pixels, each), each
 
 
-def _fitting(pixels: int, groups: int, group_width: int) -> tuple[str, tiles.Tile | None]:
+def fitting(pixels: int, groups: int, group_width: int) -> tuple[str, tiles.Tile | None]:
     """The first of _PATHS that takes such an image, and its tile; else the kernels that loop."""
     if groups * group_width <= _MOST_CHANNELS:
         for path in _PATHS:
@@ -283,7 +283,7 @@ def launch(
     biases = inner if bias is None else bias.contiguous()
     affine = (shift_stride, has_shift, has_weight, has_bias, int(silu), eps)
 
-    path, tile = _fitting(pixels, groups, group_width)
+    path, tile = fitting(pixels, groups, group_width)
     if tile is not None and path == "whole":
         units = group_width // tile.constants["UNIT"]
         operands = (inner, rows, weights, biases, out, pixels, channels, units)

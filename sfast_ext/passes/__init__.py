@@ -23,6 +23,8 @@ from . import (
     linear_add,
     packed_linear,
     rewrite,
+    sum_group_norm,
+    upsample,
 )
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ PASSES: list[tuple[str, Pass]] = [
     ("layer_norm", layer_norm.layer_norm),
     ("geglu", geglu.geglu),
     ("bias_add", bias_add.bias_add),
+    ("sum_group_norm", sum_group_norm.sum_group_norm),  # joins what group_norm and bias_add have made
+    ("upsample", upsample.upsample),
     ("attention", attention.attention),
 ]
 

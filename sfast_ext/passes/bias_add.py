@@ -1,4 +1,7 @@
-"""A convolution's bias, the residual added to it and the scale of both, in one pass over the picture."""
+"""A convolution's bias, the residual added to it and the scale of both, in one pass over the picture.
+
+A bias alone goes too: torch adds it to a picture in NHWC by a kernel that reads neither of them in order.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 MUL = overloads("mul.Tensor", "mul.Scalar")
 DIV = overloads("div.Tensor", "div.Scalar")
+LEAST_CHANNELS = 16  # with fewer, a tile of the kernel is mostly empty
 
 
 def bias_add(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -55,12 +59,31 @@ def bias_add(gm: fx.GraphModule, ctx: PassContext) -> int:
             new = call(gm.graph, function, (bare, argument(conv, 2, "bias"), residual, factor), last)
         replace(last, new)
         count += 1
+    return count + (alone(gm, function, untouchable) if ctx.triton else 0)
+
+
+def alone(gm: fx.GraphModule, function: Any, untouchable: set[fx.Node]) -> int:
+    """Biases of convolutions that no residual is added to."""
+    count = 0
+    for conv in list(gm.graph.nodes):
+        if not biased(conv) or conv in untouchable or (shape(conv) or (0, 0))[1] < LEAST_CHANNELS:
+            continue
+        with gm.graph.inserting_before(conv):
+            bare = without_bias(conv)
+            new = call(gm.graph, function, (bare, argument(conv, 2, "bias"), None, 1.0), conv)
+        replace(conv, new)
+        count += 1
     return count
 
 
 def has_bias(conv: Any, add: fx.Node) -> bool:
     """A convolution whose result only `add` sees, in `add`'s shape and dtype."""
-    if not is_op(conv, CONV) or only_user(conv) is not add or not same(conv, add):
+    return biased(conv) and only_user(conv) is add and same(conv, add)
+
+
+def biased(conv: Any) -> bool:
+    """A convolution of pictures with a bias, in a dtype of the kernel's."""
+    if not is_op(conv, CONV):
         return False
     bias = argument(conv, 2, "bias")
     return (

@@ -7,7 +7,17 @@ import re
 import pytest
 
 from sfast_ext import kernels
-from sfast_ext.kernels import _group_norm, _triton, add_layer_norm, bias_add, geglu, group_norm, layer_norm
+from sfast_ext.kernels import (
+    _group_norm,
+    _sum_group_norm,
+    _triton,
+    add_layer_norm,
+    bias_add,
+    geglu,
+    group_norm,
+    layer_norm,
+    upsample,
+)
 
 pytestmark = pytest.mark.skipif(
     not _triton.AVAILABLE or kernels.interpreted(), reason="needs Triton, and TRITON_INTERPRET unset"
@@ -16,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 NORM = {"HAS_WEIGHT": True, "HAS_BIAS": True, "ROWS": 2, "BLOCK": 1024}
 GROUPS = {"WIDTH": 120, "BLOCK": 128, "GROUPS": 16, "PIXELS": 32}
 PARTS = {"UNIT": 4, "BLOCK": 64, "GROUPS": 8, "PIXELS": 128}
+SUM, JOIN = {"JOIN": False, "RESIDUAL": True}, {"JOIN": True, "RESIDUAL": False}
 KERNELS = {
     "layer_norm": (layer_norm._kernel, NORM),
     "add_layer_norm": (add_layer_norm._kernel, NORM),
@@ -26,10 +37,15 @@ KERNELS = {
     "group_norm": (group_norm._normalise, {**GROUPS, "SPLITS": 128}),
     "group_norm_whole": (_group_norm._whole, {"UNIT": 4, "BLOCK": 64, "PIXELS": 64}),
     "group_norm_part_statistics": (_group_norm._part_statistics, PARTS),
+    "add_group_norm_whole": (_sum_group_norm._whole, {**SUM, "UNIT": 4, "BLOCK": 64, "PIXELS": 64}),
+    "cat_group_norm_whole": (_sum_group_norm._whole, {**JOIN, "UNIT": 4, "BLOCK": 64, "PIXELS": 64}),
+    "add_group_norm_part_statistics": (_sum_group_norm._part_statistics, {**SUM, **PARTS}),
+    "cat_group_norm_part_statistics": (_sum_group_norm._part_statistics, {**JOIN, **PARTS}),
+    "upsample": (upsample._kernel, {"ROWS": 16, "BLOCK": 64}),
     "group_norm_part": (_group_norm._part_normalise, {**PARTS, "PARTS": 32}),
 }
-POINTERS = {"x", "residual", "shift", "weight", "bias", "out", "total", "partial"}
-MULTIPLES = {"columns", "channels", "half"}  # of 16, in every Stable Diffusion UNet
+POINTERS = {"x", "a", "b", "term", "residual", "shift", "weight", "bias", "out", "total", "partial"}
+MULTIPLES = {"columns", "channels", "first", "half"}  # of 16, in every Stable Diffusion UNet
 
 
 def _compile(kernel, constants, capability, dtype):
@@ -42,7 +58,7 @@ def _compile(kernel, constants, capability, dtype):
         elif name in POINTERS:
             signature[name] = "*fp32" if name == "partial" else dtype
         else:
-            signature[name] = "fp32" if name in ("eps", "scale") else "i32"
+            signature[name] = "fp32" if name in ("eps", "scale", "step_x", "step_y") else "i32"
         if name in POINTERS | MULTIPLES:
             attributes[(index,)] = [["tt.divisibility", 16]]
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

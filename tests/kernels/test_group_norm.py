@@ -209,14 +209,14 @@ def test_channel_blocks_hold_all_groups():
     ],
 )
 def test_which_path(path, channels, height, width):
-    assert group_norm._fitting(height * width, 32, channels // 32)[0] == path
+    assert group_norm.fitting(height * width, 32, channels // 32)[0] == path
 
 
 def test_paths_can_be_switched_off(monkeypatch):
     monkeypatch.setattr(group_norm, "_PATHS", ("parts",))
-    assert group_norm._fitting(64, 32, 40)[0] == "parts"
+    assert group_norm.fitting(64, 32, 40)[0] == "parts"
     monkeypatch.setattr(group_norm, "_PATHS", ())
-    assert group_norm._fitting(64, 32, 40)[0] == "loop"
+    assert group_norm.fitting(64, 32, 40)[0] == "loop"
 
 
 def test_tiles_hold_what_they_should():
@@ -244,7 +244,7 @@ def test_few_compilations_serve_a_unet():
     sizes += [(16, 640), (16, 1280), (16, 1920), (16, 2560), (8, 1280), (8, 2560)]
     kernels = set()
     for side, channels in sizes:
-        path, tile = group_norm._fitting(side * side, 32, channels // 32)
+        path, tile = group_norm.fitting(side * side, 32, channels // 32)
         kernels.add((path, *tile.constants.values(), tiles.room(tile.parts)))
     assert sum(2 if path == "parts" else 1 for path, *_ in kernels) <= 7
 
@@ -289,7 +289,7 @@ def test_unet_shapes(dtype, channels, size):
 )
 def test_beyond_32_bits(path, batch, channels, size):
     needs_memory(24)
-    assert group_norm._fitting(size * size, 32, channels // 32)[0] == path
+    assert group_norm.fitting(size * size, 32, channels // 32)[0] == path
     x = torch.randn(batch, channels, size, size, dtype=torch.float16, device="cuda")  # 2.4e9 elements
     x = x.to(memory_format=torch.channels_last)
     y = group_norm.launch(x, 32, None, None, 1e-5)

@@ -82,6 +82,28 @@ def test_convolution_without_bias_stays() -> None:
     assert Traced(Block(lambda m, x: m.conv(x) + x, bias=False), X).rewrite(bias_add) == 0
 
 
+ALONE: dict[str, tuple[Callable[..., Any], int]] = {
+    "used once": (lambda m, x: m.wide(x).sin(), 1),
+    "used twice": (lambda m, x: (y := m.wide(x)) + y.sin(), 1),
+    "beside a residual": (lambda m, x: m.wide(x + m.conv(x)), 2),
+    "few channels": (lambda m, x: m.conv(x).sin(), 0),
+    "unbatched": (lambda m, x: m.wide(x[0]), 0),
+    "written": (lambda m, x: m.wide(x).mul_(2), 0),
+}
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_a_bias_alone_goes_where_there_is_triton(what: str) -> None:
+    forward, wanted = ALONE[what]
+    for triton in (True, False):
+        module = Block(forward)
+        module.wide = nn.Conv2d(8, 24, 3, padding=1)
+        traced = Traced(module, X)
+        traced.ctx.triton = triton
+        assert traced.rewrite(bias_add) == (wanted if triton else int(what == "beside a residual"))
+        assert traced.error() < 1e-6
+
+
 def test_rounds_no_worse_than_the_original() -> None:
     module, x = Block(lambda m, x: (x + m.conv(x)) / 1.7), X.to(torch.bfloat16)
     with torch.no_grad():

@@ -1,0 +1,231 @@
+"""Group norm of a tensor that its own kernel puts together first: a sum, or two tensors side by side.
+
+The sum is written, for others need it, and its statistics come from the registers it is written from. Tiles and the
+second launch are those of _group_norm.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sfast_ext.kernels import _group_norm as tiles
+from sfast_ext.kernels import group_norm
+from sfast_ext.kernels._triton import (
+    DTYPES,
+    MAX_GRID_YZ,
+    channels_inner,
+    channels_outer,
+    constexpr,
+    jit,
+    runs,
+    start,
+    tl,
+)
+
+
+@jit()
+def _put_together(
+    a, b, bias, residual, total, begin, row, channel, mask, inside, channels, first, biased, scale, JOIN, RESIDUAL
+):
+    """One tile of total, as stored: (a + bias + residual) * scale, or a + bias and b side by side."""
+    place = row[:, None] * channels + channel[None, :]
+    if JOIN:
+        rest = channels - first
+        left, right = mask & (channel < first)[None, :], mask & (channel >= first)[None, :]
+        of_a, of_b = row[:, None] * first + channel[None, :], row[:, None] * rest + (channel - first)[None, :]
+        value = tl.load(a + begin * first + of_a, mask=left, other=0.0).to(tl.float32)
+        value += tl.load(b + begin * rest + of_b, mask=right, other=0.0).to(tl.float32)
+    else:
+        value = tl.load(a + begin * channels + place, mask=mask, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        value += tl.load(residual + begin * channels + place, mask=mask, other=0.0).to(tl.float32)
+    value += tl.load(bias + channel, mask=inside & (channel < biased), other=0.0).to(tl.float32)[None, :]
+    stored = (value * scale).to(total.dtype.element_ty)
+    tl.store(total + begin * channels + place, stored, mask=mask)
+    return stored.to(tl.float32)
+
+
+@jit(do_not_specialize=["pixels", "units", "biased", "has_weight", "has_term", "silu"])
+def _whole(
+    a,
+    b,
+    bias,
+    residual,
+    weight,
+    term,
+    total,
+    out,
+    pixels,
+    channels,
+    first,
+    units,
+    biased,
+    has_weight,
+    has_term,
+    silu,
+    scale,
+    eps,
+    JOIN: constexpr,
+    RESIDUAL: constexpr,
+    UNIT: constexpr,
+    BLOCK: constexpr,
+    PIXELS: constexpr,
+):
+    image = tl.program_id(1).to(tl.int64)
+    width = units * UNIT
+    column = tl.arange(0, BLOCK)
+    channel = tl.program_id(0) * width + column
+    inside = column < width
+    row = tl.arange(0, PIXELS)
+    mask = (row < pixels)[:, None] & inside[None, :]
+    begin = image * pixels
+    factor = tl.load(weight + channel, mask=inside & (has_weight != 0), other=1.0).to(tl.float32)
+    offset = tl.load(term + channel, mask=inside & (has_term != 0), other=0.0).to(tl.float32)
+    value = _put_together(
+        a, b, bias, residual, total, begin, row, channel, mask, inside, channels, first, biased, scale, JOIN, RESIDUAL
+    )
+    count = (pixels * width).to(tl.float32)
+    mean = tl.sum(tl.where(mask, value, 0.0)) / count
+    centred = tl.where(mask, value - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred) / count + eps)
+    y = centred * (factor * rstd)[None, :] + offset[None, :]
+    if silu != 0:
+        y = tiles.silu_of(y)
+    place = row[:, None] * channels + channel[None, :]
+    tl.store(out + begin * channels + place, y.to(out.dtype.element_ty), mask=mask)
+
+
+@jit(do_not_specialize=["pixels", "groups", "group_width", "units", "biased"])
+def _part_statistics(
+    a,
+    b,
+    bias,
+    residual,
+    total,
+    partial,
+    pixels,
+    channels,
+    first,
+    groups,
+    group_width,
+    units,
+    biased,
+    scale,
+    JOIN: constexpr,
+    RESIDUAL: constexpr,
+    UNIT: constexpr,
+    BLOCK: constexpr,
+    GROUPS: constexpr,
+    PIXELS: constexpr,
+):
+    image = tl.program_id(2).to(tl.int64)
+    width = units * UNIT
+    column = tl.arange(0, BLOCK)
+    channel = tl.program_id(1) * width + column
+    inside = (column < width) & (channel < channels)
+    start_ = tl.program_id(0) * PIXELS
+    here = tl.minimum(pixels - start_, PIXELS)
+    row = tl.arange(0, PIXELS)
+    mask = (row < here)[:, None] & inside[None, :]
+    begin = image * pixels + start_
+    value = _put_together(
+        a, b, bias, residual, total, begin, row, channel, mask, inside, channels, first, biased, scale, JOIN, RESIDUAL
+    )
+    count = here.to(tl.float32)
+    mean = tl.sum(tl.where(mask, value, 0.0), 0) / count
+    centred = tl.where(mask, value - mean[None, :], 0.0)
+    m2 = tl.sum(centred * centred, 0)
+
+    lane = tl.arange(0, GROUPS)
+    member = ((column // group_width)[:, None] == lane[None, :]) & inside[:, None]
+    group_mean = tl.sum(tl.where(member, mean[:, None], 0.0), 0) / group_width.to(tl.float32)
+    offset = tl.where(member, mean[:, None] - group_mean[None, :], 0.0)
+    group_m2 = tl.sum(tl.where(member, m2[:, None], 0.0) + count * offset * offset, 0)
+
+    group = tl.program_id(1) * (width // group_width) + lane
+    valid = (lane < width // group_width) & (group < groups)
+    at = (image * tl.num_programs(0) + tl.program_id(0)) * groups + group
+    size = tl.num_programs(2).to(tl.int64) * tl.num_programs(0) * groups
+    tl.store(partial + at, group_mean, mask=valid)
+    tl.store(partial + size + at, group_m2, mask=valid)
+
+
+def run(
+    a: Tensor,
+    b: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: float,
+    groups: int,
+    weight: Tensor | None,
+    term: Tensor | None,
+    eps: float,
+    silu: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor] | None:
+    """(total, norm of it) in NHWC, or None where the tiles do not take such tensors: then nothing was launched."""
+    batch, channels = a.shape[0], a.shape[1] + (0 if b is None else b.shape[1])
+    others = [t for t in (b, residual) if t is not None]
+    if (
+        not runs(a, b, bias, residual, weight, term)
+        or a.numel() == 0
+        or any(t.dtype != a.dtype for t in others)
+        or (b is not None and (b.shape[0], *b.shape[2:]) != (batch, *a.shape[2:]))
+        or (residual is not None and residual.shape != a.shape)
+        or (bias is not None and bias.shape != (a.shape[1],))
+        or dtype not in DTYPES
+        or groups < 1
+        or channels % groups
+        or max(batch, groups) > MAX_GRID_YZ
+    ):
+        return None
+    pixels, group_width = a.numel() // (batch * a.shape[1]), channels // groups
+    path, tile = group_norm.fitting(pixels, groups, group_width)
+    if tile is None:
+        return None
+    inner = channels_inner(a)
+    second = inner if b is None else channels_inner(b)
+    added = inner if residual is None else channels_inner(residual)
+    total = torch.empty((*inner.shape[:-1], channels), dtype=a.dtype, device=a.device)
+    out = torch.empty(total.shape, dtype=dtype, device=a.device)
+    vectors = (inner if bias is None else bias.contiguous(), added)
+    weights, terms = (total if v is None else v.contiguous() for v in (weight, term))
+    has = (int(weight is not None), int(term is not None), int(silu))
+    first, biased = a.shape[1], 0 if bias is None else a.shape[1]
+    flags = {"JOIN": b is not None, "RESIDUAL": residual is not None}
+    unit = tile.constants["UNIT"]
+    if path == "whole":
+        sizes = (pixels, channels, first, group_width // unit, biased)
+        operands = (inner, second, *vectors, weights, terms, total, out)
+        start(_whole, (groups, batch), *operands, *sizes, *has, float(scale), eps, **flags, **tile.constants)
+        return channels_outer(total), channels_outer(out)
+    units = tile.groups * group_width // unit
+    grid = (tile.parts, tile.blocks, batch)
+    partial = torch.empty((2, batch, tile.parts, groups), dtype=torch.float32, device=a.device)
+    sizes = (pixels, channels, first, groups, group_width, units, biased)
+    start(
+        _part_statistics, grid, inner, second, *vectors, total, partial, *sizes, float(scale), **flags, **tile.constants
+    )
+    start(
+        tiles._part_normalise,
+        grid,
+        total,
+        total,
+        weights,
+        terms,
+        partial,
+        out,
+        pixels,
+        channels,
+        groups,
+        group_width,
+        units,
+        0,
+        0,
+        *has,
+        eps,
+        PARTS=tiles.room(tile.parts),
+        **tile.constants,
+    )
+    return channels_outer(total), channels_outer(out)

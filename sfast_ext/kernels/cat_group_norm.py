@@ -1,0 +1,50 @@
+"""A skip connection beside what came up, and the group norm of both; what they make together is kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sfast_ext.kernels import _sum_group_norm, bias_add, group_norm
+
+
+def reference(
+    a: Tensor,
+    bias: Tensor | None,
+    b: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    term: Tensor | None,
+    eps: float,
+    silu: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(joined, y): joined = a + bias and b along the channels, y its group norm, times weight, plus term, then SiLU.
+
+    a (N, A, H, W), bias (A,), b (N, B, H, W), weight and term (A + B,). y comes from the rounded sum, and is
+    rounded once to out_dtype (default: a's).
+    """
+    first = a if bias is None else bias_add.reference(a, bias, None)
+    joined = torch.cat([first, b.to(first.dtype)], 1).contiguous(memory_format=torch.channels_last)
+    return joined, group_norm.reference(joined, groups, weight, term, eps, None, silu, out_dtype)
+
+
+def launch(
+    a: Tensor,
+    bias: Tensor | None,
+    b: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    term: Tensor | None,
+    eps: float,
+    silu: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`reference` as one Triton kernel, or as two; where an image is too large for their tiles, one after the other."""
+    dtype = out_dtype or a.dtype
+    done = _sum_group_norm.run(a, b, bias, None, 1.0, groups, weight, term, eps, silu, dtype)
+    if done is not None:
+        return done
+    first = a if bias is None else bias_add.launch(a, bias, None)
+    joined = torch.cat([first, b.to(first.dtype)], 1)
+    return joined, group_norm.launch(joined, groups, weight, term, eps, None, silu, out_dtype)

@@ -1,0 +1,48 @@
+"""Nearest-neighbour upsampling in NHWC: torch's own kernel for that layout is far from the speed of memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from sfast_ext import kernels
+from sfast_ext.kernels import upsample as kernel
+
+from .rewrite import KERNEL_DTYPES, argument, aten, call, dtype, is_op, mutated, overloads, replace, shape
+
+if TYPE_CHECKING:
+    from . import PassContext
+
+NEAREST = overloads("upsample_nearest2d.vec", "upsample_nearest2d")
+
+
+def upsample(gm: fx.GraphModule, ctx: PassContext) -> int:
+    untouchable, count = mutated(gm.graph), 0
+    function = kernels.pick(kernel, triton=ctx.triton)
+    for node in list(gm.graph.nodes):
+        if not is_op(node, NEAREST) or not untouchable.isdisjoint([node, node.args[0]]):
+            continue
+        before, after = shape(node.args[0]), shape(node)
+        if before is None or after is None or dtype(node) not in KERNEL_DTYPES:
+            continue
+        # as torch does, in float32: what falls between two pixels is decided by its last bit
+        steps = tuple(
+            float(torch.tensor(1.0 / scale if scale else old / new, dtype=torch.float32))
+            for scale, old, new in zip(scales(node), before[2:], after[2:])
+        )
+        with gm.graph.inserting_before(node):
+            new = call(gm.graph, function, (node.args[0], tuple(after[2:]), steps), node)
+        replace(node, new)
+        count += 1
+    return count
+
+
+def scales(node: fx.Node) -> tuple[float | None, float | None]:
+    """The factors that were given by number, vertical and horizontal; None where the sizes alone decide."""
+    given: Any
+    if node.target is getattr(aten.upsample_nearest2d, "vec", None):
+        given = argument(node, 2, "scale_factors") or (None, None)
+        return given[0], given[1]
+    return argument(node, 2, "scales_h"), argument(node, 3, "scales_w")

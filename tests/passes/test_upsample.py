@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sfast_ext.passes.upsample import upsample
+
+from .support import Traced, randn
+
+X = randn(2, 8, 5, 7)
+
+TAKEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "by two": lambda x: F.interpolate(x, scale_factor=2.0, mode="nearest"),
+    "by two numbers": lambda x: F.interpolate(x, scale_factor=(1.5, 2.3), mode="nearest"),
+    "to a size": lambda x: F.interpolate(x, size=(9, 13), mode="nearest"),
+    "to a smaller size": lambda x: F.interpolate(x, size=(2, 7), mode="nearest"),
+    "by the module": torch.nn.Upsample(scale_factor=2),
+    "recomputed": lambda x: F.interpolate(x, scale_factor=1.7, mode="nearest", recompute_scale_factor=True),
+    "channels last": lambda x: F.interpolate(x.to(memory_format=torch.channels_last), scale_factor=2.0),
+}
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_pictures_are_upsampled_by_the_kernel(what: str) -> None:
+    traced = Traced(TAKEN[what], X)
+    assert traced.rewrite(upsample) == 1
+    assert traced.ops()["upsample"] == 1
+    assert traced.error() == 0
+
+
+STAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bilinear": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
+    "exact": lambda x: F.interpolate(x, scale_factor=2.0, mode="nearest-exact"),
+    "a sequence": lambda x: F.interpolate(x.flatten(2), scale_factor=2.0, mode="nearest"),
+    "a volume": lambda x: F.interpolate(x[None], scale_factor=2.0, mode="nearest"),
+    "in float64": lambda x: F.interpolate(x.double(), scale_factor=2.0, mode="nearest"),
+    "written to": lambda x: F.interpolate(x, scale_factor=2.0, mode="nearest").mul_(2),
+}
+
+
+@pytest.mark.parametrize("what", STAYS)
+def test_others_stay(what: str) -> None:
+    traced = Traced(STAYS[what], X)
+    before = traced.ops()
+    assert traced.rewrite(upsample) == 0
+    assert traced.ops() == before
+    assert traced.error() == 0
