@@ -33,8 +33,8 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
 
 
-def launches(graph: fx.Graph) -> dict[Any, Launch]:
-    """What the Triton kernels of a rewritten graph will launch, by what makes Triton compile one anew.
+def launches(graph: fx.Graph, device: torch.device | None = None) -> dict[Any, Launch]:
+    """What the Triton kernels of a rewritten graph will launch on a device, by what makes Triton compile one anew.
 
     Told by the shapes and dtypes in the nodes' metadata; a node without them is left out.
     """
@@ -49,7 +49,7 @@ def launches(graph: fx.Graph) -> dict[Any, Launch]:
             continue
         met.add(shapes)
         try:
-            with torch.no_grad(), _triton.collecting() as collected:
+            with torch.no_grad(), _triton.collecting(device) as collected:
                 node.target(*_stand_ins(args), **_stand_ins(kwargs))
         except Exception:
             continue  # compiled when it is first launched
@@ -67,7 +67,7 @@ def precompile(graph: fx.Graph, device: torch.device) -> int:
     if not _triton.AVAILABLE or _triton.INTERPRETED or device.type != "cuda":
         return 0
     try:
-        wanted = {key: launch for key, launch in launches(graph).items() if (device, key) not in _done}
+        wanted = {key: launch for key, launch in launches(graph, device).items() if (device, key) not in _done}
         for launch in wanted.values():
             caches = getattr(launch.kernel, "device_caches", None)
             if caches is not None and device.index is not None:
@@ -125,6 +125,9 @@ def _key(launch: Launch) -> Any:
     unlooked = set(getattr(kernel, "do_not_specialize", None) or ())  # names, or their places in older versions
     seen: list[Any] = []
     for place, (name, value) in enumerate(zip(kernel.arg_names, launch.args)):
+        if hasattr(value, "block_shape"):  # a tensor descriptor
+            seen.append((value.base.dtype, tuple(value.block_shape)))
+            continue
         if type(value) is not int:
             seen.append(value if isinstance(value, torch.dtype) else type(value))
             continue

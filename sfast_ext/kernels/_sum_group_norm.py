@@ -28,7 +28,7 @@ from sfast_ext.kernels._triton import (
 def _put_together(
     a, b, bias, residual, total, begin, row, channel, mask, inside, channels, first, biased, scale, JOIN, RESIDUAL
 ):
-    """One tile of total, as stored: (a + bias + residual) * scale, or a + bias and b side by side."""
+    """One tile of total, as stored: (a + bias + residual) * scale, and b beside it."""
     place = row[:, None] * channels + channel[None, :]
     if JOIN:
         rest = channels - first
@@ -36,10 +36,12 @@ def _put_together(
         of_a, of_b = row[:, None] * first + channel[None, :], row[:, None] * rest + (channel - first)[None, :]
         value = tl.load(a + begin * first + of_a, mask=left, other=0.0).to(tl.float32)
         value += tl.load(b + begin * rest + of_b, mask=right, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            value += tl.load(residual + begin * first + of_a, mask=left, other=0.0).to(tl.float32)
     else:
         value = tl.load(a + begin * channels + place, mask=mask, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        value += tl.load(residual + begin * channels + place, mask=mask, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            value += tl.load(residual + begin * channels + place, mask=mask, other=0.0).to(tl.float32)
     value += tl.load(bias + channel, mask=inside & (channel < biased), other=0.0).to(tl.float32)[None, :]
     stored = (value * scale).to(total.dtype.element_ty)
     tl.store(total + begin * channels + place, stored, mask=mask)
@@ -193,20 +195,18 @@ def run(
     weights, terms = (total if v is None else v.contiguous() for v in (weight, term))
     has = (int(weight is not None), int(term is not None), int(silu))
     first, biased = a.shape[1], 0 if bias is None else a.shape[1]
-    flags = {"JOIN": b is not None, "RESIDUAL": residual is not None}
-    unit = tile.constants["UNIT"]
+    constants = tile.constants
+    flags, unit = {"JOIN": b is not None, "RESIDUAL": residual is not None}, constants["UNIT"]
     if path == "whole":
-        sizes = (pixels, channels, first, group_width // unit, biased)
-        operands = (inner, second, *vectors, weights, terms, total, out)
-        start(_whole, (groups, batch), *operands, *sizes, *has, float(scale), eps, **flags, **tile.constants)
+        sizes = (pixels, channels, first, group_width // unit, biased, *has)
+        tensors = (second, *vectors, weights, terms, total, out)
+        start(_whole, (groups, batch), inner, *tensors, *sizes, float(scale), eps, **flags, **tile.constants)
         return channels_outer(total), channels_outer(out)
     units = tile.groups * group_width // unit
     grid = (tile.parts, tile.blocks, batch)
     partial = torch.empty((2, batch, tile.parts, groups), dtype=torch.float32, device=a.device)
-    sizes = (pixels, channels, first, groups, group_width, units, biased)
-    start(
-        _part_statistics, grid, inner, second, *vectors, total, partial, *sizes, float(scale), **flags, **tile.constants
-    )
+    counts = (pixels, channels, first, groups, group_width, units, biased)
+    start(_part_statistics, grid, inner, second, *vectors, total, partial, *counts, float(scale), **flags, **constants)
     start(
         tiles._part_normalise,
         grid,

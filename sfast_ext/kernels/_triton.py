@@ -54,28 +54,37 @@ def next_power_of_2(x: int) -> int:
 
 
 @functools.lru_cache(maxsize=None)
-def _capable(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) >= (7, 0)
-
-
-@functools.lru_cache(maxsize=None)
 def multiprocessors(device: torch.device) -> int:
     """How many the GPU has; in the interpreter a few, so that tests are quick and still split the work."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
-_collected: ContextVar[list[tuple[Any, tuple[Any, ...], dict[str, Any]]] | None] = ContextVar("collected", default=None)
+Noted = list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
+_collected: ContextVar[tuple[Noted, torch.device | None] | None] = ContextVar("collected", default=None)
 
 
 @contextlib.contextmanager
-def collecting() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
-    """Within, in this thread, tensors of any device are taken and launches only noted: kernel, arguments, constants."""
-    found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    token = _collected.set(found)
+def collecting(device: torch.device | None = None) -> Iterator[Noted]:
+    """Within, in this thread, tensors of any device are taken for some of `device`, and launches only noted: kernel,
+    arguments, constants."""
+    found: Noted = []
+    token = _collected.set((found, device))
     try:
         yield found
     finally:
         _collected.reset(token)
+
+
+def device_of(x: Tensor) -> torch.device:
+    """Where a launch with `x` runs, or would run while launches are collected."""
+    collected = _collected.get()
+    return x.device if collected is None or collected[1] is None else collected[1]
+
+
+@functools.lru_cache(maxsize=None)
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU; (0, 0) for other devices."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def runs(x: Tensor, *others: Tensor | None) -> bool:
@@ -88,7 +97,7 @@ def runs(x: Tensor, *others: Tensor | None) -> bool:
     device = x.device
     if _collected.get() is not None:
         return all(t is None or t.dtype in DTYPES for t in (x, *others))
-    if not AVAILABLE or not (INTERPRETED or (device.type == "cuda" and _capable(device.index))):
+    if not AVAILABLE or not (INTERPRETED or capability(device) >= (7, 0)):
         return False
     for tensor in (x, *others):
         if tensor is not None and not (
@@ -102,7 +111,7 @@ def start(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constants
     """Launches on x's device: Triton itself would take the current one."""
     collected = _collected.get()
     if collected is not None:
-        collected.append((kernel, (x, *args), constants))
+        collected[0].append((kernel, (x, *args), constants))
         return
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):

@@ -11,6 +11,7 @@ from sfast_ext.kernels import _sum_group_norm, bias_add, group_norm
 def reference(
     a: Tensor,
     bias: Tensor | None,
+    residual: Tensor | None,
     b: Tensor,
     groups: int,
     weight: Tensor | None,
@@ -19,12 +20,12 @@ def reference(
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(joined, y): joined = a + bias and b along the channels, y its group norm, times weight, plus term, then SiLU.
+    """(joined, y): joined = a + bias + residual and b along the channels, y its group norm, then SiLU.
 
-    a (N, A, H, W), bias (A,), b (N, B, H, W), weight and term (A + B,). y comes from the rounded sum, and is
-    rounded once to out_dtype (default: a's).
+    a, residual (N, A, H, W), bias (A,), b (N, B, H, W); the norm is multiplied by weight (A + B,), and term (A + B,)
+    added. y comes from the rounded sum, and is rounded once to out_dtype (default: a's).
     """
-    first = a if bias is None else bias_add.reference(a, bias, None)
+    first = bias_add.reference(a, bias, residual)
     joined = torch.cat([first, b.to(first.dtype)], 1).contiguous(memory_format=torch.channels_last)
     return joined, group_norm.reference(joined, groups, weight, term, eps, None, silu, out_dtype)
 
@@ -32,6 +33,7 @@ def reference(
 def launch(
     a: Tensor,
     bias: Tensor | None,
+    residual: Tensor | None,
     b: Tensor,
     groups: int,
     weight: Tensor | None,
@@ -42,9 +44,9 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """`reference` as one Triton kernel, or as two; where an image is too large for their tiles, one after the other."""
     dtype = out_dtype or a.dtype
-    done = _sum_group_norm.run(a, b, bias, None, 1.0, groups, weight, term, eps, silu, dtype)
+    done = _sum_group_norm.run(a, b, bias, residual, 1.0, groups, weight, term, eps, silu, dtype)
     if done is not None:
         return done
-    first = a if bias is None else bias_add.launch(a, bias, None)
+    first = a if bias is None and residual is None else bias_add.launch(a, bias, residual)
     joined = torch.cat([first, b.to(first.dtype)], 1)
     return joined, group_norm.launch(joined, groups, weight, term, eps, None, silu, out_dtype)

@@ -23,6 +23,28 @@ def reference(x: Tensor, gate_first: bool = False, approximate: str = "none") ->
 _ROWS, _BLOCK = 8, 256  # a tile; the hidden widths of Stable Diffusion are multiples of 256
 
 
+@jit()
+def gelu(gate, TANH):
+    """GELU in float32 (Hendrycks and Gimpel 2016), exact or by tanh."""
+    if TANH:
+        # 0.5 (1 + tanh u) = 1 / (1 + exp(-2u)), u = sqrt(2/pi) (g + 0.044715 g^3)
+        activated = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    else:
+        # gate times the normal distribution, whose logarithm of base 2 on the negative side is a polynomial to 1e-5 of
+        # its value: erf takes a quarter of the time of a product that ends in it
+        z = tl.minimum(tl.abs(gate), 8.0)
+        log = 7.070178753565415e-08 * z - 3.5380496683501406e-06
+        log = log * z + 7.800359890097752e-05
+        log = log * z - 0.001010911539196968
+        log = log * z + 0.008718260563910007
+        log = log * z - 0.05423998460173607
+        log = log * z - 0.45830774307250977
+        log = log * z - 1.1512657403945923
+        below = tl.math.exp2(log * z - 1.0)
+        activated = gate * tl.where(gate < 0.0, below, 1.0 - below)
+    return activated
+
+
 @jit(do_not_specialize=["rows"])
 def _kernel(x, out, rows, half, GATE_FIRST: constexpr, TANH: constexpr, ROWS: constexpr, BLOCK: constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -35,14 +57,8 @@ def _kernel(x, out, rows, half, GATE_FIRST: constexpr, TANH: constexpr, ROWS: co
         swapped = value
         value = gate
         gate = swapped
-    if TANH:
-        # 0.5 (1 + tanh u) = 1 / (1 + exp(-2u)), u = sqrt(2/pi) (g + 0.044715 g^3)
-        activated = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-    else:
-        # libdevice's erf: at this name in every Triton from 2.1
-        activated = 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
     at = row[:, None] * half + column[None, :]
-    tl.store(out + at, (value * activated).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + at, (value * gelu(gate, TANH)).to(out.dtype.element_ty), mask=mask)
 
 
 def launch(x: Tensor, gate_first: bool = False, approximate: str = "none") -> Tensor:

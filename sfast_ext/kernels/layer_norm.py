@@ -56,26 +56,33 @@ def _kernel(
     inside = column < columns
     mask = (row < rows)[:, None] & inside[None, :]
     at = row[:, None] * columns + column[None, :]
+    # all that is read is under way before the first of it is waited for
+    if HAS_WEIGHT:
+        factor = tl.load(weight + column, mask=inside, other=0.0)
+    if HAS_BIAS:
+        offset = tl.load(bias + column, mask=inside, other=0.0)
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(value, 1) / columns
     centred = tl.where(mask, value - mean[:, None], 0.0)
     variance = tl.sum(centred * centred, 1) / columns
     y = centred * (1.0 / tl.sqrt(variance + eps))[:, None]
     if HAS_WEIGHT:
-        y *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        y *= factor.to(tl.float32)[None, :]
     if HAS_BIAS:
-        y += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        y += offset.to(tl.float32)[None, :]
     tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
-_ELEMENTS = 2048  # of a program where rows are shorter
-_WARPS = 1
+_ROWS = 2  # of a program: their loads are under way together
+_ELEMENTS = 4096  # of a program at most, where a row is no longer
+_PER_WARP = 1024
 
 
 def tile(columns: int) -> tuple[int, int, int]:
-    """Rows a program, columns of its block, warps: two accesses of 16 bytes a thread where rows are short."""
+    """Rows a program, columns of its block, warps."""
     block = max(16, next_power_of_2(columns))
-    return max(1, _ELEMENTS // block), block, min(16, max(_WARPS, block // 512))
+    rows = max(1, min(_ROWS, _ELEMENTS // block))
+    return rows, block, min(16, max(1, rows * block // _PER_WARP))
 
 
 def launch(

@@ -21,6 +21,7 @@ from . import (
     group_norm,
     layer_norm,
     linear_add,
+    linear_geglu,
     packed_linear,
     rewrite,
     sum_group_norm,
@@ -53,6 +54,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("add_layer_norm", layer_norm.add_layer_norm),
     ("layer_norm", layer_norm.layer_norm),
     ("geglu", geglu.geglu),
+    ("linear_geglu", linear_geglu.linear_geglu),
     ("bias_add", bias_add.bias_add),
     ("sum_group_norm", sum_group_norm.sum_group_norm),  # joins what group_norm and bias_add have made
     ("upsample", upsample.upsample),

@@ -12,13 +12,17 @@ from torch import fx
 from sfast_ext import kernels
 from sfast_ext.kernels import bias_add as kernel
 
+from .layer_norm import is_residual_add, summands
 from .rewrite import (
     ADD,
     CONV,
+    HALF,
     KERNEL_DTYPES,
     argument,
+    aten,
     call,
     dtype,
+    fake,
     is_number,
     is_op,
     mutated,
@@ -59,7 +63,31 @@ def bias_add(gm: fx.GraphModule, ctx: PassContext) -> int:
             new = call(gm.graph, function, (bare, argument(conv, 2, "bias"), residual, factor), last)
         replace(last, new)
         count += 1
-    return count + (alone(gm, function, untouchable) if ctx.triton else 0)
+    if ctx.triton:
+        count += alone(gm, function, untouchable) + tokens(gm, function, untouchable)
+    return count
+
+
+def tokens(gm: fx.GraphModule, function: Any, untouchable: set[fx.Node]) -> int:
+    """Sums of tokens whose one part is a linear layer: its bias is added with the residual, as without it cuBLAS has
+    quicker products."""
+    graph, count = gm.graph, 0
+    for add in list(graph.nodes):
+        size = shape(add) or ()
+        if len(size) != 3 or add in untouchable or not is_residual_add(add) or dtype(add) not in HALF:
+            continue
+        with graph.inserting_before(add):
+            x, residual, bias = summands(add, untouchable)
+            if bias is None or residual in untouchable:
+                continue
+            # the kernel's channels are the second dimension, and lie last in memory: only views
+            outer = fake(add, (size[0], size[2], size[1]))
+            operands = [call(graph, aten.permute.default, (t, [0, 2, 1]), outer) for t in (x, residual)]
+            total = call(graph, function, (operands[0], bias, operands[1], 1.0), outer)
+            new = call(graph, aten.permute.default, (total, [0, 2, 1]), add)
+        replace(add, new)
+        count += 1
+    return count
 
 
 def alone(gm: fx.GraphModule, function: Any, untouchable: set[fx.Node]) -> int:

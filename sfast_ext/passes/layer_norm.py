@@ -14,6 +14,7 @@ from sfast_ext.kernels import layer_norm as kernel
 from .rewrite import (
     ADD,
     KERNEL_DTYPES,
+    LINEAR,
     argument,
     call,
     dtype,
@@ -27,6 +28,7 @@ from .rewrite import (
     replace,
     same,
     shape,
+    without_linear_bias,
 )
 
 if TYPE_CHECKING:
@@ -69,7 +71,9 @@ def add_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
         add, graph = norm.x, gm.graph
         # Where the sum was made: others may use it before the norm is due. The norm's weights are at the top.
         with graph.inserting_before(add):
-            pair = call(graph, function, (*add.args[:2], *norm.params), None, {"out_dtype": dtype(norm.last)})
+            x, residual, shift = summands(add, untouchable) if ctx.triton else (*add.args[:2], None)
+            options = {"out_dtype": dtype(norm.last), "shift": shift}
+            pair = call(graph, function, (x, residual, *norm.params), None, options)
             total = call(graph, operator.getitem, (pair, 0), add)
             normed = call(graph, operator.getitem, (pair, 1), norm.last)
         pair.meta["val"] = (total.meta.get("val"), normed.meta.get("val"))
@@ -77,6 +81,18 @@ def add_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
         replace(add, total)
         count += 1
     return count
+
+
+def summands(add: fx.Node, untouchable: set[fx.Node]) -> tuple[Any, Any, Any]:
+    """What is added, and the bias of a linear layer whose result goes nowhere else: without it cuBLAS has quicker
+    products."""
+    for x, residual in (add.args[:2], add.args[1::-1]):
+        bias = argument(x, 2, "bias") if is_op(x, LINEAR) else None
+        if bias is None or x in untouchable or bias in untouchable or only_user(x) is not add or x is residual:
+            continue
+        if dtype(bias) == dtype(x) and shape(bias) == (shape(x) or ())[-1:]:
+            return without_linear_bias(x), residual, bias
+    return add.args[0], add.args[1], None
 
 
 def is_residual_add(node: fx.Node) -> bool:

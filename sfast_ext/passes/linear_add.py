@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
+from sfast_ext.kernels import group_norm
 from sfast_ext.kernels import linear_add as kernel
 
 from .bias_add import has_bias
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 BEFORE_NORM = False
 
 PERMUTE = overloads("permute")
+CAT = overloads("cat", "concat")
+NORMS = frozenset([group_norm.launch, group_norm.reference])
 
 
 class Product(NamedTuple):
@@ -53,6 +56,8 @@ def linear_add(gm: fx.GraphModule, ctx: PassContext) -> int:
     for add in list(graph.nodes):
         if add._erased or add in untouchable or add in normed or not is_residual_add(add):
             continue
+        if ctx.triton and goes_to_a_norm(add):
+            continue  # made by the norm's kernel (sum_group_norm), which costs less than in the product
         # Of two products the later one is taken: the other is done by then.
         product, residual = match(add.args[1], add, untouchable), add.args[0]
         if product is None:
@@ -69,6 +74,11 @@ def linear_add(gm: fx.GraphModule, ctx: PassContext) -> int:
         replace(add, new)
         count += 1
     return count
+
+
+def goes_to_a_norm(total: fx.Node) -> bool:
+    """Whether a sum of pictures is normed by groups, alone or beside a skip connection."""
+    return len(shape(total) or ()) == 4 and any(is_op(user, NORMS | CAT) for user in total.users)
 
 
 def match(node: Any, add: fx.Node, untouchable: set[fx.Node]) -> Product | None:

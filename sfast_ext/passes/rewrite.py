@@ -51,6 +51,8 @@ LINEAR = overloads("linear")
 ADD = overloads("add.Tensor")
 SILU = overloads("silu")
 
+_INTEGERS = frozenset({int})
+
 # Composite operators that hand back their input, or a view of it, without saying so in their schema.
 SILENT_ALIAS = overloads(
     "dropout", "feature_dropout", "alpha_dropout", "einsum", "type_as", "reshape_as", "view_as", "pad"
@@ -89,9 +91,10 @@ def value(node: Any) -> torch.Tensor | None:
 def shape(node: Any) -> tuple[int, ...] | None:
     """Shape in plain integers; None for what is no tensor or has a symbolic size."""
     val = value(node)
-    if val is None or not all(type(size) is int for size in val.shape):
+    if val is None:
         return None
-    return tuple(val.shape)
+    sizes = tuple(val.shape)
+    return sizes if _INTEGERS.issuperset(map(type, sizes)) else None
 
 
 def dtype(node: Any) -> torch.dtype | None:
@@ -213,18 +216,26 @@ def _aliases(node: fx.Node) -> Iterator[fx.Node]:
                 yield from inputs(argument(node, index, arg.name))
 
 
+def _kind(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return "writes" if target._schema.is_mutable else "pure"
+    return "pure" if target is operator.getitem or is_kernel(target) else "unknown"
+
+
 def mutated(graph: fx.Graph) -> set[fx.Node]:
     """Values that an in-place operation, or an unknown function, may write to: no pass touches them."""
     written: list[fx.Node] = []
+    # a graph of thousands of nodes has some dozens of functions; by id, as their hashes take longer than the answer
+    kinds: dict[int, str] = {}
     for node in graph.nodes:
         if node.meta.get("mutated"):
             written.append(node)
         if node.op != "call_function":
             continue
-        if isinstance(node.target, torch._ops.OpOverload):
-            if node.target._schema.is_mutable:
-                written += [node, *_writes(node)]
-        elif node.target is not operator.getitem and not is_kernel(node.target):
+        kind = kinds.get(id(node.target)) or kinds.setdefault(id(node.target), _kind(node.target))
+        if kind == "writes":
+            written += [node, *_writes(node)]
+        elif kind == "unknown":
             written += [node, *node.all_input_nodes]
     if not written:
         return set()
@@ -251,7 +262,15 @@ def mutated(graph: fx.Graph) -> set[fx.Node]:
 def fake(like: Any, size: Iterable[int], dtype: torch.dtype | None = None) -> torch.Tensor | None:
     """A value for `meta["val"]`: the device (and fake mode) of node `like`, another shape or dtype."""
     val = value(like)
-    return None if val is None else val.new_empty(tuple(size), dtype=dtype or val.dtype)
+    if val is None:
+        return None
+    key = tuple(size), dtype or val.dtype, val.device
+    mode = getattr(val, "fake_mode", None)
+    # one stands for all that look alike: making one takes a millisecond
+    made = {} if mode is None else mode.__dict__.setdefault("_values_of_passes", {})
+    if key not in made:
+        made[key] = val.new_empty(key[0], dtype=key[1])
+    return made[key]
 
 
 def call(
@@ -299,10 +318,21 @@ def top(graph: fx.Graph) -> fx.Node:
 
 def hoist_weights(graph: fx.Graph) -> None:
     """Weights and constants need nothing: first in the graph, they are at hand for any fused node."""
-    first = top(graph)
-    for node in graph.nodes:
-        if node.op == "get_attr" and node is not first:
-            first.prepend(node)
+    first = node = top(graph)
+    if first.op == "get_attr":
+        # most are there already; the first of them goes last, as if the others had been put before it one by one
+        while node.next.op == "get_attr":
+            node = node.next
+        if node is not first:
+            node.append(first)
+    late = []
+    node = first.next
+    while node.op != "root":
+        if node.op == "get_attr":
+            late.append(node)
+        node = node.next
+    for node in late:
+        first.prepend(node)
 
 
 def weight_node(gm: fx.GraphModule, weight: Any, like: fx.Node) -> fx.Node:
@@ -325,6 +355,11 @@ def without_bias(conv: fx.Node) -> fx.Node:
     """The same convolution, whose bias is left to another."""
     args = (*conv.args[:2], None, *conv.args[3:])
     return call(conv.graph, conv.target, args, conv, dict(conv.kwargs))
+
+
+def without_linear_bias(linear: fx.Node) -> fx.Node:
+    """The same linear layer, whose bias is left to another."""
+    return call(linear.graph, linear.target, linear.args[:2], linear)
 
 
 def reshaped(graph: fx.Graph, node: fx.Node, size: tuple[int, ...]) -> fx.Node:

@@ -1,4 +1,7 @@
-"""Group norm goes into the kernel that makes its input: a convolution's sum, or a skip connection's concatenation."""
+"""Group norm goes into the kernel that makes its input: a residual sum, or a skip connection's concatenation.
+
+The bias of a linear layer whose result is summed there is added there too: without it cuBLAS has quicker products.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from sfast_ext import kernels
-from sfast_ext.kernels import add_group_norm, bias_add, cat_group_norm, group_norm
+from sfast_ext.kernels import add_group_norm, bias_add, cat_group_norm
 
+from .layer_norm import is_residual_add
+from .linear_add import CAT, NORMS, PERMUTE, forth, match
 from .rewrite import (
+    KERNEL_DTYPES,
     argument,
     call,
     dtype,
@@ -18,16 +24,14 @@ from .rewrite import (
     is_op,
     mutated,
     only_user,
-    overloads,
     replace,
     shape,
+    without_linear_bias,
 )
 
 if TYPE_CHECKING:
     from . import PassContext
 
-CAT = overloads("cat", "concat")
-NORMS = frozenset([group_norm.launch, group_norm.reference])
 SUMS = frozenset([bias_add.launch, bias_add.reference])
 
 
@@ -44,21 +48,52 @@ def sum_group_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
             continue
         if any(isinstance(x, fx.Node) and x.op != "get_attr" for x in norm.args[2:4]):
             continue  # the pair stands where the sum is made: weights that are computed may not be known there
-        if is_op(source, SUMS):
-            # its only users are the sum's: nothing of it is read before
-            join(source, norm, kernels.pick(add_group_norm, triton=ctx.triton), source.args)
-        else:
-            operands = halves(source, untouchable)
-            if operands is None:
-                continue
+        operands = summands(source, untouchable, ctx)
+        if operands is not None:
+            join(source, norm, kernels.pick(add_group_norm, triton=ctx.triton), operands)
+            count += 1
+            continue
+        operands = halves(source, untouchable, ctx)
+        if operands is not None:
             join(source, norm, kernels.pick(cat_group_norm, triton=ctx.triton), operands)
-        count += 1
+            count += 1
     return count
 
 
-def halves(cat: Any, untouchable: set[fx.Node]) -> tuple[Any, Any, Any] | None:
-    """What two pictures are concatenated by their channels: the first, its bias if that is added just for this, the
-    second."""
+def summands(total: Any, untouchable: set[fx.Node], ctx: PassContext) -> tuple[Any, ...] | None:
+    """x, bias, residual and scale of a sum of pictures."""
+    if is_op(total, SUMS):
+        return (*total.args, 1.0)[:4]
+    if not is_residual_add(total) or len(shape(total) or ()) != 4 or dtype(total) not in KERNEL_DTYPES:
+        return None
+    if any(x in untouchable for x in total.args[:2]):
+        return None
+    for x, residual in (total.args[1::-1], total.args[:2]):
+        product = match(x, total, untouchable) if ctx.triton else None
+        bias = argument(product.linear, 2, "bias") if product is not None else None
+        if product is not None and bias is not None and keeps_channels(product.moves):
+            with total.graph.inserting_before(total):
+                moved = without_linear_bias(product.linear)
+                for move in product.moves:
+                    moved = forth(total.graph, moved, move)
+            return moved, bias, residual, 1.0
+    return total.args[0], None, total.args[1], 1.0
+
+
+def keeps_channels(moves: list[fx.Node]) -> bool:
+    """Whether the last dimension of a product becomes the channels of a picture, and its rows the pixels."""
+    if not moves or not is_op(moves[-1], PERMUTE):
+        return False
+    *reshapes, last = moves
+    width = (shape(last) or (0, 0))[1]
+    if any(is_op(move, PERMUTE) or (shape(move) or (0,))[-1] != width for move in reshapes):
+        return False
+    return [dim % 4 for dim in argument(last, 1, "dims")] == [0, 3, 1, 2]
+
+
+def halves(cat: Any, untouchable: set[fx.Node], ctx: PassContext) -> tuple[Any, ...] | None:
+    """What two pictures are concatenated by their channels: the first, with what is added to it just for this, and
+    the second."""
     if not is_op(cat, CAT) or argument(cat, 1, "dim", 0) not in (1, -3):
         return None
     parts = cat.args[0]
@@ -67,18 +102,16 @@ def halves(cat: Any, untouchable: set[fx.Node]) -> tuple[Any, Any, Any] | None:
     if any(len(shape(x) or ()) != 4 or x in untouchable for x in parts):
         return None
     first, second = parts
-    if is_op(first, SUMS) and only_user(first) is cat and first is not second:
-        x, bias, residual, *scale = first.args
-        if residual is None and (not scale or scale[0] == 1.0) and x not in untouchable:
-            return x, bias, second
-    return first, None, second
+    if only_user(first) is cat and first is not second:
+        sum_ = summands(first, untouchable, ctx)
+        if sum_ is not None and sum_[3] == 1.0:
+            return (*sum_[:3], second)
+    return first, None, None, second
 
 
 def join(source: fx.Node, norm: fx.Node, function: Any, operands: tuple[Any, ...]) -> None:
     graph = norm.graph
     options = {"silu": norm.kwargs.get("silu", False), "out_dtype": norm.kwargs.get("out_dtype")}
-    if len(operands) == 3 and is_op(source, SUMS):
-        operands = (*operands, 1.0)
     with graph.inserting_before(source):
         pair = call(graph, function, (*operands, *norm.args[1:5]), None, options)
         total = call(graph, operator.getitem, (pair, 0), source)

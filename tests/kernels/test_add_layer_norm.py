@@ -31,6 +31,16 @@ def test_shapes(device, dtype, shape):
     assert y.dtype == dtype
 
 
+@each_dtype
+def test_shift(device, dtype):
+    x, residual = (randn(9, 63, dtype=dtype, device=device) for _ in range(2))
+    shift, weight, bias = (randn(63, dtype=dtype, device=device) for _ in range(3))
+    for some in (shift, randn(126, dtype=torch.float32, device=device)[::2]):
+        total, y = add_layer_norm.launch(x, residual, weight, bias, 1e-5, shift=some)
+        close(total, expected(add_layer_norm, x, residual, weight, bias, 1e-5, shift=some)[0])
+        close(y, expected(add_layer_norm, total, torch.zeros_like(total), weight, bias, 1e-5)[1])
+
+
 @half_dtype
 def test_mixed_dtypes(device, dtype):
     x = randn(9, 63, dtype=dtype, device=device)

@@ -46,7 +46,8 @@ def operands(batch, shape, dtype, device):
 @pytest.mark.parametrize(("shape", "groups"), SHAPES, ids=str)
 def test_shapes(device, shape, groups):
     a, bias, b, weight, term = operands(2, shape, torch.float32, device)
-    args = (a, bias, b, groups, weight, term, 1e-5)
+    residual = randn(*a.shape, dtype=a.dtype, device=device)
+    args = (a, bias, residual, b, groups, weight, term, 1e-5)
     for y, exact in zip(cat_group_norm.launch(*args), expected(cat_group_norm, *args), strict=True):
         assert y.is_contiguous(memory_format=torch.channels_last)
         close(y, exact)
@@ -54,14 +55,16 @@ def test_shapes(device, shape, groups):
 
 @each_path
 @each_dtype
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_dtypes(device, dtype, has_bias):
+@pytest.mark.parametrize("has", ["bias", "residual", "both", "neither"])
+def test_dtypes(device, dtype, has):
     a, bias, b, weight, term = operands(3, (40, 24, 7, 9), dtype, device)
-    joined, y = cat_group_norm.launch(a, bias if has_bias else None, b, 4, weight, term, 1e-5, silu=True)
+    bias = bias if has in ("bias", "both") else None
+    residual = randn(*a.shape, dtype=dtype, device=device) if has in ("residual", "both") else None
+    joined, y = cat_group_norm.launch(a, bias, residual, b, 4, weight, term, 1e-5, silu=True)
     assert joined.dtype == y.dtype == dtype
-    if not has_bias:
+    if has == "neither":
         assert torch.equal(joined, torch.cat([a, b], 1))
-    close(joined, expected(cat_group_norm, a, bias if has_bias else None, b, 4, weight, term, 1e-5)[0])
+    close(joined, expected(cat_group_norm, a, bias, residual, b, 4, weight, term, 1e-5)[0])
     close(y, expected(group_norm, joined, 4, weight, term, 1e-5, silu=True))
 
 
@@ -69,7 +72,7 @@ def test_dtypes(device, dtype, has_bias):
 @half_dtype
 def test_mixed_dtypes(device, dtype):
     a, _, b, weight, _ = operands(1, (40, 24, 5, 5), dtype, device)
-    joined, y = cat_group_norm.launch(a, None, b, 8, weight.float(), None, 1e-6, out_dtype=torch.float32)
+    joined, y = cat_group_norm.launch(a, None, None, b, 8, weight.float(), None, 1e-6, out_dtype=torch.float32)
     assert (joined.dtype, y.dtype) == (dtype, torch.float32)
     close(y, expected(group_norm, joined, 8, weight.float(), None, 1e-6))
 
@@ -80,7 +83,7 @@ def test_strided_inputs(device):
     for x in (last[1:], last[:, 8:40], last[:, :, 1:], last[..., ::2], last.contiguous(), last.transpose(2, 3)):
         other = randn(x.shape[0], 16, *x.shape[2:], dtype=torch.float16, device=device)
         for a, b in ((x, other), (other, x)):
-            joined, y = cat_group_norm.launch(a, None, b, 4, None, None, 1e-5)
+            joined, y = cat_group_norm.launch(a, None, None, b, 4, None, None, 1e-5)
             assert torch.equal(joined, torch.cat([a, b], 1))
             close(y, expected(group_norm, joined, 4, None, None, 1e-5))
 
@@ -88,9 +91,9 @@ def test_strided_inputs(device):
 @each_path
 def test_nan_of_one_half_stays_there(device):
     a, _, b, *_ = operands(2, (32, 16, 6, 6), torch.float16, device)
-    clean = cat_group_norm.launch(a, None, b, 6, None, None, 1e-5)[1].reshape(2, 6, -1)
+    clean = cat_group_norm.launch(a, None, None, b, 6, None, None, 1e-5)[1].reshape(2, 6, -1)
     b[1, 9, 2, 2] = float("nan")
-    y = cat_group_norm.launch(a, None, b, 6, None, None, 1e-5)[1].reshape(2, 6, -1)
+    y = cat_group_norm.launch(a, None, None, b, 6, None, None, 1e-5)[1].reshape(2, 6, -1)
     bad = torch.zeros(2, 6, dtype=torch.bool, device=device)
     bad[1, 5] = True
     assert y[bad].isnan().all() and torch.equal(y[~bad], clean[~bad])
@@ -98,7 +101,7 @@ def test_nan_of_one_half_stays_there(device):
 
 def test_float64(device):
     a, b = (torch.randn(1, c, 3, 3, dtype=torch.float64, device=device) for c in (8, 4))
-    args = (a, None, b, 2, None, None, 1e-5)
+    args = (a, None, None, b, 2, None, None, 1e-5)
     for y, exact in zip(cat_group_norm.launch(*args), cat_group_norm.reference(*args)):
         torch.testing.assert_close(y, exact)
 
@@ -109,6 +112,6 @@ def test_float64(device):
 def test_unet_shapes(dtype, shape):
     first, second, size = shape
     a, bias, b, weight, term = operands(2, (first, second, size, size), dtype, torch.device("cuda"))
-    joined, y = cat_group_norm.launch(a, bias, b, 32, weight, term, 1e-5, silu=True)
-    close(joined, expected(cat_group_norm, a, bias, b, 32, weight, term, 1e-5)[0])
+    joined, y = cat_group_norm.launch(a, bias, None, b, 32, weight, term, 1e-5, silu=True)
+    close(joined, expected(cat_group_norm, a, bias, None, b, 32, weight, term, 1e-5)[0])
     close(y, expected(group_norm, joined, 32, weight, term, 1e-5, silu=True))

@@ -16,6 +16,7 @@ from sfast_ext.kernels import (
     geglu,
     group_norm,
     layer_norm,
+    linear_geglu,
     upsample,
 )
 
@@ -29,7 +30,7 @@ PARTS = {"UNIT": 4, "BLOCK": 64, "GROUPS": 8, "PIXELS": 128}
 SUM, JOIN = {"JOIN": False, "RESIDUAL": True}, {"JOIN": True, "RESIDUAL": False}
 KERNELS = {
     "layer_norm": (layer_norm._kernel, NORM),
-    "add_layer_norm": (add_layer_norm._kernel, NORM),
+    "add_layer_norm": (add_layer_norm._kernel, {**NORM, "HAS_SHIFT": True}),
     "geglu": (geglu._kernel, {"GATE_FIRST": False, "TANH": False, "ROWS": 8, "BLOCK": 256}),
     "geglu_tanh": (geglu._kernel, {"GATE_FIRST": True, "TANH": True, "ROWS": 8, "BLOCK": 256}),
     "bias_add": (bias_add._kernel, {"HAS_BIAS": True, "HAS_RESIDUAL": True, "ROWS": 16, "BLOCK": 128}),
@@ -91,3 +92,28 @@ def test_compiles_other_dtypes(name, dtype, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     words = 4 if dtype == "*fp32" else _words(name)
     assert f".v{words}.b32" in _compile(*KERNELS[name], 90, dtype)
+
+
+@pytest.mark.skipif(linear_geglu.TensorDescriptor is None, reason="needs a Triton with tensor descriptors")
+@pytest.mark.parametrize("capability", [90, 100, 120])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_products_compile(capability, dtype, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiler = pytest.importorskip("triton.compiler")
+    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", capability, 32)
+    rows, columns, depth = linear_geglu._ROWS, linear_geglu._COLUMNS, linear_geglu._DEPTH
+    blocks = {"x": [rows, depth], "weight": [2, columns, depth], "out": [rows, columns]}
+    constants = {"HAS_BIAS": True, "GATE_FIRST": False, "TANH": False, "BAND": 8}
+    constants |= {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth}
+    signature = {name: "constexpr" if name in constants else "i32" for name in linear_geglu._kernel.arg_names}
+    signature |= {name: f"tensordesc<{dtype}{block}>" for name, block in blocks.items()}
+    signature["bias"] = f"*{dtype}"
+    names = linear_geglu._kernel.arg_names
+    places = {(names.index(name),): value for name, value in constants.items()}
+    options = {"num_warps": linear_geglu._WARPS, "num_stages": linear_geglu._STAGES}
+    source = compiler.ASTSource(linear_geglu._kernel, signature, places)
+    compiled = compiler.compile(source, target=target, options=options)
+    if capability == 90:
+        # values and gates by one instruction, and no tile of them through shared memory but the one that is stored
+        assert "wgmma.mma_async.sync.aligned.m64n256k16" in compiled.asm["ptx"]
+        assert compiled.metadata.shared <= 227 << 10

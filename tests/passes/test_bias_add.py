@@ -104,6 +104,38 @@ def test_a_bias_alone_goes_where_there_is_triton(what: str) -> None:
         assert traced.error() < 1e-6
 
 
+class Tokens(nn.Module):
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.proj, self.bare = nn.Linear(7, 7), nn.Linear(7, 7, bias=False)
+        self.body = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, x)
+
+
+SUMS: dict[str, tuple[Callable[..., Any], int]] = {
+    "first": (lambda m, x: m.proj(x) + x, 1),
+    "second": (lambda m, x: (x + m.proj(x)).sin(), 1),
+    "without a bias": (lambda m, x: m.bare(x) + x, 0),
+    "used elsewhere": (lambda m, x: (y := m.proj(x)) + x + y.sin(), 0),
+    "rows": (lambda m, x: m.proj(x[0]) + x[0], 0),
+    "with a factor": (lambda m, x: torch.add(m.proj(x), x, alpha=2), 0),
+    "written": (lambda m, x: (m.proj(x) + x).mul_(2), 0),
+}
+
+
+@pytest.mark.parametrize("what", SUMS)
+def test_the_bias_of_a_product_of_tokens_goes_with_the_residual(what: str) -> None:
+    forward, wanted = SUMS[what]
+    for triton in (True, False):
+        traced = Traced(Tokens(forward).to(torch.bfloat16), X[0].to(torch.bfloat16))
+        traced.ctx.triton = triton
+        assert traced.rewrite(bias_add) == (wanted if triton else 0)
+        assert traced.error() < 1e-2
+    assert Traced(Tokens(forward), X[0]).rewrite(bias_add) == 0
+
+
 def test_rounds_no_worse_than_the_original() -> None:
     module, x = Block(lambda m, x: (x + m.conv(x)) / 1.7), X.to(torch.bfloat16)
     with torch.no_grad():

@@ -132,3 +132,32 @@ def test_written_values_are_left() -> None:
         traced = Traced(Block(forward), X, X)
         assert traced.rewrite(function) == 0
         assert traced.error() == 0
+
+
+class Projected(Block):
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__(forward)
+        self.proj, self.bare = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+
+
+BIASES: dict[str, tuple[Callable[..., Any], bool]] = {
+    "first": (lambda m, x: (m.norm(y := m.proj(x) + x), y), True),
+    "second": (lambda m, x: (m.norm(y := x + m.proj(x)), y), True),
+    "of both, one": (lambda m, x: (m.norm(y := m.proj(x) + m.proj(x.sin())), y), True),
+    "without": (lambda m, x: (m.norm(y := x + m.bare(x)), y), False),
+    "used elsewhere": (lambda m, x: (m.norm((y := m.proj(x)) + x), y), False),
+    "twice": (lambda m, x: m.norm((y := m.proj(x)) + y), False),
+    "moved in between": (lambda m, x: m.norm(m.proj(x).flip(0) + x), False),
+}
+
+
+@pytest.mark.parametrize("what", BIASES)
+@pytest.mark.parametrize("triton", [True, False])
+def test_the_bias_of_a_product_goes_along(what: str, triton: bool) -> None:
+    forward, goes = BIASES[what]
+    traced = Traced(Projected(forward), X)
+    traced.ctx.triton = triton
+    assert traced.rewrite(add_layer_norm) == 1
+    (node,) = traced.find("add_layer_norm")
+    assert (node.kwargs["shift"] is not None) == (goes and triton)
+    assert traced.error() < 1e-6

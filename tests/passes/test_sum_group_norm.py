@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from sfast_ext.passes.bias_add import bias_add
 from sfast_ext.passes.group_norm import group_norm
+from sfast_ext.passes.rewrite import argument
 from sfast_ext.passes.sum_group_norm import sum_group_norm
 
 from .support import Traced, randn
@@ -27,10 +28,21 @@ class Block(nn.Module):
         for norm in (self.norm, self.wide):
             nn.init.normal_(norm.weight)
             nn.init.normal_(norm.bias)
+        self.proj = nn.Linear(8, 8)
         self.body = forward
 
     def forward(self, x: Tensor) -> Any:
         return self.body(self, x)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """What a transformer block does at its end."""
+        n, c, h, w = x.shape
+        return self.proj(x.permute(0, 2, 3, 1).reshape(n, h * w, c)).reshape(n, h, w, c).permute(0, 3, 1, 2)
+
+    def turned(self, x: Tensor) -> Tensor:
+        """A product whose columns are not the channels of the picture."""
+        n, c, h, w = x.shape
+        return self.proj(x.permute(0, 2, 3, 1).reshape(n, h * w, c)).reshape(n, c, h, w)
 
 
 def rewritten(forward: Callable[..., Any], triton: bool = True, x: Tensor = X) -> tuple[Traced, int]:
@@ -44,6 +56,10 @@ SUMS: dict[str, Callable[..., Any]] = {
     "with SiLU": lambda m, x: F.silu(m.norm(y := x + m.conv(x))) + y,
     "scaled": lambda m, x: (m.norm(y := (m.conv(x) + x) / 2), y),
     "only normed": lambda m, x: m.norm(m.conv(x) + x),
+    "of others": lambda m, x: (m.norm(y := x + x.sin()), y),
+    "of tokens": lambda m, x: (m.norm(y := m.tokens(x) + x), y),
+    "of tokens, turned": lambda m, x: (m.norm(y := x + m.turned(x)), y),
+    "with itself": lambda m, x: m.norm((y := x.sin()) + y),
 }
 
 
@@ -57,7 +73,20 @@ def test_a_sum_and_its_norm_become_one(what: str, triton: bool) -> None:
     assert traced.error() < 1e-6
 
 
+@pytest.mark.parametrize(("what", "goes"), [("of tokens", True), ("of tokens, turned", False)])
+def test_the_bias_of_a_product_goes_along_where_it_is_one_of_channels(what: str, goes: bool) -> None:
+    module = Block(SUMS[what]).to(torch.bfloat16)
+    traced = Traced(module, X.to(torch.bfloat16))
+    traced.ctx.triton = True
+    assert traced.rewrite(group_norm, bias_add, sum_group_norm) == 1
+    assert traced.error() < 1e-2
+    assert (traced.find("add_group_norm")[0].args[1] is not None) == goes
+    assert (argument(traced.find("linear")[0], 2, "bias") is None) == goes
+
+
 CATS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "a sum first": (lambda m, x: (m.wide(y := torch.cat([m.other(x) + m.other(x.sin()), x], 1)), y), True),
+    "tokens first": (lambda m, x: F.group_norm(torch.cat([m.tokens(x) + x, x], 1), 4), False),
     "normed and used": (lambda m, x: (m.wide(y := torch.cat([m.other(x), x], 1)), y), True),
     "plain first": (lambda m, x: (m.wide(y := torch.cat([x, m.other(x)], 1)), y), False),
     "from the end": (lambda m, x: m.wide(torch.cat([m.other(x), x], -3)), True),
@@ -103,7 +132,8 @@ def written(m: Block, x: Tensor) -> Any:
 
 STAYS: dict[str, Callable[..., Any]] = {
     "no sum": lambda m, x: m.norm(x.sin()),
-    "a sum of others": lambda m, x: (m.norm(y := x + x.sin()), y),
+    "broadcast": lambda m, x: (m.norm(y := x + x.mean(1, keepdim=True)), y),
+    "with a factor": lambda m, x: (m.norm(y := torch.add(x, x.sin(), alpha=2)), y),
     "with a shift": lambda m, x: (m.norm(m.conv(x) + x.mean((2, 3))[..., None, None])),
     "rows beside each other": lambda m, x: m.norm(torch.cat([x, x.sin()], 2)),
     "images": lambda m, x: m.norm(torch.cat([x, x.sin()])),

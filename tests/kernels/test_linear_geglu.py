@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from sfast_ext.kernels import linear_geglu
+
+from .support import close, expected, half_dtype, randn
+
+# rows of x, width of the result, terms of a sum
+SIZES = [((130,), 136, 72), ((1,), 8, 8), ((2, 3, 50), 128, 64), ((127,), 200, 136), ((2, 257), 264, 320)]
+
+
+@pytest.fixture(autouse=True)
+def however_few_tiles(monkeypatch):
+    """By the kernel also where a product and another kernel would be faster."""
+    monkeypatch.setattr(linear_geglu, "_ROUNDS", 0)
+
+
+def operands(rows, half, depth, dtype, device):
+    x = randn(*rows, depth, dtype=dtype, device=device)
+    weight = randn(2 * half, depth, dtype=dtype, device=device, std=depth**-0.5)
+    return x, weight, randn(2 * half, dtype=dtype, device=device)
+
+
+@half_dtype
+@pytest.mark.parametrize(("rows", "half", "depth"), SIZES, ids=str)
+def test_sizes(device, dtype, rows, half, depth):
+    x, weight, bias = operands(rows, half, depth, dtype, device)
+    y = linear_geglu.launch(x, weight, bias)
+    assert y.shape == (*rows, half) and y.dtype == dtype
+    close(y, expected(linear_geglu, x, weight, bias), scale=4)
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_which_half_which_gelu(device, biased, approximate, gate_first):
+    x, weight, bias = operands((70,), 72, 64, torch.float16, device)
+    bias = bias if biased else None
+    y = linear_geglu.launch(x, weight, bias, gate_first, approximate)
+    close(y, expected(linear_geglu, x, weight, bias, gate_first, approximate), scale=4)
+
+
+def test_strided_inputs(device):
+    x, weight, bias = operands((6, 40), 72, 64, torch.float16, device)
+    for some in (x[1:], x[:, ::2], x.transpose(0, 1), randn(40, 80, dtype=torch.float16, device=device)[:, 8:72]):
+        close(linear_geglu.launch(some, weight, bias), expected(linear_geglu, some, weight, bias), scale=4)
+    wide = randn(144, 80, dtype=torch.float16, device=device, std=0.1)[:, 8:72]
+    spaced = randn(288, dtype=torch.float16, device=device)[::2]
+    # this weight goes to the product and the kernel for GEGLU, which round in between
+    close(linear_geglu.launch(x, wide, bias), expected(linear_geglu, x, wide, bias), scale=50)
+    close(linear_geglu.launch(x, weight, spaced), expected(linear_geglu, x, weight, spaced), scale=4)
+
+
+def test_what_the_kernel_does_not_take(device):
+    half_ = torch.float16
+    for dtype, half, depth in ((torch.float32, 8, 8), (torch.float64, 8, 8), (half_, 7, 8), (half_, 8, 5)):
+        x, weight, bias = operands((9,), half, depth, dtype, device)
+        close(linear_geglu.launch(x, weight, bias).float(), expected(linear_geglu, x, weight, bias), scale=1000)
+    assert linear_geglu.launch(torch.empty(0, 8, device=device), torch.ones(16, 8, device=device), None).shape == (0, 8)
+
+
+def test_results_repeat_and_nan_stays_in_its_row(device):
+    x, weight, bias = operands((150,), 136, 64, torch.float16, device)
+    first = linear_geglu.launch(x, weight, bias)
+    assert torch.equal(first, linear_geglu.launch(x, weight, bias))
+    x[3, 5] = float("nan")
+    y = linear_geglu.launch(x, weight, bias)
+    assert y[3].isnan().all()
+    y[3] = first[3]
+    assert torch.equal(y, first)
+
+
+def test_reference_is_torch():
+    x, weight, bias = operands((9,), 12, 5, torch.float32, torch.device("cpu"))
+    value, gate = F.linear(x, weight, bias).chunk(2, -1)
+    torch.testing.assert_close(linear_geglu.reference(x, weight, bias), value * F.gelu(gate))
+    torch.testing.assert_close(linear_geglu.reference(x, weight, bias, True), gate * F.gelu(value))
+
+
+@pytest.mark.gpu
+@half_dtype
+@pytest.mark.parametrize(
+    ("rows", "half", "depth"),
+    [(8192, 1280, 320), (2048, 2560, 640), (2048, 5120, 1280), (8192, 2560, 640), (512, 5120, 1280), (7345, 2568, 648)],
+)
+def test_unet_shapes(dtype, rows, half, depth):
+    x, weight, bias = operands((2, rows // 2) if rows % 2 == 0 else (rows,), half, depth, dtype, torch.device("cuda"))
+    y = linear_geglu.launch(x, weight, bias)
+    target = linear_geglu.reference(x.double(), weight.double(), bias.double()).cpu()
+    close(y, target, scale=4)
+
+
+@pytest.mark.gpu
+def test_beyond_32_bits():
+    x, weight, bias = operands((140000,), 16384, 64, torch.float16, torch.device("cuda"))  # 2.3e9 values
+    y = linear_geglu.launch(x, weight, bias)
+    for rows in (slice(0, 8), slice(131000, 131200), slice(-5, None)):
+        close(y[rows], linear_geglu.reference(x[rows].double(), weight.double(), bias.double()).cpu(), scale=4)
