@@ -3,16 +3,18 @@
 # make test-floor   the CPU suite on the oldest stack served: torch 2.1.2, diffusers 0.25.1 (Python 3.10 or 3.11)
 # make soak         EVENTS=20000 random events, SEED=0 the first seed; a failure names the command that plays it again
 # make lint         ruff and mypy alone
-# make bench        SD 1.5 and SDXL against other ways to run them (needs a GPU); results in benchmarks/results
+# make bench        UNets at several sizes, four ways to run each (needs a GPU), into benchmarks/unet-<gpu>.json
 # make clean        removes the environments and everything generated
 #
-# PYTHON=python3.11 chooses the interpreter, PIP_ARGS='--extra-index-url …' goes to pip, WORKERS=8 uses more cores.
+# PYTHON=python3.11 chooses the interpreter, PIP_ARGS='--extra-index-url …' goes to pip, WORKERS=8 uses more cores,
+# CASES='sd15:512x512:1 sdxl:1024x1024:4' names what make bench measures (default: all that is not measured yet).
 
 PYTHON ?= python3
 PIP_ARGS ?=
 WORKERS ?= 2
 EVENTS ?= 20000
 SEED ?= 0
+CASES ?=
 export DEMO_MODEL
 
 # ldm as AUTOMATIC1111 runs it; its own pins are years old and not needed for what is tested
@@ -39,10 +41,8 @@ lint: .venv/.dev
 	.venv/bin/mypy
 
 bench: .venv/.demo
-	.venv/bin/python -m sfast_ext bench --model sd15 --size 512x512,768x768 --cold \
-		--against eager,eager-channels-last,cudagraph,torch-compile --json benchmarks/results/bench-sd15.json
-	.venv/bin/python -m sfast_ext bench --model sdxl --size 1024x1024 --cold \
-		--against eager,eager-channels-last,cudagraph,torch-compile --json benchmarks/results/bench-sdxl.json
+	.venv/bin/python -m benchmarks.unet $(foreach case,$(CASES),--case $(case))
+	.venv/bin/python -m benchmarks.table --print
 
 doctor: .venv/.demo
 	.venv/bin/python -m sfast_ext doctor

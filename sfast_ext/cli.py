@@ -80,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--cudnn-benchmark", action="store_true", help="let cuDNN choose by measuring for the others too"
     )
+    bench.add_argument("--full", action="store_true", help="also kernels launched, FLOPs, a further size")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     return top
 
@@ -111,5 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cold=args.cold,
         cudnn_benchmark=args.cudnn_benchmark,
         json=args.json,
+        full=args.full,
     )
     return bench.main(options)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sfast_ext import __version__, cli
-from sfast_ext.tools import doctor
+from sfast_ext.tools import doctor, machine
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,3 +66,17 @@ def test_doctor_says_what_follows_without_triton(monkeypatch):
     found = {"gpu": "a card", "compiler": None, "native": None, "cudnn": 90100}
     assert any("none; PyTorch" in sentence for sentence in doctor.used(found))
     assert "No GPU" in doctor.used({**found, "gpu": None})[0]
+
+
+def test_a_commit_that_is_told_goes_before_that_of_the_folder(monkeypatch):
+    said = {"rev-parse": "0123456789ab", "status": " M file"}
+    monkeypatch.setattr(machine, "_first_line", lambda *command: said.get(command[1]))
+    monkeypatch.delenv("SFAST_COMMIT", raising=False)
+    assert machine.commit() == "0123456789ab+"
+    said["status"] = None
+    assert machine.commit() == "0123456789ab"
+    said["rev-parse"] = None
+    assert machine.commit() is None
+    said["rev-parse"] = "0123456789ab"
+    monkeypatch.setenv("SFAST_COMMIT", "fedcba987654")
+    assert machine.commit() == machine.describe()["commit"] == "fedcba987654"

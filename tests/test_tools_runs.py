@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks import stress, table
+from benchmarks import stress
 from sfast_ext import cli
 from sfast_ext.tools import bench, demo, pipelines
 
@@ -94,6 +94,66 @@ def test_bench(tmp_path, capsys):
     assert "tiny-sdxl 72×64" in capsys.readouterr().out
 
 
+def test_bench_in_full(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "full.json"
+    arguments = [
+        "bench",
+        "--model",
+        "tiny-sd15",
+        "--size",
+        "64x64",
+        "--against",
+        "eager",
+        "--full",
+        "--iterations",
+        "2",
+    ]
+    assert cli.main([*arguments, "--json", str(file)]) == 0
+    ours, eager = json.loads(file.read_text())["rows"]
+    assert ours["flops"] == eager["flops"] > 1e7 and ours["matrix_tflops"] > 0
+    limit = 1e3 * ours["flops"] / (ours["matrix_tflops"] * 1e12)
+    assert ours["limit_ms"] == pytest.approx(limit, rel=0.05)
+    for row in (ours, eager):
+        assert row["fraction_of_limit"] == pytest.approx(row["limit_ms"] / row["ms_p50"], rel=0.01)
+    assert ours["further_size_s"] > 0 and "further_size_s" not in eager
+    assert "remark" not in ours and ours["weights_mb"] > 0
+    assert "of the limit" in capsys.readouterr().out
+
+
+def test_bench_counts_kernels_after_all_else_is_kept(monkeypatch):
+    class Counting(bench.Bench):
+        def _count_kernels(self, rows, running):
+            self.device = torch.device("cuda")
+            super()._count_kernels(rows, running)
+            self.device = torch.device("cpu")
+
+    def events(name, kernels, copies, at):
+        found = [bench.trace.Event(f"call {name}", bench.trace.RANGE, at, 100)]
+        found += [bench.trace.Event("k", bench.trace.KERNEL, at + i, 1) for i in range(kernels)]
+        return found + [bench.trace.Event("c", "gpu_memcpy", at + i, 1) for i in range(copies)]
+
+    kept = []
+    seen = [*events("sfast", 5, 2, 0), *events("eager", 9, 0, 10_000)]
+    monkeypatch.setattr(bench.trace, "record", lambda calls, device: seen)
+    options = cli.parser().parse_args(["bench"])
+    measured = Counting(
+        bench.Options("tiny-sd15", [(64, 64)], [1], ["sfast", "eager"], 1, options.tokens, False, False, None, True),
+        torch.device("cpu"),
+    )
+    rows = measured.measure(bench.Case(64, 64, 1), lambda rows: kept.append([dict(row) for row in rows]))
+    assert [(row["kernels"], row["copies"]) for row in rows] == [(5, 2), (9, 0)]
+    assert len(kept) == 1 and all("kernels" not in row and row["ms_p50"] > 0 for row in kept[0])
+    monkeypatch.setattr(bench.trace, "record", lambda calls, device: 1 / 0)
+    assert all("kernels" not in row for row in measured.measure(bench.Case(64, 64, 1)))
+
+
+def test_a_process_that_ends_without_a_result_is_told(monkeypatch, tmp_path):
+    options = bench.Options("tiny-sd15", [(64, 64)], [1], ["sfast"], 1, 77, False, False, None)
+    monkeypatch.setattr(bench.sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="ended with status 1 and no result"):
+        bench.in_process(options, bench.Case(64, 64, 1), tmp_path)
+
+
 def test_bench_says_where_an_engine_failed(monkeypatch, capsys):
     def fails(self, args, kwargs):
         raise RuntimeError("no such thing\nand more")
@@ -145,15 +205,3 @@ def test_stress(tmp_path, capsys):
     }
     assert result["summary"]["captures_after_it"] == 0 and not result["faults"]
     assert result["summary"]["least_effect_of_a_lora"] > 0.05
-
-
-def test_the_table_of_the_readme():
-    row = {"model": "sd15", "width": 512, "height": 512, "images": 1}
-    rows = [
-        {**row, "engine": "sfast", "ms_p50": 8.0, "first_call_s": 4.21},
-        {**row, "engine": "eager", "ms_p50": 24.6, "first_call_s": 0.1},
-        {**row, "engine": "torch-compile", "failed": "no compiler", "ms_p50": None},
-    ]
-    lines = table.render([{"gpu": "NVIDIA H200", "rows": rows}]).splitlines()
-    assert len(lines) == 3
-    assert lines[2] == "| NVIDIA H200 | sd15, 512×512, batch 1 | 24.60 | – | – | 8.00 | 3.08 × | 4.2 |"

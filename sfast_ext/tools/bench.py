@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.tools import engines, machine, models, pipelines
+from sfast_ext.tools import engines, machine, models, pipelines, rates, trace
 from sfast_ext.tools.text import number, table
 
 ROUNDS = 6
 COLUMNS = ("engine", "p50 ms", "p20", "p80", "against ours", "first call s", "error to fp32", "memory MB")
+FULL_COLUMNS = ("kernels", "of the limit %")
+# pixels that the further size of a full measurement is wider by
+WIDER = 64
+PRODUCT = "matrix product"
+
+Rows = list[dict[str, Any]]
 
 
 @dataclass
@@ -38,6 +44,8 @@ class Options:
     cold: bool
     cudnn_benchmark: bool
     json: Path | None
+    full: bool = False
+    """Also kernels launched, FLOPs and the time they would take at the least, and ours at a further size."""
 
 
 @dataclass
@@ -83,8 +91,8 @@ class Bench:
         return self._forms[form]
 
     @torch.no_grad()
-    def measure(self, case: Case) -> list[dict[str, Any]]:
-        """A row for each engine."""
+    def measure(self, case: Case, keep: Callable[[Rows], None] = lambda rows: None) -> Rows:
+        """A row for each engine; `keep` is handed them as soon as they are measured, before the profiler runs."""
         args, kwargs = models.unet_inputs(
             self._forms["eager"], case.width, case.height, case.images, tokens=self.options.tokens
         )
@@ -92,43 +100,41 @@ class Bench:
         self._forms["eager"](*args, **kwargs)
         machine.synchronise(self.device)
         reference = self._reference(args, kwargs)
-        rows: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, Any]] = {}
         for name, engine in self.engines.items():
             print(f"{name}: first call …", file=sys.stderr, flush=True)
             try:
-                rows[name] = self._start(engine, args, kwargs, reference)
+                found[name] = self._start(engine, args, kwargs, reference)
             except Exception as exc:
                 # one way that does not work here, torch.compile without a compiler say, is no reason to lose the others
-                rows[name] = {
-                    "failed": f"{type(exc).__name__}: {str(exc).strip().splitlines()[0] if str(exc) else ''}"
-                }
+                found[name] = {"failed": f"{type(exc).__name__}: {_first_line(exc)}"}
                 engine.stop()
-        running = {name: engine for name, engine in self.engines.items() if "failed" not in rows[name]}
-        taken = self._times(running)
-        result = []
-        for name, row in rows.items():
-            head = {"model": self.options.model, "width": case.width, "height": case.height, "images": case.images}
-            result.append({**head, "engine": name, **_quantiles(taken.get(name)), **row})
+        running = {name: engine for name, engine in self.engines.items() if "failed" not in found[name]}
+        product = rates.Product(self.device) if self.options.full else None
+        taken = self._times(running, product)
+        head = {"model": self.options.model, "width": case.width, "height": case.height, "images": case.images}
+        rows = [{**head, "engine": name, **_quantiles(taken.get(name)), **row} for name, row in found.items()]
+        if product is not None:
+            flops = rates.flops(lambda: self._forms["eager"](*args, **kwargs))
+            self._held_against(rows, flops, rates.tera(product, taken[PRODUCT]))
+            self._further(case, rows, running)
+            keep(rows)
+            self._count_kernels(rows, running)
         for engine in running.values():
             if not isinstance(engine, engines.StableFast):
                 engine.stop()
-        return result
+        return rows
 
     def _start(
         self, engine: engines.Engine, args: tuple[Any, ...], kwargs: dict[str, Any], reference: torch.Tensor
     ) -> dict[str, Any]:
         before = self._reserved()
-        machine.synchronise(self.device)
-        started = time.perf_counter()
-        engine.start(args, kwargs)
-        engine.call()
-        machine.synchronise(self.device)
-        first = time.perf_counter() - started
+        first = self._first_call(engine, args, kwargs)
         # ours runs the original first and its plan from the second call on
         output = engine.call().float()
         error = float(torch.linalg.vector_norm(output - reference) / torch.linalg.vector_norm(reference))
         row: dict[str, Any] = {
-            "first_call_s": round(first, 3),
+            "first_call_s": first,
             "error_fp32": error,
             "memory_mb": self._peak(engine, before),
         }
@@ -137,15 +143,71 @@ class Bench:
         remark = engine.remark()
         return {**row, "remark": remark} if remark else row
 
-    def _times(self, running: dict[str, engines.Engine]) -> dict[str, list[float]]:
+    def _first_call(self, engine: engines.Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        machine.synchronise(self.device)
+        started = time.perf_counter()
+        engine.start(args, kwargs)
+        engine.call()
+        machine.synchronise(self.device)
+        return round(time.perf_counter() - started, 3)
+
+    def _times(self, running: dict[str, engines.Engine], product: rates.Product | None) -> dict[str, list[float]]:
         clock = engines.Clock(self.device)
-        taken: dict[str, list[float]] = {name: [] for name in running}
+        calls: dict[str, engines.Call] = {name: engine.call for name, engine in running.items()}
+        if product is not None:
+            calls[PRODUCT] = product
+        taken: dict[str, list[float]] = {name: [] for name in calls}
         each = max(1, round(self.options.iterations / ROUNDS))
         while min((len(t) for t in taken.values()), default=self.options.iterations) < self.options.iterations:
             # in turns, so that a clock that slows down in the heat slows all of them down
-            for name, engine in running.items():
-                taken[name] += clock.times(engine.call, each)
+            for name, call in calls.items():
+                taken[name] += clock.times(call, each)
         return taken
+
+    def _held_against(self, rows: Rows, flops: int, rate: float) -> None:
+        """What the same FLOPs would take at the rate of a large matrix product, measured in turns with the engines."""
+        limit = 1e3 * flops / rate / rates.TERA
+        weights = sum(p.numel() * p.element_size() for p in self._forms["eager"].parameters()) >> 20
+        eager = next((row["memory_mb"] for row in rows if row["engine"] == "eager" and "failed" not in row), None)
+        for row in rows:
+            row |= {"flops": flops, "matrix_tflops": round(rate, 3), "limit_ms": round(limit, 4)}
+            row["fraction_of_limit"] = round(limit / row["ms_p50"], 4) if row["ms_p50"] else None
+            row |= {"weights_mb": weights, "eager_memory_mb": eager}
+
+    def _further(self, case: Case, rows: Rows, running: dict[str, engines.Engine]) -> None:
+        """The first call of ours at a further size, in this process; then back."""
+        ours = running.get("sfast")
+        if ours is None:
+            return
+        own = ours.args, ours.kwargs
+        args, kwargs = models.unet_inputs(
+            self._forms["eager"], case.width + WIDER, case.height, case.images, tokens=self.options.tokens
+        )
+        row = next(row for row in rows if row["engine"] == "sfast")
+        try:
+            row["further_size_s"] = self._first_call(ours, args, kwargs)
+            remark = ours.remark()
+        except Exception as exc:
+            remark = f"at a further size: {type(exc).__name__}: {_first_line(exc)}"
+        if remark:
+            row["remark"] = remark
+        ours.start(*own)
+
+    def _count_kernels(self, rows: Rows, running: dict[str, engines.Engine]) -> None:
+        if self.device.type != "cuda":
+            return
+        for engine in running.values():
+            engine.call()
+        try:
+            events = trace.record({name: engine.call for name, engine in running.items()}, self.device)
+            counts = {name: trace.count(trace.of_call(events, name)) for name in running}
+        except Exception as exc:
+            print(f"the kernels are not counted: {type(exc).__name__}: {_first_line(exc)}", file=sys.stderr, flush=True)
+            return
+        for row in rows:
+            if row["engine"] in counts:
+                # none at all: the profiler saw nothing
+                row["kernels"], row["copies"] = counts[row["engine"]] if any(counts[row["engine"]]) else (None, None)
 
     def _reference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """The output of the same weights computed in fp32."""
@@ -180,6 +242,10 @@ class Bench:
         return (torch.cuda.max_memory_reserved(self.device) - before) >> 20
 
 
+def _first_line(exc: Exception) -> str:
+    return next(iter(str(exc).strip().splitlines()), "")
+
+
 def _in_fp32(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.float() if value.is_floating_point() else value
@@ -195,16 +261,18 @@ def _quantiles(taken: list[float] | None) -> dict[str, float | None]:
     return {f"ms_p{p}": round(ordered[min(len(ordered) - 1, int(len(ordered) * p / 100))], 4) for p in (20, 50, 80)}
 
 
-def tables(rows: list[dict[str, Any]]) -> str:
+def tables(rows: Rows) -> str:
     """A table for each case; `against ours` is how many times as long it takes as our accelerator."""
     parts = []
     for case in dict.fromkeys((row["model"], row["width"], row["height"], row["images"]) for row in rows):
         group = [row for row in rows if (row["model"], row["width"], row["height"], row["images"]) == case]
         ours = next((row["ms_p50"] for row in group if row["engine"] == "sfast"), None)
+        full = any("flops" in row for row in group)
+        columns = COLUMNS + FULL_COLUMNS * full
         lines: list[tuple[str, ...]] = []
         for row in group:
             if "failed" in row:
-                lines.append((row["engine"], "failed", *[""] * (len(COLUMNS) - 2)))
+                lines.append((row["engine"], "failed", *[""] * (len(columns) - 2)))
                 continue
             lines.append(
                 (
@@ -216,48 +284,67 @@ def tables(rows: list[dict[str, Any]]) -> str:
                     number(row["first_call_s"], 1),
                     f"{row['error_fp32']:.2e}",
                     number(row["memory_mb"], 0),
+                    *([number(row.get("kernels"), 0), number(100 * row["fraction_of_limit"], 0)] if full else []),
                 )
             )
         model, width, height, images = case
         said = {row["engine"]: row.get("failed") or row.get("remark") for row in group}
         notes = [f"{name}: {remark}" for name, remark in said.items() if remark]
-        parts.append("\n".join([f"{model} {width}×{height}, {images} at once", table(COLUMNS, lines), *notes]))
+        parts.append("\n".join([f"{model} {width}×{height}, {images} at once", table(columns, lines), *notes]))
     return "\n\n".join(parts)
 
 
-def _cold(options: Options) -> Iterator[list[dict[str, Any]]]:
+def in_process(options: Options, case: Case, caches: Path) -> dict[str, Any]:
+    """One case in a process of its own that keeps compiled kernels in this folder: what it wrote as JSON.
+
+    Raises:
+        RuntimeError: it ended without a result.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        command = [sys.executable, "-m", "sfast_ext", "bench", "--model", options.model, "--json", str(result)]
+        command += ["--size", f"{case.width}x{case.height}", "--batch", str(case.images)]
+        command += ["--against", ",".join(options.engines), "--iterations", str(options.iterations)]
+        command += ["--tokens", str(options.tokens)] + ["--cudnn-benchmark"] * options.cudnn_benchmark
+        command += ["--full"] * options.full
+        kept = {name: str(caches / name) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+        environment = {**os.environ, **kept}
+        ended = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL)
+        if not result.exists():
+            raise RuntimeError(f"{' '.join(command[1:])} ended with status {ended.returncode} and no result")
+        return json.loads(result.read_text(encoding="utf-8"))
+
+
+def _cold(options: Options) -> Iterator[Rows]:
     """Each case in a process of its own, with caches of compiled kernels that are empty."""
     for case in cases(options):
         with tempfile.TemporaryDirectory() as folder:
-            result = Path(folder, "result.json")
-            command = [sys.executable, "-m", "sfast_ext", "bench", "--model", options.model, "--json", str(result)]
-            command += ["--size", f"{case.width}x{case.height}", "--batch", str(case.images)]
-            command += ["--against", ",".join(options.engines), "--iterations", str(options.iterations)]
-            command += ["--tokens", str(options.tokens)] + ["--cudnn-benchmark"] * options.cudnn_benchmark
-            caches = {name: str(Path(folder, name)) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
-            subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.DEVNULL, check=True)
-            yield json.loads(result.read_text(encoding="utf-8"))["rows"]
+            yield in_process(options, case, Path(folder))["rows"]
 
 
-def _warm(options: Options, device: torch.device) -> Iterator[list[dict[str, Any]]]:
+def _warm(options: Options, device: torch.device, keep: Callable[[Rows], None]) -> Iterator[Rows]:
     bench = Bench(options, device)
     for case in cases(options):
-        yield bench.measure(case)
+        yield bench.measure(case, keep)
 
 
 def main(options: Options) -> int:
     """Measure, print, and write JSON where asked; 1 where ours did not run a plan."""
     device = machine.device()
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     # ours always lets cuDNN choose by measuring; a stock WebUI does so on a few old cards only
     torch.backends.cudnn.benchmark = options.cudnn_benchmark
     asked = ("cold", "cudnn_benchmark", "tokens", "iterations")
     head = {**machine.describe(), **{name: getattr(options, name) for name in asked}}
-    for group in _cold(options) if options.cold else _warm(options, device):
+
+    def write(group: Rows) -> None:
+        # as soon as they are there: what was measured is kept if the rest does not come to its end
+        if options.json is not None:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps({**head, "rows": rows + group}, indent=1), encoding="utf-8")
+
+    for group in _cold(options) if options.cold else _warm(options, device, write):
+        write(group)
         rows += group
         print(f"{tables(group)}\n", flush=True)
-        if options.json is not None:
-            # after each group: what was measured is kept if the rest does not come to its end
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps({**head, "rows": rows}, indent=1), encoding="utf-8")
     return 1 if any(row["engine"] == "sfast" and ("failed" in row or row.get("remark")) for row in rows) else 0

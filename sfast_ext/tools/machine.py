@@ -39,10 +39,14 @@ def driver() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, `+` after it where files differ from it; outside of git what SFAST_COMMIT says."""
+    """What SFAST_COMMIT says: a copy of the files may lie in another checkout. Else the commit of this checkout, `+`
+    after it where files differ from it."""
+    told = os.environ.get("SFAST_COMMIT")
+    if told:
+        return told
     found = _first_line("git", "rev-parse", "--short=12", "HEAD")
     if found is None:
-        return os.environ.get("SFAST_COMMIT")
+        return None
     return found + ("+" if _first_line("git", "status", "--porcelain", "--untracked-files=no") else "")
 
 

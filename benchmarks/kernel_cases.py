@@ -1,0 +1,275 @@
+"""The kernels at the shapes of SD 1.5 and SDXL, each with the PyTorch operations that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sfast_ext.kernels import (
+    add_group_norm,
+    add_layer_norm,
+    attention,
+    bias_add,
+    cat_group_norm,
+    geglu,
+    group_norm,
+    layer_norm,
+    linear_add,
+    upsample,
+)
+
+MODULES: dict[str, Any] = {
+    "layer_norm": layer_norm,
+    "add_layer_norm": add_layer_norm,
+    "group_norm": group_norm,
+    "add_group_norm": add_group_norm,
+    "cat_group_norm": cat_group_norm,
+    "geglu": geglu,
+    "bias_add": bias_add,
+    "upsample": upsample,
+    "attention": attention,
+    "linear_add": linear_add,
+}
+NORM_ROWS = [(8192, 320), (2048, 640), (512, 1280), (2048, 1280), (8192, 640)]
+# (channels, height): batch 2; the last three are SDXL's
+IMAGES = [
+    (320, 64),
+    (640, 64),
+    (960, 64),
+    (640, 32),
+    (1920, 32),
+    (1280, 16),
+    (2560, 16),
+    (1280, 8),
+    (2560, 8),
+]
+IMAGES += [(320, 128), (960, 128), (1280, 32)]
+GATED = [(8192, 2560), (2048, 5120), (512, 10240), (2048, 10240), (8192, 5120)]
+# heads, queries, keys, head dimension: batch 2
+HEADS = [(8, 4096, 4096, 40), (8, 1024, 1024, 80), (8, 256, 256, 160), (8, 4096, 77, 40), (8, 1024, 77, 80)]
+HEADS += [(10, 4096, 4096, 64), (20, 1024, 1024, 64), (10, 4096, 77, 64), (20, 1024, 77, 64)]
+# rows, columns, inner dimension: the projections out of attention and feed-forward; the last four are SDXL's
+LINEARS = [
+    (8192, 320, 320),
+    (8192, 320, 1280),
+    (2048, 640, 640),
+    (2048, 640, 2560),
+    (512, 1280, 1280),
+    (512, 1280, 5120),
+]
+LINEARS += [(2048, 1280, 1280), (2048, 1280, 5120), (8192, 640, 640), (8192, 640, 2560)]
+# channels from below, channels of the skip connection, height; the last five are SDXL's
+JOINED = [(1280, 1280, 8), (1280, 1280, 16), (1280, 640, 16), (1280, 640, 32), (640, 640, 32), (640, 320, 32)]
+JOINED += [(640, 320, 64), (320, 320, 64)]
+JOINED += [(1280, 1280, 32), (1280, 640, 64), (640, 640, 64), (640, 320, 128), (320, 320, 128)]
+# channels, height before; the last two are SDXL's
+SMALL = [(1280, 8), (1280, 16), (640, 32), (1280, 32), (640, 64)]
+
+
+@dataclass
+class Case:
+    """One kernel at one shape; both calls return a tensor or a tuple of them."""
+
+    kernel: str
+    shape: str
+    ours: Callable[[], Any]
+    torch: Callable[[], Any]
+    target: Callable[[], Any]
+    """The reference, on the same operands in float64."""
+    bytes: int
+    """What must be read and written once."""
+    composition: tuple[Callable[..., Any], list[Any], dict[str, Any]] | None = None
+    """What torch.compile is given: a function and its arguments. None where another case is given the same."""
+
+
+def _case(kernel: str, shape: str, composition: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Case:
+    module = MODULES[kernel]
+    tensors = [a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)]
+    out = module.reference(*args, **kwargs)
+    outputs = out if isinstance(out, tuple) else (out,)
+
+    def target() -> Any:
+        return module.reference(*map(_wide, args), **{name: _wide(value) for name, value in kwargs.items()})
+
+    return Case(
+        kernel,
+        shape,
+        lambda: module.launch(*args, **kwargs),
+        lambda: composition(*args, **kwargs),
+        target,
+        sum(t.numel() * t.element_size() for t in (*tensors, *outputs)),
+        (composition, args, kwargs),
+    )
+
+
+def _wide(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) else value
+
+
+def _torch_group_norm(
+    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, shift: Tensor, silu: bool
+) -> Tensor:
+    return F.silu(F.group_norm(x + shift[:, :, None, None], groups, weight, bias, eps))
+
+
+def _by_path(case: Case, path: str) -> Case:
+    """A group norm by the path of that name alone."""
+
+    def ours() -> Any:
+        before = group_norm._PATHS
+        try:
+            group_norm._PATHS = () if path == "loop" else (path,)
+            return case.ours()
+        finally:
+            group_norm._PATHS = before
+
+    return replace(case, kernel=f"group_norm.{path}", ours=ours, composition=None)
+
+
+def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _torch_add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return total, _torch_layer_norm(total, weight, bias, eps)
+
+
+def _torch_geglu(x: Tensor) -> Tensor:
+    value, gate = x.chunk(2, -1)
+    return value * F.gelu(gate)
+
+
+def _torch_bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return x + bias[None, :, None, None] + residual
+
+
+def _torch_add_group_norm(
+    x: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    scale: float,
+    groups: int,
+    weight: Tensor,
+    term: Tensor,
+    eps: float,
+    silu: bool,
+) -> tuple[Tensor, Tensor]:
+    total = (x + bias[None, :, None, None] + residual) * scale
+    return total, F.silu(F.group_norm(total, groups, weight, term, eps))
+
+
+def _torch_cat_group_norm(
+    a: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    b: Tensor,
+    groups: int,
+    weight: Tensor,
+    term: Tensor,
+    eps: float,
+    silu: bool,
+) -> tuple[Tensor, Tensor]:
+    joined = torch.cat([a + bias[None, :, None, None] + residual, b], 1)
+    return joined, F.silu(F.group_norm(joined, groups, weight, term, eps))
+
+
+def _torch_upsample(x: Tensor, size: tuple[int, int], steps: tuple[float, float]) -> Tensor:
+    return F.interpolate(x, size=size, mode="nearest")
+
+
+def _torch_linear_add(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return F.linear(x, weight, bias) + residual
+
+
+def _torch_linear_add_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, scale: Tensor, shift: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return _torch_add_layer_norm(F.linear(x, weight, bias), residual, scale, shift, eps)
+
+
+def _before_norm(shape: str, affine: list[Any], x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Case:
+    """A residual that is normed next: in the product, with the norm alone ("ours"); or in the norm ("torch")."""
+
+    def ours() -> tuple[Tensor, Tensor]:
+        total = linear_add.launch(x, weight, bias, residual)
+        return total, layer_norm.launch(total, *affine)
+
+    def target() -> Any:
+        product = F.linear(x.double(), weight.double(), bias.double())
+        return add_layer_norm.reference(product, residual.double(), *map(_wide, affine))
+
+    operands, out = (x, weight, bias, residual, *affine[:2]), residual
+    return Case(
+        "linear_add_norm",
+        shape,
+        ours,
+        lambda: add_layer_norm.launch(F.linear(x, weight, bias), residual, *affine),
+        target,
+        sum(t.numel() * t.element_size() for t in operands) + 2 * out.numel() * out.element_size(),
+        (_torch_linear_add_norm, [x, weight, bias, residual, *affine], {}),
+    )
+
+
+def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[Case]:
+    """Each kernel of `only` at each of its shapes, on random operands."""
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def image(channels: int, size: int) -> Tensor:
+        return randn(2, channels, size, size).to(memory_format=torch.channels_last)
+
+    for rows, columns in NORM_ROWS:
+        shape, affine = f"{rows}x{columns}", [randn(columns), randn(columns), 1e-5]
+        if "layer_norm" in only:
+            yield _case("layer_norm", shape, _torch_layer_norm, [randn(rows, columns), *affine], {})
+        if "add_layer_norm" in only:
+            operands = [randn(rows, columns), randn(rows, columns), *affine]
+            yield _case("add_layer_norm", shape, _torch_add_layer_norm, operands, {})
+    for channels, size in IMAGES:
+        shape = f"2x{channels}x{size}x{size}"
+        if "group_norm" in only:
+            operands = [image(channels, size), 32, randn(channels), randn(channels), 1e-5]
+            options = {"shift": randn(2, channels), "silu": True}
+            case = _case("group_norm", shape, _torch_group_norm, operands, options)
+            yield case
+            fitting = [path for path, fits in group_norm._FITS.items() if fits(size * size, 32, channels // 32)]
+            yield from (_by_path(case, path) for path in [*fitting, "loop"])
+        if "bias_add" in only:
+            operands = [image(channels, size), randn(channels), image(channels, size)]
+            yield _case("bias_add", shape, _torch_bias_add, operands, {})
+        if "add_group_norm" in only:
+            operands = [image(channels, size), randn(channels), image(channels, size), 1.0, 32]
+            operands += [randn(channels), randn(channels), 1e-5]
+            yield _case("add_group_norm", shape, _torch_add_group_norm, operands, {"silu": True})
+    for below, skip, size in JOINED if "cat_group_norm" in only else ():
+        operands = [image(below, size), randn(below), image(below, size), image(skip, size), 32]
+        operands += [randn(below + skip), randn(below + skip)]
+        shape = f"2x{below}+{skip}x{size}x{size}"
+        yield _case("cat_group_norm", shape, _torch_cat_group_norm, [*operands, 1e-5], {"silu": True})
+    for channels, size in SMALL if "upsample" in only else ():
+        operands = [image(channels, size), (2 * size, 2 * size), (0.5, 0.5)]
+        yield _case("upsample", f"2x{channels}x{size}x{size}", _torch_upsample, operands, {})
+    for rows, columns, inner in LINEARS if "linear_add" in only else ():
+        shape = f"{rows}x{columns}x{inner}"
+        tensors = [randn(rows, inner), randn(columns, inner) * inner**-0.5, randn(columns), randn(rows, columns)]
+        yield _case("linear_add", shape, _torch_linear_add, tensors, {})
+        yield _before_norm(shape, [randn(columns), randn(columns), 1e-5], *tensors)
+    if "geglu" in only:
+        for rows, columns in GATED:
+            yield _case("geglu", f"{rows}x{columns}", _torch_geglu, [randn(rows, columns)], {})
+    if "attention" in only:
+        for heads, queries, keys, size in HEADS:
+            q, k, v = (
+                randn(2, length, heads * size).unflatten(-1, (heads, size)).transpose(1, 2)
+                for length in (queries, keys, keys)
+            )
+            yield _case("attention", f"2x{heads}x{queries}x{keys}x{size}", attention.reference, [q, k, v], {})

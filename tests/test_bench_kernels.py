@@ -1,0 +1,89 @@
+"""The benchmark of the kernels, at small shapes on a CPU: what is compared computes the same."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import bench_kernels, kernel_cases
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    shapes = {
+        "NORM_ROWS": [(6, 32)],
+        "IMAGES": [(64, 4)],
+        "GATED": [(6, 32)],
+        "HEADS": [(2, 6, 5, 8)],
+        "LINEARS": [(6, 16, 8)],
+        "JOINED": [(64, 32, 4)],
+        "SMALL": [(32, 3)],
+    }
+    for name, values in shapes.items():
+        monkeypatch.setattr(kernel_cases, name, values)
+    torch.manual_seed(0)
+
+
+def all_cases():
+    return list(kernel_cases.cases(torch.float32, set(kernel_cases.MODULES), "cpu"))
+
+
+def flat(out):
+    return out if isinstance(out, tuple) else (out,)
+
+
+def test_every_kernel_has_cases_and_all_ways_agree():
+    cases = all_cases()
+    names = {case.kernel for case in cases}
+    assert set(kernel_cases.MODULES) <= names and {"linear_add_norm", "group_norm.loop"} <= names
+    for case in cases:
+        assert bench_kernels.error(case) < 1e-5, case.kernel
+        for one, other in zip(flat(case.torch()), flat(case.target())):
+            torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+        if case.composition is None:
+            assert case.kernel.startswith("group_norm.")
+            continue
+        function, args, kwargs = case.composition
+        for one, other in zip(flat(function(*args, **kwargs)), flat(case.target())):
+            torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+        assert case.bytes > 0
+
+
+def test_torch_compile_is_a_third_column(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def compile_(function, **options):
+        asked.append(options)
+        if function is kernel_cases._torch_geglu:
+            raise RuntimeError("it refuses\nfor a reason")
+        return function
+
+    times = iter(range(10, 10_000))
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_kernels.machine, "describe", lambda: {"gpu": "a GPU", "commit": "aaaa"})
+    monkeypatch.setattr(bench_kernels.native, "load", lambda: True)
+    monkeypatch.setattr(bench_kernels, "cases", lambda dtype, only: kernel_cases.cases(torch.float32, only, "cpu"))
+    monkeypatch.setattr(
+        bench_kernels,
+        "measure",
+        lambda call, **options: {name: float(next(times)) for name in ("median", "p20", "p80")},
+    )
+    file = tmp_path / "kernels.json"
+    arguments = ["bench_kernels", "--warm", "--out", str(file)]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert bench_kernels.main() == 0
+    result = json.loads(file.read_text())
+    assert result["gpu"] == "a GPU" and result["commit"] == "aaaa"
+    rows = {row["kernel"]: row for row in result["rows"]}
+    assert rows["geglu"]["compile_failed"] == "RuntimeError: it refuses" and "compile_us" not in rows["geglu"]
+    assert "compile_us" not in rows["group_norm.loop"]
+    assert rows["layer_norm"]["compile_us"]["median"] > rows["layer_norm"]["torch_us"]["median"]
+    assert all(options == {"fullgraph": True, "dynamic": False} for options in asked)
+    assert "it refuses" in capsys.readouterr().out
+    asked.clear()
+    monkeypatch.setattr("sys.argv", [*arguments, "--no-compile"])
+    assert bench_kernels.main() == 0 and not asked

@@ -1,0 +1,152 @@
+"""The profile on a tiny UNet. A stand-in for the GPU launches a kernel for each operation of torch on the CPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import kinds, profile, profile_page
+from sfast_ext.tools import trace
+
+CPU = torch.device("cpu")
+
+
+class StandIn:
+    """Records as `trace.record` does, and adds what a GPU would have run: it lags behind the CPU by a while."""
+
+    def __init__(self, *, extra_in_replays: int = 0):
+        self._record = trace.record
+        self.extra = extra_in_replays
+
+    def __call__(self, calls, device):
+        events = self._record(calls, device)
+        operations = [e for e in events if e.category == trace.OPERATION]
+        result = list(events)
+        for number, name in enumerate(calls):
+            own = next(e for e in events if e.category == trace.RANGE and e.name == f"call {name}")
+            inside = [e for e in operations if own.start <= e.start <= own.end]
+            leaves = [e for e, after in zip(inside, [*inside[1:], None]) if after is None or after.start >= e.end]
+            leaves += leaves[-1:] * (self.extra if name == "replays" else 0)
+            for i, leaf in enumerate(leaves):
+                at = (number, i)
+                result.append(trace.Event("launch", "cuda_runtime", leaf.start, leaf.duration, correlation=at))
+                # durations that tell a replay from the run by nodes; 0.1 us each, so that all lie in the call's range
+                begin = own.start + 0.2 * i
+                result.append(trace.Event(leaf.name, trace.KERNEL, begin, 0.1 + number, correlation=at))
+        return sorted(result, key=lambda e: e.start)
+
+
+@pytest.mark.parametrize("model", ["tiny-sd15", "tiny-sdxl"])
+def test_a_tiny_unet_by_kinds(model, monkeypatch):
+    monkeypatch.setattr(profile.trace, "record", StandIn())
+    found = profile.measure(model, 64, 64, 1, CPU)
+    json.dumps(found)
+    rows = {row["kind"]: row for row in found["kinds"]}
+    assert set(kinds.KINDS) - {"residual and bias"} <= set(rows) <= set(kinds.KINDS)
+    assert found["durations_from"] == f"the median of {profile.REPLAYS - 1} replays"
+    assert found["kernels_renamed_in_the_replay"] == 0
+    assert found["attributed_by"]["launch"] == sum(row["kernels"] for row in rows.values())
+    assert found["launched"]["by_nodes"] == found["launched"]["by_a_replay"]
+    total = sum(row["ms"] for row in rows.values())
+    assert total == pytest.approx(found["kernels_ms"], rel=1e-3)
+    # the stand-in's GPU begins the next kernel before the last is done
+    assert found["gaps_ms"] == pytest.approx(found["span_ms"] - found["kernels_ms"], abs=1e-3)
+    for name in ("convolution", "linear", "attention"):
+        assert rows[name]["gflop"] > 0 and "TFLOP/s" in rows[name]["ceiling"]
+    for name in ("group norm", "layer norm", "GEGLU"):
+        assert rows[name]["gflop"] == 0 and rows[name]["gb"] > 0 and "TB/s" in rows[name]["ceiling"]
+    operations = {row["operation"] for row in found["operations"]}
+    assert {"linear", "add_layer_norm"} <= operations
+    assert len(found["kernels"]) <= profile.TOP and found["kernels"][0]["ms"] >= found["kernels"][-1]["ms"]
+    # counted node by node and in the forward as a whole; the CPU's attention is not counted there
+    flops = profile.rates.flops(forward(model))
+    attention = round(1e9 * rows["attention"]["gflop"])
+    assert found["flops"] - attention == pytest.approx(flops, rel=0.05)
+
+
+def forward(model):
+    unet = profile.models.random_unet(model)
+    args, kwargs = profile.models.unet_inputs(unet, 64, 64, 1)
+    return lambda: unet(*args, **kwargs)
+
+
+def test_where_the_replay_launches_something_else_the_run_by_nodes_is_taken(monkeypatch):
+    monkeypatch.setattr(profile.trace, "record", StandIn(extra_in_replays=profile.REPLAYS))
+    found = profile.measure("tiny-sd15", 64, 64, 1, CPU)
+    assert found["durations_from"] == "the run by nodes"
+    by_replay, by_nodes = found["launched"]["by_a_replay"][0], found["launched"]["by_nodes"][0]
+    assert by_replay == by_nodes + 1
+    assert "Times from the run by nodes" in profile_page.section(found)
+
+
+def test_kernels_of_no_node_have_a_row_of_their_own(monkeypatch):
+    monkeypatch.setattr(profile.trace, "attribute", lambda events, launched, prefix: ([None] * len(launched), {}))
+    monkeypatch.setattr(profile.trace, "record", StandIn())
+    found = profile.measure("tiny-sd15", 64, 64, 1, CPU)
+    assert [row["kind"] for row in found["kinds"]] == [profile.LOST]
+    assert profile.LOST in profile_page.section(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("conv2d", "convolution"),
+        ("convolution", "convolution"),
+        ("linear", "linear"),
+        ("linear_add", "linear"),
+        ("linear_geglu", "linear"),
+        ("addmm", "linear"),
+        ("baddbmm", "linear"),
+        ("scaled_dot_product_attention", "attention"),
+        ("cross_attention", "attention"),
+        ("group_norm", "group norm"),
+        ("cat_group_norm", "group norm"),
+        ("native_layer_norm", "layer norm"),
+        ("add_layer_norm", "layer norm"),
+        ("geglu", "GEGLU"),
+        ("bias_add", "residual and bias"),
+        ("add", "residual and bias"),
+        ("convert_element_type", kinds.OTHER),
+        ("reshape", kinds.OTHER),
+        ("upsample_nearest2d", kinds.OTHER),
+        ("cat", kinds.OTHER),
+    ],
+)
+def test_kinds_by_name(name, kind):
+    assert kinds.kind(name) == kind
+
+
+def test_what_a_node_costs():
+    from sfast_ext.kernels import linear_add
+
+    x, weight, residual = torch.randn(4, 6), torch.randn(8, 6), torch.randn(4, 8)
+    found = kinds.cost(linear_add.launch, (x, weight, None, residual), {}, residual)
+    assert found == ("linear_add", "linear", "4×6, 8×6, 4×8", 2 * 4 * 6 * 8, 4 * (24 + 48 + 32 + 32))
+    wide = torch.randn(1, 6).expand(4, 6)
+    total = kinds.cost(torch.ops.aten.add.Tensor, (wide, wide), {}, x)
+    assert total == ("add", "residual and bias", "4×6, 4×6", 0, 4 * (6 + 24))
+
+
+def test_the_page_keeps_the_words_around_its_tables(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile.trace, "record", StandIn())
+    found = profile.measure("tiny-sd15", 64, 64, 1, CPU)
+    page, file = tmp_path / "profile.md", tmp_path / "profile.json"
+    file.write_text(json.dumps(found))
+    monkeypatch.setattr(profile_page, "PAGE", page)
+    monkeypatch.setattr(profile_page.write, "__defaults__", (page,))
+    assert profile.main(["--page", str(file)]) == 0
+    text = page.read_text()
+    assert text.startswith("# Where the time") and "## tiny-sd15, 64×64" in text and "| convolution |" in text
+    page.write_text(text.replace("## tiny-sd15, 64×64\n", "## tiny-sd15, 64×64\n\nWords of a person.\n"))
+    profile_page.write([{**found, "call_ms": 123.0}, {**found, "images": 4}], page)
+    text = page.read_text()
+    assert "Words of a person." in text and "A call takes 123.00 ms" in text
+    assert text.count("## ") == 2 and text.index("64×64, 4 pictures") > text.index("Words")
+
+
+def test_a_profile_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(profile.machine, "device", lambda: CPU)
+    assert profile.main(["--model", "tiny-sd15"]) == 1
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
