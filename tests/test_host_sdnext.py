@@ -2,124 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
-import sys
+import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sdnext_standin import Host, close, hosted, moved_off_the_gpu, network, pipeline
 from torch import nn
 
 from sfast_ext.hosts import memory
 
-diffusers = pytest.importorskip("diffusers")
 accelerate = pytest.importorskip("accelerate")
 attention_processor = importlib.import_module("diffusers.models.attention_processor")
-
-STANDIN = Path(__file__).parent / "hosts_standin" / "sdnext"
-
-
-def tiny_unet(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    return diffusers.UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        norm_num_groups=4,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=16,
-        attention_head_dim=8,
-    ).eval()
-
-
-def pipeline(seed: int = 0) -> Any:
-    return SimpleNamespace(unet=tiny_unet(seed), sd_checkpoint_info=SimpleNamespace(name=f"tiny-{seed}"))
-
-
-def network(unet: Any) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    adapted = ("to_q", "to_k", "to_v", "ff.net.2", "proj_in")
-    layers = {n: m.weight.shape for n, m in unet.named_modules() if n.endswith(adapted)}
-    return {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in layers.items()}
-
-
-class Host:
-    """The stand-in, loaded anew, with the extension in it."""
-
-    def __init__(self) -> None:
-        self.shared = importlib.import_module("modules.shared")
-        self.modeldata = importlib.import_module("modules.modeldata")
-        self.script_callbacks = importlib.import_module("modules.script_callbacks")
-        self.sd_models = importlib.import_module("modules.sd_models")
-        self.sd_models_compile = importlib.import_module("modules.sd_models_compile")
-        self.sd_offload = importlib.import_module("modules.sd_offload")
-        self.processing = importlib.import_module("modules.processing")
-        self.adapter = importlib.import_module("sfast_ext.hosts.sdnext")
-        self.opts.sfast_allow_cpu = True
-        self.adapter.start("0.0")
-
-    @property
-    def opts(self) -> Any:
-        return self.shared.opts
-
-    @property
-    def session(self) -> Any:
-        return self.adapter._session
-
-    def status(self) -> dict[str, Any]:
-        return self.session.status()
-
-    def captures(self) -> int:
-        return self.session.report.counter("captures")
-
-    def runs(self) -> int:
-        return self.session.report.counter("eager_runs") + self.session.report.counter("replays")
-
-    def reasons(self) -> str:
-        return " | ".join(self.status()["reasons"])
-
-    def picture(self, **job: Any) -> torch.Tensor:
-        return self.processing.process_images(**job)
-
-    def stock(self, **job: Any) -> torch.Tensor:
-        """The same job with the extension switched off."""
-        self.opts.sfast_enabled = False
-        try:
-            return self.picture(**job)
-        finally:
-            self.opts.sfast_enabled = True
-
-    def stock_of(self, seed: int, **job: Any) -> torch.Tensor:
-        """The same job of an untouched model."""
-        loaded, self.modeldata.model_data.sd_model = self.modeldata.model_data.sd_model, pipeline(seed)
-        try:
-            return self.stock(**job)
-        finally:
-            self.modeldata.model_data.sd_model = loaded
 
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    def forget() -> None:
-        for name in [n for n in sys.modules if n.partition(".")[0] in ("modules", "gradio")]:
-            del sys.modules[name]
-
-    forget()
-    monkeypatch.syspath_prepend(str(STANDIN))
-    found = Host()
-    yield found
-    assert not found.script_callbacks.exceptions
-    found.session.release()
-    found.adapter._session = None
-    forget()
-
-
-def close(a: torch.Tensor, b: torch.Tensor) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    yield from hosted(monkeypatch)
 
 
 def forwards(unet: nn.Module) -> list[Any]:
@@ -199,14 +102,6 @@ def test_balanced_offload_keeps_plans_under_a_hook_that_comes_and_goes(host: Hos
     assert getattr(unet.__dict__.get("forward"), "__func__", None) in (None, type(unet).forward)
 
 
-def moved_off_the_gpu(host: Host, monkeypatch: pytest.MonkeyPatch, room: float = 0) -> None:
-    """As a GPU would look: the UNet there before the move, on the CPU after it, so many bytes free."""
-    homes = ["cuda"]
-    monkeypatch.setattr(host.adapter, "_home", lambda module: homes.pop() if homes else "cpu")
-    monkeypatch.setattr(memory, "free", lambda: room)
-    host.sd_offload.move_module_to_cpu(host.modeldata.model_data.sd_model.unet)
-
-
 def test_plans_survive_a_balanced_offload_where_there_is_room(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host.opts.diffusers_offload_mode = "balanced"
     host.sd_models.load_model(pipeline())
@@ -274,106 +169,6 @@ def test_other_offloads_stand_aside(host: Host, mode: str) -> None:
     assert host.runs() == runs
     assert f"offload mode '{mode}'" in host.reasons()
     assert not host.status()["accelerators"]
-
-
-def test_another_unet_without_a_callback_is_followed(host: Host) -> None:
-    pipe = pipeline(0)
-    host.sd_models.load_model(pipe)
-    host.picture()
-    old, pipe.unet = pipe.unet, tiny_unet(7)
-    close(host.picture(), host.stock())
-    assert host.adapter.accelerator_of(old) is None
-    assert host.captures() == 2
-
-
-def test_a_new_pipeline_object_around_the_same_unet_keeps_its_plans(host: Host) -> None:
-    pipe = pipeline()
-    host.sd_models.load_model(pipe)
-    host.picture()
-    host.modeldata.model_data.sd_model = SimpleNamespace(**vars(pipe))
-    host.picture()
-    assert host.captures() == 1
-
-
-def test_unloading_the_model_gives_it_back_first(host: Host) -> None:
-    host.sd_models.load_model(pipeline())
-    unet = host.modeldata.model_data.sd_model.unet
-    host.picture()
-    host.sd_models.unload_model_weights(op="refiner")
-    assert host.adapter.accelerator_of(unet) is not None
-    host.sd_models.unload_model_weights()
-    assert host.adapter.accelerator_of(unet) is None
-    assert all(p.device.type == "meta" for p in unet.parameters())
-    assert not host.status()["accelerators"]
-    host.sd_models.load_model(pipeline(1))
-    close(host.picture(), host.stock())
-
-
-def test_a_switch_to_a_checkpoint_of_the_same_architecture_keeps_the_plans(host: Host) -> None:
-    host.sd_models.load_model(pipeline())
-    old = host.modeldata.model_data.sd_model.unet
-    stock = [host.stock_of(seed) for seed in (0, 1)]
-    host.picture()
-    for seed in (1, 0):
-        host.sd_models.reload_model_weights(lambda seed=seed: pipeline(seed))
-        close(host.picture(), stock[seed])
-    assert host.captures() == 1 and host.adapter.accelerator_of(old) is None
-    assert "plans are kept for a model of the same architecture" in str(host.status()["events"])
-
-
-def test_a_switch_without_room_for_both_gives_the_memory_back(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    host.sd_models.load_model(pipeline())
-    host.picture()
-    monkeypatch.setattr(memory, "free", lambda: 0)
-    host.sd_models.reload_model_weights(lambda: pipeline(1))
-    close(host.picture(), host.stock_of(1))
-    assert host.captures() == 2
-
-
-def test_a_switch_that_fails_leaves_nothing_behind(host: Host) -> None:
-    host.sd_models.load_model(pipeline())
-    host.picture()
-
-    def broken() -> Any:
-        raise OSError("no such file")
-
-    with pytest.raises(OSError, match="no such file"):
-        host.sd_models.reload_model_weights(broken)
-    assert not host.status()["accelerators"]
-    host.sd_models.load_model(pipeline(1))
-    close(host.picture(), host.stock_of(1))
-
-
-def test_a_controlnet_beside_the_unet_is_accelerated_from_its_second_step_on(host: Host) -> None:
-    pipe = pipeline()
-    pipe.controlnet = diffusers.ControlNetModel.from_unet(tiny_unet(3), conditioning_embedding_out_channels=(4, 4))
-    for parameter in pipe.controlnet.parameters():
-        # its zero-initialised ends would hide it
-        nn.init.normal_(parameter, std=0.1)
-    host.sd_models.load_model(pipe)
-    stock = host.stock()
-    assert not torch.equal(stock, host.stock_of(0))
-    for _ in range(2):
-        close(host.picture(), stock)
-    (beside,) = [a for a in host.status()["accelerators"] if a["name"] == "controlnet"]
-    assert [plan["replays"] for plan in beside["plans"]] == [4]
-    del pipe.controlnet
-    host.picture()
-    assert [a["name"] for a in host.status()["accelerators"]] == ["unet"]
-
-
-def test_reloading_the_scripts_leaves_one_registration(host: Host) -> None:
-    original = host.sd_models.unload_model_weights.__wrapped__
-    host.sd_models.load_model(pipeline())
-    host.picture()
-    host.script_callbacks.fire("script_unloaded")
-    assert host.sd_models.unload_model_weights is original
-    assert host.adapter.accelerator_of(host.modeldata.model_data.sd_model.unet) is None
-    for callbacks in host.script_callbacks.callback_map.values():
-        callbacks.clear()
-    host.adapter.start("0.0")
-    assert host.sd_models.unload_model_weights.__wrapped__ is original
-    close(host.picture(), host.stock())
 
 
 def free_u(s1: float) -> Callable[[Any], None]:
@@ -465,6 +260,34 @@ def test_an_adapters_scale_may_change_at_each_step(host: Host) -> None:
     for _ in range(3):
         close(host.picture(**job), expected)
     assert host.runs() > 0
+
+
+def test_plans_are_kept_for_an_adapter_that_is_loaded_anew(host: Host) -> None:
+    host.sd_models.load_model(pipeline())
+    jobs = [{"adapter": 3}, {"adapter": 3}, {"adapter": 4}, {}, {"adapter": 3, "scale": 0.3}, {"adapter": 4}, {}]
+    stock = [host.stock(**job) for job in jobs]
+    assert (stock[2] - stock[0]).abs().max() > 0.01 and (stock[4] - stock[0]).abs().max() > 0.01
+    captures = []
+    for job, picture in zip(jobs, stock):
+        close(host.picture(**job), picture)
+        captures.append(host.captures())
+    # one with the adapter, one without it, one for each scale
+    assert captures == [1, 1, 1, 2, 3, 3, 3]
+    close(host.picture(adapter=4), host.stock_of(0, adapter=4))
+
+
+def test_no_object_of_an_adapter_is_held_for_a_model_that_is_gone(host: Host) -> None:
+    host.sd_models.load_model(pipeline())
+    host.picture(adapter=3)
+    pipe = host.modeldata.model_data.sd_model
+    last = weakref.ref(next(iter(host.session._adapters._last[pipe.unet][True][0].values())))
+    assert last() is not None
+    host.sd_models.unload_model_weights()
+    del pipe
+    host.sd_models.load_model(pipeline(1))
+    host.picture()
+    gc.collect()
+    assert last() is None
 
 
 def test_its_own_compile_and_quantised_weights_stand_aside(host: Host) -> None:

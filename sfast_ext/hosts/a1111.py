@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import sys
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch import nn
 from sfast_ext import environment
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import controlnet, memory
-from sfast_ext.hosts.common import Attachment
+from sfast_ext.hosts.a1111_switches import Switches
+from sfast_ext.hosts.common import Attachment, wrap
 from sfast_ext.report import Report
 from sfast_ext.ui import api, settings
 
@@ -56,6 +56,7 @@ class UnetHooks:
         self._wanted: tuple[Any, ...] | None = None
         self._biases = b""
         self._moves: str | None = None
+        self._switches = Switches()
         self.new_pass()
 
     def hooks(self) -> Hooks:
@@ -70,6 +71,7 @@ class UnetHooks:
         self._layers = [m for m in modules if isinstance(m, LORA_LAYERS) and hasattr(m, "network_layer_name")]
         self._tiled = [p for p in (vars(m).get("__webui_hypertile_params") for m in modules) if p is not None]
         self._wanted = None
+        self._switches.new_pass()
         self._moves = None if unet is None else self._moving(unet)
 
     def _moving(self, unet: nn.Module) -> str | None:
@@ -101,7 +103,7 @@ class UnetHooks:
             return "token merging is on (Settings, Optimizations): it rebuilds the layers for each picture"
         if any(params.enabled for params in self._tiled):
             return "Hypertile is on (Settings, Hypertile): its tiles are drawn at random in each layer"
-        return None
+        return self._switches.on()
 
     def prepare(self) -> None:
         """Bring the weights up to the Lora set that is wanted.
@@ -139,10 +141,12 @@ class UnetHooks:
         )
 
     def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
-        """Vouch for Hypertile's patch: it stays in place once it was on, and only passes on while it is off again."""
-        # While it is on, we stand aside before this is asked.
+        """Vouch for patches that stay in place and only pass on while they are off, Hypertile's among them."""
+        # While one is on that was off before, we stand aside before this is asked.
         params = vars(module).get("__webui_hypertile_params")
-        return kind == "forward" and params is not None and getattr(function, "__wrapped__", None) == params.forward
+        if kind == "forward" and params is not None and getattr(function, "__wrapped__", None) == params.forward:
+            return True
+        return self._switches.vouch(function)
 
 
 class Session:
@@ -155,13 +159,12 @@ class Session:
         self._unets = Attachment(self._hooks_for, self.report, parts=controlnet.blocks)
         self._controlnets = Attachment(self._hooks_for, self.report, name="controlnet")
         self._denoiser: weakref.ref[object] | None = None
-        self._unload: Any = None
-        self._ours: Any = None
+        self._unwrap: Callable[[], None] | None = None
         self._host_version = _host_version()
 
     def register(self) -> None:
         """Give the WebUI our callbacks and settings."""
-        from modules import script_callbacks, shared
+        from modules import script_callbacks, sd_models, shared
 
         # At once, not in on_ui_settings alone: that one comes after the model is loaded, and never with --nowebui.
         settings.register(shared.opts, shared.OptionInfo)
@@ -169,7 +172,8 @@ class Session:
         script_callbacks.on_model_loaded(self.on_model_loaded)
         script_callbacks.on_cfg_denoiser(self.on_cfg_denoiser)
         script_callbacks.on_script_unloaded(self.release)
-        self._wrap_unload()
+        # there is no callback for the API's unload, which is to make memory free
+        self._unwrap = wrap(sd_models, "unload_model_weights", self._unload)
         script_callbacks.on_app_started(lambda _demo, app: api.register(app, self.status))
 
     def on_model_loaded(self, sd_model: Any) -> None:
@@ -180,20 +184,9 @@ class Session:
         """Before each step: the one occasion that comes after every switch, the refiner's and the hires fix's too."""
         self._guarded(lambda: self._step(params))
 
-    def _wrap_unload(self) -> None:
-        """There is no callback for the API's unload, which is to make memory free."""
-        from modules import sd_models
-
-        self._unload = original = sd_models.unload_model_weights
-
-        @functools.wraps(original)
-        def unload_model_weights(*args: Any, **kwargs: Any) -> Any:
-            # where another extension wrapped ours in turn, ours stays in the chain and only passes on
-            if self._unload is not None:
-                self._guarded(self._give_back)
-            return original(*args, **kwargs)
-
-        self._ours = sd_models.unload_model_weights = unload_model_weights
+    def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._guarded(self._give_back)
+        return original(*args, **kwargs)
 
     def _give_back(self) -> None:
         self._unets.release()
@@ -201,11 +194,9 @@ class Session:
 
     def release(self) -> None:
         """Give everything back; the scripts are unloaded, and loaded again perhaps."""
-        from modules import sd_models
-
-        if self._unload is not None and sd_models.unload_model_weights is self._ours:
-            sd_models.unload_model_weights = self._unload
-        self._unload = None
+        if self._unwrap is not None:
+            self._unwrap()
+            self._unwrap = None
         self._give_back()
 
     def status(self) -> dict[str, Any]:

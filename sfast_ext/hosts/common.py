@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from sfast_ext.accelerator import Accelerator
+from sfast_ext.behaviour import structure
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
+from sfast_ext.hosts import memory
 from sfast_ext.report import Report
 from sfast_ext.slot import accelerator_of, foreign_forward, forward_of
 
@@ -81,14 +85,19 @@ class Attachment:
                 return found is not None
             return self._over is not None and self._over[0] is module and self._over[1] is forward_of(found.module)
 
+    def holds(self, module: nn.Module) -> bool:
+        """Whether plans may read the weights of a module."""
+        with self._lock:
+            return any(a.module is module for a in self._accelerators)
+
     def leave(self) -> None:
-        """The host throws its model away, for another perhaps: plans stay for one of the same architecture.
+        """The host exchanges its model: where there is room for both, plans stay for one of the same architecture.
 
         Until the next `follow` they hold the memory of the weights.
         """
         with self._lock:
             for accelerator in list(self._accelerators):
-                if not accelerator.plans:
+                if not accelerator.plans or not memory.may_be_joined(accelerator.module):
                     self._let_go(accelerator)
 
     def release(self) -> None:
@@ -137,6 +146,7 @@ class Attachment:
 
     def _moved(self, accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> bool:
         try:
+            _separate(accelerator, module, hooks)
             return accelerator.move_to(module, hooks)
         except Exception as exc:
             self._report.error("moving plans to another model", exc)
@@ -170,3 +180,43 @@ class Attachment:
         if self._told != (id(module), message):
             self._told = (id(module), message)
             self._report.event("standing aside", message)
+
+
+def _separate(accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> None:
+    """Give the module that plans may leave for another of its kind weights of its own: somebody may hold it still."""
+    left = accelerator.module
+    here = {plan.device for plan in list(accelerator.plans.values())}
+    tensors = [t for t in (*left.parameters(), *left.buffers()) if t.device in here]
+    alike = tensors and structure(left, accelerator.hooks.ignored) == structure(module, hooks.ignored)
+    if not alike or not memory.may_be_joined(left):
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        for tensor in tensors:
+            tensor.data = tensor.data.clone()
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """Lay a function around one of the host's, for which it has no callback.
+
+    Args:
+        owner: the module or object whose attribute `name` it is.
+        around: called in its place, with the original before the arguments.
+
+    Returns:
+        What takes it away again. Where another extension wrapped ours in turn, it stays there and only passes on.
+    """
+    original = getattr(owner, name)
+    there = True
+
+    @functools.wraps(original)
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs) if there else original(*args, **kwargs)
+
+    def unwrap() -> None:
+        nonlocal there
+        there = False
+        if getattr(owner, name) is ours:
+            setattr(owner, name, original)
+
+    setattr(owner, name, ours)
+    return unwrap

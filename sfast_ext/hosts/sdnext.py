@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 import weakref
@@ -12,11 +11,11 @@ from typing import Any
 from torch import nn
 
 from sfast_ext import environment
-from sfast_ext.accelerator import Accelerator
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import memory
-from sfast_ext.hosts.common import Attachment
+from sfast_ext.hosts.common import Attachment, wrap
+from sfast_ext.hosts.sdnext_adapters import Adapters
 from sfast_ext.hosts.sdnext_reasons import COMPILED, keeps_weights, passing_reason, standing_reason
 from sfast_ext.report import Report
 from sfast_ext.slot import accelerator_of, is_own_forward
@@ -68,17 +67,19 @@ class Watch:
     """What the accelerator of one network asks at each call; microseconds, but for the first of a pass.
 
     Args:
-        new_pass: told the pipeline at the first call of each of its runs.
+        pipeline: gives the pipeline that runs it.
+        new_pass: told that pipeline at the first call of each of its runs.
     """
 
-    def __init__(self, unet: nn.Module, new_pass: Callable[[Any], None] | None = None) -> None:
+    def __init__(
+        self, unet: nn.Module, pipeline: Callable[[], Any], new_pass: Callable[[Any], None] | None = None
+    ) -> None:
         from modules import shared
-        from modules.modeldata import model_data
 
-        self._tell = new_pass
+        self._pipeline, self._tell = pipeline, new_pass
         # Weak: the model may be thrown away while its accelerator is still waiting to be told.
         self._unet = weakref.ref(unet)
-        self._state, self._model_data = shared.state, model_data
+        self._state = shared.state
         self._pass: int | None = None
         self._reason: str | None = None
         self._scaled: list[Any] = []
@@ -121,7 +122,8 @@ class Watch:
         unet = self._unet()
         if unet is None:
             return
-        self._reason = passing_reason(self._model_data.sd_model, unet)
+        pipe = self._pipeline()
+        self._reason = passing_reason(pipe, unet)
         processors = (m.__dict__.get("processor", m._modules.get("processor")) for m in unet.modules())
         self._scaled = [p for p in processors if isinstance(getattr(p, "scale", None), (list, float, int))]
         self._blocks = list(getattr(unet, "up_blocks", None) or ())
@@ -129,7 +131,7 @@ class Watch:
         if accelerator is not None:
             accelerator.new_generation()
         if self._tell is not None:
-            self._tell(self._model_data.sd_model)
+            self._tell(pipe)
 
 
 class Session:
@@ -138,17 +140,18 @@ class Session:
     def __init__(self, version: str) -> None:
         self.version = version
         self.report = Report()
-        self.attachment = Attachment(lambda unet: Watch(unet, self._follow_beside).hooks(), self.report)
-        self._beside = Attachment(lambda network: Watch(network).hooks(), self.report, name="controlnet")
-        self._accelerator: Accelerator | None = None
+        self.attachment = Attachment(lambda unet: Watch(unet, _pipeline, self._follow_beside).hooks(), self.report)
+        self._refiner = Attachment(lambda unet: Watch(unet, _refiner).hooks(), self.report, name="refiner")
+        self._beside = Attachment(lambda network: Watch(network, _pipeline).hooks(), self.report, name="controlnet")
+        self._adapters = Adapters(self.attachment.holds, self._guarded)
         self._reloading = False
-        self._moved: tuple[int, Any] | None = None
-        self._wrapped: list[tuple[Any, str, Any, Any]] = []
+        self._moved: set[tuple[int, Any]] = set()
+        self._unwrap: list[Callable[[], None]] = []
         self._log_parent: logging.Logger | None = None
 
     def register(self) -> None:
         """Give SD.Next our callbacks and settings, and watch where it throws the model away."""
-        from modules import script_callbacks, sd_models, sd_offload, shared
+        from modules import ipadapter, script_callbacks, sd_models, sd_offload, shared
 
         self._join_log()
         # At once: the model may be loaded, or a request answered, before the settings page is built.
@@ -158,31 +161,32 @@ class Session:
         script_callbacks.on_before_process(lambda _p: self._guarded(self.follow))
         script_callbacks.on_script_unloaded(self.release)
         script_callbacks.on_app_started(lambda _demo, app: api.register(app, self.status))
-        # There is no callback for either of these, and both happen to make memory free.
-        self._wrap(sd_models, "reload_model_weights", self._reload)
-        self._wrap(sd_models, "unload_model_weights", self._unload)
-        self._wrap(sd_offload, "move_module_to_cpu", self._move)
+        # There is no callback for any of these, and they happen to make memory free.
+        self._unwrap = [
+            wrap(sd_models, "reload_model_weights", self._reload),
+            wrap(sd_models, "unload_model_weights", self._unload),
+            wrap(sd_offload, "move_module_to_cpu", self._move),
+            wrap(ipadapter, "apply", self._adapters.apply),
+        ]
 
     def follow(self) -> None:
-        """Look again at which UNet is loaded and whether it may be accelerated; before each job."""
+        """Look again at which UNets are loaded and whether they may be accelerated; before each job."""
         from modules import shared
 
         config = settings.config_from(shared.opts, self.report)
-        unet = _unet(_pipeline())
-        reason = self._refused(unet, config)
-        if reason is not None:
-            self.report.fallback(reason)
-            unet = None
-        self._accelerator = self.attachment.follow(unet, config)
+        for attachment, pipe in ((self.attachment, _pipeline()), (self._refiner, _refiner())):
+            unet = _unet(pipe)
+            reason = self._refused(pipe, unet, config)
+            if reason is not None:
+                self.report.fallback(reason)
+                unet = None
+            attachment.follow(unet, config)
 
     def release(self) -> None:
         """Give everything back; the scripts are unloaded, and loaded again perhaps."""
         self._give_back()
-        for owner, name, original, ours in reversed(self._wrapped):
-            # Where another extension wrapped ours in turn, ours stays in the chain and only passes on.
-            if getattr(owner, name) is ours:
-                setattr(owner, name, original)
-        self._wrapped.clear()
+        while self._unwrap:
+            self._unwrap.pop()()
         logger = logging.getLogger("sfast_ext")
         if self._log_parent is not None:
             logger.parent, self._log_parent = self._log_parent, None
@@ -198,14 +202,13 @@ class Session:
             "environment": environment.describe(),
             "enabled": settings.config_from(shared.opts).enabled,
             "model": getattr(info, "name", None),
-            "accelerators": [*self.attachment.status(), *self._beside.status()],
+            "accelerators": [*self.attachment.status(), *self._refiner.status(), *self._beside.status()],
             **self.report.as_dict(),
         }
 
-    def _refused(self, unet: nn.Module | None, config: Config) -> str | None:
+    def _refused(self, pipe: Any, unet: nn.Module | None, config: Config) -> str | None:
         from modules import sd_models_compile, shared
 
-        pipe = _pipeline()
         if pipe is None or not config.enabled:
             return None
         if unet is None:
@@ -215,7 +218,10 @@ class Session:
         if sd_models_compile.deepcache_worker is not None:
             return "DeepCache skips parts of the UNet on some steps"
         reason = standing_reason(unet, shared.opts)
-        if reason is None and self._moved == (id(unet), _watermark(shared.opts)):
+        moves = pipe is _refiner() and getattr(shared.opts, "diffusers_move_refiner", False)
+        if reason is None and moves and not memory.may_stay(unet):
+            reason = "the refiner is moved off the GPU after each picture, which has no room to keep it there"
+        if reason is None and (id(unet), _watermark(shared.opts)) in self._moved:
             reason = (
                 "balanced offload moves the UNet off the GPU within a job, and plans would hold its memory; "
                 "if there is room, raise the low watermark in Settings → Model Offloading, or choose 'none'"
@@ -230,9 +236,9 @@ class Session:
         self._guarded(lambda: self._beside.follow_all(networks, settings.config_from(shared.opts, self.report)))
 
     def _give_back(self) -> None:
-        self._accelerator = None
-        self.attachment.release()
-        self._beside.release()
+        for attachment in (self.attachment, self._refiner, self._beside):
+            attachment.release()
+        self._adapters.clear()
 
     def _reload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._reloading = True
@@ -244,54 +250,33 @@ class Session:
             self._guarded(self.follow)
 
     def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if (args[0] if args else kwargs.get("op", "model")) in ("model", "dict"):
-            self._moved = None
-            # Before the parameters lose their storage, so that ours are given back and not left behind; but where
-            # another model comes at once, and there is room for both, the plans wait for it.
-            self._guarded(self._leave if self._reloading else self._give_back)
+        op = args[0] if args else kwargs.get("op", "model")
+        attachment = self._refiner if op == "refiner" else self.attachment
+        self._moved.clear()
+        # Before the parameters lose their storage, so that ours are given back and not left behind; but where
+        # another model comes at once, and there is room for both, the plans wait for it.
+        self._guarded(attachment.leave if self._reloading else attachment.release)
+        if op != "refiner":
+            self._guarded(self._beside.release)
+            self._adapters.clear()
         return original(*args, **kwargs)
 
-    def _leave(self) -> None:
-        accelerator = self._accelerator
-        if accelerator is None:
-            # left already: loading unloads once more
-            return
-        if not memory.may_be_joined(accelerator.module):
-            self._give_back()
-            return
-        self._accelerator = None
-        self.attachment.leave()
-        self._beside.release()
-
     def _move(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        unet = self._accelerator is not None and self._accelerator.module is module
-        ours = (unet or self._beside.settled(module)) and not self._reloading
-        before = _home(module) if ours else "cpu"
+        attachments = () if self._reloading else (self.attachment, self._refiner, self._beside)
+        ours = next((each for each in attachments if each.holds(module)), None)
+        before = "cpu" if ours is None else _home(module)
         result = original(module, *args, **kwargs)
-        if ours and before not in ("cpu", "meta") and _home(module) == "cpu":
+        if ours is not None and before not in ("cpu", "meta") and _home(module) == "cpu":
             from modules import shared
 
             # What plans read stays on the GPU; where that is short of memory now, it goes.
             if memory.may_stay(module):
                 self.report.count("weights_away")
-            elif unet:
-                self._moved = (id(module), _watermark(shared.opts))
-                self._guarded(self._give_back)
             else:
-                self._guarded(self._beside.release)
+                if ours is not self._beside:
+                    self._moved.add((id(module), _watermark(shared.opts)))
+                self._guarded(self._give_back if ours is self.attachment else ours.release)
         return result
-
-    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def ours(*args: Any, **kwargs: Any) -> Any:
-            if not self._wrapped:
-                return original(*args, **kwargs)
-            return around(original, *args, **kwargs)
-
-        setattr(owner, name, ours)
-        self._wrapped.append((owner, name, original, ours))
 
     def _join_log(self) -> None:
         from modules.logger import log
@@ -313,6 +298,12 @@ def _pipeline() -> Any:
     from modules.modeldata import model_data
 
     return model_data.sd_model
+
+
+def _refiner() -> Any:
+    from modules.modeldata import model_data
+
+    return model_data.sd_refiner
 
 
 def _unet(pipe: Any) -> nn.Module | None:

@@ -4,7 +4,8 @@
 
 writes Stable-diffusion/, clip/, Lora/ (see `a1111_loras.py`), ControlNet/, VAE/, hypernetworks/ and embeddings/. The
 two checkpoints called tiny share tiny.yaml, so that the WebUI sees one configuration and loads the second into the
-modules of the first; wide is another architecture, inpaint takes 9 channels and edit 8.
+modules of the first; wide is another architecture, deep has 320 channels where FreeU looks for them, inpaint takes 9
+channels and edit 8. Those of `a1111_xl.py` are added.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from typing import Any
 import torch
 
 CONTEXT = 64
-# name, width, channels of the input, the WebUI's own configuration
+IMAGE = 48  # channels of what a model of vision tells an IP-Adapter of an image
+# name, width, channels of the input, the WebUI's own configuration, how many times as wide each level is
 CHECKPOINTS = [
-    ("tiny", 32, 4, "v1-inference.yaml"),
-    ("wide", 64, 4, "v1-inference.yaml"),
-    ("inpaint", 32, 9, "v1-inpainting-inference.yaml"),
-    ("edit", 32, 8, "instruct-pix2pix.yaml"),
+    ("tiny", 32, 4, "v1-inference.yaml", [1, 2, 4, 4]),
+    ("wide", 64, 4, "v1-inference.yaml", [1, 2, 4, 4]),
+    ("deep", 32, 4, "v1-inference.yaml", [1, 2, 4, 10]),
+    ("inpaint", 32, 9, "v1-inpainting-inference.yaml", [1, 2, 4, 4]),
+    ("edit", 32, 8, "instruct-pix2pix.yaml", [1, 2, 4, 4]),
 ]
 
 
@@ -52,10 +55,12 @@ def write_clip(folder: Path) -> None:
     CLIPTextModel(config).save_pretrained(folder)
 
 
-def shrink(config, clip: Path, channels: int):
+def shrink(config, clip: Path, channels: int, levels: list[int]):
     """One of the WebUI's own configurations, made small."""
     params = config.model.params
-    params.unet_config.params.update(model_channels=channels, num_heads=4, context_dim=CONTEXT)
+    params.unet_config.params.update(
+        model_channels=channels, channel_mult=levels, num_heads=4, context_dim=CONTEXT
+    )
     params.first_stage_config.params.ddconfig.update(ch=32, num_res_blocks=1)
     params.cond_stage_config.params = {"version": str(clip)}
     return config
@@ -66,7 +71,7 @@ def randomise(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, value in model.state_dict().items():
-        ours = name.startswith(("model.diffusion_model.", "first_stage_model.", "cond_stage_model."))
+        ours = name.startswith(("model.diffusion_model.", "first_stage_model.", "cond_stage_model.", "conditioner."))
         if not ours or not value.is_floating_point():
             state[name] = value.clone()
             continue
@@ -116,6 +121,27 @@ def adapter(width: int, seed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def ip_adapter(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """An IP-Adapter: an image's embedding as four tokens, and keys and values of them for each cross attention."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def linear(out: int, into: int) -> torch.Tensor:
+        return torch.randn((out, into), generator=generator) * into**-0.5
+
+    tensors = {
+        "image_proj.proj.weight": linear(4 * CONTEXT, IMAGE),
+        "image_proj.proj.bias": torch.randn(4 * CONTEXT, generator=generator),
+        "image_proj.norm.weight": torch.ones(CONTEXT),
+        "image_proj.norm.bias": torch.zeros(CONTEXT),
+    }
+    blocks = [f"input_blocks.{i}" for i in (1, 2, 4, 5, 7, 8)] + [f"output_blocks.{i}" for i in range(3, 12)]
+    for i, block in enumerate([*blocks, "middle_block"]):
+        weight = state[f"model.diffusion_model.{block}.1.transformer_blocks.0.attn2.to_k.weight"]
+        for part in ("k", "v"):
+            tensors[f"ip_adapter.{2 * i + 1}.to_{part}_ip.weight"] = 2 * linear(*weight.shape)
+    return tensors
+
+
 def convolution(
     tensors: dict[str, torch.Tensor], name: str, out: int, into: int, size: int, generator: torch.Generator
 ) -> None:
@@ -141,6 +167,7 @@ def hypernetwork(seed: int) -> dict[Any, Any]:
 def main(out: Path) -> None:
     sys.path[:0] = [str(Path.cwd() / "repositories" / "stable-diffusion-stability-ai")]
     import a1111_loras
+    import a1111_xl
     from ldm.util import instantiate_from_config
     from omegaconf import OmegaConf
     from safetensors.torch import save_file
@@ -149,10 +176,11 @@ def main(out: Path) -> None:
     for folder in (checkpoints, *(out / name for name in ("VAE", "ControlNet", "hypernetworks", "embeddings"))):
         folder.mkdir(parents=True, exist_ok=True)
     write_clip(clip)
-    for name, channels, inputs, template in CHECKPOINTS:
-        OmegaConf.save(shrink(OmegaConf.load(f"configs/{template}"), clip, channels), checkpoints / f"{name}.yaml")
+    for name, channels, inputs, template, levels in CHECKPOINTS:
+        config = shrink(OmegaConf.load(f"configs/{template}"), clip, channels, levels)
+        OmegaConf.save(config, checkpoints / f"{name}.yaml")
         # pix2pix' own class is the WebUI's; the weights have the same names
-        config = shrink(OmegaConf.load("configs/v1-inference.yaml"), clip, channels)
+        config = shrink(OmegaConf.load("configs/v1-inference.yaml"), clip, channels, levels)
         config.model.params.unet_config.params.in_channels = inputs
         model = instantiate_from_config(config.model)
         state = randomise(model, seed=channels + inputs - 4)
@@ -164,7 +192,9 @@ def main(out: Path) -> None:
             save_file(vae, out / "VAE" / "other.safetensors")
             save_file(control(state, seed=5), out / "ControlNet" / "tiny-control.safetensors")
             save_file(adapter(channels, seed=6), out / "ControlNet" / "tiny-t2i.safetensors")
+            save_file(ip_adapter(state, seed=11), out / "ControlNet" / "tiny-ip-adapter.safetensors")
             a1111_loras.write(state, out / "Lora")
+    a1111_xl.write(out, clip, randomise, a1111_loras.low_rank)
     old_save(hypernetwork(seed=8), out / "hypernetworks" / "hyper.pt")
     word = torch.randn((2, CONTEXT), generator=torch.Generator().manual_seed(9))
     save_file({"emb_params": word}, out / "embeddings" / "tinyword.safetensors")

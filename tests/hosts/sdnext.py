@@ -4,8 +4,8 @@ SFAST_SDNEXT_DIR      an SD.Next that starts without a network; nothing is writt
 SFAST_SDNEXT_PYTHON   its interpreter; default: venv/bin/python in it
 SFAST_SDNEXT_FLAGS    how it computes; default: on the CPU (in fp32)
 
-Models are made by `sdnext_extras.py`, tiny and random, and lie with settings and extensions in a data directory of the
-test's own.
+Models are made by `sdnext_extras.py` and `sdnext_families.py`, tiny and random, and lie with settings and extensions in
+a data directory of the test's own.
 """
 
 from __future__ import annotations
@@ -85,6 +85,11 @@ def drawn(name: str, **more: Any) -> Step:
     return name, "txt2img", {**PLAIN, **more}
 
 
+def redrawn(name: str, **more: Any) -> Step:
+    """A step: a picture made of another."""
+    return name, "img2img", {**PLAIN, "init_images": [INIT], "denoising_strength": 0.7, **more}
+
+
 def controlled(name: str, kind: str, *units: dict[str, Any], **more: Any) -> Step:
     """A step: the plain picture under these control units, of one kind."""
     payload = {key: value for key, value in {**PLAIN, **more}.items() if key not in ("width", "height")}
@@ -100,6 +105,11 @@ def options(name: str, **values: Any) -> Step:
     return name, "options", values
 
 
+def to_checkpoint(name: str, checkpoint: str) -> Step:
+    """A step: another checkpoint, by the route for it."""
+    return name, "call", f"/sdapi/v1/checkpoint?sd_model_checkpoint=Diffusers/{checkpoint}"
+
+
 def python() -> str:
     """SD.Next's interpreter."""
     return os.environ.get("SFAST_SDNEXT_PYTHON") or str(Path(HOST or "") / "venv" / "bin" / "python")
@@ -108,9 +118,10 @@ def python() -> str:
 def make_models(folder: Path) -> None:
     """Fill a folder with all of the tiny models."""
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [python(), str(HERE / "sdnext_extras.py"), str(folder)]
-    made = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=300, check=False)
-    assert made.returncode == 0, made.stderr
+    for script in ("sdnext_extras.py", "sdnext_families.py"):
+        command = [python(), str(HERE / script), str(folder)]
+        made = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=300, check=False)
+        assert made.returncode == 0, made.stderr
 
 
 _models: dict[Path, Path] = {}
@@ -260,3 +271,18 @@ def play(
 def pictured(steps: list[Step]) -> list[str]:
     """The names of the steps that make pictures."""
     return [name for name, kind, _ in steps if kind not in ("options", "call")]
+
+
+def playing(steps: list[Step], settings: dict[str, Any] | None = None) -> tuple[Any, Any]:
+    """A module's fixture `played`, for these steps, and its test that each picture is that of the stock SD.Next."""
+
+    @pytest.fixture(scope="module")
+    def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+        with play(tmp_path_factory, steps, settings) as found:
+            yield found
+
+    @pytest.mark.parametrize("name", pictured(steps))
+    def test_picture_equals_the_one_without_the_extension(played: Played, name: str) -> None:
+        played.equal(name)
+
+    return played, test_picture_equals_the_one_without_the_extension

@@ -34,20 +34,13 @@ def tokenizer() -> Any:
         return CLIPTokenizer(str(vocabulary), str(merges), model_max_length=77)
 
 
-def pipeline(seed: int, kind: Any = StableDiffusionPipeline, **changes: Any) -> Any:
-    """A Stable Diffusion 1.5 in miniature whose pictures are not flat.
-
-    Args:
-        kind: the class of the pipeline.
-        changes: what its UNet is to have otherwise.
-    """
-    torch.manual_seed(seed)
-    words = tokenizer()
+def text_model(words: Any, kind: Any = CLIPTextModel, width: int = 64) -> Any:
+    """A text encoder over such a tokenizer."""
     end = len(words) - 1
-    text = CLIPTextModel(
+    return kind(
         CLIPTextConfig(
             vocab_size=len(words),
-            hidden_size=64,
+            hidden_size=width,
             intermediate_size=128,
             num_hidden_layers=3,
             num_attention_heads=4,
@@ -57,6 +50,24 @@ def pipeline(seed: int, kind: Any = StableDiffusionPipeline, **changes: Any) -> 
             pad_token_id=end,
         )
     )
+
+
+def vae() -> Any:
+    """A VAE that makes a picture an eighth its size."""
+    made = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(16, 16, 32, 32),
+        norm_num_groups=8,
+        sample_size=128,
+    )
+    with torch.no_grad():
+        made.decoder.conv_out.weight.mul_(3)
+    return made
+
+
+def unet(**changes: Any) -> Any:
+    """A UNet of three levels, with `changes` to its settings."""
     shape = {
         "sample_size": 16,
         "layers_per_block": 1,
@@ -67,25 +78,31 @@ def pipeline(seed: int, kind: Any = StableDiffusionPipeline, **changes: Any) -> 
         "cross_attention_dim": 64,
         "attention_head_dim": 4,
     }
-    unet = UNet2DConditionModel(**{**shape, **changes})
-    vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(16, 16, 32, 32),
-        norm_num_groups=8,
-        sample_size=128,
-    )
+    made = UNet2DConditionModel(**{**shape, **changes})
     with torch.no_grad():
-        for weight in unet.parameters():
+        for weight in made.parameters():
             weight.mul_(1.6 if weight.dim() > 1 else 1.0)
-        unet.conv_out.weight.mul_(2)
-        vae.decoder.conv_out.weight.mul_(3)
+        made.conv_out.weight.mul_(2)
+    return made
+
+
+def scheduler(**changes: Any) -> Any:
+    """Euler's sampler, with `changes` to its settings."""
     betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
-    scheduler = EulerDiscreteScheduler(**betas, steps_offset=1)
-    return kind(
-        vae=vae, text_encoder=text, tokenizer=words, unet=unet, scheduler=scheduler, safety_checker=None,
-        feature_extractor=None, requires_safety_checker=False,
-    )  # fmt: skip
+    return EulerDiscreteScheduler(**{**betas, "steps_offset": 1, **changes})
+
+
+def pipeline(seed: int, kind: Any = StableDiffusionPipeline, **changes: Any) -> Any:
+    """A Stable Diffusion 1.5 in miniature whose pictures are not flat.
+
+    Args:
+        kind: the class of the pipeline.
+        changes: what its UNet is to have otherwise.
+    """
+    torch.manual_seed(seed)
+    words = tokenizer()
+    parts = {"text_encoder": text_model(words), "unet": unet(**changes), "vae": vae(), "scheduler": scheduler()}
+    return kind(**parts, tokenizer=words, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
 
 
 def lora(unet: Any) -> dict[str, torch.Tensor]:
@@ -103,14 +120,18 @@ def lora(unet: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def write_lora(folder: Path, name: str, network: Any, version: str) -> None:
+    (folder / "Lora").mkdir(parents=True, exist_ok=True)
+    metadata = {"ss_network_module": "networks.lora", "ss_base_model_version": version}
+    save_file(lora(network), str(folder / "Lora" / f"{name}.safetensors"), metadata=metadata)
+
+
 def main(folder: Path) -> None:
     """Write all of it under the host's models folder."""
     for name, seed in (("tiny-a", 1), ("tiny-b", 2)):
         model = pipeline(seed)
         model.save_pretrained(folder / "Diffusers" / name)
-    (folder / "Lora").mkdir(parents=True, exist_ok=True)
-    metadata = {"ss_network_module": "networks.lora", "ss_base_model_version": "sd_v1"}
-    save_file(lora(model.unet), str(folder / "Lora" / "strong.safetensors"), metadata=metadata)
+    write_lora(folder, "strong", model.unet, "sd_v1")
 
 
 if __name__ == "__main__":

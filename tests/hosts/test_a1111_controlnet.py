@@ -5,11 +5,14 @@ SFAST_CONTROLNET_DIR   a checkout of sd-webui-controlnet, on a branch; see `a111
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from .a1111 import (
     HIRES,
@@ -25,10 +28,12 @@ from .a1111 import (
     apart,
     pictured,
 )
+from .a1111_models import IMAGE
 
 CONTROLNET = os.environ.get("SFAST_CONTROLNET_DIR")
 pytestmark = [*MARKS, pytest.mark.skipif(not CONTROLNET, reason="SFAST_CONTROLNET_DIR names no sd-webui-controlnet")]
 
+IP_ADAPTER = "ip-adapter_clip_h"
 # ControlNets of SD 1.5 are built with 320 channels whatever their file says; the tiny one has 32
 SMALL = """
 import sys
@@ -58,6 +63,15 @@ def unit(model: str = "tiny-control", module: str = "none", **more: Any) -> dict
 def controlled(*units: dict[str, Any], of: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     """A payload with these units."""
     return {**(of or PLAIN), "alwayson_scripts": {"ControlNet": {"args": list(units)}}, **more}
+
+
+def told_of(image: int, **more: Any) -> dict[str, Any]:
+    """A unit of IP-Adapter with what a model of vision would tell of an image, as the extension's API takes it."""
+    embedding = torch.randn((1, IMAGE), generator=torch.Generator().manual_seed(image))
+    stream = io.BytesIO()
+    torch.save({"image_embeds": embedding}, stream, _use_new_zipfile_serialization=False)
+    told = base64.b64encode(stream.getvalue()).decode()
+    return unit("tiny-ip-adapter", IP_ADAPTER, ipadapter_input=[told], **more)
 
 
 def with_lora(prompt: str) -> dict[str, Any]:
@@ -98,11 +112,23 @@ ROUND: Round = [
     ("plain at the end", "txt2img", PLAIN),
     ("reference and a unit", "txt2img", controlled(unit(), unit("None", "reference_only"))),
     ("the very end", "txt2img", FIRST),
+    ("IP-Adapter", "txt2img", controlled(told_of(1))),
+    ("IP-Adapter, again", "txt2img", controlled(told_of(1))),
+    ("IP-Adapter, less weight", "txt2img", controlled(told_of(1, weight=0.4))),
+    ("IP-Adapter, other image", "txt2img", controlled(told_of(2))),
+    ("IP-Adapter in the second half", "txt2img", controlled(told_of(1, guidance_start=0.5), steps=6)),
+    ("IP-Adapter and a unit", "txt2img", controlled(unit(), told_of(1))),
+    ("IP-Adapter, img2img", "img2img", controlled(told_of(1), of=IMG2IMG)),
+    ("plain after IP-Adapter", "txt2img", PLAIN),
+    ("one unit after IP-Adapter", "txt2img", FIRST),
 ]
 
 
 BLOCKS = 21  # of the UNet of SD 1.5, less the four that are a lone convolution
-CONTROLLED = [name for name, _, payload in ROUND if "alwayson_scripts" in payload and "reference" not in name]
+WITH = {name: payload["alwayson_scripts"] for name, _, payload in ROUND if "alwayson_scripts" in payload}
+UNITS = {name: scripts["ControlNet"]["args"] for name, scripts in WITH.items()}
+PATCHED = [name for name, units in UNITS.items() if {"reference_only", IP_ADAPTER} & {u["module"] for u in units}]
+CONTROLLED = [name for name in UNITS if name not in PATCHED]
 SAME_PLANS = [
     "less weight",
     "more weight",
@@ -123,6 +149,8 @@ SAME_PLANS = [
     "one unit after the reference",
     "plain at the end",
     "the very end",
+    "IP-Adapter, again",
+    "one unit after IP-Adapter",
 ]
 
 
@@ -152,6 +180,11 @@ def test_the_round_shows_what_it_should(stock):
         ("img2img, two units", "img2img"),
         ("reference", "plain"),
         ("reference and a unit", "one unit"),
+        ("IP-Adapter", "plain"),
+        ("IP-Adapter, less weight", "IP-Adapter"),
+        ("IP-Adapter, other image", "IP-Adapter"),
+        ("IP-Adapter in the second half", "IP-Adapter"),
+        ("IP-Adapter and a unit", "one unit"),
     ]
     for one, other in changes:
         assert apart(stock[one][:1], stock[other][:1]) > TOLERANCE, (one, other)
@@ -169,9 +202,10 @@ def test_blocks_and_the_network_beside_them_are_accelerated(played, name):
         assert sum(plan["replays"] for network in networks(played, name) for plan in network["plans"]) > 0
 
 
-@pytest.mark.parametrize("name", ["plain", "plain between", "plain after the wide", "plain at the end"])
+@pytest.mark.parametrize("name", [name for name, _, payload in ROUND if payload is PLAIN])
 def test_without_it_the_whole_model_is_accelerated(played, name):
     accelerated(played, name)
+    assert played.reasons(name) == {}
     assert played.reports[name]["accelerators"][0]["installed"]
 
 
@@ -187,8 +221,8 @@ def test_with_low_vram_the_network_runs_as_it_did(played):
     assert networks(played, "after low VRAM") != []
 
 
-@pytest.mark.parametrize("name", ["reference", "reference and a unit"])
-def test_blocks_that_the_reference_patches_run_as_they_did(played, name):
+@pytest.mark.parametrize("name", PATCHED)
+def test_blocks_that_it_patches_run_as_they_did(played, name):
     accelerated(played, name)
     reasons = played.reasons(name)
     assert reasons and all("of the extension sd-webui-controlnet" in reason for reason in reasons)

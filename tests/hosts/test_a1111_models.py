@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from PIL import Image, ImageDraw
 
-from .a1111 import HIRES, IMG2IMG, MARKS, PLAIN, TOLERANCE, Round, accelerated, apart, count, pictured, play, told
+from .a1111 import (
+    HIRES,
+    IMG2IMG,
+    MARKS,
+    PLAIN,
+    TOLERANCE,
+    Round,
+    accelerated,
+    add_extension,
+    apart,
+    count,
+    pictured,
+    play,
+    told,
+)
+from .a1111_xl import REGISTER
 from .webui import encoded
 
 pytestmark = MARKS
@@ -16,12 +33,21 @@ ImageDraw.Draw(MASK).rectangle((20, 40, 90, 110), fill=255)
 INPAINT = {**IMG2IMG, "mask": encoded(MASK), "mask_blur": 4, "inpainting_fill": 1}
 
 
+def prepare(data: Path) -> None:
+    """What tells open_clip of the small text model."""
+    add_extension(data, "tiny-text", REGISTER)
+
+
 def to(checkpoint: str, times: str = "") -> tuple[str, str, dict[str, str]]:
     return f"to {checkpoint}{times}", "options", {"sd_model_checkpoint": checkpoint}
 
 
 def refined(by: str) -> dict:
     return {**PLAIN, "steps": 4, "refiner_checkpoint": by, "refiner_switch_at": 0.5}
+
+
+def with_lora(model: str, strength: float = 1) -> dict:
+    return {**PLAIN, "prompt": f"{PLAIN['prompt']} <lora:for-{model}:{strength}>"}
 
 
 ROUND: Round = [
@@ -73,6 +99,28 @@ ROUND: Round = [
     ("edit", "img2img", {**IMG2IMG, "image_cfg_scale": 1.5}),
     ("edit, other scale", "img2img", {**IMG2IMG, "image_cfg_scale": 3.0}),
     ("edit, two at once", "img2img", {**IMG2IMG, "image_cfg_scale": 1.5, "batch_size": 2}),
+    to("second.safetensors"),
+    ("SD 2", "txt2img", PLAIN),
+    ("SD 2, LoRA", "txt2img", with_lora("second")),
+    ("SD 2, LoRA off", "txt2img", PLAIN),
+    ("SD 2, hires", "txt2img", HIRES),
+    ("SD 2, img2img", "img2img", IMG2IMG),
+    to("xl.safetensors"),
+    ("SDXL", "txt2img", PLAIN),
+    ("SDXL, LoRA", "txt2img", with_lora("xl")),
+    ("SDXL, LoRA at half", "txt2img", with_lora("xl", 0.5)),
+    ("SDXL, LoRA off", "txt2img", PLAIN),
+    ("SDXL, unequal prompts", "txt2img", {**PLAIN, "prompt": "a dog BREAK on a hill"}),
+    ("SDXL, hires", "txt2img", HIRES),
+    ("SDXL, img2img", "img2img", IMG2IMG),
+    ("SDXL, inpainting", "img2img", INPAINT),
+    ("SDXL, refined", "txt2img", refined("xl-refiner.safetensors")),
+    ("SDXL, refined again", "txt2img", refined("xl-refiner.safetensors")),
+    ("SDXL, not refined", "txt2img", PLAIN),
+    to("xl-other.safetensors"),
+    ("another SDXL", "txt2img", PLAIN),
+    to("xl-refiner.safetensors"),
+    ("the refiner alone", "img2img", IMG2IMG),
     to("tiny.safetensors", " at last"),
     ("plain at the end", "txt2img", PLAIN),
 ]
@@ -94,6 +142,15 @@ SAME_PLANS = [
     "inpainting model, LoRA",
     "inpainting model, LoRA off",
     "edit, other scale",
+    "SD 2, LoRA",
+    "SD 2, LoRA off",
+    "SD 2, img2img",
+    "SDXL, LoRA",
+    "SDXL, LoRA at half",
+    "SDXL, LoRA off",
+    "SDXL, img2img",
+    "SDXL, inpainting",
+    "another SDXL",
 ]
 
 
@@ -124,10 +181,20 @@ def test_the_round_shows_what_it_should(stock):
         ("the second", "the first"),
         ("inpainting model, LoRA", "inpainting model"),
         ("edit", "edit, other scale"),
+        ("SD 2", "plain"),
+        ("SD 2, LoRA", "SD 2"),
+        ("SDXL", "plain"),
+        ("SDXL, LoRA", "SDXL"),
+        ("SDXL, LoRA at half", "SDXL, LoRA"),
+        ("SDXL, refined", "SDXL"),
+        ("another SDXL", "SDXL"),
+        ("the refiner alone", "SDXL, img2img"),
     ]
     assert [pair for pair in changes if apart(stock[pair[0]], stock[pair[1]]) < TOLERANCE] == []
     for name in ("reloaded", "loaded by the request", "its own VAE", "after being refined", "plain at the end"):
         assert apart(stock[name], stock["plain"]) < TOLERANCE
+    for name in ("SDXL, LoRA off", "SDXL, not refined"):
+        assert apart(stock[name], stock["SDXL"]) < TOLERANCE
 
 
 def test_a_model_is_unloaded_between_two_requests_again_and_again(played, stock):

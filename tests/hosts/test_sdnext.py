@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -55,15 +54,7 @@ ROUND: list[sdnext.Step] = [
 PICTURES = sdnext.pictured(ROUND)
 
 
-@pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
-    with sdnext.play(tmp_path_factory, ROUND) as found:
-        yield found
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_picture_equals_the_one_without_the_extension(played: Played, name: str) -> None:
-    played.equal(name)
+played, test_picture_equals_the_one_without_the_extension = sdnext.playing(ROUND)
 
 
 def test_the_round_tells_its_pictures_apart(played: Played) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from . import sdnext
@@ -46,15 +44,7 @@ BY_PEFT = ["PEFT", "PEFT, another weight", "PEFT, gone"]
 NEW_PLANS = ["plain", "batch", "hires fix", "plain after PEFT"]
 
 
-@pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
-    with sdnext.play(tmp_path_factory, ROUND, SETTINGS) as found:
-        yield found
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_picture_equals_the_one_without_the_extension(played: Played, name: str) -> None:
-    played.equal(name)
+played, test_picture_equals_the_one_without_the_extension = sdnext.playing(ROUND, SETTINGS)
 
 
 @pytest.mark.parametrize("name", [*KINDS, "text model alone", "negative weight", "PEFT"])

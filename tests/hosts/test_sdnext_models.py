@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from . import sdnext
-from .sdnext import PLAIN, TOLERANCE, Played, call, drawn, options, told
+from .sdnext import PLAIN, TOLERANCE, Played, call, drawn, options, to_checkpoint, told
 from .webui import WebUI
 
 pytestmark = sdnext.MARKS
 
 LONG = {**PLAIN, "steps": 24}
 RELOAD = "/sdapi/v1/reload-checkpoint?force=true"
-
-
-def to_checkpoint(name: str, checkpoint: str) -> sdnext.Step:
-    return name, "call", f"/sdapi/v1/checkpoint?sd_model_checkpoint=Diffusers/{checkpoint}"
 
 
 def picture(webui: WebUI, payload: dict = LONG) -> list[str]:
@@ -135,20 +131,12 @@ ROUND: list[sdnext.Step] = [
     drawn("plain after the refiner"),
 ]
 PICTURES = sdnext.pictured(ROUND)
-# switches to checkpoints of the same architecture
+# switches to checkpoints of the same architecture; a UNet from a file is left in training mode, which is another
 KEPT = ["tiny-b", "tiny-b, LoRA", "tiny-a again", "checkpoint of one request", "after that request"]
 OFF = "switched on meanwhile"
 
 
-@pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
-    with sdnext.play(tmp_path_factory, ROUND) as found:
-        yield found
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_picture_equals_the_one_without_the_extension(played: Played, name: str) -> None:
-    played.equal(name)
+played, test_picture_equals_the_one_without_the_extension = sdnext.playing(ROUND)
 
 
 @pytest.mark.parametrize(

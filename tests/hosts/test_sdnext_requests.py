@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 from PIL import Image
 
 from . import sdnext
-from .sdnext import HIRES, INIT, PLAIN, TOLERANCE, Played, drawn, options
+from .sdnext import HIRES, TOLERANCE, Played, drawn, options, redrawn
 from .webui import encoded
 
 pytestmark = sdnext.MARKS
@@ -17,12 +14,6 @@ pytestmark = sdnext.MARKS
 WEIGHTED = "a (dog:1.5) on a [hill]"
 LONG = "a dog on a hill and another dog " * 12
 MASK = encoded(Image.radial_gradient("L").resize((128, 128)).point(lambda v: 255 * (v < 128)))
-
-
-def redrawn(name: str, **more: Any) -> sdnext.Step:
-    return name, "img2img", {**PLAIN, "init_images": [INIT], "denoising_strength": 0.7, **more}
-
-
 SAMPLERS = ["Euler", "Euler a", "DPM++ 2M", "UniPC", "LCM"]
 PARSERS = ["native", "compel", "a1111", "fixed"]
 ROUND: list[sdnext.Step] = [
@@ -72,15 +63,7 @@ TELLING = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
-    with sdnext.play(tmp_path_factory, ROUND) as found:
-        yield found
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_picture_equals_the_one_without_the_extension(played: Played, name: str) -> None:
-    played.equal(name)
+played, test_picture_equals_the_one_without_the_extension = sdnext.playing(ROUND)
 
 
 @pytest.mark.parametrize("name", TELLING)

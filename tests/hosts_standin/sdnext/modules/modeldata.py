@@ -7,6 +7,7 @@ from typing import Any
 
 class ModelData:
     sd_model: Any = None
+    sd_refiner: Any = None
 
 
 model_data = ModelData()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from modules import hypertile, lora, script_callbacks, sd_offload, shared
+from modules import hypertile, ipadapter, lora, script_callbacks, sd_offload, shared
 from modules.modeldata import model_data
 
 
@@ -24,13 +24,19 @@ def process_images(
     unapply: Callable[[Any], Any] | None = None,
     each_step: Callable[[Any, int], Any] | None = None,
     hires: bool = False,
+    refine: bool = False,
+    adapter: int | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """A picture's latent; `apply` and `unapply` stand for the pipeline's modifiers."""
     script_callbacks.fire("before_process", SimpleNamespace())
     pipe = model_data.sd_model
+    ipadapter.apply(pipe, SimpleNamespace(adapter=adapter, scale=scale))
     with hypertile.split_attention(pipe.unet, hypertile_enabled):
-        for number in range(2 if hires else 1):
+        passes = [pipe] * (2 if hires else 1) + [model_data.sd_refiner] * refine
+        for number, pipe in enumerate(passes):
             latent = _pass(pipe, width, height, steps, seed + number, network, multiplier, apply, unapply, each_step)
+    ipadapter.unapply(model_data.sd_model)
     return latent
 
 

@@ -17,6 +17,13 @@ def load_model(pipe: Any) -> None:
     script_callbacks.fire("model_loaded", pipe)
 
 
+def load_refiner(pipe: Any) -> None:
+    """A second model, beside the first."""
+    unload_model_weights(op="refiner")
+    model_data.sd_refiner = pipe
+    script_callbacks.fire("model_loaded", pipe)
+
+
 def reload_model_weights(load: Callable[[], Any]) -> None:
     """A switch of the checkpoint: the old weights go, another pipeline object comes; nothing where loading fails."""
     unload_model_weights(op="model")
@@ -29,3 +36,6 @@ def unload_model_weights(op: str = "model") -> None:
         sd_offload.disable_offload(model_data.sd_model)
         model_data.sd_model.unet.to("meta")
         model_data.sd_model = None
+    if op == "refiner" and model_data.sd_refiner is not None:
+        model_data.sd_refiner.unet.to("meta")
+        model_data.sd_refiner = None

@@ -1,0 +1,76 @@
+"""IP-Adapters, which SD.Next loads anew for each picture and takes away after it.
+
+Plans know modules by identity, so each picture would have plans of its own, at seconds each, and hold the weights of
+the last ones; a picture without an adapter too, as new processors come when one is taken away. Here the objects of the
+last picture take the place of the new ones, with the weights of the new.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from sfast_ext.behaviour import structure
+
+SCALE = frozenset({"scale"})
+
+
+class Adapters:
+    """The attention processors and the projection that each UNet had last, with an adapter and without one.
+
+    Args:
+        wanted: whether a UNet has plans.
+        guarded: runs what must not disturb the host.
+    """
+
+    def __init__(self, wanted: Callable[[nn.Module], bool], guarded: Callable[[Callable[[], Any]], None]) -> None:
+        self._wanted, self._guarded = wanted, guarded
+        self._last: weakref.WeakKeyDictionary[nn.Module, dict[bool, Any]] = weakref.WeakKeyDictionary()
+
+    def apply(self, original: Callable[..., Any], pipe: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around the host's function that loads what a picture asks for, and says whether that was anything."""
+        loaded = original(pipe, *args, **kwargs)
+        unet = getattr(pipe, "unet", None)
+        if isinstance(unet, nn.Module) and hasattr(unet, "attn_processors"):
+            self._guarded(lambda: self._reuse(unet, bool(loaded)))
+        return loaded
+
+    def clear(self) -> None:
+        """Hold nothing any more."""
+        self._last.clear()
+
+    def _reuse(self, unet: Any, loaded: bool) -> None:
+        if not self._wanted(unet):
+            self._last.pop(unet, None)
+            return
+        last = self._last.setdefault(unet, {})
+        had, projected = last.get(loaded, ({}, None))
+        now, projection = unet.attn_processors, getattr(unet, "encoder_hid_proj", None)
+        processors = {name: _in_place_of(new, had.get(name)) for name, new in now.items()}
+        projected = _in_place_of(projection, projected)
+        if projected is not projection:
+            unet.encoder_hid_proj = projected
+        if any(processors[name] is not new for name, new in now.items()):
+            unet.set_attn_processor(dict(processors))
+        last[loaded] = processors, projected
+
+
+def _in_place_of(now: Any, last: Any) -> Any:
+    """`last` with the weights of `now`, where the two differ in nothing else; or `now`."""
+    if last is now or type(last) is not type(now) or not type(now).__module__.startswith("diffusers."):
+        return now
+    if not isinstance(now, nn.Module):
+        return now if vars(now) or vars(last) else last
+    old, new = (list(m.named_parameters()) + list(m.named_buffers()) for m in (last, now))
+    shapes = ([(name, t.shape, t.dtype) for name, t in tensors] for tensors in (old, new))
+    if next(shapes) != next(shapes) or structure(last, SCALE) != structure(now, SCALE):
+        return now
+    for (_, ours), (_, theirs) in zip(old, new):
+        # what plans read is brought up to date by the next call, as after any exchange of weights
+        ours.data = theirs.data
+    if hasattr(now, "scale"):
+        last.scale = now.scale
+    return last
