@@ -16,7 +16,7 @@ from sfast_ext.behaviour import BehaviourKeys, structure
 from sfast_ext.config import Config
 from sfast_ext.graph_pool import pool_of
 from sfast_ext.hooks import Hooks
-from sfast_ext.planner import Found, OriginalFailed, Planner
+from sfast_ext.planner import WARY, Found, OriginalFailed, Planner
 from sfast_ext.report import Report, at, stage, words_of
 from sfast_ext.shelf import pool_for
 from sfast_ext.signature import NotOurs, flatten_call
@@ -180,13 +180,15 @@ class Accelerator(Planner):
         found: Found | None = None
         try:
             found = self._find(args, kwargs)
-            if found.plan is not None and not found.sure:
-                # The replay is on its way while the key is read; where it has changed, its result is thrown away.
+            if found.plan is not None and (found.ahead or not found.sure):
+                # The replay is on its way while the key and the weights are looked at; where one has changed, its
+                # result is thrown away.
                 result = self._run(found, args, kwargs)
-                if self._read_keys()[0] == found.behaviour:
-                    return self._used(found, result)
+                launched, found = found, None
+                if self._still_so(launched):
+                    return self._used(launched, result)
                 self.report.count("discarded")
-                found = self._find(args, kwargs)
+                found = self._find(args, kwargs, ahead=False)
             if found.plan is not None:
                 return self._used(found, self._run(found, args, kwargs))
         except (NotOurs, WeightsAway) as exc:
@@ -194,6 +196,7 @@ class Accelerator(Planner):
             found = None
         except WeightsChanged as exc:
             self._weights_changed(exc)
+            found = None
         except OriginalFailed as exc:
             raise exc.cause from None
         except Exception as exc:
@@ -251,7 +254,29 @@ class Accelerator(Planner):
         at(_READING_KEY)
         return self._keys.read()
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    def _still_so(self, found: Found) -> bool:
+        """Whether a replay that was launched computes what is wanted: what was put off is looked at now."""
+        if not found.sure:
+            at(_READING_KEY)
+            behaviour, foreign = self._keys.now()
+            if behaviour != found.behaviour or foreign:
+                return False
+        if found.ahead:
+            # also where it raises
+            self._wary = WARY
+            if self._synced():
+                return False
+            self._wary = 0
+        return True
+
+    def _synced(self) -> int:
+        at("weights")
+        copied = self.arena.sync()
+        if copied:
+            self.report.count("weights_copied", copied)
+        return copied
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, ahead: bool = True) -> Found:
         """The call, its key and its plan, None where one is to be built.
 
         Raises:
@@ -272,41 +297,43 @@ class Accelerator(Planner):
         at("arguments")
         call = flatten_call(args, kwargs, device)
         generic = call.signature
-        if generic in self._static_numbers:
+        if self._static_numbers and generic in self._static_numbers:
             call = flatten_call(args, kwargs, device, static_numbers=True)
         if self.hooks.prepare is not None:
             # first of all: it may give a layer a bias, which the key is to show
             at("prepare of the host")
             self.hooks.prepare()
-        known = self._keys.last
-        sure = known is None or self._keys.sure
+        known, due = self._keys.last, self._keys.due
+        sure = known is None
         behaviour, foreign = self._read_keys() if known is None else known
         if foreign and not sure:
-            behaviour, foreign = self._read_keys()
+            behaviour, foreign = self._keys.now()
             sure = True
         if foreign:
             raise NotOurs(foreign)
         at("key of the host")
         key = (call.signature, behaviour, self.hooks.key() if self.hooks.key else None, device)
         plan = self.plans.get(key)
+        # at the beginning of a generation weights are likely to be others
+        ahead = ahead and plan is not None and not due and self._runs_ahead(plan)
+        sure = sure or (not ahead and self._keys.sure)
         if plan is None and not sure:
             # only a plan may run on the key of the last call: what keeps one away may be gone
             now, foreign = self._read_keys()
             if now != behaviour or foreign:
-                return self._find(args, kwargs)
+                return self._find(args, kwargs, ahead=ahead)
             sure = True
         refused = self._shelf.refusal(key)
         if refused is not None:
             raise NotOurs(refused)
         if plan is not None:
-            self._barren[generic] = 0
+            if self._barren:
+                self._barren.pop(generic, None)
         elif self._barren[generic] >= BARREN:
             raise NotOurs("what the model computes changes at every call, so plans would never be used twice")
-        at("weights")
-        copied = self.arena.sync()
-        if copied:
-            self.report.count("weights_copied", copied)
-        return Found(call, generic, key, plan, behaviour, device, sure)
+        if not ahead:
+            self._synced()
+        return Found(call, generic, key, plan, behaviour, device, sure, ahead)
 
     def _drop_all(self, reason: str, *, barren: bool = True) -> None:
         """Drop the plans of the whole model: they share their weights."""

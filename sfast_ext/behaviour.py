@@ -13,14 +13,15 @@ from __future__ import annotations
 import enum
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from sfast_ext.patches import Patch, brought, home_of, methods, shadows
+from sfast_ext.scene import LONGEST, NoScene, Scene
 from sfast_ext.slot import AcceleratedForward, is_own_forward
 
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
@@ -37,48 +38,32 @@ _MECHANICS = frozenset(nn.Module().__dict__) | {
 class Fingerprint:
     """The behaviour key of a module tree.
 
-    `key` names objects by address; `alive` holds them, so that none can give its address to another while the
-    fingerprint is kept. `patches` are what others put on the instances below the root.
+    `key` names objects by address; `alive` and `scene` hold them, so that none can give its address to another while
+    the fingerprint is kept. `patches` are what others put on the instances below the root.
     """
 
     key: tuple[Hashable, ...]
     alive: list[object]
     patches: list[Patch]
-    scenes: list[tuple[dict | list, tuple[int, ...]]]
-    """Every container that was read, and the identities of what it held."""
-    hooks: tuple[list[dict], list[int]]
-    kinds: list[tuple[Any, str, object]]
-    methods: list[tuple[Mapping[str, Any], str, object]]
-    modules: tuple[list[nn.Module], list[type]]
-    sized: tuple[list[dict | list], list[int]]
+    scene: Scene
+    classes: dict[type, _Class]
 
     def holds(self) -> bool:
-        """Whether everything that was read is still the very same object: a glance, at a fraction of a reading's cost.
+        """Whether everything that was read of instances is still the very same object: at a fraction of a reading's
+        cost.
 
-        True means that a reading would give the same key. False does not say that it would not.
+        True means that a reading would find the same in them. False does not say that it would not.
         """
-        if not self.looks_alike():
-            return False
-        for container, identities in self.scenes:
-            values = container.values() if isinstance(container, dict) else container
-            if tuple(map(id, values)) != identities:
-                return False
-        return True
+        return self.scene.holds()
 
     def looks_alike(self) -> bool:
-        """Whether nobody added or took away a hook or an attribute, or exchanged a class or its methods: for each call.
+        """A glance, for each call; see `Scene.looks_alike`."""
+        return self.scene.looks_alike()
 
-        What it does not see is one value of an attribute that took the place of another.
-        """
-        hooks, lengths = self.hooks
-        modules, types = self.modules
-        if list(map(len, hooks)) != lengths or list(map(type, modules)) != types:
-            return False
-        if list(map(len, self.sized[0])) != self.sized[1]:
-            return False
-        if not all(container.get(name) is function for container, name, function in self.methods):
-            return False
-        return all(getattr(kind, name) is function for kind, name, function in self.kinds)
+    def classes_hold(self, root: nn.Module) -> bool:
+        """Whether a reading would find the same in the classes of all modules, and in what their methods call."""
+        reader = _Reader(frozenset(), root)
+        return all(reader.read_class(kind) == known for kind, known in self.classes.items())
 
 
 def fingerprint(root: nn.Module, ignored: frozenset[str] = frozenset()) -> Fingerprint:
@@ -104,6 +89,13 @@ def structure(root: nn.Module, ignored: frozenset[str] = frozenset()) -> tuple[H
     return tuple(reader.key)
 
 
+class _Class(NamedTuple):
+    """What was read of a class: its part of the key, and (what, function) of another party's."""
+
+    key: list[Hashable]
+    patches: list[tuple[str, Any]]
+
+
 class _Reader:
     def __init__(self, skip: frozenset[str], root: nn.Module) -> None:
         self.skip = skip
@@ -113,50 +105,27 @@ class _Reader:
         self.alive: list[object] = []
         self.patches: list[Patch] = []
         self.seen: set[int] = set()
-        self.scenes: list[tuple[dict | list, tuple[int, ...]]] = []
-        self.hooks: list[dict] = []
-        self.kinds: dict[tuple[Any, str], object] = {}
-        self.modules: list[nn.Module] = []
-        self.methods: list[tuple[Mapping[str, Any], str, object]] = []
-        self.classes: dict[type, list[tuple[str, Any]]] = {}
+        self.scene: Scene = Scene()
+        self.classes: dict[type, _Class] = {}
 
     def fingerprint(self) -> Fingerprint:
-        return Fingerprint(
-            tuple(self.key),
-            self.alive,
-            self.patches,
-            self.scenes,
-            (self.hooks, list(map(len, self.hooks))),
-            [(kind, name, function) for (kind, name), function in self.kinds.items()],
-            self.methods,
-            (self.modules, list(map(type, self.modules))),
-            ([container for container, _ in self.scenes], [len(identities) for _, identities in self.scenes]),
-        )
-
-    def watch(self, container: dict | list) -> None:
-        values = container.values() if isinstance(container, dict) else container
-        self.scenes.append((container, tuple(map(id, values))))
-        # held, so that none gives its address to another; but not tensors, of which some are large and others' backups
-        self.alive.extend(v for v in values if not isinstance(v, torch.Tensor))
+        return Fingerprint(tuple(self.key), self.alive, self.patches, self.scene.seal(), self.classes)
 
     def kind(self, kind: Any, name: str) -> Hashable:
-        function = getattr(kind, name)
-        self.kinds[kind, name] = function
-        return self.identity(function)
+        return self.identity(self.scene.kind(kind, name))
 
     def read(self, path: str, module: nn.Module, *, is_root: bool = False) -> None:
         if not self.first_sight(module):
             return
-        self.modules.append(module)
+        self.scene.module(module)
         kind: Any = type(module)
         if kind not in self.classes:
             self.classes[kind] = self.read_class(kind)
+            self.key += self.classes[kind].key
         attributes = module.__dict__
-        for container in (attributes, attributes["_modules"], attributes["_parameters"]):
-            self.watch(container)
         present = sum(p is not None for p in attributes["_parameters"].values())
         self.key += [kind, self.kind(kind, "forward"), module.training, present]
-        self.patches += [Patch(path, module, what, function) for what, function in self.classes[kind]]
+        self.patches += [Patch(path, module, what, function) for what, function in self.classes[kind].patches]
         if not is_root:
             self.patched(path, module)
         for name, value in attributes.items():
@@ -174,18 +143,18 @@ class _Reader:
             if child is not None:
                 self.read(f"{path}.{name}" if path else name, child)
 
-    def read_class(self, kind: type) -> list[tuple[str, Any]]:
-        """Note the methods of a class and what they call; returns those that another party put there."""
+    def read_class(self, kind: type) -> _Class:
+        """Note the methods of a class and what they call, and those that another party put there."""
         forward: Any = kind.forward  # type: ignore[attr-defined]
+        key: list[Hashable] = []
         found = [("class", forward)] if brought(forward, self.home) else []
         for container, name, value in methods(kind):
-            # a class keeps some methods wrapped, as static ones
-            self.methods.append((container, name, container.get(name)))
+            self.scene.name(container, name)
             plain = value is None or isinstance(value, (bool, int, float, str))
-            self.key.append(value if plain else self.identity(value))
+            key.append(value if plain else self.identity(value))
             if not plain and value is not forward and brought(value, self.home):
                 found.append(("function", value))
-        return found
+        return _Class(key, found)
 
     def patched(self, path: str, module: nn.Module) -> None:
         attributes = module.__dict__
@@ -202,9 +171,7 @@ class _Reader:
             hooks = attributes.get(slot)
             if hooks is None:
                 continue
-            self.hooks.append(hooks)
-            if hooks:
-                self.watch(hooks)
+            self.scene.container(hooks)
             for hook in hooks.values():
                 self.key.append((slot, self.function(hook)))
                 self.patches.append(Patch(path, module, "hook", hook))
@@ -231,28 +198,34 @@ class _Reader:
             return (type(value), value)
         if isinstance(value, (nn.Module, torch.Tensor)) or value is None:
             return None
-        if isinstance(value, list) and depth < 2 and len(value) <= 64:
-            self.watch(value)
+        if isinstance(value, list):
+            self.look(value, depth)
         if isinstance(value, (tuple, list)):
-            return tuple(self.value(v, depth + 1) for v in value) if depth < 2 and len(value) <= 64 else None
+            return tuple(self.value(v, depth + 1) for v in value) if depth < 2 and len(value) <= LONGEST else None
         if isinstance(value, dict):
-            if depth >= 2 or len(value) > 64:
+            if not self.look(value, depth):
                 return None
-            self.watch(value)
             return tuple((str(k), self.value(v, depth + 1)) for k, v in value.items() if k not in _ORIGINS)
+        settings = getattr(value, "__dict__", None)
         if not callable(value):
             # settings kept in an object, on a module or in a processor
-            settings = getattr(value, "__dict__", None)
-            if depth >= 2 or not settings or len(settings) > 64:
+            if not isinstance(settings, dict) or not self.look(settings, depth) or not settings:
                 return None
-            self.watch(settings)
             return (type(value), tuple((k, self.value(v, depth + 1)) for k, v in settings.items()))
         # an attention processor, an activation, a callback: which it is, and what scalars it carries
-        inner = getattr(value, "__dict__", None) if depth == 0 and not isinstance(value, type) else None
-        if inner:
-            self.watch(inner)
+        inner = settings if depth == 0 and isinstance(settings, dict) else None
+        if inner is not None:
+            self.scene.container(inner)
         scalars = tuple((k, self.value(v, 1)) for k, v in (inner or {}).items() if not isinstance(v, torch.Tensor))
         return (self.function(value), self.kind(type(value), "__call__"), scalars)
+
+    def look(self, container: dict | list, depth: int) -> bool:
+        """Whether a container is read; it is looked at in either case, as it may become one that is."""
+        if depth >= 2:
+            return False
+        short = len(container) <= LONGEST
+        (self.scene.container if short else self.scene.long)(container)
+        return short
 
 
 class _Structure(_Reader):
@@ -260,6 +233,8 @@ class _Structure(_Reader):
 
     def __init__(self, skip: frozenset[str], root: nn.Module) -> None:
         super().__init__(skip, root)
+        # nobody looks again
+        self.scene = NoScene()
         self.numbers: dict[int, int] = {}
 
     def first_sight(self, module: nn.Module) -> bool:
@@ -305,14 +280,30 @@ class BehaviourKeys:
         self._read_since_tick = False
 
     @property
+    def due(self) -> bool:
+        """Whether a generation began since the last reading."""
+        return self._ticks and not self._read_since_tick
+
+    @property
     def sure(self) -> bool:
         """Whether `last` may be trusted without another reading."""
         return self._ticks and self._read_since_tick and self._scene is not None and self._scene.looks_alike()
 
+    def now(self) -> tuple[int, str | None]:
+        """What a reading gives, without one where `last` may be trusted."""
+        return self.last if self.last is not None and self.sure else self.read()
+
     def read(self) -> tuple[int, str | None]:
         """A number for what the module computes now, and the foreign patch that keeps us away, in words, if any."""
-        if self.last is not None and self._scene is not None and not self._ticks and self._scene.holds():
-            return self.last
+        scene = self._scene
+        if self.last is not None and scene is not None and scene.holds():
+            if not self._ticks:
+                return self.last
+            if scene.classes_hold(self._module):
+                # once a generation the host is asked again what it vouches for
+                self.last = (self.last[0], self._foreign(scene))
+                self._read_since_tick = True
+                return self.last
         read = fingerprint(self._module, self._ignored)
         known = self._numbers.get(read.key)
         if known is None:
@@ -321,13 +312,16 @@ class BehaviourKeys:
             while len(self._numbers) > self._kept:
                 self._numbers.popitem(last=False)
         self._numbers.move_to_end(read.key)
-        vouch = self._recognised
-        foreign = [p for p in read.patches if vouch is None or not vouch(p.module, p.kind, p.function)]
         # together, and after the host was asked: it may raise
-        self._scene = read
-        self.last = (known[0], foreign[0].words() if foreign else None)
+        foreign = self._foreign(read)
+        self._scene, self.last = read, (known[0], foreign)
         self._read_since_tick = True
         return self.last
+
+    def _foreign(self, read: Fingerprint) -> str | None:
+        vouch = self._recognised
+        patches = (p for p in read.patches if vouch is None or not vouch(p.module, p.kind, p.function))
+        return next((p.words() for p in patches), None)
 
     def clear(self) -> None:
         """Forget everything read."""

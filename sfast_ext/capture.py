@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from sfast_ext import autocast, inplace
 from sfast_ext.signature import Call, NotOurs, flatten_output, rebuild_call
 from sfast_ext.state import State
-from sfast_ext.tracing import LIFTS, record
+from sfast_ext.tracing import LIFTS, record, settle
 from sfast_ext.weights import Weight, WeightArena
 
 aten = torch.ops.aten
@@ -77,6 +77,7 @@ def capture(
         if refused:
             raise CaptureRefused(refused)
         autocast.materialise(graph_module, inputs[0].device.type if inputs else "cpu")
+        settle(graph_module)
     return Captured(graph_module, tree, strides, time.perf_counter() - started)
 
 

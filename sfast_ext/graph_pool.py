@@ -117,15 +117,16 @@ class GraphPool:
         """Mark as used most recently."""
         self._entries.move_to_end(id(captured))
 
-    def enter(self) -> None:
-        """Order the current stream after the last use of the pool. The caller holds the lock."""
+    def enter(self) -> torch.cuda.Stream:
+        """Order the current stream, which is returned, after the last use of the pool. The caller holds the lock."""
         stream = torch.cuda.current_stream(self.device)
         if self._last is not None and self._last_stream != stream.cuda_stream:
             stream.wait_event(self._last)
+        return stream
 
-    def leave(self) -> None:
+    def leave(self, stream: torch.cuda.Stream | None = None) -> None:
         """Note that the current stream has used the pool. The caller holds the lock."""
-        stream = torch.cuda.current_stream(self.device)
+        stream = stream or torch.cuda.current_stream(self.device)
         if self._last is None:
             self._last = torch.cuda.Event()
         self._last.record(stream)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import CodeType, ModuleType
@@ -99,19 +99,19 @@ def brought(value: Any, home: str | None) -> bool:
     return extension is not None and extension != home and not built_in
 
 
-Found = tuple[Mapping[str, Any], str, Any]
+Found = tuple[type | dict, str, Any]
 
 
 def methods(kind: type) -> Iterator[Found]:
     """The methods of a class, and what they find among the names of their module: functions and plain values.
 
-    Gives (dictionary, name, function or value); nothing of torch's own classes.
+    Gives (class or dictionary that holds it, name, function or value); nothing of torch's own classes.
     """
     for owner in kind.__mro__:
         if owner.__module__.partition(".")[0] not in ("builtins", "torch"):
             for name, value in vars(owner).items():
                 if callable(function := getattr(value, "__func__", value)):
-                    yield vars(owner), name, function
+                    yield owner, name, function
                     yield from _read_by(function)
 
 

@@ -59,6 +59,8 @@ class Plan:
         self.first_call_s: float | None = None
         self.weights = _bind_attributes(graph_module)
         self._graph_module = graph_module
+        # a graph that no pass rewrote may have no code yet
+        getattr(graph_module, "real_recompile", lambda: None)()
         self._function: Callable[..., Sequence[torch.Tensor]] = graph_module.forward
         self._output_tree = output_tree
         self._output_strides = list(output_strides)
@@ -79,12 +81,12 @@ class Plan:
     def replay(self, leaves: Sequence[Any], pool: GraphPool) -> list[torch.Tensor]:
         """Copy the inputs in, replay the CUDA graph, copy the outputs out. The caller holds the pool's lock."""
         assert self._graph is not None
-        pool.enter()
+        stream = pool.enter()
         with torch.inference_mode(False), torch.no_grad():
             self._fill(leaves)
             self._graph.graph.replay()
             outputs = self._hand_out(self._graph.outputs)
-        pool.leave()
+        pool.leave(stream)
         pool.touch(self._graph)
         return outputs
 

@@ -29,11 +29,15 @@ if TYPE_CHECKING:
 
 # times that one plan may run out of memory before it is given up
 OUT_OF_MEMORY = 3
+# calls that look at the weights before their replay, after one was made in vain: few are wasted where weights change in
+# the midst of generations
+WARY = 200
 
 
 @dataclass
 class Found:
-    """A call on its way: `sure` where its behaviour key was read since the generation began."""
+    """A call on its way: `sure` where its behaviour key is known to hold, `ahead` where its weights are looked at while
+    the GPU is busy with it."""
 
     call: Call
     generic: Signature
@@ -42,6 +46,7 @@ class Found:
     behaviour: int
     device: torch.device
     sure: bool
+    ahead: bool
 
 
 class Planner:
@@ -66,6 +71,7 @@ class Planner:
         self._shelf = Shelf(self.arena, report, self._lock, config.max_plans)
         self._static_numbers: set[Signature] = set()
         self._barren: Counter[Signature] = Counter()
+        self._wary = 0
         self._slot = Slot(module, self)  # type: ignore[arg-type]
 
     @property
@@ -98,6 +104,20 @@ class Planner:
             return result
         at("result")
         return plan.output(outputs)
+
+    def _runs_ahead(self, plan: Plan) -> bool:
+        """Whether a replay may be launched before the weights are looked at: they lie still for the GPU to read, and
+        where a look at them says that others are wanted, the result goes to nobody.
+
+        Not where the result is about to be compared with the original's, which would blame the plan for old weights.
+        """
+        checked = self.config.check == "never" or (self.config.check == "first" and plan.error is not None)
+        if not (plan.has_graph and self.config.cuda_graphs and checked):
+            return False
+        if self._wary:
+            self._wary -= 1
+            return False
+        return True
 
     def _used(self, found: Found, result: Any) -> Any:
         plan = found.plan
@@ -203,7 +223,20 @@ class Planner:
         return pool.lock if pool is not None else self._lock
 
     def _device(self) -> torch.device | None:
-        return next((parameter.device for parameter in self.module.parameters()), None)
+        first = _first_parameter(self.module)
+        return first.device if first is not None else None
+
+
+def _first_parameter(module: nn.Module) -> torch.Tensor | None:
+    """What `module.parameters()` gives first, without what that takes for itself."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():
+        found = _first_parameter(child) if child is not None else None
+        if found is not None:
+            return found
+    return None
 
 
 class OriginalFailed(Exception):

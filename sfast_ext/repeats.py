@@ -89,10 +89,19 @@ def _take() -> None:
 
 
 def _candidates(root: nn.Module) -> list[nn.Module]:
-    sizes = {id(m): sum(1 for _ in m.modules()) - 1 for m in root.modules()}
+    sizes: dict[int, int] = {}
+    _measure(root, sizes)
     fit = [m for m in root.modules() if m is not root and sizes[id(m)] >= LEAST and not isinstance(m, nn.ModuleList)]
     kinds = Counter((type(m), sizes[id(m)]) for m in fit)
     return [m for m in fit if kinds[type(m), sizes[id(m)]] > 1 and _is_plain(m)]
+
+
+def _measure(module: nn.Module, sizes: dict[int, int]) -> int:
+    """How many modules lie below each."""
+    if id(module) not in sizes:
+        sizes[id(module)] = 0  # a ring of modules ends here
+        sizes[id(module)] = sum(1 + _measure(m, sizes) for m in module._modules.values() if m is not None)
+    return sizes[id(module)]
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -131,7 +140,13 @@ class _Copier:
         return result
 
     def _kind(self, module: nn.Module) -> Hashable:
-        weights = tuple((n, *_metadata(t)) for n, t in [*module.named_parameters(), *module.named_buffers()])
+        weights = tuple(
+            (path, name, *_metadata(tensor))
+            for path, part in module.named_modules()
+            for held in (part._parameters, part._buffers)
+            for name, tensor in held.items()
+            if tensor is not None
+        )
         return structure(module, self._ignored), weights
 
 

@@ -47,7 +47,7 @@ class Shelf:
 
     def refusal(self, key: Hashable) -> str | None:
         """Why there is no plan for a key and none is to be built, or None."""
-        return self._refused.get(key)
+        return self._refused.get(key) if self._refused else None
 
     def refuse(self, key: Hashable, reason: str) -> None:
         """Drop the plan of a key for good."""

@@ -31,6 +31,8 @@ class State:
         self._attributes: list[_Record] = []
         self._containers: list[_Record] = []
         self._holders: list[_Record] = []
+        # most containers are the empty ones that each module has for hooks
+        self._empty: list[tuple[str, Any]] = []
         seen: set[int] = set()
         for path, module in root.named_modules():
             here = path or "the model"
@@ -56,6 +58,11 @@ class State:
                 if not _alike(container, was):
                     changed.append(where)
                 _refill(container, was)
+        if any(container for _, container in self._empty):
+            for where, container in self._empty:
+                if container:
+                    changed.append(where)
+                    _refill(container, {})
         for where, now, was in self._holders:
             for key in [k for k, value in now.items() if value is not was.get(k) and _is_fake(value)]:
                 changed.append(f"{where}.{key}")
@@ -69,6 +76,9 @@ class State:
         if id(container) in seen or len(container) > _LONGEST:
             return
         seen.add(id(container))
+        if not container:
+            self._empty.append((where, container))
+            return
         self._containers.append((where, container, _copy(container)))
         if depth < _DEEPEST:
             for item in _items(container):

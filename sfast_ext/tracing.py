@@ -27,6 +27,11 @@ try:
     from torch._subclasses.fake_tensor import in_kernel_invocation_manager as _as_meta
 except ImportError:
     _as_meta = None
+try:
+    # code is written for a graph when it is asked for, not after each step of rewriting it
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module as _lazily
+except ImportError:
+    _lazily = None
 
 aten = torch.ops.aten
 LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default})
@@ -76,9 +81,17 @@ def _record(
     import torch._dynamo  # noqa: F401
 
     mode = _remembering()
-    with mode if mode is not None else contextlib.nullcontext():
+    lazily = _lazily(True) if _lazily is not None else contextlib.nullcontext()
+    with lazily, mode if mode is not None else contextlib.nullcontext():
         # a mode that is active is the one that make_fx takes
         return make_fx(recorded, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+
+
+def settle(graph_module: fx.GraphModule) -> None:
+    """From here on code is written for the graph when `recompile` is called."""
+    kind: Any = type(graph_module)  # each graph module has a class of its own
+    if hasattr(kind, "real_recompile"):
+        kind.recompile = fx.GraphModule.recompile
 
 
 class _Unlike(Exception):

@@ -59,7 +59,8 @@ class Weight:
         if id(self.bound) != id(value):
             return False
         live = self.tensor
-        return value.device == live.device and value.dtype == live.dtype and same_place(value, live)
+        kept = live.data_ptr() == self.pointer
+        return kept and value.device == live.device and value.dtype == live.dtype and same_place(value, live)
 
     def go_home(self, now: torch.Tensor) -> None:
         """Give the module's parameter the strides it had before the arena, in memory of its own."""
@@ -105,6 +106,12 @@ class Watch:
             if value is not bound or value.data_ptr() != pointer or value.stride() != stride
         ]
 
+    def let_go(self, weights: Container[int]) -> None:
+        """Hold no more what was in the places of the weights of these ids: until looked at anew, they are stale."""
+        for i, weight in enumerate(self.weights):
+            if id(weight) in weights:
+                self._bound[i] = weight.tensor
+
 
 def places_of(root: nn.Module) -> dict[str, Slot]:
     """Where a module holds the tensor of each name."""
@@ -137,6 +144,67 @@ def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, while they live."""
+    return tensor.untyped_storage()._cdata
+
+
+def read_by_others(
+    everything: Iterable[Weight], arrived: Iterable[tuple[Weight, torch.Tensor]], written: Iterable[Weight]
+) -> Weight | None:
+    """One of `written` in whose memory there is a tensor that is none of `everything`, nor has arrived; or None.
+
+    It may be what a host keeps to put back (`weight.data`, a state dict), or what it put in another weight's place.
+    """
+    first: dict[int, Weight] = {}
+    for w in written:
+        first.setdefault(memory_of(w.tensor), w)
+    known: dict[int, dict[int, torch.Tensor]] = {memory: {} for memory in first}
+    spans: dict[int, list[tuple[int, int, bool]]] = {memory: [] for memory in first}
+
+    def note(tensor: torch.Tensor | None) -> None:
+        if tensor is not None and (ours := known.get(memory_of(tensor))) is not None:
+            ours[id(tensor)] = tensor
+
+    coming = {id(w): now for w, now in arrived}
+    writing = {id(w) for w in written}
+    for w in everything:
+        if type(w.tensor) is not torch.Tensor:
+            # no plan reads it, see `must_fit`, and it may have no memory to speak of
+            continue
+        note(w.tensor)
+        note(w.tensor._base)
+        bound = w.bound if w.bound is not None and same_place(w.bound, w.tensor) else None
+        note(bound)
+        note(coming.get(id(w)))
+        within = spans.get(memory_of(w.tensor))
+        if within is not None and w.slots and w.tensor.numel() and (w.plans or bound is not None):
+            last = sum((size - 1) * stride for size, stride in zip(w.tensor.shape, w.tensor.stride()))
+            start = w.tensor.storage_offset()
+            within.append((start, start + last, id(w) in writing))
+    for memory, w in first.items():
+        end, was_written = -1, False
+        for start, last, is_written in sorted(spans[memory]):
+            if start <= end and (is_written or was_written):
+                return w
+            if last > end:
+                end, was_written = last, is_written
+        if _uses(w.tensor) - _ALONE >= len(known[memory]):
+            return w
+    return None
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    # torch before 2.6 counts where it is built for GPUs only
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    storage = tensor.untyped_storage()
+    return 0 if count is None else count(storage._cdata)
+
+
+# of a tensor that has its memory to itself
+_ALONE = _uses(torch.empty(0, device="cpu"))
+
+
 def must_fit(weight: Weight, now: torch.Tensor | None) -> None:
     live = weight.tensor
     if not isinstance(now, torch.Tensor):
@@ -145,6 +213,9 @@ def must_fit(weight: Weight, now: torch.Tensor | None) -> None:
         raise WeightsChanged(f"{weight.path} is now a {type(now).__name__}")
     if now.device != live.device:
         raise WeightsAway(f"the weights are on {now.device}, the plans on {live.device}")
+    if live.data_ptr() != weight.pointer:
+        # its storage was resized, and CUDA graphs read where it was
+        raise WeightsChanged(f"the memory of {weight.path} was exchanged")
     if now.shape != live.shape or now.dtype != live.dtype:
         raise WeightsChanged(
             f"{weight.path} changed from {live.dtype}{list(live.shape)} to {now.dtype}{list(now.shape)}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -22,10 +23,12 @@ from sfast_ext.weight import (
     Weight,
     WeightsAway,
     WeightsChanged,
+    memory_of,
     must_fit,
     new_weight,
     paths_of,
     places_of,
+    read_by_others,
     same_place,
 )
 
@@ -46,6 +49,7 @@ class WeightArena:
         self._packs: dict[tuple[int, ...], Weight] = {}
         self._live: list[Weight] = []
         self._watch = Watch([])
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._epoch = 0
         self.copied = 0
 
@@ -285,19 +289,22 @@ class WeightArena:
             k: p for k, p in self._packs.items() if p not in gone or (p is not pack and all(w.plans for w in p.parts))
         }
 
+    def _everything(self) -> list[Weight]:
+        packed = [p for pack in self._packs.values() for p in pack.parts]
+        return list({id(w): w for w in [*self._weights.values(), *self._live, *packed]}.values())
+
     def _refresh_live(self) -> None:
-        packed = {id(p): p for pack in self._packs.values() for p in pack.parts}
-        everything = {
-            **{id(w): w for w in self._weights.values()},
-            **{id(w): w for w in self._live},
-            **packed,
-        }
-        self._live = [w for w in everything.values() if w.plans]
+        self._live = [w for w in self._everything() if w.plans]
         self._rewatch()
 
     def _rewatch(self) -> None:
-        self._watch = Watch(self._live)
+        self._watch = self._watch_of(self._live)
         self._epoch += 1
+
+    def _watch_of(self, weights: list[Weight], containers: set[int] | None = None) -> Watch:
+        watch = Watch(weights, containers)
+        self._watches.add(watch)
+        return watch
 
     def _place(self, weight: Weight, place: torch.Tensor) -> None:
         # values are in `place` already, or about to be the same: callers build it from weight.tensor
@@ -319,13 +326,14 @@ class WeightArena:
             if other is not weight:
                 # each has a live tensor of its own, and one parameter cannot be a view of both
                 raise WeightsChanged(f"{weight.path} is now the tensor of {other.path}")
-        targets, sources = [], []
-        for weight, now in stale:
-            assert now is not None
-            if not same_place(now, weight.tensor):
-                targets.append(weight.tensor)
-                overlaps = now.data_ptr() == weight.tensor.data_ptr()
-                sources.append(now.detach().clone() if overlaps else now.detach())
+        arrived = [(weight, now) for weight, now in stale if now is not None]
+        written = [(weight, now) for weight, now in arrived if not same_place(now, weight.tensor)]
+        if written:
+            self._make_way(arrived, written)
+        targets = [weight.tensor for weight, _ in written]
+        memory = set(map(memory_of, targets))
+        # two may have changed places by their data: one is read where the other is about to be written
+        sources = [now.detach().clone() if memory_of(now) in memory else now.detach() for _, now in written]
         with torch.inference_mode(False), torch.no_grad():
             if targets:
                 torch._foreach_copy_(targets, sources)
@@ -341,6 +349,30 @@ class WeightArena:
         self.copied += len(targets)
         self._rewatch()
         return len(targets)
+
+    def _make_way(self, arrived: list[tuple[Weight, torch.Tensor]], written: list[tuple[Weight, torch.Tensor]]) -> None:
+        """Live tensors are about to be written to: who else reads that memory is to keep the values that he has.
+
+        Raises:
+            WeightsChanged: somebody does who cannot be given memory of his own.
+        """
+        left: list[tuple[Weight, weakref.ref[torch.Tensor]]] = []
+        for weight, now in written:
+            if weight.bound is not None and weight.bound is not now:
+                left.append((weight, weakref.ref(weight.bound)))
+                weight.bound = None
+        for watch in list(self._watches):
+            watch.let_go({id(weight) for weight, _ in left})
+        coming = {id(now) for _, now in arrived}
+        for weight, reference in left:
+            old = reference()
+            # in another place of the module, or with somebody who will put it back; where nobody has it, it is gone
+            if old is not None and id(old) not in coming and memory_of(old) == memory_of(weight.tensor):
+                weight.go_home(old)
+            old = None
+        other = read_by_others([*self._everything(), *self._packs.values()], arrived, [w for w, _ in written])
+        if other is not None:
+            raise WeightsChanged(f"the memory of {other.path} is still in use by others")
 
 
 class ArenaPart(WeightArena):
@@ -380,7 +412,7 @@ class ArenaPart(WeightArena):
         if self._seen != self._arena._epoch:
             self._seen = self._arena._epoch
             own = {id(c) for m in self.root.modules() for c in (m._parameters, m._buffers, m.__dict__)}
-            self._watch = Watch(self._arena._live, own)
+            self._watch = self._arena._watch_of(self._arena._live, own)
         return self._arena._bring(self._watch)
 
     def part(self, module: nn.Module) -> ArenaPart:

@@ -110,11 +110,68 @@ def test_a_glance_is_not_fooled_by_an_address_used_again(model):
         assert not before.holds()
 
 
+def test_a_glance_is_not_fooled_by_an_address_used_again_beside_a_tensor(model):
+    model[0].table, model[0].s1 = torch.zeros(2), float("1.5")
+    before = fingerprint(model)
+    for value in range(1000):
+        model[0].s1 = value + 0.25
+        assert not before.holds()
+
+
+def test_a_list_that_grows_at_every_call_is_no_reason_to_read_again(model):
+    model[0].table = [1.0] * 65
+    before = fingerprint(model)
+    model[0].table.append(1.0)
+    assert before.holds() and before.looks_alike() and key(model) == before.key
+
+
 def test_a_glance_sees_a_hook_taken_away_and_another_put_in_its_place(model):
     handle = model[1].inner.register_forward_hook(lambda *a: None)
     before = fingerprint(model)
     handle.remove()
     model[1].inner.register_forward_hook(lambda *a: None)
+    assert not before.holds()
+
+
+def renamed(model):
+    """The last attribute goes, another of the same value takes its place."""
+    del model[0].s1
+    model[0].s2 = None
+
+
+def attribute_of_an_empty_processor(model):
+    model[0].processor.later = 2.0
+
+
+def list_grown_short(model):
+    del model[0].table[1:]
+
+
+@pytest.mark.parametrize("change", [renamed, attribute_of_an_empty_processor, list_grown_short])
+def test_a_glance_sees_what_a_reading_would(model, change):
+    model[0].s1 = None
+    model[0].table = [1.0] * 65
+    vars(model[0].processor).clear()
+    model[0].s1 = vars(model[0]).pop("s1")
+    before = fingerprint(model)
+    assert before.holds()
+    change(model)
+    assert not before.holds()
+
+
+def test_a_parameter_in_the_place_of_another_needs_no_reading(model):
+    before = fingerprint(model)
+    model[0].inner.weight = nn.Parameter(torch.zeros(2, 2))
+    assert before.holds() and key(model) == before.key
+    model[0].inner._parameters["bias"] = None
+    assert not before.holds()
+
+
+def test_a_tensor_among_attributes_is_told_by_its_identity(model):
+    model[0].table = torch.zeros(2)
+    before = fingerprint(model)
+    assert before.holds()
+    model[0].table = torch.zeros(2)
     assert not before.holds()
 
 
@@ -288,6 +345,54 @@ def test_what_the_methods_of_a_class_call_is_read(name, hosted):
     assert after.key != before.key
     assert {p.kind for p in after.patches} == {"function"}
     assert "has a foreign function in its class, scripts.regional.patched of the ext" in after.patches[0].words()
+
+
+LATER = {
+    "method over an inherited one": lambda scope, th, function: setattr(scope["Finer"], "_forward", function),
+    "function over a builtin": lambda scope, th, function: scope.update(max=function),
+    "function over a class": lambda scope, th, function: scope.update(Kind=function),
+    "callable over a value": lambda scope, th, function: setattr(scope["Finer"], "hook", function),
+}
+FINER = """
+class Kind:
+    pass
+
+class Finer(Layer):
+    hook = None
+
+    def forward(self, x):
+        return self._forward(max(x, x)) if Kind else x
+"""
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_methods_find_later_is_read_once_a_generation(name, hosted):
+    _, scope, stand_in = hosted
+    exec(compile(FINER, "/webui/modules/unet.py", "exec"), scope)
+    model = nn.Sequential(scope["Finer"]())
+    keys = BehaviourKeys(model, frozenset(), None, 8)
+    keys.tick()
+    number, foreign = keys.read()
+    assert foreign is None and keys.sure
+    keys.tick()
+    assert keys.read()[0] == number
+    LATER[name](scope, stand_in, function_of_extension(PATCHED))
+    keys.tick()
+    assert keys.read()[0] != number and keys.last[1] is not None
+
+
+def test_a_generation_in_which_nothing_changed_is_not_read_anew(model, monkeypatch):
+    asked = []
+    keys = BehaviourKeys(model, frozenset(), lambda *patch: asked.append(patch) or len(asked) < 3, 8)
+    patch_forward(model)
+    keys.tick()
+    first = keys.read()
+    monkeypatch.setattr("sfast_ext.behaviour.fingerprint", None)
+    keys.tick()
+    assert keys.due and keys.read() == first and not keys.due
+    # the host is asked all the same
+    keys.tick()
+    assert keys.read()[1] is not None
 
 
 def test_a_plain_value_that_a_method_reads_is_in_the_key(hosted):

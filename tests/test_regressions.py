@@ -14,6 +14,7 @@ from torch import nn
 
 from sfast_ext import Config, accelerate
 from sfast_ext.plan import relative_error
+from sfast_ext.weights import Weight, WeightArena
 
 CPU = Config(allow_cpu=True)
 
@@ -226,3 +227,117 @@ def test_a_forward_of_ours_put_back_does_not_bring_a_class_patch_back(pair):
     pair.acc.release()
     pair.same(1)
     compare_modules(pair.ours, pair.twin)
+
+
+def test_weights_that_change_places_while_only_half_is_taken_up(pair, monkeypatch):
+    """One weight's tensor, already in its live place, goes to a layer that is not looked at in the same go."""
+    real = WeightArena._adopt
+
+    def half(self, stale):
+        real(self, stale[: len(stale) // 2])
+        raise RuntimeError("half way")
+
+    def load(net):
+        for layer in (attention(net).to_q, net.blocks[1].time):
+            layer.weight = nn.Parameter(layer.weight.detach() * -1.5)
+
+    def exchange(net):
+        a, b = attention(net).to_q, net.blocks[1].time
+        a.weight, b.weight = b.weight, a.weight
+
+    with monkeypatch.context() as m:
+        m.setattr(WeightArena, "_adopt", half)
+        for change in (load, exchange):
+            pair.both(change)
+            pair.same(1)
+    assert pair.counter("errors") == 2
+    pair.same(3)
+    pair.acc.release()
+    compare_modules(pair.ours, pair.twin)
+
+
+def packed_layer(net: nn.Module):
+    return attention(net).to_q
+
+
+def plain_layer(net: nn.Module):
+    return net.conv_in
+
+
+@pytest.mark.parametrize("layer", [plain_layer, packed_layer])
+@pytest.mark.parametrize("kept", ["parameter", "data", "state dict"])
+def test_what_a_host_keeps_of_a_weight_and_puts_back_is_not_written_to(pair, layer, kept):
+    if kept != "parameter" and not hasattr(torch._C, "_storage_Use_Count"):
+        pytest.skip("this torch does not tell who else uses a tensor's memory")
+    backups = {}
+
+    def replace(net):
+        weight = layer(net).weight
+        own = {"parameter": lambda: weight, "data": lambda: weight.data, "state dict": layer(net).state_dict}
+        backups[net] = own[kept]()
+        layer(net).weight = nn.Parameter(weight.detach() * -1.5)
+
+    def put_back(net):
+        backup = backups.pop(net)
+        if kept == "parameter":
+            layer(net).weight = backup
+        elif kept == "data":
+            layer(net).weight.data = backup
+        else:
+            layer(net).load_state_dict(backup)
+
+    pair.both(replace)
+    pair.same(3)
+    pair.both(put_back)
+    pair.same(3)
+    # where the object itself is kept it gets memory of its own, and the plan stays
+    assert pair.counter("captures") == (1 if kept == "parameter" else 2)
+    pair.acc.release()
+    pair.same(1)
+
+
+@pytest.mark.parametrize("second", [lambda net: attention(net).to_k, lambda net: attention(net).to_out])
+def test_weights_that_changed_places_by_their_data(pair, second):
+    def exchange(net):
+        a, b = attention(net).to_q, second(net)
+        a.weight.data, b.weight.data = b.weight.data, a.weight.data
+
+    pair.both(exchange)
+    pair.same(3)
+    assert pair.counter("captures") == 1
+
+
+def test_a_weights_memory_that_another_weight_took_over(pair):
+    def move_on(net):
+        layer, other = attention(net).to_out, net.blocks[0].cross_attention.to_out
+        old = layer.weight.data
+        layer.weight, other.weight = nn.Parameter(old * -1.5), nn.Parameter(old)
+
+    pair.both(move_on)
+    pair.same(3)
+    assert pair.counter("captures") == 1
+
+
+def test_two_weights_in_one_memory_of_which_one_is_replaced():
+    def share(net):
+        layer = net.blocks[0].cross_attention.to_out
+        layer.weight.data = attention(net).to_out.weight.data
+
+    def replace(net):
+        attention(net).to_out.weight = nn.Parameter(attention(net).to_out.weight.detach() * -1.5)
+
+    pair = Pair(share)
+    pair.both(replace)
+    pair.same(3)
+
+
+def test_a_weight_that_nobody_keeps_is_not_copied_when_it_is_replaced(pair, monkeypatch):
+    monkeypatch.setattr(Weight, "go_home", lambda *_: pytest.fail("it was copied"))
+
+    def replace(net):
+        for layer in (plain_layer(net), packed_layer(net)):
+            layer.weight = nn.Parameter(layer.weight.detach() * -1.5)
+
+    pair.both(replace)
+    pair.same(1)
+    assert pair.counter("captures") == 1

@@ -82,10 +82,10 @@ def test_the_soak_names_the_command_that_plays_a_failure_again(tmp_path, monkeyp
         w.twin.conv_in.weight.data.mul_(2)
 
     file = tmp_path / "soak.json"
-    assert soak.main(["--events", "30", "--seed", "7", "--model", "small", "--json", str(file)]) == 0
+    assert soak.main(["--events", "30", "--seed", "3", "--model", "small", "--json", str(file)]) == 0
     result = json.loads(file.read_text())
     assert sum(result["events_by_kind"].values()) == result["events"] == 30
-    assert result["plan_runs"] > 10 and result["seeds"] == {"first": 7, "last": 7} and not result["faults"]
+    assert result["plan_runs"] > 10 and result["seeds"] == {"first": 3, "last": 3} and not result["faults"]
     monkeypatch.setitem(machine.BY_NAME, "mode", forgetful)
     command = ["--play", "small:7", "another_call:1", "mode:2", "another_call:3"]
     assert soak.main(command) == 1

@@ -130,6 +130,25 @@ def test_weights_that_cannot_be_followed_say_so(small):
     assert arena.sync() == 0
 
 
+def test_memory_that_was_exchanged_under_a_plan_is_noticed(small):
+    """A CUDA graph goes on reading where it was, although the live tensor follows its storage."""
+    arena, (weight,) = arena_of(small, "q.weight")
+    arena.bind([weight])
+    storage, held = small.q.weight.untyped_storage(), []
+    while storage.data_ptr() == weight.pointer:
+        held.append(torch.empty(storage.nbytes(), dtype=torch.uint8))
+        storage.resize_(2 * storage.nbytes())
+    with torch.no_grad():
+        small.q.weight.fill_(3)
+    with pytest.raises(WeightsChanged, match="memory of q.weight"):
+        arena.sync()
+    arena.unbind([weight])
+    arena.index()
+    again = arena.locate(small.q.weight)
+    arena.bind([again])
+    assert arena.sync() == 0 and again.tensor.eq(3).all()
+
+
 def test_what_a_plan_reads_is_not_moved(small):
     arena, weights = arena_of(small, "q.weight", "k.weight", "conv.weight")
     arena.bind([weights[0], weights[2]])

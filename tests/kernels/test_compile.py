@@ -75,7 +75,7 @@ def _words(name):
     return 2 if "UNIT" in KERNELS[name][1] else 4
 
 
-@pytest.mark.parametrize("capability", [75, 80, 90, 120])
+@pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 120])
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles(name, capability, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -137,6 +137,48 @@ def exchanged(w: World, rng: random.Random) -> None:
     w.both(change)
 
 
+def exchanged_data(w: World, rng: random.Random) -> None:
+    """Two change places by their data; the objects stay where they are."""
+
+    def change(m: nn.Module) -> None:
+        a, b = m.get_submodule(first).weight, m.get_submodule(second).weight
+        a.data, b.data = b.data, a.data  # type: ignore[assignment]
+
+    first, second = rng.sample(_alike(w, rng), 2)
+    w.both(change)
+
+
+def put_back(w: World, rng: random.Random) -> None:
+    """Somebody replaces a weight for a while and keeps what was there: the object, its data or a state dict."""
+    kept: dict[nn.Module, object] = {}
+
+    def replace(m: nn.Module) -> None:
+        owner, name = _owner(m, path)
+        old = getattr(owner, name)
+        kept[m] = {"parameter": lambda: old, "data": lambda: old.data, "state dict": owner.state_dict}[how]()
+        new = old.lerp(_values(seed, old, path), 0.5)
+        if by_data:
+            old.data = new
+        else:
+            setattr(owner, name, nn.Parameter(new, requires_grad=old.requires_grad))
+
+    def back(m: nn.Module) -> None:
+        owner, name = _owner(m, path)
+        old = kept.pop(m)
+        if how == "parameter":
+            setattr(owner, name, old)
+        elif how == "data":
+            getattr(owner, name).data = old
+        else:
+            owner.load_state_dict(old)  # type: ignore[arg-type]
+
+    (path, *_), how, seed = _some(w, rng), rng.choice(("parameter", "data", "state dict")), rng.getrandbits(32)
+    by_data = how != "parameter" and rng.random() < 0.5
+    w.both(replace)
+    w.check()
+    w.both(back)
+
+
 def untied(w: World, rng: random.Random) -> None:
     def change(m: nn.Module) -> None:
         for path, module in m.named_modules():
@@ -241,6 +283,6 @@ def saved(w: World, rng: random.Random) -> None:
 
 EVENTS: dict[Event, int] = {
     lora_in_place: 10, lora_replaced: 8, lora_by_data: 8, transposed_in_place: 4, channels_last: 4, moved: 5,
-    checkpoint_in_place: 8, checkpoint_assigned: 8, tied: 2, untied: 4, exchanged: 2, another_dtype: 2,
-    dtype_and_back: 4, offloaded: 6, buffer_changed: 6, copied: 3, saved: 4,
+    checkpoint_in_place: 8, checkpoint_assigned: 8, tied: 2, untied: 4, exchanged: 2, exchanged_data: 2, put_back: 5,
+    another_dtype: 2, dtype_and_back: 4, offloaded: 6, buffer_changed: 6, copied: 3, saved: 4,
 }  # fmt: skip

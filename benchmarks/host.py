@@ -1,0 +1,209 @@
+"""Host time of one accelerated call, stage by stage: `python -m benchmarks.host`.
+
+On a GPU real models replay their CUDA graphs. On a CPU models of the real depth and a tiny width have a plan that
+computes nothing, so that what is left is what the accelerator itself takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfast_ext import Accelerator, Config, accelerate
+from sfast_ext.behaviour import fingerprint
+from sfast_ext.graph_pool import CapturedGraph, GraphPool, pool_of
+from sfast_ext.plan import Plan
+from sfast_ext.report import Report
+from sfast_ext.signature import Call, flatten_call
+from sfast_ext.tools import models
+from sfast_ext.tools.machine import describe
+
+CPU = torch.device("cpu")
+# as many modules and weights as the real ones have, next to nothing to compute
+_NARROWER = 20
+_SMALL: dict[str, Any] = {"norm_num_groups": 16, "sample_size": 8, "cross_attention_dim": 32}
+_TEXT = {"addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 32 + 6 * 8}
+
+
+def narrow_unet(name: str) -> nn.Module:
+    """A UNet of the real one's modules, a twentieth as wide, on the CPU."""
+    from diffusers import UNet2DConditionModel
+
+    config = {**models.unet_config(name), **_SMALL}
+    config["block_out_channels"] = tuple(width // _NARROWER for width in config["block_out_channels"])
+    # heads, whatever it is called
+    config["attention_head_dim"] = (2,) * len(config["block_out_channels"])
+    if "projection_class_embeddings_input_dim" in config:
+        config.update(_TEXT)
+    return models.randomise(UNet2DConditionModel(**config), 0).eval().requires_grad_(False)
+
+
+class Launch:
+    """Stands around a CUDA graph, or in its place, and notes when it was launched and how long that took."""
+
+    def __init__(self, graph: Any = None) -> None:
+        self.graph = graph
+        self.at = self.until = 0.0
+
+    def replay(self) -> None:
+        self.at = time.perf_counter()
+        if self.graph is not None:
+            self.graph.replay()
+        self.until = time.perf_counter()
+
+    def reset(self) -> None:
+        if self.graph is not None:
+            self.graph.reset()
+
+
+class _NoPool(GraphPool):
+    """Without streams to wait for."""
+
+    def enter(self) -> Any:
+        return None
+
+    def leave(self, stream: Any = None) -> None:
+        pass
+
+
+def launched(accelerator: Accelerator, call: Call) -> Launch:
+    """Puts a `Launch` into the one plan of an accelerator; on a CPU it is all that runs."""
+    (plan,) = accelerator.plans.values()
+    if plan.device.type == "cuda":
+        assert plan._graph is not None, plan.no_graph_reason
+        launch = Launch(plan._graph.graph)
+        plan._graph.graph = launch  # type: ignore[assignment]
+        return launch
+    outputs = plan.run_eagerly(call.leaves)
+    launch = Launch()
+    pool = _NoPool(CPU)
+    plan._graph = CapturedGraph(launch, outputs, 0)  # type: ignore[arg-type]
+    plan._inputs = [leaf.clone() for leaf in call.tensors(CPU)]
+    pool._entries[id(plan._graph)] = (plan._graph, lambda: None)
+
+    def replayed(plan: Plan, call: Call) -> list[torch.Tensor]:
+        return plan.replay(call.leaves, pool)
+
+    accelerator._outputs = replayed  # type: ignore[method-assign]
+    return launch
+
+
+def median(run: Callable[[], Any], times: int) -> float:
+    """Microseconds."""
+    taken = []
+    for _ in range(times):
+        started = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - started)
+    return round(1e6 * statistics.median(taken), 1)
+
+
+def whole_call(
+    module: nn.Module, args: tuple, kwargs: dict, launch: Launch, times: int, device: torch.device
+) -> dict[str, float]:
+    """The parts of a call that lie before its launch, in it and after it."""
+    before, during, after = [], [], []
+    for _ in range(times):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        module(*args, **kwargs)
+        ended = time.perf_counter()
+        before.append(launch.at - started)
+        during.append(launch.until - launch.at)
+        after.append(ended - launch.until)
+    parts = {"before the launch": before, "the launch": during, "after the launch": after}
+    return {name: round(1e6 * statistics.median(taken), 1) for name, taken in parts.items()}
+
+
+def measure(name: str, device: torch.device, times: int) -> dict[str, Any]:
+    """All stages of one model's call."""
+    cuda = device.type == "cuda"
+    unet = models.random_unet(name, dtype=torch.float16, device=device) if cuda else narrow_unet(name)
+    size = 8 * unet.config.sample_size  # type: ignore[union-attr]
+    args, kwargs = models.unet_inputs(unet, size, size)
+    accelerator = accelerate(unet, Config(allow_cpu=True, drop_slower=False))
+    with torch.no_grad():
+        for _ in range(3):
+            unet(*args, **kwargs)
+        call = flatten_call(args, kwargs, device)
+        launch = launched(accelerator, call)
+        found: dict[str, Any] = {"modules": sum(1 for _ in unet.modules())}
+        found["watched weights"] = accelerator.arena.status()["tracked"]
+        found["no generations told"] = whole_call(unet, args, kwargs, launch, times, device)
+        accelerator.new_generation()
+        unet(*args, **kwargs)
+        found["within a generation"] = whole_call(unet, args, kwargs, launch, times, device)
+        found["stages"] = stages(accelerator, args, kwargs, device, times)
+    accelerator.release()
+    return found
+
+
+def stages(accelerator: Accelerator, args: tuple, kwargs: dict, device: torch.device, times: int) -> dict[str, float]:
+    """What the parts of a call take, each by itself."""
+    call = flatten_call(args, kwargs, device)
+    (key,) = accelerator.plans
+    plan, report, keys = accelerator.plans[key], Report(), accelerator._keys
+    assert plan._graph is not None and keys._scene is not None
+    glance = keys._scene
+    pool = pool_of(device) if device.type == "cuda" else _NoPool(CPU)
+
+    def lookup() -> None:
+        again = (call.signature, plan.behaviour, None, device)
+        accelerator.plans.get(again)
+        accelerator._shelf.refusal(again)
+        accelerator._shelf.touch(again)
+
+    outputs = plan._graph.outputs
+    parts: dict[str, Callable[[], Any]] = {
+        "device": accelerator._device,
+        "signature": lambda: flatten_call(args, kwargs, device),
+        "lookup": lookup,
+        "behaviour at each step": glance.looks_alike,
+        "behaviour where no generations are told": glance.holds,
+        "weights": accelerator.arena.sync,
+        "copies in": lambda: plan._fill(call.leaves),
+        "order of streams": lambda: pool.leave(pool.enter()),
+        "copies out": lambda: plan._hand_out(outputs),
+        "result": lambda: plan.output(outputs),
+        "counters": lambda: report.count("replays"),
+    }
+    found = {name: median(run, times) for name, run in parts.items()}
+    found["behaviour once a generation"] = median(lambda: fingerprint(accelerator.module), 10)
+    return found
+
+
+def main() -> None:
+    """Print the numbers, and write them where that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="sd15,sdxl")
+    parser.add_argument("--calls", type=int, default=300)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", help="a file for the numbers")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        torch.set_num_threads(1)
+    found = {name: measure(name, device, options.calls) for name in options.models.split(",")}
+    for name, numbers in found.items():
+        print(f"{name}: {numbers['modules']} modules, {numbers['watched weights']} weights; microseconds")
+        for group in ("within a generation", "no generations told", "stages"):
+            print(f"  {group}")
+            for stage, taken in numbers[group].items():
+                print(f"    {stage:<42}{taken:>10.1f}")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"machine": describe(), **found}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""What a reading of the behaviour key looked at, laid out flat: another look is a handful of calls for all of it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch import nn
+
+# items of the largest container that is read
+LONGEST = 64
+_Namespace = Mapping[str, Any]
+
+
+class Scene:
+    """Everything that a reading met: modules, containers, hooks, and the names that methods find.
+
+    Objects are held, so that none can give its address to another; but not tensors, of which some are large and
+    others' backups.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+        self._types: list[type] = []
+        self._empty: list[dict | list] = []
+        self._sized: list[dict | list] = []
+        self._lengths: list[int] = []
+        self._dicts: list[dict] = []
+        self._dict_keys: list[Any] = []
+        self._dict_values: list[Any] = []
+        self._lists: list[list] = []
+        self._list_items: list[Any] = []
+        self._parameters: list[dict] = []
+        self._parameter_names: list[Any] = []
+        self._missing: list[bool] = []
+        # those that hold tensors: what is in them is told by address
+        self._mixed: list[dict | list] = []
+        self._addresses: list[tuple[int, ...]] = []
+        self._held: list[Any] = []
+        self._long: list[dict | list] = []
+        self._names: dict[int, tuple[type | dict, dict[str, Any]]] = {}
+        self._kinds: dict[tuple[Any, str], Any] = {}
+
+    # Each is noted before it is read: what changes in between is seen at the next look.
+
+    def module(self, module: nn.Module) -> None:
+        """A module: its attributes, submodules and parameters, of which only those count that are None."""
+        self._modules.append(module)
+        self._types.append(type(module))
+        attributes = module.__dict__
+        self.container(attributes)
+        self.container(attributes["_modules"])
+        parameters = attributes["_parameters"]
+        self._size(parameters)
+        self._parameters.append(parameters)
+        self._parameter_names.extend(parameters)
+        self._missing.extend(map(operator.is_, dict.values(parameters), repeat(None)))
+
+    def container(self, container: dict | list) -> None:
+        """A dict or list with what it holds."""
+        self._size(container)
+        values = list(dict.values(container) if isinstance(container, dict) else container)
+        if any(map(isinstance, values, repeat(torch.Tensor))):
+            self._mixed.append(container)
+            self._addresses.append(_addresses(container))
+            self._held += [value for value in (*container, *values) if not isinstance(value, torch.Tensor)]
+        elif isinstance(container, dict):
+            self._dicts.append(container)
+            self._dict_keys.extend(container)
+            self._dict_values += values
+        else:
+            self._lists.append(container)
+            self._list_items += values
+
+    def long(self, container: dict | list) -> None:
+        """A dict or list that is too long to be read: of interest when it is no more."""
+        self._long.append(container)
+
+    def _size(self, container: dict | list) -> None:
+        if container:
+            self._sized.append(container)
+            self._lengths.append(len(container))
+        else:
+            # most: each module has several for hooks
+            self._empty.append(container)
+
+    def name(self, home: type | dict, name: str) -> None:
+        """A name that a method finds in a class or in its module, or one that is not there yet."""
+        _, names = self._names.setdefault(id(home), (home, {}))
+        names[name] = _namespace(home).get(name)
+
+    def kind(self, kind: Any, name: str) -> Any:
+        """A method of a class; returns what it is."""
+        function = self._kinds[kind, name] = getattr(kind, name)
+        return function
+
+    def seal(self) -> Scene:
+        """To be called when all was read."""
+        self._found = [_Found(_namespace(home), names) for home, names in self._names.values()]
+        self._methods = [(kind, name, function) for (kind, name), function in self._kinds.items()]
+        return self
+
+    def looks_alike(self) -> bool:
+        """Whether nobody added or took away a hook or an attribute, or exchanged a class or its methods.
+
+        What it does not see is one value of an attribute that took the place of another.
+        """
+        return (
+            not any(self._empty)
+            and list(map(len, self._sized)) == self._lengths
+            and list(map(type, self._modules)) == self._types
+            and all(found.holds() for found in self._found)
+            and all(getattr(kind, name) is function for kind, name, function in self._methods)
+        )
+
+    def holds(self) -> bool:
+        """Whether everything is the very object that it was, but for parameters that took the place of others."""
+        return (
+            self.looks_alike()
+            and all(map(operator.is_, _keys(self._dicts), self._dict_keys))
+            and all(map(operator.is_, _values(self._dicts), self._dict_values))
+            and all(map(operator.is_, chain.from_iterable(self._lists), self._list_items))
+            and all(map(operator.is_, _keys(self._parameters), self._parameter_names))
+            and list(map(operator.is_, _values(self._parameters), repeat(None))) == self._missing
+            and list(map(_addresses, self._mixed)) == self._addresses
+            and all(len(container) > LONGEST for container in self._long)
+        )
+
+
+class NoScene(Scene):
+    """Notes nothing."""
+
+    def module(self, module: nn.Module) -> None:
+        """Nothing."""
+
+    def container(self, container: dict | list) -> None:
+        """Nothing."""
+
+    def long(self, container: dict | list) -> None:
+        """Nothing."""
+
+    def name(self, home: type | dict, name: str) -> None:
+        """Nothing."""
+
+
+class _Found:
+    """Names of one namespace, and what they stood for; those that were not there are to stay away."""
+
+    def __init__(self, namespace: _Namespace, names: dict[str, Any]) -> None:
+        there = {name: value for name, value in names.items() if value is not None}
+        self._namespace, self._values = namespace, list(there.values())
+        self._absent = frozenset(names).difference(there)
+        self._get: Callable[[Any], Any] | None = None
+        if len(there) == 1:
+            (name,) = there
+            self._get = lambda namespace: (namespace[name],)
+        elif there:
+            self._get = operator.itemgetter(*there)
+
+    def holds(self) -> bool:
+        try:
+            if self._get is not None and not all(map(operator.is_, self._get(self._namespace), self._values)):
+                return False
+        except KeyError:
+            return False
+        namespace = self._namespace
+        return namespace.keys().isdisjoint(self._absent) or all(namespace.get(n) is None for n in self._absent)
+
+
+def _namespace(home: type | dict) -> _Namespace:
+    return home if isinstance(home, dict) else vars(home)
+
+
+def _keys(containers: list[dict]) -> chain:
+    return chain.from_iterable(containers)
+
+
+def _values(containers: list[dict]) -> chain:
+    return chain.from_iterable(map(dict.values, containers))
+
+
+def _addresses(container: dict | list) -> tuple[int, ...]:
+    if isinstance(container, dict):
+        return (*map(id, container), *map(id, dict.values(container)))
+    return tuple(map(id, container))
