@@ -140,8 +140,10 @@ class _Copier:
         return result
 
     def _kind(self, module: nn.Module) -> Hashable:
+        # which of them are one and the same: a recording names each by one of its places
+        numbers: dict[int, int] = {}
         weights = tuple(
-            (path, name, *_metadata(tensor))
+            (path, name, numbers.setdefault(id(tensor), len(numbers)), *_metadata(tensor))
             for path, part in module.named_modules()
             for held in (part._parameters, part._buffers)
             for name, tensor in held.items()

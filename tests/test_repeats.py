@@ -88,6 +88,19 @@ def test_blocks_of_one_kind_are_recorded_once(monkeypatch):
     check(Stack(*[Block() for _ in range(4)]), monkeypatch, 3)
 
 
+@pytest.mark.parametrize("tied", [1, 0])
+def test_weights_that_are_one_tell_blocks_apart(tied, monkeypatch):
+    blocks = [Block() for _ in range(4)]
+    blocks[tied].b.weight = blocks[tied].a.weight
+    check(Stack(*blocks), monkeypatch, 2)
+
+
+def test_weights_that_are_one_in_two_blocks(monkeypatch):
+    blocks = [Block() for _ in range(4)]
+    blocks[2].b.weight = blocks[0].a.weight
+    check(Stack(*blocks), monkeypatch, 3)
+
+
 def test_each_width_and_each_setting_is_recorded(monkeypatch):
     class Widths(nn.Module):
         def __init__(self):
