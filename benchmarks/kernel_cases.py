@@ -20,6 +20,7 @@ from sfast_ext.kernels import (
     group_norm,
     layer_norm,
     linear_add,
+    linear_geglu,
     upsample,
 )
 
@@ -34,6 +35,7 @@ MODULES: dict[str, Any] = {
     "upsample": upsample,
     "attention": attention,
     "linear_add": linear_add,
+    "linear_geglu": linear_geglu,
 }
 NORM_ROWS = [(8192, 320), (2048, 640), (512, 1280), (2048, 1280), (8192, 640)]
 # (channels, height): batch 2; the last three are SDXL's
@@ -50,6 +52,8 @@ IMAGES = [
 ]
 IMAGES += [(320, 128), (960, 128), (1280, 32)]
 GATED = [(8192, 2560), (2048, 5120), (512, 10240), (2048, 10240), (8192, 5120)]
+# rows, columns of the result, inner dimension: the last two are SDXL's
+GATED_LINEARS = [(8192, 1280, 320), (2048, 2560, 640), (512, 5120, 1280), (2048, 5120, 1280), (8192, 2560, 640)]
 # heads, queries, keys, head dimension: batch 2
 HEADS = [(8, 4096, 4096, 40), (8, 1024, 1024, 80), (8, 256, 256, 160), (8, 4096, 77, 40), (8, 1024, 77, 80)]
 HEADS += [(10, 4096, 4096, 64), (20, 1024, 1024, 64), (10, 4096, 77, 64), (20, 1024, 77, 64)]
@@ -185,6 +189,10 @@ def _torch_upsample(x: Tensor, size: tuple[int, int], steps: tuple[float, float]
     return F.interpolate(x, size=size, mode="nearest")
 
 
+def _torch_linear_geglu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return _torch_geglu(F.linear(x, weight, bias))
+
+
 def _torch_linear_add(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     return F.linear(x, weight, bias) + residual
 
@@ -266,6 +274,9 @@ def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[
     if "geglu" in only:
         for rows, columns in GATED:
             yield _case("geglu", f"{rows}x{columns}", _torch_geglu, [randn(rows, columns)], {})
+    for rows, columns, inner in GATED_LINEARS if "linear_geglu" in only else ():
+        tensors = [randn(rows, inner), randn(2 * columns, inner) * inner**-0.5, randn(2 * columns)]
+        yield _case("linear_geglu", f"{rows}x{columns}x{inner}", _torch_linear_geglu, tensors, {})
     if "attention" in only:
         for heads, queries, keys, size in HEADS:
             q, k, v = (
