@@ -204,7 +204,9 @@ class Accelerator(Planner):
             found = None
 
         started = time.perf_counter()
-        result = self.original(*args, **kwargs)
+        # what a new plan is compared with is the original down to its parts, which need no plans of their own for it
+        with _building() if found is not None and self.parts else contextlib.nullcontext():
+            result = self.original(*args, **kwargs)
         if found is not None and self._building.acquire(blocking=False):
             try:
                 with _building():

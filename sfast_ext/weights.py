@@ -238,12 +238,20 @@ class WeightArena:
     def release(self) -> None:
         """Give every parameter back with the strides it had, in memory of its own, with the values it has now."""
         with self._lock:
+            ours = [w for w in self._everything() if w.placed and w.tensor.numel()]
+            lying = {(w.tensor.data_ptr(), w.tensor.device): w for w in ours}
             # the host may have exchanged weights since the last capture; without this, what is known is given back
             with contextlib.suppress(Exception):
                 self.index()
-            for w, now in self._placed():
-                ours = now.data_ptr() == w.tensor.data_ptr() and now.device == w.tensor.device
-                if ours or (now.stride() == w.tensor.stride() and now.shape == w.tensor.shape):
+            for w in self._everything():
+                now = w.owner.get(w.name) if w.slots else None
+                if not isinstance(now, torch.Tensor):
+                    continue
+                # of another weight where the host gave its data to this one
+                there = lying.get((now.data_ptr(), now.device))
+                if there is not None:
+                    there.go_home(now)
+                elif w.placed and now.stride() == w.tensor.stride() and now.shape == w.tensor.shape:
                     w.go_home(now)
             self._weights, self._packs, self._live = {}, {}, []
             self._rewatch()

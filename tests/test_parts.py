@@ -81,7 +81,7 @@ def test_the_whole_is_captured_down_to_the_parts_own_forwards(pair):
     acc.accelerate_parts(parts(net))
     for _ in range(3):
         same(plain(net), plain(twin), request())
-    # the first call ran the blocks' originals inside the whole's, each of which made a plan of its own
+    assert counters(acc)["captures"] == 1, "blocks inside the original of the first call make no plans"
     assert len(acc.plans) == 1 and acc.report.as_dict()["last_error"] is None
     (plan,) = acc.plans.values()
     assert plan.replays == 2 and plan.fused["packed_linear"] > 0

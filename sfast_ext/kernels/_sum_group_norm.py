@@ -138,19 +138,7 @@ def _part_statistics(
     mean = tl.sum(tl.where(mask, value, 0.0), 0) / count
     centred = tl.where(mask, value - mean[None, :], 0.0)
     m2 = tl.sum(centred * centred, 0)
-
-    lane = tl.arange(0, GROUPS)
-    member = ((column // group_width)[:, None] == lane[None, :]) & inside[:, None]
-    group_mean = tl.sum(tl.where(member, mean[:, None], 0.0), 0) / group_width.to(tl.float32)
-    offset = tl.where(member, mean[:, None] - group_mean[None, :], 0.0)
-    group_m2 = tl.sum(tl.where(member, m2[:, None], 0.0) + count * offset * offset, 0)
-
-    group = tl.program_id(1) * (width // group_width) + lane
-    valid = (lane < width // group_width) & (group < groups)
-    at = (image * tl.num_programs(0) + tl.program_id(0)) * groups + group
-    size = tl.num_programs(2).to(tl.int64) * tl.num_programs(0) * groups
-    tl.store(partial + at, group_mean, mask=valid)
-    tl.store(partial + size + at, group_m2, mask=valid)
+    tiles.write_statistics(mean, m2, count, column, inside, partial, image, groups, group_width, width, GROUPS)
 
 
 def run(
