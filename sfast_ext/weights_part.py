@@ -1,0 +1,70 @@
+"""The weights of a submodule that is accelerated by itself: they live in the weight arena of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from sfast_ext.weights import Weight, WeightArena
+
+
+class ArenaPart(WeightArena):
+    """A submodule's part of a weight arena: what `WeightArena` says of each method, for this module alone."""
+
+    def __init__(self, arena: WeightArena, root: nn.Module) -> None:
+        super().__init__(root)
+        self._arena = arena
+        self._seen = -1
+
+    def index(self) -> None:
+        """See `WeightArena.index`."""
+        self._arena.index()
+
+    def locate(self, tensor: torch.Tensor) -> Weight | None:
+        """See `WeightArena.locate`."""
+        return self._arena.locate(tensor)
+
+    def pack(self, weights: Sequence[Weight]) -> Weight | None:
+        """See `WeightArena.pack`."""
+        return self._arena.pack(weights)
+
+    def channels_last(self, weight: Weight) -> bool:
+        """See `WeightArena.channels_last`."""
+        return self._arena.channels_last(weight)
+
+    def bind(self, weights: Sequence[Weight]) -> None:
+        """See `WeightArena.bind`."""
+        self._arena.bind(weights)
+
+    def unbind(self, weights: Sequence[Weight]) -> None:
+        """See `WeightArena.unbind`."""
+        self._arena.unbind(weights)
+
+    def sync(self) -> int:
+        """See `WeightArena.sync`."""
+        if self._seen != self._arena._epoch:
+            self._seen = self._arena._epoch
+            own = {id(c) for m in self.root.modules() for c in (m._parameters, m._buffers, m.__dict__)}
+            self._watch = self._arena._watch_of(self._arena._live, own)
+        return self._arena._bring(self._watch)
+
+    def part(self, module: nn.Module) -> WeightArena:
+        """See `WeightArena.part`."""
+        return ArenaPart(self._arena, module)
+
+    def move_to(self, root: nn.Module) -> bool:
+        """A part does not move by itself."""
+        return False
+
+    def lend_home(self) -> None:
+        """See `WeightArena.lend_home`."""
+        self._arena.lend_home()
+
+    def release(self) -> None:
+        """Nothing: parameters are given back with the whole."""
+
+    def status(self) -> dict[str, int]:
+        """See `WeightArena.status`."""
+        return self._arena.status()
