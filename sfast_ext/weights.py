@@ -51,6 +51,7 @@ class WeightArena:
         self._watch = Watch([])
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._epoch = 0
+        self._made: set[int] = set()
         self.copied = 0
 
     def index(self) -> None:
@@ -255,6 +256,10 @@ class WeightArena:
                     there.go_home(now)
                 elif w.placed and now.stride() == w.tensor.stride() and now.shape == w.tensor.shape:
                     w.go_home(now)
+            with torch.inference_mode(False), torch.no_grad():
+                for tensor in self._still_in_ours():
+                    tensor.data = tensor.detach().clone()
+            self._made.clear()
             self._weights, self._packs, self._live = {}, {}, []
             self._rewatch()
 
@@ -267,6 +272,12 @@ class WeightArena:
                 "packed_parameters": sum(len(p.parts) for p in self._packs.values()),
                 "copied": self.copied,
             }
+
+    def _still_in_ours(self) -> list[torch.Tensor]:
+        """What the module holds in memory that the arena made, and no weight is known to: data that went round."""
+        containers = [c for m in self.root.modules() for c in (m._parameters, m._buffers, m.__dict__)]
+        tensors = {id(t): t for c in containers for t in c.values() if isinstance(t, torch.Tensor) and _plain(t)}
+        return [t for t in tensors.values() if memory_of(t) in self._made and t.untyped_storage().nbytes() > t.nbytes]
 
     def _placed(self) -> list[tuple[Weight, torch.Tensor]]:
         """Each weight that the arena laid elsewhere or otherwise, with what its module holds now."""
@@ -321,6 +332,7 @@ class WeightArena:
         assert weight.bound is not None
         # the module's own tensor object stays, so that the host's references to it stay good
         weight.bound.data = place
+        self._made.add(memory_of(place))
         weight.tensor, weight.pointer, weight.placed = place, place.data_ptr(), True
 
     def _adopt(self, stale: list[tuple[Weight, torch.Tensor | None]]) -> int:
@@ -383,3 +395,7 @@ class WeightArena:
         other = read_by_others([*self._everything(), *self._packs.values()], arrived, [w for w, _ in written])
         if other is not None:
             raise WeightsChanged(f"the memory of {other.path} is still in use by others")
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
