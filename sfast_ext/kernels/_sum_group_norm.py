@@ -179,7 +179,7 @@ def run(
     added = inner if residual is None else channels_inner(residual)
     total = torch.empty((*inner.shape[:-1], channels), dtype=a.dtype, device=a.device)
     out = torch.empty(total.shape, dtype=dtype, device=a.device)
-    vectors = (inner if bias is None else bias.contiguous(), added)
+    vector = inner if bias is None else bias.contiguous()
     weights, terms = (total if v is None else v.contiguous() for v in (weight, term))
     has = (int(weight is not None), int(term is not None), int(silu))
     first, biased = a.shape[1], 0 if bias is None else a.shape[1]
@@ -187,14 +187,15 @@ def run(
     flags, unit = {"JOIN": b is not None, "RESIDUAL": residual is not None}, constants["UNIT"]
     if path == "whole":
         sizes = (pixels, channels, first, group_width // unit, biased, *has)
-        tensors = (second, *vectors, weights, terms, total, out)
-        start(_whole, (groups, batch), inner, *tensors, *sizes, float(scale), eps, **flags, **tile.constants)
+        tensors = (second, vector, added, weights, terms, total, out)
+        start(_whole, (groups, batch), inner, *tensors, *sizes, float(scale), eps, **flags, **constants)
         return channels_outer(total), channels_outer(out)
     units = tile.groups * group_width // unit
     grid = (tile.parts, tile.blocks, batch)
     partial = torch.empty((2, batch, tile.parts, groups), dtype=torch.float32, device=a.device)
     counts = (pixels, channels, first, groups, group_width, units, biased)
-    start(_part_statistics, grid, inner, second, *vectors, total, partial, *counts, float(scale), **flags, **constants)
+    first_launch = (second, vector, added, total, partial, *counts, float(scale))
+    start(_part_statistics, grid, inner, *first_launch, **flags, **constants)
     start(
         tiles._part_normalise,
         grid,
@@ -214,6 +215,6 @@ def run(
         *has,
         eps,
         PARTS=tiles.room(tile.parts),
-        **tile.constants,
+        **constants,
     )
     return channels_outer(total), channels_outer(out)

@@ -74,11 +74,13 @@ def tokens(gm: fx.GraphModule, function: Any, untouchable: set[fx.Node]) -> int:
     graph, count = gm.graph, 0
     for add in list(graph.nodes):
         size = shape(add) or ()
-        if len(size) != 3 or add in untouchable or not is_residual_add(add) or dtype(add) not in HALF:
+        if len(size) != 3 or not is_residual_add(add) or dtype(add) not in HALF:
+            continue
+        if not untouchable.isdisjoint([add, *add.args[:2]]):
             continue
         with graph.inserting_before(add):
             x, residual, bias = summands(add, untouchable)
-            if bias is None or residual in untouchable:
+            if bias is None:
                 continue
             # the kernel's channels are the second dimension, and lie last in memory: only views
             outer = fake(add, (size[0], size[2], size[1]))
