@@ -241,7 +241,7 @@ class Accelerator(Planner):
         whole = self.whole or self
         if not any(accelerator.plans for accelerator in (whole, *whole.parts)):
             try:
-                whole.arena.release()
+                whole.arena.lay_back()
             except Exception as exc:
                 self.report.error("laying the weights back", exc)
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sfast_ext.homes import memory_of
+
 Slot = tuple[dict, str]
 
 
@@ -35,24 +37,10 @@ class Weight:
     bound: torch.Tensor | None = None
     """The very object that was in the slots when the live tensor was last known to hold its values."""
     pointer: int = 0
-    home: tuple[int, ...] = ()
-    """Strides the module's parameter had before the arena touched it."""
     pack: Weight | None = None
     parts: tuple[Weight, ...] = ()
-    placed: bool = False
-    """Whether the arena changed where or how the parameter lies."""
     plans: int = 0
     """How many plans read it; its address must not change while there is one."""
-
-    @property
-    def owner(self) -> dict:
-        """The dictionary of the module that holds it."""
-        return self.slots[0][0]
-
-    @property
-    def name(self) -> str:
-        """Its name in that module."""
-        return self.slots[0][1]
 
     def is_current(self, value: torch.Tensor) -> bool:
         """Whether the module still holds the tensor that the live one was bound to, where and as it was."""
@@ -61,16 +49,6 @@ class Weight:
         live = self.tensor
         kept = live.data_ptr() == self.pointer
         return kept and value.device == live.device and value.dtype == live.dtype and same_place(value, live)
-
-    def go_home(self, now: torch.Tensor) -> None:
-        """Give the module's parameter the strides it had before the arena, in memory of its own."""
-        as_placed = now.stride() == self.tensor.stride() and now.shape == self.tensor.shape
-        # other strides are the host's choice
-        strides = self.home if as_placed else tuple(now.stride())
-        with torch.inference_mode(False), torch.no_grad():
-            own = torch.empty_strided(now.shape, strides, dtype=now.dtype, device=now.device)
-            own.copy_(now.detach())
-            now.data = own
 
 
 class Watch:
@@ -137,16 +115,11 @@ def paths_of(root: nn.Module, weight: Weight) -> list[str]:
 
 
 def new_weight(path: str, value: torch.Tensor, slots: list[Slot]) -> Weight:
-    return Weight(path, value.detach(), slots, value, value.data_ptr(), tuple(value.stride()))
+    return Weight(path, value.detach(), slots, value, value.data_ptr())
 
 
 def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory, while they live."""
-    return tensor.untyped_storage()._cdata
 
 
 def read_by_others(

@@ -9,7 +9,6 @@ tensors and re-binds the parameters.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Sequence
@@ -17,13 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from sfast_ext.homes import Homes, Strides, memory_of
 from sfast_ext.weight import (
     Slot,
     Watch,
     Weight,
     WeightsAway,
     WeightsChanged,
-    memory_of,
     must_fit,
     new_weight,
     paths_of,
@@ -51,24 +50,15 @@ class WeightArena:
         self._watch = Watch([])
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._epoch = 0
-        self._made: set[int] = set()
+        self._homes = Homes()
         self.copied = 0
 
     def index(self) -> None:
         """Learn the module's tensors by identity, before a capture. O(parameters)."""
         with self._lock:
-            known: dict[int, dict[str, Weight]] = {id(slot[0]): {} for w in self._weights.values() for slot in w.slots}
-            for w in self._weights.values():
-                for container, name in w.slots:
-                    known[id(container)][name] = w
-            held: dict[int, tuple[torch.Tensor, str, list[Slot]]] = {}
-            for prefix, module in self.root.named_modules():
-                for container in (module._parameters, module._buffers, module.__dict__):
-                    for name, value in container.items():
-                        if isinstance(value, torch.Tensor):
-                            path = f"{prefix}.{name}" if prefix else name
-                            held.setdefault(id(value), (value, path, []))[2].append((container, name))
-            fresh = {key: self._indexed(value, path, slots, known) for key, (value, path, slots) in held.items()}
+            self._homes.sweep()
+            known = {(id(container), name): w for w in self._weights.values() for container, name in w.slots}
+            fresh = {key: self._indexed(*held, known) for key, held in self._held().items()}
             # what plans read stays tracked even where the module let go of it: sync() reports that
             for w in self._live:
                 if w.bound is not None:
@@ -76,10 +66,10 @@ class WeightArena:
             self._weights = fresh
 
     def _indexed(
-        self, value: torch.Tensor, path: str, slots: list[Slot], known: dict[int, dict[str, Weight]]
+        self, value: torch.Tensor, paths: list[str], slots: list[Slot], known: dict[tuple[int, str], Weight]
     ) -> Weight:
         """The weight that these slots hold: one that is known where it still is that tensor, else a new one."""
-        were = [w for container, name in slots if (w := known.get(id(container), {}).get(name)) is not None]
+        were = [w for container, name in slots if (w := known.get((id(container), name))) is not None]
         for w in were:
             if w.plans or w.is_current(value):
                 # what it was tied to may have changed since, but what a plan reads is watched until sync() says so
@@ -89,15 +79,10 @@ class WeightArena:
         for w in were:
             if w.pack is not None:
                 self._dissolve(w.pack)
-        new = new_weight(path, value, slots)
-        same = self._weights.get(id(value))
-        was = same if same is not None and same.bound is value else next(iter(were), None)
-        if was is not None and was.placed and value.shape == was.tensor.shape:
-            # replaced, or held by others now, yet its strides may still be the ones the arena gave it
-            new.placed = True
-            if value.stride() == was.tensor.stride():
-                new.home = was.home
-        return new
+        home = self._homes.of(value, paths)
+        if home is not None and home != value.stride():
+            self._homes.note(value, home, paths)
+        return new_weight(paths[0], value, slots)
 
     def locate(self, tensor: torch.Tensor) -> Weight | None:
         """The weight that this very tensor object is, or None. `index()` must have run since it was assigned."""
@@ -166,7 +151,7 @@ class WeightArena:
                     w.plans += 1
             self._refresh_live()
             # what no plan reads is not ours to keep alive (a host's backups among it)
-            self._weights = {k: w for k, w in self._weights.items() if w.plans or w.placed}
+            self._weights = {k: w for k, w in self._weights.items() if w.plans or self._homes.of(w.tensor) is not None}
 
     def unbind(self, weights: Sequence[Weight]) -> None:
         """The plan that read these is gone."""
@@ -219,9 +204,7 @@ class WeightArena:
                 if any(c[n].data_ptr() == w.tensor.data_ptr() for c, n in w.slots if c.get(n) is not None):
                     return False
                 slots[id(w)] = [slot for slot in there if slot is not None]
-            for w, now in self._placed():
-                if now.stride() == w.tensor.stride() != w.home:
-                    w.go_home(now)
+            self.lend_home()
             for w in self._live:
                 w.slots, w.bound = slots[id(w)], None
             self.root = root
@@ -234,34 +217,26 @@ class WeightArena:
     def lend_home(self) -> None:
         """Lay every parameter out as before, for somebody who looks at strides; the next `sync` takes them back."""
         with self._lock:
-            for w, now in self._placed():
-                if now.stride() == w.tensor.stride() != w.home and now.device == w.tensor.device:
-                    w.go_home(now)
+            for tensor, home in self._laid():
+                if tensor.stride() != home:
+                    self._homes.bring(tensor, home)
 
     def release(self) -> None:
         """Give every parameter back with the strides it had, in memory of its own, with the values it has now."""
         with self._lock:
-            ours = [w for w in self._everything() if w.placed and w.tensor.numel()]
-            lying = {(w.tensor.data_ptr(), w.tensor.device): w for w in ours}
-            # the host may have exchanged weights since the last capture; without this, what is known is given back
-            with contextlib.suppress(Exception):
-                self.index()
-            for w in self._everything():
-                now = w.owner.get(w.name) if w.slots else None
-                if not isinstance(now, torch.Tensor):
-                    continue
-                # of another weight where the host gave its data to this one
-                there = lying.get((now.data_ptr(), now.device))
-                if there is not None:
-                    there.go_home(now)
-                elif w.placed and now.stride() == w.tensor.stride() and now.shape == w.tensor.shape:
-                    w.go_home(now)
-            with torch.inference_mode(False), torch.no_grad():
-                for tensor in self._still_in_ours():
-                    tensor.data = tensor.detach().clone()
-            self._made.clear()
+            self.lay_back()
+            self._homes.forget()
+
+    def lay_back(self) -> None:
+        """As `release`, for the time in which there are no plans."""
+        with self._lock:
+            laid = self._laid()
+            # nothing of it is to keep the memory that is left behind
             self._weights, self._packs, self._live = {}, {}, []
             self._rewatch()
+            for tensor, home in laid:
+                if not self._homes.at_home(tensor, home):
+                    self._homes.bring(tensor, home)
 
     def status(self) -> dict[str, int]:
         """Counts for the report."""
@@ -273,17 +248,21 @@ class WeightArena:
                 "copied": self.copied,
             }
 
-    def _still_in_ours(self) -> list[torch.Tensor]:
-        """What the module holds in memory that the arena made, and no weight is known to: data that went round."""
-        containers = [c for m in self.root.modules() for c in (m._parameters, m._buffers, m.__dict__)]
-        tensors = {id(t): t for c in containers for t in c.values() if isinstance(t, torch.Tensor) and _plain(t)}
-        return [t for t in tensors.values() if memory_of(t) in self._made and t.untyped_storage().nbytes() > t.nbytes]
+    def _held(self) -> dict[int, tuple[torch.Tensor, list[str], list[Slot]]]:
+        """Each tensor of the module by its id, with its paths."""
+        held: dict[int, tuple[torch.Tensor, list[str], list[Slot]]] = {}
+        for path, slot in places_of(self.root).items():
+            value = slot[0][slot[1]]
+            _, paths, slots = held.setdefault(id(value), (value, [], []))
+            paths.append(path)
+            slots.append(slot)
+        return held
 
-    def _placed(self) -> list[tuple[Weight, torch.Tensor]]:
-        """Each weight that the arena laid elsewhere or otherwise, with what its module holds now."""
-        everything = {id(w): w for w in [*self._weights.values(), *self._live]}.values()
-        held = [(w, w.owner.get(w.name)) for w in everything if w.placed and w.slots]
-        return [(w, now) for w, now in held if isinstance(now, torch.Tensor)]
+    def _laid(self) -> list[tuple[torch.Tensor, Strides]]:
+        """Each tensor that lies where or as the arena laid one, with the strides that its host knows it by."""
+        found = {id(tensor): (tensor, self._homes.of(tensor)) for tensor in self._homes.moved()}
+        found |= {key: (value, self._homes.of(value, paths)) for key, (value, paths, _) in self._held().items()}
+        return [(tensor, home) for tensor, home in found.values() if home is not None]
 
     def _within(self, weights: Sequence[Weight]) -> Weight | None:
         """The rows of a larger pack that `weights` are, one after the other; None where they are not."""
@@ -331,9 +310,11 @@ class WeightArena:
         # values are in `place` already, or about to be the same: callers build it from weight.tensor
         assert weight.bound is not None
         # the module's own tensor object stays, so that the host's references to it stay good
+        home = self._homes.of(weight.tensor)
         weight.bound.data = place
-        self._made.add(memory_of(place))
-        weight.tensor, weight.pointer, weight.placed = place, place.data_ptr(), True
+        home = weight.tensor.stride() if home is None else home
+        self._homes.note(weight.bound, home, paths_of(self.root, weight))
+        weight.tensor, weight.pointer = place, place.data_ptr()
 
     def _adopt(self, stale: list[tuple[Weight, torch.Tensor | None]]) -> int:
         arriving: dict[int, Weight] = {}
@@ -362,10 +343,13 @@ class WeightArena:
         for weight, now in stale:
             assert now is not None
             if not same_place(now, weight.tensor):
-                if now.stride() != weight.tensor.stride():
-                    # laid out anew by the host: that is what it gets back
-                    weight.home, weight.placed = tuple(now.stride()), True
+                # laid out anew by the host: that is what it gets back
+                paths = paths_of(self.root, weight)
+                home, was = self._homes.of(now, paths), self._homes.of(weight.tensor)
+                home = now.stride() if home is None else home
                 now.data = weight.tensor
+                if was is not None or home != now.stride():
+                    self._homes.note(now, home, paths)
             weight.bound = now
             self._weights[id(weight.bound)] = weight
         self.copied += len(targets)
@@ -390,12 +374,9 @@ class WeightArena:
             old = reference()
             # in another place of the module, or with somebody who will put it back; where nobody has it, it is gone
             if old is not None and id(old) not in coming and memory_of(old) == memory_of(weight.tensor):
-                weight.go_home(old)
+                home = self._homes.of(old)
+                self._homes.bring(old, old.stride() if home is None else home)
             old = None
         other = read_by_others([*self._everything(), *self._packs.values()], arrived, [w for w, _ in written])
         if other is not None:
             raise WeightsChanged(f"the memory of {other.path} is still in use by others")
-
-
-def _plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided

@@ -13,8 +13,9 @@ from stateful.nets import Request, SmallNet, arguments, make
 from torch import nn
 
 from sfast_ext import Config, accelerate
+from sfast_ext.homes import Homes
 from sfast_ext.plan import relative_error
-from sfast_ext.weights import Weight, WeightArena
+from sfast_ext.weights import WeightArena
 
 CPU = Config(allow_cpu=True)
 
@@ -264,6 +265,10 @@ def plain_layer(net: nn.Module):
     return net.conv_in
 
 
+def conv_out(net: nn.Module):
+    return net.conv_out
+
+
 @pytest.mark.parametrize("layer", [plain_layer, packed_layer])
 @pytest.mark.parametrize("kept", ["parameter", "data", "state dict"])
 def test_what_a_host_keeps_of_a_weight_and_puts_back_is_not_written_to(pair, layer, kept):
@@ -365,7 +370,7 @@ def test_two_weights_in_one_memory_of_which_one_is_replaced():
 
 
 def test_a_weight_that_nobody_keeps_is_not_copied_when_it_is_replaced(pair, monkeypatch):
-    monkeypatch.setattr(Weight, "go_home", lambda *_: pytest.fail("it was copied"))
+    monkeypatch.setattr(Homes, "bring", lambda *_: pytest.fail("it was copied"))
 
     def replace(net):
         for layer in (plain_layer(net), packed_layer(net)):
@@ -374,3 +379,31 @@ def test_a_weight_that_nobody_keeps_is_not_copied_when_it_is_replaced(pair, monk
     pair.both(replace)
     pair.same(1)
     assert pair.counter("captures") == 1
+
+
+def without_plans_for_a_while(pair, layer):
+    """All is laid back, but for what the host took out of the module before."""
+    pair.both(lambda net: setattr(layer(net), "weight", nn.Parameter(layer(net).weight.detach() * -1.5)))
+    pair.acc._drop_all("of this test")
+    pair.acc._lay_back()
+
+
+@pytest.mark.parametrize("kept", ["parameter", "data", "computed"])
+def test_what_a_host_puts_back_after_the_weights_were_laid_back(pair, kept):
+    weights = {net: conv_out(net).weight for net in (pair.ours, pair.twin)}
+    backups = {net: weight if kept == "parameter" else nn.Parameter(weight.data) for net, weight in weights.items()}
+    without_plans_for_a_while(pair, conv_out)
+    pair.both(lambda net: setattr(conv_out(net), "weight", backups[net]))
+    if kept == "computed":
+        pair.both(lambda net: setattr(conv_out(net), "weight", nn.Parameter(conv_out(net).weight * 2)))
+    else:
+        pair.same(2)
+    pair.acc.release()
+    compare_modules(pair.ours, pair.twin)
+
+
+@pytest.mark.parametrize("layer", [conv_out, packed_layer])
+def test_a_parameter_that_is_out_of_the_module_when_it_is_given_back(pair, layer):
+    taken = layer(pair.ours).weight
+    without_plans_for_a_while(pair, layer)
+    assert taken.is_contiguous() and taken.untyped_storage().nbytes() == taken.nbytes

@@ -1,0 +1,85 @@
+"""How the host knows the tensors that the weight arena laid elsewhere or otherwise."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Strides = tuple[int, ...]
+Layout = tuple[torch.Size, Strides]
+
+
+class Homes:
+    """The strides that the host knows tensors by.
+
+    Known for all memory that the arena made or laid out and for all tensors that it moved there, as long as anybody
+    has them: a host may keep some, and put them back when plans and weights are long forgotten.
+    """
+
+    def __init__(self) -> None:
+        # a weak reference keeps the number of the memory from being given to another
+        self._memory: dict[int, tuple[StorageWeakRef, dict[tuple[int, Layout], Strides]]] = {}
+        self._moved: dict[int, tuple[weakref.ref[torch.Tensor], Layout, Strides]] = {}
+        self._paths: dict[str, tuple[Layout, Strides]] = {}
+
+    def note(self, tensor: torch.Tensor, home: Strides, paths: Iterable[str]) -> None:
+        """The tensor of these paths lies as the arena wants it now; its host knows it by the strides `home`."""
+        layout = _layout(tensor)
+        _, places = self._memory.setdefault(memory_of(tensor), (StorageWeakRef(tensor.untyped_storage()), {}))
+        places[tensor.storage_offset(), layout] = home
+        self._moved[id(tensor)] = (weakref.ref(tensor), layout, home)
+        self._paths.update((path, (layout, home)) for path in paths)
+
+    def of(self, tensor: torch.Tensor, paths: Iterable[str] = ()) -> Strides | None:
+        """The strides that the host knows the tensor of these paths by; None where the arena has no part in it."""
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            return None
+        layout = _layout(tensor)
+        memory = self._memory.get(memory_of(tensor))
+        if memory is not None:
+            # strides that the arena did not give it are the host's choice
+            return memory[1].get((tensor.storage_offset(), layout), tensor.stride())
+        # strides go on to what is computed from a tensor: to its new data, and to what takes its place
+        reference, moved, home = self._moved.get(id(tensor), (None, None, None))
+        if reference is not None and reference() is tensor and moved == layout:
+            return home
+        laid = [self._paths[path] for path in paths if path in self._paths]
+        return next((home for given, home in laid if given == layout), None)
+
+    def at_home(self, tensor: torch.Tensor, home: Strides) -> bool:
+        """Whether a tensor has these strides, in memory that is not the arena's."""
+        return tensor.stride() == home and memory_of(tensor) not in self._memory
+
+    def moved(self) -> list[torch.Tensor]:
+        """The tensors that the arena moved and that somebody has still, in the module or not."""
+        return [tensor for reference, _, _ in self._moved.values() if (tensor := reference()) is not None]
+
+    def bring(self, tensor: torch.Tensor, home: Strides) -> None:
+        """Lay a tensor out with these strides, in memory of its own."""
+        with torch.inference_mode(False), torch.no_grad():
+            own = torch.empty_strided(tensor.shape, home, dtype=tensor.dtype, device=tensor.device)
+            own.copy_(tensor.detach())
+            tensor.data = own
+        self._moved.pop(id(tensor), None)
+
+    def sweep(self) -> None:
+        """Forget what nobody has any more."""
+        self._memory = {key: known for key, known in self._memory.items() if not known[0].expired()}
+        self._moved = {key: known for key, known in self._moved.items() if known[0]() is not None}
+
+    def forget(self) -> None:
+        """Whatever lies in the module's places from now on is the host's choice."""
+        self._paths.clear()
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, while they live."""
+    return tensor.untyped_storage()._cdata
+
+
+def _layout(tensor: torch.Tensor) -> Layout:
+    return tensor.shape, tensor.stride()
