@@ -203,24 +203,34 @@ class Accelerator(Planner):
             self._failed(exc, found, building=False)
             found = None
 
-        started = time.perf_counter()
-        # what a new plan is compared with is the original down to its parts, which need no plans of their own for it
-        with _building() if found is not None and self.parts else contextlib.nullcontext():
-            result = self.original(*args, **kwargs)
-        if found is not None and self._building.acquire(blocking=False):
-            try:
-                with _building():
-                    self._build(found, result, args, kwargs, time.perf_counter() - started)
-            except WeightsAway as exc:
-                self.report.fallback(str(exc))
-            except WeightsChanged as exc:
-                self._weights_changed(exc)
-            except Exception as exc:
-                self._failed(exc, found, building=True)
-            finally:
-                self._lay_back()
+        if found is None:
+            return self.original(*args, **kwargs)
+        mine = self._building.acquire(blocking=False)
+        try:
+            started = time.perf_counter()
+            watched = self._watched(found) if mine else None
+            # what a new plan is compared with is the original down to its parts: they need no plans of their own for it
+            with _building() if self.parts else contextlib.nullcontext():
+                result = self.original(*args, **kwargs) if watched is None else watched.run(self.original, args, kwargs)
+            if mine:
+                self._try_to_build(found, result, args, kwargs, time.perf_counter() - started, watched)
+            return result
+        finally:
+            if mine:
                 self._building.release()
-        return result
+
+    def _try_to_build(self, found: Found, *told: Any) -> None:
+        try:
+            with _building():
+                self._build(found, *told)
+        except WeightsAway as exc:
+            self.report.fallback(str(exc))
+        except WeightsChanged as exc:
+            self._weights_changed(exc)
+        except Exception as exc:
+            self._failed(exc, found, building=True)
+        finally:
+            self._lay_back()
 
     def _failed(self, exc: Exception, found: Found | None, *, building: bool) -> None:
         """Note an exception of ours, and put aside what it came from. Nothing is raised: the call goes on."""

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from sfast_ext import autocast, inplace
 from sfast_ext.signature import Call, NotOurs, flatten_output, rebuild_call
 from sfast_ext.state import State
 from sfast_ext.tracing import LIFTS, record, settle
+from sfast_ext.watching import Watched
 from sfast_ext.weights import Weight, WeightArena
 
 aten = torch.ops.aten
@@ -37,13 +38,19 @@ class CaptureRefused(Exception):
         self.reads_value = reads_value
 
 
+Recipe = tuple[Any, ...]
+"""The operations of a recorded forward, in order."""
+
+
 @dataclass
 class Captured:
-    """A recorded forward: flat tensors in, flat tensors out."""
+    """A recorded forward: flat tensors in, flat tensors out. `recipe` is what was recorded, before anything of it was
+    rewritten."""
 
     graph_module: fx.GraphModule
     output_tree: Any
     output_strides: list[tuple[int, ...]]
+    recipe: Recipe
     seconds: float
 
 
@@ -69,16 +76,52 @@ def capture(
     """
     started = time.perf_counter()
     with uncollected():
-        graph_module, tree, strides = _recorded(function, call, inputs, arena, ignored)
-        _refuse_dynamic(graph_module)
-        _adopt_weights(graph_module, arena)
-        _refuse_random(graph_module)
-        refused = inplace.functionalise(graph_module)
-        if refused:
-            raise CaptureRefused(refused)
-        autocast.materialise(graph_module, inputs[0].device.type if inputs else "cpu")
-        settle(graph_module)
-    return Captured(graph_module, tree, strides, time.perf_counter() - started)
+        recorded = _recorded(function, call, inputs, arena, ignored)
+        return _settled(*recorded, _recipe(recorded[0]), arena, started)
+
+
+def capture_watched(watched: Watched, recipes: Container[Recipe], arena: WeightArena) -> Captured | None:
+    """The capture of a run that was watched, which takes no time of its own; None where it is not to be had, or its
+    recipe is not among those that captures on fake tensors have given.
+
+    Raises:
+        CaptureRefused: see `capture`.
+    """
+    started = time.perf_counter()
+    with uncollected():
+        recorded = watched.recorded()
+        if recorded is None:
+            return None
+        recipe = _recipe(recorded[0])
+        return _settled(*recorded, recipe, arena, started) if recipe in recipes else None
+
+
+def _recipe(graph_module: fx.GraphModule) -> Recipe:
+    return tuple(node.target for node in graph_module.graph.nodes if node.op == "call_function")
+
+
+def _settled(
+    graph_module: fx.GraphModule,
+    tree: Any,
+    strides: list[tuple[int, ...]],
+    recipe: Recipe,
+    arena: WeightArena,
+    started: float,
+) -> Captured:
+    _refuse_dynamic(graph_module)
+    _adopt_weights(graph_module, arena)
+    _refuse_random(graph_module)
+    refused = inplace.functionalise(graph_module)
+    if refused:
+        raise CaptureRefused(refused)
+    autocast.materialise(graph_module, _device_type(graph_module))
+    settle(graph_module)
+    return Captured(graph_module, tree, strides, recipe, time.perf_counter() - started)
+
+
+def _device_type(graph_module: fx.GraphModule) -> str:
+    first = next(iter(graph_module.graph.nodes))
+    return first.meta["val"].device.type if first.op == "placeholder" else "cpu"
 
 
 @contextlib.contextmanager

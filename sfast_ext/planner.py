@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sfast_ext.capture import CaptureRefused, capture, uncollected
+from sfast_ext.capture import CaptureRefused, Recipe, capture, capture_watched, uncollected
 from sfast_ext.config import Config
 from sfast_ext.graph_pool import GraphPool, pool_of
 from sfast_ext.hooks import Hooks
@@ -22,6 +22,7 @@ from sfast_ext.report import Report, at
 from sfast_ext.shelf import Shelf, pool_for
 from sfast_ext.signature import Call, Signature, flatten_output
 from sfast_ext.slot import Slot
+from sfast_ext.watching import WORKS, Watched
 from sfast_ext.weights import WeightArena
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Planner:
         self._shelf = Shelf(self.arena, report, self._lock, config.max_plans)
         self._static_numbers: set[Signature] = set()
         self._barren: Counter[Signature] = Counter()
+        self._recipes: dict[Hashable, set[Recipe]] = {}
         self._wary = 0
         self._slot = Slot(module, self)  # type: ignore[arg-type]
 
@@ -141,8 +143,19 @@ class Planner:
         share = 1.0 if self.whole is None else 1 / len(self.whole.parts)
         return plan.capture_graph(call.leaves, pool, self.report, config.max_graphs, config.graph_memory_mb, share)
 
+    def _watched(self, found: Found) -> Watched | None:
+        """What is to watch the original's run for a plan, where the same behaviour was captured before."""
+        known = WORKS and found.key[1:] in self._recipes  # type: ignore[index]
+        return Watched(found.call, self.arena, found.device) if known else None
+
     def _build(
-        self, found: Found, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], original_s: float
+        self,
+        found: Found,
+        result: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        original_s: float,
+        watched: Watched | None,
     ) -> None:
         started = time.perf_counter()
         call, key, device = found.call, found.key, found.device
@@ -161,8 +174,12 @@ class Planner:
         at("capture")
         try:
             with uncollected():
-                inputs = call.tensors(device)
-                captured = capture(self._slot.original, call, inputs, self.arena, self.hooks.ignored)
+                recipes = self._recipes.setdefault(key[1:], set())  # type: ignore[index]
+                captured = capture_watched(watched, recipes, self.arena) if watched is not None else None
+                if captured is None:
+                    inputs = call.tensors(device)
+                    captured = capture(self._slot.original, call, inputs, self.arena, self.hooks.ignored)
+                    recipes.add(captured.recipe)
                 plan = rewritten(captured, call, self.arena, device, self.config)
         except CaptureRefused as exc:
             has_numbers = any(not isinstance(leaf, torch.Tensor) for leaf in call.leaves)
@@ -215,6 +232,7 @@ class Planner:
         with self._lock:
             if barren:
                 self._barren.clear()
+            self._recipes.clear()
             self._shelf.clear(reason)
 
     def _guard(self, plan: Plan) -> Any:

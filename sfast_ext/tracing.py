@@ -36,7 +36,7 @@ except ImportError:
 aten = torch.ops.aten
 LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default})
 _DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 # callers between the recorded function and the function of make_fx that knows the tracer
 _NEAR = 6
 
@@ -80,7 +80,7 @@ def _record(
     # its first import under a fake mode would leave fake tensors in its modules
     import torch._dynamo  # noqa: F401
 
-    mode = _remembering()
+    mode = fake_mode()
     lazily = _lazily(True) if _lazily is not None else contextlib.nullcontext()
     with lazily, mode if mode is not None else contextlib.nullcontext():
         # a mode that is active is the one that make_fx takes
@@ -104,7 +104,7 @@ class _Remembering(FakeTensorMode):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._known: dict[Any, Any] | None = {}
-        self._weights: dict[Any, torch.Tensor] = {}
+        self._weights: dict[Any, FakeTensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -138,10 +138,19 @@ class _Remembering(FakeTensorMode):
         key = weight.dtype, tuple(weight.shape), weight.stride(), weight.device
         fake = self._weights.get(key)
         if fake is None:
-            with _as_meta(self):
-                meta = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
-            fake = self._weights[key] = FakeTensor(self, meta, weight.device)
+            fake = self._weights[key] = self.made(*key[:3], 0, weight.device)
         return fake
+
+    def made(
+        self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, device: torch.device
+    ) -> FakeTensor:
+        """A fake tensor of these metadata."""
+        with _as_meta(self):
+            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            if offset:
+                reach = offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride))
+                meta = torch.empty(reach, dtype=dtype, device="meta").as_strided(shape, stride, offset)
+        return FakeTensor(self, meta, device)
 
     def _described(self, x: Any, tensors: list[torch.Tensor]) -> Any:
         kind = type(x)
@@ -154,7 +163,7 @@ class _Remembering(FakeTensorMode):
             tensors.append(x)
             device = x.device if real else x.fake_device
             return real, x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), device
-        if kind in _PLAIN:
+        if kind in PLAIN:
             return kind, x
         if isinstance(x, (list, tuple)):
             return kind, *[self._described(item, tensors) for item in x]
@@ -207,7 +216,8 @@ def _depends_on_metadata(func: Any) -> bool:
     return not func._schema.is_mutable and _DATA.isdisjoint(func.tags)
 
 
-def _remembering() -> _Remembering | None:
+def fake_mode() -> _Remembering | None:
+    """The mode that captures are made in; None where torch is too old for it."""
     if _as_meta is None:
         return None
     try:

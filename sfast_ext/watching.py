@@ -1,0 +1,223 @@
+"""A capture made while the original forward runs in earnest, as it does for each new signature anyway.
+
+What runs is recorded at the level of `tracing.record`, by a mode that passes each operation on unchanged: the result
+is the original's to the bit. A value that fake tensors refuse to tell is there to be read, so what was recorded counts
+only where fake tensors have given the same operations in the same order for another signature of the same behaviour
+(`Captured.recipe`), and an operation that hands values to Python, or to the CPU, ends the recording.
+
+It leans on torch's internals: where these are not as expected, nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sfast_ext.report import logger
+from sfast_ext.signature import Call, flatten_output
+from sfast_ext.tracing import LIFTS, PLAIN, fake_mode
+from sfast_ext.weights import WeightArena
+
+try:
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._ops import _len_torch_dispatch_stack_pre_dispatch as _modes_before
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+    from torch.overrides import _len_torch_function_stack as _function_modes
+    from torch.utils._python_dispatch import _len_torch_dispatch_stack as _modes
+except ImportError:
+    ProxyTorchDispatchMode = TorchDispatchMode  # type: ignore[misc]
+    _modes_before = None
+
+# before, the modes of this level were kept in another way
+WORKS = _modes_before is not None and hasattr(torch._C, "_DisablePythonDispatcher")
+WORKS = WORKS and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
+aten = torch.ops.aten
+_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class _GivenUp(Exception):
+    """The call is none that can be recorded as it runs."""
+
+
+class Watched:
+    """One run of the original forward, and what it did.
+
+    Args:
+        call: its arguments, flattened.
+        arena: knows the weights.
+        device: the model's.
+    """
+
+    def __init__(self, call: Call, arena: WeightArena, device: torch.device) -> None:
+        self.seconds = 0.0
+        self._arena = arena
+        self._device = device
+        self._why_not: str | None = None
+        self._root = nn.Module()
+        self._graph = fx.Graph()
+        # a tensor that is gone leaves its id to another
+        self._nodes: dict[int, tuple[weakref.ref[torch.Tensor], fx.Node]] = {}
+        self._held: dict[int, tuple[torch.Tensor, fx.Node]] = {}
+        self._fakes: dict[Any, FakeTensor] = {}
+        self._mode = fake_mode() if WORKS else None
+        self._output: tuple[Any, list[tuple[int, ...]]] | None = None
+        try:
+            self._begin(call)
+        except Exception as exc:
+            self._give_up(exc)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of `function`, whose errors are passed on; the recording raises none of its own."""
+        if self._why_not is not None:
+            return function(*args, **kwargs)
+        started = time.perf_counter()
+        with enable_python_dispatcher(), _Watching(self._note):
+            result = function(*args, **kwargs)
+        self.seconds = time.perf_counter() - started
+        try:
+            self._end(result)
+        except Exception as exc:
+            self._give_up(exc)
+        return result
+
+    def recorded(self) -> tuple[fx.GraphModule, Any, list[tuple[int, ...]]] | None:
+        """What `tracing.record` would give, the result's tree, and the strides of its tensors; None where it is not
+        to be had."""
+        if self._output is None:
+            logger.debug("the original's run was not recorded: %s", self._why_not)
+            return None
+        return fx.GraphModule(self._root, self._graph), *self._output
+
+    def _give_up(self, why: Exception) -> None:
+        self._why_not = f"{type(why).__name__}: {why}"
+        self._nodes.clear()
+
+    def _begin(self, call: Call) -> None:
+        if self._mode is None:
+            raise _GivenUp("this torch keeps its modes in another way")
+        if _modes() or _modes_before() or _function_modes():
+            raise _GivenUp("another mode is active")
+        self._arena.index()
+        for leaf in call.leaves:
+            plain = isinstance(leaf, torch.Tensor) and leaf.device == self._device and leaf.is_contiguous()
+            if not plain or id(leaf) in self._nodes:
+                raise _GivenUp("an argument is no contiguous tensor of its own on the model's device")
+            node = self._graph.placeholder(f"arg{len(self._nodes)}_1")
+            node.meta["val"] = self._like(leaf)
+            self._nodes[id(leaf)] = weakref.ref(leaf), node
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if self._why_not is not None:
+            return
+        try:
+            self._record(func, args, kwargs, result)
+        except Exception as exc:
+            self._give_up(exc)
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if func.namespace != "aten" or not _READS.isdisjoint(func.tags):
+            raise _GivenUp(f"{func} reads values, or does what is not known")
+        given: list[torch.Tensor] = []
+        lifts = func in LIFTS
+        nodes, named = self._argument(args, given, lifts), self._argument(kwargs, given, lifts)
+        if func is aten.lift_fresh.default:
+            # as make_fx does: the literal itself is not to be written to
+            func = aten.lift_fresh_copy.default
+        node = self._graph.create_node("call_function", func, nodes, named, name=func.overloadpacket.__name__)
+        several = isinstance(result, (list, tuple))
+        parts = list(result) if several else [result]
+        if any(not isinstance(x, torch.Tensor) for x in parts):
+            raise _GivenUp(f"{func} gives what is no tensor")
+        if any(x.device.type == "cpu" for x in parts) and any(x.device.type != "cpu" for x in given):
+            raise _GivenUp(f"{func} brings values to the CPU")
+        fakes = [self._like(x) for x in parts]
+        node.meta["val"] = fakes if several else fakes[0]
+        for i, (x, fake) in enumerate(zip(parts, fakes)):
+            own = node
+            if several:
+                own = self._graph.create_node("call_function", operator.getitem, (node, i), name="getitem")
+                own.meta["val"] = fake
+            self._nodes[id(x)] = weakref.ref(x), own
+
+    def _argument(self, x: Any, given: list[torch.Tensor], lifts: bool) -> Any:
+        if isinstance(x, torch.Tensor):
+            given.append(x)
+            return self._node(x, lifts)
+        if isinstance(x, (list, tuple)):
+            return type(x)(self._argument(item, given, lifts) for item in x)
+        if isinstance(x, dict):
+            return {name: self._argument(item, given, lifts) for name, item in x.items()}
+        if type(x) not in PLAIN:
+            raise _GivenUp(f"an argument is a {type(x).__name__}")
+        return x
+
+    def _node(self, x: torch.Tensor, lifts: bool) -> fx.Node:
+        reference, node = self._nodes.get(id(x), (None, None))
+        if node is not None and reference is not None and reference() is x:
+            return node
+        kept, node = self._held.get(id(x), (None, None))
+        if node is not None and kept is x:
+            return node
+        if self._arena.locate(x) is not None:
+            held = x
+        elif lifts:
+            # a literal of the forward's own, which it may write to
+            held = x.detach().clone()
+        else:
+            raise _GivenUp("a tensor of unknown owner is read")
+        name = f"held_{len(self._held)}"
+        if isinstance(held, nn.Parameter):
+            self._root.register_parameter(name, held)
+        else:
+            self._root.register_buffer(name, held)
+        node = self._graph.get_attr(name)
+        node.meta["val"] = self._like(held)
+        self._held[id(x)] = x, node
+        return node
+
+    def _like(self, x: torch.Tensor) -> FakeTensor:
+        """A fake tensor of the same metadata, one for all that have them."""
+        if type(x) not in (torch.Tensor, nn.Parameter) or x.layout is not torch.strided or x.is_quantized:
+            raise _GivenUp(f"a tensor is a {type(x).__name__} with layout {x.layout}")
+        key = x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), x.device
+        if key not in self._fakes:
+            self._fakes[key] = self._mode.made(*key)  # type: ignore[union-attr]
+        return self._fakes[key]
+
+    def _end(self, result: Any) -> None:
+        if self._why_not is not None:
+            return
+        tree, outputs = flatten_output(result)
+        self._graph.output([self._node(x, False) for x in outputs])
+        self._output = tree, [tuple(x.stride()) for x in outputs]
+        self._nodes.clear()
+
+
+class _Watching(ProxyTorchDispatchMode):
+    """Sees each operation before autograd and autocast do. Only modes of this class are let in there."""
+
+    def __init__(self, note: Callable[..., None]) -> None:
+        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # else operations written in Python would run in place of the ones that run without this mode
+        with torch._C._DisablePythonDispatcher():
+            result = func(*args, **kwargs)
+            self._note(func, args, kwargs, result)
+        return result
+
+    def __enter__(self) -> Any:
+        return TorchDispatchMode.__enter__(self)
+
+    def __exit__(self, *exc: Any) -> Any:
+        return TorchDispatchMode.__exit__(self, *exc)
