@@ -19,6 +19,7 @@ _PER_THREAD = 16  # elements a thread has of a whole group, until there are as m
 _MOST_WARPS = 16
 _PART = 8192  # elements of a tile that holds a part
 _PART_WARPS = 4
+NORMALISE_WARPS = 8  # SiLU takes its time: 5 to 15 % of the second launch, which is the longer one
 _PART_BLOCK = 64  # channels of it, where a group is not wider
 _PART_WIDEST = 128
 _PARTS = 128  # of an image at most: each program of the second launch reads the statistics of all
@@ -89,6 +90,30 @@ def silu_of(y):
     return y * root * root
 
 
+@jit()
+def store_picture(out, y, row, channel, mask, image, pixels, channels, across, PATCHES: constexpr):
+    """A tile of a picture; with PATCHES each pixel nine times, for all that see it (im2col of 3x3, padding 1)."""
+    if PATCHES:
+        start = out + image * pixels * channels * 9
+        down = pixels // across
+        up, along = row // across, row % across
+        for tap in range(9):
+            dy, dx = tap // 3 - 1, tap % 3 - 1
+            # the pixel that sees this one as its neighbour `tap`
+            above, before = up - dy, along - dx
+            there = (above >= 0) & (above < down) & (before >= 0) & (before < across)
+            place = (((above * across + before) * 9 + tap) * channels)[:, None] + channel[None, :]
+            tl.store(start + place, y.to(out.dtype.element_ty), mask=mask & there[:, None])
+            # where this one's own neighbour `tap` lies outside
+            below, after = up + dy, along + dx
+            outside = (below < 0) | (below >= down) | (after < 0) | (after >= across)
+            place = ((row * 9 + tap) * channels)[:, None] + channel[None, :]
+            tl.store(start + place, 0.0, mask=mask & outside[:, None])
+    else:
+        place = row[:, None] * channels + channel[None, :]
+        tl.store(out + image * pixels * channels + place, y.to(out.dtype.element_ty), mask=mask)
+
+
 # All three: x is (N, pixels, channels); a block holds units * UNIT channels, which are whole groups. UNIT is known
 # to the compiler, so that it knows which accesses are aligned; the rest is not, so that one compilation serves
 # many norms. As in the kernels that loop, masks tell at run time what is there. Offsets inside a tile fit in 32 bits.
@@ -103,6 +128,7 @@ def silu_of(y):
         "has_weight",
         "has_bias",
         "silu",
+        "across",
     ]
 )
 def _whole(
@@ -119,7 +145,9 @@ def _whole(
     has_weight,
     has_bias,
     silu,
+    across,
     eps,
+    PATCHES: constexpr,
     UNIT: constexpr,
     BLOCK: constexpr,
     PIXELS: constexpr,
@@ -146,7 +174,7 @@ def _whole(
     y = centred * (scale * rstd)[None, :] + term[None, :]
     if silu != 0:
         y = silu_of(y)
-    tl.store(out + start + place, y.to(out.dtype.element_ty), mask=mask)
+    store_picture(out, y, row, channel, mask, image, pixels, channels, across, PATCHES)
 
 
 @jit()

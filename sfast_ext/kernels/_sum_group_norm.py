@@ -48,7 +48,7 @@ def _put_together(
     return stored.to(tl.float32)
 
 
-@jit(do_not_specialize=["pixels", "units", "biased", "has_weight", "has_term", "silu"])
+@jit(do_not_specialize=["pixels", "units", "biased", "has_weight", "has_term", "silu", "across"])
 def _whole(
     a,
     b,
@@ -66,8 +66,10 @@ def _whole(
     has_weight,
     has_term,
     silu,
+    across,
     scale,
     eps,
+    PATCHES: constexpr,
     JOIN: constexpr,
     RESIDUAL: constexpr,
     UNIT: constexpr,
@@ -94,8 +96,7 @@ def _whole(
     y = centred * (factor * rstd)[None, :] + offset[None, :]
     if silu != 0:
         y = tiles.silu_of(y)
-    place = row[:, None] * channels + channel[None, :]
-    tl.store(out + begin * channels + place, y.to(out.dtype.element_ty), mask=mask)
+    tiles.store_picture(out, y, row, channel, mask, image, pixels, channels, across, PATCHES)
 
 
 @jit(do_not_specialize=["pixels", "groups", "group_width", "units", "biased"])
@@ -153,6 +154,7 @@ def run(
     eps: float,
     silu: bool,
     dtype: torch.dtype,
+    patches: bool,
 ) -> tuple[Tensor, Tensor] | None:
     """(total, norm of it) in NHWC, or None where the tiles do not take such tensors: then nothing was launched."""
     batch, channels = a.shape[0], a.shape[1] + (0 if b is None else b.shape[1])
@@ -172,13 +174,13 @@ def run(
         return None
     pixels, group_width = a.numel() // (batch * a.shape[1]), channels // groups
     path, tile = group_norm.fitting(pixels, groups, group_width)
-    if tile is None:
+    if tile is None or (patches and path != "whole"):
         return None
     inner = channels_inner(a)
     second = inner if b is None else channels_inner(b)
     added = inner if residual is None else channels_inner(residual)
     total = torch.empty((*inner.shape[:-1], channels), dtype=a.dtype, device=a.device)
-    out = torch.empty(total.shape, dtype=dtype, device=a.device)
+    out = group_norm.empty(total, dtype, patches)
     vector = inner if bias is None else bias.contiguous()
     weights, terms = (total if v is None else v.contiguous() for v in (weight, term))
     has = (int(weight is not None), int(term is not None), int(silu))
@@ -186,10 +188,11 @@ def run(
     constants = tile.constants
     flags, unit = {"JOIN": b is not None, "RESIDUAL": residual is not None}, constants["UNIT"]
     if path == "whole":
-        sizes = (pixels, channels, first, group_width // unit, biased, *has)
+        sizes = (pixels, channels, first, group_width // unit, biased, *has, total.shape[-2])
         tensors = (second, vector, added, weights, terms, total, out)
+        flags["PATCHES"] = patches
         start(_whole, (groups, batch), inner, *tensors, *sizes, float(scale), eps, **flags, **constants)
-        return channels_outer(total), channels_outer(out)
+        return channels_outer(total), out if patches else channels_outer(out)
     units = tile.groups * group_width // unit
     grid = (tile.parts, tile.blocks, batch)
     partial = torch.empty((2, batch, tile.parts, groups), dtype=torch.float32, device=a.device)
@@ -215,6 +218,6 @@ def run(
         *has,
         eps,
         PARTS=tiles.room(tile.parts),
-        **constants,
+        **(constants | {"num_warps": tiles.NORMALISE_WARPS}),
     )
     return channels_outer(total), channels_outer(out)

@@ -19,6 +19,7 @@ def reference(
     eps: float,
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
+    patches: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(sum, y): sum = (x + bias + residual) * scale in x's dtype, y its group norm, times weight, plus term, then SiLU.
 
@@ -26,7 +27,7 @@ def reference(
     (default: x's).
     """
     total = bias_add.reference(x, bias, residual, scale)
-    return total, group_norm.reference(total, groups, weight, term, eps, None, silu, out_dtype)
+    return total, group_norm.reference(total, groups, weight, term, eps, None, silu, out_dtype, patches)
 
 
 def launch(
@@ -40,11 +41,12 @@ def launch(
     eps: float,
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
+    patches: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`reference` as one Triton kernel, or as two; where an image is too large for their tiles, one after the other."""
     dtype = out_dtype or x.dtype
-    done = _sum_group_norm.run(x, None, bias, residual, scale, groups, weight, term, eps, silu, dtype)
+    done = _sum_group_norm.run(x, None, bias, residual, scale, groups, weight, term, eps, silu, dtype, patches)
     if done is not None:
         return done
     total = bias_add.launch(x, bias, residual, scale)
-    return total, group_norm.launch(total, groups, weight, term, eps, None, silu, out_dtype)
+    return total, group_norm.launch(total, groups, weight, term, eps, None, silu, out_dtype, patches)

@@ -19,6 +19,7 @@ def reference(
     eps: float,
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
+    patches: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(joined, y): joined = a + bias + residual and b along the channels, y its group norm, then SiLU.
 
@@ -27,7 +28,7 @@ def reference(
     """
     first = bias_add.reference(a, bias, residual)
     joined = torch.cat([first, b.to(first.dtype)], 1).contiguous(memory_format=torch.channels_last)
-    return joined, group_norm.reference(joined, groups, weight, term, eps, None, silu, out_dtype)
+    return joined, group_norm.reference(joined, groups, weight, term, eps, None, silu, out_dtype, patches)
 
 
 def launch(
@@ -41,12 +42,13 @@ def launch(
     eps: float,
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
+    patches: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`reference` as one Triton kernel, or as two; where an image is too large for their tiles, one after the other."""
     dtype = out_dtype or a.dtype
-    done = _sum_group_norm.run(a, b, bias, residual, 1.0, groups, weight, term, eps, silu, dtype)
+    done = _sum_group_norm.run(a, b, bias, residual, 1.0, groups, weight, term, eps, silu, dtype, patches)
     if done is not None:
         return done
     first = a if bias is None and residual is None else bias_add.launch(a, bias, residual)
     joined = torch.cat([first, b.to(first.dtype)], 1)
-    return joined, group_norm.launch(joined, groups, weight, term, eps, None, silu, out_dtype)
+    return joined, group_norm.launch(joined, groups, weight, term, eps, None, silu, out_dtype, patches)

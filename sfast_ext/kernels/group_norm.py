@@ -50,10 +50,12 @@ def reference(
     shift: Tensor | None = None,
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
+    patches: bool = False,
 ) -> Tensor:
     """x (N, C, ...) plus shift (N, C), normalised by groups, times weight (C,), plus bias (C,), then SiLU.
 
-    Channels last, in out_dtype (default: x's). Computes in float32 (float64 where x is), rounds once.
+    Channels last, in out_dtype (default: x's). Computes in float32 (float64 where x is), rounds once. With `patches`
+    what a 3x3 convolution reads of it, see `patches_of`.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     y = x.to(compute)
@@ -63,8 +65,30 @@ def reference(
     # takes the variance as E[x^2] - E[x]^2
     weight, bias = (None if vector is None else vector.to(compute) for vector in (weight, bias))
     y = torch.group_norm(y.contiguous(), groups, weight, bias, eps)
-    y = F.silu(y) if silu else y
-    return channels_outer(channels_inner(y.to(out_dtype or x.dtype)))
+    y = channels_outer(channels_inner((F.silu(y) if silu else y).to(out_dtype or x.dtype)))
+    return patches_of(y) if patches else y
+
+
+def patches_of(y: Tensor) -> Tensor:
+    """(N, C, H, W) -> (N, H, W, 9 C): each pixel's nine neighbours, row by row, zeros outside (im2col).
+
+    A product with the weight of a 3x3 convolution as it lies in NHWC, (K, 9 C), is that convolution with padding 1.
+    """
+    height, width = y.shape[2:]
+    padded = F.pad(channels_inner(y), (0, 0, 1, 1, 1, 1))
+    seen = [padded[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]
+    return torch.stack(seen, 3).flatten(3)
+
+
+def takes_patches(x: Tensor, groups: int) -> bool:
+    """Whether the kernel writes patches by itself for such an x."""
+    return x.dim() == 4 and fitting(x.shape[2] * x.shape[3], groups, x.shape[1] // groups)[0] == "whole"
+
+
+def empty(inner: Tensor, dtype: torch.dtype, patches: bool) -> Tensor:
+    """Memory for the result over (N, ..., C)."""
+    channels = inner.shape[-1] * (9 if patches else 1)
+    return torch.empty((*inner.shape[:-1], channels), dtype=dtype, device=inner.device)
 
 
 # Both kernels that loop: program (split, block of channels, image). x is (N, pixels, channels); a block holds WIDTH
@@ -253,6 +277,7 @@ def launch(
     shift: Tensor | None = None,
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
+    patches: bool = False,
 ) -> Tensor:
     """`reference` as one Triton kernel, or as two that read x twice, the second time mostly from the L2 cache."""
     batch, channels = x.shape[:2]
@@ -268,9 +293,11 @@ def launch(
         or dtype not in DTYPES
         or (shift is not None and shift.shape != (batch, channels))
     ):
-        return reference(x, groups, weight, bias, eps, shift, silu, out_dtype)
+        return reference(x, groups, weight, bias, eps, shift, silu, out_dtype, patches)
+    if patches and not takes_patches(x, groups):
+        return patches_of(launch(x, groups, weight, bias, eps, shift, silu, out_dtype))
     inner = channels_inner(x)
-    out = torch.empty(inner.shape, dtype=dtype, device=x.device)
+    out = empty(inner, dtype, patches)
     pixels = inner.numel() // (batch * channels)
     group_width = channels // groups
     if shift is None:
@@ -281,21 +308,22 @@ def launch(
     has_shift, has_weight, has_bias = int(shift is not None), int(weight is not None), int(bias is not None)
     weights = inner if weight is None else weight.contiguous()
     biases = inner if bias is None else bias.contiguous()
-    affine = (shift_stride, has_shift, has_weight, has_bias, int(silu), eps)
+    affine = (shift_stride, has_shift, has_weight, has_bias, int(silu))
 
     path, tile = fitting(pixels, groups, group_width)
     if tile is not None and path == "whole":
         units = group_width // tile.constants["UNIT"]
         operands = (inner, rows, weights, biases, out, pixels, channels, units)
-        start(tiles._whole, (groups, batch), *operands, *affine, **tile.constants)
-        return channels_outer(out)
+        last = (*affine, inner.shape[-2], eps)
+        start(tiles._whole, (groups, batch), *operands, *last, PATCHES=patches, **tile.constants)
+        return out if patches else channels_outer(out)
 
     parts: tuple[int, ...]
     if tile is not None:
         first, second = tiles._part_statistics, tiles._part_normalise
         blocks, splits, constants = tile.blocks, tile.parts, tile.constants
         parts = (pixels, channels, groups, group_width, tile.groups * group_width // constants["UNIT"])
-        most = {"PARTS": tiles.room(splits)}
+        most = {"PARTS": tiles.room(splits), "num_warps": tiles.NORMALISE_WARPS}
     else:
         first, second = _statistics, _normalise
         blocks, block_groups = _channel_blocks(groups, group_width)
@@ -315,5 +343,5 @@ def launch(
     grid = (splits, blocks, batch)
     partial = torch.empty((2, batch, splits, groups), dtype=torch.float32, device=x.device)
     start(first, grid, inner, rows, partial, *parts, shift_stride, has_shift, **constants)
-    start(second, grid, inner, rows, weights, biases, partial, out, *parts, *affine, **most, **constants)
+    start(second, grid, inner, rows, weights, biases, partial, out, *parts, *affine, eps, **(constants | most))
     return channels_outer(out)

@@ -19,6 +19,7 @@ from . import (
     common,
     geglu,
     group_norm,
+    im2col,
     layer_norm,
     linear_add,
     linear_geglu,
@@ -57,6 +58,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("linear_geglu", linear_geglu.linear_geglu),
     ("bias_add", bias_add.bias_add),
     ("sum_group_norm", sum_group_norm.sum_group_norm),  # joins what group_norm and bias_add have made
+    ("im2col", im2col.im2col),  # takes what the norms and bias_add have left of a convolution
     ("upsample", upsample.upsample),
     ("attention", attention.attention),
 ]

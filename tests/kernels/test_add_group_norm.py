@@ -55,6 +55,15 @@ def test_shapes(device, shape, groups):
 
 
 @each_path
+@pytest.mark.parametrize("shape", [(2, 320, 8, 8), (1, 640, 5, 7), (2, 40, 16, 16)], ids=str)
+def test_patches(device, shape):
+    x, bias, residual, weight, term = operands(shape, torch.float32, device)
+    args = (x, bias, residual, 0.7, 8, weight, term, 1e-5, True, None, True)
+    for y, exact in zip(add_group_norm.launch(*args), expected(add_group_norm, *args), strict=True):
+        close(y, exact)
+
+
+@each_path
 @each_dtype
 @pytest.mark.parametrize("has", ["bias", "residual", "both", "neither"])
 def test_operands(device, dtype, has):

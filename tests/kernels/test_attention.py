@@ -11,6 +11,7 @@ from .support import randn
 
 # (batch, heads, queries, keys, head dimension)
 SHAPES = [(2, 8, 64, 77, 40), (1, 1, 63, 63, 17), (2, 3, 1, 5, 160), (1, 2, 100, 1, 64), (2, 2, 33, 33, 8)]
+SHAPES += [(2, 8, 64, 64, 160), (1, 8, 256, 77, 160), (2, 4, 100, 77, 80)]
 
 # Relative L2 error against float64; the probabilities are rounded to the dtype before the second product.
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # float32 may run as tf32
@@ -65,6 +66,24 @@ def test_three_dimensions(where):
     _check(q, k, v)
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "wanted"),
+    [
+        ((2, 8, 4096, 40), 4096, "cudnn"),
+        ((2, 8, 4096, 40), 77, "cudnn"),
+        ((2, 8, 1024, 80), 1024, "cudnn"),
+        ((2, 8, 1024, 80), 77, "flash"),
+        ((8, 8, 1024, 80), 77, "cudnn"),
+        ((2, 8, 256, 160), 77, "efficient"),
+        ((2, 8, 64, 160), 64, "efficient"),
+        ((2, 20, 1024, 64), 77, "cudnn"),
+    ],
+)
+def test_who_is_asked_first(queries, keys, wanted):
+    q, k = torch.empty(queries, device="meta"), torch.empty((*queries[:2], keys, queries[3]), device="meta")
+    assert attention.first(q, k) == wanted
+
+
 @pytest.mark.gpu
 def test_a_backend_that_fails_to_plan(monkeypatch):
     calls = []
@@ -75,7 +94,7 @@ def test_a_backend_that_fails_to_plan(monkeypatch):
         raise RuntimeError("No execution plans support the graph.")
         yield
 
-    monkeypatch.setattr(attention, "_PREFERENCE", (refusing, ["any"]))
+    monkeypatch.setattr(attention, "_PREFERENCE", (refusing, dict.fromkeys(["cudnn", "flash", "efficient"], ["any"])))
     monkeypatch.setattr(attention, "_refused", set())
     q = randn(1, 2, 16, 64, dtype=torch.float16, device=torch.device("cuda"))
     for _ in range(2):

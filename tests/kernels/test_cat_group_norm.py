@@ -54,6 +54,15 @@ def test_shapes(device, shape, groups):
 
 
 @each_path
+@pytest.mark.parametrize("shape", [(320, 160, 8, 8), (640, 320, 5, 7), (24, 16, 16, 16)], ids=str)
+def test_patches(device, shape):
+    a, bias, b, weight, term = operands(2, shape, torch.float32, device)
+    args = (a, bias, None, b, 8, weight, term, 1e-5, True, None, True)
+    for y, exact in zip(cat_group_norm.launch(*args), expected(cat_group_norm, *args), strict=True):
+        close(y, exact)
+
+
+@each_path
 @each_dtype
 @pytest.mark.parametrize("has", ["bias", "residual", "both", "neither"])
 def test_dtypes(device, dtype, has):

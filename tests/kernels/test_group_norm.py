@@ -33,6 +33,9 @@ SHAPES = [
     ((1, 60, 129, 1), 6),  # a last part of one pixel
 ]
 
+# of which patches are made
+PICTURES = [(2, 320, 8, 8), (1, 640, 5, 7), (2, 64, 1, 9), (1, 96, 12, 1), (2, 40, 16, 16)]
+
 
 @pytest.fixture(params=["whole", "parts", "loop"])
 def path(request, monkeypatch):
@@ -172,6 +175,22 @@ def test_nan_stays_in_its_group(device):
 def test_results_repeat(device):
     x = randn(2, 320, 12, 12, dtype=torch.float16, device=device)
     assert torch.equal(*(group_norm.launch(x, 8, None, None, 1e-5, silu=True) for _ in range(2)))
+
+
+@each_path
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("shape", PICTURES, ids=str)
+def test_patches(device, shape, silu):
+    x = randn(*shape, dtype=torch.float32, device=device).to(memory_format=torch.channels_last)
+    weight, bias, shift = (randn(*n, dtype=torch.float32, device=device) for n in (shape[1:2], shape[1:2], shape[:2]))
+    args = (x, 8, weight, bias, 1e-5, shift, silu, None)
+    close(group_norm.launch(*args, True), expected(group_norm, *args, True))
+
+
+def test_a_product_with_patches_is_the_convolution():
+    x, weight = torch.randn(2, 5, 4, 3, dtype=torch.float64), torch.randn(7, 5, 3, 3, dtype=torch.float64)
+    y = F.linear(group_norm.patches_of(x), weight.permute(0, 2, 3, 1).reshape(7, 45)).permute(0, 3, 1, 2)
+    torch.testing.assert_close(y, F.conv2d(x, weight, padding=1))
 
 
 def test_empty_batch_and_float64(device):

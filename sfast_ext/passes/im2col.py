@@ -1,0 +1,104 @@
+"""A 3x3 convolution over few pixels is one product with the patches that the norm before it writes (im2col).
+
+Of 128 or 512 rows cuDNN has too few tiles for a large GPU, and cuts the sum into parts with a kernel of their own;
+cuBLAS does the same product sooner, and in NHWC the weight lies as the product reads it.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from sfast_ext.kernels import add_group_norm, cat_group_norm, group_norm
+
+from .channels_last import all_are
+from .rewrite import (
+    CONV,
+    HALF,
+    argument,
+    aten,
+    call,
+    dtype,
+    fake,
+    is_op,
+    is_weight,
+    mutated,
+    only_user,
+    replace,
+    shape,
+    value,
+)
+
+if TYPE_CHECKING:
+    from . import PassContext
+
+# pixels of a batch, and bytes of their patches: what is written nine times should stay in the L2 cache
+MOST_ROWS = 128
+MOST_BYTES = 20 << 20
+
+
+def im2col(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """After sum_group_norm and bias_add; only where there is Triton, as otherwise nobody writes patches for less."""
+    if not ctx.triton:
+        return 0
+    graph, count = gm.graph, 0
+    untouchable = mutated(graph)
+    for conv in list(graph.nodes):
+        if not is_op(conv, CONV) or not untouchable.isdisjoint([conv, *conv.all_input_nodes]) or not is_plain(conv):
+            continue
+        weight = argument(conv, 1, "weight")
+        picture = conv.args[0]
+        if only_user(picture) is not conv or not is_weight(weight) or dtype(weight) != dtype(conv):
+            continue
+        writer = writes_patches(picture)
+        if writer is None or not few(picture) or not ctx.arena.channels_last(weight.meta["weight"]):
+            continue
+        n, channels, height, width = shape(picture) or (0, 0, 0, 0)
+        out = (shape(conv) or (0, 0))[1]
+        writer.kwargs = {**writer.kwargs, "patches": True}
+        patches = fake(picture, (n, height, width, 9 * channels))
+        picture.meta["val"] = patches
+        if writer is not picture:
+            writer.meta["val"] = (writer.meta["val"][0], patches)
+        with graph.inserting_before(conv):
+            rows = call(graph, aten.permute.default, (weight, [0, 2, 3, 1]), fake(weight, (out, 3, 3, channels)))
+            matrix = call(graph, aten.reshape.default, (rows, [out, 9 * channels]), fake(weight, (out, 9 * channels)))
+            args = (picture, matrix, argument(conv, 2, "bias"))
+            product = call(graph, aten.linear.default, args, fake(conv, (n, height, width, out)))
+            new = call(graph, aten.permute.default, (product, [0, 3, 1, 2]), conv)
+        replace(conv, new)
+        count += 1
+    return count
+
+
+def is_plain(conv: fx.Node) -> bool:
+    """3x3, with a row of zeros around, every pixel, all channels, in half precision."""
+    weight = shape(argument(conv, 1, "weight"))
+    if weight is None or weight[2:] != (3, 3) or argument(conv, 6, "groups", 1) != 1 or dtype(conv) not in HALF:
+        return False
+    ones = (argument(conv, 3, "stride", 1), argument(conv, 4, "padding", 0), argument(conv, 5, "dilation", 1))
+    return len(shape(conv) or ()) == 4 and all(all_are(1, given) for given in ones)
+
+
+def writes_patches(picture: Any) -> fx.Node | None:
+    """The norm that makes `picture`, where its kernel can write patches in its place."""
+    val = value(picture)
+    if val is None:
+        return None
+    if is_op(picture, (group_norm.launch,)):
+        writer, groups = picture, picture.args[1]
+    elif is_op(picture, (operator.getitem,)) and picture.args[1] == 1:
+        writer = picture.args[0]
+        if not is_op(writer, (add_group_norm.launch, cat_group_norm.launch)):
+            return None
+        groups = writer.args[4]
+    else:
+        return None
+    return writer if group_norm.takes_patches(val, groups) else None
+
+
+def few(picture: fx.Node) -> bool:
+    n, channels, height, width = shape(picture) or (0, 0, 0, 0)
+    return n * height * width <= MOST_ROWS and n * height * width * channels * 9 * 2 <= MOST_BYTES
