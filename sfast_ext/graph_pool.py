@@ -75,8 +75,12 @@ class GraphPool:
         max_graphs: int,
         budget_mb: int,
         share: float = 1.0,
+        expected: int = 0,
     ) -> CapturedGraph:
         """Capture `run`, evicting others until it fits.
+
+        Args:
+            expected: bytes that it will need at once, as far as is known; a new pool begins with as many.
 
         Raises:
             NoGraph: it does not fit, or cannot be captured.
@@ -87,7 +91,7 @@ class GraphPool:
                 self._evict_oldest(report, f"there are {len(self._entries)}, {max_graphs} are allowed")
             while True:
                 try:
-                    captured = self._capture(run)
+                    captured = self._capture(run, expected)
                 except torch.cuda.OutOfMemoryError as exc:
                     report.count("out_of_memory")
                     if not self._entries:
@@ -151,7 +155,7 @@ class GraphPool:
         with self.lock:
             return {"graphs": len(self._entries), "memory_mb": round(self.size / MB, 1)}
 
-    def _capture(self, run: Callable[[], list[torch.Tensor]]) -> CapturedGraph:
+    def _capture(self, run: Callable[[], list[torch.Tensor]], expected: int) -> CapturedGraph:
         if self._handle is None:
             self._handle = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self.device)
@@ -167,6 +171,8 @@ class GraphPool:
                     # thread_local: a live preview decoding in another thread must not break the capture
                     graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
                 try:
+                    if not self._entries:
+                        self._lay_out(expected)
                     outputs = run()
                 finally:
                     graph.capture_end()
@@ -182,6 +188,12 @@ class GraphPool:
         grown = max(0, torch.cuda.memory_reserved(self.device) - before)
         self._reserved += grown
         return CapturedGraph(graph, outputs, grown)
+
+    def _lay_out(self, expected: int) -> None:
+        """Let a new pool begin with one block for all, which is cut as it is needed: many would leave gaps."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if 0 < 2 * expected < free:
+            torch.empty(expected, dtype=torch.uint8, device=self.device)
 
     def _evict_oldest(self, report: Report, why: str) -> None:
         _, (captured, on_evict) = self._entries.popitem(last=False)

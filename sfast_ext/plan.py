@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from sfast_ext.graph_pool import CapturedGraph, GraphPool, NoGraph
+from sfast_ext.liveness import peak_bytes
 from sfast_ext.report import Report
 from sfast_ext.signature import Call, as_tensor, rebuild_output
 from sfast_ext.weights import Weight
@@ -20,7 +21,6 @@ REPLAYING = "replaying"
 NO_GRAPH = "running without a graph"
 DROPPED = "dropped"
 
-WARM_UPS = 2
 TIMED = 3
 
 
@@ -57,6 +57,7 @@ class Plan:
         self.ms_before: float | None = None
         self.ms_after: float | None = None
         self.first_call_s: float | None = None
+        self._expected = peak_bytes(graph_module.graph)
         self.weights = _bind_attributes(graph_module)
         self._graph_module = graph_module
         # a graph that no pass rewrote may have no code yet
@@ -115,7 +116,13 @@ class Plan:
             try:
                 self._warm_up(pool)
                 self._graph = pool.capture(
-                    self._run_static, self._evicted, report, max_graphs=max_graphs, budget_mb=budget_mb, share=share
+                    self._run_static,
+                    self._evicted,
+                    report,
+                    max_graphs=max_graphs,
+                    budget_mb=budget_mb,
+                    share=share,
+                    expected=self._expected,
                 )
             except (NoGraph, torch.cuda.OutOfMemoryError) as exc:
                 self.no_graph_reason = str(exc)
@@ -172,11 +179,11 @@ class Plan:
         side, current = pool.side_stream(), torch.cuda.current_stream(self.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                self._run_static()
+            self._run_static()
         current.wait_stream(side)
 
     def _fill(self, leaves: Sequence[Any]) -> None:
+        together: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for static, leaf in zip(self._inputs, leaves):
             if not isinstance(leaf, torch.Tensor):
                 static.fill_(leaf)
@@ -184,7 +191,10 @@ class Plan:
                 # a copy from pageable memory would wait for the GPU
                 static.fill_(leaf.item())
             else:
-                static.copy_(leaf, non_blocking=True)
+                together.setdefault(leaf.dtype, []).append((static, leaf))
+        for pairs in together.values():
+            # one launch for all of a type
+            torch._foreach_copy_([static for static, _ in pairs], [leaf for _, leaf in pairs], non_blocking=True)
 
     def _hand_out(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         handed = []

@@ -266,14 +266,17 @@ def pretend_a_gpu(patch: pytest.MonkeyPatch) -> graph_pool.GraphPool:
         "CUDAGraph": PretendedGraph, "Event": mock.Mock, "Stream": lambda device: stream,
         "current_stream": lambda device: stream, "stream": lambda stream: nothing, "synchronize": lambda device: None,
         "empty_cache": lambda: None, "graph_pool_handle": object, "memory_reserved": lambda device: 0,
+        "mem_get_info": lambda device: (0, 0),
     }.items():  # fmt: skip
         patch.setattr(torch.cuda, name, stand_in)
     patch.setattr(PretendedGraph, "made", [])
     patch.setattr(PretendedGraph, "capturing", None)
     honest = graph_pool.GraphPool._capture
 
-    def capture(pool: graph_pool.GraphPool, run: Callable[[], list[torch.Tensor]]) -> graph_pool.CapturedGraph:
-        captured = honest(pool, run)
+    def capture(
+        pool: graph_pool.GraphPool, run: Callable[[], list[torch.Tensor]], expected: int
+    ) -> graph_pool.CapturedGraph:
+        captured = honest(pool, run, expected)
         captured.graph.again = lambda: [o.copy_(n) for o, n in zip(captured.outputs, run())]
         return captured
 

@@ -1,0 +1,50 @@
+"""How much memory the values of a graph need at once, told by their shapes and by who reads them last."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def peak_bytes(graph: fx.Graph) -> int:
+    """The largest sum of what is alive at one time, in bytes; arguments, weights and kernels' workspaces aside."""
+    nodes = list(graph.nodes)
+    owner: dict[fx.Node, fx.Node] = {}
+    last: dict[fx.Node, int] = {}
+    for place, node in enumerate(nodes):
+        base = _base(node)
+        owner[node] = node if base is None else owner[base]
+        for source in node.all_input_nodes:
+            last[owner[source]] = place
+        last.setdefault(owner[node], place)
+    alive = peak = 0
+    ending: dict[int, int] = {}
+    for place, node in enumerate(nodes):
+        if owner[node] is node and node.op == "call_function":
+            size = _bytes(node.meta.get("val"))
+            alive += size
+            ending[last[node]] = ending.get(last[node], 0) + size
+        peak = max(peak, alive)
+        alive -= ending.pop(place, 0)
+    return peak
+
+
+def _base(node: fx.Node) -> fx.Node | None:
+    """The node whose memory this one is a view of."""
+    sources = node.all_input_nodes
+    if node.op != "call_function" or not sources:
+        return None
+    if node.target is operator.getitem:
+        # a kernel's several results are memory of their own each
+        return sources[0] if isinstance(sources[0].target, torch._ops.OpOverload) else None
+    schema = getattr(node.target, "_schema", None)
+    views = schema is not None and any(result.alias_info is not None for result in schema.returns)
+    return sources[0] if views or getattr(node.target, "__name__", "").startswith("reshape") else None
+
+
+def _bytes(val: Any) -> int:
+    # those of several results are counted where they are taken apart
+    return val.numel() * val.element_size() if isinstance(val, torch.Tensor) else 0
