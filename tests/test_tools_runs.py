@@ -147,6 +147,16 @@ def test_bench_counts_kernels_after_all_else_is_kept(monkeypatch):
     assert all("kernels" not in row for row in measured.measure(bench.Case(64, 64, 1)))
 
 
+def test_memory_of_graphs_counts_whole(monkeypatch):
+    segments = [
+        {"segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 40},
+        {"segment_pool_id": (0, 1), "total_size": 50, "allocated_size": 10},
+        {"segment_pool_id": (0, 2), "total_size": 7, "allocated_size": 7},
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert bench._idle_in_graphs() == 40
+
+
 def test_a_process_that_ends_without_a_result_is_told(monkeypatch, tmp_path):
     options = bench.Options("tiny-sd15", [(64, 64)], [1], ["sfast"], 1, 77, False, False, None)
     monkeypatch.setattr(bench.sys, "executable", "/bin/false")

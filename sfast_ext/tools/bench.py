@@ -128,7 +128,7 @@ class Bench:
     def _start(
         self, engine: engines.Engine, args: tuple[Any, ...], kwargs: dict[str, Any], reference: torch.Tensor
     ) -> dict[str, Any]:
-        before = self._reserved()
+        before = self._held()
         first = self._first_call(engine, args, kwargs)
         # ours runs the original first and its plan from the second call on
         output = engine.call().float()
@@ -220,26 +220,33 @@ class Bench:
         finally:
             torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
         del exact
-        self._reserved()
+        self._held()
         return output
 
-    def _reserved(self) -> int:
+    def _held(self) -> int:
+        """Bytes in use; of what CUDA graphs work in all, which is nobody else's between their replays either."""
         if self.device.type != "cuda":
             return 0
         gc.collect()
         torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved(self.device)
+        return torch.cuda.memory_allocated(self.device) + _idle_in_graphs()
 
     def _peak(self, engine: engines.Engine, before: int) -> int | None:
-        """What one call holds at its peak over what was held before this engine started: graphs and activations."""
+        """What one call holds at its peak over what was held before this engine started, in MB."""
         if self.device.type != "cuda":
             return None
-        self._reserved()
+        self._held()
         torch.cuda.reset_peak_memory_stats(self.device)
         engine.call()
         machine.synchronise(self.device)
-        # reserved, not allocated: what a CUDA graph works in counts as free between its replays
-        return (torch.cuda.max_memory_reserved(self.device) - before) >> 20
+        return (torch.cuda.max_memory_allocated(self.device) + _idle_in_graphs() - before) >> 20
+
+
+def _idle_in_graphs() -> int:
+    """Bytes of CUDA graphs' own memory that count as free for the allocator."""
+    segments = torch.cuda.memory_snapshot()
+    private = [s for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
+    return sum(s["total_size"] - s["allocated_size"] for s in private)
 
 
 def _first_line(exc: Exception) -> str:
