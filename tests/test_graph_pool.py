@@ -84,11 +84,11 @@ def test_out_of_memory_while_capturing_evicts_and_then_gives_up(pool, monkeypatc
     capture(pool, kept, gone)
     honest, failures = pool._capture, [1]
 
-    def short(run):
+    def short(*args):
         if failures:
             failures.pop()
             raise torch.cuda.OutOfMemoryError("injected")
-        return honest(run)
+        return honest(*args)
 
     monkeypatch.setattr(pool, "_capture", short)
     capture(pool, work(20), gone)

@@ -55,7 +55,7 @@ def reference(
     return geglu.reference(product, gate_first, approximate).to(x.dtype)
 
 
-@jit()
+@jit(do_not_specialize=["rows"])
 def _kernel(
     bias,
     x,
