@@ -193,8 +193,7 @@ class GraphPool:
         """Let a new pool begin with one block for all, which is cut as it is needed: many would leave gaps."""
         free, _ = torch.cuda.mem_get_info(self.device)
         if 0 < 2 * expected < free:
-            # a fifth more, for the workspaces of libraries
-            torch.empty(expected + expected // 5, dtype=torch.uint8, device=self.device)
+            torch.empty(expected, dtype=torch.uint8, device=self.device)
 
     def _evict_oldest(self, report: Report, why: str) -> None:
         _, (captured, on_evict) = self._entries.popitem(last=False)
