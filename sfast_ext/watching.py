@@ -11,7 +11,6 @@ It leans on torch's internals: where these are not as expected, nothing is recor
 from __future__ import annotations
 
 import operator
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +56,6 @@ class Watched:
     """
 
     def __init__(self, call: Call, arena: WeightArena, device: torch.device) -> None:
-        self.seconds = 0.0
         self._arena = arena
         self._device = device
         self._why_not: str | None = None
@@ -75,18 +73,16 @@ class Watched:
             self._give_up(exc)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of `function`, whose errors are passed on; the recording raises none of its own."""
-        if self._why_not is not None:
-            return function(*args, **kwargs)
-        started = time.perf_counter()
-        with enable_python_dispatcher(), _Watching(self._note):
-            result = function(*args, **kwargs)
-        self.seconds = time.perf_counter() - started
-        try:
-            self._end(result)
-        except Exception as exc:
-            self._give_up(exc)
-        return result
+        """The result of `function`; what it raises under the mode counts only where it raises it without as well."""
+        if self._why_not is None:
+            try:
+                with enable_python_dispatcher(), _Watching(self._note):
+                    result = function(*args, **kwargs)
+                self._end(result)
+                return result
+            except Exception as exc:
+                self._give_up(exc)
+        return function(*args, **kwargs)
 
     def recorded(self) -> tuple[fx.GraphModule, Any, list[tuple[int, ...]]] | None:
         """What `tracing.record` would give, the result's tree, and the strides of its tensors; None where it is not
@@ -195,9 +191,12 @@ class Watched:
     def _end(self, result: Any) -> None:
         if self._why_not is not None:
             return
-        tree, outputs = flatten_output(result)
-        self._graph.output([self._node(x, False) for x in outputs])
-        self._output = tree, [tuple(x.stride()) for x in outputs]
+        try:
+            tree, outputs = flatten_output(result)
+            self._graph.output([self._node(x, False) for x in outputs])
+            self._output = tree, [tuple(x.stride()) for x in outputs]
+        except Exception as exc:
+            self._give_up(exc)
         self._nodes.clear()
 
 

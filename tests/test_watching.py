@@ -172,6 +172,22 @@ def test_an_error_of_the_recording_is_nobodys_concern(monkeypatch):
     assert watched.recorded() is None and torch.equal(result, module(x))
 
 
+@pytest.mark.parametrize("method", ["__torch_dispatch__", "__enter__", "__exit__"])
+def test_an_error_of_the_mode_costs_no_result(monkeypatch, method):
+    module, x = Does(torch.relu), torch.randn(2, 4)
+    honest = getattr(watching._Watching, method)
+
+    def broken(self, *args):
+        if method == "__exit__":
+            honest(self, *args)
+        raise NotImplementedError("not under this mode")
+
+    monkeypatch.setattr(watching._Watching, method, broken)
+    watched, result = watch(module, x)
+    assert watched.recorded() is None and torch.equal(result, module(x))
+    assert not _len_torch_dispatch_stack() and not watching._modes_before()
+
+
 def test_an_error_of_the_forward_leaves_no_mode_behind():
     def broken(x):
         raise KeyError("mine")
