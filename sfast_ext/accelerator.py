@@ -329,8 +329,9 @@ class Accelerator(Planner):
         # at the beginning of a generation weights are likely to be others
         ahead = ahead and plan is not None and not due and self._runs_ahead(plan)
         sure = sure or (not ahead and self._keys.sure)
-        if plan is None and not sure:
-            # only a plan may run on the key of the last call: what keeps one away may be gone
+        if not sure and (plan is None or self._is_compared(plan)):
+            # only a plan may run on the key of the last call: what keeps one away may be gone; and what a plan is
+            # compared with must be what it was made for
             now, foreign = self._read_keys()
             if now != behaviour or foreign:
                 return self._find(args, kwargs, ahead=ahead)

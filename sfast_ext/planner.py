@@ -91,7 +91,7 @@ class Planner:
         at("replay")
         with self._guard(plan):
             outputs = self._outputs(plan, found.call)
-        if self.config.check == "always" or (self.config.check == "first" and plan.error is None):
+        if self._is_compared(plan):
             try:
                 result = self.original(*args, **kwargs)
             except Exception as exc:
@@ -107,14 +107,17 @@ class Planner:
         at("result")
         return plan.output(outputs)
 
+    def _is_compared(self, plan: Plan) -> bool:
+        """Whether the plan's next result is compared with the original's."""
+        return self.config.check == "always" or (self.config.check == "first" and plan.error is None)
+
     def _runs_ahead(self, plan: Plan) -> bool:
         """Whether a replay may be launched before the weights are looked at: they lie still for the GPU to read, and
         where a look at them says that others are wanted, the result goes to nobody.
 
         Not where the result is about to be compared with the original's, which would blame the plan for old weights.
         """
-        checked = self.config.check == "never" or (self.config.check == "first" and plan.error is not None)
-        if not (plan.has_graph and self.config.cuda_graphs and checked):
+        if not (plan.has_graph and self.config.cuda_graphs) or self._is_compared(plan):
             return False
         if self._wary:
             self._wary -= 1

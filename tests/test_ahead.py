@@ -6,6 +6,7 @@ Only CUDA graphs are; here what stands in for one computes what the plan does, o
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -221,7 +222,7 @@ def test_a_plan_that_is_compared_is_not_run_on_old_weights(check, monkeypatch):
     if check == "first":
         plan.error = None
     pair.both(replaced)
-    assert order(pair, monkeypatch)[:2] == ["weights", "replay"]
+    assert order(pair, monkeypatch)[:3] == ["key", "weights", "replay"]
     assert not any("differs" in reason for reason in pair.acc.report.as_dict()["reasons"])
     assert plan in pair.acc.plans.values()
 
@@ -241,3 +242,13 @@ def test_random_events(seed):
     on = ground.CPU
     w = machine.run("small", seed, machine.sequence(seed, 120, on), on)
     assert w.counter("replays") > 50 and w.counter("discarded") > 0
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_plan_is_not_compared_with_what_behaves_otherwise(graphs):
+    pair = Pair(replace(CPU, check="always", drop_slower=False, cuda_graphs=graphs))
+    for scale in (1.0, 0.5, 0.5, 1.0, 1.0):
+        pair.both(lambda net, scale=scale: setattr(net, "s1", scale))
+        pair.same()
+        pair.same()
+    assert not pair.acc.report.as_dict()["reasons"] and len(pair.acc.plans) == 2

@@ -6,7 +6,7 @@ from passes.networks import network
 from passes.support import Traced
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from sfast_ext import graph_pool
 from sfast_ext.liveness import peak_bytes
@@ -55,7 +55,7 @@ class Measured(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
+        for x in tree_flatten(result)[0]:
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.outside:
                 storage = x.untyped_storage()
                 self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())

@@ -19,7 +19,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -250,10 +250,19 @@ class Played:
 
 @contextlib.contextmanager
 def play(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[Step], settings: dict[str, Any] | None = None
+    tmp_path_factory: pytest.TempPathFactory,
+    steps: list[Step],
+    settings: dict[str, Any] | None = None,
+    prepare: Callable[[Path], None] | None = None,
 ) -> Iterator[Played]:
-    """Play steps on the stock SD.Next, then on one with the extension, which stays open."""
+    """Play steps on the stock SD.Next, then on one with the extension, which stays open.
+
+    Args:
+        prepare: puts what else is needed into the data directory.
+    """
     data = make_data(tmp_path_factory)
+    if prepare is not None:
+        prepare(data)
     assert len({name for name, _, _ in steps}) == len(steps)
     with start(data, settings or {}, extension=False) as webui:
         model_loaded(webui)
