@@ -15,7 +15,17 @@ from torch import nn
 
 from sfast_ext.patches import described
 
-MARKS = frozenset({"current_h_shape", "current_sampling_percent", "cond_mark", "attn_weight", "gn_weight"})
+MARKS = frozenset(
+    {
+        "current_h_shape",
+        "current_sampling_percent",
+        "cond_mark",
+        "attn_weight",
+        "gn_weight",
+        "is_in_high_res_fix",
+        "ipadapter_hacks",
+    }
+)
 """What it notes on the UNet's modules for functions of its own, which mean the original forward where they are laid."""
 
 

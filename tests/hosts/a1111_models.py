@@ -85,11 +85,13 @@ def randomise(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
     return state
 
 
-def control(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+def control(
+    state: dict[str, torch.Tensor], seed: int, levels: tuple[int, ...] = (1, 1, 1, 1, 2, 2, 2, 4, 4, 4, 4, 4)
+) -> dict[str, torch.Tensor]:
     """A ControlNet beside the UNet of `state`: its encoder and middle, the encoder of the hint, and the ways out."""
     generator = torch.Generator().manual_seed(seed)
     width = state["model.diffusion_model.input_blocks.0.0.weight"].shape[0]
-    copied = ("time_embed.", "input_blocks.", "middle_block.")
+    copied = ("time_embed.", "label_emb.", "input_blocks.", "middle_block.")
     tensors = {
         name: value.clone()
         for name, value in ((k.removeprefix("model.diffusion_model."), v) for k, v in state.items())
@@ -98,7 +100,7 @@ def control(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor
     hint = [3, 16, 16, 32, 32, 96, 96, 256, width]
     for i, (into, out) in enumerate(zip(hint, hint[1:])):
         convolution(tensors, f"input_hint_block.{2 * i}", out, into, 3, generator)
-    for i, times in enumerate([1, 1, 1, 1, 2, 2, 2, 4, 4, 4, 4, 4]):
+    for i, times in enumerate(levels):
         convolution(tensors, f"zero_convs.{i}.0", times * width, times * width, 1, generator)
     convolution(tensors, "middle_block_out.0", 4 * width, 4 * width, 1, generator)
     return {f"control_model.{name}": value for name, value in tensors.items()}
