@@ -7,11 +7,9 @@ the first value is used, nothing is read twice by one program, and mean and vari
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor
-
-from sfast_ext.kernels._triton import cdiv, constexpr, jit, next_power_of_2, noting, start, tl
+from sfast_ext.kernels._triton import cdiv, constexpr, jit, next_power_of_2, tl
 
 # Elements of the largest tile that holds a whole group, padding included. Twice that gains 1.4 us at 2560 channels and
 # 16x16, loses as much at 640 and 32x32, and costs two compilations of half a second on the first call.
@@ -312,14 +310,3 @@ def _part_normalise(
     if silu != 0:
         y = silu_of(y)
     tl.store(out + start + place, y.to(out.dtype.element_ty), mask=mask)
-
-
-def normalise(tile: Tile, batch: int, x: Tensor, *operands: Any) -> None:
-    """The second launch of two, over what the first has written."""
-    constants = tile.constants | {"num_warps": NORMALISE_WARPS}
-    rooms = {room(tile.parts)}
-    if noting():
-        # a further size of picture may want the other, and is not to wait for its compilation
-        rooms |= {_FEW_PARTS, _PARTS}
-    for size in sorted(rooms):
-        start(_part_normalise, (tile.parts, tile.blocks, batch), x, *operands, PARTS=size, **constants)

@@ -199,6 +199,25 @@ def run(
     counts = (pixels, channels, first, groups, group_width, units, biased)
     first_launch = (second, vector, added, total, partial, *counts, float(scale))
     start(_part_statistics, grid, inner, *first_launch, **flags, **constants)
-    numbers = (pixels, channels, groups, group_width, units, 0, 0, *has)
-    tiles.normalise(tile, batch, total, total, weights, terms, partial, out, *numbers, eps)
+    start(
+        tiles._part_normalise,
+        grid,
+        total,
+        total,
+        weights,
+        terms,
+        partial,
+        out,
+        pixels,
+        channels,
+        groups,
+        group_width,
+        units,
+        0,
+        0,
+        *has,
+        eps,
+        PARTS=tiles.room(tile.parts),
+        **(constants | {"num_warps": tiles.NORMALISE_WARPS}),
+    )
     return channels_outer(total), channels_outer(out)

@@ -75,11 +75,6 @@ def collecting(device: torch.device | None = None) -> Iterator[Noted]:
         _collected.reset(token)
 
 
-def noting() -> bool:
-    """Whether launches are only noted."""
-    return _collected.get() is not None
-
-
 def device_of(x: Tensor) -> torch.device:
     """Where a launch with `x` runs, or would run while launches are collected."""
     collected = _collected.get()

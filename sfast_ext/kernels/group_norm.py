@@ -318,30 +318,30 @@ def launch(
         start(tiles._whole, (groups, batch), *operands, *last, PATCHES=patches, **tile.constants)
         return out if patches else channels_outer(out)
 
+    parts: tuple[int, ...]
     if tile is not None:
-        partial = torch.empty((2, batch, tile.parts, groups), dtype=torch.float32, device=x.device)
-        parts = (pixels, channels, groups, group_width, tile.groups * group_width // tile.constants["UNIT"])
-        grid = (tile.parts, tile.blocks, batch)
-        start(tiles._part_statistics, grid, inner, rows, partial, *parts, shift_stride, has_shift, **tile.constants)
-        tiles.normalise(tile, batch, inner, rows, weights, biases, partial, out, *parts, *affine, eps)
-        return channels_outer(out)
-
-    blocks, block_groups = _channel_blocks(groups, group_width)
-    block = max(_BLOCK, next_power_of_2(group_width))
-    lanes = max(16 if block == _BLOCK else 1, next_power_of_2(block_groups))
-    most = min(_SPLITS, _TILE // lanes)
-    programs = _PROGRAMS * multiprocessors(x.device) * (2 if inner.numel() >= _LARGE else 1)
-    splits, per_split = _pixel_splits(pixels, blocks * batch, most, programs)
-    constants = {
-        "WIDTH": block_groups * group_width,
-        "BLOCK": block,
-        "GROUPS": lanes,
-        "PIXELS": _TILE // block,
-        "num_warps": 4 if block <= 512 else 8,
-    }
-    sizes = (pixels, per_split, channels, groups, group_width)
+        first, second = tiles._part_statistics, tiles._part_normalise
+        blocks, splits, constants = tile.blocks, tile.parts, tile.constants
+        parts = (pixels, channels, groups, group_width, tile.groups * group_width // constants["UNIT"])
+        most = {"PARTS": tiles.room(splits), "num_warps": tiles.NORMALISE_WARPS}
+    else:
+        first, second = _statistics, _normalise
+        blocks, block_groups = _channel_blocks(groups, group_width)
+        block = max(_BLOCK, next_power_of_2(group_width))
+        lanes = max(16 if block == _BLOCK else 1, next_power_of_2(block_groups))
+        most = {"SPLITS": min(_SPLITS, _TILE // lanes)}
+        programs = _PROGRAMS * multiprocessors(x.device) * (2 if inner.numel() >= _LARGE else 1)
+        splits, per_split = _pixel_splits(pixels, blocks * batch, most["SPLITS"], programs)
+        constants = {
+            "WIDTH": block_groups * group_width,
+            "BLOCK": block,
+            "GROUPS": lanes,
+            "PIXELS": _TILE // block,
+            "num_warps": 4 if block <= 512 else 8,
+        }
+        parts = (pixels, per_split, channels, groups, group_width)
     grid = (splits, blocks, batch)
     partial = torch.empty((2, batch, splits, groups), dtype=torch.float32, device=x.device)
-    start(_statistics, grid, inner, rows, partial, *sizes, shift_stride, has_shift, **constants)
-    start(_normalise, grid, inner, rows, weights, biases, partial, out, *sizes, *affine, eps, SPLITS=most, **constants)
+    start(first, grid, inner, rows, partial, *parts, shift_stride, has_shift, **constants)
+    start(second, grid, inner, rows, weights, biases, partial, out, *parts, *affine, eps, **(constants | most))
     return channels_outer(out)
