@@ -35,7 +35,8 @@ except ImportError:
 
 aten = torch.ops.aten
 LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default})
-_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_DATA = {*READS, torch.Tag.inplace_view}
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 # callers between the recorded function and the function of make_fx that knows the tracer
 _NEAR = 6
@@ -104,7 +105,7 @@ class _Remembering(FakeTensorMode):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._known: dict[Any, Any] | None = {}
-        self._weights: dict[Any, FakeTensor] = {}
+        self._made: dict[Any, FakeTensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,22 +136,21 @@ class _Remembering(FakeTensorMode):
 
     def like(self, weight: torch.Tensor) -> torch.Tensor:
         """A fake tensor of a weight's metadata, one for all of the same."""
-        key = weight.dtype, tuple(weight.shape), weight.stride(), weight.device
-        fake = self._weights.get(key)
-        if fake is None:
-            fake = self._weights[key] = self.made(*key[:3], 0, weight.device)
-        return fake
+        return self.made(weight.dtype, tuple(weight.shape), weight.stride(), 0, weight.device)
 
     def made(
         self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, device: torch.device
     ) -> FakeTensor:
-        """A fake tensor of these metadata."""
-        with _as_meta(self):
-            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            if offset:
-                reach = offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride))
-                meta = torch.empty(reach, dtype=dtype, device="meta").as_strided(shape, stride, offset)
-        return FakeTensor(self, meta, device)
+        """A fake tensor of these metadata, one for all of the same."""
+        key = dtype, shape, stride, offset, device
+        if key not in self._made:
+            with _as_meta(self):
+                meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                if offset:
+                    reach = offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride))
+                    meta = torch.empty(reach, dtype=dtype, device="meta").as_strided(shape, stride, offset)
+            self._made[key] = FakeTensor(self, meta, device)
+        return self._made[key]
 
     def _described(self, x: Any, tensors: list[torch.Tensor]) -> Any:
         kind = type(x)

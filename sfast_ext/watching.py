@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sfast_ext.report import logger
 from sfast_ext.signature import Call, flatten_output
-from sfast_ext.tracing import LIFTS, PLAIN, fake_mode
+from sfast_ext.tracing import LIFTS, PLAIN, READS, fake_mode
 from sfast_ext.weights import WeightArena
 
 try:
@@ -39,7 +39,6 @@ except ImportError:
 WORKS = _modes_before is not None and hasattr(torch._C, "_DisablePythonDispatcher")
 WORKS = WORKS and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
 aten = torch.ops.aten
-_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class _GivenUp(Exception):
@@ -64,7 +63,6 @@ class Watched:
         # a tensor that is gone leaves its id to another
         self._nodes: dict[int, tuple[weakref.ref[torch.Tensor], fx.Node]] = {}
         self._held: dict[int, tuple[torch.Tensor, fx.Node]] = {}
-        self._fakes: dict[Any, FakeTensor] = {}
         self._mode = fake_mode() if WORKS else None
         self._output: tuple[Any, list[tuple[int, ...]]] | None = None
         try:
@@ -119,7 +117,7 @@ class Watched:
             self._give_up(exc)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if func.namespace != "aten" or not _READS.isdisjoint(func.tags):
+        if func.namespace != "aten" or not READS.isdisjoint(func.tags):
             raise _GivenUp(f"{func} reads values, or does what is not known")
         given: list[torch.Tensor] = []
         lifts = func in LIFTS
@@ -183,10 +181,8 @@ class Watched:
         """A fake tensor of the same metadata, one for all that have them."""
         if type(x) not in (torch.Tensor, nn.Parameter) or x.layout is not torch.strided or x.is_quantized:
             raise _GivenUp(f"a tensor is a {type(x).__name__} with layout {x.layout}")
-        key = x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), x.device
-        if key not in self._fakes:
-            self._fakes[key] = self._mode.made(*key)  # type: ignore[union-attr]
-        return self._fakes[key]
+        assert self._mode is not None
+        return self._mode.made(x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), x.device)
 
     def _end(self, result: Any) -> None:
         if self._why_not is not None:
