@@ -1,6 +1,6 @@
 """A 3x3 convolution over few pixels is one product with the patches that the norm before it writes (im2col).
 
-Of 128 or 512 rows cuDNN has too few tiles for a large GPU, and cuts the sum into parts with a kernel of their own;
+Of 128 rows cuDNN has too few tiles for a large GPU, and cuts the sum into parts with a kernel of their own;
 cuBLAS does the same product sooner, and in NHWC the weight lies as the product reads it.
 """
 
