@@ -2,16 +2,22 @@
 
 On a GPU real models replay their CUDA graphs. On a CPU models of the real depth and a tiny width have a plan that
 computes nothing, so that what is left is what the accelerator itself takes.
+
+A wait for the GPU empties the processor's caches, and what runs first after it takes a multiple of its time. So a call
+is timed straight after a wait; after a wait and what a sampler then does between two calls; and right behind another
+call, as where a sampler waits for nothing. Stages are timed in a call, where they add up, and by themselves in a loop.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -26,6 +32,9 @@ from sfast_ext.tools import models
 from sfast_ext.tools.machine import describe
 
 CPU = torch.device("cpu")
+THE_LAUNCH = "the launch"
+# stands for a wait for the GPU where there is none
+PAUSE_S = 0.005
 # as many modules and weights as the real ones have, next to nothing to compute
 _NARROWER = 20
 _SMALL: dict[str, Any] = {"norm_num_groups": 16, "sample_size": 8, "cross_attention_dim": 32}
@@ -50,6 +59,7 @@ class Launch:
 
     def __init__(self, graph: Any = None) -> None:
         self.graph = graph
+        self.pool = _NoPool(CPU)
         self.at = self.until = 0.0
 
     def replay(self) -> None:
@@ -83,7 +93,7 @@ def launched(accelerator: Accelerator, call: Call) -> Launch:
         return launch
     outputs = plan.run_eagerly(call.leaves)
     launch = Launch()
-    pool = _NoPool(CPU)
+    pool = launch.pool
     plan._graph = CapturedGraph(launch, outputs, 0)  # type: ignore[arg-type]
     plan._inputs = [leaf.clone() for leaf in call.tensors(CPU)]
     pool._entries[id(plan._graph)] = (plan._graph, lambda: None)
@@ -105,21 +115,86 @@ def median(run: Callable[[], Any], times: int) -> float:
     return round(1e6 * statistics.median(taken), 1)
 
 
-def whole_call(
-    module: nn.Module, args: tuple, kwargs: dict, launch: Launch, times: int, device: torch.device
-) -> dict[str, float]:
-    """The parts of a call that lie before its launch, in it and after it."""
-    before, during, after = [], [], []
+class Timeline:
+    """When a call came to each of its stages; what the stages take adds up to what the call takes."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[str, float]] = []
+
+    def mark(self, stage: str) -> None:
+        self.marks.append((stage, time.perf_counter()))
+
+    def around(self, function: Callable[..., Any], stage: str, then: str) -> Callable[..., Any]:
+        """`function` as a stage of its own."""
+
+        def noted(*args: Any) -> Any:
+            self.mark(stage)
+            try:
+                return function(*args)
+            finally:
+                self.mark(then)
+
+        return noted
+
+    def stages(self) -> dict[str, float]:
+        """Seconds; a stage that comes twice counts as one, before the launch and after it."""
+        taken: dict[str, float] = {}
+        when = "before"
+        for (stage, start), (_, end) in zip(self.marks, self.marks[1:]):
+            when = "after" if stage == THE_LAUNCH else when
+            name = stage if stage == THE_LAUNCH else f"{when}: {stage}"
+            taken[name] = taken.get(name, 0.0) + end - start
+        return taken
+
+
+@contextlib.contextmanager
+def watched(accelerator: Accelerator, launch: Launch, pool: GraphPool) -> Iterator[Timeline]:
+    """Lets the one plan of an accelerator note its stages: those that an error would be told under, and a replay's."""
+    (plan,) = accelerator.plans.values()
+    line = Timeline()
+    parts = [
+        (pool, "enter", "order of streams", "replay"),
+        (plan, "_fill", "copies in", "replay"),
+        (launch, "replay", THE_LAUNCH, "replay"),
+        (plan, "_hand_out", "copies out", "replay"),
+        (pool, "leave", "order of streams", "replay"),
+    ]
+    with contextlib.ExitStack() as stack:
+        for module in ("accelerator", "planner"):
+            stack.enter_context(mock.patch(f"sfast_ext.{module}.at", line.mark))
+        for home, name, stage, then in parts:
+            stack.enter_context(mock.patch.object(home, name, line.around(getattr(home, name), stage, then)))
+        yield line
+
+
+def in_a_call(run: Callable[[], Any], before: Callable[[], Any], line: Timeline, times: int) -> dict[str, float]:
+    """What the stages take in a call, microseconds: means over the calls of middling length, which add up."""
+    calls = []
     for _ in range(times):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        before()
+        line.marks.clear()
+        line.mark("into the accelerator")
+        run()
+        line.mark("end")
+        calls.append(line.stages())
+    calls.sort(key=lambda stages: sum(stages.values()))
+    calls = calls[len(calls) // 4 : -(len(calls) // 4) or None]
+    names = dict.fromkeys(name for stages in calls for name in stages)
+    found = {name: statistics.fmean(stages.get(name, 0.0) for stages in calls) for name in names}
+    return {name: round(1e6 * taken, 1) for name, taken in found.items()}
+
+
+def whole_call(run: Callable[[], Any], before: Callable[[], Any], launch: Launch, times: int) -> dict[str, float]:
+    """The parts of a call that lie before its launch, in it and after it: medians, microseconds."""
+    parts: dict[str, list[float]] = {"before the launch": [], THE_LAUNCH: [], "after the launch": []}
+    for _ in range(times):
+        before()
         started = time.perf_counter()
-        module(*args, **kwargs)
+        run()
         ended = time.perf_counter()
-        before.append(launch.at - started)
-        during.append(launch.until - launch.at)
-        after.append(ended - launch.until)
-    parts = {"before the launch": before, "the launch": during, "after the launch": after}
+        spans = (launch.at - started, launch.until - launch.at, ended - launch.until)
+        for taken, span in zip(parts.values(), spans):
+            taken.append(span)
     return {name: round(1e6 * statistics.median(taken), 1) for name, taken in parts.items()}
 
 
@@ -137,11 +212,43 @@ def measure(name: str, device: torch.device, times: int) -> dict[str, Any]:
         launch = launched(accelerator, call)
         found: dict[str, Any] = {"modules": sum(1 for _ in unet.modules())}
         found["watched weights"] = accelerator.arena.status()["tracked"]
-        found["no generations told"] = whole_call(unet, args, kwargs, launch, times, device)
+
+        def run() -> None:
+            unet(*args, **kwargs)
+
+        def wait() -> None:
+            if cuda:
+                torch.cuda.synchronize(device)
+            else:
+                time.sleep(PAUSE_S)
+
+        latent, guidance = args[0][:1], 7.5
+
+        def sampler() -> None:
+            # Euler's step under guidance, and the next call's input
+            wait()
+            noise, other = args[0].chunk(2)
+            denoised = other + guidance * (noise - other)
+            following = latent + (latent - denoised) * 0.5
+            torch.cat([following, following])
+
+        def behind_another() -> None:
+            # one at a time: where many are queued, a launch waits for room
+            wait()
+            run()
+
+        told = {"after a wait": wait, "after a sampler's step": sampler, "behind another call": behind_another}
+        for when, before in told.items():
+            found[f"no generations told, {when}"] = whole_call(run, before, launch, times)
         accelerator.new_generation()
-        unet(*args, **kwargs)
-        found["within a generation"] = whole_call(unet, args, kwargs, launch, times, device)
-        found["stages"] = stages(accelerator, args, kwargs, device, times)
+        run()
+        for when, before in told.items():
+            found[f"within a generation, {when}"] = whole_call(run, before, launch, times)
+        pool = pool_of(device) if cuda else launch.pool
+        with watched(accelerator, launch, pool) as line:
+            for when, before in told.items():
+                found[f"within a generation, {when}, by stages"] = in_a_call(run, before, line, times)
+        found["each by itself"] = stages(accelerator, args, kwargs, device, times)
     accelerator.release()
     return found
 
@@ -170,6 +277,7 @@ def stages(accelerator: Accelerator, args: tuple, kwargs: dict, device: torch.de
         "behaviour where no generations are told": glance.holds,
         "weights": accelerator.arena.sync,
         "copies in": lambda: plan._fill(call.leaves),
+        "copies in, one by one": lambda: [mine.copy_(leaf) for mine, leaf in zip(plan._inputs, call.leaves)],
         "order of streams": lambda: pool.leave(pool.enter()),
         "copies out": lambda: plan._hand_out(outputs),
         "result": lambda: plan.output(outputs),
@@ -196,9 +304,11 @@ def main() -> None:
     found = {name: measure(name, device, options.calls) for name in options.models.split(",")}
     for name, numbers in found.items():
         print(f"{name}: {numbers['modules']} modules, {numbers['watched weights']} weights; microseconds")
-        for group in ("within a generation", "no generations told", "stages"):
+        for group, lines in numbers.items():
+            if not isinstance(lines, dict):
+                continue
             print(f"  {group}")
-            for stage, taken in numbers[group].items():
+            for stage, taken in lines.items():
                 print(f"    {stage:<42}{taken:>10.1f}")
     if options.json:
         with open(options.json, "w") as file:

@@ -42,8 +42,10 @@ class Shelf:
     def touch(self, key: Hashable) -> None:
         """Mark as used most recently."""
         with self._lock:
-            if key in self.plans:
+            try:
                 self.plans.move_to_end(key)
+            except KeyError:
+                pass  # dropped since
 
     def refusal(self, key: Hashable) -> str | None:
         """Why there is no plan for a key and none is to be built, or None."""

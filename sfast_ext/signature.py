@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+_CONSTANTS = frozenset({type(None), bool, str, bytes, torch.dtype, torch.device})
+# before torch 2.4 each device type had functions of its own
+_AUTOCAST_BY_TYPE = hasattr(torch, "get_autocast_dtype")
 # A tensor this small may live on another device than the model (a timestep on the CPU) and is carried over.
 SMALL = 64
 
@@ -63,9 +66,8 @@ def as_tensor(leaf: Any, device: torch.device) -> torch.Tensor:
 
 def autocast_mode(device_type: str) -> tuple[Any, ...]:
     """() without autocast, else (device type, dtype)."""
-    if hasattr(torch, "get_autocast_dtype"):
+    if _AUTOCAST_BY_TYPE:
         return (device_type, torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else ()
-    # before torch 2.4 each device type had functions of its own
     if device_type == "cuda":
         return ("cuda", torch.get_autocast_gpu_dtype()) if torch.is_autocast_enabled() else ()
     return ("cpu", torch.get_autocast_cpu_dtype()) if torch.is_autocast_cpu_enabled() else ()
@@ -82,8 +84,9 @@ def flatten_call(
         NotOurs: an argument is of a kind that is not understood.
     """
     leaves: list[Any] = []
-    positional = tuple(_flatten(a, leaves, device, f"argument {i}", not static_numbers) for i, a in enumerate(args))
-    named = tuple((k, _flatten(v, leaves, device, k, not static_numbers)) for k, v in sorted(kwargs.items()))
+    numbers = not static_numbers
+    positional = tuple([_flatten(a, leaves, device, (None, "argument {}", i), numbers) for i, a in enumerate(args)])
+    named = tuple([(k, _flatten(v, leaves, device, (None, "{}", k), numbers)) for k, v in sorted(kwargs.items())])
     tree = ("call", positional, named)
     return Call(Signature(tree, autocast_mode(device.type)), leaves, tree)
 
@@ -95,7 +98,7 @@ def flatten_output(output: Any) -> tuple[Any, list[torch.Tensor]]:
         NotOurs: the result holds something that is not understood.
     """
     leaves: list[Any] = []
-    return _flatten(output, leaves, None, "the result", False), leaves
+    return _flatten(output, leaves, None, (None, "the {}", "result"), False), leaves
 
 
 def rebuild_call(tree: Any, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -109,59 +112,59 @@ def rebuild_output(tree: Any, leaves: Sequence[Any]) -> Any:
     return _rebuild(tree, leaves)
 
 
-def _flatten(value: Any, leaves: list[Any], device: torch.device | None, path: str, numbers: bool) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _tensor(value, leaves, device, path)
+# where a value lies: in what, how that reads, and under which key; read by nobody but a refusal
+_Where = tuple[Any, str, Any]
+
+
+def _flatten(value: Any, leaves: list[Any], device: torch.device | None, where: _Where, numbers: bool) -> Any:
     kind = type(value)
-    if value is None or kind in (bool, str, bytes, torch.dtype, torch.device) or isinstance(value, enum.Enum):
+    if kind is torch.Tensor:
+        return _tensor(value, leaves, device, where)
+    if kind in _CONSTANTS or isinstance(value, enum.Enum):
         return ("const", kind, value)
     if kind in (int, float):
         if not numbers:
             return ("const", kind, value)
         leaves.append(value)
         return ("number", kind, len(leaves) - 1)
-    if isinstance(value, tuple):
-        return (
-            "tuple",
-            kind,
-            tuple(_flatten(v, leaves, device, f"{path}[{i}]", False) for i, v in enumerate(value)),
-        )
-    if kind is list:
-        return (
-            "list",
-            kind,
-            tuple(_flatten(v, leaves, device, f"{path}[{i}]", False) for i, v in enumerate(value)),
-        )
-    if dataclasses.is_dataclass(value):
+    if isinstance(value, torch.Tensor):
+        return _tensor(value, leaves, device, where)
+    if isinstance(value, tuple) or kind is list:
+        items = [_flatten(v, leaves, device, (where, "[{}]", i), False) for i, v in enumerate(value)]
+        return ("list" if kind is list else "tuple", kind, tuple(items))
+    if kind is not dict and dataclasses.is_dataclass(value):
         # before dict: diffusers' outputs are both
-        names = tuple(f.name for f in dataclasses.fields(value))
-        return (
-            "data",
-            kind,
-            tuple((n, _flatten(getattr(value, n), leaves, device, f"{path}.{n}", False)) for n in names),
-        )
+        names = [f.name for f in dataclasses.fields(value)]
+        fields = [(n, _flatten(getattr(value, n), leaves, device, (where, ".{}", n), False)) for n in names]
+        return ("data", kind, tuple(fields))
     if isinstance(value, dict):
         if not all(isinstance(k, (str, int)) for k in value):
-            raise NotOurs(f"{path} is a dict with keys that are neither text nor integers")
-        return (
-            "dict",
-            kind,
-            tuple((k, _flatten(v, leaves, device, f"{path}[{k!r}]", False)) for k, v in value.items()),
-        )
-    raise NotOurs(f"{path} is a {kind.__module__}.{kind.__qualname__}, which a plan cannot take as an input")
+            raise NotOurs(f"{_path(where)} is a dict with keys that are neither text nor integers")
+        entries = [(k, _flatten(v, leaves, device, (where, "[{!r}]", k), False)) for k, v in value.items()]
+        return ("dict", kind, tuple(entries))
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    raise NotOurs(f"{_path(where)} is a {name}, which a plan cannot take as an input")
 
 
-def _tensor(value: torch.Tensor, leaves: list[Any], device: torch.device | None, path: str) -> Any:
+def _tensor(value: torch.Tensor, leaves: list[Any], device: torch.device | None, where: _Where) -> Any:
     # device is None for results, which are fake during a capture
-    kinds = (torch.Tensor, torch.nn.Parameter) if device is not None else (torch.Tensor, FakeTensor)
-    if type(value) not in kinds or value.layout is not torch.strided or value.is_quantized:
-        raise NotOurs(f"{path} is a {type(value).__name__} with layout {value.layout}, not a plain tensor")
-    if value.is_meta:
-        raise NotOurs(f"{path} is on the meta device")
-    if device is not None and value.device != device and not (value.device.type == "cpu" and value.numel() <= SMALL):
-        raise NotOurs(f"{path} is on {value.device}, the model on {device}")
+    kind = type(value)
+    plain = kind is torch.Tensor or kind is (FakeTensor if device is None else torch.nn.Parameter)
+    if not plain or value.layout is not torch.strided or value.is_quantized:
+        raise NotOurs(f"{_path(where)} is a {kind.__name__} with layout {value.layout}, not a plain tensor")
+    there = value.device
+    if there != device:
+        if there.type == "meta":
+            raise NotOurs(f"{_path(where)} is on the meta device")
+        if device is not None and not (there.type == "cpu" and value.numel() <= SMALL):
+            raise NotOurs(f"{_path(where)} is on {there}, the model on {device}")
     leaves.append(value)
     return ("tensor", value.dtype, tuple(value.shape), len(leaves) - 1)
+
+
+def _path(where: _Where) -> str:
+    outer, form, key = where
+    return ("" if outer is None else _path(outer)) + form.format(key)
 
 
 def _rebuild(tree: Any, leaves: Sequence[Any]) -> Any:

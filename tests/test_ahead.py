@@ -19,6 +19,7 @@ from sfast_ext import Config, accelerate
 from sfast_ext.graph_pool import CapturedGraph, GraphPool
 from sfast_ext.plan import Plan, relative_error
 from sfast_ext.planner import WARY, Planner
+from sfast_ext.signature import flatten_call
 
 CPU = Config(allow_cpu=True)
 
@@ -252,3 +253,23 @@ def test_a_plan_is_not_compared_with_what_behaves_otherwise(graphs):
         pair.same()
         pair.same()
     assert not pair.acc.report.as_dict()["reasons"] and len(pair.acc.plans) == 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_result_of_a_replay_is_a_plain_tensor_in_every_mode(pair, mode):
+    args, kwargs = arguments(Request(), pair.rng, torch.float32, unet=False)
+    before = pair.count("replays")
+    with mode():
+        result = pair.ours(*args, **kwargs)["sample"]
+    assert pair.count("replays") == before + 1
+    assert not result.is_inference() and not result.requires_grad
+    pair.same()
+
+
+def test_the_inputs_of_a_graph_take_no_gradients(pair):
+    (plan,) = pair.acc.plans.values()
+    args, kwargs = arguments(Request(), pair.rng, torch.float32, unet=False)
+    call = flatten_call((args[0].requires_grad_(), *args[1:]), kwargs, plan.device)
+    with torch.enable_grad():
+        outputs = plan.replay(call.leaves, Pool(plan.device))
+    assert not any(tensor.requires_grad for tensor in (*plan._inputs, *outputs))

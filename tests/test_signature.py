@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -91,6 +92,23 @@ def test_leaves_become_contiguous_tensors_on_the_device():
 def test_what_is_not_understood_is_not_ours(argument, words):
     with pytest.raises(NotOurs, match=words):
         flatten_call((argument,), {}, CPU)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"added": [1, (object(),)]}, "argument 0['added'][1][0] is a builtins.object"),
+        (Residuals((torch.zeros(1), torch.zeros(1, device="meta"))), "argument 0.down[1] is on the meta device"),
+        ({"{}": object()}, "argument 0['{}'] is a"),
+    ],
+)
+def test_a_refusal_names_the_place(argument, words):
+    with pytest.raises(NotOurs, match=re.escape(words)):
+        flatten_call((argument,), {}, CPU)
+    with pytest.raises(NotOurs, match=re.escape(words.replace("argument 0", "control"))):
+        flatten_call((), {"control": argument}, CPU)
+    with pytest.raises(NotOurs, match="the result is a builtins.object"):
+        flatten_output(object())
 
 
 def test_a_large_tensor_elsewhere_is_not_ours_but_a_timestep_is():
