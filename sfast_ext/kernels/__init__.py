@@ -10,7 +10,7 @@ from sfast_ext.kernels import _triton
 
 
 def pick(module: ModuleType, *, triton: bool) -> Callable[..., Any]:
-    """The function of a kernel module to call: `launch`, or `reference` where Triton is not wanted.
+    """The function of a kernel module to call: `launch`; where Triton is not wanted, `library` or else `reference`.
 
     A module whose launch does without Triton says so with NEEDS_TRITON = False and is always
     launched. A launch takes what its reference takes: what the kernel cannot do (no Triton, float64, a CPU)
@@ -18,7 +18,7 @@ def pick(module: ModuleType, *, triton: bool) -> Callable[..., Any]:
     """
     if triton or not getattr(module, "NEEDS_TRITON", True):
         return module.launch
-    return module.reference
+    return getattr(module, "library", module.reference)
 
 
 def interpreted() -> bool:

@@ -13,10 +13,12 @@ from sfast_ext.kernels import (
     _triton,
     add_layer_norm,
     bias_add,
+    flash_attention,
     geglu,
     group_norm,
     layer_norm,
     linear_geglu,
+    short_attention,
     upsample,
 )
 
@@ -117,3 +119,46 @@ def test_products_compile(capability, dtype, monkeypatch, tmp_path):
         # values and gates by one instruction, and no tile of them through shared memory but the one that is stored
         assert "wgmma.mma_async.sync.aligned.m64n256k16" in compiled.asm["ptx"]
         assert compiled.metadata.shared <= 227 << 10
+
+
+@pytest.mark.parametrize(
+    ("blocks", "dtype", "capability"),
+    [((40, 32, 16, 64, 16), "fp16", capability) for capability in (75, 80, 86, 89, 90, 120)]
+    + [((64, 64, 0, 64, 16), "bf16", 90), ((160, 128, 32, 64, 16), "fp16", 90)],
+    ids=str,
+)
+def test_short_attention_compiles(blocks, dtype, capability, monkeypatch, tmp_path):
+    constants = dict(zip(("SIZE", "SIZE_A", "SIZE_B", "KEYS_A", "KEYS_B"), blocks)) | {"ROWS": short_attention._ROWS}
+    pointers = dict.fromkeys(("out", "q", "k", "v"), f"*{dtype}")
+    ptx = _attention_ptx(short_attention, constants, pointers, capability, monkeypatch, tmp_path)
+    # of Turing's matrix instructions newer versions of Triton know nothing
+    assert capability == 75 or ("wgmma.mma_async" if capability == 90 else "mma.sync") in ptx
+
+
+@pytest.mark.skipif(flash_attention.TensorDescriptor is None, reason="needs a Triton with tensor descriptors")
+@pytest.mark.parametrize("capability", [90, 100, 120])
+@pytest.mark.parametrize("even", [True, False])
+def test_flash_attention_compiles(even, capability, monkeypatch, tmp_path):
+    size, keys = flash_attention._SIZE, flash_attention._KEYS
+    constants = {"SIZE": size, "ROWS": flash_attention._ROWS, "KEYS": keys, "EVEN": even}
+    operands = {"out": "*fp16", "q": "*fp16"} | dict.fromkeys("kv", f"tensordesc<fp16{[1, keys, 1, size]}>")
+    ptx = _attention_ptx(flash_attention, constants, operands, capability, monkeypatch, tmp_path)
+    if capability == 90:
+        assert "wgmma.mma_async.sync.aligned.m64n128k16" in ptx
+
+
+def _attention_ptx(module, constants, operands, capability, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiler = pytest.importorskip("triton.compiler")
+    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", capability, 32)
+    names = module._kernel.arg_names
+    signature = {name: "constexpr" if name in constants else "i32" for name in names} | operands | {"scale": "fp32"}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    aligned = [name for name in names if name in operands and signature[name][0] == "*" or name.endswith("_row")]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    try:
+        source = compiler.ASTSource(module._kernel, signature, places, attributes)
+    except Exception as exc:
+        pytest.skip(f"this Triton describes a kernel in another way: {exc}")
+    options = {"num_warps": module._WARPS, "num_stages": getattr(module, "_STAGES", 1)}
+    return compiler.compile(source, target=target, options=options).asm["ptx"]

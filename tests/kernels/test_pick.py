@@ -19,8 +19,9 @@ def test_pick(module):
     assert kernels.pick(module, triton=False) is module.reference
 
 
-def test_attention_needs_no_triton():
-    assert kernels.pick(attention, triton=False) is attention.launch
+def test_attention_has_another_way_without_triton():
+    assert kernels.pick(attention, triton=True) is attention.launch
+    assert kernels.pick(attention, triton=False) is attention.library
 
 
 def test_a_launch_that_cannot_is_the_reference():

@@ -1,0 +1,50 @@
+"""What the kernels for attention have in common: which operands they take, and the blocks that they are cut into."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sfast_ext.kernels._triton import INTERPRETED, MAX_GRID_YZ, capability, device_of, next_power_of_2, runs
+
+HALF = (torch.float16, torch.bfloat16)
+LEAST = 16  # the narrowest block of a matrix product
+_CAPABILITY = 9  # measured on Hopper alone
+_LONGEST = 2**31
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
+    """Whether q (B, H, L, D), k and v (B, H, S, D) are what a kernel of ours can read, on a GPU where they were
+    measured."""
+    if q.dim() != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        return False
+    if q.dtype not in HALF or not runs(q, k, v) or not q.numel() or not k.numel() or not (scale is None or scale > 0):
+        return False
+    if any(x.dtype != q.dtype or x.stride(3) != 1 or x.shape[2] * x.stride(2) >= _LONGEST for x in (q, k, v)):
+        return False
+    if q.shape[0] * q.shape[1] > MAX_GRID_YZ:
+        return False
+    if INTERPRETED:
+        return q.dtype == torch.float16  # of bfloat16 the interpreter multiplies the bits
+    return capability(device_of(q))[0] == _CAPABILITY
+
+
+def blocks(size: int) -> tuple[int, int]:
+    """Two powers of two, the second may be 0, that hold `size` with little to spare: 77 -> 64 and 16."""
+    first = max(LEAST, next_power_of_2(size + 1) // 2)
+    if size <= first:
+        return first, 0
+    second = max(LEAST, next_power_of_2(size - first))
+    return (2 * first, 0) if second == first else (first, second)
+
+
+def like_queries(q: Tensor) -> Tensor:
+    """Memory for the result, its dimensions in the order of q's: heads beside each other where they are so in q."""
+    order = sorted(range(4), key=lambda dim: -q.stride(dim))
+    out = torch.empty([q.shape[dim] for dim in order], dtype=q.dtype, device=q.device)
+    return out.permute([order.index(dim) for dim in range(4)])
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """Of images, rows and heads."""
+    return x.stride(0), x.stride(2), x.stride(1)
