@@ -16,6 +16,7 @@ from sfast_ext.behaviour import BehaviourKeys, structure
 from sfast_ext.config import Config
 from sfast_ext.graph_pool import pool_of
 from sfast_ext.hooks import Hooks
+from sfast_ext.kernels._precompile import get_ready
 from sfast_ext.planner import WARY, Found, OriginalFailed, Planner
 from sfast_ext.report import Report, at, stage, words_of
 from sfast_ext.shelf import pool_for
@@ -59,6 +60,7 @@ class Accelerator(Planner):
     def install(self) -> Accelerator:
         """Take the module's forward; under accelerate's hook where there is one. Idempotent."""
         self._released = False
+        get_ready()
         if self._slot.install():
             self._forget_plans("another forward is in the module's place")
         return self

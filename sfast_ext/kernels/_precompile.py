@@ -5,9 +5,13 @@ Most of a compilation runs outside of Python's lock, or in processes of its own,
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -23,6 +27,26 @@ MOST_THREADS = 16
 _KERNELS = "sfast_ext.kernels."
 # what this process has compiled already: (device, key of the launch)
 _done: set[Any] = set()
+
+
+@functools.lru_cache(maxsize=None)
+def get_ready() -> threading.Thread | None:
+    """Have a thread do what Triton does once in a process before it compiles or looks up anything: half a second for a
+    hash over its own files, mostly outside of Python's lock. None where no GPU is there to compile for."""
+    if not _triton.AVAILABLE or _triton.INTERPRETED or not torch.cuda.is_available():
+        return None
+    thread = threading.Thread(target=_hash_triton, name="sfast: Triton's own hash", daemon=True)
+    thread.start()
+    return thread
+
+
+def _hash_triton() -> None:
+    for home in ("triton.runtime.cache", "triton.compiler.compiler"):  # since 3.5, and before
+        with contextlib.suppress(Exception):
+            importlib.import_module(home).triton_key()
+    with contextlib.suppress(Exception):
+        # where a tensor descriptor is first looked at, since 3.5
+        importlib.import_module("triton.experimental.gluon.nvidia.hopper")
 
 
 class Launch(NamedTuple):

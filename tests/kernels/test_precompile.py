@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import threading
 from types import SimpleNamespace
 
@@ -153,6 +154,24 @@ def test_what_fails_to_compile_is_left_to_the_launch(card, monkeypatch):
 
 def test_without_a_gpu_nothing_is_compiled():
     assert _precompile.precompile(small(), torch.device("cpu")) == 0
+
+
+def test_triton_hashes_itself_beside_the_model_load(monkeypatch):
+    hashed = []
+    _precompile.get_ready.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _precompile.get_ready() is None
+    _precompile.get_ready.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for home in ("triton.runtime.cache", "triton.compiler.compiler"):
+        module = importlib.import_module(home)
+        if hasattr(module, "triton_key"):
+            monkeypatch.setattr(module, "triton_key", lambda: hashed.append(threading.current_thread()))
+    thread = _precompile.get_ready()
+    assert _precompile.get_ready() is thread  # once in a process
+    thread.join()
+    assert set(hashed) == {thread}
+    _precompile.get_ready.cache_clear()
 
 
 @pytest.mark.gpu
