@@ -21,6 +21,7 @@ from sfast_ext.kernels import (
     layer_norm,
     linear_add,
     linear_geglu,
+    timestep_embedding,
     upsample,
 )
 
@@ -36,6 +37,7 @@ MODULES: dict[str, Any] = {
     "attention": attention,
     "linear_add": linear_add,
     "linear_geglu": linear_geglu,
+    "timestep_embedding": timestep_embedding,
 }
 NORM_ROWS = [(8192, 320), (2048, 640), (512, 1280), (2048, 1280), (8192, 640)]
 # (channels, height): batch 2; the last three are SDXL's
@@ -56,7 +58,8 @@ GATED = [(8192, 2560), (2048, 5120), (512, 10240), (2048, 10240), (8192, 5120)]
 GATED_LINEARS = [(8192, 1280, 320), (2048, 2560, 640), (512, 5120, 1280), (2048, 5120, 1280), (8192, 2560, 640)]
 # heads, queries, keys, head dimension: batch 2
 HEADS = [(8, 4096, 4096, 40), (8, 1024, 1024, 80), (8, 256, 256, 160), (8, 4096, 77, 40), (8, 1024, 77, 80)]
-HEADS += [(10, 4096, 4096, 64), (20, 1024, 1024, 64), (10, 4096, 77, 64), (20, 1024, 77, 64)]
+HEADS += [(8, 256, 77, 160), (8, 64, 64, 160), (10, 4096, 4096, 64), (20, 1024, 1024, 64), (20, 988, 988, 64)]
+HEADS += [(10, 4096, 77, 64), (20, 1024, 77, 64)]
 # rows, columns, inner dimension: the projections out of attention and feed-forward; the last four are SDXL's
 LINEARS = [
     (8192, 320, 320),
@@ -189,6 +192,13 @@ def _torch_upsample(x: Tensor, size: tuple[int, int], steps: tuple[float, float]
     return F.interpolate(x, size=size, mode="nearest")
 
 
+def _torch_timestep_embedding(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.dtype) -> Tensor:
+    angle = t.float() * frequency
+    both = torch.cat([angle.sin(), angle.cos()], -1)
+    half = frequency.shape[-1]
+    return (both if sine_first else torch.cat([both[:, half:], both[:, :half]], -1)).to(out_dtype)
+
+
 def _torch_linear_geglu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return _torch_geglu(F.linear(x, weight, bias))
 
@@ -277,6 +287,11 @@ def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[
     for rows, columns, inner in GATED_LINEARS if "linear_geglu" in only else ():
         tensors = [randn(rows, inner), randn(2 * columns, inner) * inner**-0.5, randn(2 * columns)]
         yield _case("linear_geglu", f"{rows}x{columns}x{inner}", _torch_linear_geglu, tensors, {})
+    for rows, columns in ((2, 320), (12, 256)) if "timestep_embedding" in only else ():
+        t = torch.linspace(1, 999, rows, device=device).long()[:, None]
+        frequency = torch.exp(-9.21 * torch.arange(columns // 2, device=device) / (columns // 2))[None]
+        options = {"sine_first": False, "out_dtype": dtype}
+        yield _case("timestep_embedding", f"{rows}x{columns}", _torch_timestep_embedding, [t, frequency], options)
     if "attention" in only:
         for heads, queries, keys, size in HEADS:
             q, k, v = (

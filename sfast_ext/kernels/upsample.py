@@ -1,4 +1,4 @@
-"""Nearest-neighbour upsampling of channels-last pictures."""
+"""Nearest-neighbour upsampling of channels-last pictures, or of the sum of two."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from sfast_ext.kernels._triton import (
 )
 
 
-def reference(x: Tensor, size: tuple[int, int], steps: tuple[float, float]) -> Tensor:
-    """x (N, C, H, W) -> (N, C, *size), channels last: target pixel i is source pixel floor(i * step).
+def reference(
+    x: Tensor, size: tuple[int, int], steps: tuple[float, float], residual: Tensor | None = None
+) -> Tensor:
+    """x (N, C, H, W) plus residual -> (N, C, *size), channels last: target pixel i is source pixel floor(i * step).
 
     steps are source pixels per target pixel, in float32 as torch counts them: 1 / scale_factor where that is given,
     else the quotient of the sizes.
     """
+    x = x if residual is None else x + residual
     at = []
     for length, target, step in zip(x.shape[2:], size, steps):
         place = torch.arange(target, dtype=torch.float32) * torch.tensor(step, dtype=torch.float32)
@@ -37,6 +40,7 @@ _ROWS, _BLOCK = 16, 64  # a tile; the channels of Stable Diffusion's UNets are m
 @jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width"])
 def _kernel(
     x,
+    residual,
     out,
     rows,
     channels,
@@ -46,6 +50,7 @@ def _kernel(
     out_width,
     step_y,
     step_x,
+    RESIDUAL: constexpr,
     ROWS: constexpr,
     BLOCK: constexpr,
 ):
@@ -58,15 +63,19 @@ def _kernel(
     source_y = tl.minimum(y.to(tl.int32), height - 1)
     source_x = tl.minimum(x_.to(tl.int32), width - 1)
     source = ((line // out_height) * height + source_y) * width + source_x
-    value = tl.load(x + source[:, None] * channels + channel[None, :], mask=mask, other=0.0)
-    tl.store(out + row[:, None] * channels + channel[None, :], value, mask=mask)
+    place = source[:, None] * channels + channel[None, :]
+    value = tl.load(x + place, mask=mask, other=0.0)
+    if RESIDUAL:
+        value = value.to(tl.float32) + tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row[:, None] * channels + channel[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
-def launch(x: Tensor, size: tuple[int, int], steps: tuple[float, float]) -> Tensor:
+def launch(x: Tensor, size: tuple[int, int], steps: tuple[float, float], residual: Tensor | None = None) -> Tensor:
     """`reference` as one Triton kernel."""
     batch, channels, height, width = x.shape
-    if not runs(x) or not 0 < channels <= MAX_GRID_YZ * _BLOCK or min(height, width, *size) < 1:
-        return reference(x, size, steps)
+    alike = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
+    if not runs(x, residual) or not alike or not 0 < channels <= MAX_GRID_YZ * _BLOCK or min(height, width, *size) < 1:
+        return reference(x, size, steps, residual)
     inner = channels_inner(x)
     out = torch.empty((batch, *size, channels), dtype=x.dtype, device=x.device)
     count = out.numel() // channels
@@ -75,6 +84,7 @@ def launch(x: Tensor, size: tuple[int, int], steps: tuple[float, float]) -> Tens
             _kernel,
             (cdiv(count, _ROWS), cdiv(channels, _BLOCK)),
             inner,
+            inner if residual is None else channels_inner(residual),
             out,
             count,
             channels,
@@ -82,6 +92,7 @@ def launch(x: Tensor, size: tuple[int, int], steps: tuple[float, float]) -> Tens
             width,
             *size,
             *map(float, steps),
+            RESIDUAL=residual is not None,
             ROWS=_ROWS,
             BLOCK=_BLOCK,
             num_warps=4,

@@ -26,6 +26,7 @@ from . import (
     packed_linear,
     rewrite,
     sum_group_norm,
+    timestep_embedding,
     upsample,
 )
 
@@ -60,6 +61,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("sum_group_norm", sum_group_norm.sum_group_norm),  # joins what group_norm and bias_add have made
     ("im2col", im2col.im2col),  # takes what the norms and bias_add have left of a convolution
     ("upsample", upsample.upsample),
+    ("timestep_embedding", timestep_embedding.timestep_embedding),
     ("attention", attention.attention),
 ]
 

@@ -1,4 +1,7 @@
-"""Nearest-neighbour upsampling in NHWC: torch's own kernel for that layout is far from the speed of memory."""
+"""Nearest-neighbour upsampling in NHWC: torch's own kernel for that layout is far from the speed of memory.
+
+A sum that is for nothing else is made as it is read.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from torch import fx
 from sfast_ext import kernels
 from sfast_ext.kernels import upsample as kernel
 
-from .rewrite import KERNEL_DTYPES, argument, aten, call, dtype, is_op, mutated, overloads, replace, shape
+from .layer_norm import is_residual_add
+from .rewrite import KERNEL_DTYPES, argument, aten, call, dtype, is_op, mutated, only_user, overloads, replace, shape
 
 if TYPE_CHECKING:
     from . import PassContext
@@ -32,8 +36,11 @@ def upsample(gm: fx.GraphModule, ctx: PassContext) -> int:
             float(torch.tensor(1.0 / scale if scale else old / new, dtype=torch.float32))
             for scale, old, new in zip(scales(node), before[2:], after[2:])
         )
+        x, options = node.args[0], {}
+        if only_user(x) is node and is_residual_add(x) and untouchable.isdisjoint(x.args[:2]):
+            x, options = x.args[0], {"residual": x.args[1]}
         with gm.graph.inserting_before(node):
-            new = call(gm.graph, function, (node.args[0], tuple(after[2:]), steps), node)
+            new = call(gm.graph, function, (x, tuple(after[2:]), steps), node, options)
         replace(node, new)
         count += 1
     return count

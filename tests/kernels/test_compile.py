@@ -19,6 +19,7 @@ from sfast_ext.kernels import (
     layer_norm,
     linear_geglu,
     short_attention,
+    timestep_embedding,
     upsample,
 )
 
@@ -44,7 +45,8 @@ KERNELS = {
     "cat_group_norm_whole": (_sum_group_norm._whole, {**JOIN, "UNIT": 4, "BLOCK": 64, "PIXELS": 64}),
     "add_group_norm_part_statistics": (_sum_group_norm._part_statistics, {**SUM, **PARTS}),
     "cat_group_norm_part_statistics": (_sum_group_norm._part_statistics, {**JOIN, **PARTS}),
-    "upsample": (upsample._kernel, {"ROWS": 16, "BLOCK": 64}),
+    "upsample": (upsample._kernel, {"RESIDUAL": False, "ROWS": 16, "BLOCK": 64}),
+    "upsample_of_a_sum": (upsample._kernel, {"RESIDUAL": True, "ROWS": 16, "BLOCK": 64}),
     "group_norm_part": (_group_norm._part_normalise, {**PARTS, "PARTS": 32}),
 }
 POINTERS = {"x", "a", "b", "term", "residual", "shift", "weight", "bias", "out", "total", "partial"}
@@ -96,6 +98,15 @@ def test_compiles_other_dtypes(name, dtype, monkeypatch, tmp_path):
     assert f".v{words}.b32" in _compile(*KERNELS[name], 90, dtype)
 
 
+@pytest.mark.parametrize("capability", [75, 90, 120])
+def test_timestep_embedding_compiles(capability, monkeypatch, tmp_path):
+    operands = {"t": "*i64", "frequency": "*fp32", "out": "*fp16"}
+    constants = {"SINE_FIRST": True, "BLOCK": timestep_embedding._BLOCK}
+    ptx = _ptx(timestep_embedding, constants, operands, capability, monkeypatch, tmp_path)
+    # an angle may be a thousand: the instructions for small ones are far off
+    assert "sin.approx" not in ptx and "cos.approx" not in ptx
+
+
 @pytest.mark.skipif(linear_geglu.TensorDescriptor is None, reason="needs a Triton with tensor descriptors")
 @pytest.mark.parametrize("capability", [90, 100, 120])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -130,7 +141,7 @@ def test_products_compile(capability, dtype, monkeypatch, tmp_path):
 def test_short_attention_compiles(blocks, dtype, capability, monkeypatch, tmp_path):
     constants = dict(zip(("SIZE", "SIZE_A", "SIZE_B", "KEYS_A", "KEYS_B"), blocks)) | {"ROWS": short_attention._ROWS}
     pointers = dict.fromkeys(("out", "q", "k", "v"), f"*{dtype}")
-    ptx = _attention_ptx(short_attention, constants, pointers, capability, monkeypatch, tmp_path)
+    ptx = _ptx(short_attention, constants, pointers, capability, monkeypatch, tmp_path)
     # of Turing's matrix instructions newer versions of Triton know nothing
     assert capability == 75 or ("wgmma.mma_async" if capability == 90 else "mma.sync") in ptx
 
@@ -142,17 +153,18 @@ def test_flash_attention_compiles(even, capability, monkeypatch, tmp_path):
     size, keys = flash_attention._SIZE, flash_attention._KEYS
     constants = {"SIZE": size, "ROWS": flash_attention._ROWS, "KEYS": keys, "EVEN": even}
     operands = {"out": "*fp16", "q": "*fp16"} | dict.fromkeys("kv", f"tensordesc<fp16{[1, keys, 1, size]}>")
-    ptx = _attention_ptx(flash_attention, constants, operands, capability, monkeypatch, tmp_path)
+    ptx = _ptx(flash_attention, constants, operands, capability, monkeypatch, tmp_path)
     if capability == 90:
         assert "wgmma.mma_async.sync.aligned.m64n128k16" in ptx
 
 
-def _attention_ptx(module, constants, operands, capability, monkeypatch, tmp_path):
+def _ptx(module, constants, operands, capability, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiler = pytest.importorskip("triton.compiler")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", capability, 32)
     names = module._kernel.arg_names
-    signature = {name: "constexpr" if name in constants else "i32" for name in names} | operands | {"scale": "fp32"}
+    signature = {name: "constexpr" if name in constants else "i32" for name in names} | operands
+    signature |= {"scale": "fp32"} if "scale" in names else {}
     places = {(names.index(name),): value for name, value in constants.items()}
     aligned = [name for name in names if name in operands and signature[name][0] == "*" or name.endswith("_row")]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
@@ -160,5 +172,5 @@ def _attention_ptx(module, constants, operands, capability, monkeypatch, tmp_pat
         source = compiler.ASTSource(module._kernel, signature, places, attributes)
     except Exception as exc:
         pytest.skip(f"this Triton describes a kernel in another way: {exc}")
-    options = {"num_warps": module._WARPS, "num_stages": getattr(module, "_STAGES", 1)}
+    options = {"num_warps": getattr(module, "_WARPS", 4), "num_stages": getattr(module, "_STAGES", 1)}
     return compiler.compile(source, target=target, options=options).asm["ptx"]

@@ -43,6 +43,19 @@ def test_strided_inputs(device):
         assert torch.equal(upsample.launch(x, size, (0.5, 0.5)), torchs(x, size))
 
 
+@each_dtype
+def test_of_a_sum(device, dtype):
+    x, residual = (randn(2, 24, 7, 5, dtype=dtype, device=device) for _ in range(2))
+    for some in (residual, residual.to(memory_format=torch.channels_last)):
+        y = upsample.launch(x.to(memory_format=torch.channels_last), (14, 10), (0.5, 0.5), some)
+        if device.type == "cuda" or dtype != torch.bfloat16:
+            assert torch.equal(y, torchs(x + residual, (14, 10)))
+        else:  # where the interpreter cuts off instead of rounding
+            torch.testing.assert_close(y, torchs(x + residual, (14, 10)), rtol=2**-7, atol=0)
+    other = residual.double()
+    assert torch.equal(upsample.launch(x, (14, 10), (0.5, 0.5), other), torchs(x + other, (14, 10)))
+
+
 def test_what_the_kernel_does_not_take(device):
     x = torch.randn(2, 8, 3, 3, dtype=torch.float64, device=device)
     assert torch.equal(upsample.launch(x, (6, 6), (0.5, 0.5)), torchs(x, (6, 6)))

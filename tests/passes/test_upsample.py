@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,35 @@ def test_pictures_are_upsampled_by_the_kernel(what: str) -> None:
     traced = Traced(TAKEN[what], X)
     assert traced.rewrite(upsample) == 1
     assert traced.ops()["upsample"] == 1
+    assert traced.error() == 0
+
+
+def test_a_sum_is_made_as_it_is_read() -> None:
+    traced = Traced(lambda x: F.interpolate(x.sin() + x.cos(), scale_factor=2.0), X)
+    assert traced.rewrite(upsample) == 1
+    assert traced.ops()["add"] == 0 and "residual" in traced.find("upsample")[0].kwargs
+    assert traced.error() == 0
+
+
+def needed_elsewhere(x: Tensor) -> list[Tensor]:
+    total = x.sin() + x.cos()
+    return [F.interpolate(total, scale_factor=2.0), total * 2]
+
+
+SUMS: dict[str, Callable[[Tensor], Any]] = {
+    "needed elsewhere": needed_elsewhere,
+    "with a factor": lambda x: F.interpolate(torch.add(x.sin(), x.cos(), alpha=2), scale_factor=2.0),
+    "with a number": lambda x: F.interpolate(x.sin() + 1, scale_factor=2.0),
+    "of other shapes": lambda x: F.interpolate(x.sin() + x.cos()[:, :1], scale_factor=2.0),
+    "of other types": lambda x: F.interpolate(x.sin() + x.cos().half(), scale_factor=2.0),
+}
+
+
+@pytest.mark.parametrize("what", SUMS)
+def test_other_sums_stay(what: str) -> None:
+    traced = Traced(SUMS[what], X)
+    assert traced.rewrite(upsample) == 1
+    assert traced.ops()["add"] == 1
     assert traced.error() == 0
 
 

@@ -1,0 +1,113 @@
+"""The sinusoidal embedding of timesteps and of SDXL's sizes, the exchange of its halves and the casts around it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import fx
+
+from sfast_ext import kernels
+from sfast_ext.kernels import timestep_embedding as kernel
+
+from .geglu import half
+from .rewrite import (
+    KERNEL_DTYPES,
+    argument,
+    call,
+    dtype,
+    is_cast,
+    is_op,
+    mutated,
+    only_user,
+    overloads,
+    replace,
+    shape,
+    value,
+)
+
+if TYPE_CHECKING:
+    from . import PassContext
+
+CAT = overloads("cat", "concat")
+SIN, COS = overloads("sin"), overloads("cos")
+MUL = overloads("mul.Tensor")
+_TIMES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64})
+
+
+class Embedding(NamedTuple):
+    t: fx.Node
+    frequency: fx.Node
+    sine_first: bool
+
+
+def timestep_embedding(gm: fx.GraphModule, ctx: PassContext) -> int:
+    untouchable, count = mutated(gm.graph), 0
+    function = kernels.pick(kernel, triton=ctx.triton)
+    for node in list(gm.graph.nodes):
+        found = None if node._erased or node in untouchable else match(node)
+        if found is None or not untouchable.isdisjoint([found.t, found.frequency, *node.all_input_nodes]):
+            continue
+        last = exchanged(node, untouchable)
+        sine_first = found.sine_first if last is node else not found.sine_first
+        user = only_user(last)
+        if user is not None and is_cast(user) and user not in untouchable and only_dtype(user, last):
+            last = user
+        with gm.graph.inserting_before(last):
+            options = {"sine_first": sine_first, "out_dtype": dtype(last)}
+            new = call(gm.graph, function, (found.t, found.frequency), last, options)
+        replace(last, new)
+        count += 1
+    return count
+
+
+def match(node: fx.Node) -> Embedding | None:
+    """cat of sine and cosine of one product in float32, of timesteps (N, 1) and frequencies (1, F)."""
+    parts = joined(node)
+    if parts is None or dtype(node) != torch.float32:
+        return None
+    first, second = parts
+    sine_first = is_op(first, SIN) and is_op(second, COS)
+    if not sine_first and not (is_op(first, COS) and is_op(second, SIN)):
+        return None
+    angle = first.args[0]
+    if angle is not second.args[0] or not is_op(angle, MUL) or dtype(angle) != torch.float32:
+        return None
+    size = shape(angle) or ()
+    for t, frequency in (angle.args, angle.args[::-1]):
+        if len(size) == 2 and shape(t) == (size[0], 1) and shape(frequency) in ((1, size[1]), (size[1],)):
+            break
+    else:
+        return None
+    if is_cast(t) and dtype(t.args[0]) in _TIMES and only_dtype(t, t.args[0]):
+        t = t.args[0]
+    alike = dtype(frequency) == torch.float32 and dtype(t) in _TIMES and on_one_device(t, frequency, node)
+    return Embedding(t, frequency, sine_first) if alike else None
+
+
+def exchanged(node: fx.Node, untouchable: set[fx.Node]) -> fx.Node:
+    """The cat of the second half and the first, if that is all that `node` is for, else `node`."""
+    slices = list(node.users)
+    users = {only_user(part) for part in slices}
+    last = users.pop() if len(slices) == 2 and len(users) == 1 else None
+    parts = None if last is None or last in untouchable or not untouchable.isdisjoint(slices) else joined(last)
+    if last is None or parts is None or half(parts[0]) != (node, 1) or half(parts[1]) != (node, 0):
+        return node
+    return last
+
+
+def joined(node: Any) -> tuple[fx.Node, fx.Node] | None:
+    """Two tensors (N, F) beside each other."""
+    if not is_op(node, CAT) or len(node.args[0]) != 2 or len(shape(node) or ()) != 2:
+        return None
+    first, second = node.args[0]
+    return (first, second) if argument(node, 1, "dim", 0) in (1, -1) and shape(first) == shape(second) else None
+
+
+def only_dtype(cast: fx.Node, x: fx.Node) -> bool:
+    """A cast that changes nothing but the dtype, to one that the kernel writes or computes in."""
+    return shape(cast) == shape(x) and on_one_device(cast, x) and dtype(cast) in KERNEL_DTYPES
+
+
+def on_one_device(*nodes: fx.Node) -> bool:
+    return len({None if (v := value(node)) is None else v.device for node in nodes}) == 1
