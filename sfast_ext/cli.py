@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--tokens", type=int, default=77, help="of the prompt (%(default)s)")
     bench.add_argument("--cold", action="store_true", help="a process of its own and empty caches for each size")
     bench.add_argument(
-        "--cudnn-benchmark", action="store_true", help="let cuDNN choose by measuring for the others too"
+        "--cudnn-benchmark", action="store_true", help="let cuDNN choose its algorithms by measuring"
     )
     bench.add_argument("--full", action="store_true", help="also kernels launched, FLOPs, a further size")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+TORCH: tuple[int, ...] = tuple(map(int, torch.__version__.split(".")[:2]))
+"""Major and minor version."""
+
 
 @functools.lru_cache(maxsize=None)
 def _triton() -> str | None:

@@ -57,7 +57,7 @@ class Plan:
         self.ms_before: float | None = None
         self.ms_after: float | None = None
         self.first_call_s: float | None = None
-        self._expected = peak_bytes(graph_module.graph)
+        self._expected = peak_bytes(graph_module.graph) if device.type == "cuda" else 0
         self.weights = _bind_attributes(graph_module)
         self._graph_module = graph_module
         # a graph that no pass rewrote may have no code yet

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from sfast_ext.behaviour import structure
+from sfast_ext.environment import TORCH
 from sfast_ext.slot import AcceleratedForward, is_own_forward
 
 try:
@@ -29,7 +30,7 @@ except ImportError:
     get_proxy_slot = None
 
 # before, the mode that records cannot be left for a moment
-WORKS = get_proxy_slot is not None and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
+WORKS = get_proxy_slot is not None and TORCH >= (2, 6)
 # a module of fewer layers is recorded as quickly as it is compared
 LEAST = 5
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format)

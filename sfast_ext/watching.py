@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sfast_ext.environment import TORCH
 from sfast_ext.report import logger
 from sfast_ext.signature import Call, flatten_output
 from sfast_ext.tracing import LIFTS, PLAIN, READS, fake_mode
@@ -37,7 +38,7 @@ except ImportError:
 
 # before, the modes of this level were kept in another way
 WORKS = _modes_before is not None and hasattr(torch._C, "_DisablePythonDispatcher")
-WORKS = WORKS and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
+WORKS = WORKS and TORCH >= (2, 6)
 aten = torch.ops.aten
 
 

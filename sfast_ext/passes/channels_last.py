@@ -115,8 +115,15 @@ def as_linear(conv: fx.Node) -> int:
     with graph.inserting_before(conv):
         pixels = call(graph, aten.permute.default, (x, [0, 2, 3, 1]), fake(x, (n, h, w, size[1])))
         matrix = call(graph, aten.reshape.default, (weight, [out, size[1]]), fake(weight, (out, size[1])))
-        args = (pixels, matrix, argument(conv, 2, "bias"))
-        y = call(graph, aten.linear.default, args, fake(conv, (n, h, w, out)))
-        new = call(graph, aten.permute.default, (y, [0, 3, 1, 2]), conv)
-    replace(conv, new)
+    replace_by_product(conv, pixels, matrix)
     return 1
+
+
+def replace_by_product(conv: fx.Node, pixels: fx.Node, matrix: fx.Node) -> None:
+    """The convolution as a linear of what it reads for each pixel (N, H, W, K), by its weight (out, K)."""
+    n, out, h, w = shape(conv) or (0, 0, 0, 0)
+    with conv.graph.inserting_before(conv):
+        args = (pixels, matrix, argument(conv, 2, "bias"))
+        product = call(conv.graph, aten.linear.default, args, fake(conv, (n, h, w, out)))
+        new = call(conv.graph, aten.permute.default, (product, [0, 3, 1, 2]), conv)
+    replace(conv, new)

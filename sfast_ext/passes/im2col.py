@@ -13,7 +13,7 @@ from torch import fx
 
 from sfast_ext.kernels import add_group_norm, cat_group_norm, group_norm
 
-from .channels_last import all_are
+from .channels_last import all_are, replace_by_product
 from .rewrite import (
     CONV,
     HALF,
@@ -26,7 +26,6 @@ from .rewrite import (
     is_weight,
     mutated,
     only_user,
-    replace,
     shape,
     value,
 )
@@ -34,9 +33,7 @@ from .rewrite import (
 if TYPE_CHECKING:
     from . import PassContext
 
-# pixels of a batch, and bytes of their patches: what is written nine times should stay in the L2 cache
-MOST_ROWS = 128
-MOST_BYTES = 20 << 20
+MOST_ROWS = 128  # pixels of a batch
 
 
 def im2col(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -65,10 +62,7 @@ def im2col(gm: fx.GraphModule, ctx: PassContext) -> int:
         with graph.inserting_before(conv):
             rows = call(graph, aten.permute.default, (weight, [0, 2, 3, 1]), fake(weight, (out, 3, 3, channels)))
             matrix = call(graph, aten.reshape.default, (rows, [out, 9 * channels]), fake(weight, (out, 9 * channels)))
-            args = (picture, matrix, argument(conv, 2, "bias"))
-            product = call(graph, aten.linear.default, args, fake(conv, (n, height, width, out)))
-            new = call(graph, aten.permute.default, (product, [0, 3, 1, 2]), conv)
-        replace(conv, new)
+        replace_by_product(conv, picture, matrix)
         count += 1
     return count
 
@@ -100,5 +94,5 @@ def writes_patches(picture: Any) -> fx.Node | None:
 
 
 def few(picture: fx.Node) -> bool:
-    n, channels, height, width = shape(picture) or (0, 0, 0, 0)
-    return n * height * width <= MOST_ROWS and n * height * width * channels * 9 * 2 <= MOST_BYTES
+    n, _, height, width = shape(picture) or (0, 0, 0, 0)
+    return n * height * width <= MOST_ROWS

@@ -162,6 +162,16 @@ def pictured(steps: Round) -> list[str]:
     return [name for name, kind, _ in steps if kind in ("txt2img", "img2img")]
 
 
+def equal_to_stock(steps: Round) -> Any:
+    """A module's test that each picture of its round is that of the WebUI without the extension."""
+
+    @pytest.mark.parametrize("name", pictured(steps))
+    def test_picture_is_the_one_without_the_extension(played: Played, stock: dict[str, list[str]], name: str) -> None:
+        assert apart(played.pictures[name], stock[name]) < TOLERANCE
+
+    return test_picture_is_the_one_without_the_extension
+
+
 def accelerated(played: Played, name: str) -> None:
     """Check that plans ran in a step, and nothing of ours failed."""
     report = played.reports[name]

@@ -17,6 +17,7 @@ from .a1111 import (
     accelerated,
     apart,
     count,
+    equal_to_stock,
     pictured,
     play,
     start,
@@ -75,9 +76,7 @@ def flat(targets: list[Any]) -> list[int]:
     return [target[0] if isinstance(target, list) else target for target in targets]
 
 
-@pytest.mark.parametrize("name", pictured(ROUND))
-def test_picture_is_the_one_without_the_extension(played, stock, name):
-    assert apart(played.pictures[name], stock[name]) < TOLERANCE
+test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
 def test_the_round_shows_what_it_should(stock):

@@ -26,7 +26,7 @@ from .a1111 import (
     accelerated,
     add_extension,
     apart,
-    pictured,
+    equal_to_stock,
 )
 from .a1111_models import IMAGE
 
@@ -157,9 +157,7 @@ def networks(played: Played, name: str) -> list[dict[str, Any]]:
     return [a for a in played.reports[name]["accelerators"] if a["name"] == "controlnet"]
 
 
-@pytest.mark.parametrize("name", pictured(ROUND))
-def test_picture_is_the_one_without_the_extension(played, stock, name):
-    assert apart(played.pictures[name], stock[name]) < TOLERANCE
+test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
 def test_the_round_shows_what_it_should(stock):

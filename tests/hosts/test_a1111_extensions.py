@@ -24,6 +24,7 @@ from .a1111 import (
     accelerated,
     add_extension,
     apart,
+    equal_to_stock,
     pictured,
     stepped_around,
 )
@@ -166,9 +167,7 @@ for extension in HERE:
 OFF = [name for name in pictured(ROUND) if name not in WORDS]
 
 
-@pytest.mark.parametrize("name", pictured(ROUND))
-def test_picture_is_the_one_without_the_extension(played, stock, name):
-    assert apart(played.pictures[name], stock[name]) < TOLERANCE
+test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
 @pytest.mark.parametrize("name", WITHOUT)

@@ -28,7 +28,7 @@ from .a1111 import (
     accelerated,
     add_extension,
     apart,
-    pictured,
+    equal_to_stock,
     python,
 )
 from .a1111_xl import FACE, REGISTER, TIMES, WIDTH
@@ -170,9 +170,7 @@ SAME_PLANS = [
 ]
 
 
-@pytest.mark.parametrize("name", pictured(ROUND))
-def test_picture_is_the_one_without_the_extension(played, stock, name):
-    assert apart(played.pictures[name], stock[name]) < TOLERANCE
+test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
 def test_the_round_shows_what_it_should(stock):

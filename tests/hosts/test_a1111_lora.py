@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .a1111 import HIRES, MARKS, PLAIN, TOLERANCE, Round, accelerated, apart, pictured, told
+from .a1111 import HIRES, MARKS, PLAIN, TOLERANCE, Round, accelerated, apart, equal_to_stock, pictured, told
 
 pytestmark = MARKS
 
@@ -37,9 +37,7 @@ ROUND: Round = [
 NETWORKS = [name for name in pictured(ROUND) if name not in ("plain", "hires")]
 
 
-@pytest.mark.parametrize("name", pictured(ROUND))
-def test_picture_is_the_one_without_the_extension(played, stock, name):
-    assert apart(played.pictures[name], stock[name]) < TOLERANCE
+test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
 @pytest.mark.parametrize("name", pictured(ROUND))

@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 
-from .a1111 import MARKS, PLAIN, TOLERANCE, Round, accelerated, add_extension, apart, pictured, stepped_around
+from .a1111 import (
+    MARKS,
+    PLAIN,
+    TOLERANCE,
+    Round,
+    accelerated,
+    add_extension,
+    apart,
+    equal_to_stock,
+    stepped_around,
+)
 
 pytestmark = MARKS
 
@@ -195,9 +205,7 @@ for each in NAMES:
     ]
 
 
-@pytest.mark.parametrize("name", pictured(ROUND))
-def test_picture_is_the_one_without_the_extension(played, stock, name):
-    assert apart(played.pictures[name], stock[name]) < TOLERANCE
+test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,6 +20,7 @@ from .a1111 import (
     accelerated,
     apart,
     count,
+    equal_to_stock,
     pictured,
     play,
     stepped_around,
@@ -115,9 +116,7 @@ SAME_PLANS = [
 ]
 
 
-@pytest.mark.parametrize("name", pictured(ROUND))
-def test_picture_is_the_one_without_the_extension(played, stock, name):
-    assert apart(played.pictures[name], stock[name]) < TOLERANCE
+test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
 @pytest.mark.parametrize("name", [name for name in pictured(ROUND) if name not in ASIDE])
