@@ -68,18 +68,17 @@ def python() -> str:
     return os.environ.get("SFAST_A1111_PYTHON") or (str(own) if own.exists() else sys.executable)
 
 
-def make_models(folder: Path) -> None:
-    """Fill `folder` with tiny models, by the WebUI's interpreter."""
-    script = CHECKOUT / "tests" / "hosts" / "a1111_models.py"
-    made = subprocess.run(
-        [python(), str(script), str(folder)], cwd=HOST, capture_output=True, text=True, timeout=300, check=False
-    )
+def make_models(folder: Path, *which: str) -> None:
+    """Fill `folder` with tiny models, or with those that `which` names, by the WebUI's interpreter."""
+    command = [python(), str(CHECKOUT / "tests" / "hosts" / "a1111_models.py"), str(folder), *which]
+    made = subprocess.run(command, cwd=HOST, capture_output=True, text=True, timeout=300, check=False)
     assert made.returncode == 0, made.stderr
 
 
 def make_data(folder: Path, models: Path) -> Path:
     """A data directory with the models and the checkout among the extensions."""
     (folder / "models").symlink_to(models, target_is_directory=True)
+    (models / "embeddings").mkdir(exist_ok=True)
     (folder / "embeddings").symlink_to(models / "embeddings", target_is_directory=True)
     (folder / "extensions").mkdir()
     (folder / "extensions" / "stable-fast").symlink_to(CHECKOUT, target_is_directory=True)

@@ -1,11 +1,12 @@
 """Tiny random models for a real WebUI: run by the WebUI's interpreter, in its directory, with the directory to fill.
 
-    python a1111_models.py OUT
+    python a1111_models.py OUT [full]
 
 writes Stable-diffusion/, clip/, Lora/ (see `a1111_loras.py`), ControlNet/, VAE/, hypernetworks/ and embeddings/. The
 two checkpoints called tiny share tiny.yaml, so that the WebUI sees one configuration and loads the second into the
 modules of the first; wide is another architecture, deep has 320 channels where FreeU looks for them, inpaint takes 9
-channels and edit 8. Those of `a1111_xl.py` are added.
+channels and edit 8. Those of `a1111_xl.py` are added. With `full` it writes one checkpoint as large as SD 1.5 and its
+text model instead, full.safetensors in fp16.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ CHECKPOINTS = [
 ]
 
 
-def write_clip(folder: Path) -> None:
-    """A text model of two layers and a tokenizer that knows single bytes only: neither needs a download."""
+def write_clip(folder: Path, width: int = CONTEXT, layers: int = 2, heads: int = 4) -> None:
+    """A text model and a tokenizer that knows single bytes only: neither needs a download."""
     from transformers import CLIPTextConfig, CLIPTextModel
     from transformers.models.clip.tokenization_clip import bytes_to_unicode
 
@@ -43,10 +44,10 @@ def write_clip(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 77}), encoding="utf-8")
     config = CLIPTextConfig(
         vocab_size=len(tokens),
-        hidden_size=CONTEXT,
-        intermediate_size=2 * CONTEXT,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
         max_position_embeddings=77,
         bos_token_id=start,
         eos_token_id=end,
@@ -202,10 +203,28 @@ def main(out: Path) -> None:
     save_file({"emb_params": word}, out / "embeddings" / "tinyword.safetensors")
 
 
+def full(out: Path) -> None:
+    """One checkpoint of random weights, as large as SD 1.5."""
+    sys.path[:0] = [str(Path.cwd() / "repositories" / "stable-diffusion-stability-ai")]
+    from ldm.util import instantiate_from_config
+    from omegaconf import OmegaConf
+    from safetensors.torch import save_file
+
+    checkpoints = out / "Stable-diffusion"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    write_clip(out / "clip", width=768, layers=12, heads=12)
+    config = OmegaConf.load("configs/v1-inference.yaml")
+    config.model.params.cond_stage_config.params = {"version": str(out / "clip")}
+    OmegaConf.save(config, checkpoints / "full.yaml")
+    state = randomise(instantiate_from_config(config.model), seed=1)
+    half = {name: value.half() if value.is_floating_point() else value for name, value in state.items()}
+    save_file(half, checkpoints / "full.safetensors")
+
+
 def old_save(value: Any, path: Path) -> None:
     """In the older format: WebUI 1.10.1 takes what torch 2.7 adds to its zip files for something malicious."""
     torch.save(value, path, _use_new_zipfile_serialization=False)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve())
+    (full if sys.argv[2:] == ["full"] else main)(Path(sys.argv[1]).resolve())
