@@ -101,7 +101,8 @@ def _case(kernel: str, shape: str, composition: Callable[..., Any], args: list[A
     outputs = out if isinstance(out, tuple) else (out,)
 
     def target() -> Any:
-        return module.reference(*map(_wide, args), **{name: _wide(value) for name, value in kwargs.items()})
+        wide = {name: _wide(value) for name, value in kwargs.items() if name != "out_dtype"}
+        return module.reference(*map(_wide, args), **wide)
 
     return Case(
         kernel,
