@@ -20,9 +20,10 @@ def takes(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
         return False
     if q.dtype not in HALF or not runs(q, k, v) or not q.numel() or not k.numel() or not (scale is None or scale > 0):
         return False
-    if any(x.dtype != q.dtype or x.stride(3) != 1 or x.shape[2] * x.stride(2) >= _LONGEST for x in (q, k, v)):
+    if any(x.dtype != q.dtype or x.stride(3) != 1 for x in (q, k, v)) or q.shape[0] * q.shape[1] > MAX_GRID_YZ:
         return False
-    if q.shape[0] * q.shape[1] > MAX_GRID_YZ:
+    # offsets within an image have 32 bits
+    if any(x.shape[1] * x.stride(1) + x.shape[2] * x.stride(2) >= _LONGEST for x in (q, k, v)):
         return False
     if INTERPRETED:
         return q.dtype == torch.float16  # of bfloat16 the interpreter multiplies the bits

@@ -25,6 +25,11 @@ AVAILABLE = triton is not None
 # The interpreter on NumPy came with Triton 3.0; what the variable turned on before that is another thing.
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1" and int(triton.__version__.split(".")[0]) >= 3
 
+TensorDescriptor: Any = None
+if AVAILABLE:
+    with contextlib.suppress(Exception):  # Triton 3.4 and later
+        TensorDescriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+
 if TYPE_CHECKING:
     from typing import Any as constexpr
 elif AVAILABLE:

@@ -7,8 +7,6 @@ multiplies.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import math
 from typing import Any
 
@@ -17,8 +15,8 @@ from torch import Tensor
 from sfast_ext.kernels import _attention
 from sfast_ext.kernels._attention import like_queries, strides
 from sfast_ext.kernels._triton import (
-    AVAILABLE,
     INTERPRETED,
+    TensorDescriptor,
     cdiv,
     constexpr,
     device_of,
@@ -27,11 +25,6 @@ from sfast_ext.kernels._triton import (
     start,
     tl,
 )
-
-TensorDescriptor: Any = None
-if AVAILABLE:
-    with contextlib.suppress(Exception):  # Triton 3.4 and later
-        TensorDescriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
 
 _SIZE = 64
 _ROWS, _KEYS, _STAGES, _WARPS = 64, 128, 2, 4

@@ -7,18 +7,14 @@ under way while the last one is finished (Triton's tutorial 09).
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels import geglu
 from sfast_ext.kernels._triton import (
-    AVAILABLE,
     INTERPRETED,
+    TensorDescriptor,
     capability,
     cdiv,
     constexpr,
@@ -29,11 +25,6 @@ from sfast_ext.kernels._triton import (
     start,
     tl,
 )
-
-TensorDescriptor: Any = None
-if AVAILABLE:
-    with contextlib.suppress(Exception):  # Triton 3.4 and later
-        TensorDescriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
 
 HALF = (torch.float16, torch.bfloat16)
 _ROWS, _COLUMNS, _DEPTH = 128, 128, 64  # of a tile: rows of x, values (and as many gates), terms of a step

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *HALF)
@@ -48,6 +49,19 @@ def close_rows(actual: Tensor, target: Tensor, scale: float = 1.0) -> None:
     error = (wide(actual) - target).norm(dim=-1)
     bound = TOLERANCE[actual.dtype][0] * scale * target.norm(dim=-1)
     assert bool((error <= bound).all()), f"{(error / target.norm(dim=-1)).max()} in a row"
+
+
+def heads(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Q, K and V of (batch, heads, queries, keys, size), taken out of the last dimension of products as a UNet does."""
+    batch, count, queries, keys, size = shape
+    q = randn(batch, queries, count * size + 8, dtype=dtype, device=device)[..., 8:]
+    both = randn(batch, keys, 2 * count * size, dtype=dtype, device=device)
+    return [x.unflatten(-1, (count, size)).transpose(1, 2) for x in (q, *both.chunk(2, -1))]
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """Attention in float64, on the CPU in the end."""
+    return F.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=scale).cpu()
 
 
 def needs_memory(gigabytes: int) -> None:
