@@ -139,6 +139,8 @@ def test_products_compile(capability, dtype, monkeypatch, tmp_path):
     ids=str,
 )
 def test_short_attention_compiles(blocks, dtype, capability, monkeypatch, tmp_path):
+    if capability == 75 and flash_attention.TensorDescriptor is None:
+        pytest.skip("Triton before 3.4 fails at these products for Turing, where the kernel is not launched")
     constants = dict(zip(("SIZE", "SIZE_A", "SIZE_B", "KEYS_A", "KEYS_B"), blocks)) | {"ROWS": short_attention._ROWS}
     pointers = dict.fromkeys(("out", "q", "k", "v"), f"*{dtype}")
     ptx = _ptx(short_attention, constants, pointers, capability, monkeypatch, tmp_path)
