@@ -101,12 +101,16 @@ def precompile(graph: fx.Graph, device: torch.device) -> int:
     if not wanted:
         return 0
     with ThreadPoolExecutor(min(len(wanted), MOST_THREADS, os.cpu_count() or 1)) as pool:
-        compiled = list(pool.map(lambda launch: _compile(launch, device), wanted.values()))
+        tried = list(pool.map(lambda launch: _compile(launch, device), wanted.values()))
+    compiled = [
+        bool(done if done is not None else _compile(launch, device)) for launch, done in zip(wanted.values(), tried)
+    ]
     _done.update((device, key) for key, done in zip(wanted, compiled) if done)
     return sum(compiled)
 
 
-def _compile(launch: Launch, device: torch.device) -> bool:
+def _compile(launch: Launch, device: torch.device) -> bool | None:
+    """Whether it compiled; None where it was in another thread's way, and should be tried by itself."""
     try:
         with torch.cuda.device(device):
             compiled = launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants)
@@ -115,9 +119,18 @@ def _compile(launch: Launch, device: torch.device) -> bool:
             if load is not None:
                 load()
         return compiled is not None
-    except Exception:
+    except Exception as exc:
+        if _disturbed(exc):
+            return None
         logger.debug("%s is left to its first launch", launch.kernel, exc_info=True)
         return False
+
+
+def _disturbed(exc: BaseException | None) -> bool:
+    """ "AST constructor recursion depth mismatch", which Triton may wrap: seen with Python 3.11 where threads parse."""
+    while exc is not None and not isinstance(exc, SystemError):
+        exc = exc.__cause__ or exc.__context__
+    return exc is not None
 
 
 def _launches_triton(target: Any) -> bool:

@@ -152,6 +152,24 @@ def test_what_fails_to_compile_is_left_to_the_launch(card, monkeypatch):
     assert _precompile.precompile(small(), GPU) == 2
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_was_in_another_threads_way_is_compiled_after_all(card, monkeypatch, wrapped):
+    warmup, tries = geglu._kernel.warmup, []
+    disturbance = SystemError("AST constructor recursion depth mismatch (before=45, after=164)")
+
+    def disturbed(*args, **options):
+        tries.append(threading.current_thread())
+        if len(tries) > 1:
+            return warmup(*args, **options)
+        if wrapped:
+            raise RuntimeError("at 25:11") from disturbance
+        raise disturbance
+
+    monkeypatch.setattr(geglu._kernel, "warmup", disturbed, raising=False)
+    assert _precompile.precompile(small(), GPU) == 3
+    assert len(tries) == 2 and tries[1] is threading.current_thread()
+
+
 def test_without_a_gpu_nothing_is_compiled():
     assert _precompile.precompile(small(), torch.device("cpu")) == 0
 
