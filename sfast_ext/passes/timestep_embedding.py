@@ -79,7 +79,7 @@ def match(node: fx.Node) -> Embedding | None:
             break
     else:
         return None
-    if is_cast(t) and dtype(t.args[0]) in _TIMES and only_dtype(t, t.args[0]):
+    if is_cast(t) and dtype(t) == torch.float32 and dtype(t.args[0]) in _TIMES:
         t = t.args[0]
     alike = dtype(frequency) == torch.float32 and dtype(t) in _TIMES and on_one_device(t, frequency, node)
     return Embedding(t, frequency, sine_first) if alike else None

@@ -49,6 +49,18 @@ def test_the_order_of_the_factors_does_not_matter() -> None:
     assert traced.error() < 1e-6
 
 
+def test_timesteps_that_are_rounded_first_stay_rounded() -> None:
+    """A product of float16 and float32 is one in float32, of what is left of the timestep."""
+
+    def forward(t: Tensor) -> Tensor:
+        angle = t[:, None].to(torch.float16) * FREQUENCY
+        return torch.cat([angle.sin(), angle.cos()], -1)
+
+    traced = Traced(forward, torch.tensor([981.37, 3.0001]))
+    assert traced.rewrite(timestep_embedding) == 1
+    assert traced.error() < 1e-6
+
+
 def one_half_alone(t: Tensor) -> Any:
     y = embedded(t)
     return torch.cat([y[:, 5:], y[:, 5:]], -1)
