@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             apart.append(round(difference(*pictures), 4))
             print(f"seed {seed}: {seconds['stock'][-1]:.2f} s, {seconds['extended'][-1]:.2f} s, apart {apart[-1]}")
         status = extended.get("/sfast/v1/status")
-    replays = status["counters"].get("replays", 0) + status["counters"].get("eager_runs", 0)
+    replays = a1111.count(status, "plans run")
     if not replays or status["last_error"]:
         print(f"no plan ran: {status['reasons']}, {status['last_error']}", file=sys.stderr)
     median = {name: statistics.median(seconds[name][1:]) for name in NAMES}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels._triton import INTERPRETED, MAX_GRID_YZ, capability, device_of, next_power_of_2, runs
+from sfast_ext.kernels._triton import MAX_GRID_YZ, multiplies, next_power_of_2, runs
 
-HALF = (torch.float16, torch.bfloat16)
 LEAST = 16  # the narrowest block of a matrix product
-_CAPABILITY = 9  # measured on Hopper alone
 _LONGEST = 2**31
 
 
@@ -18,16 +18,12 @@ def takes(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
     measured."""
     if q.dim() != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         return False
-    if q.dtype not in HALF or not runs(q, k, v) or not q.numel() or not k.numel() or not (scale is None or scale > 0):
+    if not runs(q, k, v) or not multiplies(q) or not q.numel() or not k.numel() or not (scale is None or scale > 0):
         return False
     if any(x.dtype != q.dtype or x.stride(3) != 1 for x in (q, k, v)) or q.shape[0] * q.shape[1] > MAX_GRID_YZ:
         return False
     # offsets within an image have 32 bits
-    if any(x.shape[1] * x.stride(1) + x.shape[2] * x.stride(2) >= _LONGEST for x in (q, k, v)):
-        return False
-    if INTERPRETED:
-        return q.dtype == torch.float16  # of bfloat16 the interpreter multiplies the bits
-    return capability(device_of(q))[0] == _CAPABILITY
+    return all(x.shape[1] * x.stride(1) + x.shape[2] * x.stride(2) < _LONGEST for x in (q, k, v))
 
 
 def blocks(size: int) -> tuple[int, int]:
@@ -44,6 +40,11 @@ def like_queries(q: Tensor) -> Tensor:
     order = sorted(range(4), key=lambda dim: -q.stride(dim))
     out = torch.empty([q.shape[dim] for dim in order], dtype=q.dtype, device=q.device)
     return out.permute([order.index(dim) for dim in range(4)])
+
+
+def in_base_2(scale: float | None, size: int) -> float:
+    """What scores are multiplied by before exp2; SDPA's own scale where none is given."""
+    return (size**-0.5 if scale is None else scale) * math.log2(math.e)
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:

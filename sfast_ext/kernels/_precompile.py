@@ -127,7 +127,7 @@ def _compile(launch: Launch, device: torch.device) -> bool | None:
 
 
 def _disturbed(exc: BaseException | None) -> bool:
-    """ "AST constructor recursion depth mismatch", which Triton may wrap: seen with Python 3.11 where threads parse."""
+    """Whether Python gave up parsing, "AST constructor recursion depth mismatch", as 3.11 may where threads do so."""
     while exc is not None and not isinstance(exc, SystemError):
         exc = exc.__cause__ or exc.__context__
     return exc is not None

@@ -38,8 +38,10 @@ elif AVAILABLE:
 else:
     constexpr = object
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HALF = (torch.float16, torch.bfloat16)
+DTYPES = (*HALF, torch.float32)
 MAX_BLOCK = 16384  # elements of the widest row that one program keeps in registers
+_HOPPER = 9  # its compute capability
 MAX_GRID_YZ = 65535  # CUDA's limit for the second and third dimension of a grid
 
 
@@ -110,6 +112,14 @@ def runs(x: Tensor, *others: Tensor | None) -> bool:
         ):
             return False
     return True
+
+
+def multiplies(x: Tensor) -> bool:
+    """Whether kernels with matrix products of ours run where x lies: on Hopper, as they were measured nowhere else; and
+    in float16 in the interpreter, which of bfloat16 multiplies the bits."""
+    if INTERPRETED:
+        return x.dtype == torch.float16
+    return x.dtype in HALF and capability(device_of(x))[0] == _HOPPER
 
 
 def start(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constants: Any) -> None:

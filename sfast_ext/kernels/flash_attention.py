@@ -7,13 +7,12 @@ multiplies.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import Tensor
 
 from sfast_ext.kernels import _attention
-from sfast_ext.kernels._attention import like_queries, strides
+from sfast_ext.kernels._attention import in_base_2, like_queries, strides
 from sfast_ext.kernels._triton import (
     INTERPRETED,
     TensorDescriptor,
@@ -104,7 +103,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         heads,
         queries,
         k.shape[2],
-        (size**-0.5 if scale is None else scale) * math.log2(math.e),
+        in_base_2(scale, size),
         *strides(q),
         *strides(out),
         SIZE=size,

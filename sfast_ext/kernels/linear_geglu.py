@@ -15,22 +15,20 @@ from sfast_ext.kernels import geglu
 from sfast_ext.kernels._triton import (
     INTERPRETED,
     TensorDescriptor,
-    capability,
     cdiv,
     constexpr,
     device_of,
     jit,
+    multiplies,
     multiprocessors,
     runs,
     start,
     tl,
 )
 
-HALF = (torch.float16, torch.bfloat16)
 _ROWS, _COLUMNS, _DEPTH = 128, 128, 64  # of a tile: rows of x, values (and as many gates), terms of a step
 _STAGES, _WARPS = 3, 8
 _BAND = 8  # tiles of rows that are computed beside each other, so that weights are read from the L2 cache
-_CAPABILITY = 9  # measured on Hopper alone
 _ROUNDS = 2  # tiles of each multiprocessor from which the kernel is the faster way
 
 
@@ -125,7 +123,7 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None, count: int, approxima
     """Whether the kernel can, and pays: of few tiles cuBLAS makes more, and gains by it more than GEGLU costs."""
     if TensorDescriptor is None or approximate not in ("none", "tanh") or not runs(x, weight, bias):
         return False
-    if x.dtype not in HALF or weight.dtype != x.dtype or weight.dim() != 2 or not weight.is_contiguous():
+    if not multiplies(x) or weight.dtype != x.dtype or weight.dim() != 2 or not weight.is_contiguous():
         return False
     half, depth = weight.shape[0] // 2, weight.shape[1]
     # descriptors: rows and memory begin at 16 bytes
@@ -134,8 +132,7 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None, count: int, approxima
     if bias is not None and bias.shape != (2 * half,):
         return False
     if INTERPRETED:
-        return x.dtype == torch.float16  # of bfloat16 the interpreter multiplies the bits
-    device = device_of(x)
-    if capability(device)[0] != _CAPABILITY or x.data_ptr() % 16 or weight.data_ptr() % 16:
+        return True
+    if x.data_ptr() % 16 or weight.data_ptr() % 16:
         return False
-    return cdiv(count, _ROWS) * cdiv(half, _COLUMNS) >= _ROUNDS * multiprocessors(device)
+    return cdiv(count, _ROWS) * cdiv(half, _COLUMNS) >= _ROUNDS * multiprocessors(device_of(x))

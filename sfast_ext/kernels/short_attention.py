@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from sfast_ext.kernels import _attention
-from sfast_ext.kernels._attention import blocks, like_queries, strides
+from sfast_ext.kernels._attention import blocks, in_base_2, like_queries, strides
 from sfast_ext.kernels._triton import cdiv, constexpr, device_of, jit, multiprocessors, start, tl
 
 _MOST_KEYS, _MOST_OF_WIDE, _WIDE = 160, 80, 128  # more of heads wider than that take long to compile
@@ -133,7 +131,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         heads,
         queries,
         k.shape[2],
-        (size**-0.5 if scale is None else scale) * math.log2(math.e),
+        in_base_2(scale, size),
         *strides(q),
         *strides(k),
         *strides(v),

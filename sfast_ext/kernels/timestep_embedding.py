@@ -8,7 +8,7 @@ from torch import Tensor
 from sfast_ext.kernels._triton import MAX_GRID_YZ, cdiv, constexpr, jit, runs, start, tl
 
 _BLOCK = 128
-_TIMES = (torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64)
+TIMES = (torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64)
 
 
 def reference(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -41,7 +41,7 @@ def launch(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.dtyp
     if (
         not runs(frequency, out)
         or frequency.dtype != torch.float32
-        or t.dtype not in _TIMES
+        or t.dtype not in TIMES
         or t.device != frequency.device
         or type(t) is not Tensor
         or cdiv(half, _BLOCK) > MAX_GRID_YZ

@@ -23,7 +23,6 @@ from .rewrite import (
     overloads,
     replace,
     shape,
-    value,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 CAT = overloads("cat", "concat")
 SIN, COS = overloads("sin"), overloads("cos")
 MUL = overloads("mul.Tensor")
-_TIMES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64})
 
 
 class Embedding(NamedTuple):
@@ -51,7 +49,7 @@ def timestep_embedding(gm: fx.GraphModule, ctx: PassContext) -> int:
         last = exchanged(node, untouchable)
         sine_first = found.sine_first if last is node else not found.sine_first
         user = only_user(last)
-        if user is not None and is_cast(user) and user not in untouchable and only_dtype(user, last):
+        if user is not None and is_cast(user) and user not in untouchable and dtype(user) in KERNEL_DTYPES:
             last = user
         with gm.graph.inserting_before(last):
             options = {"sine_first": sine_first, "out_dtype": dtype(last)}
@@ -79,9 +77,9 @@ def match(node: fx.Node) -> Embedding | None:
             break
     else:
         return None
-    if is_cast(t) and dtype(t) == torch.float32 and dtype(t.args[0]) in _TIMES:
+    if is_cast(t) and dtype(t) == torch.float32 and dtype(t.args[0]) in kernel.TIMES:
         t = t.args[0]
-    alike = dtype(frequency) == torch.float32 and dtype(t) in _TIMES and on_one_device(t, frequency, node)
+    alike = dtype(frequency) == torch.float32 and dtype(t) in kernel.TIMES
     return Embedding(t, frequency, sine_first) if alike else None
 
 
@@ -102,12 +100,3 @@ def joined(node: Any) -> tuple[fx.Node, fx.Node] | None:
         return None
     first, second = node.args[0]
     return (first, second) if argument(node, 1, "dim", 0) in (1, -1) and shape(first) == shape(second) else None
-
-
-def only_dtype(cast: fx.Node, x: fx.Node) -> bool:
-    """A cast that changes nothing but the dtype, to one that the kernel writes or computes in."""
-    return shape(cast) == shape(x) and on_one_device(cast, x) and dtype(cast) in KERNEL_DTYPES
-
-
-def on_one_device(*nodes: fx.Node) -> bool:
-    return len({None if (v := value(node)) is None else v.device for node in nodes}) == 1

@@ -11,17 +11,7 @@ from typing import Any
 
 import pytest
 
-from .a1111 import (
-    MARKS,
-    PLAIN,
-    TOLERANCE,
-    Round,
-    accelerated,
-    add_extension,
-    apart,
-    equal_to_stock,
-    stepped_around,
-)
+from .a1111 import MARKS, PLAIN, TOLERANCE, Round, accelerated, add_extension, apart, equal_to_stock, stepped_around
 
 pytestmark = MARKS
 
