@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ def _base(node: fx.Node) -> fx.Node | None:
     if node.target is operator.getitem:
         # a kernel's several results are memory of their own each
         return sources[0] if isinstance(sources[0].target, torch._ops.OpOverload) else None
+    written = getattr(sys.modules.get(getattr(node.target, "__module__", "")), "WRITES", None)
+    if written is not None:
+        return node.args[written]  # type: ignore[return-value]
     schema = getattr(node.target, "_schema", None)
     views = schema is not None and any(result.alias_info is not None for result in schema.returns)
     return sources[0] if views or getattr(node.target, "__name__", "").startswith("reshape") else None

@@ -17,10 +17,12 @@ def reference(
     eps: float,
     out_dtype: torch.dtype | None = None,
     shift: Tensor | None = None,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(sum, y): sum = x + shift + residual (..., C), rounded to x's dtype as the add alone rounds; y its layer norm.
 
-    shift (C,) is the bias of the layer that x comes from: without it cuBLAS has quicker products.
+    shift (C,) is the bias of the layer that x comes from: without it cuBLAS has quicker products. after (C,) is added
+    to the sum that is handed out, once the norm has it.
 
     y comes from the rounded sum, in float32 (float64 where x is), and is rounded once to out_dtype (default:
     x's).
@@ -28,7 +30,8 @@ def reference(
     compute = torch.promote_types(x.dtype, torch.float32)
     total = x.to(compute) if shift is None else x.to(compute) + shift.to(compute)
     total = (total + residual.to(compute)).to(x.dtype)
-    return total, layer_norm.reference(total, weight, bias, eps, out_dtype)
+    y = layer_norm.reference(total, weight, bias, eps, out_dtype)
+    return total if after is None else (total.to(compute) + after.to(compute)).to(x.dtype), y
 
 
 @jit(do_not_specialize=["rows"])
@@ -36,6 +39,7 @@ def _kernel(
     x,
     residual,
     shift,
+    after,
     weight,
     bias,
     total,
@@ -44,6 +48,7 @@ def _kernel(
     columns,
     eps,
     HAS_SHIFT: constexpr,
+    HAS_AFTER: constexpr,
     HAS_WEIGHT: constexpr,
     HAS_BIAS: constexpr,
     ROWS: constexpr,
@@ -57,6 +62,8 @@ def _kernel(
     # all that is read is under way before the first of it is waited for
     if HAS_SHIFT:
         added = tl.load(shift + column, mask=inside, other=0.0)
+    if HAS_AFTER:
+        later = tl.load(after + column, mask=inside, other=0.0)
     if HAS_WEIGHT:
         factor = tl.load(weight + column, mask=inside, other=0.0)
     if HAS_BIAS:
@@ -67,8 +74,10 @@ def _kernel(
     if HAS_SHIFT:
         value += added.to(tl.float32)[None, :]
     rounded = value.to(total.dtype.element_ty)
-    tl.store(total + at, rounded, mask=mask)
     value = rounded.to(tl.float32)
+    if HAS_AFTER:
+        rounded = (value + later.to(tl.float32)[None, :]).to(total.dtype.element_ty)
+    tl.store(total + at, rounded, mask=mask)
     mean = tl.sum(value, 1) / columns
     centred = tl.where(mask, value - mean[:, None], 0.0)
     variance = tl.sum(centred * centred, 1) / columns
@@ -88,17 +97,18 @@ def launch(
     eps: float,
     out_dtype: torch.dtype | None = None,
     shift: Tensor | None = None,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`reference` as one Triton kernel: two reads, two writes."""
     columns = x.shape[-1]
     dtype = out_dtype or x.dtype
     if (
-        not runs(x, residual, weight, bias, shift)
+        not runs(x, residual, weight, bias, shift, after)
         or x.shape != residual.shape
         or not 0 < columns <= MAX_BLOCK
         or dtype not in DTYPES
     ):
-        return reference(x, residual, weight, bias, eps, out_dtype, shift)
+        return reference(x, residual, weight, bias, eps, out_dtype, shift, after)
     x = x.contiguous()
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -111,6 +121,7 @@ def launch(
             x,
             residual.contiguous(),
             x if shift is None else shift.contiguous(),
+            x if after is None else after.contiguous(),
             x if weight is None else weight.contiguous(),
             x if bias is None else bias.contiguous(),
             total,
@@ -119,6 +130,7 @@ def launch(
             columns,
             eps,
             HAS_SHIFT=shift is not None,
+            HAS_AFTER=after is not None,
             HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias is not None,
             ROWS=rows,

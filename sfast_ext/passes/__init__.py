@@ -23,6 +23,7 @@ from . import (
     layer_norm,
     linear_add,
     linear_geglu,
+    linear_onto,
     packed_linear,
     rewrite,
     sum_group_norm,
@@ -57,6 +58,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("layer_norm", layer_norm.layer_norm),
     ("geglu", geglu.geglu),
     ("linear_geglu", linear_geglu.linear_geglu),
+    ("linear_onto", linear_onto.linear_onto),
     ("bias_add", bias_add.bias_add),
     ("sum_group_norm", sum_group_norm.sum_group_norm),  # joins what group_norm and bias_add have made
     ("im2col", im2col.im2col),  # takes what the norms and bias_add have left of a convolution

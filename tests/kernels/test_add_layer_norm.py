@@ -41,6 +41,17 @@ def test_shift(device, dtype):
         close(y, expected(add_layer_norm, total, torch.zeros_like(total), weight, bias, 1e-5)[1])
 
 
+@each_dtype
+def test_after(device, dtype):
+    """What is handed out has a bias more than what is normed."""
+    x, residual = (randn(9, 63, dtype=dtype, device=device) for _ in range(2))
+    after, weight, bias = (randn(63, dtype=dtype, device=device) for _ in range(3))
+    plain, y = add_layer_norm.launch(x, residual, weight, bias, 1e-5)
+    total, same = add_layer_norm.launch(x, residual, weight, bias, 1e-5, after=after)
+    assert torch.equal(y, same)
+    close(total, (plain.double() + after.double()).cpu())
+
+
 @half_dtype
 def test_mixed_dtypes(device, dtype):
     x = randn(9, 63, dtype=dtype, device=device)
