@@ -28,6 +28,7 @@ from benchmarks.kernel_cases import MODULES, Case, cases
 from sfast_ext import native
 from sfast_ext.kernels import _group_norm, bias_add, geglu, group_norm, layer_norm
 from sfast_ext.tools import machine
+from sfast_ext.tools.bench import CACHES
 
 # Other values of the tile constants, tried by --sweep: (module that has the constants, kernels, values).
 # elements, warps, most parts
@@ -185,7 +186,7 @@ def main() -> int:
         print("bench_kernels needs an NVIDIA GPU", file=sys.stderr)
         return 1
     if not options.warm:
-        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        for name in CACHES:
             os.environ[name] = tempfile.mkdtemp(prefix="sfast-")
     if "linear_add" in options.only and not native.load():
         print(f"linear_add is left out: the native operations are {native.describe()['error']}")

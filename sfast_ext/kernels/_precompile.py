@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from sfast_ext.kernels import _triton
+from sfast_ext.kernels import _cuda, _triton
 
 logger = logging.getLogger("sfast_ext")
 
@@ -31,22 +31,24 @@ _done: set[Any] = set()
 
 @functools.lru_cache(maxsize=None)
 def get_ready() -> threading.Thread | None:
-    """Have a thread do what Triton does once in a process before it compiles or looks up anything: half a second for a
-    hash over its own files, mostly outside of Python's lock. None where no GPU is there to compile for."""
+    """Have a thread do what compilers do once in a process before they compile or look up anything: Triton takes half a
+    second for a hash over its own files, mostly outside of Python's lock. None where no GPU is there to compile for."""
     if not _triton.AVAILABLE or _triton.INTERPRETED or not torch.cuda.is_available():
         return None
-    thread = threading.Thread(target=_hash_triton, name="sfast: Triton's own hash", daemon=True)
+    thread = threading.Thread(target=_load_compilers, name="sfast: compilers", daemon=True)
     thread.start()
     return thread
 
 
-def _hash_triton() -> None:
+def _load_compilers() -> None:
     for home in ("triton.runtime.cache", "triton.compiler.compiler"):  # since 3.5, and before
         with contextlib.suppress(Exception):
             importlib.import_module(home).triton_key()
     with contextlib.suppress(Exception):
         # where a tensor descriptor is first looked at, since 3.5
         importlib.import_module("triton.experimental.gluon.nvidia.hopper")
+    if _triton.hopper(torch.device("cuda", torch.cuda.current_device())):
+        _cuda.bindings()
 
 
 class Launch(NamedTuple):

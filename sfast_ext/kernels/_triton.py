@@ -119,7 +119,11 @@ def multiplies(x: Tensor) -> bool:
     in float16 in the interpreter, which of bfloat16 multiplies the bits."""
     if INTERPRETED:
         return x.dtype == torch.float16
-    return x.dtype in HALF and capability(device_of(x))[0] == _HOPPER
+    return x.dtype in HALF and hopper(device_of(x))
+
+
+def hopper(device: torch.device) -> bool:
+    return capability(device)[0] == _HOPPER
 
 
 def start(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constants: Any) -> None:

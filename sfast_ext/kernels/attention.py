@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels import flash_attention, short_attention
+from sfast_ext.kernels._cuda import Unavailable
 
 # So few keys, and so few rows of queries in all, take longest to plan: cuDNN needs 40 ms for each shape and a launch
 # that clears its counters. For wide heads the others are quicker even without.
@@ -70,9 +71,13 @@ def launch(
 ) -> Tensor:
     """`reference` by a kernel of ours where there is one that pays, else by `library`."""
     if mask is None and not is_causal:
-        for kernel in (short_attention, flash_attention):
-            if kernel.takes(q, k, v, scale):
-                return kernel.launch(q, k, v, scale)
+        if short_attention.takes(q, k, v, scale):
+            return short_attention.launch(q, k, v, scale)
+        if flash_attention.takes(q, k, v, scale):
+            try:
+                return flash_attention.launch(q, k, v, scale)
+            except Unavailable:
+                pass  # the log has it; it is not asked again
     return library(q, k, v, mask, is_causal, scale)
 
 

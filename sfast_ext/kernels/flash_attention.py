@@ -1,122 +1,136 @@
-"""Attention with heads of 64, where there are too few blocks of queries to keep a GPU busy in cuDNN's way.
+"""Attention over many keys, with heads of 40, 64 or 80: csrc/flash_attention.cu, for Hopper.
 
-Keys in blocks, each with the running maximum and sum of its row (FlashAttention-2, https://arxiv.org/abs/2307.08691). A
-program is four warps with 64 rows, so three of them share a multiprocessor: while one takes exponentials, another
-multiplies.
+cuDNN computes heads of 40 as such of 64, those of 80 as such of 128.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import ctypes
+import math
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from sfast_ext.kernels import _attention
+from sfast_ext.kernels import _attention, _cuda
 from sfast_ext.kernels._attention import in_base_2, like_queries, strides
-from sfast_ext.kernels._triton import (
-    INTERPRETED,
-    TensorDescriptor,
-    cdiv,
-    constexpr,
-    device_of,
-    jit,
-    multiprocessors,
-    start,
-    tl,
-)
+from sfast_ext.kernels._triton import INTERPRETED, cdiv, device_of, multiprocessors, start
 
-_SIZE = 64
-_ROWS, _KEYS, _STAGES, _WARPS = 64, 128, 2, 4
-_ROUNDS = 6  # programs of each multiprocessor up to which the kernel is the faster way
+_ROWS, _KEYS = 64, 64
+_WIDE, _NARROW = 64, 16  # columns of a key that go to shared memory together: the first, and where there are more
+_FEWEST_KEYS = 256  # for which a ring of blocks of keys is worth its start
 
 
-@jit(do_not_specialize=["heads", "queries"])
-def _kernel(
-    out,
-    q,
-    k,
-    v,
-    heads,
-    queries,
-    keys,
-    scale,
-    q_image,
-    q_row,
-    q_head,
-    out_image,
-    out_row,
-    out_head,
-    SIZE: constexpr,
-    ROWS: constexpr,
-    KEYS: constexpr,
-    EVEN: constexpr,
-):
-    image, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
-    inside = (row < queries)[:, None]
-    q += image.to(tl.int64) * q_image + head * q_head
-    query = tl.load(q + row[:, None] * q_row + column[None, :], mask=inside, other=0.0)
-    most = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    sums = tl.zeros((ROWS, SIZE), tl.float32)
-    for first in tl.range(0, keys, KEYS):
-        key = tl.reshape(k.load([image, first, head, 0]), (KEYS, SIZE))
-        score = tl.dot(query, key.T)
-        if not EVEN:
-            score = tl.where((first + tl.arange(0, KEYS) < keys)[None, :], score, float("-inf"))
-        before = most
-        most = tl.maximum(before, tl.max(score, 1) * scale)
-        score = tl.math.exp2(score * scale - most[:, None])
-        shrunk = tl.math.exp2(before - most)
-        total = total * shrunk + tl.sum(score, 1)
-        value = tl.reshape(v.load([image, first, head, 0]), (KEYS, SIZE))
-        sums = tl.dot(score.to(query.dtype), value, sums * shrunk[:, None])
-    out += image.to(tl.int64) * out_image + head * out_head
-    result = (sums * (1.0 / total)[:, None]).to(query.dtype)
-    tl.store(out + row[:, None] * out_row + column[None, :], result, mask=inside)
+class Shape(NamedTuple):
+    """How the rows of a head are cut up; by measurements on an NVIDIA H200."""
+
+    groups: int  # of 64 rows each in a block
+    blocks: int  # on a multiprocessor
+    stages: int
+    lag: int
+    sum_by_product: bool
+    round: float = 1.0  # what a round of blocks takes, beside those of the other shapes for the same size
+    fill: float = 0.0  # the least share of their rounds that blocks fill, for the kernel to be the faster way
+
+
+SHAPES = {
+    40: [Shape(4, 1, 12, 3, True, fill=0.7)],
+    64: [Shape(1, 4, 3, 1, False)],
+    80: [Shape(2, 1, 10, 3, True, round=0.82), Shape(3, 1, 9, 3, True)],
+}
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
-    """Whether `launch` can read the operands, and has so few programs that it is the faster way."""
-    if TensorDescriptor is None or q.shape[-1] != _SIZE or not _attention.takes(q, k, v, scale):
+    """Whether `launch` can read the operands, and is the faster way."""
+    if not reads(q, k, v, scale) or k.shape[2] < _FEWEST_KEYS:
         return False
-    # descriptors: memory, and what a stride leads to, begin at 16 bytes
+    shape = best(q)
+    rounds = _rounds(q, shape)
+    return rounds >= shape.fill * math.ceil(rounds)
+
+
+def best(q: Tensor) -> Shape:
+    """What takes the shortest time for q (B, H, L, D)."""
+    return min(SHAPES[q.shape[3]], key=lambda shape: math.ceil(_rounds(q, shape)) * shape.round)
+
+
+def _rounds(q: Tensor, shape: Shape) -> float:
+    blocks = q.shape[0] * q.shape[1] * cdiv(q.shape[2], _ROWS * shape.groups)
+    return blocks / (multiprocessors(device_of(q)) * shape.blocks)
+
+
+def reads(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
+    """Whether `launch` can read the operands, on this GPU."""
+    if q.shape[-1] not in SHAPES or INTERPRETED or not _attention.takes(q, k, v, scale):
+        return False
+    # tensor maps: memory, and what a stride leads to, begin at 16 bytes; queries are read by twos
     if any(x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:3]) for x in (k, v)):
         return False
-    if INTERPRETED:
-        return True
-    programs = q.shape[0] * q.shape[1] * cdiv(q.shape[2], _ROWS)
-    return programs <= _ROUNDS * multiprocessors(device_of(q))
+    if q.data_ptr() % 4 or any(stride % 2 for stride in q.stride()[:3]):
+        return False
+    return _KERNEL.available(device_of(q))
 
 
 def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """`attention.reference` without a mask, of operands that `takes` takes."""
+    """`attention.reference` without a mask, of operands that it `reads`; _cuda.Unavailable where it cannot be had."""
     images, heads, queries, size = q.shape
-    out = like_queries(q)
-    start(
-        _kernel,
-        (cdiv(queries, _ROWS), images * heads),
-        out,
-        q,
-        _described(k),
-        _described(v),
-        heads,
-        queries,
-        k.shape[2],
-        in_base_2(scale, size),
-        *strides(q),
-        *strides(out),
-        SIZE=size,
-        ROWS=_ROWS,
-        KEYS=_KEYS,
-        EVEN=k.shape[2] % _KEYS == 0,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
-    )
+    shape, out = best(q), like_queries(q)
+    grid = cdiv(queries, _ROWS * shape.groups), images * heads
+    start(_KERNEL, grid, out, q, k, v, in_base_2(scale, size), **constants(size, shape, q.dtype))
     return out
 
 
-def _described(x: Tensor) -> Any:
-    """(B, H, S, D) as a descriptor over (B, S, H, D), whose blocks are keys of one head."""
-    shape = [x.shape[0], x.shape[2], x.shape[1], x.shape[3]]
-    return TensorDescriptor(x, shape, [*strides(x), 1], [1, _KEYS, 1, x.shape[3]])
+def constants(size: int, shape: Shape, dtype: torch.dtype) -> dict[str, int]:
+    """What the kernel is compiled for."""
+    return {
+        "SIZE": size,
+        "GROUPS": shape.groups,
+        "BLOCKS": shape.blocks,
+        "STAGES": shape.stages,
+        "LAG": shape.lag,
+        "SUM_BY_PRODUCT": int(shape.sum_by_product),
+        "BF16": int(dtype == torch.bfloat16),
+    }
+
+
+def shared_bytes(size: int, stages: int) -> int:
+    """What a block asks for: 1 KB to begin at, keys and values."""
+    return 1024 + stages * 2 * _KEYS * 2 * (_WIDE + (_NARROW if size > _WIDE else 0))
+
+
+def _prepared(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, **constants: int
+) -> tuple[list[Any], int, int]:
+    maps = [_described(x, _WIDE) for x in (k, v)]
+    if q.shape[3] > _WIDE:
+        maps += [_described(x, _NARROW) for x in (k, v)]
+    numbers = [ctypes.c_int(x) for x in (q.shape[1], q.shape[2], k.shape[2])]
+    offsets = [ctypes.c_longlong(x) for x in (*strides(q), *strides(out))]
+    args = [out, q, *maps, *numbers, ctypes.c_float(scale), *offsets]
+    return args, 128 * constants["GROUPS"], shared_bytes(q.shape[3], constants["STAGES"])
+
+
+def _described(x: Tensor, columns: int) -> Any:
+    """A tensor map over (B, H, S, D), whose boxes are some columns of a head's keys, zeros where there are no more."""
+    driver = _cuda.bindings()[0]  # type: ignore[index]
+    kind = "BFLOAT16" if x.dtype == torch.bfloat16 else "FLOAT16"
+    images, heads, keys, size = x.shape
+    image, row, head = (stride * x.element_size() for stride in strides(x))
+    return _cuda.checked(
+        driver.cuTensorMapEncodeTiled(
+            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
+            4,
+            x.data_ptr(),
+            [driver.cuuint64_t(n) for n in (size, heads, keys, images)],
+            [driver.cuuint64_t(n) for n in (head, row, image)],
+            [driver.cuuint32_t(n) for n in (columns, 1, _KEYS, 1)],
+            [driver.cuuint32_t(1)] * 4,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{columns * x.element_size()}B"),
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+
+
+_KERNEL = _cuda.Source("flash_attention", _prepared, ("out", "q", "k", "v", "scale"))

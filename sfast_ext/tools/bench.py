@@ -301,6 +301,10 @@ def tables(rows: Rows) -> str:
     return "\n\n".join(parts)
 
 
+CACHES = ("TRITON_CACHE_DIR", "SFAST_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+"""The variables that name folders of compiled kernels."""
+
+
 def in_process(options: Options, case: Case, caches: Path) -> dict[str, Any]:
     """One case in a process of its own that keeps compiled kernels in this folder: what it wrote as JSON.
 
@@ -314,7 +318,7 @@ def in_process(options: Options, case: Case, caches: Path) -> dict[str, Any]:
         command += ["--against", ",".join(options.engines), "--iterations", str(options.iterations)]
         command += ["--tokens", str(options.tokens)] + ["--cudnn-benchmark"] * options.cudnn_benchmark
         command += ["--full"] * options.full
-        kept = {name: str(caches / name) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+        kept = {name: str(caches / name) for name in CACHES}
         environment = {**os.environ, **kept}
         ended = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL)
         if not result.exists():

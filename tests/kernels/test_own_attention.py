@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from sfast_ext.kernels import attention, flash_attention, short_attention
+from sfast_ext.kernels import _cuda, attention, flash_attention, short_attention
 
 from .support import attended, close_rows, half_dtype, heads, randn
 
 
 class Kernel(NamedTuple):
     module: ModuleType
+    takes: Callable[..., bool]  # whether it can, not whether it pays
     keys: int
     size: int
     shapes: list[tuple[int, ...]]  # batch, heads, queries, keys, head dimension
@@ -26,16 +28,27 @@ class Kernel(NamedTuple):
 
 SHORT = [(2, 3, 70, 77, 40), (1, 2, 130, 80, 64), (2, 1, 65, 154, 80), (1, 1, 33, 77, 160), (2, 2, 1, 1, 8)]
 SHORT += [(1, 2, 129, 4, 24), (1, 1, 200, 16, 40), (1, 2, 64, 160, 100), (1, 1, 40, 129, 17), (1, 2, 100, 64, 128)]
-LONG = [(2, 3, 70, 300, 64), (1, 2, 256, 256, 64), (1, 1, 33, 129, 64), (2, 2, 1, 1, 64), (1, 2, 65, 128, 64)]
+LONG = [(2, 3, 70, 300), (1, 2, 256, 256), (1, 1, 33, 129), (2, 2, 1, 1), (1, 2, 65, 128), (3, 2, 300, 2000)]
+LONG = [(*shape, size) for shape in LONG for size in (40, 64, 80)]
+WIDE = [(1, 1, 70, 161, 40), (1, 1, 70, 81, 160), (1, 1, 70, 77, 168)]
+OTHER = [(1, 1, 70, 200, 160), (1, 1, 70, 200, 48)]
 KERNELS = {
-    "short": Kernel(short_attention, 77, 40, SHORT, [(1, 1, 70, 161, 40), (1, 1, 70, 81, 160), (1, 1, 70, 77, 168)]),
-    "flash": Kernel(flash_attention, 200, 64, LONG, [(1, 1, 70, 200, 80), (1, 1, 70, 200, 40)]),
+    "short": Kernel(short_attention, short_attention.takes, 77, 40, SHORT, WIDE),
+    "flash 40": Kernel(flash_attention, flash_attention.reads, 200, 40, LONG[::3], OTHER),
+    "flash 64": Kernel(flash_attention, flash_attention.reads, 200, 64, LONG[1::3], OTHER),
+    "flash 80": Kernel(flash_attention, flash_attention.reads, 200, 80, LONG[2::3], OTHER),
 }
 
 
+def on(device: torch.device, name: str) -> Kernel:
+    if device.type == "cpu" and KERNELS[name].module is flash_attention:
+        pytest.skip("no kernel of Triton's: runs on a GPU only")
+    return KERNELS[name]
+
+
 @pytest.fixture(params=KERNELS)
-def kernel(request: pytest.FixtureRequest) -> Kernel:
-    return KERNELS[request.param]
+def kernel(request: pytest.FixtureRequest, device: torch.device) -> Kernel:
+    return on(device, request.param)
 
 
 @half_dtype
@@ -43,11 +56,11 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
 def test_shapes(device, dtype, name, shape):
     if device.type == "cpu" and dtype == torch.bfloat16:
         pytest.skip("of bfloat16 the interpreter multiplies the bits")
-    module = KERNELS[name].module
+    kernel = on(device, name)
     q, k, v = heads(shape, dtype, device)
-    assert module.takes(q, k, v, None)
+    assert kernel.takes(q, k, v, None)
     for scale in (None, 0.5):
-        y = module.launch(q, k, v, scale)
+        y = kernel.module.launch(q, k, v, scale)
         assert y.shape == q.shape and y.dtype == dtype
         assert y.transpose(1, 2).is_contiguous()  # heads side by side, for the product that follows
         close_rows(y, attended(q, k, v, scale))
@@ -78,7 +91,7 @@ def test_nan_stays_in_its_row(kernel, device):
 
 def test_what_they_do_not_take(kernel, device):
     q, k, v = kernel.operands(device)
-    takes = kernel.module.takes
+    takes = kernel.takes
     assert takes(q, k, v, None)
     assert not takes(q, k, v, 0.0)
     assert not takes(q, k, v, -1.0)
@@ -93,11 +106,26 @@ def test_what_they_do_not_take(kernel, device):
         assert not takes(*heads(shape, torch.float16, device), None)
 
 
-def test_flash_attention_needs_keys_at_16_bytes(device):
-    q, k, v = KERNELS["flash"].operands(device)
-    odd = randn(2, 70, 2, 72, dtype=torch.float16, device=device)[..., 4:68].transpose(1, 2)
-    assert flash_attention.takes(odd, k, v, None)
-    assert not flash_attention.takes(q, odd, odd, None)
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [40, 64, 80])
+def test_flash_attention_needs_keys_at_16_bytes(size):
+    q, k, v = heads((2, 2, 70, 200, size), torch.float16, torch.device("cuda"))
+    for offset, good in ((8, True), (4, False), (1, False)):
+        odd = randn(2, 70, 2, size + 8, dtype=torch.float16, device=q.device)[..., offset : offset + size]
+        assert flash_attention.reads(q, *[odd.transpose(1, 2)] * 2, None) == good
+    for offset, good in ((2, True), (1, False)):
+        odd = randn(2, 70, 2, size + 8, dtype=torch.float16, device=q.device)[..., offset : offset + size]
+        assert flash_attention.reads(odd.transpose(1, 2), k, v, None) == good
+
+
+@pytest.mark.gpu
+def test_flash_attention_of_a_growing_maximum():
+    """Each block's scores rise by far more than the sums' slack, or are all far below zero."""
+    for size in (40, 64, 80):
+        q, k, v = heads((1, 2, 300, 700, size), torch.float16, torch.device("cuda"))
+        rising = k * torch.linspace(0, 8, 700, device=k.device).to(k.dtype)[:, None]
+        for query, keys in ((q, rising), (q, -rising), (q.abs(), -4 * k.abs()), (4 * q, rising.flip(2))):
+            close_rows(flash_attention.launch(query, keys, v, None), attended(query, keys, v), scale=4)
 
 
 def test_short_attention_of_several_blocks_of_rows_a_program(device, monkeypatch):
@@ -108,6 +136,7 @@ def test_short_attention_of_several_blocks_of_rows_a_program(device, monkeypatch
 
 def test_the_launcher_of_attention_takes_them(kernel, device, monkeypatch):
     monkeypatch.setattr(attention, "library", None)
+    monkeypatch.setattr(flash_attention, "takes", flash_attention.reads)
     q, k, v = kernel.operands(device)
     close_rows(attention.launch(q, k, v, scale=0.3), attended(q, k, v, 0.3))
     mask = torch.zeros(70, kernel.keys, dtype=torch.float16, device=device)
@@ -118,8 +147,10 @@ def test_the_launcher_of_attention_takes_them(kernel, device, monkeypatch):
 
 UNETS = [(8, 4096, 77, 40), (8, 1024, 77, 80), (8, 256, 77, 160), (20, 1024, 77, 64), (10, 3952, 154, 64)]
 UNETS = [("short", (images, *rest)) for images in (2, 8, 16) for rest in [*UNETS, (8, 7345, 16, 40)]]
-UNETS += [("flash", (2, 20, 1024, 1024, 64)), ("flash", (2, 20, 988, 988, 64)), ("flash", (1, 10, 2304, 2304, 64))]
-UNETS += [("flash", (7, 5, 333, 1999, 64))]
+LONG_UNETS = [(2, 8, 4096, 4096, 40), (2, 8, 7345, 7345, 40), (2, 20, 988, 988, 64), (2, 10, 4096, 4096, 64)]
+LONG_UNETS += [(16, 8, 4096, 4096, 40), (1, 20, 1024, 1024, 64), (7, 5, 333, 1999, 64), (16, 20, 1024, 1024, 64)]
+LONG_UNETS += [(2, 8, 1024, 1024, 80), (2, 8, 4096, 4096, 80), (1, 8, 1653, 1653, 80), (16, 8, 1024, 1024, 80)]
+UNETS += [(f"flash {shape[-1]}", shape) for shape in LONG_UNETS]
 
 
 @pytest.mark.gpu
@@ -128,9 +159,43 @@ UNETS += [("flash", (7, 5, 333, 1999, 64))]
 def test_unet_shapes(dtype, name, shape):
     q, k, v = heads(shape, dtype, torch.device("cuda"))
     assert KERNELS[name].module.takes(q, k, v, None)
-    close_rows(KERNELS[name].module.launch(q, k, v, None), attended(q, k, v))
+    y = KERNELS[name].module.launch(q, k, v, None)
+    for images in range(0, len(q), 2):  # float64 scores of all at once would be too much
+        some = [x[images : images + 2] for x in (y, q, k, v)]
+        close_rows(some[0], attended(*some[1:]))
 
 
 @pytest.mark.gpu
-def test_many_programs_are_left_to_the_library():
-    assert not flash_attention.takes(*heads((2, 10, 4096, 4096, 64), torch.float16, torch.device("cuda")), None)
+@pytest.mark.parametrize("size", [40, 64, 80])
+def test_flash_attention_in_each_shape(size, monkeypatch):
+    q, k, v = heads((2, 3, 500, 700, size), torch.float16, torch.device("cuda"))
+    wanted = attended(q, k, v)
+    for shape in flash_attention.SHAPES[size]:
+        monkeypatch.setattr(flash_attention, "best", lambda q, shape=shape: shape)
+        close_rows(flash_attention.launch(q, k, v, None), wanted)
+
+
+@pytest.mark.parametrize(
+    ("queries", "size", "groups"), [(1024, 80, 2), (1536, 80, 3), (4096, 80, 3), (1653, 80, 2), (4096, 40, 4)]
+)
+def test_the_shape_whose_rounds_take_least(queries, size, groups, monkeypatch):
+    monkeypatch.setattr(flash_attention, "multiprocessors", lambda device: 132)
+    assert flash_attention.best(torch.empty(2, 8, queries, size, device="meta")).groups == groups
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 8, 1024, 1024, 40), (2, 8, 4096, 200, 64), (2, 8, 4096, 200, 40)])
+def test_too_few_blocks_or_keys_are_left_to_the_library(shape):
+    q, k, v = heads(shape, torch.float16, torch.device("cuda"))
+    assert flash_attention.reads(q, k, v, None)
+    assert not flash_attention.takes(q, k, v, None)
+
+
+def test_attention_without_the_kernel_is_the_librarys(monkeypatch):
+    def unavailable(*args):
+        raise _cuda.Unavailable("no compiler")
+
+    q, k, v = heads((1, 2, 70, 300, 64), torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(flash_attention, "takes", lambda *args: True)
+    monkeypatch.setattr(flash_attention, "launch", unavailable)
+    assert torch.equal(attention.launch(q, k, v), attention.reference(q, k, v))

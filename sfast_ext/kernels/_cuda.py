@@ -1,0 +1,168 @@
+"""Kernels in CUDA C++, compiled where they run by NVRTC, for what Triton has no words for.
+
+Through NVIDIA's own bindings, the package cuda-bindings, which newer versions of torch bring with them; without it the
+kernels are not there, and their callers have another way. What was compiled is kept in the user's cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sfast_ext import native
+
+logger = logging.getLogger("sfast_ext")
+
+SOURCES = Path(__file__).parents[2] / "csrc"
+
+
+Prepare = Callable[..., tuple[list[Any], int, int]]
+"""From arguments and constants of a launch: the kernel's own arguments (tensors, ctypes' numbers, tensor maps), threads
+of a block, bytes of shared memory."""
+
+
+def folder() -> Path:
+    """Where compiled kernels are kept: $SFAST_CACHE_DIR, or where native operations are."""
+    chosen = os.environ.get("SFAST_CACHE_DIR")
+    return Path(chosen) if chosen else native.folder()
+
+
+class Unavailable(RuntimeError):
+    """A kernel cannot be had here; says what would not do."""
+
+
+@functools.lru_cache(maxsize=None)
+def bindings() -> tuple[Any, Any] | None:
+    """cuda.bindings' driver and nvrtc; None where they are not installed, or do not load."""
+    try:
+        return importlib.import_module("cuda.bindings.driver"), importlib.import_module("cuda.bindings.nvrtc")
+    except Exception:  # a broken installation raises anything
+        return None
+
+
+def checked(result: tuple[Any, ...]) -> Any:
+    """What a call of the bindings returned beside its error; Unavailable where there is one."""
+    error, *values = result
+    if int(error):
+        raise Unavailable(f"{type(error).__name__}.{getattr(error, 'name', error)}")
+    return values[0] if len(values) == 1 else values
+
+
+class Source:
+    """A file of csrc with one kernel of the same name: Source("flash_attention", ...).
+
+    As kernels of Triton do, it compiles for its constants, here what the file's macros are to be: `warmup` does so
+    ahead, `self[grid](*args, **constants)` launches on the current stream.
+    """
+
+    def __init__(self, name: str, prepare: Prepare, arg_names: tuple[str, ...]) -> None:
+        self.name, self.prepare, self.arg_names = name, prepare, arg_names
+        self._functions: dict[Any, Any] = {}
+        self._refused: set[int | None] = set()
+        self._lock = threading.Lock()
+
+    def available(self, device: torch.device) -> bool:
+        """Whether it may be had on a device: nothing has failed there so far."""
+        return bindings() is not None and device.index not in self._refused
+
+    def warmup(self, *args: Any, grid: Any = None, **constants: int) -> Any:
+        """Compiles and loads it for the current device."""
+        return self._function(torch.cuda.current_device(), constants)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
+        function = self._function(torch.cuda.current_device(), constants)
+        own, threads, shared = self.prepare(*args, **constants)
+        kept = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else x for x in own]
+        places = [x.getPtr() if hasattr(x, "getPtr") else ctypes.addressof(x) for x in kept]
+        table = (ctypes.c_void_p * len(places))(*places)
+        blocks = (*grid, 1, 1)[:3]
+        stream = torch.cuda.current_stream().cuda_stream
+        driver = bindings()[0]  # type: ignore[index]
+        checked(driver.cuLaunchKernel(function, *blocks, threads, 1, 1, shared, stream, ctypes.addressof(table), 0))
+
+    def _function(self, index: int, constants: dict[str, int]) -> Any:
+        key = index, *constants.items()
+        with self._lock:
+            if key not in self._functions:
+                try:
+                    self._functions[key] = self._load(index, constants)
+                except Exception as exc:
+                    self._refused.add(index)
+                    logger.warning("%s.cu is not used: %s", self.name, exc)
+                    raise Unavailable(str(exc)) from exc
+            return self._functions[key]
+
+    def _load(self, index: int, constants: dict[str, int]) -> Any:
+        driver = bindings()[0]  # type: ignore[index]
+        major, minor = torch.cuda.get_device_capability(index)
+        architecture = f"sm_{major}{minor}a"
+        device = checked(driver.cuDeviceGet(index))
+        # the runtime's own context, which a thread that has called nothing of it yet is without
+        checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(device))))
+        error, module = driver.cuModuleLoadData(self.compiled(architecture, constants))
+        if int(error):  # what is kept may be spoilt
+            module = checked(driver.cuModuleLoadData(self.compiled(architecture, constants, anew=True)))
+        function = checked(driver.cuModuleGetFunction(module, self.name.encode()))
+        limits, uses = driver.CUdevice_attribute, driver.CUfunction_attribute
+        most = checked(
+            driver.cuDeviceGetAttribute(limits.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device)
+        )
+        fixed = checked(driver.cuFuncGetAttribute(uses.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
+        checked(driver.cuFuncSetAttribute(function, uses.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most - fixed))
+        return function
+
+    def compiled(self, architecture: str, constants: dict[str, int], anew: bool = False) -> bytes:
+        """The machine code, from the user's cache or made now."""
+        source = (SOURCES / f"{self.name}.cu").read_bytes()
+        nvrtc = bindings()[1]  # type: ignore[index]
+        key = repr((checked(nvrtc.nvrtcVersion()), architecture, sorted(constants.items()))).encode()
+        file = folder() / f"{self.name}-{hashlib.sha256(key + source).hexdigest()[:16]}.cubin"
+        if not anew:
+            try:
+                return file.read_bytes()
+            except OSError:
+                pass  # not there yet
+        code, _ = build(source, architecture, constants)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as made:
+                made.write(code)
+            os.replace(made.name, file)  # two at once: either will do, half a file will not
+        except OSError as exc:
+            logger.debug("%s is compiled anew each time: %s", self.name, exc)
+        return code
+
+
+def build(source: bytes, architecture: str, constants: dict[str, int]) -> tuple[bytes, str]:
+    """(machine code, what the compiler had to say); Unavailable with its words where it does not compile."""
+    nvrtc = bindings()[1]  # type: ignore[index]
+    program = checked(nvrtc.nvrtcCreateProgram(source, b"kernel.cu", 0, [], []))
+    options = [f"--gpu-architecture={architecture}", "-default-device", "--ptxas-options=-v"]
+    options += [f"-D{name}={value}" for name, value in constants.items()]
+    try:
+        error = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])[0]
+        words = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        nvrtc.nvrtcGetProgramLog(program, words)
+        log = words.decode(errors="replace").strip("\0 \n")
+        if int(error):
+            raise Unavailable(log or str(error))
+        code = bytes(checked(nvrtc.nvrtcGetCUBINSize(program)))
+        checked(nvrtc.nvrtcGetCUBIN(program, code))
+        return code, log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)

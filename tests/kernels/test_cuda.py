@@ -1,0 +1,106 @@
+"""Kernels in CUDA C++: compiled for real cards, which needs none."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from sfast_ext.kernels import _cuda, flash_attention
+
+HOPPER = "sm_90a"
+REGISTERS = 65536  # of a multiprocessor
+SHARED = 227 << 10  # bytes of it for its blocks together
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path / "kernels"))
+    try:
+        _cuda.checked(_cuda.bindings()[1].nvrtcVersion())
+    except Exception:
+        pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
+
+
+def constants(size: int) -> dict[str, int]:
+    return flash_attention.constants(size, flash_attention.SHAPES[size][0], torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("size", "shape"), [(n, s) for n, some in flash_attention.SHAPES.items() for s in some], ids=str
+)
+def test_flash_attention_compiles(size, shape, dtype):
+    source = (_cuda.SOURCES / "flash_attention.cu").read_bytes()
+    code, log = _cuda.build(source, HOPPER, flash_attention.constants(size, shape, dtype))
+    assert code[:4] == b"\x7fELF"
+    # products that the compiler serialises, or registers that it spills, cost more than the kernel gains
+    assert "Potential Performance Loss" not in log
+    assert "warning" not in log
+    assert "0 bytes spill stores, 0 bytes spill loads" in log
+    registers = -(-int(re.search(r"Used (\d+) registers", log)[1]) // 8) * 8
+    assert registers * 128 * shape.groups * shape.blocks <= REGISTERS
+    # the system takes 1 KB of each block's
+    asked = flash_attention.shared_bytes(size, shape.stages) + int(re.search(r"(\d+) bytes smem", log)[1])
+    assert asked <= SHARED and shape.blocks * (1024 + asked) <= SHARED + 1024
+    assert shape.stages - shape.lag >= 2
+
+
+def test_what_was_compiled_is_kept(monkeypatch, tmp_path):
+    code = flash_attention._KERNEL.compiled(HOPPER, constants(40))
+    assert flash_attention._KERNEL.compiled(HOPPER, constants(64)) != code
+    assert len(list((tmp_path / "kernels").iterdir())) == 2
+    monkeypatch.setattr(_cuda, "build", None)
+    assert flash_attention._KERNEL.compiled(HOPPER, constants(40)) == code
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "kernels").write_text("no folder")
+    assert flash_attention._KERNEL.compiled(HOPPER, constants(40))[:4] == b"\x7fELF"
+
+
+def test_what_does_not_compile_says_why():
+    with pytest.raises(_cuda.Unavailable, match="not_a_type"):
+        _cuda.build(b"not_a_type x;", HOPPER, {})
+    with pytest.raises(_cuda.Unavailable):
+        _cuda.build(b"", "sm_1a", {})
+
+
+def test_a_kernel_that_failed_is_not_asked_again(monkeypatch, caplog):
+    kernel = _cuda.Source("flash_attention", flash_attention._prepared, ())
+    device = torch.device("cuda", 0)
+    assert kernel.available(device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (1, 0))
+    with pytest.raises(_cuda.Unavailable):
+        kernel.warmup(**constants(40))
+    assert not kernel.available(device)
+    assert kernel.available(torch.device("cuda", 1))
+    assert "flash_attention.cu is not used" in caplog.text
+
+
+def test_without_bindings_there_is_no_kernel(monkeypatch):
+    monkeypatch.setattr(_cuda, "bindings", lambda: None)
+    assert not flash_attention._KERNEL.available(torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
+def test_spoilt_code_is_made_anew(tmp_path):
+    first = _cuda.Source("flash_attention", flash_attention._prepared, ())
+    first.warmup(**constants(64))
+    (file,) = (tmp_path / "kernels").iterdir()
+    good = file.read_bytes()
+    file.write_bytes(good[: len(good) // 2])
+    second = _cuda.Source("flash_attention", flash_attention._prepared, ())
+    second.warmup(**constants(64))
+    assert second.available(torch.device("cuda", 0))
+    assert len(file.read_bytes()) == len(good)
+
+
+@pytest.mark.gpu
+def test_loaded_in_a_thread_that_has_no_context_yet():
+    kernel = _cuda.Source("flash_attention", flash_attention._prepared, ())
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(kernel.warmup, **constants(64)).result() is not None
