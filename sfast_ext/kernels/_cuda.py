@@ -26,6 +26,7 @@ from sfast_ext import native
 logger = logging.getLogger("sfast_ext")
 
 SOURCES = Path(__file__).parents[2] / "csrc"
+_SEAL = hashlib.sha256().digest_size
 
 
 Prepare = Callable[..., tuple[list[Any], int, int]]
@@ -114,9 +115,7 @@ class Source:
         device = checked(driver.cuDeviceGet(index))
         # the runtime's own context, which a thread that has called nothing of it yet is without
         checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(device))))
-        error, module = driver.cuModuleLoadData(self.compiled(architecture, constants))
-        if int(error):  # what is kept may be spoilt
-            module = checked(driver.cuModuleLoadData(self.compiled(architecture, constants, anew=True)))
+        module = checked(driver.cuModuleLoadData(self.compiled(architecture, constants)))
         function = checked(driver.cuModuleGetFunction(module, self.name.encode()))
         limits, uses = driver.CUdevice_attribute, driver.CUfunction_attribute
         most = checked(
@@ -126,22 +125,24 @@ class Source:
         checked(driver.cuFuncSetAttribute(function, uses.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most - fixed))
         return function
 
-    def compiled(self, architecture: str, constants: dict[str, int], anew: bool = False) -> bytes:
+    def compiled(self, architecture: str, constants: dict[str, int]) -> bytes:
         """The machine code, from the user's cache or made now."""
         source = (SOURCES / f"{self.name}.cu").read_bytes()
         nvrtc = bindings()[1]  # type: ignore[index]
         key = repr((checked(nvrtc.nvrtcVersion()), architecture, sorted(constants.items()))).encode()
         file = folder() / f"{self.name}-{hashlib.sha256(key + source).hexdigest()[:16]}.cubin"
-        if not anew:
-            try:
-                return file.read_bytes()
-            except OSError:
-                pass  # not there yet
+        try:
+            kept = file.read_bytes()
+            code, seal = kept[:-_SEAL], kept[-_SEAL:]
+            if seal == hashlib.sha256(code).digest():  # of a spoilt file the driver may make an end of the process
+                return code
+        except OSError:
+            pass  # not there yet
         code, _ = build(source, architecture, constants)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as made:
-                made.write(code)
+                made.write(code + hashlib.sha256(code).digest())
             os.replace(made.name, file)  # two at once: either will do, half a file will not
         except OSError as exc:
             logger.debug("%s is compiled anew each time: %s", self.name, exc)
