@@ -21,6 +21,7 @@ from sfast_ext.kernels import (
     layer_norm,
     linear_add,
     linear_geglu,
+    linear_onto,
     timestep_embedding,
     upsample,
 )
@@ -38,6 +39,7 @@ MODULES: dict[str, Any] = {
     "linear_add": linear_add,
     "linear_geglu": linear_geglu,
     "timestep_embedding": timestep_embedding,
+    "linear_onto": linear_onto,
 }
 NORM_ROWS = [(8192, 320), (2048, 640), (512, 1280), (2048, 1280), (8192, 640)]
 # (channels, height): batch 2; the last three are SDXL's
@@ -59,7 +61,7 @@ GATED_LINEARS = [(8192, 1280, 320), (2048, 2560, 640), (512, 5120, 1280), (2048,
 # heads, queries, keys, head dimension: batch 2
 HEADS = [(8, 4096, 4096, 40), (8, 1024, 1024, 80), (8, 256, 256, 160), (8, 4096, 77, 40), (8, 1024, 77, 80)]
 HEADS += [(8, 256, 77, 160), (8, 64, 64, 160), (10, 4096, 4096, 64), (20, 1024, 1024, 64), (20, 988, 988, 64)]
-HEADS += [(10, 4096, 77, 64), (20, 1024, 77, 64)]
+HEADS += [(10, 4096, 77, 64), (20, 1024, 77, 64), (8, 4096, 4096, 80), (5, 9216, 9216, 64), (8, 6144, 6144, 40)]
 # rows, columns, inner dimension: the projections out of attention and feed-forward; the last four are SDXL's
 LINEARS = [
     (8192, 320, 320),
@@ -214,6 +216,25 @@ def _torch_linear_add_norm(
     return _torch_add_layer_norm(F.linear(x, weight, bias), residual, scale, shift, eps)
 
 
+def _torch_linear_onto(x: Tensor, weight: Tensor, total: Tensor, start: Tensor) -> Tensor:
+    total.copy_(start)
+    return F.linear(x, weight) + total
+
+
+def _onto(shape: str, x: Tensor, weight: Tensor, start: Tensor) -> Case:
+    """A product onto a sum, which each way is given anew first: ours writes over it."""
+    total = start.clone()
+    return Case(
+        "linear_onto",
+        shape,
+        lambda: linear_onto.launch(x, weight, total.copy_(start)),
+        lambda: _torch_linear_onto(x, weight, total, start),
+        lambda: linear_onto.reference(x.double(), weight.double(), start.double()),
+        sum(t.numel() * t.element_size() for t in (x, weight, start)) + 3 * start.numel() * start.element_size(),
+        (_torch_linear_onto, [x, weight, total, start], {}),
+    )
+
+
 def _before_norm(shape: str, affine: list[Any], x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Case:
     """A residual that is normed next: in the product, with the norm alone ("ours"); or in the norm ("torch")."""
 
@@ -288,6 +309,9 @@ def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[
     for rows, columns, inner in GATED_LINEARS if "linear_geglu" in only else ():
         tensors = [randn(rows, inner), randn(2 * columns, inner) * inner**-0.5, randn(2 * columns)]
         yield _case("linear_geglu", f"{rows}x{columns}x{inner}", _torch_linear_geglu, tensors, {})
+    for rows, columns, inner in LINEARS if "linear_onto" in only else ():
+        tensors = [randn(rows, inner), randn(columns, inner) * inner**-0.5, randn(rows, columns)]
+        yield _onto(f"{rows}x{columns}x{inner}", *tensors)
     for rows, columns in ((2, 320), (12, 256)) if "timestep_embedding" in only else ():
         t = torch.linspace(1, 999, rows, device=device).long()[:, None]
         frequency = torch.exp(-9.21 * torch.arange(columns // 2, device=device) / (columns // 2))[None]
