@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    40: [Shape(4, 1, 12, 3, True, fill=0.7)],
+    40: [Shape(4, 1, 12, 2, True, fill=0.7)],
     64: [Shape(1, 4, 3, 1, False)],
     80: [Shape(2, 1, 10, 3, True, round=0.82), Shape(3, 1, 9, 3, True)],
 }

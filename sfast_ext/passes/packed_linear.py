@@ -31,6 +31,10 @@ from .rewrite import (
 if TYPE_CHECKING:
     from . import PassContext
 
+MOST_COLUMNS = 65536
+"""A wider product is much memory for long: SDXL's keys and values of the prompt have 166,400, and 49 MB nearly all of a
+call. Not told by bytes: plans of all batches share the packed weights."""
+
 
 def packed_linear(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Counts the packed groups."""
@@ -42,7 +46,24 @@ def packed_linear(gm: fx.GraphModule, ctx: PassContext) -> int:
             key = sibling_key(node, uses)
             if key is not None:
                 siblings[key].append(node)
-    return sum(pack(gm, ctx, group) for group in siblings.values() if len(group) > 1)
+    groups = [part for group in siblings.values() for part in parted(group)]
+    return sum(pack(gm, ctx, group) for group in groups if len(group) > 1)
+
+
+def parted(group: list[fx.Node]) -> list[list[fx.Node]]:
+    """The group; where that is too wide, its linears of each width, which stand in one part of a UNet, by as many at a
+    time as are not."""
+    widths: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in group:
+        widths[(shape(node) or (0,))[-1]].append(node)
+    if sum(width * len(some) for width, some in widths.items()) <= MOST_COLUMNS:
+        return [group]
+    parts = []
+    for width, some in widths.items():
+        count = -(-width * len(some) // MOST_COLUMNS)
+        each = -(-len(some) // count)
+        parts += [some[start : start + each] for start in range(0, len(some), each)]
+    return parts
 
 
 def weight_uses(graph: fx.Graph) -> dict[Any, int]:

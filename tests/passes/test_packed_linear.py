@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sfast_ext.passes import packed_linear as packed_linear_module
 from sfast_ext.passes.common import common_subexpressions
 from sfast_ext.passes.packed_linear import packed_linear
 
@@ -44,6 +45,20 @@ def test_two_groups_on_one_input() -> None:
     traced = Traced(module, X)
     assert traced.rewrite(packed_linear) == 2
     assert traced.ops() == {"linear": 2, "slice": 4}
+    assert traced.error() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("most", "parts"),
+    [(46, [[4, 8, 4, 8, 6, 8, 8]]), (45, [[4, 4], [8, 8, 8, 8], [6]]), (24, [[4, 4], [8, 8], [8, 8], [6]])],
+)
+def test_a_group_that_is_too_wide_is_parted(most: int, parts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear_module, "MOST_COLUMNS", most)
+    module = Siblings(*[nn.Linear(8, width) for width in (4, 8, 4, 8, 6, 8, 8)])
+    traced = Traced(module, X)
+    assert traced.rewrite(packed_linear) == sum(len(part) > 1 for part in parts)
+    columns = sorted(node.meta["val"].shape[-1] for node in traced.find("linear"))
+    assert columns == sorted(sum(part) for part in parts)
     assert traced.error() < 1e-6
 
 
