@@ -6,9 +6,9 @@
 // registers, where the layout of a product's result is that of a next product's operand. While a group takes its
 // exponentials, its last product with values is still under way, and so are those of the other groups.
 //
-// What is given: SIZE, of a head, 40, 64 or 80; GROUPS; BLOCKS, that share a multiprocessor; STAGES; LAG, how many blocks
-// of keys ago a slot must have been done with to be filled again, so at most STAGES - 2; SUM_BY_PRODUCT, whether rows
-// are summed by a product with ones (four registers more, 32 additions less); BF16.
+// What is given: SIZE, of a head, 40, 64 or 80; GROUPS; BLOCKS, that share a multiprocessor; STAGES; LAG, how many
+// blocks of keys ago a slot must have been done with to be filled again, so at most STAGES - 2; SUM_BY_PRODUCT, whether
+// rows are summed by a product with ones (four registers more, 32 additions less); BF16.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -30,7 +30,7 @@ constexpr int kKeys = 64;  // of a block
 constexpr int kSteps = (SIZE + 15) / 16;  // a product takes 16 columns of queries at a time, zeros where there are none
 constexpr int kKeySteps = kKeys / 16;
 constexpr int kScores = kKeys / 2;
-// Keys lie in shared memory as rows of 128 bytes, the widest that wgmma takes, and what they have more of as rows of 32.
+// Keys lie in shared memory as rows of 128 bytes, the widest that wgmma takes, what they have more of as rows of 32.
 constexpr int kWide = 128, kNarrow = 32;
 constexpr bool kSplit = SIZE > 64;
 constexpr int kTile = kKeys * (kWide + (kSplit ? kNarrow : 0));
@@ -252,7 +252,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       query[step][i] = at < SIZE && r < queries ? *(const u32*)(from + r * q_row + at) : 0u;
     }
 
-  float score[kScores], sum[(kSplit ? 64 : SIZE) / 2], rest[kSplit ? SIZE / 2 - 32 : 1], most[2] = {-infinity(), -infinity()};
+  float score[kScores], sum[(kSplit ? 64 : SIZE) / 2], rest[kSplit ? SIZE / 2 - 32 : 1];
+  float most[2] = {-infinity(), -infinity()};
   u32 part[kKeySteps][4];
 #pragma unroll
   for (float& x : sum) x = 0.f;

@@ -95,6 +95,7 @@ def describe() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "triton": version("triton") or version("triton-windows"),
         "triton_error": triton_error(),
+        "cuda_bindings": version("cuda-bindings"),
         "xformers": version("xformers"),
         "compiler": shutil.which("cc") or shutil.which("gcc") or shutil.which("cl"),
         "gpu": None,

@@ -28,7 +28,6 @@ logger = logging.getLogger("sfast_ext")
 SOURCES = Path(__file__).parents[2] / "csrc"
 _SEAL = hashlib.sha256().digest_size
 
-
 Prepare = Callable[..., tuple[list[Any], int, int]]
 """From arguments and constants of a launch: the kernel's own arguments (tensors, ctypes' numbers, tensor maps), threads
 of a block, bytes of shared memory."""

@@ -22,6 +22,7 @@ _NAMES = {
     "cuda": "CUDA of torch",
     "cudnn": "cuDNN",
     "triton": "Triton",
+    "cuda_bindings": "cuda-bindings",
     "xformers": "xformers",
     "diffusers": "diffusers",
     "compiler": "C compiler",
@@ -63,8 +64,8 @@ def used(found: dict[str, Any]) -> list[str]:
     return [
         "The UNet is captured, rewritten and replayed as CUDA graphs, one for each size, batch and prompt length.",
         kernels,
-        f"Attention: PyTorch's own (cuDNN {found['cudnn']}, flash, memory-efficient, whichever fits first); on Hopper a"
-        " kernel of ours where it is quicker.",
+        f"Attention: PyTorch's own (cuDNN {found['cudnn']}, flash, memory-efficient, whichever fits first); on Hopper"
+        " kernels of ours where they are quicker, over many keys by the package cuda-bindings.",
         f"Native operations: {built}",
     ]
 
