@@ -47,8 +47,9 @@ def _load_compilers() -> None:
     with contextlib.suppress(Exception):
         # where a tensor descriptor is first looked at, since 3.5
         importlib.import_module("triton.experimental.gluon.nvidia.hopper")
-    if _triton.hopper(torch.device("cuda", torch.cuda.current_device())):
-        _cuda.bindings()
+    with contextlib.suppress(Exception):
+        if _triton.hopper(torch.device("cuda", torch.cuda.current_device())):
+            _cuda.bindings()
 
 
 class Launch(NamedTuple):

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sfast_ext.kernels._triton import HALF
+
 NEEDS_TRITON = False
-HALF = (torch.float16, torch.bfloat16)
 WRITES = 2
 """The argument whose memory the result takes."""
 

@@ -1,7 +1,7 @@
 """Sibling linears, all on one input, are one product whose weight is theirs, one below the other.
 
-One rule gives Q, K and V as one product, the keys and values of all cross-attentions as one over the prompt,
-and the time projections of all residual blocks as one.
+One rule gives Q, K and V as one product, the keys and values of all cross-attentions as one over the prompt (as a few
+where that is too wide), and the time projections of all residual blocks as one.
 """
 
 from __future__ import annotations
