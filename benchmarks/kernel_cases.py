@@ -16,6 +16,7 @@ from sfast_ext.kernels import (
     attention,
     bias_add,
     cat_group_norm,
+    conv2d,
     geglu,
     group_norm,
     layer_norm,
@@ -40,6 +41,7 @@ MODULES: dict[str, Any] = {
     "linear_geglu": linear_geglu,
     "timestep_embedding": timestep_embedding,
     "linear_onto": linear_onto,
+    "conv2d": conv2d,
 }
 NORM_ROWS = [(8192, 320), (2048, 640), (512, 1280), (2048, 1280), (8192, 640)]
 # (channels, height): batch 2; the last three are SDXL's
@@ -78,6 +80,10 @@ JOINED += [(640, 320, 64), (320, 320, 64)]
 JOINED += [(1280, 1280, 32), (1280, 640, 64), (640, 640, 64), (640, 320, 128), (320, 320, 128)]
 # channels, height before; the last two are SDXL's
 SMALL = [(1280, 8), (1280, 16), (640, 32), (1280, 32), (640, 64)]
+# images, channels, height, width, channels of the result
+CONVOLUTIONS = [(2, 320, 128, 128, 320), (2, 640, 64, 64, 640), (2, 1280, 32, 32, 1280), (2, 2560, 32, 32, 1280)]
+CONVOLUTIONS += [(2, 640, 128, 128, 320), (2, 320, 64, 64, 320), (2, 640, 32, 32, 640), (2, 320, 96, 96, 320)]
+CONVOLUTIONS += [(2, 640, 48, 48, 640), (2, 1280, 24, 24, 1280), (2, 1280, 12, 12, 1280), (2, 320, 65, 113, 320)]
 
 
 @dataclass
@@ -317,6 +323,10 @@ def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[
         frequency = torch.exp(-9.21 * torch.arange(columns // 2, device=device) / (columns // 2))[None]
         options = {"sine_first": False, "out_dtype": dtype}
         yield _case("timestep_embedding", f"{rows}x{columns}", _torch_timestep_embedding, [t, frequency], options)
+    for images, channels, height, width, columns in CONVOLUTIONS if "conv2d" in only else ():
+        weight = randn(columns, channels, 3, 3) * (9 * channels) ** -0.5
+        operands = [x.to(memory_format=torch.channels_last) for x in (randn(images, channels, height, width), weight)]
+        yield _case("conv2d", f"{images}x{channels}x{height}x{width}x{columns}", conv2d.library, operands, {})
     if "attention" in only:
         for heads, queries, keys, size in HEADS:
             q, k, v = (

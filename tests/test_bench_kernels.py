@@ -20,6 +20,7 @@ def small(monkeypatch):
         "LINEARS": [(6, 16, 8)],
         "JOINED": [(64, 32, 4)],
         "SMALL": [(32, 3)],
+        "CONVOLUTIONS": [(2, 16, 4, 5, 24)],
     }
     for name, values in shapes.items():
         monkeypatch.setattr(kernel_cases, name, values)

@@ -68,6 +68,14 @@ def test_doctor_says_what_follows_without_triton(monkeypatch):
     assert "No GPU" in doctor.used({**found, "gpu": None})[0]
 
 
+def test_doctor_says_what_cuda_bindings_are_for(monkeypatch):
+    monkeypatch.setattr(doctor.environment, "triton_runs_on", lambda device: True)
+    said = doctor.used({"gpu": "a card", "compiler": "cc", "native": None, "cudnn": 90100})
+    attention, convolutions = (next(s for s in said if s.startswith(w)) for w in ("Attention", "Convolutions"))
+    assert "cuda-bindings" in attention and "by the same package" in convolutions
+    assert said.index(convolutions) == said.index(attention) + 1
+
+
 def test_a_commit_that_is_told_goes_before_that_of_the_folder(monkeypatch):
     said = {"rev-parse": "0123456789ab", "status": " M file"}
     monkeypatch.setattr(machine, "_first_line", lambda *command: said.get(command[1]))

@@ -119,7 +119,7 @@ def test_kinds_by_name(name, kind):
 
 
 def test_what_a_node_costs():
-    from sfast_ext.kernels import linear_add
+    from sfast_ext.kernels import conv2d, linear_add
 
     x, weight, residual = torch.randn(4, 6), torch.randn(8, 6), torch.randn(4, 8)
     found = kinds.cost(linear_add.launch, (x, weight, None, residual), {}, residual)
@@ -127,6 +127,10 @@ def test_what_a_node_costs():
     wide = torch.randn(1, 6).expand(4, 6)
     total = kinds.cost(torch.ops.aten.add.Tensor, (wide, wide), {}, x)
     assert total == ("add", "residual and bias", "4×6, 4×6", 0, 4 * (6 + 24))
+    picture, weight, out = torch.randn(2, 3, 4, 5), torch.randn(7, 3, 3, 3), torch.randn(2, 7, 4, 5)
+    found = kinds.cost(conv2d.launch, (picture, weight), {}, out)
+    flops = 2 * 2 * 4 * 5 * 7 * 3 * 9
+    assert found == ("conv2d", "convolution", "2×3×4×5, 7×3×3×3", flops, 4 * (120 + 189 + 280))
 
 
 def test_the_page_keeps_the_words_around_its_tables(tmp_path, monkeypatch):

@@ -60,6 +60,28 @@ def checked(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
+def tensor_map(x: Tensor, sizes: list[int], strides: list[int], box: list[int]) -> Any:
+    """A map for the copy engine over x's memory: `sizes`, innermost first; `strides` in bytes, of all but that; boxes
+    are rows of 32 or 128 bytes in shared memory, swizzled over their width, with zeros where there is no more of x."""
+    driver = bindings()[0]  # type: ignore[index]
+    kind = "BFLOAT16" if x.dtype == torch.bfloat16 else "FLOAT16"
+    return checked(
+        driver.cuTensorMapEncodeTiled(
+            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
+            len(sizes),
+            x.data_ptr(),
+            [driver.cuuint64_t(n) for n in sizes],
+            [driver.cuuint64_t(n) for n in strides],
+            [driver.cuuint32_t(n) for n in box],
+            [driver.cuuint32_t(1)] * len(sizes),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{box[0] * x.element_size()}B"),
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+
+
 class Source:
     """A file of csrc with one kernel of the same name: Source("flash_attention", ...).
 
@@ -127,9 +149,10 @@ class Source:
     def compiled(self, architecture: str, constants: dict[str, int]) -> bytes:
         """The machine code, from the user's cache or made now."""
         source = (SOURCES / f"{self.name}.cu").read_bytes()
+        included = b"".join(_headers().values())
         nvrtc = bindings()[1]  # type: ignore[index]
         key = repr((checked(nvrtc.nvrtcVersion()), architecture, sorted(constants.items()))).encode()
-        file = folder() / f"{self.name}-{hashlib.sha256(key + source).hexdigest()[:16]}.cubin"
+        file = folder() / f"{self.name}-{hashlib.sha256(key + included + source).hexdigest()[:16]}.cubin"
         try:
             kept = file.read_bytes()
             code, seal = kept[:-_SEAL], kept[-_SEAL:]
@@ -148,10 +171,18 @@ class Source:
         return code
 
 
+def _headers() -> dict[bytes, bytes]:
+    """What sources may include, by name."""
+    return {file.name.encode(): file.read_bytes() for file in sorted(SOURCES.glob("*.h"))}
+
+
 def build(source: bytes, architecture: str, constants: dict[str, int]) -> tuple[bytes, str]:
     """(machine code, what the compiler had to say); Unavailable with its words where it does not compile."""
     nvrtc = bindings()[1]  # type: ignore[index]
-    program = checked(nvrtc.nvrtcCreateProgram(source, b"kernel.cu", 0, [], []))
+    headers = _headers()
+    program = checked(
+        nvrtc.nvrtcCreateProgram(source, b"kernel.cu", len(headers), list(headers.values()), list(headers))
+    )
     options = [f"--gpu-architecture={architecture}", "-default-device", "--ptxas-options=-v"]
     options += [f"-D{name}={value}" for name, value in constants.items()]
     try:

@@ -45,9 +45,6 @@ def _load_compilers() -> None:
         with contextlib.suppress(Exception):
             importlib.import_module(home).triton_key()
     with contextlib.suppress(Exception):
-        # where a tensor descriptor is first looked at, since 3.5
-        importlib.import_module("triton.experimental.gluon.nvidia.hopper")
-    with contextlib.suppress(Exception):
         if _triton.hopper(torch.device("cuda", torch.cuda.current_device())):
             _cuda.bindings()
 
@@ -165,9 +162,6 @@ def _key(launch: Launch) -> Any:
     unlooked = set(getattr(kernel, "do_not_specialize", None) or ())  # names, or their places in older versions
     seen: list[Any] = []
     for place, (name, value) in enumerate(zip(kernel.arg_names, launch.args)):
-        if hasattr(value, "block_shape"):  # a tensor descriptor
-            seen.append((value.base.dtype, tuple(value.block_shape)))
-            continue
         if type(value) is not int:
             seen.append(value if isinstance(value, torch.dtype) else type(value))
             continue

@@ -25,11 +25,6 @@ AVAILABLE = triton is not None
 # The interpreter on NumPy came with Triton 3.0; what the variable turned on before that is another thing.
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1" and int(triton.__version__.split(".")[0]) >= 3
 
-TensorDescriptor: Any = None
-if AVAILABLE:
-    with contextlib.suppress(Exception):  # Triton 3.4 and later
-        TensorDescriptor = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
-
 if TYPE_CHECKING:
     from typing import Any as constexpr
 elif AVAILABLE:
@@ -82,6 +77,11 @@ def collecting(device: torch.device | None = None) -> Iterator[Noted]:
         _collected.reset(token)
 
 
+def are_collected() -> bool:
+    """Whether launches are only noted: strides are those of the original forward then, not of the rewritten graph."""
+    return _collected.get() is not None
+
+
 def device_of(x: Tensor) -> torch.device:
     """Where a launch with `x` runs, or would run while launches are collected."""
     collected = _collected.get()
@@ -102,7 +102,7 @@ def runs(x: Tensor, *others: Tensor | None) -> bool:
     tensors without memory stand in for those of a GPU.
     """
     device = x.device
-    if _collected.get() is not None:
+    if are_collected():
         return all(t is None or t.dtype in DTYPES for t in (x, *others))
     if not AVAILABLE or not (INTERPRETED or capability(device) >= (7, 0)):
         return False

@@ -112,25 +112,9 @@ def _prepared(
 
 def _described(x: Tensor, columns: int) -> Any:
     """A tensor map over (B, H, S, D), whose boxes are some columns of a head's keys, zeros where there are no more."""
-    driver = _cuda.bindings()[0]  # type: ignore[index]
-    kind = "BFLOAT16" if x.dtype == torch.bfloat16 else "FLOAT16"
     images, heads, keys, size = x.shape
     image, row, head = (stride * x.element_size() for stride in strides(x))
-    return _cuda.checked(
-        driver.cuTensorMapEncodeTiled(
-            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
-            4,
-            x.data_ptr(),
-            [driver.cuuint64_t(n) for n in (size, heads, keys, images)],
-            [driver.cuuint64_t(n) for n in (head, row, image)],
-            [driver.cuuint32_t(n) for n in (columns, 1, _KEYS, 1)],
-            [driver.cuuint32_t(1)] * 4,
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{columns * x.element_size()}B"),
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    )
+    return _cuda.tensor_map(x, [size, heads, keys, images], [head, row, image], [columns, 1, _KEYS, 1])
 
 
 _KERNEL = _cuda.Source("flash_attention", _prepared, ("out", "q", "k", "v", "scale"))

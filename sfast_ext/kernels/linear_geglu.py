@@ -1,35 +1,39 @@
-"""A linear layer and the GEGLU of its result as one matrix product: the gates never reach memory.
+"""A linear layer and the GEGLU of its result as one matrix product: csrc/linear_geglu.cu, for Hopper.
 
-Values and gates are rows of one weight, n and N + n. A tile reads both as one block of a descriptor over (2, N, K), so
-one matrix instruction computes both, and a thread that has a value has its gate. Persistent, with the loads of a tile
-under way while the last one is finished (Triton's tutorial 09).
+The gates never reach memory. Values and gates are rows of one weight, n and N + n; a tile has as many of both.
 """
 
 from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext.kernels import geglu
-from sfast_ext.kernels._triton import (
-    INTERPRETED,
-    TensorDescriptor,
-    cdiv,
-    constexpr,
-    device_of,
-    jit,
-    multiplies,
-    multiprocessors,
-    runs,
-    start,
-    tl,
-)
+from sfast_ext.kernels import _cuda, geglu
+from sfast_ext.kernels._triton import INTERPRETED, cdiv, device_of, multiplies, multiprocessors, runs, start
 
-_ROWS, _COLUMNS, _DEPTH = 128, 128, 64  # of a tile: rows of x, values (and as many gates), terms of a step
-_STAGES, _WARPS = 3, 8
+_ROWS, _DEPTH = 128, 64  # of x in a tile; terms of the sum that are multiplied at a time
 _BAND = 8  # tiles of rows that are computed beside each other, so that weights are read from the L2 cache
-_ROUNDS = 2  # tiles of each multiprocessor from which the kernel is the faster way
+_LEAST_SHARE = 0.9  # of a GPU's multiprocessors that tiles must fill: of fewer cuBLAS makes more
+_ALONE = 1.02  # what a tile takes that shares nothing, for the same tile in a pair
+_SHARED = 232448 - 1024 - 256  # bytes of a block, less what slots lose to begin at 1 KB, and barriers
+_MOST_STAGES = 8
+_STAGING = 8 * 16 * 80  # bytes through which eight warps write 16 rows of 32 columns at a time
+
+
+class Tile(NamedTuple):
+    """What a block computes at a time, and the microseconds it takes on an NVIDIA H200."""
+
+    width: int  # columns of the product: values and gates
+    start: float
+    step: float  # of 64 terms of the sum
+    pair: int = 2  # blocks that share what they load of the weight
+
+
+TILES = [Tile(width, *taken, pair) for width, taken in ((160, (2.7, 0.335)), (128, (1.65, 0.306))) for pair in (2, 1)]
 
 
 def reference(
@@ -44,95 +48,105 @@ def reference(
     return geglu.reference(product, gate_first, approximate).to(x.dtype)
 
 
-@jit(do_not_specialize=["rows"])
-def _kernel(
-    bias,
-    x,
-    weight,
-    out,
-    rows,
-    half,
-    depth,
-    HAS_BIAS: constexpr,
-    GATE_FIRST: constexpr,
-    TANH: constexpr,
-    ROWS: constexpr,
-    COLUMNS: constexpr,
-    DEPTH: constexpr,
-    BAND: constexpr,
-):
-    down, across = tl.cdiv(rows, ROWS), tl.cdiv(half, COLUMNS)
-    for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=True):
-        band = tile // (BAND * across)
-        height = tl.minimum(down - band * BAND, BAND)
-        inside = tile % (BAND * across)
-        row = (band * BAND + inside % height) * ROWS
-        column = (inside // height) * COLUMNS
-        sums = tl.zeros((ROWS, 2 * COLUMNS), tl.float32)
-        for term in range(0, depth, DEPTH):
-            left = x.load([row, term])
-            right = tl.reshape(weight.load([0, column, term]), (2 * COLUMNS, DEPTH))
-            sums = tl.dot(left, right.T, sums)
-        first, second = tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, COLUMNS)), (0, 2, 1)))
-        if HAS_BIAS:
-            at = column + tl.arange(0, COLUMNS)
-            first += tl.load(bias + at, mask=at < half, other=0.0).to(tl.float32)[None, :]
-            second += tl.load(bias + half + at, mask=at < half, other=0.0).to(tl.float32)[None, :]
-        if GATE_FIRST:
-            value, gate = second, first
-        else:
-            value, gate = first, second
-        out.store([row, column], (value * geglu.gelu(gate, TANH)).to(out.dtype))
-
-
 def launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, gate_first: bool = False, approximate: str = "none"
 ) -> Tensor:
-    """`reference` as one Triton kernel where that is the faster way, else as a product and the kernel for GEGLU."""
-    count = x.numel() // max(x.shape[-1], 1)
-    if not _takes(x, weight, bias, count, approximate):
-        return geglu.launch(F.linear(x, weight, bias), gate_first, approximate)
+    """`reference` by the kernel where it is there and the quicker way, else as a product and the kernel for GEGLU."""
+    if takes(x, weight, bias, approximate):
+        try:
+            return _launch(x, weight, bias, best(x, weight), gate_first, approximate)
+        except _cuda.Unavailable:
+            pass  # the log has it; it is not asked again
+    return geglu.launch(F.linear(x, weight, bias), gate_first, approximate)
+
+
+def takes(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str = "none") -> bool:
+    """Whether the kernel can read the operands, on this GPU, and is the faster way."""
+    if not reads(x, weight, bias, approximate):
+        return False
+    tiles = cdiv(_count(x), _ROWS) * cdiv(weight.shape[0] // 2, TILES[0].width // 2)
+    return tiles >= _LEAST_SHARE * multiprocessors(device_of(x))
+
+
+def reads(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str = "none") -> bool:
+    """Whether the kernel can read the operands, on this GPU."""
+    if INTERPRETED or approximate not in ("none", "tanh") or not runs(x, weight, bias) or not multiplies(x):
+        return False
+    if weight.dtype != x.dtype or weight.dim() != 2 or not weight.is_contiguous() or not x.numel():
+        return False
     half, depth = weight.shape[0] // 2, weight.shape[1]
+    # tensor maps: rows and memory begin at 16 bytes
+    if weight.shape[0] % 2 or not half or half % 8 or depth % 8 or x.shape[-1] != depth:
+        return False
+    if bias is not None and (bias.shape != (2 * half,) or bias.dtype != x.dtype):
+        return False
+    if any(t.data_ptr() % 16 for t in (x, weight)) or (bias is not None and bias.data_ptr() % 4):
+        return False
+    return _KERNEL.available(device_of(x))
+
+
+def best(x: Tensor, weight: Tensor) -> Tile:
+    """What takes the shortest time."""
+
+    def microseconds(tile: Tile) -> float:
+        down, across = cdiv(cdiv(_count(x), _ROWS), tile.pair), cdiv(weight.shape[0] // 2, tile.width // 2)
+        rounds = cdiv(down * across, multiprocessors(device_of(x)) // tile.pair)
+        return rounds * (tile.start + tile.step * x.shape[-1] / _DEPTH) * (1 if tile.pair > 1 else _ALONE)
+
+    return min(TILES, key=microseconds)
+
+
+def _count(x: Tensor) -> int:
+    return x.numel() // max(x.shape[-1], 1)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, gate_first: bool = False, approximate: str = "none"
+) -> Tensor:
+    half = weight.shape[0] // 2
     out = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
-    vector = out if bias is None else bias.contiguous()
-    tiles = cdiv(count, _ROWS) * cdiv(half, _COLUMNS)
-    start(
-        _kernel,
-        (min(tiles, multiprocessors(device_of(x))),),
-        vector,
-        TensorDescriptor(x.contiguous(), [count, depth], [depth, 1], [_ROWS, _DEPTH]),
-        TensorDescriptor(weight, [2, half, depth], [half * depth, depth, 1], [2, _COLUMNS, _DEPTH]),
-        TensorDescriptor(out, [count, half], [half, 1], [_ROWS, _COLUMNS]),
-        count,
-        half,
-        depth,
-        HAS_BIAS=bias is not None,
-        GATE_FIRST=gate_first,
-        TANH=approximate == "tanh",
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        DEPTH=_DEPTH,
-        BAND=_BAND,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
-    )
+    tiles = cdiv(cdiv(_count(x), _ROWS), tile.pair) * cdiv(half, tile.width // 2)
+    grid = min(tiles, multiprocessors(device_of(x)) // tile.pair) * tile.pair
+    added = None if bias is None else bias.contiguous()
+    start(_KERNEL, (grid,), out, x.contiguous(), weight, added, **constants(tile, x.dtype, gate_first, approximate))
     return out
 
 
-def _takes(x: Tensor, weight: Tensor, bias: Tensor | None, count: int, approximate: str) -> bool:
-    """Whether the kernel can, and pays: of few tiles cuBLAS makes more, and gains by it more than GEGLU costs."""
-    if TensorDescriptor is None or approximate not in ("none", "tanh") or not runs(x, weight, bias):
-        return False
-    if not multiplies(x) or weight.dtype != x.dtype or weight.dim() != 2 or not weight.is_contiguous():
-        return False
-    half, depth = weight.shape[0] // 2, weight.shape[1]
-    # descriptors: rows and memory begin at 16 bytes
-    if weight.shape[0] % 2 or half % 8 or depth % 8 or x.shape[-1] != depth or not count:
-        return False
-    if bias is not None and bias.shape != (2 * half,):
-        return False
-    if INTERPRETED:
-        return True
-    if x.data_ptr() % 16 or weight.data_ptr() % 16:
-        return False
-    return cdiv(count, _ROWS) * cdiv(half, _COLUMNS) >= _ROUNDS * multiprocessors(device_of(x))
+def constants(
+    tile: Tile, dtype: torch.dtype, gate_first: bool = False, approximate: str = "none"
+) -> dict[str, int]:
+    """What the kernel is compiled for."""
+    return {
+        "WIDTH": tile.width,
+        "STAGES": min(_MOST_STAGES, (_SHARED - _STAGING) // _slot(tile.width)),
+        "PAIR": tile.pair,
+        "BAND": _BAND,
+        "GATE_FIRST": int(gate_first),
+        "TANH": int(approximate == "tanh"),
+        "BF16": int(dtype == torch.bfloat16),
+    }
+
+
+def _slot(width: int) -> int:
+    return 2 * _DEPTH * (_ROWS + width)
+
+
+def shared_bytes(constants: dict[str, int]) -> int:
+    """What a block asks for: 1 KB to begin at, slots, and what it writes through."""
+    return 1024 + constants["STAGES"] * _slot(constants["WIDTH"]) + _STAGING
+
+
+def _prepared(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, **constants: int
+) -> tuple[list[Any], int, int]:
+    count, depth, half = _count(x), x.shape[-1], weight.shape[0] // 2
+    columns, size = constants["WIDTH"] // 2, x.element_size()
+    rows = _cuda.tensor_map(x, [depth, count], [size * depth], [_DEPTH, _ROWS])
+    matrix = _cuda.tensor_map(weight, [depth, half, 2], [size * depth, size * half * depth], [_DEPTH, columns, 1])
+    tiles = cdiv(cdiv(count, _ROWS), constants["PAIR"]), cdiv(half, columns)
+    numbers = map(ctypes.c_int, (cdiv(depth, _DEPTH), count, half, *tiles))
+    args = [out, ctypes.c_void_p(None) if bias is None else bias, rows, matrix, *numbers]
+    return args, 3 * 128, shared_bytes(constants)
+
+
+_KERNEL = _cuda.Source("linear_geglu", _prepared, ("out", "x", "weight", "bias"))

@@ -17,6 +17,7 @@ from . import (
     channels_last,
     cleanup,
     common,
+    conv2d,
     geglu,
     group_norm,
     im2col,
@@ -62,6 +63,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("bias_add", bias_add.bias_add),
     ("sum_group_norm", sum_group_norm.sum_group_norm),  # joins what group_norm and bias_add have made
     ("im2col", im2col.im2col),  # takes what the norms and bias_add have left of a convolution
+    ("conv2d", conv2d.conv2d),  # and this what is left to cuDNN
     ("upsample", upsample.upsample),
     ("timestep_embedding", timestep_embedding.timestep_embedding),
     ("attention", attention.attention),

@@ -66,6 +66,8 @@ def used(found: dict[str, Any]) -> list[str]:
         kernels,
         f"Attention: PyTorch's own (cuDNN {found['cudnn']}, flash, memory-efficient, whichever fits first); on Hopper"
         " kernels of ours where they are quicker, over many keys by the package cuda-bindings.",
+        "Convolutions, and products with GEGLU: cuDNN's and cuBLAS's; on Hopper kernels of ours where they are quicker,"
+        " by the same package.",
         f"Native operations: {built}",
     ]
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from sfast_ext.kernels import _cuda, flash_attention
+from sfast_ext.kernels import _cuda, conv2d, flash_attention, linear_geglu
 
 HOPPER = "sm_90a"
 REGISTERS = 65536  # of a multiprocessor
@@ -24,6 +24,18 @@ def compiler(monkeypatch, tmp_path):
         pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
 
 
+def built(name: str, constants: dict[str, int]) -> tuple[int, int]:
+    """A kernel's registers, as they are given out, and bytes of shared memory beside those that a launch asks for."""
+    code, log = _cuda.build((_cuda.SOURCES / f"{name}.cu").read_bytes(), HOPPER, constants)
+    assert code[:4] == b"\x7fELF"
+    # products that the compiler serialises, or registers that it spills, cost more than the kernel gains
+    assert "Potential Performance Loss" not in log
+    assert "warning" not in log
+    assert "0 bytes spill stores, 0 bytes spill loads" in log
+    registers = -(-int(re.search(r"Used (\d+) registers", log)[1]) // 8) * 8
+    return registers, int(re.search(r"(\d+) bytes smem", log)[1])
+
+
 def constants(size: int) -> dict[str, int]:
     return flash_attention.constants(size, flash_attention.SHAPES[size][0], torch.float16)
 
@@ -33,19 +45,36 @@ def constants(size: int) -> dict[str, int]:
     ("size", "shape"), [(n, s) for n, some in flash_attention.SHAPES.items() for s in some], ids=str
 )
 def test_flash_attention_compiles(size, shape, dtype):
-    source = (_cuda.SOURCES / "flash_attention.cu").read_bytes()
-    code, log = _cuda.build(source, HOPPER, flash_attention.constants(size, shape, dtype))
-    assert code[:4] == b"\x7fELF"
-    # products that the compiler serialises, or registers that it spills, cost more than the kernel gains
-    assert "Potential Performance Loss" not in log
-    assert "warning" not in log
-    assert "0 bytes spill stores, 0 bytes spill loads" in log
-    registers = -(-int(re.search(r"Used (\d+) registers", log)[1]) // 8) * 8
+    registers, fixed = built("flash_attention", flash_attention.constants(size, shape, dtype))
     assert registers * 128 * shape.groups * shape.blocks <= REGISTERS
     # the system takes 1 KB of each block's
-    asked = flash_attention.shared_bytes(size, shape.stages) + int(re.search(r"(\d+) bytes smem", log)[1])
+    asked = flash_attention.shared_bytes(size, shape.stages) + fixed
     assert asked <= SHARED and shape.blocks * (1024 + asked) <= SHARED + 1024
     assert shape.stages - shape.lag >= 2
+
+
+CONVOLUTIONS = [(tile, 320, torch.float16) for tile in conv2d.TILES] + [(conv2d.TILES[0], 320, torch.bfloat16)]
+CONVOLUTIONS += [(tile, 1280, torch.float16) for tile in conv2d.TILES if tile.split == 1]  # in pairs of blocks
+
+
+@pytest.mark.parametrize(
+    "given", [conv2d.constants(*some) for some in CONVOLUTIONS], ids=lambda given: "-".join(map(str, given.values()))
+)
+def test_conv2d_compiles(given):
+    registers, fixed = built("conv2d", given)
+    assert registers * 384 <= REGISTERS
+    assert conv2d.shared_bytes(given) + fixed <= SHARED
+
+
+GEGLUS = [linear_geglu.constants(tile, torch.float16) for tile in linear_geglu.TILES]
+GEGLUS += [linear_geglu.constants(linear_geglu.TILES[0], torch.bfloat16, True, "tanh")]
+
+
+@pytest.mark.parametrize("given", GEGLUS, ids=lambda given: "-".join(map(str, given.values())))
+def test_linear_geglu_compiles(given):
+    registers, fixed = built("linear_geglu", given)
+    assert registers * 384 <= REGISTERS
+    assert linear_geglu.shared_bytes(given) + fixed <= SHARED
 
 
 def test_what_was_compiled_is_kept(monkeypatch, tmp_path):

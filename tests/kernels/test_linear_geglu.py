@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sfast_ext.kernels import linear_geglu
+from sfast_ext.kernels import _cuda, linear_geglu
 
 from .support import close, expected, half_dtype, randn
 
@@ -12,10 +12,17 @@ from .support import close, expected, half_dtype, randn
 SIZES = [((130,), 136, 72), ((1,), 8, 8), ((2, 3, 50), 128, 64), ((127,), 200, 136), ((2, 257), 264, 320)]
 
 
+@pytest.fixture
+def device(device):
+    if device.type == "cpu":
+        pytest.skip("no kernel of Triton's: runs on a GPU only")
+    return device
+
+
 @pytest.fixture(autouse=True)
 def however_few_tiles(monkeypatch):
     """By the kernel also where a product and another kernel would be faster."""
-    monkeypatch.setattr(linear_geglu, "_ROUNDS", 0)
+    monkeypatch.setattr(linear_geglu, "_LEAST_SHARE", 0)
 
 
 def operands(rows, half, depth, dtype, device):
@@ -31,6 +38,37 @@ def test_sizes(device, dtype, rows, half, depth):
     y = linear_geglu.launch(x, weight, bias)
     assert y.shape == (*rows, half) and y.dtype == dtype
     close(y, expected(linear_geglu, x, weight, bias), scale=4)
+
+
+@half_dtype
+@pytest.mark.parametrize("tile", linear_geglu.TILES, ids=str)
+@pytest.mark.parametrize(("rows", "half", "depth"), [((700,), 136, 72), ((129,), 8, 64), ((2560,), 648, 200)], ids=str)
+def test_tiles(device, tile, rows, half, depth, dtype):
+    x, weight, bias = operands(rows, half, depth, dtype, device)
+    y = linear_geglu._launch(x, weight, bias, tile)
+    close(y, expected(linear_geglu, x, weight, bias), scale=4)
+
+
+def test_gates_that_are_large(device):
+    x = torch.ones(9, 8, dtype=torch.float16, device=device)
+    gates = [0.0, 1e-4, -1e-4, 5.0, -5.0, 30.0, -30.0, 6e4, -6e4, float("inf"), 10.0, 1.0, -1.0, 3.0, -3.0, 0.5]
+    weight = torch.zeros(32, 8, dtype=torch.float16, device=device)
+    bias = torch.tensor([1.0] * 16 + gates, dtype=torch.float16, device=device)
+    for approximate in ("none", "tanh"):
+        y = linear_geglu.launch(x, weight, bias, False, approximate)
+        close(y, expected(linear_geglu, x, weight, bias, False, approximate), scale=4)
+    bias[20] = float("nan")
+    y = linear_geglu.launch(x, weight, bias)
+    assert y[:, 4].isnan().all() and y.isnan().sum() == 9
+
+
+def test_without_the_kernel(device, monkeypatch):
+    def broken(*args, **kwargs):
+        raise _cuda.Unavailable("no")
+
+    x, weight, bias = operands((70,), 72, 64, torch.float16, device)
+    monkeypatch.setattr(linear_geglu, "_launch", broken)
+    close(linear_geglu.launch(x, weight, bias), expected(linear_geglu, x, weight, bias), scale=50)
 
 
 @pytest.mark.parametrize("gate_first", [False, True])
@@ -78,6 +116,27 @@ def test_reference_is_torch():
     value, gate = F.linear(x, weight, bias).chunk(2, -1)
     torch.testing.assert_close(linear_geglu.reference(x, weight, bias), value * F.gelu(gate))
     torch.testing.assert_close(linear_geglu.reference(x, weight, bias, True), gate * F.gelu(value))
+
+
+def test_the_quickest_tile(monkeypatch):
+    monkeypatch.setattr(linear_geglu, "multiprocessors", lambda device: 132)
+
+    def best(rows, half, depth):
+        x, weight = (torch.empty(n, depth, dtype=torch.float16, device="meta") for n in (rows, 2 * half))
+        return linear_geglu.best(x, weight)
+
+    assert best(2048, 5120, 1280)[::3] == (160, 2)
+    assert best(8192, 1280, 320)[::3] == (128, 2)
+    assert best(384, 5120, 1280)[::3] == (128, 1)  # three tiles of rows: a pair would compute a fourth
+
+
+def test_few_tiles_are_left_to_cublas(monkeypatch):
+    monkeypatch.setattr(linear_geglu, "_LEAST_SHARE", 0.9)
+    monkeypatch.setattr(linear_geglu, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(linear_geglu, "reads", lambda *args: True)
+    weight = torch.empty(10240, 1280, device="meta")
+    assert linear_geglu.takes(torch.empty(256, 1280, device="meta"), weight, None)
+    assert not linear_geglu.takes(torch.empty(128, 1280, device="meta"), weight, None)
 
 
 @pytest.mark.gpu

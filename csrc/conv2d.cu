@@ -1,0 +1,257 @@
+// A 3x3 convolution of NHWC pictures with a row of zeros around them, for Hopper: a product of pixels by channels, whose
+// sum runs over nine neighbours and the channels of each (an implicit GEMM).
+//
+// Tiles are 128 pixels, a box of some columns, rows and images, by WIDTH channels of the result. One warp sends the copy
+// engine for them, 64 terms of the sum at a time, into a ring of STAGES slots: a neighbour's box is the same box moved by a
+// pixel, and what lies outside of the picture comes as zeros. Two groups of four warps multiply; blocks compute tiles until
+// there are none left.
+//
+// What is given: WIDTH; TURNS, whether the groups take tiles in turn, so that one finishes its tile while the other
+// multiplies (CUTLASS calls it ping-pong), or share each; STAGES; PAIR, how many blocks, with pixels next to each other,
+// share what they load of the weight, 1 or 2; SPLIT, how many blocks share the sum of a tile, which is put together
+// through shared memory, with PAIR 1, no TURNS and a block for each part of a tile; BF16.
+
+#include "hopper.h"
+
+// Pixels of a tile: 1 << across columns of 1 << down rows of the images that are left; and how many boxes wide and high
+// an image is.
+struct Boxes {
+  int across, down, wide, high, width, height, images;
+};
+
+constexpr int kTaps = 9, kDepth = 64, kRows = 128;  // kDepth: terms of the sum in a slot, 128 bytes
+constexpr int kThreads = 3 * 128;
+constexpr int kHalves = TURNS ? 2 : 1;  // of a tile's pixels, for each group that has it
+constexpr int kCluster = PAIR * SPLIT;
+constexpr int kPictureBytes = kRows * 128, kWeightBytes = WIDTH * 128, kStage = kPictureBytes + kWeightBytes;
+constexpr int kSums = WIDTH / 2;  // of a thread, for 64 pixels
+#if SPLIT > 1
+constexpr int kPitch = WIDTH + 8;  // floats from row to row where blocks put sums together
+#else
+constexpr int kChunk = 32, kPitch = 2 * kChunk + 16;  // columns that a warp writes at a time, bytes from row to row
+#endif
+
+__device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32 barrier, int channel, int x, int y,
+                                     int image) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %7, 0;\n"
+      "@p cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4, %5}], [%6]; }" ::"r"(to),
+      "l"(map), "r"(channel), "r"(x), "r"(y), "r"(image), "r"(barrier), "r"(mine)
+      : "memory");
+}
+
+// To the same place in all blocks of a pair.
+__device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32 barrier, int term, int row) {
+#if PAIR > 1
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %6, 0;\n"
+      "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3}], [%4], %5; }" ::"r"(to),
+      "l"(map), "r"(term), "r"(row), "r"(barrier), "h"((unsigned short)((1 << PAIR) - 1)), "r"(mine)
+      : "memory");
+#else
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %5, 0;\n"
+      "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3}], [%4]; }" ::"r"(to),
+      "l"(map), "r"(term), "r"(row), "r"(barrier), "r"(mine)
+      : "memory");
+#endif
+}
+
+// Keeps the compiler from moving what reads or writes these across: products change them behind its back.
+__device__ __forceinline__ void pin(float (&d)[kHalves][kSums]) {
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half)
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(d[half][i])::"memory");
+}
+
+// picture: a map over (images, height, width, channels), boxes of a tile's pixels by 64 channels. weight: over (columns,
+// 9 channels), boxes of WIDTH / PAIR by 64. out (images, height, width, columns). chunks: channels / 64. tiles: of pixels,
+// in each of as many turns as there are pairs of blocks; of columns.
+extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
+    conv2d(unsigned short* out, const __grid_constant__ TensorMap picture, const __grid_constant__ TensorMap weight,
+           int chunks, int columns, int tiles_down, int tiles_across, const __grid_constant__ Boxes boxes) {
+  extern __shared__ unsigned char shared[];
+  __shared__ alignas(8) u64 barriers[2 * STAGES + 2];
+  const u32 base = (address(shared) + 1023) & ~1023u;
+  const u32 full = address(barriers), free = full + 8 * STAGES, order = free + 8 * STAGES;
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+  u32 rank = 0;
+  if (kCluster > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      initialise(full + 8 * i, 1);
+      initialise(free + 8 * i, (TURNS ? 4 : 8) * PAIR);
+    }
+    initialise(order, 4);
+    initialise(order + 8, 4);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+  if (kCluster > 1)
+    meet();
+  else
+    __syncthreads();
+
+  const int all_steps = kTaps * chunks, tiles = tiles_down * tiles_across;
+  const int first_step = SPLIT > 1 ? all_steps * rank / SPLIT : 0;
+  const int last_step = SPLIT > 1 ? all_steps * (rank + 1) / SPLIT : all_steps;
+  // tiles of the same pixels follow each other
+  auto down = [&](int tile) { return tile / tiles_across * PAIR + (PAIR > 1 ? int(rank) : 0); };
+
+  if (warp >= 8) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (warp == 8) {
+      const u32 mine = elected();
+      u32 slot = 0, parity = 1;
+      for (int tile = blockIdx.x / kCluster; tile < tiles; tile += gridDim.x / kCluster) {
+        const int box = down(tile), column = tile % tiles_across * WIDTH;
+        const int x = box % boxes.wide << boxes.across, y = box / boxes.wide % boxes.high << boxes.down;
+        const int image = box / (boxes.wide * boxes.high) * (kRows >> (boxes.across + boxes.down));
+        int tap = first_step / chunks, chunk = first_step % chunks;
+        for (int step = first_step; step < last_step; ++step) {
+          const u32 barrier = full + 8 * slot, to = base + slot * kStage;
+          wait(free + 8 * slot, parity);
+          expect(mine, barrier, kStage);
+          copy(mine, to, &picture, barrier, chunk * kDepth, x + tap % 3 - 1, y + tap / 3 - 1, image);
+          const int part = PAIR > 1 ? rank * (WIDTH / PAIR) : 0;
+          copy(mine, to + kPictureBytes + part * 128, &weight, barrier, step * kDepth, column + part);
+          if (++chunk == chunks) {
+            chunk = 0;
+            ++tap;
+          }
+          if (++slot == STAGES) {
+            slot = 0;
+            parity ^= 1;
+          }
+        }
+      }
+    }
+#if SPLIT > 1
+    meet_written();
+#endif
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    const int group = __shfl_sync(~0u, warp >> 2, 0);
+    const u32 target = PAIR > 1 ? lane : rank;
+    float sum[kHalves][kSums];
+    u32 used = 0, previous = 0;  // slots so far
+    int turn = 0, done = 0;      // whose tile it is; tiles of this group
+    for (int tile = blockIdx.x / kCluster; tile < tiles; tile += gridDim.x / kCluster, turn ^= 1) {
+      u32 slot = used % STAGES, parity = used / STAGES & 1;
+      used += last_step - first_step;
+      if (TURNS) {
+        if (turn != group) continue;
+        // a slot's barrier tells two fillings apart, no more: whoever waits at one must be next
+        if (group > 0 || done > 0) wait(order + 8 * group, (done - 1 + group) & 1);
+        ++done;
+      }
+      for (int step = first_step; step < last_step; ++step) {
+        wait(full + 8 * slot, parity);
+        pin(sum);
+        open();
+#pragma unroll
+        for (int k = 0; k < kDepth / 16; ++k)
+#pragma unroll
+          for (int half = 0; half < kHalves; ++half)
+            multiply(sum[half], operand(base + slot * kStage + (TURNS ? half : group) * 64 * 128 + 32 * k),
+                     operand(base + slot * kStage + kPictureBytes + 32 * k), step - first_step + k);
+        close();
+        await<1>();
+        if (step > first_step && lane < PAIR) arrive(free + 8 * previous, target);
+        previous = slot;
+        if (++slot == STAGES) {
+          slot = 0;
+          parity ^= 1;
+        }
+      }
+      if (TURNS && lane == 0) arrive(order + 8 * (1 - group), rank);
+      await<0>();
+      pin(sum);
+      if (lane < PAIR) arrive(free + 8 * previous, target);
+
+      const int box = down(tile), column = tile % tiles_across * WIDTH;
+      const int x = box % boxes.wide << boxes.across, y = box / boxes.wide % boxes.high << boxes.down;
+      const int image = box / (boxes.wide * boxes.high) * (kRows >> (boxes.across + boxes.down));
+      auto store = [&](int row, int at, uint4 eight) {  // columns at to at + 7 of a pixel of the tile
+        const int px = x + (row & ((1 << boxes.across) - 1)), py = y + (row >> boxes.across & ((1 << boxes.down) - 1));
+        const int pn = image + (row >> (boxes.across + boxes.down));
+        if (px < boxes.width && py < boxes.height && pn < boxes.images && column + at < columns)
+          *(uint4*)(out + ((long long)(pn * boxes.height + py) * boxes.width + px) * columns + column + at) = eight;
+      };
+#if SPLIT > 1
+      // each block puts its sums where its slots were, then adds a share of the rows of all
+      asm volatile("bar.sync 1, %0;" ::"n"(2 * 128) : "memory");
+      float* own = (float*)(shared + (base - address(shared)));
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half)
+#pragma unroll
+        for (int i = 0; i < kSums; i += 2) {
+          const int row = group * 64 + (warp & 3) * 16 + (lane >> 2) + 8 * (i >> 1 & 1);
+          *(float2*)(own + row * kPitch + 8 * (i >> 2) + 2 * (lane & 3)) =
+              make_float2(sum[half][i], sum[half][i + 1]);
+        }
+      meet_written();
+      constexpr int kEights = WIDTH / 8, kShare = kRows / SPLIT;
+      for (int i = threadIdx.x; i < kShare * kEights; i += 2 * 128) {
+        const int row = rank * kShare + i / kEights, at = i % kEights * 8;
+        float total[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int other = 0; other < SPLIT; ++other) {
+          u32 there;
+          asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                       : "=r"(there)
+                       : "r"(base + 4 * (row * kPitch + at)), "r"(other));
+#pragma unroll
+          for (int four = 0; four < 8; four += 4) {
+            float v[4];
+            asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                         : "r"(there + 4 * four)
+                         : "memory");
+#pragma unroll
+            for (int j = 0; j < 4; ++j) total[four + j] += v[j];
+          }
+        }
+        store(row, at,
+              make_uint4(packed(total[0], total[1]), packed(total[2], total[3]), packed(total[4], total[5]),
+                         packed(total[6], total[7])));
+      }
+#else
+      const u32 own = base + STAGES * kStage + warp * 16 * kPitch;
+      constexpr int kLanes = kChunk / 8, kEach = 32 / kLanes;  // lanes of a row; rows that a warp writes at once
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half)
+#pragma unroll
+        for (int first = 0; first < WIDTH; first += kChunk) {
+          __syncwarp();
+#pragma unroll
+          for (int j = 0; j < kChunk / 8 && first + 8 * j < WIDTH; j += 2) {
+            const float* of = sum[half] + 4 * (first / 8 + j);
+            const u32 to = own + (lane & 15) * kPitch + (j + (lane >> 4)) * 16;
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                         "r"(packed(of[0], of[1])), "r"(packed(of[2], of[3])), "r"(packed(of[4], of[5])),
+                         "r"(packed(of[6], of[7]))
+                         : "memory");
+          }
+          __syncwarp();
+#pragma unroll
+          for (int i = 0; i < 16 / kEach; ++i) {
+            const int row = i * kEach + lane / kLanes, at = lane % kLanes * 8;
+            uint4 eight;
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(eight.x), "=r"(eight.y), "=r"(eight.z), "=r"(eight.w)
+                         : "r"(own + row * kPitch + 2 * at)
+                         : "memory");
+            if (first + at < WIDTH) store((TURNS ? half : group) * 64 + (warp & 3) * 16 + row, first + at, eight);
+          }
+        }
+#endif
+    }
+  }
+  if (kCluster > 1) meet();  // none ends while others still send to it, or read from it
+}
