@@ -17,6 +17,7 @@ from sfast_ext.kernels import (
     bias_add,
     cat_group_norm,
     conv2d,
+    conv_group_norm,
     geglu,
     group_norm,
     layer_norm,
@@ -42,6 +43,7 @@ MODULES: dict[str, Any] = {
     "timestep_embedding": timestep_embedding,
     "linear_onto": linear_onto,
     "conv2d": conv2d,
+    "conv_group_norm": conv_group_norm,
 }
 NORM_ROWS = [(8192, 320), (2048, 640), (512, 1280), (2048, 1280), (8192, 640)]
 # (channels, height): batch 2; the last three are SDXL's
@@ -84,6 +86,8 @@ SMALL = [(1280, 8), (1280, 16), (640, 32), (1280, 32), (640, 64)]
 CONVOLUTIONS = [(2, 320, 128, 128, 320), (2, 640, 64, 64, 640), (2, 1280, 32, 32, 1280), (2, 2560, 32, 32, 1280)]
 CONVOLUTIONS += [(2, 640, 128, 128, 320), (2, 320, 64, 64, 320), (2, 640, 32, 32, 640), (2, 320, 96, 96, 320)]
 CONVOLUTIONS += [(2, 640, 48, 48, 640), (2, 1280, 24, 24, 1280), (2, 1280, 12, 12, 1280), (2, 320, 65, 113, 320)]
+NORMED_CONVOLUTIONS = [(2, 320, 64, 64, 320), (2, 320, 128, 128, 320), (2, 640, 64, 64, 640), (2, 1280, 32, 32, 1280)]
+NORMED_CONVOLUTIONS += [(2, 640, 128, 128, 320), (2, 320, 96, 96, 320)]
 
 
 @dataclass
@@ -179,6 +183,21 @@ def _torch_add_group_norm(
     silu: bool,
 ) -> tuple[Tensor, Tensor]:
     total = (x + bias[None, :, None, None] + residual) * scale
+    return total, F.silu(F.group_norm(total, groups, weight, term, eps))
+
+
+def _torch_conv_group_norm(
+    x: Tensor,
+    conv_weight: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    groups: int,
+    weight: Tensor,
+    term: Tensor,
+    eps: float,
+    silu: bool,
+) -> tuple[Tensor, Tensor]:
+    total = F.conv2d(x, conv_weight, bias, padding=1) + residual
     return total, F.silu(F.group_norm(total, groups, weight, term, eps))
 
 
@@ -327,6 +346,13 @@ def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[
         weight = randn(columns, channels, 3, 3) * (9 * channels) ** -0.5
         operands = [x.to(memory_format=torch.channels_last) for x in (randn(images, channels, height, width), weight)]
         yield _case("conv2d", f"{images}x{channels}x{height}x{width}x{columns}", conv2d.library, operands, {})
+    for images, channels, height, width, columns in NORMED_CONVOLUTIONS if "conv_group_norm" in only else ():
+        pictures = randn(images, channels, height, width), randn(images, columns, height, width)
+        weight = randn(columns, channels, 3, 3) * (9 * channels) ** -0.5
+        x, residual, weight = (t.to(memory_format=torch.channels_last) for t in (*pictures, weight))
+        operands = [x, weight, randn(columns), residual, 32, randn(columns), randn(columns), 1e-5]
+        shape = f"{images}x{channels}x{height}x{width}x{columns}"
+        yield _case("conv_group_norm", shape, _torch_conv_group_norm, operands, {"silu": True})
     if "attention" in only:
         for heads, queries, keys, size in HEADS:
             q, k, v = (

@@ -9,7 +9,9 @@
 // What is given: WIDTH; TURNS, whether the groups take tiles in turn, so that one finishes its tile while the other
 // multiplies (CUTLASS calls it ping-pong), or share each; STAGES; PAIR, how many blocks, with pixels next to each other,
 // share what they load of the weight, 1 or 2; SPLIT, how many blocks share the sum of a tile, which is put together
-// through shared memory, with PAIR 1, no TURNS and a block for each part of a tile; BF16.
+// through shared memory, with PAIR 1, no TURNS and a block for each part of a tile; GROUP, how many channels of the result
+// a group norm takes together, which divide WIDTH, or 0: then, with TURNS, what is added to the result goes in here, and
+// the statistics of each tile's groups come out; BF16.
 
 #include "hopper.h"
 
@@ -23,6 +25,10 @@ constexpr int kTaps = 9, kDepth = 64, kRows = 128;  // kDepth: terms of the sum 
 constexpr int kThreads = 3 * 128;
 constexpr int kHalves = TURNS ? 2 : 1;  // of a tile's pixels, for each group that has it
 constexpr int kCluster = PAIR * SPLIT;
+#if GROUP > 0
+constexpr int kGroups = WIDTH / GROUP;
+constexpr int kSet = kGroups < 4 ? kGroups : 4, kEights = WIDTH / 8 * kSet / kGroups;  // groups that are summed at a time
+#endif
 constexpr int kPictureBytes = kRows * 128, kWeightBytes = WIDTH * 128, kStage = kPictureBytes + kWeightBytes;
 constexpr int kSums = WIDTH / 2;  // of a thread, for 64 pixels
 #if SPLIT > 1
@@ -68,12 +74,61 @@ __device__ __forceinline__ void pin(float (&d)[kHalves][kSums]) {
     for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(d[half][i])::"memory");
 }
 
+#if GROUP > 0
+// The sums over a warp's lanes of LEFT numbers: that of lane * kSet / 32 is left in v[0]. Each step sends the half of what
+// is left that the other lane goes on with.
+template <int LEFT, int MASK>
+__device__ __forceinline__ void across_lanes(float (&v)[kSet], int lane) {
+  if constexpr (LEFT > 1) {
+#pragma unroll
+    for (int i = 0; i < LEFT / 2; ++i) {
+      const float other = lane & MASK ? v[i] : v[i + LEFT / 2], own = lane & MASK ? v[i + LEFT / 2] : v[i];
+      v[i] = own + __shfl_xor_sync(~0u, other, MASK);
+    }
+  } else {
+    v[0] += __shfl_xor_sync(~0u, v[0], MASK);
+  }
+  if constexpr (MASK > 1) across_lanes<(LEFT > 1 ? LEFT / 2 : 1), MASK / 2>(v, lane);
+}
+
+// Sums for all groups of what a warp has of its tile: of(j) is what a thread has of columns 8 j to 8 j + 7, two of them.
+template <typename Of>
+__device__ __forceinline__ void by_groups(float (&sums)[kGroups], int lane, Of of) {
+  constexpr int kPairs = GROUP / 2;
+#pragma unroll
+  for (int set = 0; set < kGroups / kSet; ++set) {
+    float v[kSet];
+#pragma unroll
+    for (int i = 0; i < kSet; ++i) v[i] = 0.f;
+#pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+      const int first = 4 * j / kPairs, last = (4 * j + 3) / kPairs;
+      const float here = of(set * kEights + j);
+      if (first == last) {
+        v[first] += here;
+      } else {
+        const bool before = 4 * j + (lane & 3) < last * kPairs;
+        v[first] += before ? here : 0.f;
+        v[last] += before ? 0.f : here;
+      }
+    }
+    across_lanes<kSet, 16>(v, lane);
+    sums[set * kSet + lane * kSet / 32] = v[0];
+  }
+}
+#endif
+
 // picture: a map over (images, height, width, channels), boxes of a tile's pixels by 64 channels. weight: over (columns,
 // 9 channels), boxes of WIDTH / PAIR by 64. out (images, height, width, columns). chunks: channels / 64. tiles: of pixels,
-// in each of as many turns as there are pairs of blocks; of columns.
+// in each of as many turns as there are pairs of blocks; of columns. With GROUP: shift (images or 1, columns) and its rows'
+// stride, residual like out, or null; partial (2, images, boxes of one, groups): means and sums of squared deviations.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     conv2d(unsigned short* out, const __grid_constant__ TensorMap picture, const __grid_constant__ TensorMap weight,
-           int chunks, int columns, int tiles_down, int tiles_across, const __grid_constant__ Boxes boxes) {
+           int chunks, int columns, int tiles_down, int tiles_across, const __grid_constant__ Boxes boxes
+#if GROUP > 0
+           , const unsigned short* shift, int shift_stride, const unsigned short* residual, float* partial
+#endif
+    ) {
   extern __shared__ unsigned char shared[];
   __shared__ alignas(8) u64 barriers[2 * STAGES + 2];
   const u32 base = (address(shared) + 1023) & ~1023u;
@@ -104,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
   auto down = [&](int tile) { return tile / tiles_across * PAIR + (PAIR > 1 ? int(rank) : 0); };
 
   if (warp >= 8) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (warp == 8) {
       const u32 mine = elected();
       u32 slot = 0, parity = 1;
@@ -135,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
     meet_written();
 #endif
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
     const int group = __shfl_sync(~0u, warp >> 2, 0);
     const u32 target = PAIR > 1 ? lane : rank;
     float sum[kHalves][kSums];
@@ -177,12 +232,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
       const int box = down(tile), column = tile % tiles_across * WIDTH;
       const int x = box % boxes.wide << boxes.across, y = box / boxes.wide % boxes.high << boxes.down;
       const int image = box / (boxes.wide * boxes.high) * (kRows >> (boxes.across + boxes.down));
-      auto store = [&](int row, int at, uint4 eight) {  // columns at to at + 7 of a pixel of the tile
+      auto pixel = [&](int row) {  // of the tile, in all of `out`; -1 where there is none
         const int px = x + (row & ((1 << boxes.across) - 1)), py = y + (row >> boxes.across & ((1 << boxes.down) - 1));
         const int pn = image + (row >> (boxes.across + boxes.down));
-        if (px < boxes.width && py < boxes.height && pn < boxes.images && column + at < columns)
-          *(uint4*)(out + ((long long)(pn * boxes.height + py) * boxes.width + px) * columns + column + at) = eight;
+        const bool there = px < boxes.width && py < boxes.height && pn < boxes.images;
+        return there ? (pn * boxes.height + py) * boxes.width + px : -1;
       };
+#if GROUP == 0
+      auto store = [&](int row, int at, uint4 eight) {  // columns at to at + 7 of a pixel of the tile
+        const int to = pixel(row);
+        if (to >= 0 && column + at < columns) *(uint4*)(out + (long long)to * columns + column + at) = eight;
+      };
+#endif
 #if SPLIT > 1
       // each block puts its sums where its slots were, then adds a share of the rows of all
       asm volatile("bar.sync 1, %0;" ::"n"(2 * 128) : "memory");
@@ -196,30 +257,168 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
               make_float2(sum[half][i], sum[half][i + 1]);
         }
       meet_written();
-      constexpr int kEights = WIDTH / 8, kShare = kRows / SPLIT;
-      for (int i = threadIdx.x; i < kShare * kEights; i += 2 * 128) {
-        const int row = rank * kShare + i / kEights, at = i % kEights * 8;
-        float total[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+      constexpr int kAcross = WIDTH / 8, kShare = kRows / SPLIT, kTimes = (kShare * kAcross + 255) / 256;
+      float part[kTimes][SPLIT][8];  // all under way before the first is waited for: it is far to another block
+#pragma unroll
+      for (int time = 0; time < kTimes; ++time) {
+        const int i = min(time * 256 + int(threadIdx.x), kShare * kAcross - 1);
+        const u32 at = base + 4 * ((rank * kShare + i / kAcross) * kPitch + i % kAcross * 8);
 #pragma unroll
         for (int other = 0; other < SPLIT; ++other) {
           u32 there;
-          asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                       : "=r"(there)
-                       : "r"(base + 4 * (row * kPitch + at)), "r"(other));
+          asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(other));
 #pragma unroll
           for (int four = 0; four < 8; four += 4) {
-            float v[4];
+            float* v = part[time][other] + four;
             asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                          : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
                          : "r"(there + 4 * four)
                          : "memory");
-#pragma unroll
-            for (int j = 0; j < 4; ++j) total[four + j] += v[j];
           }
         }
-        store(row, at,
-              make_uint4(packed(total[0], total[1]), packed(total[2], total[3]), packed(total[4], total[5]),
-                         packed(total[6], total[7])));
+      }
+#pragma unroll
+      for (int time = 0; time < kTimes; ++time) {
+        const int i = time * 256 + threadIdx.x;
+        float total[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          total[j] = part[time][0][j];
+#pragma unroll
+          for (int other = 1; other < SPLIT; ++other) total[j] += part[time][other][j];
+        }
+        if (i < kShare * kAcross)
+          store(rank * kShare + i / kAcross, i % kAcross * 8,
+                make_uint4(packed(total[0], total[1]), packed(total[2], total[3]), packed(total[4], total[5]),
+                           packed(total[6], total[7])));
+      }
+#elif GROUP > 0
+      const u32 own = base + STAGES * kStage + warp * 16 * kPitch;
+      constexpr int kLanes = kChunk / 8, kEach = 32 / kLanes, kLoads = 16 / kEach;  // lanes of a row, rows that a warp moves
+      constexpr int kMoves = WIDTH / kChunk * kHalves, kAhead = TURNS ? 2 : 3;  // loads of the residual that are under way
+      const int pair = column + 2 * (lane & 3);
+      const unsigned short* added = shift == nullptr ? nullptr : shift + (long long)image * shift_stride + pair;
+      int rows[kHalves][kLoads];  // the pixels that this lane moves a part of; -1 where there is none
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half)
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i)
+          rows[half][i] = pixel((TURNS ? half : group) * 64 + (warp & 3) * 16 + i * kEach + lane / kLanes);
+      const int eighth = column + lane % kLanes * 8;
+      uint4 ahead[kAhead][kLoads];
+      u32 more[2][kChunk / 8];
+      auto fetch = [&](int move) {  // columns are the outer loop, as both halves have the same shift
+        const int first = move / kHalves * kChunk;
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+          const int from = rows[move % kHalves][i];
+          ahead[move % kAhead][i] = make_uint4(0u, 0u, 0u, 0u);
+          if (residual != nullptr && from >= 0) ahead[move % kAhead][i] = *(const uint4*)(residual + (long long)from * columns + eighth + first);
+        }
+      };
+      auto look = [&](int chunk) {
+#pragma unroll
+        for (int n = 0; n < kChunk / 8; ++n)
+          more[chunk % 2][n] = added == nullptr ? 0u : *(const u32*)(added + chunk * kChunk + 8 * n);
+      };
+      look(0);
+#pragma unroll
+      for (int move = 0; move < kAhead && move < kMoves; ++move) fetch(move);
+#pragma unroll
+      for (int move = 0; move < kMoves; ++move) {
+        const int half = move % kHalves, chunk = move / kHalves, first = chunk * kChunk;
+        if (half == 0 && first + kChunk < WIDTH) look(chunk + 1);
+        __syncwarp();
+        if (residual != nullptr) {
+#pragma unroll
+          for (int i = 0; i < kLoads; ++i) {
+            const uint4 eight = ahead[move % kAhead][i];
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(
+                             own + (i * kEach + lane / kLanes) * kPitch + lane % kLanes * 16),
+                         "r"(eight.x), "r"(eight.y), "r"(eight.z), "r"(eight.w)
+                         : "memory");
+          }
+          if (move + kAhead < kMoves) fetch(move + kAhead);
+          __syncwarp();
+        }
+#pragma unroll
+        for (int j = 0; j < kChunk / 8; j += 2) {
+          u32 two[4] = {0u, 0u, 0u, 0u};
+          const u32 place = own + (lane & 15) * kPitch + (j + (lane >> 4)) * 16;
+          if (residual != nullptr)
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(two[0]), "=r"(two[1]), "=r"(two[2]), "=r"(two[3])
+                         : "r"(place)
+                         : "memory");
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float* of = sum[half] + 4 * (first / 8 + j + (i >> 1)) + 2 * (i & 1);
+            const float2 one = unpacked(two[i]), other = unpacked(more[chunk % 2][j + (i >> 1)]);
+            two[i] = packed(of[0] + (one.x + other.x), of[1] + (one.y + other.y));
+            const float2 rounded = unpacked(two[i]);  // what is normalised
+            of[0] = rounded.x;
+            of[1] = rounded.y;
+          }
+          asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(place), "r"(two[0]),
+                       "r"(two[1]), "r"(two[2]), "r"(two[3])
+                       : "memory");
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+          uint4 eight;
+          asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(eight.x), "=r"(eight.y), "=r"(eight.z), "=r"(eight.w)
+                       : "r"(own + (i * kEach + lane / kLanes) * kPitch + lane % kLanes * 16)
+                       : "memory");
+          if (rows[half][i] >= 0) *(uint4*)(out + (long long)rows[half][i] * columns + eighth + first) = eight;
+        }
+      }
+
+      // means first, then deviations from them: exact, and what lies in registers is read twice for nothing
+      __shared__ float totals[2][8][kGroups], squares[2][8][kGroups], means[8][kGroups];
+      constexpr int kWarps = TURNS ? 4 : 8;  // that have a part of the tile
+      const int set = TURNS ? group : 0, member = TURNS ? warp & 3 : warp;
+      bool there[2 * kHalves];
+#pragma unroll
+      for (int i = 0; i < 2 * kHalves; ++i)
+        there[i] = pixel((TURNS ? i >> 1 : group) * 64 + (warp & 3) * 16 + (i & 1) * 8 + (lane >> 2)) >= 0;
+      const float count = float(GROUP * max(min(1 << boxes.across, boxes.width - x), 0) *
+                                max(min(1 << boxes.down, boxes.height - y), 0));
+      by_groups(totals[set][member], lane, [&](int j) {
+        float total = 0.f;
+#pragma unroll
+        for (int i = 0; i < 2 * kHalves; ++i)
+          total += there[i] ? sum[i >> 1][4 * j + 2 * (i & 1)] + sum[i >> 1][4 * j + 2 * (i & 1) + 1] : 0.f;
+        return total;
+      });
+      asm volatile("bar.sync %0, %1;" ::"r"(2 + set), "n"(32 * kWarps) : "memory");
+      if (lane < kGroups) {
+        float mean = 0.f;
+#pragma unroll
+        for (int i = 0; i < kWarps; ++i) mean += totals[set][i][lane];
+        means[warp][lane] = mean / count;
+      }
+      __syncwarp();
+      by_groups(squares[set][member], lane, [&](int j) {
+        const float mean = means[warp][(4 * j + (lane & 3)) / (GROUP / 2)];
+        float total = 0.f;
+#pragma unroll
+        for (int i = 0; i < 4 * kHalves; ++i) {
+          const float d = sum[i >> 2][4 * j + (i & 3)] - mean;
+          total += there[i >> 1] ? d * d : 0.f;
+        }
+        return total;
+      });
+      asm volatile("bar.sync %0, %1;" ::"r"(2 + set), "n"(32 * kWarps) : "memory");
+      if (member == 0 && lane < kGroups && image < boxes.images) {
+        const int groups = columns / GROUP, parts = boxes.wide * boxes.high;
+        float* to = partial + ((long long)image * parts + box % parts) * groups + column / GROUP + lane;
+        float deviations = 0.f;
+#pragma unroll
+        for (int i = 0; i < kWarps; ++i) deviations += squares[set][i][lane];
+        to[0] = means[warp][lane];
+        to[(long long)boxes.images * parts * groups] = deviations;
       }
 #else
       const u32 own = base + STAGES * kStage + warp * 16 * kPitch;

@@ -131,6 +131,14 @@ __device__ __forceinline__ u32 packed(float low, float high) {
   return both;
 }
 
+__device__ __forceinline__ float2 unpacked(u32 both) {
+  float2 y;
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32." TYPE " %0, l; cvt.f32." TYPE " %1, h; }"
+      : "=f"(y.x), "=f"(y.y)
+      : "r"(both));
+  return y;
+}
+
 // Where all blocks of a cluster have come; with what they have written, or just so.
 __device__ __forceinline__ void meet_written() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -78,19 +78,6 @@ __device__ __forceinline__ float gelu(float x) {
 #endif
 }
 
-// The two columns of a bias from `at`.
-__device__ __forceinline__ float2 both(const unsigned short* bias, int at) {
-  const u32 two = *(const u32*)(bias + at);
-  float2 y;
-#if BF16
-  y.x = __uint_as_float(two << 16);
-  y.y = __uint_as_float(two & 0xffff0000u);
-#else
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(y.x), "=f"(y.y) : "r"(two));
-#endif
-  return y;
-}
-
 // x: a map over (rows, terms), boxes of 128 by 64. weight: over (2, columns, terms), boxes of (1, WIDTH / 2, 64). out
 // (rows, columns), bias (2 columns) or null. tiles: of rows, in each of as many turns as there are pairs; of columns.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR, 1, 1)
@@ -206,8 +193,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
           const int at = column + first + 8 * j + 2 * (lane & 3);
           added[j] = opened[j] = make_float2(0.f, 0.f);
           if (bias != nullptr && at < columns) {
-            added[j] = both(bias, GATE_FIRST ? columns + at : at);
-            opened[j] = both(bias, GATE_FIRST ? at : columns + at);
+            added[j] = unpacked(*(const u32*)(bias + (GATE_FIRST ? columns + at : at)));
+            opened[j] = unpacked(*(const u32*)(bias + (GATE_FIRST ? at : columns + at)));
           }
         }
 #pragma unroll

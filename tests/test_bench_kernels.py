@@ -21,6 +21,7 @@ def small(monkeypatch):
         "JOINED": [(64, 32, 4)],
         "SMALL": [(32, 3)],
         "CONVOLUTIONS": [(2, 16, 4, 5, 24)],
+        "NORMED_CONVOLUTIONS": [(2, 16, 4, 5, 64)],
     }
     for name, values in shapes.items():
         monkeypatch.setattr(kernel_cases, name, values)

@@ -93,6 +93,7 @@ def test_kernels_of_no_node_have_a_row_of_their_own(monkeypatch):
     ("name", "kind"),
     [
         ("conv2d", "convolution"),
+        ("conv_group_norm", "convolution"),
         ("convolution", "convolution"),
         ("linear", "linear"),
         ("linear_add", "linear"),
@@ -119,7 +120,7 @@ def test_kinds_by_name(name, kind):
 
 
 def test_what_a_node_costs():
-    from sfast_ext.kernels import conv2d, linear_add
+    from sfast_ext.kernels import conv2d, conv_group_norm, linear_add
 
     x, weight, residual = torch.randn(4, 6), torch.randn(8, 6), torch.randn(4, 8)
     found = kinds.cost(linear_add.launch, (x, weight, None, residual), {}, residual)
@@ -131,6 +132,8 @@ def test_what_a_node_costs():
     found = kinds.cost(conv2d.launch, (picture, weight), {}, out)
     flops = 2 * 2 * 4 * 5 * 7 * 3 * 9
     assert found == ("conv2d", "convolution", "2×3×4×5, 7×3×3×3", flops, 4 * (120 + 189 + 280))
+    normed = kinds.cost(conv_group_norm.launch, (picture, weight, None, None, 7, None, None, 1e-5), {}, (None, out))
+    assert normed == ("conv_group_norm", *found[1:])
 
 
 def test_the_page_keeps_the_words_around_its_tables(tmp_path, monkeypatch):

@@ -27,10 +27,14 @@ from sfast_ext.kernels._triton import (
 )
 
 _DEPTH = 64  # channels that are multiplied at a time
-_MANY_COLUMNS = 1280  # from which blocks share what they load of the weight
-_NARROWEST = 80  # channels of the result
+_MANY_COLUMNS = 1280  # from which pairs of blocks share what they load of the weight, rather than not
+_FITTING = 160  # channels of the result that tiles fit; those of a VAE, powers of 2, are cuDNN's
 _AS_PRODUCT = 128  # pixels; up to here one product of patches is quicker where a norm writes them, see passes/im2col.py
-_CUDNN = 384, 1024  # between so many pixels cuDNN's sums in parts are as quick
+_IN_PARTS = 384, 1024  # between so many pixels cuDNN's sums in parts are as quick
+# cuDNN's tiles, pixels by channels: TFLOP/s where they fill an NVIDIA H200, fitted to 33 sizes; and microseconds beside
+_CUDNN = {(128, 192): 797, (128, 128): 624, (64, 128): 468, (256, 64): 532}
+_CUDNN_START = 3.6
+_IN_DOUBT = 1.1  # where the two are that near, the kernel was the quicker one
 _SHARED = 232448 - 1024 - 256  # bytes of a block, less what slots lose to begin at 1 KB, and barriers
 _MOST_STAGES = 8
 _STAGING = 8 * 16 * 80  # bytes through which eight warps write 16 rows of 32 columns at a time
@@ -46,16 +50,22 @@ class Tile(NamedTuple):
     start: float  # and end, of a round
     turns: bool = False  # whether one group of warps finishes a tile while the other multiplies
     split: int = 1  # blocks that share a sum
+    pair: int = 1  # blocks that share what they load of the weight
 
 
-TILES = [
+_UNSPLIT = [
     Tile(160, 0.340, 0.112, 0.8, turns=True),
     Tile(128, 0.243, 0.135, 4.0, turns=True),
     Tile(224, 0.410, 0.190, 13.0),
+]
+TILES = [
+    *(tile._replace(pair=2) for tile in _UNSPLIT),
+    *_UNSPLIT,
     Tile(160, 0.324, 0.109, 8.2, split=2),
     Tile(80, 0.173, 0.172, 3.7, split=2),
     Tile(80, 0.171, 0.083, 6.9, split=4),
 ]
+_WITH_GROUPS = 160  # the width of tiles that also take statistics
 
 
 class Boxes(ctypes.Structure):
@@ -92,8 +102,10 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel can read the operands, on this GPU, and is the faster way."""
     if not reads(x, weight):
         return False
-    pixels = x.shape[0] * x.shape[2] * x.shape[3]
-    return _AS_PRODUCT < pixels <= _CUDNN[0] or pixels > _CUDNN[1]
+    pixels, columns = x.shape[0] * x.shape[2] * x.shape[3], weight.shape[0]
+    if columns % _FITTING or pixels <= _AS_PRODUCT or _IN_PARTS[0] < pixels <= _IN_PARTS[1]:
+        return False
+    return _microseconds(x, columns, best(x, columns)) < _IN_DOUBT * _cudnn(x, columns)
 
 
 def reads(x: Tensor, weight: Tensor) -> bool:
@@ -103,7 +115,7 @@ def reads(x: Tensor, weight: Tensor) -> bool:
     columns, channels = weight.shape[:2]
     if weight.dtype != x.dtype or weight.shape[1:] != (x.shape[1], 3, 3) or not x.numel():
         return False
-    if channels % _DEPTH or columns % 8 or columns < _NARROWEST:
+    if channels % _DEPTH or columns % 8:
         return False
     layout = torch.channels_last
     if not are_collected() and not all(t.is_contiguous(memory_format=layout) for t in (x, weight)):
@@ -119,13 +131,26 @@ def best(x: Tensor, columns: int) -> Tile:
 
 
 def _microseconds(x: Tensor, columns: int, tile: Tile) -> float:
-    blocks = _tiles_down(x) * cdiv(columns, tile.width)
-    clusters = _clusters(x, tile.split)
+    if tile.pair > 1 and columns < _MANY_COLUMNS:
+        return math.inf
+    blocks = cdiv(_tiles_down(x), tile.pair) * cdiv(columns, tile.width)
+    clusters = _clusters(x, tile.split * tile.pair)
     rounds = math.ceil(blocks / clusters)
     if tile.split > 1 and rounds > 1:
         return math.inf
     steps = 9 * x.shape[1] / _DEPTH / tile.split
     return rounds * (steps * tile.step + tile.start) + blocks / clusters * steps * tile.load
+
+
+def _cudnn(x: Tensor, columns: int) -> float:
+    """The microseconds of the quickest of cuDNN's tiles."""
+    pixels, count = x.shape[0] * x.shape[2] * x.shape[3], multiprocessors(device_of(x))
+
+    def microseconds(down: int, across: int, rate: int) -> float:
+        rounds = cdiv(cdiv(pixels, down) * cdiv(columns, across), count)
+        return rounds * count * 2 * down * across * 9 * x.shape[1] / (rate * 1e6)
+
+    return min(microseconds(*tile, rate) for tile, rate in _CUDNN.items()) + _CUDNN_START
 
 
 def _tiles_down(x: Tensor) -> int:
@@ -152,31 +177,75 @@ def _boxes(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int]]:
     return chosen, count(*chosen)
 
 
-def _launch(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
+def sums_groups(x: Tensor, weight: Tensor, groups: int) -> bool:
+    """Whether the kernel takes the operands, and can hand out the statistics of the result's groups."""
+    columns = weight.shape[0]
+    if columns % groups or columns % _WITH_GROUPS or not takes(x, weight):
+        return False
+    width = columns // groups
+    # lanes hold columns by twos, and share out sums by halves
+    if width % 2 or _WITH_GROUPS % width or _WITH_GROUPS // width not in (1, 2, 4, 8, 16):
+        return False
+    (across, down), _ = _boxes(x)
+    tile = best(x, columns)
+    return across + down == 7 and tile.width == _WITH_GROUPS and tile.split == 1  # boxes of one image each
+
+
+def with_statistics(
+    x: Tensor, weight: Tensor, groups: int, shift: Tensor | None, residual: Tensor | None
+) -> tuple[Tensor, Tensor, tuple[int, int, int, int]]:
+    """Of operands of which it `sums_groups`: x convolved, plus shift (N, K) or (K,), plus residual like the result,
+    rounded once; partial (2, N, boxes, groups), means and sums of squared deviations of each box; how many boxes are
+    side by side and above each other, and their columns and rows."""
+    images, columns = x.shape[0], weight.shape[0]
+    (across, down), (wide, high, _) = _boxes(x)
+    partial = torch.empty((2, images, wide * high, groups), dtype=torch.float32, device=x.device)
+    tile = best(x, columns)
+    all_at_once = _tiles_down(x) * columns // tile.width <= multiprocessors(device_of(x))
+    if all_at_once or x.dtype != torch.float16:  # in turns the compiler runs out of registers for bfloat16
+        tile = tile._replace(turns=False)
+    out = _launch(x, weight, tile, columns // groups, shift, residual, partial)
+    return out, partial, (wide, high, 1 << across, 1 << down)
+
+
+def boxes_of_an_image(x: Tensor) -> int:
+    """How many partial statistics `with_statistics` gives for each image."""
+    wide, high, _ = _boxes(x)[1]
+    return wide * high
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    tile: Tile,
+    group: int = 0,
+    shift: Tensor | None = None,
+    residual: Tensor | None = None,
+    partial: Tensor | None = None,
+) -> Tensor:
     out = torch.empty(
         (x.shape[0], weight.shape[0], *x.shape[2:]),
         dtype=x.dtype,
         device=x.device,
         memory_format=torch.channels_last,
     )
-    given = constants(tile, weight.shape[0], x.dtype)
-    pair = given["PAIR"]
-    tiles = cdiv(_tiles_down(x), pair) * cdiv(weight.shape[0], tile.width)
-    clusters = _clusters(x, pair * tile.split)
+    tiles = cdiv(_tiles_down(x), tile.pair) * cdiv(weight.shape[0], tile.width)
+    clusters = _clusters(x, tile.pair * tile.split)
     assert tile.split == 1 or tiles <= clusters, "blocks that share a sum have one tile"
-    grid = min(tiles, clusters) * pair * tile.split
-    start(_KERNEL, (grid,), out, x, weight, **given)
+    grid = min(tiles, clusters) * tile.pair * tile.split
+    start(_KERNEL, (grid,), out, x, weight, shift, residual, partial, **constants(tile, x.dtype, group))
     return out
 
 
-def constants(tile: Tile, columns: int, dtype: torch.dtype) -> dict[str, int]:
+def constants(tile: Tile, dtype: torch.dtype, group: int = 0) -> dict[str, int]:
     """What the kernel is compiled for."""
     return {
         "WIDTH": tile.width,
         "TURNS": int(tile.turns),
         "STAGES": min(_MOST_STAGES, (_SHARED - _STAGING * (tile.split == 1)) // _slot(tile.width)),
-        "PAIR": 2 if columns >= _MANY_COLUMNS and tile.split == 1 else 1,
+        "PAIR": tile.pair,
         "SPLIT": tile.split,
+        "GROUP": group,
         "BF16": int(dtype == torch.bfloat16),
     }
 
@@ -190,7 +259,15 @@ def shared_bytes(constants: dict[str, int]) -> int:
     return 1024 + constants["STAGES"] * _slot(constants["WIDTH"]) + _STAGING * (constants["SPLIT"] == 1)
 
 
-def _prepared(out: Tensor, x: Tensor, weight: Tensor, **constants: int) -> tuple[list[Any], int, int]:
+def _prepared(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    shift: Tensor | None,
+    residual: Tensor | None,
+    partial: Tensor | None,
+    **constants: int,
+) -> tuple[list[Any], int, int]:
     images, channels, height, width = x.shape
     columns = weight.shape[0]
     width_of_tile, pair = constants["WIDTH"], constants["PAIR"]
@@ -207,7 +284,14 @@ def _prepared(out: Tensor, x: Tensor, weight: Tensor, **constants: int) -> tuple
     numbers = channels // _DEPTH, columns, cdiv(wide * high * deep, pair), cdiv(columns, width_of_tile)
     boxes = Boxes(across, down, wide, high, width, height, images)
     args = [out, picture, matrix, *map(ctypes.c_int, numbers), boxes]
+    if constants["GROUP"]:
+        stride = 0 if shift is None or shift.dim() == 1 else shift.stride(0)
+        args += [_or_null(shift), ctypes.c_int(stride), _or_null(residual), _or_null(partial)]
     return args, 3 * 128, shared_bytes(constants)
 
 
-_KERNEL = _cuda.Source("conv2d", _prepared, ("out", "x", "weight"))
+def _or_null(x: Tensor | None) -> Any:
+    return ctypes.c_void_p(None) if x is None else x
+
+
+_KERNEL = _cuda.Source("conv2d", _prepared, ("out", "x", "weight", "shift", "residual", "partial"))

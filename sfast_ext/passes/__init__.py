@@ -18,6 +18,7 @@ from . import (
     cleanup,
     common,
     conv2d,
+    conv_group_norm,
     geglu,
     group_norm,
     im2col,
@@ -64,6 +65,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("sum_group_norm", sum_group_norm.sum_group_norm),  # joins what group_norm and bias_add have made
     ("im2col", im2col.im2col),  # takes what the norms and bias_add have left of a convolution
     ("conv2d", conv2d.conv2d),  # and this what is left to cuDNN
+    ("conv_group_norm", conv_group_norm.conv_group_norm),
     ("upsample", upsample.upsample),
     ("timestep_embedding", timestep_embedding.timestep_embedding),
     ("attention", attention.attention),

@@ -13,6 +13,7 @@ from sfast_ext.kernels import (
     _triton,
     add_layer_norm,
     bias_add,
+    conv_group_norm,
     geglu,
     group_norm,
     layer_norm,
@@ -46,6 +47,7 @@ KERNELS = {
     "upsample": (upsample._kernel, {"RESIDUAL": False, "ROWS": 16, "BLOCK": 64}),
     "upsample_of_a_sum": (upsample._kernel, {"RESIDUAL": True, "ROWS": 16, "BLOCK": 64}),
     "group_norm_part": (_group_norm._part_normalise, {**PARTS, "PARTS": 32}),
+    "conv_group_norm": (conv_group_norm._normalise, {**PARTS, "PARTS": 32}),
 }
 POINTERS = {"x", "after", "a", "b", "term", "residual", "shift", "weight", "bias", "out", "total", "partial"}
 MULTIPLES = {"columns", "channels", "first", "half"}  # of 16, in every Stable Diffusion UNet

@@ -21,7 +21,7 @@ ODD = [(1, 64, 5, 7, 80), (2, 64, 33, 57, 88), (3, 128, 9, 11, 168), (5, 64, 1, 
 ODD += [(7, 192, 13, 1, 328), (1, 64, 1, 1, 80), (1, 64, 300, 3, 232), (9, 128, 3, 130, 1288), (4, 64, 65, 40, 1280)]
 ODD += [(2, 64, 128, 131, 160)]
 UNETS = [(2, 320, 64, 64, 320), (2, 1280, 16, 16, 1280), (2, 640, 33, 57, 640), (2, 2560, 12, 12, 1280)]
-each_tile = pytest.mark.parametrize("tile", conv2d.TILES, ids=lambda t: f"{t.width}{' in turns' * t.turns}, {t.split}")
+each_tile = pytest.mark.parametrize("tile", conv2d.TILES, ids=lambda t: f"{t.width}, {t.turns}, {t.split}, {t.pair}")
 
 
 def operands(shape, dtype, device):
@@ -38,7 +38,7 @@ def picture(shape):
 
 
 def fits_one_round(x, columns, tile):
-    return not math.isinf(conv2d._microseconds(x, columns, tile))
+    return tile.split == 1 or not math.isinf(conv2d._microseconds(x, columns, tile))
 
 
 def by(tile, x, weight):
@@ -122,13 +122,12 @@ def test_a_result_of_more_than_31_bits():
 
 @pytest.mark.gpu
 def test_what_it_does_not_read():
-    x, weight = operands((2, 64, 24, 24, 96), torch.float16, CUDA)
+    x, weight = operands((2, 64, 48, 48, 320), torch.float16, CUDA)
     assert conv2d.reads(x, weight) and conv2d.takes(x, weight)
     # of the weights only those at 16 bytes
-    odd = torch.empty(x.numel() + 1, dtype=x.dtype, device=CUDA)[1:].view(2, 24, 24, 64).permute(0, 3, 1, 2).copy_(x)
+    odd = torch.empty(x.numel() + 1, dtype=x.dtype, device=CUDA)[1:].view(2, 48, 48, 64).permute(0, 3, 1, 2).copy_(x)
     refused = {
-        "channels": operands((2, 96, 24, 24, 96), torch.float16, CUDA),
-        "few columns": (x, weight[:72]),
+        "channels": operands((2, 96, 48, 48, 320), torch.float16, CUDA),
         "columns by fours": (x, weight[:92]),
         "float32": (x.float(), weight.float()),
         "a picture in NCHW": (x.contiguous(), weight),
@@ -191,18 +190,37 @@ def test_without_the_kernel_it_is_the_librarys(monkeypatch):
     assert torch.equal(conv2d.launch(x, weight), F.conv2d(x, weight, padding=1))
 
 
-def test_it_takes_what_is_quicker_by_it(monkeypatch):
+def test_so_many_pixels_are_left_to_others(monkeypatch):
     def takes(images, height, width):
-        return conv2d.takes(picture((images, 64, height, width)), picture((80, 64, 3, 3)))
+        return conv2d.takes(picture((images, 64, height, width)), picture((160, 64, 3, 3)))
 
     monkeypatch.setattr(conv2d, "reads", lambda x, weight: True)
-    fewest, (last, first) = conv2d._AS_PRODUCT, conv2d._CUDNN
+    monkeypatch.setattr(conv2d, "_cudnn", lambda x, columns: math.inf)
+    fewest, (last, first) = conv2d._AS_PRODUCT, conv2d._IN_PARTS
     edges = {fewest: False, fewest + 1: True, last: True, last + 1: False, first: False, first + 1: True}
     for pixels, wanted in edges.items():
         assert takes(1, 1, pixels) == takes(1, pixels, 1) == takes(pixels, 1, 1) == wanted, pixels
     assert takes(2, 64, 64) and not takes(2, 8, 8)
     monkeypatch.setattr(conv2d, "reads", lambda x, weight: False)
     assert not takes(2, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        ((2, 640, 48, 48, 640), True),
+        ((2, 1280, 48, 48, 1280), True),
+        ((1, 320, 64, 64, 320), True),
+        ((2, 1280, 38, 26, 1280), False),  # cuDNN's tiles fill one round, ours begin another
+        ((1, 512, 64, 64, 512), False),  # a VAE's
+        ((1, 256, 256, 256, 256), False),
+    ],
+    ids=str,
+)
+def test_what_cudnn_has_sooner_is_left_to_it(monkeypatch, shape, wanted):
+    monkeypatch.setattr(conv2d, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(conv2d, "reads", lambda x, weight: True)
+    assert conv2d.takes(picture(shape[:4]), picture((shape[4], shape[1], 3, 3))) == wanted
 
 
 SIZES = [1, 2, 3, 5, 8, 9, 17, 130]
@@ -265,10 +283,15 @@ def test_blocks_that_share_a_sum_all_run_at_once(h200):
     assert split > 10
 
 
+def test_pairs_share_a_large_weight_and_compute_no_tile_for_nothing(h200):
+    assert conv2d.best(picture((2, 1280, 32, 32)), 1280).pair == 2
+    assert conv2d.best(picture((2, 640, 64, 64)), 640).pair == 1
+    assert conv2d.best(picture((2, 1280, 33, 57)), 1280).pair == 1  # 33 tiles of pixels
+
+
 @each_tile
-@pytest.mark.parametrize("columns", [320, 1280])
-def test_slots_fit_a_block(tile, columns):
-    given = conv2d.constants(tile, columns, torch.float16)
+def test_slots_fit_a_block(tile):
+    given = conv2d.constants(tile, torch.float16)
     assert conv2d.shared_bytes(given) + 256 <= 232448
     assert given["STAGES"] >= 3
     assert given["PAIR"] * given["SPLIT"] in (1, 2, 4) and 1 in (given["PAIR"], given["SPLIT"])
@@ -285,11 +308,11 @@ def test_slots_fit_a_block(tile, columns):
 def test_it_is_compiled_ahead_for_what_it_will_launch(h200, monkeypatch, layout):
     monkeypatch.setattr(_triton, "capability", lambda device: (9, 0))
     monkeypatch.setattr(_cuda, "bindings", lambda: (None, None))
-    x, weight = (picture(shape).contiguous(memory_format=layout) for shape in ((2, 1280, 24, 24), (1280, 1280, 3, 3)))
+    x, weight = (picture(shape).contiguous(memory_format=layout) for shape in ((2, 1280, 32, 32), (1280, 1280, 3, 3)))
     with _triton.collecting(torch.device("cuda", 0)) as collected:
         out = conv2d.launch(x, weight)
     assert out.shape == x.shape and out.is_contiguous(memory_format=NHWC)
     ((kernel, args, constants),) = collected
-    assert kernel is conv2d._KERNEL and [tuple(a.shape) for a in args] == [x.shape, x.shape, weight.shape]
-    assert constants == conv2d.constants(conv2d.best(x, 1280), 1280, torch.float16)
-    assert constants["PAIR"] == 2 and constants["BF16"] == 0
+    assert kernel is conv2d._KERNEL and args[3:] == (None,) * 3
+    assert [tuple(a.shape) for a in args[:3]] == [x.shape, x.shape, weight.shape]
+    assert constants == conv2d.constants(conv2d.best(x, 1280), torch.float16)
