@@ -14,6 +14,9 @@
 // the statistics of each tile's groups come out; BF16.
 
 #include "hopper.h"
+#if GROUP > 0
+#include "group_sums.h"
+#endif
 
 // Pixels of a tile: 1 << across columns of 1 << down rows of the images that are left; and how many boxes wide and high
 // an image is.
@@ -25,10 +28,6 @@ constexpr int kTaps = 9, kDepth = 64, kRows = 128;  // kDepth: terms of the sum 
 constexpr int kThreads = 3 * 128;
 constexpr int kHalves = TURNS ? 2 : 1;  // of a tile's pixels, for each group that has it
 constexpr int kCluster = PAIR * SPLIT;
-#if GROUP > 0
-constexpr int kGroups = WIDTH / GROUP;
-constexpr int kSet = kGroups < 4 ? kGroups : 4, kEights = WIDTH / 8 * kSet / kGroups;  // groups that are summed at a time
-#endif
 constexpr int kPictureBytes = kRows * 128, kWeightBytes = WIDTH * 128, kStage = kPictureBytes + kWeightBytes;
 constexpr int kSums = WIDTH / 2;  // of a thread, for 64 pixels
 #if SPLIT > 1
@@ -65,58 +64,6 @@ __device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32
       : "memory");
 #endif
 }
-
-// Keeps the compiler from moving what reads or writes these across: products change them behind its back.
-__device__ __forceinline__ void pin(float (&d)[kHalves][kSums]) {
-#pragma unroll
-  for (int half = 0; half < kHalves; ++half)
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(d[half][i])::"memory");
-}
-
-#if GROUP > 0
-// The sums over a warp's lanes of LEFT numbers: that of lane * kSet / 32 is left in v[0]. Each step sends the half of what
-// is left that the other lane goes on with.
-template <int LEFT, int MASK>
-__device__ __forceinline__ void across_lanes(float (&v)[kSet], int lane) {
-  if constexpr (LEFT > 1) {
-#pragma unroll
-    for (int i = 0; i < LEFT / 2; ++i) {
-      const float other = lane & MASK ? v[i] : v[i + LEFT / 2], own = lane & MASK ? v[i + LEFT / 2] : v[i];
-      v[i] = own + __shfl_xor_sync(~0u, other, MASK);
-    }
-  } else {
-    v[0] += __shfl_xor_sync(~0u, v[0], MASK);
-  }
-  if constexpr (MASK > 1) across_lanes<(LEFT > 1 ? LEFT / 2 : 1), MASK / 2>(v, lane);
-}
-
-// Sums for all groups of what a warp has of its tile: of(j) is what a thread has of columns 8 j to 8 j + 7, two of them.
-template <typename Of>
-__device__ __forceinline__ void by_groups(float (&sums)[kGroups], int lane, Of of) {
-  constexpr int kPairs = GROUP / 2;
-#pragma unroll
-  for (int set = 0; set < kGroups / kSet; ++set) {
-    float v[kSet];
-#pragma unroll
-    for (int i = 0; i < kSet; ++i) v[i] = 0.f;
-#pragma unroll
-    for (int j = 0; j < kEights; ++j) {
-      const int first = 4 * j / kPairs, last = (4 * j + 3) / kPairs;
-      const float here = of(set * kEights + j);
-      if (first == last) {
-        v[first] += here;
-      } else {
-        const bool before = 4 * j + (lane & 3) < last * kPairs;
-        v[first] += before ? here : 0.f;
-        v[last] += before ? 0.f : here;
-      }
-    }
-    across_lanes<kSet, 16>(v, lane);
-    sums[set * kSet + lane * kSet / 32] = v[0];
-  }
-}
-#endif
 
 // picture: a map over (images, height, width, channels), boxes of a tile's pixels by 64 channels. weight: over (columns,
 // 9 channels), boxes of WIDTH / PAIR by 64. out (images, height, width, columns). chunks: channels / 64. tiles: of pixels,

@@ -10,18 +10,11 @@
 // blocks of keys ago a slot must have been done with to be filled again, so at most STAGES - 2; SUM_BY_PRODUCT, whether
 // rows are summed by a product with ones (four registers more, 32 additions less); BF16.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-struct alignas(64) TensorMap {
-  u64 words[16];
-};
+#include "hopper.h"
 
 #if BF16
-#define TYPE "bf16"
 #define TWO_ONES 0x3f803f80u
 #else
-#define TYPE "f16"
 #define TWO_ONES 0x3c003c00u
 #endif
 
@@ -40,40 +33,8 @@ constexpr float kSlack = 8.f;
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
-__device__ __forceinline__ u32 address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
-
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-  u32 done;
-  do {
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-  } while (!done);
-}
-
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void initialise(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-// One lane of a whole warp.
-__device__ __forceinline__ u32 elected() {
-  u32 mine;
-  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(mine));
-  return mine;
-}
-
-// Predicated, not branched: the copy engine's instruction wants uniform registers.
-__device__ __forceinline__ void expect(u32 mine, u32 barrier, u32 bytes) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %2, 0;\n"
-      "@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1; }" ::"r"(barrier),
-      "r"(bytes), "r"(mine)
-      : "memory");
 }
 
 __device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32 barrier, int column, int head, int key,
@@ -90,21 +51,6 @@ __device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32
 // where all tiles begin, in units of 16 bytes.
 __device__ __forceinline__ u64 wide(u32 base, u32 bytes) { return u64(1u << 30 | 64) << 32 | (base + (bytes >> 4)); }
 __device__ __forceinline__ u64 narrow(u32 base, u32 bytes) { return u64(3u << 30 | 16) << 32 | (base + (bytes >> 4)); }
-
-__device__ __forceinline__ void open() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void close() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int LEFT>
-__device__ __forceinline__ void await() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
-// Keeps the compiler from moving what reads or writes these across: products change them behind its back.
-template <int N>
-__device__ __forceinline__ void pin(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
 
 #define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SIXTEEN(d, i) FOUR(d, i), FOUR(d, i + 4), FOUR(d, i + 8), FOUR(d, i + 12)
@@ -154,12 +100,6 @@ __device__ __forceinline__ float exp_2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-__device__ __forceinline__ u32 packed(float low, float high) {
-  u32 both;
-  asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
 }
 
 // The maximum of all four lanes that hold a row.

@@ -67,6 +67,19 @@ __device__ __forceinline__ void await() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
+// Keeps the compiler from moving what reads or writes these across: products change them behind its back.
+template <int N>
+__device__ __forceinline__ void pin(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+template <int M, int N>
+__device__ __forceinline__ void pin(float (&d)[M][N]) {
+#pragma unroll
+  for (int i = 0; i < M; ++i) pin(d[i]);
+}
+
 #ifdef WIDTH
 
 #define R0 "%0, %1, %2, %3, %4, %5, %6, %7"

@@ -43,14 +43,6 @@ __device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32
 #endif
 }
 
-// Keeps the compiler from moving what reads or writes these across: products change them behind its back.
-__device__ __forceinline__ void pin(float (&d)[kHalves][kSums]) {
-#pragma unroll
-  for (int half = 0; half < kHalves; ++half)
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(d[half][i])::"memory");
-}
-
 __device__ __forceinline__ float exp_2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
