@@ -66,14 +66,15 @@ __device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32
 }
 
 // picture: a map over (images, height, width, channels), boxes of a tile's pixels by 64 channels. weight: over (columns,
-// 9 channels), boxes of WIDTH / PAIR by 64. out (images, height, width, columns). chunks: channels / 64. tiles: of pixels,
-// in each of as many turns as there are pairs of blocks; of columns. With GROUP: shift (images or 1, columns) and its rows'
-// stride, residual like out, or null; partial (2, images, boxes of one, groups): means and sums of squared deviations.
+// 9 channels), boxes of WIDTH / PAIR by 64. out (images, height, width, columns). chunks: channels / 64. tiles_down: of
+// pixels, by PAIR; tiles_across: of columns. With GROUP: shift (images, columns) and its rows' stride, or null; residual like
+// out, or null; partial (2, images, boxes of one, groups): means and sums of squared deviations.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
     conv2d(unsigned short* out, const __grid_constant__ TensorMap picture, const __grid_constant__ TensorMap weight,
            int chunks, int columns, int tiles_down, int tiles_across, const __grid_constant__ Boxes boxes
 #if GROUP > 0
-           , const unsigned short* shift, int shift_stride, const unsigned short* residual, float* partial
+           ,
+           const unsigned short* shift, int shift_stride, const unsigned short* residual, float* partial
 #endif
     ) {
   extern __shared__ unsigned char shared[];
@@ -260,7 +261,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
         for (int i = 0; i < kLoads; ++i) {
           const int from = rows[move % kHalves][i];
           ahead[move % kAhead][i] = make_uint4(0u, 0u, 0u, 0u);
-          if (residual != nullptr && from >= 0) ahead[move % kAhead][i] = *(const uint4*)(residual + (long long)from * columns + eighth + first);
+          if (residual != nullptr && from >= 0)
+            ahead[move % kAhead][i] = *(const uint4*)(residual + (long long)from * columns + eighth + first);
         }
       };
       auto look = [&](int chunk) {

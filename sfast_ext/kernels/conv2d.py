@@ -204,6 +204,8 @@ def with_statistics(
     all_at_once = _tiles_down(x) * columns // tile.width <= multiprocessors(device_of(x))
     if all_at_once or x.dtype != torch.float16:  # in turns the compiler runs out of registers for bfloat16
         tile = tile._replace(turns=False)
+    if _tiles_down(x) % tile.pair:  # of the shift of an image that is not there nothing may be read
+        tile = tile._replace(pair=1)
     out = _launch(x, weight, tile, columns // groups, shift, residual, partial)
     return out, partial, (wide, high, 1 << across, 1 << down)
 

@@ -292,3 +292,14 @@ def test_elsewhere_those_that_follow_each_other_are(monkeypatch, added):
     found = _precompile.launches(graph_of(SIZES[0], NHWC, added), torch.device("cuda", 0)).values()
     homes = [launch.kernel.fn.__module__.rpartition(".")[2] for launch in found]
     assert homes == (["_sum_group_norm", "_group_norm"] if added else ["_group_norm"] * 2)
+
+
+def test_no_block_of_a_pair_is_beyond_the_images(monkeypatch):
+    launched = []
+    monkeypatch.setattr(conv2d, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(conv2d, "_launch", lambda x, weight, tile, *rest: launched.append(tile))
+    for height in (32, 36):  # eight tiles of pixels, nine
+        x, weight = (torch.empty(shape, device="meta") for shape in ((1, 64, height, 32), (1280, 64, 3, 3)))
+        conv2d.with_statistics(x, weight, 32, None, None)
+    even, odd = launched
+    assert even.pair == 2 and odd.pair == 1
