@@ -234,6 +234,26 @@ def _part_statistics(
     write_statistics(mean, m2, count, column, inside, partial, image, groups, group_width, width, GROUPS)
 
 
+@jit()
+def centre_and_factor(
+    partial, shares, part, parts, image, group, here, lane, column, inside, pixels, groups, group_width, eps
+):
+    """Of each channel the mean of its group, and 1 over its deviation, from the statistics of the parts of an image and
+    the shares of its pixels that these have."""
+    known = (part < parts)[:, None] & (here & (group < groups))[None, :]
+    at = (image * parts + part[:, None]) * groups + group[None, :]
+    size = tl.num_programs(2).to(tl.int64) * parts * groups
+    means = tl.load(partial + at, mask=known, other=0.0)
+    m2s = tl.load(partial + size + at, mask=known, other=0.0)
+    mean = tl.sum(means * shares, 0)
+    offset = means - mean[None, :]
+    # one sum: the variance inside the parts and the one between them
+    within = m2s / (pixels.to(tl.float32) * group_width.to(tl.float32))
+    rstd = 1.0 / tl.sqrt(tl.sum(within + shares * offset * offset, 0) + eps)
+    member = ((column // group_width)[:, None] == lane[None, :]) & inside[:, None]
+    return tl.sum(tl.where(member, mean[None, :], 0.0), 1), tl.sum(tl.where(member, rstd[None, :], 0.0), 1)
+
+
 @jit(
     do_not_specialize=[
         "pixels",
@@ -288,24 +308,14 @@ def _part_normalise(
     term = tl.load(bias + channel, mask=inside & (has_bias != 0), other=0.0).to(tl.float32)
     lane = tl.arange(0, GROUPS)
     group = tl.program_id(1) * (width // group_width) + lane
-    part = tl.arange(0, PARTS)
-    known = (part < tl.num_programs(0))[:, None] & ((lane < width // group_width) & (group < groups))[None, :]
-    at = (image * tl.num_programs(0) + part[:, None]) * groups + group[None, :]
-    size = tl.num_programs(2).to(tl.int64) * tl.num_programs(0) * groups
-    means = tl.load(partial + at, mask=known, other=0.0)
-    m2s = tl.load(partial + size + at, mask=known, other=0.0)
-
+    part, parts = tl.arange(0, PARTS), tl.num_programs(0)
     counts = tl.minimum(PIXELS, pixels - part * PIXELS).to(tl.float32)
-    shares = tl.where(part < tl.num_programs(0), counts / pixels.to(tl.float32), 0.0)[:, None]
-    mean = tl.sum(means * shares, 0)
-    offset = means - mean[None, :]
-    # one sum: the variance inside the parts and the one between them
-    within = m2s / (pixels.to(tl.float32) * group_width.to(tl.float32))
-    rstd = 1.0 / tl.sqrt(tl.sum(within + shares * offset * offset, 0) + eps)
-
-    member = ((column // group_width)[:, None] == lane[None, :]) & inside[:, None]
-    centre = tl.sum(tl.where(member, mean[None, :], 0.0), 1)
-    scale *= tl.sum(tl.where(member, rstd[None, :], 0.0), 1)
+    shares = tl.where(part < parts, counts / pixels.to(tl.float32), 0.0)[:, None]
+    here = lane < width // group_width
+    centre, factor = centre_and_factor(
+        partial, shares, part, parts, image, group, here, lane, column, inside, pixels, groups, group_width, eps
+    )
+    scale *= factor
     y = (value.to(tl.float32) - (centre - addend)[None, :]) * scale[None, :] + term[None, :]
     if silu != 0:
         y = silu_of(y)

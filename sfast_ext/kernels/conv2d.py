@@ -1,7 +1,7 @@
 """3x3 convolutions of NHWC pictures: csrc/conv2d.cu, for Hopper.
 
-An implicit GEMM whose tiles fit Stable Diffusion's channels, which are multiples of 160 where cuDNN's are of 64: 320
-are two tiles, not three halves.
+An implicit GEMM whose tiles fit Stable Diffusion's channels, multiples of 160: of 320 cuDNN computes 384, by tiles of
+192.
 """
 
 from __future__ import annotations

@@ -113,25 +113,16 @@ def _normalise(
 
     lane = tl.arange(0, GROUPS)
     group = tl.program_id(1) * (width // group_width) + lane
-    part = tl.arange(0, PARTS)
-    parts = wide * high
-    known = (part < parts)[:, None] & ((lane < width // group_width) & (group < groups))[None, :]
-    at = (image * parts + part[:, None]) * groups + group[None, :]
-    size = tl.num_programs(2).to(tl.int64) * parts * groups
-    means = tl.load(partial + at, mask=known, other=0.0)
-    m2s = tl.load(partial + size + at, mask=known, other=0.0)
+    part, parts = tl.arange(0, PARTS), wide * high
     # the pixels of each box
     across = tl.minimum(box_width, width_of_image - part % wide * box_width)
     down = tl.minimum(box_height, height - part // wide * box_height)
     shares = tl.where(part < parts, (across * down).to(tl.float32) / pixels.to(tl.float32), 0.0)[:, None]
-    mean = tl.sum(means * shares, 0)
-    offset = means - mean[None, :]
-    within = m2s / (pixels.to(tl.float32) * group_width.to(tl.float32))
-    rstd = 1.0 / tl.sqrt(tl.sum(within + shares * offset * offset, 0) + eps)
-
-    member = ((column // group_width)[:, None] == lane[None, :]) & inside[:, None]
-    centre = tl.sum(tl.where(member, mean[None, :], 0.0), 1)
-    scale *= tl.sum(tl.where(member, rstd[None, :], 0.0), 1)
+    here = lane < width // group_width
+    centre, factor = tiles.centre_and_factor(
+        partial, shares, part, parts, image, group, here, lane, column, inside, pixels, groups, group_width, eps
+    )
+    scale *= factor
     y = (value.to(tl.float32) - centre[None, :]) * scale[None, :] + term[None, :]
     if silu != 0:
         y = tiles.silu_of(y)
