@@ -71,7 +71,7 @@ __device__ __forceinline__ float gelu(float x) {
 }
 
 // x: a map over (rows, terms), boxes of 128 by 64. weight: over (2, columns, terms), boxes of (1, WIDTH / 2, 64). out
-// (rows, columns), bias (2 columns) or null. tiles: of rows, in each of as many turns as there are pairs; of columns.
+// (rows, columns), bias (2 columns) or null. steps: terms / 64. tiles_down: of rows, by PAIR; tiles_across: of columns.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR, 1, 1)
     linear_geglu(unsigned short* out, const unsigned short* bias, const __grid_constant__ TensorMap x,
                  const __grid_constant__ TensorMap weight, int steps, int rows, int columns, int tiles_down,

@@ -29,8 +29,8 @@ SOURCES = Path(__file__).parents[2] / "csrc"
 _SEAL = hashlib.sha256().digest_size
 
 Prepare = Callable[..., tuple[list[Any], int, int]]
-"""From arguments and constants of a launch: the kernel's own arguments (tensors, ctypes' numbers, tensor maps), threads
-of a block, bytes of shared memory."""
+"""From arguments and constants of a launch: the kernel's own arguments (tensors or None for their addresses, ctypes'
+numbers, tensor maps), threads of a block, bytes of shared memory."""
 
 
 def folder() -> Path:
@@ -109,7 +109,7 @@ class Source:
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
         function = self._function(torch.cuda.current_device(), constants)
         own, threads, shared = self.prepare(*args, **constants)
-        kept = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else x for x in own]
+        kept = [_address(x) if x is None or isinstance(x, Tensor) else x for x in own]
         places = [x.getPtr() if hasattr(x, "getPtr") else ctypes.addressof(x) for x in kept]
         table = (ctypes.c_void_p * len(places))(*places)
         blocks = (*grid, 1, 1)[:3]
@@ -169,6 +169,10 @@ class Source:
         except OSError as exc:
             logger.debug("%s is compiled anew each time: %s", self.name, exc)
         return code
+
+
+def _address(x: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
 def _headers() -> dict[bytes, bytes]:

@@ -7,6 +7,7 @@ An implicit GEMM whose tiles fit Stable Diffusion's channels, multiples of 160: 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext.kernels import _cuda
+from sfast_ext.kernels import _cuda, _ring
 from sfast_ext.kernels._triton import (
     INTERPRETED,
     are_collected,
@@ -26,18 +27,14 @@ from sfast_ext.kernels._triton import (
     start,
 )
 
-_DEPTH = 64  # channels that are multiplied at a time
 _MANY_COLUMNS = 1280  # from which pairs of blocks share what they load of the weight, rather than not
 _FITTING = 160  # channels of the result that tiles fit; those of a VAE, powers of 2, are cuDNN's
-_AS_PRODUCT = 128  # pixels; up to here one product of patches is quicker where a norm writes them, see passes/im2col.py
+MOST_AS_PRODUCT = 128  # pixels up to which one product of patches is quicker, where a norm writes them
 _IN_PARTS = 384, 1024  # between so many pixels cuDNN's sums in parts are as quick
 # cuDNN's tiles, pixels by channels: TFLOP/s where they fill an NVIDIA H200, fitted to 33 sizes; and microseconds beside
 _CUDNN = {(128, 192): 797, (128, 128): 624, (64, 128): 468, (256, 64): 532}
 _CUDNN_START = 3.6
 _IN_DOUBT = 1.1  # where the two are that near, the kernel was the quicker one
-_SHARED = 232448 - 1024 - 256  # bytes of a block, less what slots lose to begin at 1 KB, and barriers
-_MOST_STAGES = 8
-_STAGING = 8 * 16 * 80  # bytes through which eight warps write 16 rows of 32 columns at a time
 
 
 class Tile(NamedTuple):
@@ -103,7 +100,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     if not reads(x, weight):
         return False
     pixels, columns = x.shape[0] * x.shape[2] * x.shape[3], weight.shape[0]
-    if columns % _FITTING or pixels <= _AS_PRODUCT or _IN_PARTS[0] < pixels <= _IN_PARTS[1]:
+    if columns % _FITTING or pixels <= MOST_AS_PRODUCT or _IN_PARTS[0] < pixels <= _IN_PARTS[1]:
         return False
     return _microseconds(x, columns, best(x, columns)) < _IN_DOUBT * _cudnn(x, columns)
 
@@ -115,7 +112,7 @@ def reads(x: Tensor, weight: Tensor) -> bool:
     columns, channels = weight.shape[:2]
     if weight.dtype != x.dtype or weight.shape[1:] != (x.shape[1], 3, 3) or not x.numel():
         return False
-    if channels % _DEPTH or columns % 8:
+    if channels % _ring.DEPTH or columns % 8:
         return False
     layout = torch.channels_last
     if not are_collected() and not all(t.is_contiguous(memory_format=layout) for t in (x, weight)):
@@ -138,7 +135,7 @@ def _microseconds(x: Tensor, columns: int, tile: Tile) -> float:
     rounds = math.ceil(blocks / clusters)
     if tile.split > 1 and rounds > 1:
         return math.inf
-    steps = 9 * x.shape[1] / _DEPTH / tile.split
+    steps = 9 * x.shape[1] / _ring.DEPTH / tile.split
     return rounds * (steps * tile.step + tile.start) + blocks / clusters * steps * tile.load
 
 
@@ -166,8 +163,12 @@ def _clusters(x: Tensor, size: int) -> int:
 def _boxes(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int]]:
     """The logarithms of a box's columns and rows, and how many boxes there are across, down and over the images: the
     fewest, and the widest of these."""
-    images, _, height, width = x.shape
-    bits = 7  # 128 pixels
+    return _cut(x.shape[0], *x.shape[2:])
+
+
+@functools.lru_cache(maxsize=None)
+def _cut(images: int, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
+    bits = _ring.ROWS.bit_length() - 1
 
     def count(across: int, down: int) -> tuple[int, int, int]:
         return cdiv(width, 1 << across), cdiv(height, 1 << down), cdiv(images, 1 << (bits - across - down))
@@ -244,7 +245,7 @@ def constants(tile: Tile, dtype: torch.dtype, group: int = 0) -> dict[str, int]:
     return {
         "WIDTH": tile.width,
         "TURNS": int(tile.turns),
-        "STAGES": min(_MOST_STAGES, (_SHARED - _STAGING * (tile.split == 1)) // _slot(tile.width)),
+        "STAGES": _ring.stages(tile.width, tile.split == 1),
         "PAIR": tile.pair,
         "SPLIT": tile.split,
         "GROUP": group,
@@ -252,13 +253,9 @@ def constants(tile: Tile, dtype: torch.dtype, group: int = 0) -> dict[str, int]:
     }
 
 
-def _slot(width: int) -> int:
-    return 2 * _DEPTH * (128 + width)
-
-
 def shared_bytes(constants: dict[str, int]) -> int:
-    """What a block asks for: 1 KB to begin at, slots, and what it writes through."""
-    return 1024 + constants["STAGES"] * _slot(constants["WIDTH"]) + _STAGING * (constants["SPLIT"] == 1)
+    """What a block asks for."""
+    return _ring.shared_bytes(constants["WIDTH"], constants["STAGES"], constants["SPLIT"] == 1)
 
 
 def _prepared(
@@ -274,7 +271,7 @@ def _prepared(
     columns = weight.shape[0]
     width_of_tile, pair = constants["WIDTH"], constants["PAIR"]
     (across, down), (wide, high, deep) = _boxes(x)
-    box = [_DEPTH, 1 << across, 1 << down, 1 << (7 - across - down)]
+    box = [_ring.DEPTH, 1 << across, 1 << down, 1 << (7 - across - down)]
     size = x.element_size()
     picture = _cuda.tensor_map(
         x,
@@ -282,18 +279,15 @@ def _prepared(
         [size * n for n in (channels, width * channels, height * width * channels)],
         box,
     )
-    matrix = _cuda.tensor_map(weight, [9 * channels, columns], [size * 9 * channels], [_DEPTH, width_of_tile // pair])
-    numbers = channels // _DEPTH, columns, cdiv(wide * high * deep, pair), cdiv(columns, width_of_tile)
+    terms = 9 * channels
+    matrix = _cuda.tensor_map(weight, [terms, columns], [size * terms], [_ring.DEPTH, width_of_tile // pair])
+    numbers = channels // _ring.DEPTH, columns, cdiv(wide * high * deep, pair), cdiv(columns, width_of_tile)
     boxes = Boxes(across, down, wide, high, width, height, images)
     args = [out, picture, matrix, *map(ctypes.c_int, numbers), boxes]
     if constants["GROUP"]:
         stride = 0 if shift is None or shift.dim() == 1 else shift.stride(0)
-        args += [_or_null(shift), ctypes.c_int(stride), _or_null(residual), _or_null(partial)]
-    return args, 3 * 128, shared_bytes(constants)
-
-
-def _or_null(x: Tensor | None) -> Any:
-    return ctypes.c_void_p(None) if x is None else x
+        args += [shift, ctypes.c_int(stride), residual, partial]
+    return args, _ring.THREADS, shared_bytes(constants)
 
 
 _KERNEL = _cuda.Source("conv2d", _prepared, ("out", "x", "weight", "shift", "residual", "partial"))

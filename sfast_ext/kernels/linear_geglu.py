@@ -12,16 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext.kernels import _cuda, geglu
+from sfast_ext.kernels import _cuda, _ring, geglu
 from sfast_ext.kernels._triton import INTERPRETED, cdiv, device_of, multiplies, multiprocessors, runs, start
 
-_ROWS, _DEPTH = 128, 64  # of x in a tile; terms of the sum that are multiplied at a time
 _BAND = 8  # tiles of rows that are computed beside each other, so that weights are read from the L2 cache
 _LEAST_SHARE = 0.9  # of a GPU's multiprocessors that tiles must fill: of fewer cuBLAS makes more
 _ALONE = 1.02  # what a tile takes that shares nothing, for the same tile in a pair
-_SHARED = 232448 - 1024 - 256  # bytes of a block, less what slots lose to begin at 1 KB, and barriers
-_MOST_STAGES = 8
-_STAGING = 8 * 16 * 80  # bytes through which eight warps write 16 rows of 32 columns at a time
 
 
 class Tile(NamedTuple):
@@ -64,7 +60,7 @@ def takes(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str = "no
     """Whether the kernel can read the operands, on this GPU, and is the faster way."""
     if not reads(x, weight, bias, approximate):
         return False
-    tiles = cdiv(_count(x), _ROWS) * cdiv(weight.shape[0] // 2, TILES[0].width // 2)
+    tiles = cdiv(_count(x), _ring.ROWS) * cdiv(weight.shape[0] // 2, TILES[0].width // 2)
     return tiles >= _LEAST_SHARE * multiprocessors(device_of(x))
 
 
@@ -89,9 +85,9 @@ def best(x: Tensor, weight: Tensor) -> Tile:
     """What takes the shortest time."""
 
     def microseconds(tile: Tile) -> float:
-        down, across = cdiv(cdiv(_count(x), _ROWS), tile.pair), cdiv(weight.shape[0] // 2, tile.width // 2)
+        down, across = cdiv(cdiv(_count(x), _ring.ROWS), tile.pair), cdiv(weight.shape[0] // 2, tile.width // 2)
         rounds = cdiv(down * across, multiprocessors(device_of(x)) // tile.pair)
-        return rounds * (tile.start + tile.step * x.shape[-1] / _DEPTH) * (1 if tile.pair > 1 else _ALONE)
+        return rounds * (tile.start + tile.step * x.shape[-1] / _ring.DEPTH) * (1 if tile.pair > 1 else _ALONE)
 
     return min(TILES, key=microseconds)
 
@@ -105,7 +101,7 @@ def _launch(
 ) -> Tensor:
     half = weight.shape[0] // 2
     out = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
-    tiles = cdiv(cdiv(_count(x), _ROWS), tile.pair) * cdiv(half, tile.width // 2)
+    tiles = cdiv(cdiv(_count(x), _ring.ROWS), tile.pair) * cdiv(half, tile.width // 2)
     grid = min(tiles, multiprocessors(device_of(x)) // tile.pair) * tile.pair
     added = None if bias is None else bias.contiguous()
     start(_KERNEL, (grid,), out, x.contiguous(), weight, added, **constants(tile, x.dtype, gate_first, approximate))
@@ -118,7 +114,7 @@ def constants(
     """What the kernel is compiled for."""
     return {
         "WIDTH": tile.width,
-        "STAGES": min(_MOST_STAGES, (_SHARED - _STAGING) // _slot(tile.width)),
+        "STAGES": _ring.stages(tile.width),
         "PAIR": tile.pair,
         "BAND": _BAND,
         "GATE_FIRST": int(gate_first),
@@ -127,13 +123,9 @@ def constants(
     }
 
 
-def _slot(width: int) -> int:
-    return 2 * _DEPTH * (_ROWS + width)
-
-
 def shared_bytes(constants: dict[str, int]) -> int:
-    """What a block asks for: 1 KB to begin at, slots, and what it writes through."""
-    return 1024 + constants["STAGES"] * _slot(constants["WIDTH"]) + _STAGING
+    """What a block asks for."""
+    return _ring.shared_bytes(constants["WIDTH"], constants["STAGES"])
 
 
 def _prepared(
@@ -141,12 +133,12 @@ def _prepared(
 ) -> tuple[list[Any], int, int]:
     count, depth, half = _count(x), x.shape[-1], weight.shape[0] // 2
     columns, size = constants["WIDTH"] // 2, x.element_size()
-    rows = _cuda.tensor_map(x, [depth, count], [size * depth], [_DEPTH, _ROWS])
-    matrix = _cuda.tensor_map(weight, [depth, half, 2], [size * depth, size * half * depth], [_DEPTH, columns, 1])
-    tiles = cdiv(cdiv(count, _ROWS), constants["PAIR"]), cdiv(half, columns)
-    numbers = map(ctypes.c_int, (cdiv(depth, _DEPTH), count, half, *tiles))
-    args = [out, ctypes.c_void_p(None) if bias is None else bias, rows, matrix, *numbers]
-    return args, 3 * 128, shared_bytes(constants)
+    rows = _cuda.tensor_map(x, [depth, count], [size * depth], [_ring.DEPTH, _ring.ROWS])
+    matrix = _cuda.tensor_map(weight, [depth, half, 2], [size * depth, size * half * depth], [_ring.DEPTH, columns, 1])
+    tiles = cdiv(cdiv(count, _ring.ROWS), constants["PAIR"]), cdiv(half, columns)
+    numbers = map(ctypes.c_int, (cdiv(depth, _ring.DEPTH), count, half, *tiles))
+    args = [out, bias, rows, matrix, *numbers]
+    return args, _ring.THREADS, shared_bytes(constants)
 
 
 _KERNEL = _cuda.Source("linear_geglu", _prepared, ("out", "x", "weight", "bias"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from sfast_ext.kernels import add_group_norm, cat_group_norm, group_norm
+from sfast_ext.kernels import add_group_norm, cat_group_norm, conv2d, group_norm
 
 from .channels_last import all_are, replace_by_product
 from .rewrite import (
@@ -32,8 +32,6 @@ from .rewrite import (
 
 if TYPE_CHECKING:
     from . import PassContext
-
-MOST_ROWS = 128  # pixels of a batch
 
 
 def im2col(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -95,4 +93,4 @@ def writes_patches(picture: Any) -> fx.Node | None:
 
 def few(picture: fx.Node) -> bool:
     n, _, height, width = shape(picture) or (0, 0, 0, 0)
-    return n * height * width <= MOST_ROWS
+    return n * height * width <= conv2d.MOST_AS_PRODUCT

@@ -196,7 +196,7 @@ def test_so_many_pixels_are_left_to_others(monkeypatch):
 
     monkeypatch.setattr(conv2d, "reads", lambda x, weight: True)
     monkeypatch.setattr(conv2d, "_cudnn", lambda x, columns: math.inf)
-    fewest, (last, first) = conv2d._AS_PRODUCT, conv2d._IN_PARTS
+    fewest, (last, first) = conv2d.MOST_AS_PRODUCT, conv2d._IN_PARTS
     edges = {fewest: False, fewest + 1: True, last: True, last + 1: False, first: False, first + 1: True}
     for pixels, wanted in edges.items():
         assert takes(1, 1, pixels) == takes(1, pixels, 1) == takes(pixels, 1, 1) == wanted, pixels

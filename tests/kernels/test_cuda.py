@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,3 +141,23 @@ def test_loaded_in_a_thread_that_has_no_context_yet():
     kernel = _cuda.Source("flash_attention", flash_attention._prepared, ())
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(kernel.warmup, **constants(64)).result() is not None
+
+
+def test_what_a_launch_hands_over(monkeypatch):
+    """Addresses of tensors, null for None, and numbers as they are."""
+    handed = []
+
+    def launched(function, *rest):
+        table = (ctypes.c_void_p * 3).from_address(rest[-2])
+        handed.append([ctypes.c_uint64.from_address(place).value for place in table[:2]])
+        handed.append(ctypes.c_int.from_address(table[2]).value)
+        return (0,)
+
+    tensor = torch.ones(3)
+    source = _cuda.Source("none", lambda *args: ([*args, ctypes.c_int(7)], 128, 0), ())
+    monkeypatch.setattr(_cuda, "bindings", lambda: (SimpleNamespace(cuLaunchKernel=launched), None))
+    monkeypatch.setattr(source, "_function", lambda index, constants: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    source[(1,)](tensor, None)
+    assert handed == [[tensor.data_ptr(), 0], 7]
