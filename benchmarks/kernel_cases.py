@@ -23,6 +23,7 @@ from sfast_ext.kernels import (
     layer_norm,
     linear_add,
     linear_geglu,
+    linear_layer_norm,
     linear_onto,
     timestep_embedding,
     upsample,
@@ -40,6 +41,7 @@ MODULES: dict[str, Any] = {
     "attention": attention,
     "linear_add": linear_add,
     "linear_geglu": linear_geglu,
+    "linear_layer_norm": linear_layer_norm,
     "timestep_embedding": timestep_embedding,
     "linear_onto": linear_onto,
     "conv2d": conv2d,
@@ -76,6 +78,9 @@ LINEARS = [
     (512, 1280, 5120),
 ]
 LINEARS += [(2048, 1280, 1280), (2048, 1280, 5120), (8192, 640, 640), (8192, 640, 2560)]
+# as above; the last six are SDXL's
+NORMED_LINEARS = [(8192, 320, 320), (2048, 640, 640), (512, 1280, 1280), (2048, 1280, 1280), (2048, 1280, 5120)]
+NORMED_LINEARS += [(8192, 640, 640), (8192, 640, 2560), (1976, 1280, 1280), (18432, 640, 640)]
 # channels from below, channels of the skip connection, height; the last five are SDXL's
 JOINED = [(1280, 1280, 8), (1280, 1280, 16), (1280, 640, 16), (1280, 640, 32), (640, 640, 32), (640, 320, 32)]
 JOINED += [(640, 320, 64), (320, 320, 64)]
@@ -283,6 +288,15 @@ def _before_norm(shape: str, affine: list[Any], x: Tensor, weight: Tensor, bias:
     )
 
 
+def _with_records(shape: str, operands: list[Any], depth: int) -> Case:
+    """Of a linear layer and the norm after it: where blocks leave something for each other is there, as in a graph."""
+    rows, columns = operands[3].shape
+    count = linear_layer_norm.record_count(rows, columns, depth, operands[3].device)
+    given = [*operands, None, torch.zeros(count, dtype=torch.int64, device=operands[3].device)]
+    case = _case("linear_layer_norm", shape, _torch_linear_add_norm, operands, {})
+    return replace(case, ours=lambda: linear_layer_norm.launch(*given))
+
+
 def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[Case]:
     """Each kernel of `only` at each of its shapes, on random operands."""
 
@@ -334,6 +348,10 @@ def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[
     for rows, columns, inner in GATED_LINEARS if "linear_geglu" in only else ():
         tensors = [randn(rows, inner), randn(2 * columns, inner) * inner**-0.5, randn(2 * columns)]
         yield _case("linear_geglu", f"{rows}x{columns}x{inner}", _torch_linear_geglu, tensors, {})
+    for rows, columns, inner in NORMED_LINEARS if "linear_layer_norm" in only else ():
+        tensors = [randn(rows, inner), randn(columns, inner) * inner**-0.5, randn(columns), randn(rows, columns)]
+        operands = [*tensors, randn(columns), randn(columns), 1e-5]
+        yield _with_records(f"{rows}x{columns}x{inner}", operands, inner)
     for rows, columns, inner in LINEARS if "linear_onto" in only else ():
         tensors = [randn(rows, inner), randn(columns, inner) * inner**-0.5, randn(rows, columns)]
         yield _onto(f"{rows}x{columns}x{inner}", *tensors)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sfast_ext.kernels._cuda import current_stream
 from sfast_ext.report import Report
 
 MB = 1 << 20
@@ -51,6 +52,7 @@ class GraphPool:
         self._stream: torch.cuda.Stream | None = None
         self._last: torch.cuda.Event | None = None
         self._last_stream: int | None = None
+        self._current: tuple[int, torch.cuda.Stream] | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -123,18 +125,25 @@ class GraphPool:
 
     def enter(self) -> torch.cuda.Stream:
         """Order the current stream, which is returned, after the last use of the pool. The caller holds the lock."""
-        stream = torch.cuda.current_stream(self.device)
+        stream = self._current_stream()
         if self._last is not None and self._last_stream != stream.cuda_stream:
             stream.wait_event(self._last)
         return stream
 
     def leave(self, stream: torch.cuda.Stream | None = None) -> None:
         """Note that the current stream has used the pool. The caller holds the lock."""
-        stream = stream or torch.cuda.current_stream(self.device)
+        stream = stream or self._current_stream()
         if self._last is None:
             self._last = torch.cuda.Event()
         self._last.record(stream)
         self._last_stream = stream.cuda_stream
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        """The object of the last time where it still is that stream: torch takes microseconds to make one."""
+        raw = current_stream(self.device.index or 0)
+        if self._current is None or self._current[0] != raw:
+            self._current = raw, torch.cuda.current_stream(self.device)
+        return self._current[1]
 
     def make_room(self, report: Report) -> None:
         """Give all memory back; the graphs are captured again when they are next used."""

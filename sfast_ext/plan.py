@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from sfast_ext.graph_pool import CapturedGraph, GraphPool, NoGraph
+from sfast_ext.kernels.copies import Copies
 from sfast_ext.liveness import peak_bytes
 from sfast_ext.report import Report
 from sfast_ext.signature import Call, as_tensor, rebuild_output
@@ -66,6 +67,7 @@ class Plan:
         self._output_tree = output_tree
         self._output_strides = list(output_strides)
         self._inputs: list[torch.Tensor] = []
+        self._copies: Copies | None = None
         self._graph: CapturedGraph | None = None
 
     @property
@@ -118,6 +120,7 @@ class Plan:
         with pool.lock, torch.inference_mode(False), torch.no_grad():
             if not self._inputs:
                 self._inputs = [as_tensor(leaf, self.device).clone() for leaf in leaves]
+                self._copies = Copies(self._inputs)
             else:
                 self._fill(leaves)
             try:
@@ -134,7 +137,7 @@ class Plan:
             except (NoGraph, torch.cuda.OutOfMemoryError) as exc:
                 self.no_graph_reason = str(exc)
                 report.event("graph pool", f"a plan runs without a CUDA graph: {exc}")
-                self._inputs = []
+                self._inputs, self._copies = [], None
                 return False
             report.count("graph_captures")
             self.state = REPLAYING
@@ -190,23 +193,19 @@ class Plan:
         current.wait_stream(side)
 
     def _fill(self, leaves: Sequence[Any]) -> None:
-        together: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        sources: list[torch.Tensor | None] = []
         for static, leaf in zip(self._inputs, leaves):
             if not isinstance(leaf, torch.Tensor):
                 static.fill_(leaf)
+                leaf = None
             elif leaf.device != self.device and leaf.numel() == 1:
                 # a copy from pageable memory would wait for the GPU
                 static.fill_(leaf.item())
-            else:
-                ours, theirs = together.setdefault(leaf.dtype, ([], []))
-                ours.append(static)
-                theirs.append(leaf)
-        for ours, theirs in together.values():
-            if len(ours) == 1:
-                ours[0].copy_(theirs[0], non_blocking=True)
-            else:
-                # one launch for all of a type
-                torch._foreach_copy_(ours, theirs, non_blocking=True)
+                leaf = None
+            sources.append(leaf)
+        if self._copies is None:
+            self._copies = Copies(self._inputs)
+        self._copies(sources)
 
     def _hand_out(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         handed = []
@@ -217,7 +216,7 @@ class Plan:
 
     def _evicted(self) -> None:
         self._graph = None
-        self._inputs = []
+        self._inputs, self._copies = [], None
         if self.state == REPLAYING:
             self.state = NO_GRAPH
 

@@ -29,6 +29,7 @@ from sfast_ext.weights import WeightArena
 try:
     from torch._dispatch.python import enable_python_dispatcher
     from torch._ops import _len_torch_dispatch_stack_pre_dispatch as _modes_before
+    from torch.fx._lazy_graph_module import _LazyGraphModule
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
     from torch.overrides import _len_torch_function_stack as _function_modes
     from torch.utils._python_dispatch import _len_torch_dispatch_stack as _modes
@@ -89,7 +90,8 @@ class Watched:
         if self._output is None:
             logger.debug("the original's run was not recorded: %s", self._why_not)
             return None
-        return fx.GraphModule(self._root, self._graph), *self._output
+        # lazy: the passes change it before anybody runs it, and its code takes a tenth of a second to write
+        return _LazyGraphModule(self._root, self._graph), *self._output
 
     def _give_up(self, why: Exception) -> None:
         self._why_not = f"{type(why).__name__}: {why}"

@@ -17,7 +17,9 @@ def small(monkeypatch):
         "IMAGES": [(64, 4)],
         "GATED": [(6, 32)],
         "HEADS": [(2, 6, 5, 8)],
+        "GATED_LINEARS": [(6, 16, 8)],
         "LINEARS": [(6, 16, 8)],
+        "NORMED_LINEARS": [(6, 16, 8), (7, 24, 8)],
         "JOINED": [(64, 32, 4)],
         "SMALL": [(32, 3)],
         "CONVOLUTIONS": [(2, 16, 4, 5, 24)],
@@ -51,6 +53,20 @@ def test_every_kernel_has_cases_and_all_ways_agree():
         for one, other in zip(flat(function(*args, **kwargs)), flat(case.target())):
             torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
         assert case.bytes > 0
+
+
+def test_a_normed_product_has_records_of_its_own_once(monkeypatch):
+    launched = []
+    module = kernel_cases.linear_layer_norm
+    monkeypatch.setattr(module, "record_count", lambda rows, columns, depth, device: rows * columns + depth)
+    monkeypatch.setattr(module, "launch", lambda *args: launched.append((args[0], args[-1])))
+    one, other = kernel_cases.cases(torch.float32, {"linear_layer_norm"}, "cpu")
+    for case in (one, other, one):
+        case.ours()
+    (x, records), (y, others), (_, again) = launched
+    assert (x.shape, y.shape) == ((6, 8), (7, 8)) and again is records
+    assert records.shape == (6 * 16 + 8,) and others.shape == (7 * 24 + 8,)
+    assert records.dtype == torch.int64 and not records.any()
 
 
 def test_torch_compile_is_a_third_column(monkeypatch, tmp_path, capsys):

@@ -6,6 +6,7 @@ kernels are not there, and their callers have another way. What was compiled is 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -14,7 +15,7 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ _SEAL = hashlib.sha256().digest_size
 Prepare = Callable[..., tuple[list[Any], int, int]]
 """From arguments and constants of a launch: the kernel's own arguments (tensors or None for their addresses, ctypes'
 numbers, tensor maps), threads of a block, bytes of shared memory."""
+Siblings = Callable[[dict[str, int]], Iterable[dict[str, int]]]
+"""From constants of a launch: those that another size of picture may ask for, the likeliest first, these among them."""
+# one for each file: what two threads ask for at once is made once
+_making: dict[Path, threading.Lock] = {}
 
 
 def folder() -> Path:
@@ -41,6 +46,12 @@ def folder() -> Path:
 
 class Unavailable(RuntimeError):
     """A kernel cannot be had here; says what would not do."""
+
+
+def architecture(index: int | None) -> str:
+    """What a GPU's kernels are compiled for; from Hopper on with what only this one has."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
 @functools.lru_cache(maxsize=None)
@@ -58,6 +69,12 @@ def checked(result: tuple[Any, ...]) -> Any:
     if int(error):
         raise Unavailable(f"{type(error).__name__}.{getattr(error, 'name', error)}")
     return values[0] if len(values) == 1 else values
+
+
+def current_stream(index: int) -> int:
+    """The handle of a GPU's current stream: torch takes microseconds to make an object of it."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return torch.cuda.current_stream(index).cuda_stream if raw is None else raw(index)
 
 
 def tensor_map(x: Tensor, sizes: list[int], strides: list[int], box: list[int]) -> Any:
@@ -89,8 +106,12 @@ class Source:
     ahead, `self[grid](*args, **constants)` launches on the current stream.
     """
 
-    def __init__(self, name: str, prepare: Prepare, arg_names: tuple[str, ...]) -> None:
+    def __init__(
+        self, name: str, prepare: Prepare, arg_names: tuple[str, ...], siblings: Siblings | None = None
+    ) -> None:
         self.name, self.prepare, self.arg_names = name, prepare, arg_names
+        self.siblings: Siblings = siblings or (lambda given: ())
+        self.kept = True  # whether the user's cache took what was compiled last
         self._functions: dict[Any, Any] = {}
         self._refused: set[int | None] = set()
         self._lock = threading.Lock()
@@ -101,19 +122,23 @@ class Source:
 
     def warmup(self, *args: Any, grid: Any = None, **constants: int) -> Any:
         """Compiles and loads it for the current device."""
-        return self._function(torch.cuda.current_device(), constants)
+        index = torch.cuda.current_device()
+        with contextlib.suppress(Exception):  # which the next line meets, and tells
+            self.compiled(architecture(index), constants)  # beside others, while these are loaded one after another
+        return self._function(index, constants)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
-        function = self._function(torch.cuda.current_device(), constants)
+        index = torch.cuda.current_device()
+        function = self._function(index, constants)
         own, threads, shared = self.prepare(*args, **constants)
         kept = [_address(x) if x is None or isinstance(x, Tensor) else x for x in own]
         places = [x.getPtr() if hasattr(x, "getPtr") else ctypes.addressof(x) for x in kept]
         table = (ctypes.c_void_p * len(places))(*places)
         blocks = (*grid, 1, 1)[:3]
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = current_stream(index)
         driver = bindings()[0]  # type: ignore[index]
         checked(driver.cuLaunchKernel(function, *blocks, threads, 1, 1, shared, stream, ctypes.addressof(table), 0))
 
@@ -131,12 +156,10 @@ class Source:
 
     def _load(self, index: int, constants: dict[str, int]) -> Any:
         driver = bindings()[0]  # type: ignore[index]
-        major, minor = torch.cuda.get_device_capability(index)
-        architecture = f"sm_{major}{minor}a"
         device = checked(driver.cuDeviceGet(index))
         # the runtime's own context, which a thread that has called nothing of it yet is without
         checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(device))))
-        module = checked(driver.cuModuleLoadData(self.compiled(architecture, constants)))
+        module = checked(driver.cuModuleLoadData(self.compiled(architecture(index), constants)))
         function = checked(driver.cuModuleGetFunction(module, self.name.encode()))
         limits, uses = driver.CUdevice_attribute, driver.CUfunction_attribute
         most = checked(
@@ -153,14 +176,20 @@ class Source:
         nvrtc = bindings()[1]  # type: ignore[index]
         key = repr((checked(nvrtc.nvrtcVersion()), architecture, sorted(constants.items()))).encode()
         file = folder() / f"{self.name}-{hashlib.sha256(key + included + source).hexdigest()[:16]}.cubin"
-        try:
-            kept = file.read_bytes()
-            code, seal = kept[:-_SEAL], kept[-_SEAL:]
-            if seal == hashlib.sha256(code).digest():  # of a spoilt file the driver may make an end of the process
-                return code
-        except OSError:
-            pass  # not there yet
-        code, _ = build(source, architecture, constants)
+        with _making.setdefault(file, threading.Lock()):
+            try:
+                kept = file.read_bytes()
+                code, seal = kept[:-_SEAL], kept[-_SEAL:]
+                if seal == hashlib.sha256(code).digest():  # of a spoilt file the driver may make an end of the process
+                    return code
+            except OSError:
+                pass  # not there yet
+            code, _ = build(source, architecture, constants)
+            self.kept = self._keep(file, code)
+            return code
+
+    def _keep(self, file: Path, code: bytes) -> bool:
+        """Whether the user's cache took it."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as made:
@@ -168,7 +197,8 @@ class Source:
             os.replace(made.name, file)  # two at once: either will do, half a file will not
         except OSError as exc:
             logger.debug("%s is compiled anew each time: %s", self.name, exc)
-        return code
+            return False
+        return True
 
 
 def _address(x: Tensor | None) -> ctypes.c_void_p:

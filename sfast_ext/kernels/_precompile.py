@@ -12,7 +12,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -57,6 +58,58 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
 
 
+class Later:
+    """Compiles into the user's cache what further sizes of picture may ask for of kernels in CUDA C++, beside all else
+    and one after another."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[_cuda.Source, str, dict[str, int]]] = deque()
+        self._met: set[Any] = set()  # what this process has compiled or queued
+        self._thread: threading.Thread | None = None  # while there is work
+        self._lock = threading.Lock()
+
+    def add(self, compiled: Iterable[Launch], device: torch.device) -> None:
+        """Queue the siblings of launches that were compiled."""
+        found = [(kernel, constants) for kernel, _, constants in compiled if isinstance(kernel, _cuda.Source)]
+        if not found:
+            return
+        architecture = _cuda.architecture(device.index)
+        with self._lock:
+            self._met.update(_variant(source, architecture, constants) for source, constants in found)
+            for source, given in found:
+                for constants in source.siblings(given):
+                    variant = _variant(source, architecture, constants)
+                    if variant not in self._met:
+                        self._met.add(variant)
+                        self._waiting.append((source, architecture, constants))
+            if self._waiting and self._thread is None:
+                # no daemon, even if its starter is one: inside of NVRTC where Python ends, it might crash the process
+                thread = threading.Thread(target=self._work, name="sfast: further sizes", daemon=False)
+                thread.start()
+                self._thread = thread
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                # Python waits for it where it ends: for one compilation, not for all of them
+                if not self._waiting or not threading.main_thread().is_alive():
+                    self._thread = None
+                    return
+                source, architecture, constants = self._waiting.popleft()
+            try:
+                if source.kept:  # else nobody would find it
+                    source.compiled(architecture, constants)
+            except Exception:
+                logger.debug("%s is left to its first launch for %s", source.name, constants, exc_info=True)
+
+
+_later = Later()
+
+
+def _variant(source: _cuda.Source, architecture: str, constants: dict[str, int]) -> Any:
+    return source.name, architecture, tuple(sorted(constants.items()))
+
+
 def launches(graph: fx.Graph, device: torch.device | None = None) -> dict[Any, Launch]:
     """What the Triton kernels of a rewritten graph will launch on a device, by what makes Triton compile one anew.
 
@@ -84,7 +137,8 @@ def launches(graph: fx.Graph, device: torch.device | None = None) -> dict[Any, L
 
 
 def precompile(graph: fx.Graph, device: torch.device) -> int:
-    """Compile what `launches` finds and this process has not compiled yet, in threads; returns how many that were.
+    """Compile what `launches` finds and this process has not compiled yet, in threads; returns how many that were. What
+    further sizes may ask for follows, while the caller goes on.
 
     What fails is left to the first launch, which then tells why.
     """
@@ -106,6 +160,10 @@ def precompile(graph: fx.Graph, device: torch.device) -> int:
         bool(done if done is not None else _compile(launch, device)) for launch, done in zip(wanted.values(), tried)
     ]
     _done.update((device, key) for key, done in zip(wanted, compiled) if done)
+    try:
+        _later.add([launch for launch, done in zip(wanted.values(), compiled) if done], device)
+    except Exception:
+        logger.debug("further sizes are left to their first launches", exc_info=True)
     return sum(compiled)
 
 

@@ -63,6 +63,9 @@ TILES = [
     Tile(80, 0.171, 0.083, 6.9, split=4),
 ]
 _WITH_GROUPS = 160  # the width of tiles that also take statistics
+_WITH_STATISTICS = [tile for tile in TILES if tile.width == _WITH_GROUPS and tile.split == 1]
+_USUAL_GROUPS = 32  # of a group norm
+_GROUPS = (10, 20, 40)  # channels of such a group, of 320, 640 and 1280
 
 
 class Boxes(ctypes.Structure):
@@ -188,8 +191,7 @@ def sums_groups(x: Tensor, weight: Tensor, groups: int) -> bool:
     if width % 2 or _WITH_GROUPS % width or _WITH_GROUPS // width not in (1, 2, 4, 8, 16):
         return False
     (across, down), _ = _boxes(x)
-    tile = best(x, columns)
-    return across + down == 7 and tile.width == _WITH_GROUPS and tile.split == 1  # boxes of one image each
+    return across + down == 7 and best(x, columns) in _WITH_STATISTICS  # boxes of one image each
 
 
 def with_statistics(
@@ -253,6 +255,19 @@ def constants(tile: Tile, dtype: torch.dtype, group: int = 0) -> dict[str, int]:
     }
 
 
+def siblings(given: dict[str, int]) -> list[dict[str, int]]:
+    """What another size of picture may ask for where this one asks for the given constants: what `best` finds, and what
+    `with_statistics` makes of it."""
+    dtype = torch.bfloat16 if given["BF16"] else torch.float16
+    turns = (True, False) if dtype == torch.float16 else (False,)
+    found = []
+    for group in dict.fromkeys((given["GROUP"], 0, *_GROUPS)):
+        pairs = not group or group * _USUAL_GROUPS >= _MANY_COLUMNS
+        tiles = [t._replace(turns=turn) for turn in turns for t in _WITH_STATISTICS if pairs or t.pair == 1]
+        found += [constants(tile, dtype, group) for tile in (tiles if group else TILES)]
+    return found
+
+
 def shared_bytes(constants: dict[str, int]) -> int:
     """What a block asks for."""
     return _ring.shared_bytes(constants["WIDTH"], constants["STAGES"], constants["SPLIT"] == 1)
@@ -290,4 +305,4 @@ def _prepared(
     return args, _ring.THREADS, shared_bytes(constants)
 
 
-_KERNEL = _cuda.Source("conv2d", _prepared, ("out", "x", "weight", "shift", "residual", "partial"))
+_KERNEL = _cuda.Source("conv2d", _prepared, ("out", "x", "weight", "shift", "residual", "partial"), siblings)

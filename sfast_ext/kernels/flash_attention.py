@@ -93,6 +93,12 @@ def constants(size: int, shape: Shape, dtype: torch.dtype) -> dict[str, int]:
     }
 
 
+def siblings(given: dict[str, int]) -> list[dict[str, int]]:
+    """What another size of picture may ask for where this one asks for the given constants."""
+    size, dtype = given["SIZE"], torch.bfloat16 if given["BF16"] else torch.float16
+    return [constants(size, shape, dtype) for shape in SHAPES[size]]
+
+
 def shared_bytes(size: int, stages: int) -> int:
     """What a block asks for: 1 KB to begin at, keys and values."""
     return 1024 + stages * 2 * _KEYS * 2 * (_WIDE + (_NARROW if size > _WIDE else 0))
@@ -117,4 +123,4 @@ def _described(x: Tensor, columns: int) -> Any:
     return _cuda.tensor_map(x, [size, heads, keys, images], [head, row, image], [columns, 1, _KEYS, 1])
 
 
-_KERNEL = _cuda.Source("flash_attention", _prepared, ("out", "q", "k", "v", "scale"))
+_KERNEL = _cuda.Source("flash_attention", _prepared, ("out", "q", "k", "v", "scale"), siblings)

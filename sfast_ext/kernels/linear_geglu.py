@@ -123,6 +123,13 @@ def constants(
     }
 
 
+def siblings(given: dict[str, int]) -> list[dict[str, int]]:
+    """What another size of picture may ask for where this one asks for the given constants."""
+    dtype = torch.bfloat16 if given["BF16"] else torch.float16
+    approximate = "tanh" if given["TANH"] else "none"
+    return [constants(tile, dtype, bool(given["GATE_FIRST"]), approximate) for tile in TILES]
+
+
 def shared_bytes(constants: dict[str, int]) -> int:
     """What a block asks for."""
     return _ring.shared_bytes(constants["WIDTH"], constants["STAGES"])
@@ -141,4 +148,4 @@ def _prepared(
     return args, _ring.THREADS, shared_bytes(constants)
 
 
-_KERNEL = _cuda.Source("linear_geglu", _prepared, ("out", "x", "weight", "bias"))
+_KERNEL = _cuda.Source("linear_geglu", _prepared, ("out", "x", "weight", "bias"), siblings)

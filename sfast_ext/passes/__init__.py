@@ -25,6 +25,7 @@ from . import (
     layer_norm,
     linear_add,
     linear_geglu,
+    linear_layer_norm,
     linear_onto,
     packed_linear,
     rewrite,
@@ -61,6 +62,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("geglu", geglu.geglu),
     ("linear_geglu", linear_geglu.linear_geglu),
     ("linear_onto", linear_onto.linear_onto),
+    ("linear_layer_norm", linear_layer_norm.linear_layer_norm),
     ("bias_add", bias_add.bias_add),
     ("sum_group_norm", sum_group_norm.sum_group_norm),  # joins what group_norm and bias_add have made
     ("im2col", im2col.im2col),  # takes what the norms and bias_add have left of a convolution

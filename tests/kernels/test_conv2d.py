@@ -32,9 +32,9 @@ def operands(shape, dtype, device):
     return x.to(memory_format=NHWC), weight.to(memory_format=NHWC)
 
 
-def picture(shape):
+def picture(shape, dtype=torch.float16):
     """One without memory."""
-    return torch.empty(shape, dtype=torch.float16, device="meta").to(memory_format=NHWC)
+    return torch.empty(shape, dtype=dtype, device="meta").to(memory_format=NHWC)
 
 
 def fits_one_round(x, columns, tile):
@@ -289,6 +289,52 @@ def test_pairs_share_a_large_weight_and_compute_no_tile_for_nothing(h200):
     assert conv2d.best(picture((2, 1280, 33, 57)), 1280).pair == 1  # 33 tiles of pixels
 
 
+needs_no_interpreter = pytest.mark.skipif(
+    not _triton.AVAILABLE or kernels.interpreted(), reason="needs TRITON_INTERPRET unset"
+)
+
+
+def asked_by(shape, dtype, groups):
+    """The constants of a launch, with statistics where there are groups; None where the kernel is not launched."""
+    x, weight = picture(shape[:4], dtype), picture((shape[4], shape[1], 3, 3), dtype)
+    with _triton.collecting(torch.device("cuda", 0)) as collected:
+        if not groups:
+            conv2d.launch(x, weight)
+        elif conv2d.sums_groups(x, weight, groups):
+            conv2d.with_statistics(x, weight, groups, None, None)
+    return tuple(collected[0][2].items()) if collected else None
+
+
+@needs_no_interpreter
+@half_dtype
+def test_siblings_are_what_further_sizes_ask_for(h200, monkeypatch, dtype):
+    """Of all that a UNet asks for: whatever the first is, with the statistics of its groups or without."""
+    monkeypatch.setattr(_triton, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(_cuda, "bindings", lambda: (None, None))
+    sides = (8, 16, 24, 32, 33, 40, 48, 64, 96, 128)
+    asked = {0: set(), 10: set(), 20: set(), 40: set()}  # by channels of a group
+    for columns, groups in product((320, 640, 1280), (0, 32)):
+        for images, (height, width) in product((1, 2, 3, 8), product(sides, sides)):
+            constants = asked_by((images, columns, height, width, columns), dtype, groups)
+            if constants is not None:
+                asked[columns // groups if groups else 0].add(constants)
+    everything = set().union(*asked.values())
+    for own in asked.values():
+        assert own
+        for first in own:
+            siblings = [tuple(given.items()) for given in conv2d.siblings(dict(first))]
+            assert set(siblings) == everything and len(siblings) == len(everything)
+            assert set(siblings[: len(own)]) == own  # the likeliest
+
+
+@half_dtype
+def test_siblings_of_a_group_that_no_unet_has(dtype):
+    usual = conv2d.siblings(conv2d.constants(conv2d.TILES[0], dtype))
+    siblings = conv2d.siblings(conv2d.constants(conv2d.TILES[0], dtype, 80))
+    own = siblings[: len(siblings) - len(usual)]
+    assert own and all(given["GROUP"] == 80 for given in own) and siblings[len(own) :] == usual
+
+
 @each_tile
 def test_slots_fit_a_block(tile):
     given = conv2d.constants(tile, torch.float16)
@@ -303,7 +349,7 @@ def test_slots_fit_a_block(tile):
         assert 4 * 128 * (tile.width + 8) <= conv2d.shared_bytes(given) - 1024
 
 
-@pytest.mark.skipif(not _triton.AVAILABLE or kernels.interpreted(), reason="needs TRITON_INTERPRET unset")
+@needs_no_interpreter
 @pytest.mark.parametrize("layout", [NHWC, torch.contiguous_format], ids=str)  # the graph tells that of the original
 def test_it_is_compiled_ahead_for_what_it_will_launch(h200, monkeypatch, layout):
     monkeypatch.setattr(_triton, "capability", lambda device: (9, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sfast_ext.kernels import _cuda, conv2d, flash_attention, linear_geglu
+from sfast_ext.kernels import _cuda, conv2d, flash_attention, linear_geglu, linear_layer_norm
 
 HOPPER = "sm_90a"
 REGISTERS = 65536  # of a multiprocessor
@@ -62,6 +63,7 @@ CONVOLUTIONS += [
     (conv2d.TILES[0]._replace(turns=turns), torch.float16, group)
     for turns, group in product((False, True), (10, 20, 40, 160))
 ]
+CONVOLUTIONS += [(conv2d.TILES[0]._replace(turns=turns, pair=1), torch.float16, 10) for turns in (False, True)]
 CONVOLUTIONS += [(conv2d.TILES[0]._replace(turns=False), torch.bfloat16, 40)]
 
 
@@ -86,6 +88,30 @@ def test_linear_geglu_compiles(given):
     assert linear_geglu.shared_bytes(given) + fixed <= SHARED
 
 
+NORMED = [
+    (tile, columns)
+    for tile in linear_layer_norm.TILES
+    for columns in (320, 640, 1280)
+    if linear_layer_norm._fits(tile, columns)
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tile", "columns"), NORMED, ids=str)
+def test_linear_layer_norm_compiles(tile, columns, dtype):
+    given = linear_layer_norm.constants(tile, columns, dtype)
+    registers, fixed = built("linear_layer_norm", given)
+    blocks = 128 // tile.rows  # which find room for each other, though not all are launched so
+    # warps share out anew what they begin with: those that multiply take what the four others give
+    source = (_cuda.SOURCES / "linear_layer_norm.cu").read_text()
+    less, of_64, of_128 = map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32 (\d+)", source))
+    threads, more = 2 * tile.rows + 128, of_64 if tile.rows == 64 else of_128
+    assert registers * threads * blocks <= REGISTERS
+    assert less * 128 + more * 2 * tile.rows <= registers * threads
+    asked = linear_layer_norm.shared_bytes(given) + fixed
+    assert asked <= SHARED and blocks * (1024 + asked) <= SHARED + 1024
+
+
 def test_what_was_compiled_is_kept(monkeypatch, tmp_path):
     code = flash_attention._KERNEL.compiled(HOPPER, constants(40))
     assert flash_attention._KERNEL.compiled(HOPPER, constants(64)) != code
@@ -108,7 +134,100 @@ def test_what_was_kept_and_is_spoilt_is_made_anew(spoilt, tmp_path):
 
 def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "kernels").write_text("no folder")
-    assert flash_attention._KERNEL.compiled(HOPPER, constants(40))[:4] == b"\x7fELF"
+    kernel = _cuda.Source("flash_attention", flash_attention._prepared, ())
+    assert kernel.compiled(HOPPER, constants(40))[:4] == b"\x7fELF"
+    assert not kernel.kept
+    (tmp_path / "kernels").unlink()
+    kernel.compiled(HOPPER, constants(40))
+    assert kernel.kept
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """A compiler that says when it begins, and ends when it may."""
+    begun, may_end = threading.Semaphore(0), threading.Event()
+
+    def build(source, architecture, constants):
+        begun.release()
+        assert constants == {"N": 2} or may_end.wait(60)
+        return b"code %d" % constants["N"], ""
+
+    monkeypatch.setattr(_cuda, "build", build)
+    yield begun, may_end
+    may_end.set()
+
+
+def test_what_two_threads_ask_for_is_made_once(held):
+    begun, may_end = held
+    kernel = _cuda.Source("flash_attention", flash_attention._prepared, ())
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(kernel.compiled, HOPPER, {"N": 1})
+        assert begun.acquire(timeout=60)
+        other = pool.submit(kernel.compiled, HOPPER, {"N": 1})
+        assert not begun.acquire(timeout=0.5) and not other.done()
+        may_end.set()
+        assert one.result() == other.result() == b"code 1"
+    assert not begun.acquire(blocking=False)
+
+
+def test_one_compilation_does_not_wait_for_another(held):
+    begun, may_end = held
+    kernel = _cuda.Source("flash_attention", flash_attention._prepared, ())
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(kernel.compiled, HOPPER, {"N": 1})
+        assert begun.acquire(timeout=60)
+        assert pool.submit(kernel.compiled, HOPPER, {"N": 2}).result(60) == b"code 2"
+        assert not one.done()
+        may_end.set()
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """What a stand-in of the driver was given, one after another."""
+    found = []
+
+    def load(self, index, constants):
+        assert self._lock.locked()
+        found.append(self.compiled(_cuda.architecture(index), constants))
+        return found[-1]
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(_cuda.Source, "_load", load)
+    return found
+
+
+def test_two_variants_of_a_kernel_warm_up_side_by_side(held, loaded):
+    begun, may_end = held
+    kernel = _cuda.Source("flash_attention", flash_attention._prepared, ())
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(kernel.warmup, N=n) for n in (1, 3)]
+        together = [begun.acquire(timeout=20) for _ in both]
+        may_end.set()
+        assert all(together)
+        assert [one.result() for one in both] == [b"code 1", b"code 3"]
+    assert sorted(loaded) == [b"code 1", b"code 3"]
+    assert not begun.acquire(blocking=False)
+    assert kernel.warmup(N=1) == b"code 1" and len(loaded) == 2
+
+
+def test_a_launch_does_not_wait_for_what_is_warmed_up(held, loaded):
+    begun, may_end = held
+    kernel = _cuda.Source("flash_attention", flash_attention._prepared, ())
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(kernel.warmup, N=1)
+        assert begun.acquire(timeout=60)
+        assert pool.submit(kernel._function, 0, {"N": 2}).result(60) == b"code 2"
+        assert not one.done()
+        may_end.set()
+
+
+def test_after_a_failure_it_may_be_tried_again(monkeypatch):
+    kernel = _cuda.Source("flash_attention", flash_attention._prepared, ())
+    for _ in range(2):
+        with pytest.raises(_cuda.Unavailable):
+            kernel.compiled("sm_1a", constants(40))
+    assert kernel.compiled(HOPPER, constants(40))[:4] == b"\x7fELF"
 
 
 def test_what_does_not_compile_says_why():
@@ -158,6 +277,6 @@ def test_what_a_launch_hands_over(monkeypatch):
     monkeypatch.setattr(_cuda, "bindings", lambda: (SimpleNamespace(cuLaunchKernel=launched), None))
     monkeypatch.setattr(source, "_function", lambda index, constants: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=0))
     source[(1,)](tensor, None)
     assert handed == [[tensor.data_ptr(), 0], 7]

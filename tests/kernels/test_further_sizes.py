@@ -1,0 +1,258 @@
+"""What further sizes of picture may ask for is compiled ahead too; stand-ins of NVRTC and a driver are enough."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sfast_ext import kernels
+from sfast_ext.kernels import _cuda, _precompile, _triton, conv2d, flash_attention, linear_geglu
+
+from .test_precompile import GPU, NORMED, graph_of
+
+pytestmark = pytest.mark.skipif(
+    not _triton.AVAILABLE or kernels.interpreted(), reason="needs Triton, and TRITON_INTERPRET unset"
+)
+
+
+class Nvrtc:
+    """What it is asked for, in order, and how it answers."""
+
+    def __init__(self):
+        self.asked = []
+        self.answer = lambda constants: b"code"
+
+    def build(self, source, architecture, constants):
+        assert architecture == "sm_90a"
+        self.asked.append(constants)
+        return self.answer(constants), ""
+
+
+@pytest.fixture
+def nvrtc(monkeypatch, tmp_path):
+    """Stand-ins of NVRTC and a driver, with nothing compiled."""
+    compiler = Nvrtc()
+    monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr(_cuda, "bindings", lambda: (None, SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0))))
+    monkeypatch.setattr(_cuda, "build", compiler.build)
+    monkeypatch.setattr(
+        _cuda.Source, "_load", lambda self, index, given: self.compiled(_cuda.architecture(index), given)
+    )
+    for module in (conv2d, linear_geglu):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+        monkeypatch.setattr(module._KERNEL, "_functions", {})
+        monkeypatch.setattr(module._KERNEL, "_refused", set())
+        monkeypatch.setattr(module._KERNEL, "kept", True)
+    monkeypatch.setattr(_triton, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(_precompile, "_done", set())
+    monkeypatch.setattr(_precompile, "_later", _precompile.Later())
+    yield compiler
+    compiler.answer = lambda constants: b"code"
+    finish()
+
+
+def finish():
+    thread = _precompile._later._thread
+    if thread is not None:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def unet(side):
+    """Parts of one, for two pictures of 16 side by 16 side pixels."""
+    return graph_of(
+        (conv2d.launch, (2, 1280, side, side), (1280, 1280, 3, 3)),
+        (conv2d.launch, (2, 640, 2 * side, 2 * side), (640, 640, 3, 3)),
+        (linear_geglu.launch, (2, 4 * side * side, 640), (5120, 640), (5120,)),
+        (linear_geglu.launch, (2, side * side, 1280), (10240, 1280), (10240,)),
+    )
+
+
+def asked_by(graph):
+    return [launch.constants for launch in _precompile.launches(graph, GPU).values()]
+
+
+def test_a_further_size_finds_its_kernels_compiled(nvrtc):
+    first, *further = (unet(side) for side in (32, 24, 33, 40, 48, 65))
+    others = {str(given) for graph in further for given in asked_by(graph) if given not in asked_by(first)}
+    assert len(others) >= 4
+    assert _precompile.precompile(first, GPU) == len(asked_by(first))
+    finish()
+    compiled = list(nvrtc.asked)
+    names = {str(given) for given in compiled}
+    families = [(conv2d if "TURNS" in given else linear_geglu).siblings(given) for given in asked_by(first)]
+    assert others < names == {str(given) for family in families for given in family}
+    assert len(names) == len(compiled)
+    assert sum(_precompile.precompile(graph, GPU) for graph in further) == len(others)
+    finish()
+    assert nvrtc.asked == compiled
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_any_tile_of_a_geglu_has_the_others_as_siblings(dtype, approximate, gate_first):
+    every = [linear_geglu.constants(tile, dtype, gate_first, approximate) for tile in linear_geglu.TILES]
+    assert all(linear_geglu.siblings(given) == every for given in every)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", flash_attention.SHAPES)
+def test_any_shape_of_an_attention_has_as_siblings_what_further_sizes_ask_for(monkeypatch, size, dtype):
+    monkeypatch.setattr(flash_attention, "multiprocessors", lambda device: 132)
+    queries = [torch.empty(images, 8, n, size, device="meta") for images in (1, 2, 16) for n in range(256, 9216, 128)]
+    asked = [flash_attention.constants(size, flash_attention.best(q), dtype) for q in queries]
+    for given in asked:
+        siblings = flash_attention.siblings(given)
+        assert all(other in siblings for other in asked) and len(siblings) == len(flash_attention.SHAPES[size])
+    assert len({str(given) for given in asked}) == len(flash_attention.SHAPES[size])
+
+
+def family(count=5):
+    """A kernel whose constants are all those of another size."""
+    return _cuda.Source("conv2d", lambda: ([], 0, 0), (), lambda given: [{"N": n} for n in range(count)])
+
+
+def numbers(nvrtc):
+    return [constants["N"] for constants in nvrtc.asked]
+
+
+def add(source, *given):
+    _precompile._later.add([_precompile.Launch(source, (), {"N": n}) for n in given], GPU)
+
+
+def test_siblings_are_compiled_once_and_not_what_was_asked_for(nvrtc, monkeypatch):
+    source = family()
+    add(source, 2, 3)
+    finish()
+    assert numbers(nvrtc) == [0, 1, 4]
+    assert not source._functions  # nothing was loaded
+    started = []
+    monkeypatch.setattr(_precompile.Later, "_work", lambda self: started.append(self))
+    add(source, 2)
+    add(source, 4)
+    assert started == []
+
+
+def test_there_is_a_thread_only_while_there_is_work(nvrtc):
+    add(family(3), 0)
+    finish()
+    assert _precompile._later._thread is None
+    add(family(6), 0)
+    finish()
+    assert _precompile._later._thread is None
+    assert numbers(nvrtc) == [1, 2, 3, 4, 5]
+
+
+def test_what_the_cache_has_is_not_compiled(nvrtc):
+    family().compiled("sm_90a", {"N": 3})
+    add(family(), 0)
+    finish()
+    assert numbers(nvrtc) == [3, 1, 2, 4]
+
+
+def test_what_does_not_compile_keeps_nothing_else_from_it(nvrtc, caplog):
+    def answer(constants):
+        if constants["N"] == 1:
+            raise _cuda.Unavailable("no such instruction")
+        return b"code"
+
+    source, nvrtc.answer = family(), answer
+    add(source, 0)
+    finish()
+    assert numbers(nvrtc) == [1, 2, 3, 4]
+    assert source.available(GPU)
+    assert not caplog.records  # of warnings or worse
+
+
+def test_what_cannot_be_kept_is_not_compiled(nvrtc, tmp_path):
+    (tmp_path / "kernels").write_text("no folder")
+    add(family(), 0)
+    finish()
+    assert numbers(nvrtc) == [1]
+    nvrtc.asked.clear()
+    first = _precompile.precompile(unet(32), GPU)  # which is told so
+    finish()
+    assert len(nvrtc.asked) == first == len(asked_by(unet(32)))
+
+
+def test_where_the_main_thread_has_ended_nothing_more_is_compiled(nvrtc, monkeypatch):
+    def answer(constants):
+        monkeypatch.setattr(threading, "main_thread", lambda: SimpleNamespace(is_alive=lambda: False))
+        return b"code"
+
+    nvrtc.answer = answer
+    add(family(), 0)
+    finish()
+    assert numbers(nvrtc) == [1]
+
+
+def test_python_ends_after_the_compilation_at_hand(tmp_path):
+    script = """
+        import threading, time
+        import torch
+        from sfast_ext.kernels import _cuda, _precompile
+        begun = threading.Event()
+        class Nvrtc:
+            nvrtcVersion = lambda self: (0, 13, 0)
+        def build(*args):
+            print("begun", flush=True)
+            begun.set()
+            time.sleep(0.5)
+            print("done", flush=True)
+            return b"code", ""
+        _cuda.bindings, _cuda.build = lambda: (None, Nvrtc()), build
+        torch.cuda.get_device_capability = lambda index: (9, 0)
+        source = _cuda.Source("conv2d", None, (), lambda given: [{"N": n} for n in range(100)])
+        launch = _precompile.Launch(source, (), {"N": 0})
+        _precompile._later.add([launch], torch.device("cuda", 0))
+        begun.wait()
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "SFAST_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0 and not ran.stderr
+    assert ran.stdout.split() == ["begun", "done"]
+
+
+def test_what_a_daemon_started_is_none(nvrtc):
+    release = threading.Event()
+    nvrtc.answer = lambda constants: release.wait(60) and b"code"
+    starter = threading.Thread(target=add, args=(family(), 0), daemon=True)
+    starter.start()
+    starter.join()
+    thread = _precompile._later._thread
+    assert thread.is_alive() and not thread.daemon
+    release.set()
+
+
+def test_where_nothing_was_compiled_no_thread_is_started(nvrtc, monkeypatch):
+    def broken(constants):
+        raise _cuda.Unavailable("no such instruction")
+
+    started = []
+    monkeypatch.setattr(_precompile.Later, "_work", lambda self: started.append(self))
+    assert _precompile.precompile(unet(32), torch.device("cpu")) == 0
+    assert _precompile.precompile(graph_of((torch.add, NORMED, NORMED)), GPU) == 0
+    nvrtc.answer = broken
+    assert _precompile.precompile(unet(32), GPU) == 0
+    monkeypatch.setattr(_cuda, "bindings", lambda: None)
+    assert _precompile.precompile(unet(24), GPU) == 0
+    assert started == [] and _precompile._later._thread is None
