@@ -123,9 +123,10 @@ class Source:
     def warmup(self, *args: Any, grid: Any = None, **constants: int) -> Any:
         """Compiles and loads it for the current device."""
         index = torch.cuda.current_device()
+        code = None
         with contextlib.suppress(Exception):  # which the next line meets, and tells
-            self.compiled(architecture(index), constants)  # beside others, while these are loaded one after another
-        return self._function(index, constants)
+            code = self.compiled(architecture(index), constants)  # beside others, which load one after another
+        return self._function(index, constants, code)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
@@ -142,24 +143,25 @@ class Source:
         driver = bindings()[0]  # type: ignore[index]
         checked(driver.cuLaunchKernel(function, *blocks, threads, 1, 1, shared, stream, ctypes.addressof(table), 0))
 
-    def _function(self, index: int, constants: dict[str, int]) -> Any:
+    def _function(self, index: int, constants: dict[str, int], code: bytes | None = None) -> Any:
         key = index, *constants.items()
         with self._lock:
             if key not in self._functions:
                 try:
-                    self._functions[key] = self._load(index, constants)
+                    self._functions[key] = self._load(index, constants, code)
                 except Exception as exc:
                     self._refused.add(index)
                     logger.warning("%s.cu is not used: %s", self.name, exc)
                     raise Unavailable(str(exc)) from exc
             return self._functions[key]
 
-    def _load(self, index: int, constants: dict[str, int]) -> Any:
+    def _load(self, index: int, constants: dict[str, int], code: bytes | None) -> Any:
         driver = bindings()[0]  # type: ignore[index]
         device = checked(driver.cuDeviceGet(index))
         # the runtime's own context, which a thread that has called nothing of it yet is without
         checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(device))))
-        module = checked(driver.cuModuleLoadData(self.compiled(architecture(index), constants)))
+        code = code or self.compiled(architecture(index), constants)
+        module = checked(driver.cuModuleLoadData(code))
         function = checked(driver.cuModuleGetFunction(module, self.name.encode()))
         limits, uses = driver.CUdevice_attribute, driver.CUfunction_attribute
         most = checked(

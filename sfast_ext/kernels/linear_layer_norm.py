@@ -135,7 +135,9 @@ def takes(
         return False
     if residual is not None and residual.shape != (*x.shape[:-1], columns):
         return False
-    if not are_collected() and not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (weight, *given)):
+    # x is laid out anew where that is wanted
+    read = [weight, *given, x] if x.is_contiguous() else [weight, *given]
+    if not are_collected() and not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in read):
         return False
     return pays(_count(x), columns, depth, device_of(x))
 

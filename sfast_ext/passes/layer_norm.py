@@ -68,6 +68,8 @@ def add_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
         norm = match(node, untouchable)
         if norm is None or not is_residual_add(norm.x) or any(a in untouchable for a in norm.x.args):
             continue
+        if any(isinstance(x, fx.Node) and x.op != "get_attr" for x in norm.params):
+            continue  # it may not be there yet where the sum is made
         add, graph = norm.x, gm.graph
         # Where the sum was made: others may use it before the norm is due. The norm's weights are at the top.
         with graph.inserting_before(add):

@@ -45,7 +45,7 @@ def nvrtc(monkeypatch, tmp_path):
     monkeypatch.setattr(_cuda, "bindings", lambda: (None, SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0))))
     monkeypatch.setattr(_cuda, "build", compiler.build)
     monkeypatch.setattr(
-        _cuda.Source, "_load", lambda self, index, given: self.compiled(_cuda.architecture(index), given)
+        _cuda.Source, "_load", lambda self, index, given, code: code or self.compiled(_cuda.architecture(index), given)
     )
     for module in (conv2d, linear_geglu):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)

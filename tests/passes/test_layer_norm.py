@@ -66,6 +66,17 @@ def test_three_casts_of_one_result() -> None:
     assert traced.ops() == {"layer_norm": 1, "sin": 1}
 
 
+def test_a_term_that_is_computed_after_the_sum_is_waited_for() -> None:
+    def forward(m: Block, x: Tensor) -> Any:
+        total = x.sin() + x
+        return F.layer_norm(total, (8,), None, m.norm.bias + x[0, 0]), total
+
+    traced = Traced(Block(forward), X)
+    assert traced.rewrite(add_layer_norm) == 0
+    assert traced.rewrite(layer_norm) == 1
+    assert traced.error() < 1e-6
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_residual_add(kept: bool) -> None:
     def forward(m: Block, x: Tensor, y: Tensor) -> Any:
