@@ -46,25 +46,6 @@ __device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32
       : "memory");
 }
 
-// To the same place in all blocks of a pair.
-__device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32 barrier, int term, int row) {
-#if PAIR > 1
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %6, 0;\n"
-      "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%2, %3}], [%4], %5; }" ::"r"(to),
-      "l"(map), "r"(term), "r"(row), "r"(barrier), "h"((unsigned short)((1 << PAIR) - 1)), "r"(mine)
-      : "memory");
-#else
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %5, 0;\n"
-      "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3}], [%4]; }" ::"r"(to),
-      "l"(map), "r"(term), "r"(row), "r"(barrier), "r"(mine)
-      : "memory");
-#endif
-}
-
 // picture: a map over (images, height, width, channels), boxes of a tile's pixels by 64 channels. weight: over (columns,
 // 9 channels), boxes of WIDTH / PAIR by 64. out (images, height, width, columns). chunks: channels / 64. tiles_down: of
 // pixels, by PAIR; tiles_across: of columns. With GROUP: shift (images, columns) and its rows' stride, or null; residual like
@@ -121,8 +102,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
           wait(free + 8 * slot, parity);
           expect(mine, barrier, kStage);
           copy(mine, to, &picture, barrier, chunk * kDepth, x + tap % 3 - 1, y + tap / 3 - 1, image);
-          const int part = PAIR > 1 ? rank * (WIDTH / PAIR) : 0;
-          copy(mine, to + kPictureBytes + part * 128, &weight, barrier, step * kDepth, column + part);
+          const int part = rank * (WIDTH / PAIR);
+          if (PAIR > 1)
+            copy_to_both(mine, to + kPictureBytes + part * 128, &weight, barrier, step * kDepth, column + part);
+          else
+            copy(mine, to + kPictureBytes, &weight, barrier, step * kDepth, column);
           if (++chunk == chunks) {
             chunk = 0;
             ++tap;

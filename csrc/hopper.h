@@ -56,6 +56,26 @@ __device__ __forceinline__ void expect(u32 mine, u32 barrier, u32 bytes) {
       : "memory");
 }
 
+// From where a map says to shared memory; a row of it is what a map calls its second coordinate.
+__device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32 barrier, int term, int row) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %5, 0;\n"
+      "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3}], [%4]; }" ::"r"(to),
+      "l"(map), "r"(term), "r"(row), "r"(barrier), "r"(mine)
+      : "memory");
+}
+
+// To the same place in both blocks of a pair.
+__device__ __forceinline__ void copy_to_both(u32 mine, u32 to, const TensorMap* map, u32 barrier, int term, int row) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %6, 0;\n"
+      "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3}], [%4], %5; }" ::"r"(to),
+      "l"(map), "r"(term), "r"(row), "r"(barrier), "h"((unsigned short)3), "r"(mine)
+      : "memory");
+}
+
 // Rows of 128 bytes in shared memory for wgmma, swizzled over their width, groups of eight of them following each other.
 __device__ __forceinline__ u64 operand(u32 at) { return u64(1u << 30 | 64) << 32 | (1 << 16 | at >> 4); }
 

@@ -15,15 +15,6 @@ constexpr int kOut = WIDTH / 2, kSums = WIDTH / 2, kGates = kSums / 2;  // colum
 constexpr int kRowBytes = kRows * 128, kPart = kOut * 128, kStage = kRowBytes + 2 * kPart;
 constexpr int kChunk = 32, kPitch = 2 * kChunk + 16;  // columns that a warp writes at a time, bytes from row to row
 
-__device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32 barrier, int term, int row) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %5, 0;\n"
-      "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3}], [%4]; }" ::"r"(to),
-      "l"(map), "r"(term), "r"(row), "r"(barrier), "r"(mine)
-      : "memory");
-}
-
 // To the same place in all blocks of a pair.
 __device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32 barrier, int term, int row, int half) {
 #if PAIR > 1

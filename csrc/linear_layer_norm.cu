@@ -23,25 +23,6 @@ constexpr int kHelpers = 96;  // threads that bring what the tile's end needs
 enum { kAfter, kFactor, kOffset, kVectors };
 constexpr int kBrought = 2, kUsed = 3, kGroup = 4;  // barriers: all of that is there; it is needed no more; of a group
 
-__device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32 barrier, int term, int row) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %5, 0;\n"
-      "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3}], [%4]; }" ::"r"(to),
-      "l"(map), "r"(term), "r"(row), "r"(barrier), "r"(mine)
-      : "memory");
-}
-
-// To the same place in both blocks of a pair.
-__device__ __forceinline__ void copy_to_both(u32 mine, u32 to, const TensorMap* map, u32 barrier, int term, int row) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %6, 0;\n"
-      "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%2, %3}], [%4], %5; }" ::"r"(to),
-      "l"(map), "r"(term), "r"(row), "r"(barrier), "h"((unsigned short)3), "r"(mine)
-      : "memory");
-}
-
 __device__ __forceinline__ void prefetch(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
