@@ -36,6 +36,7 @@ Siblings = Callable[[dict[str, int]], Iterable[dict[str, int]]]
 """From constants of a launch: those that another size of picture may ask for, the likeliest first, these among them."""
 # one for each file: what two threads ask for at once is made once
 _making: dict[Path, threading.Lock] = {}
+_bound = threading.local()
 
 
 def folder() -> Path:
@@ -49,7 +50,7 @@ class Unavailable(RuntimeError):
 
 
 def architecture(index: int | None) -> str:
-    """What a GPU's kernels are compiled for; from Hopper on with what only this one has."""
+    """What a GPU's kernels are compiled for; from Hopper on with what later ones may be without."""
     major, minor = torch.cuda.get_device_capability(index)
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
@@ -69,6 +70,20 @@ def checked(result: tuple[Any, ...]) -> Any:
     if int(error):
         raise Unavailable(f"{type(error).__name__}.{getattr(error, 'name', error)}")
     return values[0] if len(values) == 1 else values
+
+
+def bind(index: int) -> None:
+    """A GPU's context is this thread's: what the driver launches wants one, and torch may not have asked for it yet."""
+    if getattr(_bound, "index", None) != index:
+        _use_context(index)
+        _bound.index = index
+
+
+def _use_context(index: int) -> None:
+    # the runtime's own, which a thread that has called nothing of it yet is without
+    driver = bindings()[0]  # type: ignore[index]
+    device = checked(driver.cuDeviceGet(index))
+    checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(device))))
 
 
 def current_stream(index: int) -> int:
@@ -158,8 +173,7 @@ class Source:
     def _load(self, index: int, constants: dict[str, int], code: bytes | None) -> Any:
         driver = bindings()[0]  # type: ignore[index]
         device = checked(driver.cuDeviceGet(index))
-        # the runtime's own context, which a thread that has called nothing of it yet is without
-        checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(device))))
+        _use_context(index)
         code = code or self.compiled(architecture(index), constants)
         module = checked(driver.cuModuleLoadData(code))
         function = checked(driver.cuModuleGetFunction(module, self.name.encode()))

@@ -59,6 +59,7 @@ class Copies:
                 target.copy_(source, non_blocking=True)
         if taken:
             driver = _cuda.bindings()[0]  # type: ignore[index]
+            _cuda.bind(self._index)
             stream, table = _cuda.current_stream(self._index), ctypes.addressof(self._arguments)
             _cuda.checked(driver.cuLaunchKernel(self._function, _BLOCKS, taken, 1, _THREADS, 1, 1, 0, stream, table, 0))
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -114,6 +116,16 @@ def test_in_the_order_of_the_current_stream():
         source.fill_(3)
         ours([source])
         assert (target == 3).all()
+
+
+@pytest.mark.gpu
+def test_by_a_thread_that_has_called_nothing_of_the_runtime():
+    source, target = torch.full((64,), 3, device=CUDA), torch.zeros(64, dtype=torch.int64, device=CUDA)
+    ours = Copies([target])
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(ours, [source]).result()
+    assert (target == 3).all()
 
 
 @pytest.mark.gpu

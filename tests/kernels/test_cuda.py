@@ -280,3 +280,22 @@ def test_what_a_launch_hands_over(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=0))
     source[(1,)](tensor, None)
     assert handed == [[tensor.data_ptr(), 0], 7]
+
+
+def test_each_thread_is_given_the_context_of_its_gpu(monkeypatch):
+    given = []
+    driver = SimpleNamespace(
+        cuDeviceGet=lambda index: (0, f"GPU {index}"),
+        cuDevicePrimaryCtxRetain=lambda device: (0, f"context of {device}"),
+        cuCtxSetCurrent=lambda context: given.append((threading.get_ident(), context)) or (0,),
+    )
+    monkeypatch.setattr(_cuda, "bindings", lambda: (driver, None))
+    monkeypatch.setattr(_cuda, "_bound", threading.local())
+    for index in (0, 0, 1, 1, 0):
+        _cuda.bind(index)
+    here = threading.get_ident()
+    assert given == [(here, f"context of GPU {index}") for index in (0, 1, 0)]
+    other = threading.Thread(target=_cuda.bind, args=(0,))
+    other.start()
+    other.join()
+    assert len(given) == 4 and given[3][0] != here
