@@ -7,6 +7,7 @@ Where NVRTC is not there, torch copies one after another.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from sfast_ext.kernels import _cuda
 from sfast_ext.kernels._triton import INTERPRETED
+
+logger = logging.getLogger("sfast_ext")
 
 _MOST = 16  # tensors
 _LARGEST = 1 << 22  # bytes of one: of more torch makes more blocks
@@ -46,22 +49,32 @@ class Copies:
 
     def __call__(self, sources: Sequence[Tensor | None]) -> None:
         """Copies each source, of its target's shape, on the current stream; a target of None stays as it is."""
-        taken = 0
+        taken: list[tuple[Tensor, Tensor]] = []
         ours = self._function is not None and torch.cuda.current_device() == self._index
         for i, (target, source) in enumerate(zip(self._targets, sources)):
             if source is None:
                 continue
             kind = self._kinds.get(i) if ours else None
             if kind is not None and (source.dtype, source.nbytes) == kind[:2] and _plain(source, self._index):
-                self._table[3 * taken : 3 * taken + 3] = [kind[2], source.data_ptr(), kind[1]]
-                taken += 1
+                place = 3 * len(taken)
+                self._table[place : place + 3] = [kind[2], source.data_ptr(), kind[1]]
+                taken.append((target, source))
             else:
                 target.copy_(source, non_blocking=True)
         if taken:
-            driver = _cuda.bindings()[0]  # type: ignore[index]
-            _cuda.bind(self._index)
-            stream, table = _cuda.current_stream(self._index), ctypes.addressof(self._arguments)
-            _cuda.checked(driver.cuLaunchKernel(self._function, _BLOCKS, taken, 1, _THREADS, 1, 1, 0, stream, table, 0))
+            try:
+                self._launch(len(taken))
+            except _cuda.Unavailable as exc:
+                logger.warning("copies.cu is not used any more: %s", exc)
+                self._function = None
+                for target, source in taken:
+                    target.copy_(source, non_blocking=True)
+
+    def _launch(self, count: int) -> None:
+        driver = _cuda.bindings()[0]  # type: ignore[index]
+        _cuda.bind(self._index)
+        stream, table = _cuda.current_stream(self._index), ctypes.addressof(self._arguments)
+        _cuda.checked(driver.cuLaunchKernel(self._function, _BLOCKS, count, 1, _THREADS, 1, 1, 0, stream, table, 0))
 
 
 def _plain(source: Tensor, index: int) -> bool:

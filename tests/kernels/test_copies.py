@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,6 +139,29 @@ def test_without_the_kernel(monkeypatch):
     targets = poisoned(sources)
     Copies(targets)(sources)
     assert all(torch.equal(a, b) for a, b in zip(targets, sources))
+
+
+def test_a_launch_that_fails_is_the_last(monkeypatch):
+    sources = some(CPU)
+    targets = poisoned(sources)
+    ours, tried = Copies(targets), []
+    # -1 is a CPU's index
+    ours._function = "a kernel"
+    ours._kinds = {i: (t.dtype, t.nbytes, t.data_ptr()) for i, t in enumerate(targets) if t.numel()}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+
+    def failing(*args):
+        tried.append(args)
+        return (201,)
+
+    monkeypatch.setattr(_cuda, "bindings", lambda: (SimpleNamespace(cuLaunchKernel=failing), None))
+    monkeypatch.setattr(_cuda, "bind", lambda index: None)
+    monkeypatch.setattr(_cuda, "current_stream", lambda index: 0)
+    for _ in range(2):
+        ours(sources)
+        assert all(torch.equal(a, b) for a, b in zip(targets, sources))
+        sources = [x + x for x in sources]
+    assert len(tried) == 1 and tried[0][2] == 7
 
 
 def test_on_a_cpu_torch_copies():
