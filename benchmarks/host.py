@@ -95,7 +95,7 @@ def launched(accelerator: Accelerator, call: Call) -> Launch:
     launch = Launch()
     pool = launch.pool
     plan._graph = CapturedGraph(launch, outputs, 0)  # type: ignore[arg-type]
-    plan._inputs = [leaf.clone() for leaf in call.tensors(CPU)]
+    plan._take([leaf.clone() for leaf in call.tensors(CPU)])
     pool._entries[id(plan._graph)] = (plan._graph, lambda: None)
 
     def replayed(plan: Plan, call: Call) -> list[torch.Tensor]:

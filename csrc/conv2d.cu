@@ -67,14 +67,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
   if (kCluster > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      initialise(full + 8 * i, 1);
-      initialise(free + 8 * i, (TURNS ? 4 : 8) * PAIR);
-    }
+    initialise_ring(full, free, STAGES, (TURNS ? 4 : 8) * PAIR);
     initialise(order, 4);
     initialise(order + 8, 4);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    initialised();
   }
   if (kCluster > 1)
     meet();

@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #if SUM_BY_PRODUCT
   __shared__ alignas(128) u32 ones[64];
   if (threadIdx.x < 64) ones[threadIdx.x] = TWO_ONES;
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  show_to_copies();
   const u64 all_ones = u64(8) << 32 | 8 << 16 | address(ones) >> 4;
   float total[4] = {0.f, 0.f, 0.f, 0.f};
 #else
@@ -169,12 +169,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   };
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      initialise(full + 8 * i, 1);
-      initialise(free + 8 * i, 4 * GROUPS);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    initialise_ring(full, free, STAGES, 4 * GROUPS);
+    initialised();
   }
   __syncthreads();
   if (warp == 0)

@@ -40,6 +40,23 @@ __device__ __forceinline__ void initialise(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
+// What this thread wrote to shared memory is there for the copy engine.
+__device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Barriers of so many slots: a slot is full when one thread's copies have come, and free when `readers` have said so.
+__device__ __forceinline__ void initialise_ring(u32 full, u32 free, int slots, u32 readers) {
+  for (int i = 0; i < slots; ++i) {
+    initialise(full + 8 * i, 1);
+    initialise(free + 8 * i, readers);
+  }
+}
+
+// What one thread has initialised counts for all of the cluster, once they have met, and for the copy engine.
+__device__ __forceinline__ void initialised() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  show_to_copies();
+}
+
 // One lane of a whole warp.
 __device__ __forceinline__ u32 elected() {
   u32 mine;

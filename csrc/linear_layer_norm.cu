@@ -39,8 +39,6 @@ __device__ __forceinline__ void copied_back() {
   asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-__device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // What a block knows of a row: each of two values beside the number of the launch, so that neither is read without it.
 struct Record {
   u32 mean, launch, deviations, launch_again;
@@ -86,13 +84,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, ROWS == 64 ? 2 : 1) __clu
   if (PAIR > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      initialise(full + 8 * i, 1);
-      initialise(free + 8 * i, kMultiply / 32 * PAIR);
-    }
+    initialise_ring(full, free, STAGES, kMultiply / 32 * PAIR);
     initialise(brought, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    show_to_copies();
+    initialised();
   }
   if (warp == kMultiply / 32 && elected()) {
     prefetch(&x);

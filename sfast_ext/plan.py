@@ -66,8 +66,7 @@ class Plan:
         self._function: Callable[..., Sequence[torch.Tensor]] = graph_module.forward
         self._output_tree = output_tree
         self._output_strides = list(output_strides)
-        self._inputs: list[torch.Tensor] = []
-        self._copies: Copies | None = None
+        self._take([])
         self._graph: CapturedGraph | None = None
 
     @property
@@ -119,8 +118,7 @@ class Plan:
         """
         with pool.lock, torch.inference_mode(False), torch.no_grad():
             if not self._inputs:
-                self._inputs = [as_tensor(leaf, self.device).clone() for leaf in leaves]
-                self._copies = Copies(self._inputs)
+                self._take([as_tensor(leaf, self.device).clone() for leaf in leaves])
             else:
                 self._fill(leaves)
             try:
@@ -137,7 +135,7 @@ class Plan:
             except (NoGraph, torch.cuda.OutOfMemoryError) as exc:
                 self.no_graph_reason = str(exc)
                 report.event("graph pool", f"a plan runs without a CUDA graph: {exc}")
-                self._inputs, self._copies = [], None
+                self._take([])
                 return False
             report.count("graph_captures")
             self.state = REPLAYING
@@ -192,6 +190,10 @@ class Plan:
             self._run_static()
         current.wait_stream(side)
 
+    def _take(self, inputs: list[torch.Tensor]) -> None:
+        """What the CUDA graph reads, none where there is no graph."""
+        self._inputs, self._copies = inputs, Copies(inputs)
+
     def _fill(self, leaves: Sequence[Any]) -> None:
         sources: list[torch.Tensor | None] = []
         for static, leaf in zip(self._inputs, leaves):
@@ -203,8 +205,6 @@ class Plan:
                 static.fill_(leaf.item())
                 leaf = None
             sources.append(leaf)
-        if self._copies is None:
-            self._copies = Copies(self._inputs)
         self._copies(sources)
 
     def _hand_out(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -216,7 +216,7 @@ class Plan:
 
     def _evicted(self) -> None:
         self._graph = None
-        self._inputs, self._copies = [], None
+        self._take([])
         if self.state == REPLAYING:
             self.state = NO_GRAPH
 

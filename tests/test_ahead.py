@@ -43,7 +43,7 @@ def replayed(self: Planner, plan: Plan, call):
         return plan.run_eagerly(call.leaves)
     if plan._graph is None:
         with torch.inference_mode(False), torch.no_grad():
-            plan._inputs = [leaf.clone() for leaf in call.tensors(plan.device)]
+            plan._take([leaf.clone() for leaf in call.tensors(plan.device)])
             outputs = [output.clone() for output in plan._run_static()]
 
         def replay():

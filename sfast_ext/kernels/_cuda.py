@@ -79,11 +79,13 @@ def bind(index: int) -> None:
         _bound.index = index
 
 
-def _use_context(index: int) -> None:
-    # the runtime's own, which a thread that has called nothing of it yet is without
+def _use_context(index: int) -> Any:
+    """A GPU, for the driver."""
+    # the runtime's own context, which a thread that has called nothing of it yet is without
     driver = bindings()[0]  # type: ignore[index]
     device = checked(driver.cuDeviceGet(index))
     checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(device))))
+    return device
 
 
 def current_stream(index: int) -> int:
@@ -93,8 +95,8 @@ def current_stream(index: int) -> int:
 
 
 def tensor_map(x: Tensor, sizes: list[int], strides: list[int], box: list[int]) -> Any:
-    """A map for the copy engine over x's memory: `sizes`, innermost first; `strides` in bytes, of all but that; boxes
-    are rows of 32 or 128 bytes in shared memory, swizzled over their width, with zeros where there is no more of x."""
+    """A map for the copy engine over x's memory: `sizes`, innermost first; `strides` in bytes, of all but that; rows of
+    boxes are 32, 64 or 128 bytes in shared memory, swizzled over that width, with zeros where there is no more of x."""
     driver = bindings()[0]  # type: ignore[index]
     kind = "BFLOAT16" if x.dtype == torch.bfloat16 else "FLOAT16"
     return checked(
@@ -172,8 +174,7 @@ class Source:
 
     def _load(self, index: int, constants: dict[str, int], code: bytes | None) -> Any:
         driver = bindings()[0]  # type: ignore[index]
-        device = checked(driver.cuDeviceGet(index))
-        _use_context(index)
+        device = _use_context(index)
         code = code or self.compiled(architecture(index), constants)
         module = checked(driver.cuModuleLoadData(code))
         function = checked(driver.cuModuleGetFunction(module, self.name.encode()))

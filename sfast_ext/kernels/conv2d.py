@@ -262,9 +262,11 @@ def siblings(given: dict[str, int]) -> list[dict[str, int]]:
     turns = (True, False) if dtype == torch.float16 else (False,)
     found = []
     for group in dict.fromkeys((given["GROUP"], 0, *_GROUPS)):
-        pairs = not group or group * _USUAL_GROUPS >= _MANY_COLUMNS
-        tiles = [t._replace(turns=turn) for turn in turns for t in _WITH_STATISTICS if pairs or t.pair == 1]
-        found += [constants(tile, dtype, group) for tile in (tiles if group else TILES)]
+        tiles = TILES
+        if group:
+            pairs = group * _USUAL_GROUPS >= _MANY_COLUMNS
+            tiles = [t._replace(turns=turn) for turn in turns for t in _WITH_STATISTICS if pairs or t.pair == 1]
+        found += [constants(tile, dtype, group) for tile in tiles]
     return found
 
 

@@ -34,11 +34,15 @@ if TYPE_CHECKING:
     from . import PassContext
 
 
+Sizes = tuple[int, int, int]
+"""Rows, columns, terms of a sum."""
+
+
 class Match(NamedTuple):
     linear: fx.Node
     moved: fx.Node  # the linear, or its rows in another shape
     rest: tuple[Any, ...]  # the kernel's operands from the bias on
-    sizes: tuple[int, int, int]  # rows, columns, terms of a sum
+    sizes: Sizes
 
 
 def linear_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -48,14 +52,14 @@ def linear_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
     graph = gm.graph
     untouchable = mutated(graph)
     found = [(norm, match) for norm in graph.nodes if (match := operands(norm, untouchable)) is not None]
-    found = [(norm, match) for norm, match in found if kernel.pays(*match.sizes, ctx.device)]
-    if not found:
+    quicker = [s for s in dict.fromkeys(match.sizes for _, match in found) if kernel.pays(*s, ctx.device)]
+    if not quicker:
         return 0
-    records, count = shared_records(gm, ctx, [match for _, match in found]), 0
+    records, count = shared_records(gm, ctx, quicker, found[0][1].linear), 0
     for norm, _ in found:
         match = operands(norm, untouchable)  # anew: what was made so far took the place of others' operands
-        if match is None:
-            continue  # another norm of the same rows was first
+        if match is None or match.sizes not in records:
+            continue  # another norm of the same rows was first, or two kernels are quicker
         linear, moved, rest, sizes = match
         sums = is_op(norm, (add_layer_norm.launch,))
         # Where the sum was made, as others may use it before the norm is due. The norm's weights are at the top.
@@ -75,23 +79,21 @@ def linear_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
     return count
 
 
-def shared_records(gm: fx.GraphModule, ctx: PassContext, found: list[Match]) -> dict[tuple[int, int, int], fx.Node]:
+def shared_records(gm: fx.GraphModule, ctx: PassContext, found: list[Sizes], like: fx.Node) -> dict[Sizes, fx.Node]:
     """What blocks of the kernel leave for each other: zeros at the start of a call, shared by products whose tiles are
-    alike, as they follow each other."""
-    alike: dict[Any, list[tuple[int, int, int]]] = defaultdict(list)
-    for match in found:
-        rows, columns, depth = match.sizes
-        alike[rows, columns, kernel.best(rows, columns, depth, ctx.device)].append(match.sizes)
+    alike, as they follow each other. `like`: a node with a value on their device."""
+    alike: dict[Any, list[Sizes]] = defaultdict(list)
+    for rows, columns, depth in found:
+        alike[rows, columns, kernel.best(rows, columns, depth, ctx.device)].append((rows, columns, depth))
     counts = [kernel.record_count(*sizes[0], ctx.device) for sizes in alike.values()]
-    first = found[0].linear
-    parts: dict[tuple[int, int, int], fx.Node] = {}
+    parts: dict[Sizes, fx.Node] = {}
     head = next(node for node in gm.graph.nodes if node.op == "call_function")
     with gm.graph.inserting_before(head):
         options = {"dtype": torch.int64, "device": ctx.device}
-        zeros = call(gm.graph, aten.zeros.default, ([sum(counts)],), fake(first, (sum(counts),), torch.int64), options)
+        zeros = call(gm.graph, aten.zeros.default, ([sum(counts)],), fake(like, (sum(counts),), torch.int64), options)
         begin = 0
         for count, sizes in zip(counts, alike.values(), strict=True):
-            part = fake(first, (count,), torch.int64)
+            part = fake(like, (count,), torch.int64)
             node = call(gm.graph, aten.slice.Tensor, (zeros, 0, begin, begin + count), part)
             parts.update(dict.fromkeys(sizes, node))
             begin += count
