@@ -25,6 +25,7 @@ from sfast_ext.kernels import (
     linear_geglu,
     linear_layer_norm,
     linear_onto,
+    query_attention,
     timestep_embedding,
     upsample,
 )
@@ -39,6 +40,7 @@ MODULES: dict[str, Any] = {
     "bias_add": bias_add,
     "upsample": upsample,
     "attention": attention,
+    "query_attention": query_attention,
     "linear_add": linear_add,
     "linear_geglu": linear_geglu,
     "linear_layer_norm": linear_layer_norm,
@@ -68,6 +70,8 @@ GATED_LINEARS = [(8192, 1280, 320), (2048, 2560, 640), (512, 5120, 1280), (2048,
 HEADS = [(8, 4096, 4096, 40), (8, 1024, 1024, 80), (8, 256, 256, 160), (8, 4096, 77, 40), (8, 1024, 77, 80)]
 HEADS += [(8, 256, 77, 160), (8, 64, 64, 160), (10, 4096, 4096, 64), (20, 1024, 1024, 64), (20, 988, 988, 64)]
 HEADS += [(10, 4096, 77, 64), (20, 1024, 77, 64), (8, 4096, 4096, 80), (5, 9216, 9216, 64), (8, 6144, 6144, 40)]
+# images, rows, heads, columns of a head, keys: of SDXL, to the prompt
+PROMPTED = [(2, 1024, 20, 64, 77), (2, 4096, 10, 64, 77)]
 # rows, columns, inner dimension: the projections out of attention and feed-forward; the last four are SDXL's
 LINEARS = [
     (8192, 320, 320),
@@ -236,6 +240,11 @@ def _torch_linear_geglu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return _torch_geglu(F.linear(x, weight, bias))
 
 
+def _torch_query_attention(x: Tensor, weight: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = F.linear(x, weight).unflatten(-1, (k.shape[1], k.shape[3])).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v)
+
+
 def _torch_linear_add(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     return F.linear(x, weight, bias) + residual
 
@@ -378,3 +387,9 @@ def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[
                 for length in (queries, keys, keys)
             )
             yield _case("attention", f"2x{heads}x{queries}x{keys}x{size}", attention.reference, [q, k, v], {})
+    for images, rows, heads, size, keys in PROMPTED if "query_attention" in only else ():
+        columns = heads * size
+        x, weight = randn(images, rows, columns), randn(columns, columns) * columns**-0.5
+        k, v = randn(images, keys, 2 * columns).unflatten(-1, (2, heads, size)).transpose(1, 3).unbind(2)
+        shape = f"{images}x{rows}x{columns}x{keys}"
+        yield _case("query_attention", shape, _torch_query_attention, [x, weight, k, v], {})

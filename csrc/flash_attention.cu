@@ -11,6 +11,7 @@
 // rows are summed by a product with ones (four registers more, 32 additions less); BF16.
 
 #include "hopper.h"
+#include "from_registers.h"
 
 #if BF16
 #define TWO_ONES 0x3f803f80u
@@ -31,12 +32,6 @@ constexpr int kWideSteps = kSplit ? 4 : kSteps;
 // The power of 2 that a probability may exceed 1 by before sums are scaled to a new maximum: rounding is relative.
 constexpr float kSlack = 8.f;
 
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 __device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32 barrier, int column, int head, int key,
                                      int image) {
   asm volatile(
@@ -52,54 +47,12 @@ __device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32
 __device__ __forceinline__ u64 wide(u32 base, u32 bytes) { return u64(1u << 30 | 64) << 32 | (base + (bytes >> 4)); }
 __device__ __forceinline__ u64 narrow(u32 base, u32 bytes) { return u64(3u << 30 | 16) << 32 | (base + (bytes >> 4)); }
 
-#define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SIXTEEN(d, i) FOUR(d, i), FOUR(d, i + 4), FOUR(d, i + 8), FOUR(d, i + 12)
-
-// d (64, N) += a (64, 16) b; with keep = 0 instead of it. b lies as rows of N columns where TRANSPOSED, else as N rows.
-template <int TRANSPOSED>
-__device__ __forceinline__ void multiply(float (&d)[20], const u32 (&a)[4], u64 b, int keep) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %25, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n40k16.f32." TYPE "." TYPE
-      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19},"
-      " {%20, %21, %22, %23}, %24, p, 1, 1, %26; }"
-      : SIXTEEN(d, 0), FOUR(d, 16)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep), "n"(TRANSPOSED));
-}
-
-template <int TRANSPOSED>
-__device__ __forceinline__ void multiply(float (&d)[32], const u32 (&a)[4], u64 b, int keep) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE
-      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23,"
-      " %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, %38; }"
-      : SIXTEEN(d, 0), SIXTEEN(d, 16)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep), "n"(TRANSPOSED));
-}
-
-template <int TRANSPOSED>
-__device__ __forceinline__ void multiply(float (&d)[8], const u32 (&a)[4], u64 b, int keep) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %13, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE
-      " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, p, 1, 1, %14; }"
-      : FOUR(d, 0), FOUR(d, 4)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep), "n"(TRANSPOSED));
-}
-
 // d (64, 8) += a (64, 16) b.
 __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u64 b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE
                " {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
-               : FOUR(d, 0)
+               : FOUR_OF(d, 0)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-__device__ __forceinline__ float exp_2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // The maximum of all four lanes that hold a row.

@@ -36,6 +36,11 @@ __device__ __forceinline__ void arrive(u32 barrier, u32 rank) {
                : "memory");
 }
 
+// At one of this block.
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void initialise(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -186,6 +191,14 @@ __device__ __forceinline__ float2 unpacked(u32 both) {
   asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32." TYPE " %0, l; cvt.f32." TYPE " %1, h; }"
       : "=f"(y.x), "=f"(y.y)
       : "r"(both));
+  return y;
+}
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+__device__ __forceinline__ float exp_2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -5,8 +5,8 @@
 // other multiplies (CUTLASS calls it ping-pong). Blocks compute tiles until there are none left.
 //
 // What is given: WIDTH; STAGES; PAIR, how many blocks, with rows next to each other, share what they load of the weight,
-// 1 or 2; BAND, tiles of rows that are computed beside each other; GATE_FIRST, whether the gates are the first half of the
-// weight's rows; TANH, whether GELU is the one by tanh; BF16.
+// 1 or 2; GATE_FIRST, whether the gates are the first half of the weight's rows; TANH, whether GELU is the one by tanh;
+// BF16.
 
 #include "hopper.h"
 
@@ -32,12 +32,6 @@ __device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32
       "l"(map), "r"(term), "r"(row), "r"(half), "r"(barrier), "r"(mine)
       : "memory");
 #endif
-}
-
-__device__ __forceinline__ float exp_2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 __device__ __forceinline__ float inverse(float x) {
@@ -87,11 +81,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
     __syncthreads();
 
   const int tiles = tiles_down * tiles_across;
-  auto place = [&](int tile, int& row, int& column) {
-    const int band = tile / (BAND * tiles_across), inside = tile - band * BAND * tiles_across;
-    const int height = min(tiles_down - band * BAND, BAND);
-    row = ((band * BAND + inside % height) * PAIR + (PAIR > 1 ? int(rank) : 0)) * kRows;
-    column = inside / height * kOut;
+  auto place = [&](int tile, int& row, int& column) {  // of the same rows they follow each other
+    row = (tile / tiles_across * PAIR + (PAIR > 1 ? int(rank) : 0)) * kRows;
+    column = tile % tiles_across * kOut;
   };
 
   if (warp >= 8) {

@@ -17,6 +17,7 @@ def small(monkeypatch):
         "IMAGES": [(64, 4)],
         "GATED": [(6, 32)],
         "HEADS": [(2, 6, 5, 8)],
+        "PROMPTED": [(2, 6, 3, 8, 5)],
         "GATED_LINEARS": [(6, 16, 8)],
         "LINEARS": [(6, 16, 8)],
         "NORMED_LINEARS": [(6, 16, 8), (7, 24, 8)],

@@ -103,6 +103,7 @@ def test_kernels_of_no_node_have_a_row_of_their_own(monkeypatch):
         ("baddbmm", "linear"),
         ("scaled_dot_product_attention", "attention"),
         ("cross_attention", "attention"),
+        ("query_attention", "attention"),
         ("group_norm", "group norm"),
         ("cat_group_norm", "group norm"),
         ("native_layer_norm", "layer norm"),
@@ -121,7 +122,7 @@ def test_kinds_by_name(name, kind):
 
 
 def test_what_a_node_costs():
-    from sfast_ext.kernels import conv2d, conv_group_norm, linear_add, linear_layer_norm
+    from sfast_ext.kernels import conv2d, conv_group_norm, linear_add, linear_layer_norm, query_attention
 
     x, weight, residual = torch.randn(4, 6), torch.randn(8, 6), torch.randn(4, 8)
     found = kinds.cost(linear_add.launch, (x, weight, None, residual), {}, residual)
@@ -140,6 +141,12 @@ def test_what_a_node_costs():
     assert found == ("conv2d", "convolution", "2×3×4×5, 7×3×3×3", flops, 4 * (120 + 189 + 280))
     normed = kinds.cost(conv_group_norm.launch, (picture, weight, None, None, 7, None, None, 1e-5), {}, (None, out))
     assert normed == ("conv_group_norm", *found[1:])
+    x, weight, both, out = torch.randn(2, 6, 24), torch.randn(32, 24), torch.randn(2, 5, 64), torch.randn(2, 4, 6, 8)
+    k, v = both.unflatten(-1, (2, 4, 8)).transpose(1, 3).unbind(2)
+    found = kinds.cost(query_attention.launch, (x, weight, k, v), {"scale": 0.3}, out)
+    flops = 2 * 12 * 24 * 32 + 2 * 2 * 2 * 4 * 6 * 5 * 8  # of the product, and of the two of the attention
+    moved = 4 * (x.numel() + weight.numel() + both.numel() + out.numel())
+    assert found == ("query_attention", "attention", "2×6×24, 32×24, 2×4×5×8, 2×4×5×8", flops, moved)
 
 
 def test_the_page_keeps_the_words_around_its_tables(tmp_path, monkeypatch):

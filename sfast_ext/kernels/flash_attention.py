@@ -29,13 +29,14 @@ class Shape(NamedTuple):
     stages: int
     lag: int
     sum_by_product: bool
+    fewest: int = 0  # keys for which it is an answer
     round: float = 1.0  # what a round of blocks takes, beside those of the other shapes for the same size
     fill: float = 0.0  # the least share of their rounds that blocks fill, for the kernel to be the faster way
 
 
 SHAPES = {
     40: [Shape(4, 1, 12, 2, True, fill=0.7)],
-    64: [Shape(1, 4, 3, 1, False)],
+    64: [Shape(1, 4, 3, 1, False), Shape(2, 2, 6, 2, True, fewest=2048, round=0.93)],
     80: [Shape(2, 1, 10, 3, True, round=0.82), Shape(3, 1, 9, 3, True)],
 }
 
@@ -44,14 +45,15 @@ def takes(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
     """Whether `launch` can read the operands, and is the faster way."""
     if not reads(q, k, v, scale) or k.shape[2] < _FEWEST_KEYS:
         return False
-    shape = best(q)
+    shape = best(q, k)
     rounds = _rounds(q, shape)
     return rounds >= shape.fill * math.ceil(rounds)
 
 
-def best(q: Tensor) -> Shape:
-    """What takes the shortest time for q (B, H, L, D)."""
-    return min(SHAPES[q.shape[3]], key=lambda shape: math.ceil(_rounds(q, shape)) * shape.round)
+def best(q: Tensor, k: Tensor) -> Shape:
+    """What takes the shortest time for q (B, H, L, D) and k (B, H, S, D)."""
+    shapes = [shape for shape in SHAPES[q.shape[3]] if k.shape[2] >= shape.fewest]
+    return min(shapes, key=lambda shape: math.ceil(_rounds(q, shape)) * shape.round)
 
 
 def _rounds(q: Tensor, shape: Shape) -> float:
@@ -74,7 +76,7 @@ def reads(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
 def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """`attention.reference` without a mask, of operands that it `reads`; _cuda.Unavailable where it cannot be had."""
     images, heads, queries, size = q.shape
-    shape, out = best(q), like_queries(q)
+    shape, out = best(q, k), like_queries(q)
     grid = cdiv(queries, _ROWS * shape.groups), images * heads
     start(_KERNEL, grid, out, q, k, v, in_base_2(scale, size), **constants(size, shape, q.dtype))
     return out

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from sfast_ext.kernels import _cuda, _ring, geglu
 from sfast_ext.kernels._triton import INTERPRETED, cdiv, device_of, multiplies, multiprocessors, runs, start
 
-_BAND = 8  # tiles of rows that are computed beside each other, so that weights are read from the L2 cache
 _LEAST_SHARE = 0.9  # of a GPU's multiprocessors that tiles must fill: of fewer cuBLAS makes more
 _ALONE = 1.02  # what a tile takes that shares nothing, for the same tile in a pair
 
@@ -108,15 +107,12 @@ def _launch(
     return out
 
 
-def constants(
-    tile: Tile, dtype: torch.dtype, gate_first: bool = False, approximate: str = "none"
-) -> dict[str, int]:
+def constants(tile: Tile, dtype: torch.dtype, gate_first: bool = False, approximate: str = "none") -> dict[str, int]:
     """What the kernel is compiled for."""
     return {
         "WIDTH": tile.width,
         "STAGES": _ring.stages(tile.width),
         "PAIR": tile.pair,
-        "BAND": _BAND,
         "GATE_FIRST": int(gate_first),
         "TANH": int(approximate == "tanh"),
         "BF16": int(dtype == torch.bfloat16),

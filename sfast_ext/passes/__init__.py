@@ -28,6 +28,7 @@ from . import (
     linear_layer_norm,
     linear_onto,
     packed_linear,
+    query_attention,
     rewrite,
     sum_group_norm,
     timestep_embedding,
@@ -70,6 +71,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("conv_group_norm", conv_group_norm.conv_group_norm),
     ("upsample", upsample.upsample),
     ("timestep_embedding", timestep_embedding.timestep_embedding),
+    ("query_attention", query_attention.query_attention),
     ("attention", attention.attention),
 ]
 

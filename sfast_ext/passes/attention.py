@@ -21,13 +21,9 @@ def attention(gm: fx.GraphModule, ctx: PassContext) -> int:
     untouchable, count = mutated(gm.graph), 0
     function = kernels.pick(kernel, triton=ctx.triton)
     for node in list(gm.graph.nodes):
-        if (
-            not is_op(node, ATTENTION)
-            or len(node.args) < 3
-            or not untouchable.isdisjoint([node, *node.all_input_nodes])
-        ):
+        if not is_op(node, ATTENTION) or not untouchable.isdisjoint([node, *node.all_input_nodes]):
             continue
-        if argument(node, 4, "dropout_p", 0.0) != 0 or node.kwargs.get("enable_gqa", False):
+        if len(node.args) < 3 or argument(node, 4, "dropout_p", 0.0) != 0 or node.kwargs.get("enable_gqa", False):
             continue
         mask, causal = argument(node, 3, "attn_mask"), argument(node, 5, "is_causal", False)
         with gm.graph.inserting_before(node):
@@ -41,3 +37,13 @@ def attention(gm: fx.GraphModule, ctx: PassContext) -> int:
         replace(node, new)
         count += 1
     return count
+
+
+def plain(node: fx.Node) -> bool:
+    """Whether an attention is one of queries, keys and values, and nothing else."""
+    options = (
+        argument(node, 3, "attn_mask"),
+        argument(node, 4, "dropout_p", 0.0),
+        argument(node, 5, "is_causal", False),
+    )
+    return len(node.args) >= 3 and options == (None, 0.0, False) and not node.kwargs.get("enable_gqa", False)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sfast_ext.kernels import _cuda, conv2d, flash_attention, linear_geglu, linear_layer_norm
+from sfast_ext.kernels import _cuda, conv2d, flash_attention, linear_geglu, linear_layer_norm, query_attention
 
 HOPPER = "sm_90a"
 REGISTERS = 65536  # of a multiprocessor
@@ -110,6 +110,16 @@ def test_linear_layer_norm_compiles(tile, columns, dtype):
     assert less * 128 + more * 2 * tile.rows <= registers * threads
     asked = linear_layer_norm.shared_bytes(given) + fixed
     assert asked <= SHARED and blocks * (1024 + asked) <= SHARED + 1024
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_query_attention_compiles(dtype):
+    registers, fixed = built("query_attention", query_attention.constants(dtype))
+    # those that multiply take what the others give
+    source = (_cuda.SOURCES / "query_attention.cu").read_text()
+    less, more = map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32 (\d+)", source))
+    assert less * 128 + more * 256 <= registers * 384 <= REGISTERS
+    assert query_attention.shared_bytes() + fixed <= SHARED
 
 
 def test_what_was_compiled_is_kept(monkeypatch, tmp_path):

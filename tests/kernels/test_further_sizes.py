@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from sfast_ext import kernels
-from sfast_ext.kernels import _cuda, _precompile, _triton, conv2d, flash_attention, linear_geglu
+from sfast_ext.kernels import _cuda, _precompile, _triton, conv2d, flash_attention, linear_geglu, query_attention
 
 from .test_precompile import GPU, NORMED, graph_of
 
@@ -113,11 +113,26 @@ def test_any_tile_of_a_geglu_has_the_others_as_siblings(dtype, approximate, gate
 def test_any_shape_of_an_attention_has_as_siblings_what_further_sizes_ask_for(monkeypatch, size, dtype):
     monkeypatch.setattr(flash_attention, "multiprocessors", lambda device: 132)
     queries = [torch.empty(images, 8, n, size, device="meta") for images in (1, 2, 16) for n in range(256, 9216, 128)]
-    asked = [flash_attention.constants(size, flash_attention.best(q), dtype) for q in queries]
+    asked = [flash_attention.constants(size, flash_attention.best(q, q), dtype) for q in queries]
     for given in asked:
         siblings = flash_attention.siblings(given)
         assert all(other in siblings for other in asked) and len(siblings) == len(flash_attention.SHAPES[size])
     assert len({str(given) for given in asked}) == len(flash_attention.SHAPES[size])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_queries_and_their_attention_ask_for_the_same_at_any_size(monkeypatch, nvrtc, dtype):
+    monkeypatch.setattr(query_attention, "multiprocessors", lambda device: 132)
+    asked = []
+    for images, rows, heads in ((2, 1024, 20), (2, 4096, 10), (2, 988, 20), (2, 9216, 10), (8, 1024, 20)):
+        keys = (images, heads, 77, 64)
+        graph = graph_of((query_attention.launch, (images, rows, 64 * heads), (64 * heads, 64 * heads), keys, keys))
+        for node in graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = node.meta["val"].to(dtype)
+        asked += asked_by(graph)
+    given = query_attention.constants(dtype)
+    assert asked == [given] * 5 and query_attention.siblings(given) == [given]
 
 
 def family(count=5):

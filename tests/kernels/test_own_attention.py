@@ -119,9 +119,10 @@ def test_flash_attention_needs_keys_at_16_bytes(size):
 
 
 @pytest.mark.gpu
-def test_flash_attention_of_a_growing_maximum():
+def test_flash_attention_of_a_growing_maximum(monkeypatch):
     """Each block's scores rise by far more than the sums' slack, or are all far below zero."""
-    for size in (40, 64, 80):
+    for size, shape in ((size, shape) for size, shapes in flash_attention.SHAPES.items() for shape in shapes):
+        monkeypatch.setattr(flash_attention, "best", lambda q, k, shape=shape: shape)
         q, k, v = heads((1, 2, 300, 700, size), torch.float16, torch.device("cuda"))
         rising = k * torch.linspace(0, 8, 700, device=k.device).to(k.dtype)[:, None]
         for query, keys in ((q, rising), (q, -rising), (q.abs(), -4 * k.abs()), (4 * q, rising.flip(2))):
@@ -171,16 +172,20 @@ def test_flash_attention_in_each_shape(size, monkeypatch):
     q, k, v = heads((2, 3, 500, 700, size), torch.float16, torch.device("cuda"))
     wanted = attended(q, k, v)
     for shape in flash_attention.SHAPES[size]:
-        monkeypatch.setattr(flash_attention, "best", lambda q, shape=shape: shape)
+        monkeypatch.setattr(flash_attention, "best", lambda q, k, shape=shape: shape)
         close_rows(flash_attention.launch(q, k, v, None), wanted)
 
 
 @pytest.mark.parametrize(
-    ("queries", "size", "groups"), [(1024, 80, 2), (1536, 80, 3), (4096, 80, 3), (1653, 80, 2), (4096, 40, 4)]
+    ("queries", "size", "groups"),
+    [(1024, 80, 2), (1536, 80, 3), (4096, 80, 3), (1653, 80, 2), (4096, 40, 4), (1024, 64, 1), (4096, 64, 2)],
 )
 def test_the_shape_whose_rounds_take_least(queries, size, groups, monkeypatch):
     monkeypatch.setattr(flash_attention, "multiprocessors", lambda device: 132)
-    assert flash_attention.best(torch.empty(2, 8, queries, size, device="meta")).groups == groups
+    q = torch.empty(2, 8, queries, size, device="meta")
+    assert flash_attention.best(q, q).groups == groups
+    if size == 64:
+        assert flash_attention.best(q, q[:, :, :1000]).groups == 1  # few keys
 
 
 @pytest.mark.gpu

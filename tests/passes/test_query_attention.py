@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
+
+from sfast_ext import passes
+from sfast_ext.capture import capture
+from sfast_ext.kernels import query_attention as kernel
+from sfast_ext.passes.attention import attention
+from sfast_ext.passes.query_attention import query_attention
+from sfast_ext.passes.rewrite import is_weight, shape
+from sfast_ext.signature import flatten_call
+from sfast_ext.tools import models
+from sfast_ext.weights import WeightArena
+
+from .support import Traced, randn, relative
+
+CPU = torch.device("cpu")
+HALF = torch.bfloat16
+# images, rows, heads and columns of a head are as many, so that no shape tells dimensions from each other
+X, PROMPT = randn(4, 4, 16).to(HALF), randn(4, 5, 24).to(HALF)
+
+
+@pytest.fixture(autouse=True)
+def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel where it would not pay."""
+    monkeypatch.setattr(kernel, "pays", lambda images, rows, keys, depth, device: True)
+
+
+class Block(nn.Module):
+    def __init__(self, body: Callable[..., Any], bias: bool = False) -> None:
+        super().__init__()
+        self.q = nn.Linear(16, 16, bias=bias)
+        self.kv = nn.Linear(24, 32)
+        self.body = body
+
+    def forward(self, x: Tensor, prompt: Tensor) -> Any:
+        kv = self.kv(prompt).unflatten(-1, (2, 4, 4)).transpose(1, 3)
+        return self.body(self, x, kv[:, :, 0], kv[:, :, 1])
+
+    def heads(self, x: Tensor, dims: tuple[int, int] = (1, 2)) -> Tensor:
+        return self.q(x).view(4, 4, 4, 4).transpose(*dims)
+
+
+def sdpa(m: Block, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def attend(m: Block, x: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return sdpa(m, m.heads(x), k, v, **options)
+
+
+def traced_as(body: Callable[..., Any], dtype: torch.dtype = HALF, triton: bool = True, **options: Any) -> Traced:
+    traced = Traced(Block(body, **options).to(dtype), X.to(dtype), PROMPT.to(dtype))
+    traced.ctx.triton = triton
+    return traced
+
+
+def ours(traced: Traced) -> list[fx.Node]:
+    return [node for node in traced.graph.nodes if node.target is kernel.launch]
+
+
+def of_rows(*size: int) -> Callable[..., Tensor]:
+    """Rows as another number of images, or none, which queries are cut into first."""
+    return lambda m, x, k, v: sdpa(m, m.q(x.sin().reshape(*size, 16)).view(4, 4, 4, 4).transpose(1, 2), k, v)
+
+
+TAKEN: dict[str, tuple[Callable[..., Any], float | None]] = {
+    "as it is": (attend, None),
+    "a scale": (lambda *args: attend(*args, scale=0.3), 0.3),
+    "nothing else, in words": (lambda *args: attend(*args, attn_mask=None, dropout_p=0.0, is_causal=False), None),
+    "dimensions the other way round": (lambda m, x, k, v: sdpa(m, m.heads(x, (2, 1)), k, v), None),
+    "dimensions from the end": (lambda m, x, k, v: sdpa(m, m.heads(x, (-2, -3)), k, v), None),
+    "another reshape": (lambda m, x, k, v: sdpa(m, m.q(x).unflatten(-1, (4, 4)).transpose(1, 2), k, v), None),
+    "rows of all images": (of_rows(16), None),
+    "rows of two images": (of_rows(2, 8), None),
+    "rows that others see": (lambda m, x, k, v: (y := x.sin(), attend(m, y, k, v)), None),
+    "keys that others see": (lambda m, x, k, v: (k.sin(), v.cos(), attend(m, x, k, v)), None),
+}
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_the_queries_go_into_the_attention(what: str) -> None:
+    body, scale = TAKEN[what]
+    traced = traced_as(body)
+    (node,) = traced.find("scaled_dot_product_attention")
+    (q, k, v), users, size = node.args, list(node.users), shape(node)
+    heads = q.args[0]
+    linear = heads.args[0]
+    weight = linear.args[1]
+    assert traced.rewrite(query_attention) == 1
+    (new,) = ours(traced)
+    assert new.args[1:] == (weight, k, v) and is_weight(weight) and new.kwargs == {"scale": scale}
+    assert shape(new.args[0]) == (4, 4, 16) and shape(new) == size and list(new.users) == users
+    assert all(gone._erased for gone in (node, q, heads, linear))
+    assert traced.rewrite(attention) == 0
+    assert traced.error() < 2e-2
+
+
+def test_one_after_another() -> None:
+    traced = traced_as(lambda m, x, k, v: attend(m, attend(m, x, k, v).transpose(1, 2).reshape(4, 4, 16), k, v))
+    assert traced.rewrite(query_attention) == 2
+    one, other = ours(traced)
+    assert one.args[2:] == other.args[2:] and traced.ops()["linear"] == 1  # of keys and values
+    assert traced.error() < 2e-2
+
+
+def seen(which: str) -> Callable[..., Any]:
+    """What is between the linear layer and the attention, used a second time."""
+
+    def body(m: Block, x: Tensor, k: Tensor, v: Tensor) -> Any:
+        product = m.q(x)
+        heads = product.view(4, 4, 4, 4)
+        q = heads.transpose(1, 2)
+        return sdpa(m, q, k, v), {"product": product, "heads": heads, "queries": q}[which].sin()
+
+    return body
+
+
+def write(which: str) -> Callable[..., Any]:
+    def body(m: Block, x: Tensor, k: Tensor, v: Tensor) -> Any:
+        x, k, v = x.sin(), k.sin(), v.sin()
+        product = m.q(x)
+        heads = product.view(4, 4, 4, 4)
+        q = heads.transpose(1, 2)
+        y = sdpa(m, q, k, v)
+        written = {"rows": x, "keys": k, "values": v, "product": product, "heads": heads, "queries": q, "result": y}
+        written[which].mul_(2)
+        return y.sin()
+
+    return body
+
+
+def two(m: Block, x: Tensor, k: Tensor, v: Tensor) -> Any:
+    q = m.heads(x)
+    return sdpa(m, q, k, v), sdpa(m, q, v, k)
+
+
+def masked(m: Block, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend(m, x, k, v, attn_mask=k[:, :, :4, :1].expand(4, 4, 4, 5))
+
+
+def biased(m: Block, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sdpa(m, F.linear(x, m.q.weight, x[0, 0]).view(4, 4, 4, 4).transpose(1, 2), k, v)
+
+
+def cut(m: Block, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return sdpa(m, m.q(x).view(4, 8, 2, 4).transpose(1, 2), k[:, :2], v[:, :2])
+
+
+STAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "a mask": (masked, {}),
+    "causal": (lambda m, x, k, v: attend(m, x, k, v, is_causal=True), {}),
+    "a bias": (attend, {"bias": True}),
+    "a computed bias": (biased, {}),
+    "queries of two attentions": (two, {}),
+    "in between": (lambda m, x, k, v: sdpa(m, m.heads(x).relu(), k, v), {}),
+    "no product": (lambda m, x, k, v: sdpa(m, x.view(4, 4, 4, 4).transpose(1, 2), k, v), {}),
+    "not transposed": (lambda m, x, k, v: sdpa(m, m.q(x).view(4, 4, 4, 4), k, v), {}),
+    "images for heads": (lambda m, x, k, v: sdpa(m, m.heads(x, (0, 1)), k, v), {}),
+    "images for rows": (lambda m, x, k, v: sdpa(m, m.heads(x, (0, 2)), k, v), {}),
+    "rows for columns": (lambda m, x, k, v: sdpa(m, m.heads(x, (1, 3)), k, v), {}),
+    "heads for columns": (lambda m, x, k, v: sdpa(m, m.heads(x, (2, -1)), k, v), {}),
+    "transposed twice": (lambda m, x, k, v: sdpa(m, m.heads(x).transpose(1, 2), k, v), {}),
+    "rows cut into heads too": (cut, {}),
+    "no images": (lambda m, x, k, v: sdpa(m, m.q(x[0]).view(4, 4, 4).transpose(0, 1), k[0], v[0]), {}),
+    "keys for all images": (lambda m, x, k, v: attend(m, x, k[:1], v[:1]), {}),
+    "wider values": (lambda m, x, k, v: attend(m, x, k, torch.cat([v, v], -1)), {}),
+    "in float32": (lambda m, x, k, v: sdpa(m, m.heads(x).float(), k.float(), v.float()), {}),
+    **{f"the {which} seen by another": (seen(which), {}) for which in ("product", "heads", "queries")},
+    **{f"the {which} written to": (write(which), {}) for which in ("rows", "keys", "values", "product", "heads")},
+    **{f"the {which} written to": (write(which), {}) for which in ("queries", "result")},
+}
+
+
+@pytest.mark.parametrize("what", STAYS)
+def test_what_must_stay(what: str) -> None:
+    body, options = STAYS[what]
+    traced = traced_as(body, **options)
+    assert traced.rewrite(query_attention) == 0 and not ours(traced)
+    assert traced.error() < 1e-2
+
+
+def test_dropout_stays() -> None:
+    traced = traced_as(lambda m, x, k, v: attend(m, x, k, v, dropout_p=0.5))
+    assert traced.rewrite(query_attention) == 0 and not ours(traced)
+
+
+def test_grouped_queries_stay() -> None:
+    if "enable_gqa" not in str(torch.ops.aten.scaled_dot_product_attention.default._schema):
+        pytest.skip("this torch has no grouped queries")
+    traced = traced_as(lambda m, x, k, v: attend(m, x, k, v, enable_gqa=True))
+    assert traced.rewrite(query_attention) == 0 and not ours(traced)
+
+
+PLACES: dict[str, Callable[[fx.Node], Any]] = {
+    "result": lambda node: node,
+    "keys": lambda node: node.args[1],
+    "values": lambda node: node.args[2],
+    "queries": lambda node: node.args[0],
+    "heads": lambda node: node.args[0].args[0],
+    "product": lambda node: node.args[0].args[0].args[0],
+    "rows": lambda node: node.args[0].args[0].args[0].args[0],
+    "weight": lambda node: node.args[0].args[0].args[0].args[1],
+}
+
+
+@pytest.mark.parametrize("which", PLACES)
+def test_what_is_written_to_by_then_stays(which: str) -> None:
+    traced = traced_as(attend)
+    (node,) = traced.find("scaled_dot_product_attention")
+    place = PLACES[which](node)
+    place.meta["mutated"] = True
+    assert traced.rewrite(query_attention) == 0 and not ours(traced)
+    del place.meta["mutated"]
+    assert traced.rewrite(query_attention) == 1
+
+
+@pytest.mark.parametrize("to", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("which", PLACES)
+def test_what_is_of_another_dtype_stays(which: str, to: torch.dtype) -> None:
+    traced = traced_as(attend)
+    (node,) = traced.find("scaled_dot_product_attention")
+    place = PLACES[which](node)
+    kept = place.meta["val"]
+    place.meta["val"] = kept.to(to)
+    assert traced.rewrite(query_attention) == 0 and not ours(traced)
+    place.meta["val"] = kept
+    assert traced.rewrite(query_attention) == 1
+
+
+@pytest.mark.parametrize(("dtype", "triton"), [(torch.float32, True), (HALF, False)], ids=["float32", "no Triton"])
+def test_where_it_is_not_there(dtype: torch.dtype, triton: bool) -> None:
+    traced = traced_as(attend, dtype, triton)
+    assert traced.rewrite(query_attention) == 0 and not ours(traced)
+    assert traced.error() < 1e-2
+
+
+def test_what_would_not_pay_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def pays(*sizes: Any) -> bool:
+        asked.append(sizes)
+        return sizes[2][1] == 3
+
+    monkeypatch.setattr(kernel, "pays", pays)
+    traced = traced_as(lambda m, x, k, v: (attend(m, x, k, v), attend(m, x.sin(), k[:, :, 2:], v[:, :, 2:])))
+    assert traced.rewrite(query_attention) == 1
+    assert asked == [(4, 4, (4, 5, 4), 16, CPU), (4, 4, (4, 3, 4), 16, CPU)]
+    assert traced.ops()["scaled_dot_product_attention"] == 1 and shape(ours(traced)[0].args[2]) == (4, 4, 3, 4)
+    assert traced.error() < 2e-2
+
+
+@pytest.mark.parametrize("model", ["tiny-sd15", "tiny-sdxl"])
+def test_all_attentions_to_the_prompt_of_a_unet(model: str) -> None:
+    unet, exact = models.random_unet(model, dtype=HALF), models.random_unet(model)
+    exact.load_state_dict(unet.state_dict())
+    args, kwargs = models.unet_inputs(unet, 128, 128)
+    wide, named = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs))
+    arena, call = WeightArena(unet), flatten_call(args, kwargs, CPU)
+    inputs = call.tensors(CPU)
+    with torch.no_grad():
+        gm = capture(unet.forward, call, inputs, arena).graph_module
+        half, wanted = gm(*inputs)[0], exact(*wide, **named)[0]
+    counts = passes.run_passes(gm, passes.PassContext(arena, CPU, triton=True))
+    gm.graph.lint()
+    blocks = sum(type(module).__name__ == "BasicTransformerBlock" for module in unet.modules())
+    assert counts["query_attention"] == counts["attention"] == blocks > 0  # the others are of pictures to themselves
+    with torch.no_grad():
+        assert relative(gm(*inputs)[0], wanted) < 1.2 * relative(half, wanted) + 1e-3
