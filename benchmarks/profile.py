@@ -101,7 +101,7 @@ class Subject:
     def replay(self) -> torch.Tensor:
         if self.plan._graph is None:
             with plan_mode(self.device):
-                return self.plan._graph_module(*self._inputs)[0]
+                return self.plan._function(*self._inputs)[0]
         pool = pool_of(self.device)
         with pool.lock:
             pool.enter()

@@ -14,6 +14,7 @@ from torch import nn
 
 from sfast_ext.behaviour import BehaviourKeys, structure
 from sfast_ext.config import Config
+from sfast_ext.garbage import uncollected
 from sfast_ext.graph_pool import pool_of
 from sfast_ext.hooks import Hooks
 from sfast_ext.kernels._precompile import get_ready
@@ -208,18 +209,24 @@ class Accelerator(Planner):
         if found is None:
             return self.original(*args, **kwargs)
         mine = self._building.acquire(blocking=False)
+        if not mine:
+            return self._first(found, args, kwargs, build=False)
         try:
-            started = time.perf_counter()
-            watched = self._watched(found) if mine else None
-            # what a new plan is compared with is the original down to its parts: they need no plans of their own for it
-            with _building() if self.parts else contextlib.nullcontext():
-                result = self.original(*args, **kwargs) if watched is None else watched.run(self.original, args, kwargs)
-            if mine:
-                self._try_to_build(found, result, args, kwargs, time.perf_counter() - started, watched)
-            return result
+            with uncollected():
+                return self._first(found, args, kwargs, build=True)
         finally:
-            if mine:
-                self._building.release()
+            self._building.release()
+
+    def _first(self, found: Found, args: tuple[Any, ...], kwargs: dict[str, Any], build: bool) -> Any:
+        """The original's result for a call that no plan is for; and a plan, where one is to be built."""
+        started = time.perf_counter()
+        watched = self._watched(found) if build else None
+        # what a new plan is compared with is the original down to its parts: they need no plans of their own for it
+        with _building() if self.parts else contextlib.nullcontext():
+            result = self.original(*args, **kwargs) if watched is None else watched.run(self.original, args, kwargs)
+        if build:
+            self._try_to_build(found, result, args, kwargs, time.perf_counter() - started, watched)
+        return result
 
     def _try_to_build(self, found: Found, *told: Any) -> None:
         try:

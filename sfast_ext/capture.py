@@ -6,11 +6,9 @@ and scaled_dot_product_attention. Autocast acts below that level: `autocast.mate
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import time
 import traceback
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext import autocast, inplace
+from sfast_ext.garbage import uncollected
 from sfast_ext.signature import Call, NotOurs, flatten_output, rebuild_call
 from sfast_ext.state import State
 from sfast_ext.tracing import LIFTS, record, settle
@@ -122,18 +121,6 @@ def _settled(
 def _device_type(graph_module: fx.GraphModule) -> str:
     first = next(iter(graph_module.graph.nodes))
     return first.meta["val"].device.type if first.op == "placeholder" else "cpu"
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """No garbage collections: a capture makes and keeps tens of thousands of objects, among which they find nothing."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _recorded(

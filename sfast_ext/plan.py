@@ -14,6 +14,7 @@ from torch import fx
 from sfast_ext.graph_pool import CapturedGraph, GraphPool, NoGraph
 from sfast_ext.kernels.copies import Copies
 from sfast_ext.liveness import peak_bytes
+from sfast_ext.program import Program
 from sfast_ext.report import Report
 from sfast_ext.signature import Call, as_tensor, rebuild_output
 from sfast_ext.weights import Weight
@@ -61,9 +62,7 @@ class Plan:
         self._expected = peak_bytes(graph_module.graph) if device.type == "cuda" else 0
         self.weights = _bind_attributes(graph_module)
         self._graph_module = graph_module
-        # a graph that no pass rewrote may have no code yet
-        getattr(graph_module, "real_recompile", lambda: None)()
-        self._function: Callable[..., Sequence[torch.Tensor]] = graph_module.forward
+        self._function: Callable[..., Sequence[torch.Tensor]] = Program(graph_module)
         self._output_tree = output_tree
         self._output_strides = list(output_strides)
         self._take([])

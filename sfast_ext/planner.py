@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sfast_ext.capture import CaptureRefused, Recipe, capture, capture_watched, uncollected
+from sfast_ext.capture import CaptureRefused, Recipe, capture, capture_watched
 from sfast_ext.config import Config
 from sfast_ext.graph_pool import GraphPool, pool_of
 from sfast_ext.hooks import Hooks
@@ -176,14 +176,13 @@ class Planner:
         self.arena.sync()
         at("capture")
         try:
-            with uncollected():
-                recipes = self._recipes.setdefault(key[1:], set())  # type: ignore[index]
-                captured = capture_watched(watched, recipes, self.arena) if watched is not None else None
-                if captured is None:
-                    inputs = call.tensors(device)
-                    captured = capture(self._slot.original, call, inputs, self.arena, self.hooks.ignored)
-                    recipes.add(captured.recipe)
-                plan = rewritten(captured, call, self.arena, device, self.config)
+            recipes = self._recipes.setdefault(key[1:], set())  # type: ignore[index]
+            captured = capture_watched(watched, recipes, self.arena) if watched is not None else None
+            if captured is None:
+                inputs = call.tensors(device)
+                captured = capture(self._slot.original, call, inputs, self.arena, self.hooks.ignored)
+                recipes.add(captured.recipe)
+            plan = rewritten(captured, call, self.arena, device, self.config)
         except CaptureRefused as exc:
             has_numbers = any(not isinstance(leaf, torch.Tensor) for leaf in call.leaves)
             if exc.reads_value and has_numbers and found.generic not in self._static_numbers:

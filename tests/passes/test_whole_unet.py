@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sfast_ext.capture import capture
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.rewrite import CONV, is_cast, is_kernel, is_op
+from sfast_ext.program import Program
 from sfast_ext.signature import flatten_call
 from sfast_ext.weights import WeightArena
 
@@ -45,7 +46,7 @@ class Rewritten:
 
     def run(self) -> torch.Tensor:
         with torch.no_grad():
-            return self.gm(*self.inputs)[0]
+            return Program(self.gm)(*self.inputs)[0]
 
 
 @pytest.fixture(scope="module", params=NETWORKS)

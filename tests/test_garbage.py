@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from sfast_ext.garbage import uncollected
+
+
+@pytest.fixture
+def collections():
+    """The generations that are collected."""
+    seen: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            seen.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    yield seen
+    gc.callbacks.remove(note)
+
+
+class Ring:
+    def __init__(self) -> None:
+        self.own = self
+
+
+def kept(count: int) -> list[list[int]]:
+    return [[i] for i in range(count)]
+
+
+def test_nothing_is_collected_within(collections):
+    with uncollected():
+        ring = weakref.ref(Ring())
+        things = kept(200_000)
+        assert not collections and ring() is not None and not gc.isenabled()
+    assert gc.isenabled() and ring() is None and len(things) == 200_000
+
+
+def test_what_was_made_brings_about_no_collection_of_all_there_is(collections):
+    everything = 2
+    with uncollected():
+        things = kept(len(gc.get_objects()))
+    more = [kept(1000) for _ in range(30)]
+    assert collections and everything not in collections
+    del things, more
+
+
+def test_what_was_made_is_collected_later():
+    with uncollected():
+        ring = Ring()
+    gone = weakref.ref(ring)
+    del ring
+    gc.collect()
+    assert gone() is None
+
+
+def test_one_in_another_leaves_collections_off(collections):
+    with uncollected():
+        with uncollected():
+            pass
+        assert not gc.isenabled() and not collections
+    assert gc.isenabled()
+
+
+def test_where_they_were_off_they_stay_off(collections):
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled() and not collections
+    finally:
+        gc.enable()
+
+
+def test_what_somebody_has_frozen_stays_frozen():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        assert frozen > 0
+        with uncollected():
+            pass
+        assert gc.get_freeze_count() >= 0.9 * frozen and gc.isenabled()
+    finally:
+        gc.unfreeze()
+
+
+def test_an_exception_ends_it():
+    with pytest.raises(KeyError), uncollected():
+        raise KeyError
+    assert gc.isenabled()
