@@ -30,7 +30,6 @@ _MOST_KEYS = 80
 _WIDTH = _SIZE * _HEADS // 2  # columns of a group of warps
 _STAGES = 4
 
-
 # Microseconds of a round of blocks on an NVIDIA H200: its start and end, and 64 terms of the sum
 _START, _STEP = 3.7, 0.535
 # Of a product by cuBLAS and attention: their starts, and for a million results an attention's, and a term's of a sum

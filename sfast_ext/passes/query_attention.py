@@ -58,6 +58,7 @@ def query_attention(gm: fx.GraphModule, ctx: PassContext) -> int:
 
 
 def operands(node: fx.Node, ctx: PassContext, untouchable: set[fx.Node]) -> Match | None:
+    """Of an attention whose queries nobody else sees, made by a linear layer without a bias; None of others."""
     if not is_op(node, ATTENTION) or not plain(node):
         return None
     chain, (q, k, v) = [node], node.args[:3]
