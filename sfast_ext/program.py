@@ -37,38 +37,40 @@ class Program:
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self._graph_module = graph_module
         self._runs = 0
-        self._code: Callable[..., Any] | None = None
+        self._code: Callable[..., Any] = _unwritten
         self._slots: Slots = []  # weights and constants, and room for the rest
         self._inputs: list[int] = []
-        self._steps: list[_Step] = []
+        steps: list[_Step] = []
         self._output: Callable[[Slots], Any] = _nothing
         self._places: dict[fx.Node, int] = {}
         last = _last_uses(graph_module.graph)
         for node in graph_module.graph.nodes:
-            self._add(node, last.get(node, []))
+            self._add(node, last.get(node, []), steps)
         self._places.clear()
+        self._listed: tuple[Slots, list[_Step]] | None = self._slots, steps
+        self._slots = []
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         """The graph's flat outputs."""
-        if self._code is not None:
-            return self._code(*inputs)
         self._runs += 1
-        if self._runs > _OFTEN:
+        if self._runs == _OFTEN + 1:
             self._graph_module.recompile()
-            self._code = self._graph_module.forward
-            self._slots, self._steps = [], []
+            self._code, self._listed = self._graph_module.forward, None
+        listed = self._listed  # of which another thread may make code
+        if listed is None:
             return self._code(*inputs)
-        slots = self._slots.copy()
+        kept, steps = listed
+        slots = kept.copy()
         for place, x in zip(self._inputs, inputs, strict=True):
             slots[place] = x
         del inputs
-        for function, args, names, values, slot, dead in self._steps:
+        for function, args, names, values, slot, dead in steps:
             slots[slot] = function(*args(slots), **dict(zip(names, values(slots))))
             for place in dead:
                 slots[place] = None
         return self._output(slots)
 
-    def _add(self, node: fx.Node, read_last: list[fx.Node]) -> None:
+    def _add(self, node: fx.Node, read_last: list[fx.Node], steps: list[_Step]) -> None:
         if node.op == "output":
             self._output = self._maker(node.args[0])
             return
@@ -84,7 +86,7 @@ class Program:
         dead = tuple(self._places[n] for n in read_last if n.op != "get_attr")
         args, values = self._together(node.args), self._together(list(node.kwargs.values()))
         assert callable(node.target)
-        self._steps.append(_Step(node.target, args, tuple(node.kwargs), values, slot, dead))
+        steps.append(_Step(node.target, args, tuple(node.kwargs), values, slot, dead))
 
     def _keep(self, value: Any) -> int:
         self._slots.append(value)
@@ -125,6 +127,10 @@ class Program:
 
 def _nothing(slots: Slots) -> Sequence[Any]:
     return ()
+
+
+def _unwritten(*inputs: torch.Tensor) -> Any:
+    raise AssertionError("this graph has no code yet")
 
 
 def _nodes(arg: Any) -> list[fx.Node]:

@@ -149,3 +149,20 @@ def test_too_few_inputs_are_an_error():
     g = Graph()
     with pytest.raises(ValueError):
         Program(g.module(g.x))(X)
+
+
+def test_a_run_goes_on_while_others_make_code():
+    programs, within = [], []
+
+    def others(x: Tensor) -> Tensor:
+        if not within:
+            within.append(True)
+            for _ in range(_OFTEN + 1):
+                programs[0](X, Y)
+        return x
+
+    g = Graph()
+    program = Program(g.module(g.add(aten.add.Tensor, g.add(others, g.x), g.y)))
+    programs.append(program)
+    assert torch.equal(program(X, Y)[0], X + Y) and program._listed is None
+    assert torch.equal(program(Y, X)[0], X + Y)
