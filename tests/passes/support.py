@@ -7,14 +7,43 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map_only
 
-from sfast_ext.passes import PassContext
+from sfast_ext.capture import capture
+from sfast_ext.passes import PassContext, run_passes
+from sfast_ext.program import Program
+from sfast_ext.signature import flatten_call
+from sfast_ext.tools import models
 from sfast_ext.weights import WeightArena
 
 aten: Any = torch.ops.aten
 Pass = Callable[[fx.GraphModule, PassContext], int]
+
+
+class Whole:
+    """A UNet of half precision as a graph after all passes, as they are with Triton, beside one of full precision."""
+
+    def __init__(self, model: str, half: torch.dtype) -> None:
+        self.unet, exact = models.random_unet(model, dtype=half), models.random_unet(model)
+        exact.load_state_dict(self.unet.state_dict())
+        args, kwargs = models.unet_inputs(self.unet, 128, 128)
+        wide, named = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs))
+        cpu = torch.device("cpu")
+        arena, call = WeightArena(self.unet), flatten_call(args, kwargs, cpu)
+        self._inputs = call.tensors(cpu)
+        with torch.no_grad():
+            self.gm = capture(self.unet.forward, call, self._inputs, arena).graph_module
+            self._wanted = exact(*wide, **named)[0]
+            self.error_before = relative(self.gm(*self._inputs)[0], self._wanted)
+        self.counts = run_passes(self.gm, PassContext(arena, cpu, triton=True))
+        self.gm.graph.lint()
+
+    def error(self) -> float:
+        """Of the graph as it is, against full precision."""
+        with torch.no_grad():
+            return relative(Program(self.gm)(*self._inputs)[0], self._wanted)
 
 
 class Traced:

@@ -7,10 +7,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
-from sfast_ext import passes
-from sfast_ext.capture import capture
 from sfast_ext.kernels import linear_layer_norm as kernel
 from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.cleanup import cleanup
@@ -18,12 +15,8 @@ from sfast_ext.passes.layer_norm import add_layer_norm, layer_norm
 from sfast_ext.passes.linear_layer_norm import linear_layer_norm
 from sfast_ext.passes.linear_onto import linear_onto
 from sfast_ext.passes.rewrite import is_weight, shape
-from sfast_ext.program import Program
-from sfast_ext.signature import flatten_call
-from sfast_ext.tools import models
-from sfast_ext.weights import WeightArena
 
-from .support import Traced, name, randn, relative
+from .support import Traced, Whole, name, randn
 
 CPU = torch.device("cpu")
 HALF = torch.bfloat16
@@ -350,17 +343,8 @@ def test_what_would_not_pay_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("model", ["tiny-sd15", "tiny-sdxl"])
 def test_all_norms_of_a_unet(model: str) -> None:
-    unet, exact = models.random_unet(model, dtype=HALF), models.random_unet(model)
-    exact.load_state_dict(unet.state_dict())
-    args, kwargs = models.unet_inputs(unet, 128, 128)
-    wide, named = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs))
-    arena, call = WeightArena(unet), flatten_call(args, kwargs, CPU)
-    inputs = call.tensors(CPU)
-    with torch.no_grad():
-        gm = capture(unet.forward, call, inputs, arena).graph_module
-        half, wanted = gm(*inputs)[0], exact(*wide, **named)[0]
-    counts = passes.run_passes(gm, passes.PassContext(arena, CPU, triton=True))
-    gm.graph.lint()
+    whole = Whole(model, HALF)
+    unet, gm, counts = whole.unet, whole.gm, whole.counts
     launched = [node for node in gm.graph.nodes if node.target is kernel.launch]
     norms = sum(isinstance(module, nn.LayerNorm) for module in unet.modules())
     assert counts["linear_layer_norm"] == len(launched) == norms >= 30
@@ -369,5 +353,4 @@ def test_all_norms_of_a_unet(model: str) -> None:
     blocks = sum(type(module).__name__ == "Transformer2DModel" for module in unet.modules())
     assert sum(node.args[3] is None for node in launched) == blocks  # what goes into them
     assert sum(node.args[7] is not None for node in launched) == blocks == counts["linear_onto"]  # and out
-    with torch.no_grad():
-        assert relative(Program(gm)(*inputs)[0], wanted) < 1.2 * relative(half, wanted) + 1e-3
+    assert whole.error() < 1.2 * whole.error_before + 1e-3

@@ -7,20 +7,13 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
-from sfast_ext import passes
-from sfast_ext.capture import capture
 from sfast_ext.kernels import query_attention as kernel
 from sfast_ext.passes.attention import attention
 from sfast_ext.passes.query_attention import query_attention
 from sfast_ext.passes.rewrite import is_weight, shape
-from sfast_ext.program import Program
-from sfast_ext.signature import flatten_call
-from sfast_ext.tools import models
-from sfast_ext.weights import WeightArena
 
-from .support import Traced, randn, relative
+from .support import Traced, Whole, randn
 
 CPU = torch.device("cpu")
 HALF = torch.bfloat16
@@ -260,18 +253,8 @@ def test_what_would_not_pay_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("model", ["tiny-sd15", "tiny-sdxl"])
 def test_all_attentions_to_the_prompt_of_a_unet(model: str) -> None:
-    unet, exact = models.random_unet(model, dtype=HALF), models.random_unet(model)
-    exact.load_state_dict(unet.state_dict())
-    args, kwargs = models.unet_inputs(unet, 128, 128)
-    wide, named = tree_map_only(Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs))
-    arena, call = WeightArena(unet), flatten_call(args, kwargs, CPU)
-    inputs = call.tensors(CPU)
-    with torch.no_grad():
-        gm = capture(unet.forward, call, inputs, arena).graph_module
-        half, wanted = gm(*inputs)[0], exact(*wide, **named)[0]
-    counts = passes.run_passes(gm, passes.PassContext(arena, CPU, triton=True))
-    gm.graph.lint()
+    whole = Whole(model, HALF)
+    unet, counts = whole.unet, whole.counts
     blocks = sum(type(module).__name__ == "BasicTransformerBlock" for module in unet.modules())
     assert counts["query_attention"] == counts["attention"] == blocks > 0  # the others are of pictures to themselves
-    with torch.no_grad():
-        assert relative(Program(gm)(*inputs)[0], wanted) < 1.2 * relative(half, wanted) + 1e-3
+    assert whole.error() < 1.2 * whole.error_before + 1e-3
