@@ -36,16 +36,6 @@ constexpr int kPitch = WIDTH + 8;  // floats from row to row where blocks put su
 constexpr int kChunk = 32, kPitch = 2 * kChunk + 16;  // columns that a warp writes at a time, bytes from row to row
 #endif
 
-__device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32 barrier, int channel, int x, int y,
-                                     int image) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %7, 0;\n"
-      "@p cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3, %4, %5}], [%6]; }" ::"r"(to),
-      "l"(map), "r"(channel), "r"(x), "r"(y), "r"(image), "r"(barrier), "r"(mine)
-      : "memory");
-}
-
 // picture: a map over (images, height, width, channels), boxes of a tile's pixels by 64 channels. weight: over (columns,
 // 9 channels), boxes of WIDTH / PAIR by 64. out (images, height, width, columns). chunks: channels / 64. tiles_down: of
 // pixels, by PAIR; tiles_across: of columns. With GROUP: shift (images, columns) and its rows' stride, or null; residual like

@@ -32,16 +32,6 @@ constexpr int kWideSteps = kSplit ? 4 : kSteps;
 // The power of 2 that a probability may exceed 1 by before sums are scaled to a new maximum: rounding is relative.
 constexpr float kSlack = 8.f;
 
-__device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32 barrier, int column, int head, int key,
-                                     int image) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %7, 0;\n"
-      "@p cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3, %4, %5}], [%6]; }" ::"r"(to),
-      "l"(map), "r"(column), "r"(head), "r"(key), "r"(image), "r"(barrier), "r"(mine)
-      : "memory");
-}
-
 // Rows in shared memory for wgmma: swizzled over their width, groups of eight of them following each other. `base` is
 // where all tiles begin, in units of 16 bytes.
 __device__ __forceinline__ u64 wide(u32 base, u32 bytes) { return u64(1u << 30 | 64) << 32 | (base + (bytes >> 4)); }

@@ -88,6 +88,18 @@ __device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32
       : "memory");
 }
 
+// Of a map over images, of which three coordinates lie within each: channels, columns and rows, or a head's columns, heads
+// and keys.
+__device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32 barrier, int first, int second, int third,
+                                     int image) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %7, 0;\n"
+      "@p cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4, %5}], [%6]; }" ::"r"(to),
+      "l"(map), "r"(first), "r"(second), "r"(third), "r"(image), "r"(barrier), "r"(mine)
+      : "memory");
+}
+
 // To the same place in both blocks of a pair.
 __device__ __forceinline__ void copy_to_both(u32 mine, u32 to, const TensorMap* map, u32 barrier, int term, int row) {
   asm volatile(

@@ -33,15 +33,6 @@ __device__ __forceinline__ void copy(u32 mine, u32 to, const TensorMap* map, u32
       : "memory");
 }
 
-__device__ __forceinline__ void copy_head(u32 mine, u32 to, const TensorMap* map, u32 barrier, int head, int image) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %6, 0;\n"
-      "@p cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3, %2, %4}], [%5]; }" ::"r"(to),
-      "l"(map), "r"(0), "r"(head), "r"(image), "r"(barrier), "r"(mine)
-      : "memory");
-}
-
 __device__ __forceinline__ void copy_back(const TensorMap* map, u32 from, int column, int row, int image) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];\n"
                "cp.async.bulk.commit_group;" ::"l"(map),
@@ -113,8 +104,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           for (int j = 0; j < (i < 2 ? 2 : 1); ++j) {
             const int head = column * kHeads + i + 3 * j;
             const u32 to = base + slot * kStage + j * kHead;
-            copy_head(mine, to, &k_map, full + 8 * slot, head, image);
-            copy_head(mine, to + kTile, &v_map, full + 8 * slot, head, image);
+            copy(mine, to, &k_map, full + 8 * slot, 0, head, 0, image);
+            copy(mine, to + kTile, &v_map, full + 8 * slot, 0, head, 0, image);
           }
         }
       }

@@ -18,7 +18,6 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext import autocast, inplace
-from sfast_ext.garbage import uncollected
 from sfast_ext.signature import Call, NotOurs, flatten_output, rebuild_call
 from sfast_ext.state import State
 from sfast_ext.tracing import LIFTS, record, settle
@@ -74,9 +73,8 @@ def capture(
             numbers, depends on data, keeps state in its modules, or reads a tensor of unknown owner.
     """
     started = time.perf_counter()
-    with uncollected():
-        recorded = _recorded(function, call, inputs, arena, ignored)
-        return _settled(*recorded, _recipe(recorded[0]), arena, started)
+    recorded = _recorded(function, call, inputs, arena, ignored)
+    return _settled(*recorded, _recipe(recorded[0]), arena, started)
 
 
 def capture_watched(watched: Watched, recipes: Container[Recipe], arena: WeightArena) -> Captured | None:
@@ -87,12 +85,11 @@ def capture_watched(watched: Watched, recipes: Container[Recipe], arena: WeightA
         CaptureRefused: see `capture`.
     """
     started = time.perf_counter()
-    with uncollected():
-        recorded = watched.recorded()
-        if recorded is None:
-            return None
-        recipe = _recipe(recorded[0])
-        return _settled(*recorded, recipe, arena, started) if recipe in recipes else None
+    recorded = watched.recorded()
+    if recorded is None:
+        return None
+    recipe = _recipe(recorded[0])
+    return _settled(*recorded, recipe, arena, started) if recipe in recipes else None
 
 
 def _recipe(graph_module: fx.GraphModule) -> Recipe:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sfast_ext.kernels import _cuda
 from sfast_ext.kernels._triton import MAX_GRID_YZ, multiplies, next_power_of_2, runs
 
 LEAST = 16  # the narrowest block of a matrix product
@@ -24,6 +26,19 @@ def takes(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
         return False
     # offsets within an image have 32 bits
     return all(x.shape[1] * x.stride(1) + x.shape[2] * x.stride(2) < _LONGEST for x in (q, k, v))
+
+
+def can_be_mapped(*tensors: Tensor) -> bool:
+    """Whether `heads_map` can be made: memory, and what a stride leads to, begin at 16 bytes."""
+    return not any(x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:3]) for x in tensors)
+
+
+def heads_map(x: Tensor, columns: int, keys: int) -> Any:
+    """A tensor map over (B, H, S, D), whose boxes are some columns of some keys of a head, zeros where there are no
+    more."""
+    images, heads, count, size = x.shape
+    image, row, head = (stride * x.element_size() for stride in strides(x))
+    return _cuda.tensor_map(x, [size, heads, count, images], [head, row, image], [columns, 1, keys, 1])
 
 
 def blocks(size: int) -> tuple[int, int]:

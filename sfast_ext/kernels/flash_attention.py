@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sfast_ext.kernels import _attention, _cuda
-from sfast_ext.kernels._attention import in_base_2, like_queries, strides
+from sfast_ext.kernels._attention import can_be_mapped, heads_map, in_base_2, like_queries, strides
 from sfast_ext.kernels._triton import INTERPRETED, cdiv, device_of, multiprocessors, start
 
 _ROWS, _KEYS = 64, 64
@@ -65,9 +65,9 @@ def reads(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
     """Whether `launch` can read the operands, on this GPU."""
     if q.shape[-1] not in SHAPES or INTERPRETED or not _attention.takes(q, k, v, scale):
         return False
-    # tensor maps: memory, and what a stride leads to, begin at 16 bytes; queries are read by twos
-    if any(x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:3]) for x in (k, v)):
+    if not can_be_mapped(k, v):
         return False
+    # queries are read by twos
     if q.data_ptr() % 4 or any(stride % 2 for stride in q.stride()[:3]):
         return False
     return _KERNEL.available(device_of(q))
@@ -109,20 +109,13 @@ def shared_bytes(size: int, stages: int) -> int:
 def _prepared(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, **constants: int
 ) -> tuple[list[Any], int, int]:
-    maps = [_described(x, _WIDE) for x in (k, v)]
+    maps = [heads_map(x, _WIDE, _KEYS) for x in (k, v)]
     if q.shape[3] > _WIDE:
-        maps += [_described(x, _NARROW) for x in (k, v)]
+        maps += [heads_map(x, _NARROW, _KEYS) for x in (k, v)]
     numbers = [ctypes.c_int(x) for x in (q.shape[1], q.shape[2], k.shape[2])]
     offsets = [ctypes.c_longlong(x) for x in (*strides(q), *strides(out))]
     args = [out, q, *maps, *numbers, ctypes.c_float(scale), *offsets]
     return args, 128 * constants["GROUPS"], shared_bytes(q.shape[3], constants["STAGES"])
-
-
-def _described(x: Tensor, columns: int) -> Any:
-    """A tensor map over (B, H, S, D), whose boxes are some columns of a head's keys, zeros where there are no more."""
-    images, heads, keys, size = x.shape
-    image, row, head = (stride * x.element_size() for stride in strides(x))
-    return _cuda.tensor_map(x, [size, heads, keys, images], [head, row, image], [columns, 1, _KEYS, 1])
 
 
 _KERNEL = _cuda.Source("flash_attention", _prepared, ("out", "q", "k", "v", "scale"), siblings)

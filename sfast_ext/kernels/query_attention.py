@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels import _attention, _cuda, _ring, attention
-from sfast_ext.kernels._attention import in_base_2, strides
+from sfast_ext.kernels._attention import can_be_mapped, heads_map, in_base_2
 from sfast_ext.kernels._triton import (
     INTERPRETED,
     are_collected,
@@ -72,10 +72,7 @@ def takes(x: Tensor, weight: Tensor, k: Tensor, v: Tensor, scale: float | None =
         return False
     if not weight.dtype == k.dtype == x.dtype:
         return False
-    if not _attention.takes(k, k, v, scale):  # queries would be like keys
-        return False
-    # tensor maps: memory, and what a stride leads to, begin at 16 bytes
-    if any(t.data_ptr() % 16 or any(stride % 8 for stride in t.stride()[:3]) for t in (k, v)):
+    if not _attention.takes(k, k, v, scale) or not can_be_mapped(k, v):  # queries would be like keys
         return False
     read = [weight, x] if x.is_contiguous() else [weight]  # x is laid out anew where that is wanted
     if not are_collected() and not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in read):
@@ -138,17 +135,12 @@ def _prepared(
         box = [_ring.DEPTH, _ROWS, 1]
         return _cuda.tensor_map(t, [across, rows, images], [size * across, size * across * rows], box)
 
-    def heads(t: Tensor) -> Any:
-        image, row, head = (size * stride for stride in strides(t))
-        shape = [_SIZE, t.shape[1], t.shape[2], images]
-        return _cuda.tensor_map(t, shape, [head, row, image], [_SIZE, 1, _MOST_KEYS, 1])
-
     maps = [
         boxes(out, columns),
         boxes(x, depth),
         _cuda.tensor_map(weight, [depth, columns], [size * depth], [_ring.DEPTH, _WIDTH]),
-        heads(k),
-        heads(v),
+        heads_map(k, _SIZE, _MOST_KEYS),
+        heads_map(v, _SIZE, _MOST_KEYS),
     ]
     numbers = k.shape[2], cdiv(depth, _ring.DEPTH), cdiv(rows, _ROWS), columns // (_HEADS * _SIZE), _tiles(*out.shape)
     return [*maps, ctypes.c_float(scale), *map(ctypes.c_int, numbers)], _ring.THREADS, shared_bytes()

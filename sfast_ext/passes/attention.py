@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -23,27 +23,19 @@ def attention(gm: fx.GraphModule, ctx: PassContext) -> int:
     for node in list(gm.graph.nodes):
         if not is_op(node, ATTENTION) or not untouchable.isdisjoint([node, *node.all_input_nodes]):
             continue
-        if len(node.args) < 3 or argument(node, 4, "dropout_p", 0.0) != 0 or node.kwargs.get("enable_gqa", False):
+        found = options(node)
+        if found is None:
             continue
-        mask, causal = argument(node, 3, "attn_mask"), argument(node, 5, "is_causal", False)
         with gm.graph.inserting_before(node):
-            new = call(
-                gm.graph,
-                function,
-                node.args[:3],
-                node,
-                {"mask": mask, "is_causal": causal, "scale": node.kwargs.get("scale")},
-            )
+            new = call(gm.graph, function, node.args[:3], node, found)
         replace(node, new)
         count += 1
     return count
 
 
-def plain(node: fx.Node) -> bool:
-    """Whether an attention is one of queries, keys and values, and nothing else."""
-    options = (
-        argument(node, 3, "attn_mask"),
-        argument(node, 4, "dropout_p", 0.0),
-        argument(node, 5, "is_causal", False),
-    )
-    return len(node.args) >= 3 and options == (None, 0.0, False) and not node.kwargs.get("enable_gqa", False)
+def options(node: fx.Node) -> dict[str, Any] | None:
+    """An attention's options as the kernels take them; None where it has others that say something."""
+    if len(node.args) < 3 or argument(node, 4, "dropout_p", 0.0) != 0 or node.kwargs.get("enable_gqa", False):
+        return None
+    mask, causal = argument(node, 3, "attn_mask"), argument(node, 5, "is_causal", False)
+    return {"mask": mask, "is_causal": causal, "scale": node.kwargs.get("scale")}

@@ -8,7 +8,7 @@ from torch import fx
 
 from sfast_ext.kernels import query_attention as kernel
 
-from .attention import ATTENTION, plain
+from .attention import ATTENTION, options
 from .rewrite import (
     HALF,
     LINEAR,
@@ -59,7 +59,8 @@ def query_attention(gm: fx.GraphModule, ctx: PassContext) -> int:
 
 def operands(node: fx.Node, ctx: PassContext, untouchable: set[fx.Node]) -> Match | None:
     """Of an attention whose queries nobody else sees, made by a linear layer without a bias; None of others."""
-    if not is_op(node, ATTENTION) or not plain(node):
+    found = options(node) if is_op(node, ATTENTION) else None
+    if found is None or found["mask"] is not None or found["is_causal"]:
         return None
     chain, (q, k, v) = [node], node.args[:3]
     for ops in (_TRANSPOSE, RESHAPE, LINEAR):

@@ -41,3 +41,15 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The grid, arguments and constants of launches of the module's `kernel`, of which there are none then."""
+    found: list[Any] = []
+
+    def start(source: Any, grid: Any, *args: Any, **constants: Any) -> None:
+        found.append((grid, args, constants))
+
+    monkeypatch.setattr(request.module.kernel, "start", start)
+    return found

@@ -75,14 +75,6 @@ def test_the_tile_that_takes_least(size, wanted):
     assert (tile.rows, tile.width, tile.pair) == wanted
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """The grid, arguments and constants of launches that there are none of."""
-    found = []
-    monkeypatch.setattr(kernel, "start", lambda source, grid, *args, **constants: found.append((grid, args, constants)))
-    return found
-
-
 @each_fitting
 def test_blocks_that_wait_for_each_other_all_begin(monkeypatch, launched, tile, columns):
     """Those of a row, in pairs of them: all or none, and no more at once than there is room for."""

@@ -65,14 +65,6 @@ def test_slots_fit_a_block_and_begin_where_swizzles_do():
     assert kernel.shared_bytes() == 1024 + given["STAGES"] * slot <= 227 << 10 and slot % 1024 == 0
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """The grid, arguments and constants of launches that there are none of."""
-    found = []
-    monkeypatch.setattr(kernel, "start", lambda source, grid, *args, **constants: found.append((grid, args, constants)))
-    return found
-
-
 @half_dtype
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_what_the_kernel_is_told(monkeypatch, launched, scale, dtype):

@@ -81,6 +81,12 @@ class Traced:
             assert isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)) or node.op == "output", node
         return count
 
+    def outputs(self) -> list[Tensor]:
+        """What the graph gives for the inputs."""
+        with torch.no_grad():
+            out = self.gm(*self.inputs)
+        return [out] if isinstance(out, Tensor) else list(out)
+
     def error(self) -> float:
         """Relative error of the graph against the module; the largest of its outputs."""
         with torch.no_grad():

@@ -71,12 +71,6 @@ def ours(traced: Traced) -> list[fx.Node]:
     return [node for node in traced.graph.nodes if node.target is kernel.launch]
 
 
-def outputs(traced: Traced) -> list[Tensor]:
-    with torch.no_grad():
-        out = traced.gm(*traced.inputs)
-    return [out] if isinstance(out, Tensor) else list(out)
-
-
 NORMED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "a bias": (lambda m, x: m.norm(m.conv(x.sin())), {}),
     "an embedding": (lambda m, x: F.silu(m.norm(m.conv(x.sin()) + m.embedded(x))), {}),
@@ -95,7 +89,7 @@ def test_a_norm_goes_into_the_convolution_before_it(what: str) -> None:
     forward, options = NORMED[what]
     traced = traced_until(forward, **options)
     assert traced.ops()["group_norm"] == 1
-    before, (norm,) = outputs(traced), traced.find("group_norm")
+    before, (norm,) = traced.outputs(), traced.find("group_norm")
     given, asked = norm.args, {name: norm.kwargs[name] for name in ("silu", "out_dtype")}
     conv, shift = given[0], norm.kwargs["shift"]
     assert isinstance(conv, fx.Node)
@@ -109,7 +103,7 @@ def test_a_norm_goes_into_the_convolution_before_it(what: str) -> None:
     assert user.args == (node, 1) and node.meta["val"] == (None, user.meta["val"])
     assert traced.ops()["group_norm"] == 0
     assert traced.error() < 1e-2
-    assert all(torch.equal(a, b) for a, b in zip(outputs(traced), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(traced.outputs(), before, strict=True))
 
 
 SUMMED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -131,7 +125,7 @@ LAST = {"a product with a bias", "no bias"}  # where the convolution is the seco
 def test_so_does_the_norm_of_a_sum(what: str) -> None:
     forward, options = SUMMED[what]
     traced = traced_until(forward, **options)
-    before, (norm,) = outputs(traced), traced.find("add_group_norm")
+    before, (norm,) = traced.outputs(), traced.find("add_group_norm")
     summands, users = (norm.args[0], norm.args[2]), list(norm.users)
     conv, residual = reversed(summands) if what in LAST else summands
     bias, affine = norm.args[1], norm.args[4:]
@@ -144,7 +138,7 @@ def test_so_does_the_norm_of_a_sum(what: str) -> None:
     assert [shape(user) for user in users] == [value.shape for value in node.meta["val"]]
     assert traced.ops()["add_group_norm"] == 0
     assert traced.error() < 1e-2
-    assert all(relative(a, b) < 1e-3 for a, b in zip(outputs(traced), before, strict=True))
+    assert all(relative(a, b) < 1e-3 for a, b in zip(traced.outputs(), before, strict=True))
 
 
 def resnets(m: Block, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -81,12 +81,6 @@ def ours(traced: Traced) -> list[fx.Node]:
     return [node for node in traced.graph.nodes if node.target is kernel.launch]
 
 
-def outputs(traced: Traced) -> list[Tensor]:
-    with torch.no_grad():
-        out = traced.gm(*traced.inputs)
-    return [out] if isinstance(out, Tensor) else list(out)
-
-
 BARE, PLAIN = {"bias": False}, {"affine": False}
 SUMMED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "kept": (lambda m, x: (m.norm(y := m.first(x.sin()) + x), y), {}),
@@ -106,7 +100,7 @@ SUMMED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 def test_the_norm_of_a_sum_goes_into_the_product(what: str) -> None:
     body, options = SUMMED[what]
     traced = traced_until(body, **options)
-    before, (norm,) = outputs(traced), traced.find("add_layer_norm")
+    before, (norm,) = traced.outputs(), traced.find("add_layer_norm")
     linear, residual, factor, offset, eps = norm.args
     assert isinstance(linear, fx.Node)
     shift, users = norm.kwargs["shift"], list(norm.users)
@@ -119,7 +113,7 @@ def test_the_norm_of_a_sum_goes_into_the_product(what: str) -> None:
     assert [shape(user) for user in users] == [node.meta["val"][user.args[1]].shape for user in users]
     assert traced.ops()["add_layer_norm"] == 0 and linear._erased
     assert traced.error() < 1e-2
-    assert all(torch.equal(a, b) for a, b in zip(outputs(traced), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(traced.outputs(), before, strict=True))
 
 
 def moved(m: Block, x: Tensor) -> Any:
@@ -150,7 +144,7 @@ ALONE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 def test_so_does_a_norm_of_the_product_alone(what: str) -> None:
     body, options = ALONE[what]
     traced = traced_until(body, **options)
-    before, (norm,) = outputs(traced), traced.find("layer_norm")
+    before, (norm,) = traced.outputs(), traced.find("layer_norm")
     (linear,) = traced.find("linear")
     weight, bias = linear.args[1], linear.args[2] if len(linear.args) > 2 else None
     affine = norm.args[1:]
@@ -162,7 +156,7 @@ def test_so_does_a_norm_of_the_product_alone(what: str) -> None:
     assert all(shape(user) == node.meta["val"][i].shape for i, user in parts.items())
     assert traced.ops()["layer_norm"] == traced.ops()["linear"] == 0
     assert traced.error() < 1e-2
-    assert all(torch.equal(a, b) for a, b in zip(outputs(traced), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(traced.outputs(), before, strict=True))
 
 
 def test_a_block_of_a_transformer() -> None:
