@@ -19,6 +19,8 @@ from sfast_ext.kernels._cuda import current_stream
 from sfast_ext.report import Report
 
 MB = 1 << 20
+KEEPS = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
+"""Whether torch hands out the graphs that it captures."""
 
 
 class NoGraph(Exception):
@@ -34,6 +36,10 @@ class CapturedGraph:
         self.outputs = outputs
         self.size = size
         self.share = 1.0
+
+    def handles(self) -> tuple[int, int]:
+        """Of the graph as it was captured, and of what runs, for the driver; where torch KEEPS them."""
+        return self.graph.raw_cuda_graph(), self.graph.raw_cuda_graph_exec()
 
 
 class GraphPool:
@@ -170,7 +176,7 @@ class GraphPool:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True) if KEEPS else torch.cuda.CUDAGraph()
         collecting = gc.isenabled()
         # a collection in the midst of it could run anybody's destructors on the capturing stream
         gc.disable()
@@ -185,6 +191,8 @@ class GraphPool:
                     outputs = run()
                 finally:
                     graph.capture_end()
+            if KEEPS:
+                graph.instantiate()
         except BaseException:
             graph.reset()
             if not self._entries:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from sfast_ext.graph_pool import CapturedGraph, GraphPool, NoGraph
+from sfast_ext.graph_pool import KEEPS, CapturedGraph, GraphPool, NoGraph
 from sfast_ext.kernels.copies import Copies
 from sfast_ext.liveness import peak_bytes
 from sfast_ext.program import Program
@@ -123,7 +123,7 @@ class Plan:
             try:
                 self._warm_up(pool)
                 self._graph = pool.capture(
-                    self._run_static,
+                    self._run_captured,
                     self._evicted,
                     report,
                     max_graphs=max_graphs,
@@ -136,6 +136,8 @@ class Plan:
                 report.event("graph pool", f"a plan runs without a CUDA graph: {exc}")
                 self._take([])
                 return False
+            if KEEPS:
+                self._copies.join(*self._graph.handles())
             report.count("graph_captures")
             self.state = REPLAYING
             return True
@@ -180,6 +182,11 @@ class Plan:
     def _run_static(self) -> list[torch.Tensor]:
         with plan_mode(self.device):
             return list(self._function(*self._inputs))
+
+    def _run_captured(self) -> list[torch.Tensor]:
+        if KEEPS:
+            self._copies.begin()
+        return self._run_static()
 
     def _warm_up(self, pool: GraphPool) -> None:
         # outside the capture: kernels compile, libraries pick algorithms and allocate workspaces

@@ -231,8 +231,9 @@ class PretendedGraph:
     made: list[PretendedGraph] = []
     capturing: PretendedGraph | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, keep_graph: bool = False) -> None:
         self.again: Callable[[], Any] | None = None
+        self.kept = keep_graph
         self.made.append(self)
 
     def capture_begin(self, **_: Any) -> None:
@@ -242,6 +243,14 @@ class PretendedGraph:
     def capture_end(self) -> None:
         assert PretendedGraph.capturing is self
         PretendedGraph.capturing = None
+
+    def instantiate(self) -> None:
+        assert self.kept and PretendedGraph.capturing is None
+
+    def raw_cuda_graph(self) -> int:
+        return id(self)
+
+    raw_cuda_graph_exec = raw_cuda_graph
 
     def reset(self) -> None:
         self.again = None

@@ -1,14 +1,16 @@
-"""What a call brings, copied to where its graph reads it by one launch: csrc/copies.cu.
+"""What a call brings, copied to where its graph reads it by one kernel: csrc/copies.cu.
 
-torch takes 40 microseconds of the host's time to copy three tensors behind a graph, this 15 (on an NVIDIA H200's host).
-Where NVRTC is not there, torch copies one after another.
+It is the graph's first node, which is told anew before each replay whence it copies; where torch does not hand out its
+graphs, a launch of its own. torch takes 40 microseconds of the host's time to copy three tensors behind a graph, such a
+launch 15, new parameters for a node 5 (on an NVIDIA H200's host). Where NVRTC is not there, torch copies one after
+another.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ logger = logging.getLogger("sfast_ext")
 _MOST = 16  # tensors
 _LARGEST = 1 << 22  # bytes of one: of more torch makes more blocks
 _BLOCKS, _THREADS = 32, 256
+# of an entry of the kernel's table: to, from, bytes
+_ENTRY, _FROM, _BYTES = 3, 1, 2
+_SHARED = ("func", "gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes")
 
 
 class Copies:
@@ -34,11 +39,14 @@ class Copies:
     def __init__(self, targets: Sequence[Tensor]) -> None:
         self._targets = list(targets)
         self._index = targets[0].get_device() if targets else -1
-        some = [i for i, t in enumerate(targets) if t.is_contiguous() and 0 < t.nbytes <= _LARGEST][:_MOST]
-        self._kinds = {i: (targets[i].dtype, targets[i].nbytes, targets[i].data_ptr()) for i in some}
-        self._table = (ctypes.c_longlong * (3 * _MOST))()
+        some = [t.is_contiguous() and 0 < t.nbytes <= _LARGEST for t in self._targets[:_MOST]]
+        self._kinds = [(t.dtype, t.nbytes) if fits else None for t, fits in zip(self._targets, some)]
+        self._table = (ctypes.c_longlong * (_ENTRY * _MOST))()
+        for i, target in enumerate(self._targets[: len(self._kinds)]):
+            self._table[_ENTRY * i] = target.data_ptr()
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._table))
-        self._function = self._found() if self._index >= 0 and some and not INTERPRETED else None
+        self._function = self._found() if self._index >= 0 and any(some) and not INTERPRETED else None
+        self._tell_node: Callable[[], Any] | None = None
 
     def _found(self) -> Any:
         with torch.cuda.device(self._index):
@@ -48,37 +56,92 @@ class Copies:
                 return None  # the log has it
 
     def __call__(self, sources: Sequence[Tensor | None]) -> None:
-        """Copies each source, of its target's shape, on the current stream; a target of None stays as it is."""
-        taken: list[tuple[Tensor, Tensor]] = []
-        ours = self._function is not None and torch.cuda.current_device() == self._index
-        for i, (target, source) in enumerate(zip(self._targets, sources)):
-            if source is None:
+        """Copies each source, of its target's shape: on the current stream, or at the next replay of the graph that
+        they have become a part of. A target of None stays as it is.
+
+        Raises:
+            Unavailable: the graph cannot be told, and would read what was there before.
+        """
+        taken: list[int] = []
+        node = self._tell_node
+        ours = self._function is not None and (node is not None or torch.cuda.current_device() == self._index)
+        table, kinds, index = self._table, self._kinds, self._index
+        for i, source in enumerate(sources):
+            kind = kinds[i] if ours and i < len(kinds) else None
+            if kind is not None and source is not None and _alike(source, kind, index):
+                table[_ENTRY * i + _FROM] = source.data_ptr()
+                table[_ENTRY * i + _BYTES] = kind[1]
+                taken.append(i)
                 continue
-            kind = self._kinds.get(i) if ours else None
-            if kind is not None and (source.dtype, source.nbytes) == kind[:2] and _plain(source, self._index):
-                place = 3 * len(taken)
-                self._table[place : place + 3] = [kind[2], source.data_ptr(), kind[1]]
-                taken.append((target, source))
-            else:
-                target.copy_(source, non_blocking=True)
-        if taken:
+            if kind is not None:
+                table[_ENTRY * i + _BYTES] = 0
+            if source is not None:
+                self._targets[i].copy_(source, non_blocking=True)
+        if node is not None:
+            _cuda.checked(node())
+        elif taken:
             try:
-                self._launch(len(taken))
+                self._launch()
             except _cuda.Unavailable as exc:
                 logger.warning("copies.cu is not used any more: %s", exc)
                 self._function = None
-                for target, source in taken:
-                    target.copy_(source, non_blocking=True)
+                for i in taken:
+                    self._targets[i].copy_(sources[i], non_blocking=True)  # type: ignore[arg-type]
 
-    def _launch(self, count: int) -> None:
+    def _launch(self) -> None:
         driver = _cuda.bindings()[0]  # type: ignore[index]
         _cuda.bind(self._index)
         stream, table = _cuda.current_stream(self._index), ctypes.addressof(self._arguments)
-        _cuda.checked(driver.cuLaunchKernel(self._function, _BLOCKS, count, 1, _THREADS, 1, 1, 0, stream, table, 0))
+        grid = _BLOCKS, len(self._kinds), 1
+        _cuda.checked(driver.cuLaunchKernel(self._function, *grid, _THREADS, 1, 1, 0, stream, table, 0))
+
+    def begin(self) -> None:
+        """Is captured as the first node of a graph, which copies nothing until it is told what."""
+        if self._function is None:
+            return
+        for i in range(len(self._kinds)):
+            self._table[_ENTRY * i + _BYTES] = 0
+        try:
+            self._launch()
+        except _cuda.Unavailable as exc:
+            logger.warning("copies.cu is not used any more: %s", exc)
+            self._function = None
+
+    def join(self, graph: int, executable: int) -> None:
+        """From now on the first node of a graph copies: handles of what `begin` was captured in, and of what runs."""
+        if self._function is None:
+            return
+        driver = _cuda.bindings()[0]  # type: ignore[index]
+        try:
+            node, there = self._node(driver, driver.CUgraph(graph))
+            params = driver.CUDA_KERNEL_NODE_PARAMS()
+            for name in _SHARED:
+                setattr(params, name, getattr(there, name))
+            params.kernelParams = ctypes.addressof(self._arguments)
+        except Exception as exc:
+            logger.debug("copies are launched by themselves: %s", exc)
+            return
+        running, tell = driver.CUgraphExec(executable), driver.cuGraphExecKernelNodeSetParams
+        self._tell_node = lambda: tell(running, node, params)
+
+    def _node(self, driver: Any, graph: Any) -> tuple[Any, Any]:
+        """Of the graph's nodes that wait for none the one that `begin` made, and its parameters."""
+        _, count = _cuda.checked(driver.cuGraphGetRootNodes(graph))
+        nodes, _ = _cuda.checked(driver.cuGraphGetRootNodes(graph, count))
+        assert self._function is not None
+        own = int(self._function)
+        for node in nodes:
+            if _cuda.checked(driver.cuGraphNodeGetType(node)) != driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+                continue
+            params = _cuda.checked(driver.cuGraphKernelNodeGetParams(node))
+            if int(params.func) == own:
+                return node, params
+        raise _cuda.Unavailable("the graph has no such node")
 
 
-def _plain(source: Tensor, index: int) -> bool:
-    plain = type(source) is Tensor and source.get_device() == index
+def _alike(source: Tensor, kind: tuple[torch.dtype, int], index: int) -> bool:
+    """Whether its memory is as its target's."""
+    plain = type(source) is Tensor and source.get_device() == index and (source.dtype, source.nbytes) == kind
     return plain and source.is_contiguous() and not source.is_neg()
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sfast_ext.graph_pool import KEEPS
 from sfast_ext.kernels import _cuda, copies
 from sfast_ext.kernels.copies import Copies
 
@@ -34,6 +36,13 @@ def poisoned(like):
     return [torch.full_like(x, 77) for x in like]
 
 
+def copied(arguments):
+    """How many tensors the table of a launch, or of a node, names."""
+    table = ctypes.c_void_p.from_address(arguments).value
+    entries = (ctypes.c_longlong * (3 * copies._MOST)).from_address(table)
+    return sum(size > 0 for size in entries[2::3])
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """How many tensors each launch took."""
@@ -44,9 +53,9 @@ def launched(monkeypatch):
         def __getattr__(self, name):
             return getattr(driver, name)
 
-        def cuLaunchKernel(self, function, across, down, *rest):
-            taken.append(down)
-            return driver.cuLaunchKernel(function, across, down, *rest)
+        def cuLaunchKernel(self, *args):
+            taken.append(copied(args[-2]))
+            return driver.cuLaunchKernel(*args)
 
     monkeypatch.setattr(_cuda, "bindings", lambda: (Driver(), nvrtc))
     return taken
@@ -147,11 +156,11 @@ def test_a_launch_that_fails_is_the_last(monkeypatch):
     ours, tried = Copies(targets), []
     # -1 is a CPU's index
     ours._function = "a kernel"
-    ours._kinds = {i: (t.dtype, t.nbytes, t.data_ptr()) for i, t in enumerate(targets) if t.numel()}
+    ours._kinds = [(t.dtype, t.nbytes) if t.numel() else None for t in targets]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
 
     def failing(*args):
-        tried.append(args)
+        tried.append(copied(args[-2]))
         return (201,)
 
     monkeypatch.setattr(_cuda, "bindings", lambda: (SimpleNamespace(cuLaunchKernel=failing), None))
@@ -161,7 +170,143 @@ def test_a_launch_that_fails_is_the_last(monkeypatch):
         ours(sources)
         assert all(torch.equal(a, b) for a, b in zip(targets, sources))
         sources = [x + x for x in sources]
-    assert len(tried) == 1 and tried[0][2] == 7
+    assert tried == [7]
+
+
+def captured(ours, after=lambda: None):
+    """A graph that begins with these copies; `after` is what it does then."""
+    graph, side = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        graph.capture_begin()
+        ours.begin()
+        after()
+        graph.capture_end()
+    graph.instantiate()
+    ours.join(graph.raw_cuda_graph(), graph.raw_cuda_graph_exec())
+    torch.cuda.synchronize()
+    return graph
+
+
+needs_graphs = pytest.mark.skipif(not KEEPS, reason="this torch does not hand out its graphs")
+
+
+@pytest.mark.gpu
+@needs_graphs
+def test_a_graph_copies_before_all_else(launched):
+    sources = some(CUDA)
+    targets = poisoned(sources)
+    seen = poisoned(sources)
+    ours = Copies(targets)
+    graph = captured(ours, lambda: [a.copy_(b) for a, b in zip(seen, targets)])
+    assert launched == [0]
+    for _ in range(3):
+        sources = [x.clone() for x in some(CUDA)]
+        ours(sources)
+        assert not any(torch.equal(a, b) for a, b in zip(targets, sources) if a.dtype.is_floating_point and a.numel())
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(seen, sources))
+    assert launched == [0]
+
+
+@pytest.mark.gpu
+@needs_graphs
+def test_a_replay_that_waits_keeps_what_it_was_told():
+    target = torch.zeros(1 << 16, device=CUDA)
+    ours, seen = Copies([target]), []
+    graph = captured(ours)
+    torch.cuda._sleep(50_000_000)
+    sources = [torch.full_like(target, i) for i in range(20)]
+    for source in sources:
+        ours([source])
+        graph.replay()
+        seen.append(target.clone())
+    assert [int(x[-1]) for x in seen] == list(range(20)) and all((x == x[-1]).all() for x in seen)
+
+
+@pytest.mark.gpu
+@needs_graphs
+def test_what_torch_copies_a_graph_leaves_alone():
+    plain = some(CUDA)[0]
+    targets = [torch.zeros_like(plain) for _ in range(3)]
+    ours = Copies(targets)
+    graph = captured(ours)
+    ours([plain + 1, plain + 1, plain + 1])
+    graph.replay()
+    ours([plain.transpose(2, 3), None, plain.cpu()])
+    graph.replay()
+    wanted = [plain.transpose(2, 3), plain + 1, plain]
+    assert all(torch.equal(a, b) for a, b in zip(targets, wanted))
+
+
+class Nodes:
+    """A driver of one graph: by node its kind and its kernel."""
+
+    CUgraph = CUgraphExec = staticmethod(lambda handle: handle)
+    CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_KERNEL="kernel")
+    CUDA_KERNEL_NODE_PARAMS = SimpleNamespace
+
+    def __init__(self, **nodes):
+        self.nodes, self.told, self.status = nodes, [], 0
+
+    def cuGraphGetRootNodes(self, graph, count=0):
+        return 0, list(self.nodes)[:count], len(self.nodes)
+
+    def cuGraphNodeGetType(self, node):
+        return 0, self.nodes[node][0]
+
+    def cuGraphKernelNodeGetParams(self, node):
+        return 0, SimpleNamespace(**dict.fromkeys(copies._SHARED, 1) | {"func": self.nodes[node][1]})
+
+    def cuGraphExecKernelNodeSetParams(self, executable, node, params):
+        self.told.append((executable, node, params.func, copied(params.kernelParams)))
+        return (self.status,)
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Copies that have joined a graph of a driver, for CPU tensors."""
+
+    def join(driver, targets):
+        monkeypatch.setattr(_cuda, "bindings", lambda: (driver, None))
+        ours = Copies(targets)
+        ours._function = 7
+        ours.join(1, 2)
+        return ours
+
+    return join
+
+
+def test_its_own_node_is_told(joined):
+    sources = some(CPU)
+    driver = Nodes(memset=("memset", 0), other=("kernel", 5), ours=("kernel", 7))
+    ours = joined(driver, poisoned(sources))
+    ours(sources)
+    ours([None, *sources[1:]])
+    assert driver.told == [(2, "ours", 7, 7), (2, "ours", 7, 6)]
+
+
+def test_a_node_that_cannot_be_told_must_not_run(joined):
+    sources = some(CPU)
+    driver = Nodes(ours=("kernel", 7))
+    ours = joined(driver, poisoned(sources))
+    driver.status = 1
+    with pytest.raises(_cuda.Unavailable):
+        ours(sources)
+
+
+@pytest.mark.parametrize("nodes", [{}, {"other": ("kernel", 5)}, {"other": ("memset", 7)}], ids=str)
+def test_without_its_node_they_are_launched(monkeypatch, joined, nodes):
+    sources = some(CPU)
+    driver = Nodes(**nodes)
+    ours = joined(driver, poisoned(sources))
+    tried = []
+    driver.cuLaunchKernel = lambda *args: (tried.append(copied(args[-2])), (0,))[1]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # a CPU's index
+    monkeypatch.setattr(_cuda, "bind", lambda index: None)
+    monkeypatch.setattr(_cuda, "current_stream", lambda index: 0)
+    ours(sources)
+    assert tried == [7] and driver.told == []
 
 
 def test_on_a_cpu_torch_copies():
