@@ -61,6 +61,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
     initialise(order, 4);
     initialise(order + 8, 4);
     initialised();
+    next_may_begin();
   }
   if (kCluster > 1)
     meet();
@@ -78,21 +79,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
     if (warp == 8) {
       const u32 mine = elected();
       u32 slot = 0, parity = 1;
-      for (int tile = blockIdx.x / kCluster; tile < tiles; tile += gridDim.x / kCluster) {
-        const int box = down(tile), column = tile % tiles_across * WIDTH;
+      auto bring_weight = [&](int tile, int step, u32 slot) {
+        const u32 barrier = full + 8 * slot, to = base + slot * kStage + kPictureBytes;
+        const int column = tile % tiles_across * WIDTH, part = rank * (WIDTH / PAIR);
+        expect(mine, barrier, kStage);
+        if (PAIR > 1)
+          copy_to_both(mine, to + part * 128, &weight, barrier, step * kDepth, column + part);
+        else
+          copy(mine, to, &weight, barrier, step * kDepth, column);
+      };
+      const int first_tile = blockIdx.x / kCluster, ahead = min(STAGES, last_step - first_step);
+      for (int step = 0; step < ahead; ++step) bring_weight(first_tile, first_step + step, step);
+      after_previous();
+      for (int tile = first_tile; tile < tiles; tile += gridDim.x / kCluster) {
+        const int box = down(tile);
         const int x = box % boxes.wide << boxes.across, y = box / boxes.wide % boxes.high << boxes.down;
         const int image = box / (boxes.wide * boxes.high) * (kRows >> (boxes.across + boxes.down));
         int tap = first_step / chunks, chunk = first_step % chunks;
         for (int step = first_step; step < last_step; ++step) {
-          const u32 barrier = full + 8 * slot, to = base + slot * kStage;
-          wait(free + 8 * slot, parity);
-          expect(mine, barrier, kStage);
-          copy(mine, to, &picture, barrier, chunk * kDepth, x + tap % 3 - 1, y + tap / 3 - 1, image);
-          const int part = rank * (WIDTH / PAIR);
-          if (PAIR > 1)
-            copy_to_both(mine, to + kPictureBytes + part * 128, &weight, barrier, step * kDepth, column + part);
-          else
-            copy(mine, to + kPictureBytes, &weight, barrier, step * kDepth, column);
+          if (tile != first_tile || step - first_step >= ahead) {
+            wait(free + 8 * slot, parity);
+            bring_weight(tile, step, slot);
+          }
+          copy(mine, base + slot * kStage, &picture, full + 8 * slot, chunk * kDepth, x + tap % 3 - 1, y + tap / 3 - 1,
+               image);
           if (++chunk == chunks) {
             chunk = 0;
             ++tap;
@@ -109,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
 #endif
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    after_previous();
     const int group = __shfl_sync(~0u, warp >> 2, 0);
     const u32 target = PAIR > 1 ? lane : rank;
     float sum[kHalves][kSums];

@@ -114,8 +114,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   if (threadIdx.x == 0) {
     initialise_ring(full, free, STAGES, 4 * GROUPS);
     initialised();
+    next_may_begin();
   }
   __syncthreads();
+  after_previous();
   if (warp == 0)
     for (int i = 0; i < STAGES && i < blocks; ++i) load(i, i);
 

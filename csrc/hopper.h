@@ -62,6 +62,14 @@ __device__ __forceinline__ void initialised() {
   show_to_copies();
 }
 
+// The next kernel's blocks may take the places of this one's as these end, where it was launched to begin early. By a
+// thread of each block.
+__device__ __forceinline__ void next_may_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// From here on what the kernels in front have written is there, and what they read may be written: where this one was
+// launched to begin early they had not all ended before. By each thread that reads or writes such.
+__device__ __forceinline__ void after_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // One lane of a whole warp.
 __device__ __forceinline__ u32 elected() {
   u32 mine;

@@ -74,6 +74,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
     initialise(order, 4);
     initialise(order + 8, 4);
     initialised();
+    next_may_begin();
   }
   if (PAIR > 1)
     meet();
@@ -91,19 +92,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
     if (warp == 8) {
       const u32 mine = elected();
       u32 slot = 0, parity = 1;
-      for (int tile = blockIdx.x / PAIR; tile < tiles; tile += gridDim.x / PAIR) {
-        int row, column;
+      auto bring_weight = [&](int step, u32 slot, int column) {
+        const u32 barrier = full + 8 * slot;
+        expect(mine, barrier, kStage);
+#pragma unroll
+        for (int i = 0; i < 2 / PAIR; ++i) {
+          const int half = PAIR > 1 ? rank : i;
+          copy(mine, base + slot * kStage + kRowBytes + half * kPart, &weight, barrier, step * kDepth, column, half);
+        }
+      };
+      const int first_tile = blockIdx.x / PAIR, ahead = min(STAGES, steps);
+      int row, column;
+      place(first_tile, row, column);
+      for (int step = 0; step < ahead; ++step) bring_weight(step, step, column);
+      after_previous();
+      for (int tile = first_tile; tile < tiles; tile += gridDim.x / PAIR) {
         place(tile, row, column);
         for (int step = 0; step < steps; ++step) {
-          const u32 barrier = full + 8 * slot, to = base + slot * kStage;
-          wait(free + 8 * slot, parity);
-          expect(mine, barrier, kStage);
-          copy(mine, to, &x, barrier, step * kDepth, row);
-#pragma unroll
-          for (int i = 0; i < 2 / PAIR; ++i) {
-            const int half = PAIR > 1 ? rank : i;
-            copy(mine, to + kRowBytes + half * kPart, &weight, barrier, step * kDepth, column, half);
+          if (tile != first_tile || step >= ahead) {
+            wait(free + 8 * slot, parity);
+            bring_weight(step, slot, column);
           }
+          copy(mine, base + slot * kStage, &x, full + 8 * slot, step * kDepth, row);
           if (++slot == STAGES) {
             slot = 0;
             parity ^= 1;
@@ -113,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(PAIR,
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    after_previous();
     const int group = __shfl_sync(~0u, warp >> 2, 0);
     float sum[kHalves][kSums];
     u32 used = 0, previous = 0;  // slots so far, by both groups

@@ -8,7 +8,7 @@
 // and nothing is to be cleared. Blocks that wait for each other follow each other in the grid, and blocks begin in that
 // order: those of a row, twice as many in pairs, always get on.
 //
-// What is given: ROWS, 64 or 128; WIDTH; PARTS; STAGES; PAIR, how many blocks, with rows next to each other, share what
+// What is given: ROWS, 64, 128 or 192; WIDTH; PARTS; STAGES; PAIR, how many blocks, with rows next to each other, share what
 // they load of the weight, 1 or 2; BF16.
 
 #include "hopper.h"
@@ -19,6 +19,7 @@ constexpr int kSums = WIDTH / 2, kColumns = WIDTH * PARTS;  // sums of a thread;
 // Columns of a box of what is added or written; bytes of its rows, which are swizzled over that width, and of all of it.
 constexpr int kChunk = WIDTH % 32 ? 16 : 32, kLine = 2 * kChunk, kBox = ROWS * kLine;
 constexpr int kHelpers = 96;  // threads that bring what the tile's end needs
+constexpr int kRegisters = ROWS == 64 ? 216 : ROWS == 128 ? 232 : 152;  // of a thread that multiplies
 
 enum { kAfter, kFactor, kOffset, kVectors };
 constexpr int kBrought = 2, kUsed = 3, kGroup = 4;  // barriers: all of that is there; it is needed no more; of a group
@@ -88,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, ROWS == 64 ? 2 : 1) __clu
     initialise(brought, 1);
     initialised();
   }
+  if (threadIdx.x == 0) next_may_begin();
   if (warp == kMultiply / 32 && elected()) {
     prefetch(&x);
     prefetch(&weight);
@@ -107,19 +109,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, ROWS == 64 ? 2 : 1) __clu
     if (warp == kMultiply / 32) {
       const u32 mine = elected();
       u32 slot = 0, parity = 1;
+      auto bring_weight = [&](int tile, int step, u32 slot) {
+        const u32 barrier = full + 8 * slot, to = base + slot * kStage + kRowBytes;
+        const int column = tile % PARTS * WIDTH, part = rank * (WIDTH / PAIR);
+        expect(mine, barrier, kStage);
+        if (PAIR > 1)
+          copy_to_both(mine, to + part * 128, &weight, barrier, step * kDepth, column + part);
+        else
+          copy(mine, to, &weight, barrier, step * kDepth, column);
+      };
+      const int ahead = min(STAGES, steps);
+      for (int step = 0; step < ahead; ++step) bring_weight(first_tile, step, step);
+      after_previous();
       for (int tile = first_tile; tile < tiles; tile += stride) {
-        const int row = down(tile), column = tile % PARTS * WIDTH;
         for (int step = 0; step < steps; ++step) {
-          const u32 barrier = full + 8 * slot, to = base + slot * kStage;
-          wait(free + 8 * slot, parity);
-          expect(mine, barrier, kStage);
-          copy(mine, to, &x, barrier, step * kDepth, row);
-          if (PAIR > 1) {
-            const int part = rank * (WIDTH / PAIR);
-            copy_to_both(mine, to + kRowBytes + part * 128, &weight, barrier, step * kDepth, column + part);
-          } else {
-            copy(mine, to + kRowBytes, &weight, barrier, step * kDepth, column);
+          if (tile != first_tile || step >= ahead) {
+            wait(free + 8 * slot, parity);
+            bring_weight(tile, step, slot);
           }
+          copy(mine, base + slot * kStage, &x, full + 8 * slot, step * kDepth, down(tile));
           if (++slot == STAGES) {
             slot = 0;
             parity ^= 1;
@@ -127,6 +135,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, ROWS == 64 ? 2 : 1) __clu
         }
       }
     } else {
+      after_previous();
       const int helper = threadIdx.x - kMultiply - 32;
       for (int tile = first_tile; tile < tiles; tile += stride) {
         if (tile != first_tile) asm volatile("bar.sync %0, %1;" ::"n"(kUsed), "n"(kMultiply + kHelpers) : "memory");
@@ -152,10 +161,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, ROWS == 64 ? 2 : 1) __clu
       }
     }
   } else {
-    if (ROWS == 64)
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
-    else
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+    after_previous();
     const int group = __shfl_sync(~0u, warp >> 2, 0);
     auto look = [&](int which, int n) {  // columns 8 n + 2 (lane % 4) and the next
       return *(const u32*)&vectors[which][8 * n + 2 * (lane & 3)];

@@ -64,6 +64,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     initialise_ring(full, free, STAGES, kMultiply / 32);
     initialised();
+    next_may_begin();
   }
   __syncthreads();
 
@@ -84,17 +85,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           parity ^= 1;
         }
       };
-      for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        int image, row, column;
+      auto bring_weight = [&](int step, u32 slot, int column) {
+        const u32 barrier = full + 8 * slot, to = base + slot * kStage + kRowBytes;
+        expect(mine, barrier, kStage);
+#pragma unroll
+        for (int i = 0; i < kGroups; ++i)
+          copy(mine, to + i * WIDTH * 128, &weight, barrier, step * kDepth, column * kColumns + i * WIDTH);
+      };
+      const int first_tile = blockIdx.x;
+      int image, row, column;
+      place(first_tile, image, row, column);
+      for (int step = 0; step < STAGES; ++step) bring_weight(step, step, column);  // there are no fewer steps
+      after_previous();
+      for (int tile = first_tile; tile < tiles; tile += gridDim.x) {
         place(tile, image, row, column);
         for (int step = 0; step < steps; ++step, go_on()) {
-          const u32 barrier = full + 8 * slot, to = base + slot * kStage;
-          wait(free + 8 * slot, parity);
-          expect(mine, barrier, kStage);
-          copy(mine, to, &x, barrier, step * kDepth, row, image);
-#pragma unroll
-          for (int i = 0; i < kGroups; ++i)
-            copy(mine, to + kRowBytes + i * WIDTH * 128, &weight, barrier, step * kDepth, column * kColumns + i * WIDTH);
+          if (tile != first_tile || step >= STAGES) {
+            wait(free + 8 * slot, parity);
+            bring_weight(step, slot, column);
+          }
+          copy(mine, base + slot * kStage, &x, full + 8 * slot, step * kDepth, row, image);
         }
 #pragma unroll
         for (int i = 0; i < kMore; ++i, go_on()) {
@@ -112,6 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    after_previous();
     const int group = __shfl_sync(~0u, warp >> 2, 0), member = warp & 3;
     u32 slot = 0, parity = 0;
     auto go_on = [&] {

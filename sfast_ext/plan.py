@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from sfast_ext.graph_pool import KEEPS, CapturedGraph, GraphPool, NoGraph
+from sfast_ext.kernels._cuda import beginning_early
 from sfast_ext.kernels.copies import Copies
 from sfast_ext.liveness import peak_bytes
 from sfast_ext.program import Program
@@ -186,7 +187,9 @@ class Plan:
     def _run_captured(self) -> list[torch.Tensor]:
         if KEEPS:
             self._copies.begin()
-        return self._run_static()
+        # weights change between replays, if they do
+        with beginning_early(weight.tensor for weight in self.weights):
+            return self._run_static()
 
     def _warm_up(self, pool: GraphPool) -> None:
         # outside the capture: kernels compile, libraries pick algorithms and allocate workspaces

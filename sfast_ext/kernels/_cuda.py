@@ -6,6 +6,7 @@ kernels are not there, and their callers have another way. What was compiled is 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import functools
@@ -15,7 +16,8 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,10 @@ Prepare = Callable[..., tuple[list[Any], int, int]]
 numbers, tensor maps), threads of a block, bytes of shared memory."""
 Siblings = Callable[[dict[str, int]], Iterable[dict[str, int]]]
 """From constants of a launch: those that another size of picture may ask for, the likeliest first, these among them."""
+# where memory begins and ends that nothing captured writes, in order; None where kernels begin one after another
+_still: ContextVar[list[tuple[int, int]] | None] = ContextVar("still", default=None)
+# CUDA's version from which a capture keeps what a launch says of its beginning
+_KEEPS_BEGINNINGS = 12, 3
 # one for each file: what two threads ask for at once is made once
 _making: dict[Path, threading.Lock] = {}
 _bound = threading.local()
@@ -94,6 +100,40 @@ def current_stream(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream if raw is None else raw(index)
 
 
+@contextlib.contextmanager
+def beginning_early(still: Iterable[Tensor]) -> Iterator[None]:
+    """Within, in this thread, while it captures: a kernel may begin as the one in front of it ends, and read, before it
+    waits for that, the memory of `still`, which nothing that is captured writes ("programmatic dependent launch")."""
+    token = _still.set(_spans(still) if _beginnings_are_kept() else None)
+    try:
+        yield
+    finally:
+        _still.reset(token)
+
+
+@functools.lru_cache(maxsize=None)
+def _beginnings_are_kept() -> bool:
+    try:
+        built = tuple(int(part) for part in str(torch.version.cuda).split(".")[:2])
+        runs = checked(bindings()[0].cuDriverGetVersion())  # type: ignore[index]
+    except Exception:
+        return False
+    major, minor = _KEEPS_BEGINNINGS
+    return built >= _KEEPS_BEGINNINGS and runs >= 1000 * major + 10 * minor
+
+
+def _spans(still: Iterable[Tensor]) -> list[tuple[int, int]]:
+    return sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in still if t.is_cuda)
+
+
+def _lies_still(x: Tensor, spans: list[tuple[int, int]]) -> bool:
+    """Whether all memory of a dense tensor lies within one of the spans."""
+    dense = x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
+    begin = x.data_ptr()
+    place = bisect.bisect_right(spans, begin, key=lambda span: span[0]) - 1
+    return dense and place >= 0 and begin + x.nbytes <= spans[place][1]
+
+
 def tensor_map(x: Tensor, sizes: list[int], strides: list[int], box: list[int]) -> Any:
     """A map for the copy engine over x's memory: `sizes`, innermost first; `strides` in bytes, of all but that; rows of
     boxes are 32, 64 or 128 bytes in shared memory, swizzled over that width, with zeros where there is no more of x."""
@@ -121,12 +161,22 @@ class Source:
 
     As kernels of Triton do, it compiles for its constants, here what the file's macros are to be: `warmup` does so
     ahead, `self[grid](*args, **constants)` launches on the current stream.
+
+    Args:
+        reads_early: which arguments its kernel reads before it waits for the kernels in front, see `beginning_early`;
+            None for a kernel that does not wait.
     """
 
     def __init__(
-        self, name: str, prepare: Prepare, arg_names: tuple[str, ...], siblings: Siblings | None = None
+        self,
+        name: str,
+        prepare: Prepare,
+        arg_names: tuple[str, ...],
+        siblings: Siblings | None = None,
+        reads_early: tuple[str, ...] | None = None,
     ) -> None:
         self.name, self.prepare, self.arg_names = name, prepare, arg_names
+        self.reads_early = reads_early
         self.siblings: Siblings = siblings or (lambda given: ())
         self.kept = True  # whether the user's cache took what was compiled last
         self._functions: dict[Any, Any] = {}
@@ -158,7 +208,17 @@ class Source:
         blocks = (*grid, 1, 1)[:3]
         stream = current_stream(index)
         driver = bindings()[0]  # type: ignore[index]
-        checked(driver.cuLaunchKernel(function, *blocks, threads, 1, 1, shared, stream, ctypes.addressof(table), 0))
+        at = ctypes.addressof(table)
+        if self._begins_early(args):
+            checked(driver.cuLaunchKernelEx(_early(driver, blocks, threads, shared, stream), function, at, 0))
+        else:
+            checked(driver.cuLaunchKernel(function, *blocks, threads, 1, 1, shared, stream, at, 0))
+
+    def _begins_early(self, args: tuple[Any, ...]) -> bool:
+        spans = _still.get()
+        if spans is None or self.reads_early is None or not torch.cuda.is_current_stream_capturing():
+            return False
+        return all(_lies_still(args[self.arg_names.index(name)], spans) for name in self.reads_early)
 
     def _function(self, index: int, constants: dict[str, int], code: bytes | None = None) -> Any:
         key = index, *constants.items()
@@ -216,6 +276,19 @@ class Source:
             logger.debug("%s is compiled anew each time: %s", self.name, exc)
             return False
         return True
+
+
+def _early(driver: Any, blocks: tuple[int, ...], threads: int, shared: int, stream: int) -> Any:
+    """A launch that begins as the kernel in front of it ends."""
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared, stream
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 def _address(x: Tensor | None) -> ctypes.c_void_p:

@@ -14,7 +14,8 @@ _STAGING = 8 * 16 * 80  # bytes through which eight warps write 16 rows of 32 co
 def stages(width: int, staging: bool = True, rows: int = ROWS, beside: int = 0) -> int:
     """Slots that fit a block, of tiles so wide, beside what it writes through where it does, and so many bytes more. Of
     blocks of 64 rows two fit a multiprocessor."""
-    return min(_MOST_STAGES, (_SHARED * rows // ROWS - _OWN - _STAGING * staging - beside) // _slot(width, rows))
+    shared = _SHARED * min(rows, ROWS) // ROWS
+    return min(_MOST_STAGES, (shared - _OWN - _STAGING * staging - beside) // _slot(width, rows))
 
 
 def shared_bytes(width: int, stages: int, staging: bool = True, rows: int = ROWS) -> int:

@@ -307,4 +307,5 @@ def _prepared(
     return args, _ring.THREADS, shared_bytes(constants)
 
 
-_KERNEL = _cuda.Source("conv2d", _prepared, ("out", "x", "weight", "shift", "residual", "partial"), siblings)
+_NAMES = ("out", "x", "weight", "shift", "residual", "partial")
+_KERNEL = _cuda.Source("conv2d", _prepared, _NAMES, siblings, ("weight",))

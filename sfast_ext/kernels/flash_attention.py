@@ -118,4 +118,4 @@ def _prepared(
     return args, 128 * constants["GROUPS"], shared_bytes(q.shape[3], constants["STAGES"])
 
 
-_KERNEL = _cuda.Source("flash_attention", _prepared, ("out", "q", "k", "v", "scale"), siblings)
+_KERNEL = _cuda.Source("flash_attention", _prepared, ("out", "q", "k", "v", "scale"), siblings, ())

@@ -144,4 +144,4 @@ def _prepared(
     return args, _ring.THREADS, shared_bytes(constants)
 
 
-_KERNEL = _cuda.Source("linear_geglu", _prepared, ("out", "x", "weight", "bias"), siblings)
+_KERNEL = _cuda.Source("linear_geglu", _prepared, ("out", "x", "weight", "bias"), siblings, ("weight",))

@@ -56,6 +56,7 @@ TILES = [
     Tile(64, 160, 3.6, 0.43),
     Tile(128, 80, 5.0, 0.33),
     Tile(64, 80, 3.9, 0.235),
+    Tile(192, 128, 6.6, 0.535, pair=2),
 ]
 
 
@@ -278,4 +279,4 @@ def _prepared(
 
 
 _NAMES = ("total", "out", "x", "weight", "residual", "bias", "after", "factor", "offset", "records", "eps")
-_KERNEL = _cuda.Source("linear_layer_norm", _prepared, _NAMES, siblings)
+_KERNEL = _cuda.Source("linear_layer_norm", _prepared, _NAMES, siblings, ("weight",))

@@ -146,4 +146,4 @@ def _prepared(
     return [*maps, ctypes.c_float(scale), *map(ctypes.c_int, numbers)], _ring.THREADS, shared_bytes()
 
 
-_KERNEL = _cuda.Source("query_attention", _prepared, ("out", "x", "weight", "k", "v", "scale"), siblings)
+_KERNEL = _cuda.Source("query_attention", _prepared, ("out", "x", "weight", "k", "v", "scale"), siblings, ("weight",))

@@ -96,13 +96,13 @@ def test_sizes(size, tile, dtype):
 @each_tile
 @half_dtype
 def test_what_is_there(tile, dtype):
-    x, weight, *rest, eps = operands((2 * 350, 320, 72), dtype)
-    x, rest[1] = x.view(2, 350, 72), rest[1].view(2, 350, 320)
-    after = randn(320, dtype=dtype, device=CUDA)
+    x, weight, *rest, eps = operands((2 * 350, 640, 72), dtype)
+    x, rest[1] = x.view(2, 350, 72), rest[1].view(2, 350, 640)
+    after = randn(640, dtype=dtype, device=CUDA)
     for there in product((False, True), repeat=4):
         args = [x, weight, *(t if given else None for t, given in zip(rest, there, strict=True)), eps]
         total, y = by(tile, args)
-        assert total.shape == y.shape == (2, 350, 320)
+        assert total.shape == y.shape == (2, 350, 640)
         right((total, y), args)
         # the norm is of the sum before
         assert same(by(tile, args, after), (total + after, y))
@@ -114,12 +114,12 @@ def test_what_is_there(tile, dtype):
 def test_nothing_is_written_beyond_the_last_row(monkeypatch, rows, tile):
     def roomy(shape, **options):
         count = math.prod(shape)
-        memory = torch.full((count + 256 * 320,), math.nan, **options)
+        memory = torch.full((count + 256 * 640,), math.nan, **options)
         beyond.append(memory[count:])
         return memory[:count].view(shape)
 
-    args, beyond = operands((rows, 320, 64)), []
-    needed = kernel._records_of(rows, 320, tile)
+    args, beyond = operands((rows, 640, 64)), []
+    needed = kernel._records_of(rows, 640, tile)
     records = torch.zeros(needed + 4096, dtype=torch.int64, device=CUDA)
     monkeypatch.setattr(torch, "empty", roomy)
     right(by(tile, args, records=records), args)
@@ -133,7 +133,7 @@ def test_nothing_is_written_beyond_the_last_row(monkeypatch, rows, tile):
 @each_tile
 @pytest.mark.parametrize("few", [1, 19, 40])
 def test_blocks_that_take_several_tiles(monkeypatch, few, tile):
-    for columns in (320, 640, 1280):
+    for columns in (columns for columns in (320, 640, 1280) if kernel._fits(tile, columns)):
         args = operands((1976, columns, 200))
         wanted = by(tile, args)
         right(wanted, args)
@@ -238,17 +238,18 @@ def test_a_large_mean_costs_no_digits(tile):
 @pytest.mark.gpu
 @each_tile
 def test_rows_that_are_constant(tile):
-    args = operands((130, 320, 64))
+    args = operands((130, 640, 64))
     x, weight, bias, residual, factor, offset, eps = args
     bias.fill_(0.25)
     args = [x.zero_(), weight, bias, residual.fill_(3.0), factor, offset, eps]
     total, y = by(tile, args)
     assert total.eq(3.25).all()
-    torch.testing.assert_close(y, offset.expand(130, 320), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(y, offset.expand(130, 640), rtol=1e-3, atol=1e-3)
 
 
 UNETS = [(8192, 320, 320), (2048, 640, 640), (512, 1280, 1280), (2048, 1280, 1280), (2048, 1280, 5120)]
-UNETS += [(8192, 640, 640), (1976, 1280, 1280), (18432, 640, 640), (32768, 320, 320)]
+UNETS += [(8192, 640, 640), (1976, 1280, 1280), (18432, 640, 640), (32768, 320, 320), (4608, 1280, 1280)]
+UNETS += [(4608, 1280, 5120)]
 
 
 @pytest.mark.gpu
