@@ -10,24 +10,30 @@ import functools
 import importlib
 import logging
 import os
-import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
-from sfast_ext.kernels import _cuda, _triton
+from sfast_ext.kernels import _cuda, _further, _triton
+from sfast_ext.kernels._further import Call, Launch, Size
 
 logger = logging.getLogger("sfast_ext")
 
 MOST_THREADS = 16
-_KERNELS = "sfast_ext.kernels."
+_PAUSE = 3.0  # seconds that a first call takes, and a few calls of the plan it makes
+_LOOK = 0.1  # seconds between looks at whether they are over
 # what this process has compiled already: (device, key of the launch)
 _done: set[Any] = set()
+_caches = threading.Lock()
+
+_Task = tuple[str, Callable[[], None]]
+"""What is to be compiled, for the log, and how."""
 
 
 @functools.lru_cache(maxsize=None)
@@ -50,64 +56,109 @@ def _load_compilers() -> None:
             _cuda.bindings()
 
 
-class Launch(NamedTuple):
-    """A kernel and what it is compiled for: dtypes for its tensors, numbers, constants."""
-
-    kernel: Any
-    args: tuple[Any, ...]
-    constants: dict[str, Any]
-
-
 class Later:
-    """Compiles into the user's cache what further sizes of picture may ask for of kernels in CUDA C++, beside all else
-    and one after another."""
+    """Compiles what further sizes of picture may ask for, beside all else and one after another.
+
+    First kernels in CUDA C++, into the user's cache. Then those of Triton, whose compiler needs Python's lock for a
+    part of its time: these wait until first calls are over.
+    """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[_cuda.Source, str, dict[str, int]]] = deque()
+        self._waiting: deque[_Task] = deque()
+        self._patient: deque[_Task] = deque()  # what needs Python's lock
+        self._due = 0.0  # when that may begin
         self._met: set[Any] = set()  # what this process has compiled or queued
         self._thread: threading.Thread | None = None  # while there is work
         self._lock = threading.Lock()
 
-    def add(self, compiled: Iterable[Launch], device: torch.device) -> None:
-        """Queue the siblings of launches that were compiled."""
-        found = [(kernel, constants) for kernel, _, constants in compiled if isinstance(kernel, _cuda.Source)]
-        if not found:
-            return
-        architecture = _cuda.architecture(device.index)
+    def hold(self) -> None:
+        """A first call begins, or goes on: leave Python's lock to it."""
+        self._due = time.monotonic() + _PAUSE
+
+    def add(
+        self,
+        compiled: Iterable[Launch],
+        device: torch.device,
+        calls: Iterable[Call] = (),
+        latent: Size | None = None,
+    ) -> None:
+        """Queue the siblings of launches that were compiled, and what `calls` would launch for other sizes of the
+        latent than the given one; of these nothing where that is None."""
+        compiled, calls = list(compiled), list(calls)
         with self._lock:
-            self._met.update(_variant(source, architecture, constants) for source, constants in found)
-            for source, given in found:
-                for constants in source.siblings(given):
-                    variant = _variant(source, architecture, constants)
-                    if variant not in self._met:
-                        self._met.add(variant)
-                        self._waiting.append((source, architecture, constants))
-            if self._waiting and self._thread is None:
+            self._met.update(_variant(launch, device) for launch in compiled)
+            self._queue(compiled, device)
+            if calls and latent is not None:
+                for size in _further.further(latent):
+                    look = functools.partial(self._look_at, calls, latent, size, device)
+                    self._patient.append((f"what a latent of {size[0]}x{size[1]} asks for", look))
+                self.hold()
+            if (self._waiting or self._patient) and self._thread is None:
                 # no daemon, even if its starter is one: inside of NVRTC where Python ends, it might crash the process
                 thread = threading.Thread(target=self._work, name="sfast: further sizes", daemon=False)
                 thread.start()
                 self._thread = thread
 
+    def _look_at(self, calls: list[Call], latent: Size, size: Size, device: torch.device) -> None:
+        found = _further.launched(_further.resized(calls, latent, size), device)
+        with self._lock:
+            self._queue(found.values(), device)
+
+    def _queue(self, launches: Iterable[Launch], device: torch.device) -> None:
+        """Those that were not met, and siblings. The caller has the lock."""
+        for launch in launches:
+            source = isinstance(launch.kernel, _cuda.Source)
+            siblings = launch.kernel.siblings(launch.constants) if source else ()
+            for wanted in (launch, *(launch._replace(constants=constants) for constants in siblings)):
+                variant = _variant(wanted, device)
+                if variant in self._met:
+                    continue
+                self._met.add(variant)
+                name = f"{getattr(wanted.kernel, 'name', wanted.kernel)} for {wanted.constants}"
+                task = functools.partial(_keep if source else _warm_up, wanted, device)
+                (self._waiting if source else self._patient).append((name, task))
+
     def _work(self) -> None:
         while True:
             with self._lock:
                 # Python waits for it where it ends: for one compilation, not for all of them
-                if not self._waiting or not threading.main_thread().is_alive():
+                if not (self._waiting or self._patient) or not threading.main_thread().is_alive():
                     self._thread = None
                     return
-                source, architecture, constants = self._waiting.popleft()
+                queue = self._waiting or (self._patient if time.monotonic() >= self._due else None)
+                name, task = queue.popleft() if queue else ("", None)
+            if task is None:
+                time.sleep(_LOOK)
+                continue
             try:
-                if source.kept:  # else nobody would find it
-                    source.compiled(architecture, constants)
+                task()
             except Exception:
-                logger.debug("%s is left to its first launch for %s", source.name, constants, exc_info=True)
+                logger.debug("%s: left to the first launch", name, exc_info=True)
 
 
 _later = Later()
 
 
-def _variant(source: _cuda.Source, architecture: str, constants: dict[str, int]) -> Any:
-    return source.name, architecture, tuple(sorted(constants.items()))
+def _variant(launch: Launch, device: torch.device) -> Any:
+    """Equal for launches of which one compilation is enough."""
+    kernel = launch.kernel
+    if isinstance(kernel, _cuda.Source):
+        return kernel.name, _cuda.architecture(device.index), tuple(sorted(launch.constants.items()))
+    return device, _further.key(launch)
+
+
+def _keep(launch: Launch, device: torch.device) -> None:
+    """Compile a kernel in CUDA C++ into the user's cache."""
+    if launch.kernel.kept:  # else nobody would find it
+        launch.kernel.compiled(_cuda.architecture(device.index), launch.constants)
+
+
+def _warm_up(launch: Launch, device: torch.device) -> None:
+    """Compile a kernel of Triton into its caches. The first launch loads it: a CUDA graph that another thread captures
+    at the time would be spoilt."""
+    _make_cache(launch.kernel, device)
+    if _compile(launch, device, load=False) is None:
+        _compile(launch, device, load=False)
 
 
 def launches(graph: fx.Graph, device: torch.device | None = None) -> dict[Any, Launch]:
@@ -115,25 +166,7 @@ def launches(graph: fx.Graph, device: torch.device | None = None) -> dict[Any, L
 
     Told by the shapes and dtypes in the nodes' metadata; a node without them is left out.
     """
-    found: dict[Any, Launch] = {}
-    met: set[Any] = set()
-    for node in graph.nodes:
-        if node.op != "call_function" or not _launches_triton(node.target):
-            continue
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
-        shapes = str((node.target, _described(args), _described(kwargs)))
-        if shapes in met:
-            continue
-        met.add(shapes)
-        try:
-            with torch.no_grad(), _triton.collecting(device) as collected:
-                node.target(*_stand_ins(args), **_stand_ins(kwargs))
-        except Exception:
-            continue  # compiled when it is first launched
-        for kernel, operands, constants in collected:
-            launch = Launch(kernel, tuple(x.dtype if isinstance(x, torch.Tensor) else x for x in operands), constants)
-            found.setdefault(_key(launch), launch)
-    return found
+    return _further.launched(_further.calls(graph), device)
 
 
 def precompile(graph: fx.Graph, device: torch.device) -> int:
@@ -144,38 +177,54 @@ def precompile(graph: fx.Graph, device: torch.device) -> int:
     """
     if not _triton.AVAILABLE or _triton.INTERPRETED or device.type != "cuda":
         return 0
+    _later.hold()
     try:
-        wanted = {key: launch for key, launch in launches(graph, device).items() if (device, key) not in _done}
+        calls, latent = _further.calls(graph), _further.latent(graph)
+        found = _further.launched(calls, device)
+        wanted = {key: launch for key, launch in found.items() if (device, key) not in _done}
         for launch in wanted.values():
-            caches = getattr(launch.kernel, "device_caches", None)
-            if caches is not None and device.index is not None:
-                caches[device.index]  # made when first asked for: by each thread, were it not here by then
+            _make_cache(launch.kernel, device)
     except Exception:
         return 0
-    if not wanted:
-        return 0
-    with ThreadPoolExecutor(min(len(wanted), MOST_THREADS, os.cpu_count() or 1)) as pool:
-        tried = list(pool.map(lambda launch: _compile(launch, device), wanted.values()))
-    compiled = [
-        bool(done if done is not None else _compile(launch, device)) for launch, done in zip(wanted.values(), tried)
-    ]
-    _done.update((device, key) for key, done in zip(wanted, compiled) if done)
+    compiled = _compile_all(wanted, device) if wanted else []
+    if wanted and not compiled:
+        return 0  # nor would anything else compile
     try:
-        _later.add([launch for launch, done in zip(wanted.values(), compiled) if done], device)
+        _later.add(compiled, device, calls, latent)
     except Exception:
         logger.debug("further sizes are left to their first launches", exc_info=True)
-    return sum(compiled)
+    return len(compiled)
 
 
-def _compile(launch: Launch, device: torch.device) -> bool | None:
+def _compile_all(wanted: dict[Any, Launch], device: torch.device) -> list[Launch]:
+    """Those that were compiled."""
+    with ThreadPoolExecutor(min(len(wanted), MOST_THREADS, os.cpu_count() or 1)) as pool:
+        tried = list(pool.map(lambda launch: _compile(launch, device), wanted.values()))
+    compiled = []
+    for (key, launch), done in zip(wanted.items(), tried):
+        if done if done is not None else _compile(launch, device):
+            _done.add((device, key))
+            compiled.append(launch)
+    return compiled
+
+
+def _make_cache(kernel: Any, device: torch.device) -> None:
+    """What Triton keeps compilations of a kernel in: made when first asked for, by each thread, were it not there."""
+    caches = getattr(kernel, "device_caches", None)
+    if caches is not None and device.index is not None:
+        with _caches:
+            caches[device.index]
+
+
+def _compile(launch: Launch, device: torch.device, load: bool = True) -> bool | None:
     """Whether it compiled; None where it was in another thread's way, and should be tried by itself."""
     try:
         with torch.cuda.device(device):
             compiled = launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants)
             # loads it, and builds the launcher, with a C compiler in some versions of Triton
-            load: Callable[[], None] | None = getattr(compiled, "_init_handles", None)
-            if load is not None:
-                load()
+            handles: Callable[[], None] | None = getattr(compiled, "_init_handles", None)
+            if load and handles is not None:
+                handles()
         return compiled is not None
     except Exception as exc:
         if _disturbed(exc):
@@ -189,41 +238,3 @@ def _disturbed(exc: BaseException | None) -> bool:
     while exc is not None and not isinstance(exc, SystemError):
         exc = exc.__cause__ or exc.__context__
     return exc is not None
-
-
-def _launches_triton(target: Any) -> bool:
-    home = getattr(target, "__module__", "")
-    if not home.startswith(_KERNELS) or getattr(target, "__name__", "") != "launch":
-        return False
-    return getattr(sys.modules.get(home), "NEEDS_TRITON", True)
-
-
-def _stand_ins(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    if isinstance(x, dict):
-        return {name: _stand_ins(value) for name, value in x.items()}
-    return type(x)(_stand_ins(item) for item in x) if type(x) in (list, tuple) else x
-
-
-def _described(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
-        return x.dtype, tuple(x.shape), x.stride()
-    if isinstance(x, dict):
-        return [(name, _described(value)) for name, value in x.items()]
-    return [_described(item) for item in x] if isinstance(x, (list, tuple)) else x
-
-
-def _key(launch: Launch) -> Any:
-    """Equal for launches that share a compilation: of numbers Triton looks at some, and at what they are."""
-    kernel = launch.kernel
-    unlooked = set(getattr(kernel, "do_not_specialize", None) or ())  # names, or their places in older versions
-    seen: list[Any] = []
-    for place, (name, value) in enumerate(zip(kernel.arg_names, launch.args)):
-        if type(value) is not int:
-            seen.append(value if isinstance(value, torch.dtype) else type(value))
-            continue
-        wide = not -(2**31) <= value < 2**31
-        plain = name in unlooked or place in unlooked
-        seen.append(wide if plain else (wide, value == 1, value % 16 == 0))
-    return id(kernel), tuple(seen), tuple(sorted(launch.constants.items()))

@@ -7,12 +7,17 @@ card: `pytest -m gpu`, without the variable.
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from sfast_ext import kernels
+from sfast_ext.kernels import _cuda, _precompile, _triton, conv2d, linear_geglu
+
+from .support import finish
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -53,3 +58,44 @@ def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(request.module.kernel, "start", start)
     return found
+
+
+class Nvrtc:
+    """What it is asked for, in order, and how it answers."""
+
+    def __init__(self):
+        self.asked = []
+        self.answer = lambda constants: b"code"
+
+    def build(self, source, architecture, constants):
+        assert architecture == "sm_90a"
+        self.asked.append(constants)
+        return self.answer(constants), ""
+
+
+@pytest.fixture
+def nvrtc(monkeypatch, tmp_path):
+    """Stand-ins of NVRTC and a driver, with nothing compiled."""
+    compiler = Nvrtc()
+    monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr(_cuda, "bindings", lambda: (None, SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0))))
+    monkeypatch.setattr(_cuda, "build", compiler.build)
+    monkeypatch.setattr(
+        _cuda.Source, "_load", lambda self, index, given, code: code or self.compiled(_cuda.architecture(index), given)
+    )
+    for module in (conv2d, linear_geglu):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+        monkeypatch.setattr(module._KERNEL, "_functions", {})
+        monkeypatch.setattr(module._KERNEL, "_refused", set())
+        monkeypatch.setattr(module._KERNEL, "kept", True)
+    monkeypatch.setattr(_triton, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(_precompile, "_done", set())
+    monkeypatch.setattr(_precompile, "_later", _precompile.Later())
+    monkeypatch.setattr(_precompile, "_PAUSE", 0)
+    monkeypatch.setattr(_precompile, "_LOOK", 0.01)
+    yield compiler
+    compiler.answer = lambda constants: b"code"
+    finish()

@@ -1,4 +1,4 @@
-"""Random operands and the comparison with float64."""
+"""Random operands, the comparison with float64, and the end of what is compiled beside all else."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from sfast_ext.kernels import _precompile
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *HALF)
@@ -71,3 +73,11 @@ def needs_memory(gigabytes: int) -> None:
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 half_dtype = pytest.mark.parametrize("dtype", HALF, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def finish() -> None:
+    """Waits for what is compiled beside all else."""
+    thread = _precompile._later._thread
+    if thread is not None:
+        thread.join(60)
+        assert not thread.is_alive()

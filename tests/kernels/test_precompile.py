@@ -12,7 +12,9 @@ import torch
 from torch import fx
 
 from sfast_ext import kernels
-from sfast_ext.kernels import _precompile, _triton, attention, bias_add, geglu, group_norm, layer_norm
+from sfast_ext.kernels import _group_norm, _precompile, _triton, attention, bias_add, geglu, group_norm, layer_norm
+
+from .support import finish
 
 pytestmark = pytest.mark.skipif(
     not _triton.AVAILABLE or kernels.interpreted(), reason="needs Triton, and TRITON_INTERPRET unset"
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 GPU = torch.device("cuda", 0)
 MODULES = (layer_norm, geglu, bias_add)
+KERNELS = (*(module._kernel for module in MODULES), _group_norm._whole)
 NORMED, PICTURE = (2, 64, 320), (2, 320, 8, 8)
 
 
@@ -100,13 +103,16 @@ def card(monkeypatch, tmp_path):
     monkeypatch.setattr(compiled, "_init_handles", lambda self: loaded.append(self.name))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(_precompile, "_done", set())
-    if not all(hasattr(module._kernel, "device_caches") for module in MODULES):
+    monkeypatch.setattr(_precompile, "_PAUSE", 0)
+    monkeypatch.setattr(_precompile, "_later", _precompile.Later())
+    if not all(hasattr(kernel, "device_caches") for kernel in KERNELS):
         pytest.skip("this Triton keeps what it compiled elsewhere")
-    for module in MODULES:
-        module._kernel.device_caches.clear()
+    for kernel in KERNELS:
+        kernel.device_caches.clear()
     yield loaded
-    for module in MODULES:
-        module._kernel.device_caches.clear()
+    finish()
+    for kernel in KERNELS:
+        kernel.device_caches.clear()
 
 
 def small():
@@ -136,6 +142,21 @@ def test_what_is_compiled_ahead_is_what_a_launch_looks_for(card):
         for kernel, args, constants in collected:
             kernel.warmup(*args, grid=(1,), **constants)  # a launch but for the launching
     assert compiled() == before
+
+
+def test_what_a_further_size_launches_is_compiled_but_not_loaded(card):
+    def pictures(*sides):
+        return graph_of(*[(group_norm.launch, (2, 1280, side, side), 32, None, None, 1e-5) for side in sides])
+
+    assert _precompile.precompile(pictures(8), GPU) == 1 == len(card)
+    finish()
+    compiled = set(_group_norm._whole.device_caches[0][0])
+    assert len(compiled) == 2 and len(card) == 1
+    for launch in _precompile.launches(pictures(8, 16), GPU).values():
+        launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants)
+    assert set(_group_norm._whole.device_caches[0][0]) == compiled
+    assert _precompile.precompile(pictures(16), GPU) == 1  # loads it
+    assert len(card) == 2
 
 
 def test_a_second_graph_compiles_only_what_is_new(card):
@@ -198,6 +219,7 @@ def test_a_run_after_it_compiles_nothing(monkeypatch):
     device = torch.device("cuda", torch.cuda.current_device())
     compiled = []
     monkeypatch.setattr(_precompile, "_done", set())
+    monkeypatch.setattr(_precompile.Later, "add", lambda *given: None)
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **details: compiled.append(details["repr"]))
     calls = [
         (layer_norm.launch, [(3, 77, 352), (352,), (352,)], [1e-5]),
