@@ -82,9 +82,10 @@ LINEARS = [
     (512, 1280, 5120),
 ]
 LINEARS += [(2048, 1280, 1280), (2048, 1280, 5120), (8192, 640, 640), (8192, 640, 2560)]
-# as above; the last six are SDXL's
+# as above; the last eight are SDXL's
 NORMED_LINEARS = [(8192, 320, 320), (2048, 640, 640), (512, 1280, 1280), (2048, 1280, 1280), (2048, 1280, 5120)]
 NORMED_LINEARS += [(8192, 640, 640), (8192, 640, 2560), (1976, 1280, 1280), (18432, 640, 640)]
+NORMED_LINEARS += [(4608, 1280, 1280), (4608, 1280, 5120)]
 # channels from below, channels of the skip connection, height; the last five are SDXL's
 JOINED = [(1280, 1280, 8), (1280, 1280, 16), (1280, 640, 16), (1280, 640, 32), (640, 640, 32), (640, 320, 32)]
 JOINED += [(640, 320, 64), (320, 320, 64)]
