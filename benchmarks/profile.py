@@ -5,7 +5,9 @@
     python -m benchmarks.profile --page benchmarks/results/profile-*.json     # writes benchmarks/profile.md
 
 Which kernel belongs to which node of the rewritten graph is seen in a run node by node; how long it takes, in replays
-of the CUDA graph, where the same kernels run in the same order. The ceilings are measured in the same process.
+of the CUDA graph, where the same kernels run in the same order, one after another. Where they begin before the one in
+front has ended, and wait for it, that is seen in the run by nodes too, in which they do not. The ceilings are measured
+in the same process.
 """
 
 from __future__ import annotations
@@ -122,7 +124,9 @@ def analyse(events: Sequence[trace.Event], costs: Mapping[str, Cost], ceilings: 
     each, rest = divmod(len(replayed), REPLAYS)
     runs = [replayed[i * each : (i + 1) * each] for i in range(1, REPLAYS)] if each and not rest else []
     renamed = sum(a.name != b.name for a, b in zip(launched, runs[0])) if runs else 0
-    same = bool(runs) and each == len(launched) and renamed <= RENAMED * each
+    gaps = _gaps(runs)
+    overlap = gaps["gaps_ms"] is not None and gaps["gaps_ms"] < 0
+    same = bool(runs) and each == len(launched) and renamed <= RENAMED * each and not overlap
     if same:
         durations = [statistics.median(run[i].duration for run in runs) for i in range(each)]
     else:
@@ -130,10 +134,11 @@ def analyse(events: Sequence[trace.Event], costs: Mapping[str, Cost], ceilings: 
     found = _Sums(launched, nodes, durations, costs, ceilings)
     return {
         "durations_from": f"the median of {len(runs)} replays" if same else "the run by nodes",
+        "kernels_overlap": overlap,
         "kernels_renamed_in_the_replay": renamed,
         "launched": {"by_nodes": trace.count(launched), "by_a_replay": trace.count(runs[0]) if runs else None},
         "attributed_by": told,
-        **_gaps(runs),
+        **gaps,
         "kinds": found.kinds(),
         "operations": found.operations(),
         "kernels": found.kernels(),

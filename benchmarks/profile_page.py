@@ -13,7 +13,8 @@ One replay of the plan's CUDA graph, by `python -m benchmarks.profile`. *Rate*: 
 to do or move (each input read once, each output written once), over the time of their kernels. *Ceiling*: a large
 matrix product, or a large copy, in the same process. *Least*: what they would take at those ceilings, for each
 operation the larger of the two; what lies in the L2 cache may move faster. *Between kernels*: from the first to the
-last, less the kernels, under the profiler.
+last, less the kernels, under the profiler; where they overlap, times are those of a run node by node, at a clock that
+waiting for the CPU leaves high.
 """
 KINDS = ("kind", "ms", "kernels", "GFLOP", "GB", "rate", "ceiling", "of the ceiling", "least, ms")
 WORK = ("operation", "operands", "nodes", "ms", "rate", "of the ceiling", "least, ms")
@@ -61,7 +62,11 @@ def _summary(found: dict[str, Any]) -> str:
         f"A call takes {found['call_ms']:.2f} ms, a replay {found['replay_ms']:.2f};",
         f"{launched[0]} kernels and {launched[1]} copies by the driver.",
     ]
-    if found["gaps_ms"] is not None:
+    if found.get("kernels_overlap"):
+        alone = sum(row["ms"] for row in found["kinds"])
+        parts.append(f"Kernels one after another {alone:.2f} ms; in a replay some begin before the one in front has")
+        parts.append("ended.")
+    elif found["gaps_ms"] is not None:
         parts.append(f"Kernels {found['kernels_ms']:.2f} ms, between kernels {found['gaps_ms']:.2f} ms.")
     return f"{' '.join(parts)} Times from {found['durations_from']}."
 

@@ -90,7 +90,10 @@ def render(result: dict[str, Any]) -> str:
 def stacks(result: dict[str, Any]) -> str:
     """What the rows were measured with; several where they are not all of one state."""
     found = dict.fromkeys(tuple(row[name] for name in STACK) for row in result["rows"])
-    told = [f"torch {torch}, Triton {triton}, driver {driver}, {commit}" for commit, driver, torch, triton in found]
+    told = [
+        f"torch {torch}, Triton {triton}, driver {driver or 'unknown'}, {commit}"
+        for commit, driver, torch, triton in found
+    ]
     return f"{result['gpu'] or 'A CPU'}, measured with {'; '.join(told)}."
 
 

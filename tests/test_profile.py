@@ -16,9 +16,10 @@ CPU = torch.device("cpu")
 class StandIn:
     """Records as `trace.record` does, and adds what a GPU would have run: it lags behind the CPU by a while."""
 
-    def __init__(self, *, extra_in_replays: int = 0):
+    def __init__(self, *, extra_in_replays: int = 0, in_replays: float = 0.1):
         self._record = trace.record
         self.extra = extra_in_replays
+        self.durations = {"replays": in_replays, "nodes": 1.1}  # that tell a replay from the run by nodes
 
     def __call__(self, calls, device):
         events = self._record(calls, device)
@@ -32,9 +33,8 @@ class StandIn:
             for i, leaf in enumerate(leaves):
                 at = (number, i)
                 result.append(trace.Event("launch", "cuda_runtime", leaf.start, leaf.duration, correlation=at))
-                # durations that tell a replay from the run by nodes; 0.1 us each, so that all lie in the call's range
-                begin = own.start + 0.2 * i
-                result.append(trace.Event(leaf.name, trace.KERNEL, begin, 0.1 + number, correlation=at))
+                begin = own.start + 0.2 * i  # so that all lie in the call's range
+                result.append(trace.Event(leaf.name, trace.KERNEL, begin, self.durations[name], correlation=at))
         return sorted(result, key=lambda e: e.start)
 
 
@@ -51,8 +51,8 @@ def test_a_tiny_unet_by_kinds(model, monkeypatch):
     assert found["launched"]["by_nodes"] == found["launched"]["by_a_replay"]
     total = sum(row["ms"] for row in rows.values())
     assert total == pytest.approx(found["kernels_ms"], rel=1e-3)
-    # the stand-in's GPU begins the next kernel before the last is done
     assert found["gaps_ms"] == pytest.approx(found["span_ms"] - found["kernels_ms"], abs=1e-3)
+    assert not found["kernels_overlap"] and "between kernels" in profile_page.section(found)
     for name in ("convolution", "linear", "attention"):
         assert rows[name]["gflop"] > 0 and "TFLOP/s" in rows[name]["ceiling"]
     for name in ("group norm", "layer norm", "GEGLU"):
@@ -79,6 +79,16 @@ def test_where_the_replay_launches_something_else_the_run_by_nodes_is_taken(monk
     by_replay, by_nodes = found["launched"]["by_a_replay"][0], found["launched"]["by_nodes"][0]
     assert by_replay == by_nodes + 1
     assert "Times from the run by nodes" in profile_page.section(found)
+
+
+def test_where_kernels_of_a_replay_overlap_the_run_by_nodes_is_taken(monkeypatch):
+    monkeypatch.setattr(profile.trace, "record", StandIn(in_replays=0.5))
+    found = profile.measure("tiny-sd15", 64, 64, 1, CPU)
+    kernels = found["launched"]["by_nodes"][0]
+    assert found["kernels_overlap"] and found["durations_from"] == "the run by nodes"
+    assert sum(row["ms"] for row in found["kinds"]) == pytest.approx(1.1e-3 * kernels, rel=0.01)
+    words = profile_page.section(found)
+    assert "begin before the one in front has ended" in words and "between kernels" not in words
 
 
 def test_kernels_of_no_node_have_a_row_of_their_own(monkeypatch):
