@@ -199,6 +199,17 @@ def captured(run, x, still):
     return graph, results
 
 
+def alike(x, turns, early, wanted, results, times=10):
+    """Replays of both graphs give the same to the bit, whatever x is."""
+    for _ in range(times):
+        x.copy_(torch.randn_like(x))
+        turns.replay()
+        for result in results:  # what was there before would be as good
+            result.fill_(7)
+        early.replay()
+        assert all(torch.equal(a, b) for a, b in zip(results, wanted))
+
+
 @pytest.fixture
 def launches(monkeypatch):
     """How many kernels began early."""
@@ -220,14 +231,7 @@ def test_the_same_to_the_bit_as_in_turn(launches):
     if not _cuda._beginnings_are_kept() or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs Hopper and CUDA 12.3")
     assert len(launches) == 15
-    for _ in range(30):
-        x.copy_(torch.randn_like(x))
-        turns.replay()
-        # what was there before would be as good a result
-        for result in results:
-            result.fill_(7)
-        early.replay()
-        assert all(torch.equal(a, b) for a, b in zip(results, wanted))
+    alike(x, turns, early, wanted, results, 30)
 
 
 @pytest.mark.gpu
@@ -283,12 +287,7 @@ def test_behind_what_is_no_kernel(launches, nodes):
 
     turns, wanted = captured(run, x, None)
     early, results = captured(run, x, [weights[0]])
-    for _ in range(10):
-        x.copy_(torch.randn_like(x))
-        turns.replay()
-        taken.fill_(5)
-        early.replay()
-        assert all(torch.equal(a, b) for a, b in zip(results, wanted))
+    alike(x, turns, early, wanted, [*results, taken])
 
 
 @pytest.mark.gpu
@@ -311,10 +310,4 @@ def test_convolutions_and_attention_to_the_bit(launches):
     assert not launches
     early, results = captured(run, x, filters)
     assert len(launches) == 5
-    for _ in range(10):
-        x.copy_(torch.randn_like(x))
-        turns.replay()
-        for result in results:
-            result.fill_(7)
-        early.replay()
-        assert all(torch.equal(a, b) for a, b in zip(results, wanted))
+    alike(x, turns, early, wanted, results)
