@@ -88,3 +88,32 @@ def test_a_commit_that_is_told_goes_before_that_of_the_folder(monkeypatch):
     said["rev-parse"] = "0123456789ab"
     monkeypatch.setenv("SFAST_COMMIT", "fedcba987654")
     assert machine.commit() == machine.describe()["commit"] == "fedcba987654"
+
+
+class Nvml:
+    """NVIDIA's library, as far as it is asked."""
+
+    def __init__(self, begins=0, tells=0):
+        self.nvmlInit_v2 = lambda: begins
+        self.tells = tells
+
+    def nvmlSystemGetDriverVersion(self, into, size):
+        into.value = b"580.1.2"
+        return self.tells
+
+
+@pytest.mark.parametrize(
+    ("nvml", "told"),
+    [(Nvml(), "580.1.2"), (Nvml(begins=1), None), (Nvml(tells=9), None), (object(), None), (None, None)],
+)
+def test_the_driver_is_known_without_nvidia_smi(monkeypatch, nvml, told):
+    def library(name):
+        if nvml is None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return nvml
+
+    monkeypatch.setattr(machine.ctypes, "CDLL", library)
+    monkeypatch.setattr(machine, "_first_line", lambda *command: None)
+    assert machine.driver() == told
+    monkeypatch.setattr(machine, "_first_line", lambda *command: "580.3")
+    assert machine.driver() == "580.3"

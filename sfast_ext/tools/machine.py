@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 from pathlib import Path
@@ -35,7 +36,19 @@ def _first_line(*command: str) -> str | None:
 
 def driver() -> str | None:
     """The version of NVIDIA's driver."""
-    return _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or _by_nvml()
+
+
+def _by_nvml() -> str | None:
+    """By the library that nvidia-smi asks, which may be there without it."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        told = ctypes.create_string_buffer(80)
+        if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(told, len(told)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return told.value.decode(errors="replace") or None
 
 
 def commit() -> str | None:
