@@ -176,16 +176,50 @@ def test_flash_attention_in_each_shape(size, monkeypatch):
         close_rows(flash_attention.launch(q, k, v, None), wanted)
 
 
+EVEN = [(size, shape) for size, shapes in flash_attention.SHAPES.items() for shape in shapes if shape.even]
+# images, heads, queries, keys: rows that make no stack of four, few blocks of keys, more of them than slots
+EVEN_SIZES = [(1, 3, 200, 333), (2, 5, 1000, 700), (3, 7, 63, 256), (2, 1, 2049, 449), (1, 4, 1500, 1025)]
+
+
+@pytest.mark.gpu
+@half_dtype
+@pytest.mark.parametrize("sizes", EVEN_SIZES, ids=str)
+@pytest.mark.parametrize(("size", "shape"), EVEN, ids=str)
+def test_even_blocks_take_many_places_each(size, shape, sizes, dtype, monkeypatch):
+    monkeypatch.setattr(flash_attention, "best", lambda q, k: shape)
+    q, k, v = heads((*sizes, size), dtype, torch.device("cuda"))
+    wanted = attended(q, k, v)
+    for at_once in (1, 2, 7, 19, 132):
+        monkeypatch.setattr(flash_attention, "multiprocessors", lambda device, count=at_once: count)
+        for _ in range(3):
+            close_rows(flash_attention.launch(q, k, v, None), wanted)
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 132])
+@pytest.mark.parametrize(("size", "shape"), EVEN, ids=str)
+def test_even_blocks_have_as_much_to_do(size, shape, at_once, monkeypatch):
+    monkeypatch.setattr(flash_attention, "multiprocessors", lambda device: at_once)
+    for images, count, queries in [(1, 1, 1), (2, 20, 1024), (2, 20, 988), (2, 10, 4096), (8, 20, 1024), (3, 7, 63)]:
+        divided = flash_attention.division(torch.empty(images, count, queries, size, device="meta"), shape)
+        units = images * count * -(-queries // 64)
+        assert shape.groups * divided.stacks + divided.shares == units
+        assert divided.shares >= shape.groups * divided.parted >= 0 and divided.stacks >= 0
+        assert divided.blocks == min(at_once, divided.stacks + divided.shares)
+        assert units / shape.groups / at_once <= divided.rounds < units / shape.groups / at_once + 1
+
+
 @pytest.mark.parametrize(
     ("queries", "size", "groups"),
     [(1024, 80, 2), (1536, 80, 3), (4096, 80, 3), (1653, 80, 2), (4096, 40, 4), (1024, 64, 1), (4096, 64, 2)],
 )
 def test_the_shape_whose_rounds_take_least(queries, size, groups, monkeypatch):
     monkeypatch.setattr(flash_attention, "multiprocessors", lambda device: 132)
-    q = torch.empty(2, 8, queries, size, device="meta")
+    q = torch.empty(1, 8, queries, size, device="meta").expand(2, 8, queries, size)
     assert flash_attention.best(q, q).groups == groups
     if size == 64:
         assert flash_attention.best(q, q[:, :, :1000]).groups == 1  # few keys
+        many = q[:1].expand(5, 8, queries, size)
+        assert flash_attention.best(many, many).groups == (4 if queries == 1024 else 2)
 
 
 @pytest.mark.gpu
