@@ -104,7 +104,7 @@ def current_stream(index: int) -> int:
 def beginning_early(still: Iterable[Tensor]) -> Iterator[None]:
     """Within, in this thread, while it captures: a kernel may begin as the one in front of it ends, and read, before it
     waits for that, the memory of `still`, which nothing that is captured writes ("programmatic dependent launch")."""
-    token = _still.set(_spans(still) if _beginnings_are_kept() else None)
+    token = _still.set(_spans(still) if beginnings_are_kept() else None)
     try:
         yield
     finally:
@@ -112,7 +112,7 @@ def beginning_early(still: Iterable[Tensor]) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=None)
-def _beginnings_are_kept() -> bool:
+def beginnings_are_kept() -> bool:
     try:
         built = tuple(int(part) for part in str(torch.version.cuda).split(".")[:2])
         runs = checked(bindings()[0].cuDriverGetVersion())  # type: ignore[index]

@@ -14,6 +14,7 @@ from sfast_ext.kernels import group_norm
 from sfast_ext.kernels._triton import (
     DTYPES,
     MAX_GRID_YZ,
+    begin_early,
     channels_inner,
     channels_outer,
     constexpr,
@@ -75,7 +76,9 @@ def _whole(
     UNIT: constexpr,
     BLOCK: constexpr,
     PIXELS: constexpr,
+    EARLY: constexpr,
 ):
+    begin_early(EARLY)
     image = tl.program_id(1).to(tl.int64)
     width = units * UNIT
     column = tl.arange(0, BLOCK)
@@ -121,7 +124,9 @@ def _part_statistics(
     BLOCK: constexpr,
     GROUPS: constexpr,
     PIXELS: constexpr,
+    EARLY: constexpr,
 ):
+    begin_early(EARLY)
     image = tl.program_id(2).to(tl.int64)
     width = units * UNIT
     column = tl.arange(0, BLOCK)

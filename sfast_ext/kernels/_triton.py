@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from sfast_ext.kernels import _cuda
 
 triton: Any = None
 tl: Any = None
@@ -24,6 +27,19 @@ except Exception:  # a broken wheel raises anything; environment.triton_error() 
 AVAILABLE = triton is not None
 # The interpreter on NumPy came with Triton 3.0; what the variable turned on before that is another thing.
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1" and int(triton.__version__.split(".")[0]) >= 3
+
+# What a kernel says that begins as the one in front of it ends, since Triton 3.5: 3.4 has the functions, and the option
+# to launch it so, but calls them with a word, "_semantic", that they do not take.
+_next_may_begin: Any = None
+_after_previous: Any = None
+if AVAILABLE and not INTERPRETED:
+    with contextlib.suppress(Exception):
+        _extra = importlib.import_module("triton.language.extra.cuda")
+        _options = importlib.import_module("triton.backends.nvidia.compiler").CUDAOptions
+        _taken = inspect.signature(_extra.gdc_wait).parameters
+        if "launch_pdl" in _options.__dataclass_fields__ and "_semantic" in _taken:
+            _next_may_begin, _after_previous = _extra.gdc_launch_dependents, _extra.gdc_wait
+HAS_EARLY = _after_previous is not None
 
 if TYPE_CHECKING:
     from typing import Any as constexpr
@@ -45,6 +61,14 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     if AVAILABLE:
         return triton.jit(**options)
     return lambda function: function
+
+
+@jit()
+def begin_early(EARLY):
+    """The first statement of every kernel, in all of its programs: see `begins_early`."""
+    if EARLY:
+        _next_may_begin()
+        _after_previous()
 
 
 def cdiv(x: int, y: int) -> int:
@@ -126,8 +150,22 @@ def hopper(device: torch.device) -> bool:
     return capability(device)[0] == _HOPPER
 
 
+def begins_early(device: torch.device) -> bool:
+    """Whether kernels of Triton may begin there as the kernel in front of them ends ("programmatic dependent launch").
+
+    In captures and out of them alike: how a kernel is launched is a part of what Triton compiles, and there shall be
+    one compilation. It is right anywhere, because every program waits before it reads or writes anything, until the
+    kernel in front has ended and what that wrote can be read. A kernel that has ended thus had all in front of it end,
+    which is what kernels of others, copies and events behind it rely on.
+    """
+    return HAS_EARLY and _cuda.beginnings_are_kept() and capability(device)[0] >= _HOPPER
+
+
 def start(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constants: Any) -> None:
-    """Launches on x's device: Triton itself would take the current one."""
+    """Launches on x's device: Triton itself would take the current one. A kernel of Triton is told EARLY here."""
+    if "EARLY" in kernel.arg_names:
+        early = begins_early(device_of(x))
+        constants |= {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
     collected = _collected.get()
     if collected is not None:
         collected[0].append((kernel, (x, *args), constants))

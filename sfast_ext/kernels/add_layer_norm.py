@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sfast_ext.kernels import layer_norm
-from sfast_ext.kernels._triton import DTYPES, MAX_BLOCK, cdiv, constexpr, jit, runs, start, tl
+from sfast_ext.kernels._triton import DTYPES, MAX_BLOCK, begin_early, cdiv, constexpr, jit, runs, start, tl
 
 
 def reference(
@@ -53,7 +53,9 @@ def _kernel(
     HAS_BIAS: constexpr,
     ROWS: constexpr,
     BLOCK: constexpr,
+    EARLY: constexpr,
 ):
+    begin_early(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = column < columns

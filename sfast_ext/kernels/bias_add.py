@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sfast_ext.kernels._triton import (
     MAX_GRID_YZ,
+    begin_early,
     cdiv,
     channels_inner,
     channels_outer,
@@ -47,7 +48,9 @@ def _kernel(
     HAS_RESIDUAL: constexpr,
     ROWS: constexpr,
     BLOCK: constexpr,
+    EARLY: constexpr,
 ):
+    begin_early(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels

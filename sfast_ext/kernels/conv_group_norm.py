@@ -14,6 +14,7 @@ from sfast_ext.kernels import _group_norm as tiles
 from sfast_ext.kernels._triton import (
     DTYPES,
     are_collected,
+    begin_early,
     channels_inner,
     channels_outer,
     constexpr,
@@ -96,7 +97,9 @@ def _normalise(
     GROUPS: constexpr,
     PIXELS: constexpr,
     PARTS: constexpr,
+    EARLY: constexpr,
 ):
+    begin_early(EARLY)
     image = tl.program_id(2).to(tl.int64)
     width = units * UNIT
     column = tl.arange(0, BLOCK)

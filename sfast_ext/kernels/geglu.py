@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext.kernels._triton import MAX_GRID_YZ, cdiv, constexpr, jit, runs, start, tl
+from sfast_ext.kernels._triton import MAX_GRID_YZ, begin_early, cdiv, constexpr, jit, runs, start, tl
 
 
 def reference(x: Tensor, gate_first: bool = False, approximate: str = "none") -> Tensor:
@@ -46,7 +46,18 @@ def gelu(gate, TANH):
 
 
 @jit(do_not_specialize=["rows"])
-def _kernel(x, out, rows, half, GATE_FIRST: constexpr, TANH: constexpr, ROWS: constexpr, BLOCK: constexpr):
+def _kernel(
+    x,
+    out,
+    rows,
+    half,
+    GATE_FIRST: constexpr,
+    TANH: constexpr,
+    ROWS: constexpr,
+    BLOCK: constexpr,
+    EARLY: constexpr,
+):
+    begin_early(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < half)[None, :]

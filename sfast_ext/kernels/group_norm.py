@@ -18,6 +18,7 @@ from sfast_ext.kernels import _group_norm as tiles
 from sfast_ext.kernels._triton import (
     DTYPES,
     MAX_GRID_YZ,
+    begin_early,
     cdiv,
     channels_inner,
     channels_outer,
@@ -113,7 +114,9 @@ def _statistics(
     BLOCK: constexpr,
     GROUPS: constexpr,
     PIXELS: constexpr,
+    EARLY: constexpr,
 ):
+    begin_early(EARLY)
     image = tl.program_id(2).to(tl.int64)
     column = tl.arange(0, BLOCK)
     channel = tl.program_id(1) * WIDTH + column
@@ -193,7 +196,9 @@ def _normalise(
     GROUPS: constexpr,
     PIXELS: constexpr,
     SPLITS: constexpr,
+    EARLY: constexpr,
 ):
+    begin_early(EARLY)
     image = tl.program_id(2).to(tl.int64)
     splits = tl.num_programs(0)
     column = tl.arange(0, BLOCK)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from sfast_ext.kernels._triton import (
     DTYPES,
     MAX_BLOCK,
+    begin_early,
     cdiv,
     constexpr,
     jit,
@@ -50,7 +51,9 @@ def _kernel(
     HAS_BIAS: constexpr,
     ROWS: constexpr,
     BLOCK: constexpr,
+    EARLY: constexpr,
 ):
+    begin_early(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = column < columns

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sfast_ext.kernels import _attention
 from sfast_ext.kernels._attention import blocks, in_base_2, like_queries, strides
-from sfast_ext.kernels._triton import cdiv, constexpr, device_of, jit, multiprocessors, start, tl
+from sfast_ext.kernels._triton import begin_early, cdiv, constexpr, device_of, jit, multiprocessors, start, tl
 
 _MOST_KEYS, _MOST_OF_WIDE, _WIDE = 160, 80, 128  # more of heads wider than that take long to compile
 _WIDEST = 160
@@ -43,7 +43,9 @@ def _kernel(
     KEYS_A: constexpr,
     KEYS_B: constexpr,
     ROWS: constexpr,
+    EARLY: constexpr,
 ):
+    begin_early(EARLY)
     image, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     q += image * q_image + head * q_head
     k += image * k_image + head * k_head

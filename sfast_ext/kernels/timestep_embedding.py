@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels._triton import MAX_GRID_YZ, cdiv, constexpr, jit, runs, start, tl
+from sfast_ext.kernels._triton import MAX_GRID_YZ, begin_early, cdiv, constexpr, jit, runs, start, tl
 
 _BLOCK = 128
 TIMES = (torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64)
@@ -22,7 +22,8 @@ def reference(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.d
 
 
 @jit(do_not_specialize=["half", "stride"])
-def _kernel(t, frequency, out, half, stride, SINE_FIRST: constexpr, BLOCK: constexpr):
+def _kernel(t, frequency, out, half, stride, SINE_FIRST: constexpr, BLOCK: constexpr, EARLY: constexpr):
+    begin_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < half

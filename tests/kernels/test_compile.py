@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -53,7 +54,25 @@ POINTERS = {"x", "after", "a", "b", "term", "residual", "shift", "weight", "bias
 MULTIPLES = {"columns", "channels", "first", "half"}  # of 16, in every Stable Diffusion UNet
 
 
+def _early(capability):
+    """Whether kernels are compiled to begin early, as on such a GPU, and the options that go with it."""
+    early = _triton.HAS_EARLY and capability >= 90
+    return early, {"launch_pdl": True} if early else {}
+
+
+def _in_order(ptx, early):
+    """`ptx`, in which a kernel that begins early waits before it reads or writes anything, and no other waits."""
+    said = re.findall(r"griddepcontrol\.\w+|(?:ld|st|red|atom|cp)\.\S*(?:global|async)\S*|\bret;", ptx)
+    assert said[:2] == ["griddepcontrol.launch_dependents", "griddepcontrol.wait"] if early else True
+    assert sum(word.startswith("griddepcontrol") for word in said) == 2 * early
+    # before any branch: a program that ended without waiting would have ended before those in front
+    assert not early or not re.search(r"\bbra\b", ptx.partition("griddepcontrol.wait")[0])
+    return ptx
+
+
 def _compile(kernel, constants, capability, dtype):
+    early, options = _early(capability)
+    constants = {**constants, "EARLY": early}
     compiler = pytest.importorskip("triton.compiler")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", capability, 32)
     signature, attributes = {}, {}
@@ -71,7 +90,7 @@ def _compile(kernel, constants, capability, dtype):
         source = compiler.ASTSource(kernel, signature, places, attributes)
     except Exception as exc:
         pytest.skip(f"this Triton describes a kernel in another way: {exc}")
-    return compiler.compile(source, target=target).asm["ptx"]
+    return _in_order(compiler.compile(source, target=target, options=options).asm["ptx"], early)
 
 
 def _words(name):
@@ -128,6 +147,8 @@ def _ptx(module, constants, operands, capability, monkeypatch, tmp_path):
     compiler = pytest.importorskip("triton.compiler")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", capability, 32)
     names = module._kernel.arg_names
+    early, launch = _early(capability)
+    constants = constants | {"EARLY": early}
     signature = {name: "constexpr" if name in constants else "i32" for name in names} | operands
     signature |= {"scale": "fp32"} if "scale" in names else {}
     places = {(names.index(name),): value for name, value in constants.items()}
@@ -137,5 +158,13 @@ def _ptx(module, constants, operands, capability, monkeypatch, tmp_path):
         source = compiler.ASTSource(module._kernel, signature, places, attributes)
     except Exception as exc:
         pytest.skip(f"this Triton describes a kernel in another way: {exc}")
-    options = {"num_warps": getattr(module, "_WARPS", 4), "num_stages": getattr(module, "_STAGES", 1)}
-    return compiler.compile(source, target=target, options=options).asm["ptx"]
+    options = {"num_warps": getattr(module, "_WARPS", 4), "num_stages": getattr(module, "_STAGES", 1)} | launch
+    return _in_order(compiler.compile(source, target=target, options=options).asm["ptx"], early)
+
+
+@pytest.mark.parametrize("home", sorted(Path(_triton.__file__).parent.glob("*.py")), ids=lambda home: home.stem)
+def test_every_kernel_waits_in_its_first_statement(home):
+    text = home.read_text()
+    kernels_of = text.count("do_not_specialize=[")  # helpers of kernels are without
+    assert len(re.findall(r"EARLY: constexpr,?\s*\):\n    begin_early\(EARLY\)\n", text)) == kernels_of
+    assert home.stem not in ("_group_norm", "short_attention", "timestep_embedding") or kernels_of

@@ -123,7 +123,11 @@ def small():
     )
 
 
-def test_what_is_compiled_ahead_is_what_a_launch_looks_for(card):
+@pytest.mark.parametrize("early", [False, True])
+def test_what_is_compiled_ahead_is_what_a_launch_looks_for(card, monkeypatch, early):
+    if early and not _triton.HAS_EARLY:
+        pytest.skip("needs Triton 3.5")
+    monkeypatch.setattr(_triton, "begins_early", lambda device: early and device.type == "cuda")
     assert _precompile.precompile(small(), GPU) == 3 == len(card)
 
     def compiled():
@@ -137,9 +141,10 @@ def test_what_is_compiled_ahead_is_what_a_launch_looks_for(card):
         (bias_add.launch, [torch.zeros(PICTURE), torch.zeros(320), torch.zeros(PICTURE)], []),
     ]
     for function, tensors, rest in calls:
-        with _triton.collecting() as collected:
+        with _triton.collecting(GPU) as collected:
             function(*[t.half() for t in tensors], *rest)
         for kernel, args, constants in collected:
+            assert constants["EARLY"] == early == constants.get("launch_pdl", False)
             kernel.warmup(*args, grid=(1,), **constants)  # a launch but for the launching
     assert compiled() == before
 
