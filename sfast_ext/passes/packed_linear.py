@@ -31,7 +31,7 @@ from .rewrite import (
 if TYPE_CHECKING:
     from . import PassContext
 
-MOST_COLUMNS = 65536
+MOST_COLUMNS = 81920
 """A wider product is much memory for long: SDXL's keys and values of the prompt have 166,400, and 49 MB nearly all of a
 call. Not told by bytes: plans of all batches share the packed weights."""
 
