@@ -89,7 +89,7 @@ __device__ __forceinline__ void highest(const float (&score)[kScores], bool posi
 // q, out: strides in elements, of images, rows and heads. k and v: maps over (images, keys, heads, SIZE), boxes of 64
 // keys by 128 bytes; k_rest and v_rest: by 32 bytes, where SIZE is more than 64. stacks: that blocks take as such, the
 // first of all; parted: those after them, whose rows are taken by 64, as are those of each head that make no stack; shares:
-// how many times 64 rows are taken so. scale: times log2(e).
+// how many times 64 rows are taken so, each group having a block of keys at least. scale: times log2(e).
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     flash_attention(unsigned short* out, const unsigned short* q, const __grid_constant__ TensorMap k_map,
                     const __grid_constant__ TensorMap v_map,
