@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 MOST_COLUMNS = 81920
 """A wider product is much memory for long: SDXL's keys and values of the prompt have 166,400, and 49 MB nearly all of a
-call. Not told by bytes: plans of all batches share the packed weights."""
+call. Half of those that are 1280 wide, 76,800, fill an NVIDIA H200 better than a third. Not told by bytes: plans of all
+batches share the packed weights."""
 
 
 def packed_linear(gm: fx.GraphModule, ctx: PassContext) -> int:
