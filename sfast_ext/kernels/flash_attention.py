@@ -19,7 +19,9 @@ from sfast_ext.kernels._triton import INTERPRETED, cdiv, device_of, multiprocess
 
 _ROWS, _KEYS = 64, 64
 _WIDE, _NARROW = 64, 16  # columns of a key that go to shared memory together: the first, and where there are more
-_BETWEEN = 220  # keys that even blocks could have read in the time from one place to the next
+# Fitted to what 54 sizes took on an NVIDIA H200: what is chosen by it takes 0.5 % longer than the quickest, on average.
+_BETWEEN = 120  # keys that a block could have read in the time from one place to the next
+_FULL = 0.8  # what a multiprocessor gets done with one block of several, of what it does with all
 _FEWEST_KEYS = 256  # for which a ring of blocks of keys is worth its start
 
 
@@ -33,16 +35,16 @@ class Shape(NamedTuple):
     sum_by_product: bool
     even: bool = False  # as many blocks as multiprocessors, with as much to do each
     fewest: int = 0  # keys for which it is an answer
-    round: float = 1.0  # what a round of blocks takes, beside those of the other shapes for the same size
+    round: float = 1.0  # what a round takes, of time and energy, beside those of the other shapes for the same size
     fill: float = 0.0  # the least share of their rounds that blocks fill, for the kernel to be the faster way
 
 
 SHAPES = {
     40: [Shape(4, 1, 12, 2, True, fill=0.7)],
     64: [
-        Shape(1, 4, 3, 1, False),
-        Shape(2, 2, 6, 2, True, fewest=2048, round=0.93),
-        Shape(4, 1, 12, 4, True, even=True, fewest=_FEWEST_KEYS, round=1.06),
+        Shape(1, 4, 3, 1, False, round=1.08),
+        Shape(2, 2, 6, 2, True, fewest=768),
+        Shape(4, 1, 12, 4, True, even=True, fewest=_FEWEST_KEYS, round=1.03),
     ],
     80: [Shape(2, 1, 10, 3, True, round=0.82), Shape(3, 1, 9, 3, True)],
 }
@@ -64,12 +66,14 @@ def best(q: Tensor, k: Tensor) -> Shape:
 
 def _taken(q: Tensor, k: Tensor, shape: Shape) -> float:
     """Rounds of blocks, beside those of the other shapes for the same size."""
-    divided, between = division(q, shape), 0.0
+    divided, between = division(q, shape), _BETWEEN / k.shape[2]
     if shape.even:
         if not divided.stacks:
             return math.inf  # blocks with nothing but shares were slower at any size
-        between = cdiv(divided.stacks + divided.shares, divided.blocks) * _BETWEEN / k.shape[2]
-    return (divided.rounds + between) * shape.round
+        return (divided.rounds + cdiv(divided.stacks + divided.shares, divided.blocks) * between) * shape.round
+    # of a last round that is not full, a multiprocessor is done as soon as it has no more blocks
+    alone = cdiv(divided.blocks, multiprocessors(device_of(q))) / shape.blocks
+    return (_FULL * alone + (1 - _FULL) * divided.rounds) * (1 + between) * shape.round
 
 
 def _filled(q: Tensor, shape: Shape) -> float:

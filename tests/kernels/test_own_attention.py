@@ -210,14 +210,23 @@ def test_even_blocks_have_as_much_to_do(size, shape, at_once, monkeypatch):
 
 @pytest.mark.parametrize(
     ("queries", "size", "groups"),
-    [(1024, 80, 2), (1536, 80, 3), (4096, 80, 3), (1653, 80, 2), (4096, 40, 4), (1024, 64, 1), (4096, 64, 2)],
+    [
+        (1024, 80, 2),
+        (1536, 80, 3),
+        (4096, 80, 3),
+        (1653, 80, 2),
+        (4096, 40, 4),
+        (512, 64, 1),
+        (1024, 64, 2),
+        (4096, 64, 2),
+    ],
 )
 def test_the_shape_whose_rounds_take_least(queries, size, groups, monkeypatch):
     monkeypatch.setattr(flash_attention, "multiprocessors", lambda device: 132)
     q = torch.empty(2, 8, queries, size, device="meta")
     assert flash_attention.best(q, q).groups == groups
-    if size == 64:
-        assert flash_attention.best(q, q[:, :, :1000]).groups == 1  # few keys
+    if size == 64 and queries > 512:
+        assert flash_attention.best(q, q[:, :, :700]).groups == (1 if queries == 1024 else 4)  # few keys
         many = torch.empty(5, 8, queries, size, device="meta")
         assert flash_attention.best(many, many).groups == (4 if queries == 1024 else 2)
 
