@@ -31,8 +31,7 @@ from sfast_ext.tools import machine
 from sfast_ext.tools.bench import CACHES
 
 # Other values of the tile constants, tried by --sweep: (module that has the constants, kernels, values).
-# elements, warps, most parts
-PARTS = [(4096, 4, 256), (8192, 4, 128), (8192, 8, 128), (16384, 8, 128), (16384, 16, 128)]
+PARTS = [(4096, 4), (8192, 4), (8192, 8), (16384, 8), (16384, 16)]  # elements, warps
 SWEEP: list[tuple[Any, tuple[str, ...], list[dict[str, int]]]] = [
     (
         layer_norm,
@@ -40,7 +39,7 @@ SWEEP: list[tuple[Any, tuple[str, ...], list[dict[str, int]]]] = [
         [{"_ROWS": r, "_PER_WARP": n} for r in (1, 2, 4, 8) for n in (256, 512, 1024, 2048)],
     ),
     (_group_norm, ("group_norm.whole",), [{"_PER_THREAD": n, "_MOST_WARPS": w} for n in (16, 32) for w in (16, 32)]),
-    (_group_norm, ("group_norm.parts",), [{"_PART": n, "_PART_WARPS": w, "_PARTS": most} for n, w, most in PARTS]),
+    (_group_norm, ("group_norm.parts",), [{"_PART": n, "_PART_WARPS": w} for n, w in PARTS]),
     (
         group_norm,
         ("group_norm.loop",),

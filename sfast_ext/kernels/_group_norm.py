@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from sfast_ext.kernels._triton import begin_early, cdiv, constexpr, jit, next_power_of_2, tl
+from sfast_ext.kernels._triton import MAX_GRID_YZ, begin_early, cdiv, constexpr, jit, next_power_of_2, tl
 
 # Elements of the largest tile that holds a whole group, padding included. Twice that gains 1.4 us at 2560 channels and
 # 16x16, loses as much at 640 and 32x32, and costs two compilations of half a second on the first call.
@@ -19,11 +19,8 @@ _PER_THREAD = 16  # elements a thread has of a whole group, until there are as m
 _MOST_WARPS = 16
 _PART = 8192  # elements of a tile that holds a part
 _PART_WARPS = 4
-NORMALISE_WARPS = 8  # SiLU takes its time: 5 to 15 % of the second launch, which is the longer one
 _PART_BLOCK = 64  # channels of it, where a group is not wider
 _PART_WIDEST = 128
-_PARTS = 128  # of an image at most: each program of the second launch reads the statistics of all
-_FEW_PARTS = 32  # what it makes room for where there are no more
 
 
 class Tile(NamedTuple):
@@ -58,7 +55,7 @@ def parts(pixels: int, groups: int, group_width: int) -> Tile | None:
         return None
     block = max(_PART_BLOCK, next_power_of_2(group_width))
     rows = _PART // block
-    if cdiv(pixels, rows) > _PARTS:
+    if cdiv(pixels, rows) > MAX_GRID_YZ:
         return None
     step = 4 // math.gcd(group_width, 4)  # whole groups in 8 bytes of fp16
     most = block // group_width
@@ -75,11 +72,6 @@ def parts(pixels: int, groups: int, group_width: int) -> Tile | None:
         "num_warps": _PART_WARPS,
     }
     return Tile(cdiv(groups, each), each, cdiv(pixels, rows), constants)
-
-
-def room(count: int) -> int:
-    """How many parts the second launch makes room for; two sizes, as each is a compilation."""
-    return _FEW_PARTS if count <= _FEW_PARTS else _PARTS
 
 
 @jit()
@@ -114,9 +106,10 @@ def store_picture(out, y, row, channel, mask, image, pixels, channels, across, P
         tl.store(out + image * pixels * channels + place, y.to(out.dtype.element_ty), mask=mask)
 
 
-# All three: x is (N, pixels, channels); a block holds units * UNIT channels, which are whole groups. UNIT is known
-# to the compiler, so that it knows which accesses are aligned; the rest is not, so that one compilation serves
-# many norms. As in the kernels that loop, masks tell at run time what is there. Offsets inside a tile fit in 32 bits.
+# All, and those of _group_parts.py: x is (N, pixels, channels); a block holds units * UNIT channels, which are whole
+# groups. UNIT is known to the compiler, so that it knows which accesses are aligned; the rest is not, so that one
+# compilation serves many norms. As in the kernels that loop, masks tell at run time what is there. Offsets inside a
+# tile fit in 32 bits.
 
 
 @jit(
@@ -189,10 +182,10 @@ def write_statistics(mean, m2, count, column, inside, partial, image, groups, gr
     offset = tl.where(member, mean[:, None] - group_mean[None, :], 0.0)
     group_m2 = tl.sum(tl.where(member, m2[:, None], 0.0) + count * offset * offset, 0)
 
-    group = tl.program_id(1) * (width // group_width) + lane
+    group = tl.program_id(0) * (width // group_width) + lane
     valid = (lane < width // group_width) & (group < groups)
-    at = (image * tl.num_programs(0) + tl.program_id(0)) * groups + group
-    size = tl.num_programs(2).to(tl.int64) * tl.num_programs(0) * groups
+    at = (image * tl.num_programs(1) + tl.program_id(1)) * groups + group
+    size = tl.num_programs(2).to(tl.int64) * tl.num_programs(1) * groups
     tl.store(partial + at, group_mean, mask=valid)
     tl.store(partial + size + at, group_m2, mask=valid)
 
@@ -219,9 +212,9 @@ def _part_statistics(
     image = tl.program_id(2).to(tl.int64)
     width = units * UNIT
     column = tl.arange(0, BLOCK)
-    channel = tl.program_id(1) * width + column
+    channel = tl.program_id(0) * width + column
     inside = (column < width) & (channel < channels)
-    first = tl.program_id(0) * PIXELS
+    first = tl.program_id(1) * PIXELS
     here = tl.minimum(pixels - first, PIXELS)
     row = tl.arange(0, PIXELS)
     mask = (row < here)[:, None] & inside[None, :]
@@ -236,93 +229,3 @@ def _part_statistics(
     mean += addend.to(tl.float32)
 
     write_statistics(mean, m2, count, column, inside, partial, image, groups, group_width, width, GROUPS)
-
-
-@jit()
-def centre_and_factor(
-    partial, shares, part, parts, image, group, here, lane, column, inside, pixels, groups, group_width, eps
-):
-    """Of each channel the mean of its group, and 1 over its deviation, from the statistics of the parts of an image and
-    the shares of its pixels that these have."""
-    known = (part < parts)[:, None] & (here & (group < groups))[None, :]
-    at = (image * parts + part[:, None]) * groups + group[None, :]
-    size = tl.num_programs(2).to(tl.int64) * parts * groups
-    means = tl.load(partial + at, mask=known, other=0.0)
-    m2s = tl.load(partial + size + at, mask=known, other=0.0)
-    mean = tl.sum(means * shares, 0)
-    offset = means - mean[None, :]
-    # one sum: the variance inside the parts and the one between them
-    within = m2s / (pixels.to(tl.float32) * group_width.to(tl.float32))
-    rstd = 1.0 / tl.sqrt(tl.sum(within + shares * offset * offset, 0) + eps)
-    member = ((column // group_width)[:, None] == lane[None, :]) & inside[:, None]
-    return tl.sum(tl.where(member, mean[None, :], 0.0), 1), tl.sum(tl.where(member, rstd[None, :], 0.0), 1)
-
-
-@jit(
-    do_not_specialize=[
-        "pixels",
-        "groups",
-        "group_width",
-        "units",
-        "shift_stride",
-        "has_shift",
-        "has_weight",
-        "has_bias",
-        "silu",
-    ]
-)
-def _part_normalise(
-    x,
-    shift,
-    weight,
-    bias,
-    partial,
-    out,
-    pixels,
-    channels,
-    groups,
-    group_width,
-    units,
-    shift_stride,
-    has_shift,
-    has_weight,
-    has_bias,
-    silu,
-    eps,
-    UNIT: constexpr,
-    BLOCK: constexpr,
-    GROUPS: constexpr,
-    PIXELS: constexpr,
-    PARTS: constexpr,
-    EARLY: constexpr,
-):
-    begin_early(EARLY)
-    image = tl.program_id(2).to(tl.int64)
-    width = units * UNIT
-    column = tl.arange(0, BLOCK)
-    channel = tl.program_id(1) * width + column
-    inside = (column < width) & (channel < channels)
-    first = tl.program_id(0) * PIXELS
-    row = tl.arange(0, PIXELS)
-    mask = (row < pixels - first)[:, None] & inside[None, :]
-    place = row[:, None] * channels + channel[None, :]
-    start = (image * pixels + first) * channels
-    value = tl.load(x + start + place, mask=mask, other=0.0)
-
-    addend = tl.load(shift + image * shift_stride + channel, mask=inside & (has_shift != 0), other=0.0).to(tl.float32)
-    scale = tl.load(weight + channel, mask=inside & (has_weight != 0), other=1.0).to(tl.float32)
-    term = tl.load(bias + channel, mask=inside & (has_bias != 0), other=0.0).to(tl.float32)
-    lane = tl.arange(0, GROUPS)
-    group = tl.program_id(1) * (width // group_width) + lane
-    part, parts = tl.arange(0, PARTS), tl.num_programs(0)
-    counts = tl.minimum(PIXELS, pixels - part * PIXELS).to(tl.float32)
-    shares = tl.where(part < parts, counts / pixels.to(tl.float32), 0.0)[:, None]
-    here = lane < width // group_width
-    centre, factor = centre_and_factor(
-        partial, shares, part, parts, image, group, here, lane, column, inside, pixels, groups, group_width, eps
-    )
-    scale *= factor
-    y = (value.to(tl.float32) - (centre - addend)[None, :]) * scale[None, :] + term[None, :]
-    if silu != 0:
-        y = silu_of(y)
-    tl.store(out + start + place, y.to(out.dtype.element_ty), mask=mask)

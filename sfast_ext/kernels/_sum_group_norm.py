@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sfast_ext.kernels import _group_norm as tiles
 from sfast_ext.kernels import group_norm
+from sfast_ext.kernels._group_parts import Parts, normalise
 from sfast_ext.kernels._triton import (
     DTYPES,
     MAX_GRID_YZ,
@@ -130,9 +131,9 @@ def _part_statistics(
     image = tl.program_id(2).to(tl.int64)
     width = units * UNIT
     column = tl.arange(0, BLOCK)
-    channel = tl.program_id(1) * width + column
+    channel = tl.program_id(0) * width + column
     inside = (column < width) & (channel < channels)
-    start_ = tl.program_id(0) * PIXELS
+    start_ = tl.program_id(1) * PIXELS
     here = tl.minimum(pixels - start_, PIXELS)
     row = tl.arange(0, PIXELS)
     mask = (row < here)[:, None] & inside[None, :]
@@ -185,44 +186,25 @@ def run(
     second = inner if b is None else channels_inner(b)
     added = inner if residual is None else channels_inner(residual)
     total = torch.empty((*inner.shape[:-1], channels), dtype=a.dtype, device=a.device)
-    out = group_norm.empty(total, dtype, patches)
     vector = inner if bias is None else bias.contiguous()
-    weights, terms = (total if v is None else v.contiguous() for v in (weight, term))
-    has = (int(weight is not None), int(term is not None), int(silu))
+    weight, term = (v if v is None else v.contiguous() for v in (weight, term))
     first, biased = a.shape[1], 0 if bias is None else a.shape[1]
     constants = tile.constants
     flags, unit = {"JOIN": b is not None, "RESIDUAL": residual is not None}, constants["UNIT"]
     if path == "whole":
+        out = group_norm.empty(total, dtype, patches)
+        has = (int(weight is not None), int(term is not None), int(silu))
         sizes = (pixels, channels, first, group_width // unit, biased, *has, total.shape[-2])
-        tensors = (second, vector, added, weights, terms, total, out)
+        tensors = (second, vector, added, *(total if v is None else v for v in (weight, term)), total, out)
         flags["PATCHES"] = patches
         start(_whole, (groups, batch), inner, *tensors, *sizes, float(scale), eps, **flags, **constants)
         return channels_outer(total), out if patches else channels_outer(out)
     units = tile.groups * group_width // unit
-    grid = (tile.parts, tile.blocks, batch)
+    grid = (tile.blocks, tile.parts, batch)
     partial = torch.empty((2, batch, tile.parts, groups), dtype=torch.float32, device=a.device)
     counts = (pixels, channels, first, groups, group_width, units, biased)
     first_launch = (second, vector, added, total, partial, *counts, float(scale))
     start(_part_statistics, grid, inner, *first_launch, **flags, **constants)
-    start(
-        tiles._part_normalise,
-        grid,
-        total,
-        total,
-        weights,
-        terms,
-        partial,
-        out,
-        pixels,
-        channels,
-        groups,
-        group_width,
-        units,
-        0,
-        0,
-        *has,
-        eps,
-        PARTS=tiles.room(tile.parts),
-        **(constants | {"num_warps": tiles.NORMALISE_WARPS}),
-    )
+    parts = Parts.of_rows(pixels, constants["PIXELS"])
+    out = normalise(total, None, weight, term, partial, parts, tile, eps, silu, dtype)
     return channels_outer(total), channels_outer(out)

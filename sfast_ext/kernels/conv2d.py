@@ -213,12 +213,6 @@ def with_statistics(
     return out, partial, (wide, high, 1 << across, 1 << down)
 
 
-def boxes_of_an_image(x: Tensor) -> int:
-    """How many partial statistics `with_statistics` gives for each image."""
-    wide, high, _ = _boxes(x)[1]
-    return wide * high
-
-
 def _launch(
     x: Tensor,
     weight: Tensor,

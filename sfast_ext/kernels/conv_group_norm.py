@@ -11,19 +11,8 @@ from torch import Tensor
 
 from sfast_ext.kernels import _cuda, add_group_norm, conv2d, group_norm
 from sfast_ext.kernels import _group_norm as tiles
-from sfast_ext.kernels._triton import (
-    DTYPES,
-    are_collected,
-    begin_early,
-    channels_inner,
-    channels_outer,
-    constexpr,
-    jit,
-    start,
-    tl,
-)
-
-_MOST_BOXES = 128  # of an image: each program that normalises reads the statistics of all
+from sfast_ext.kernels._group_parts import Parts, normalise
+from sfast_ext.kernels._triton import DTYPES, are_collected, channels_inner, channels_outer
 
 
 def reference(
@@ -52,84 +41,6 @@ def reference(
     total = total.to(x.dtype)
     y = group_norm.reference(total, groups, weight, term, eps, None, silu, out_dtype)
     return None if residual is None else total, y
-
-
-@jit(
-    do_not_specialize=[
-        "pixels",
-        "groups",
-        "group_width",
-        "units",
-        "height",
-        "width_of_image",
-        "wide",
-        "high",
-        "box_width",
-        "box_height",
-        "has_weight",
-        "has_bias",
-        "silu",
-    ]
-)
-def _normalise(
-    x,
-    weight,
-    bias,
-    partial,
-    out,
-    pixels,
-    channels,
-    groups,
-    group_width,
-    units,
-    height,
-    width_of_image,
-    wide,
-    high,
-    box_width,
-    box_height,
-    has_weight,
-    has_bias,
-    silu,
-    eps,
-    UNIT: constexpr,
-    BLOCK: constexpr,
-    GROUPS: constexpr,
-    PIXELS: constexpr,
-    PARTS: constexpr,
-    EARLY: constexpr,
-):
-    begin_early(EARLY)
-    image = tl.program_id(2).to(tl.int64)
-    width = units * UNIT
-    column = tl.arange(0, BLOCK)
-    channel = tl.program_id(1) * width + column
-    inside = (column < width) & (channel < channels)
-    first = tl.program_id(0) * PIXELS
-    row = tl.arange(0, PIXELS)
-    mask = (row < pixels - first)[:, None] & inside[None, :]
-    place = row[:, None] * channels + channel[None, :]
-    start_ = (image * pixels + first) * channels
-    value = tl.load(x + start_ + place, mask=mask, other=0.0)
-    scale = tl.load(weight + channel, mask=inside & (has_weight != 0), other=1.0).to(tl.float32)
-    term = tl.load(bias + channel, mask=inside & (has_bias != 0), other=0.0).to(tl.float32)
-
-    lane = tl.arange(0, GROUPS)
-    group = tl.program_id(1) * (width // group_width) + lane
-    part, parts = tl.arange(0, PARTS), wide * high
-    # the pixels of each box
-    across = tl.minimum(box_width, width_of_image - part % wide * box_width)
-    down = tl.minimum(box_height, height - part // wide * box_height)
-    shares = tl.where(part < parts, (across * down).to(tl.float32) / pixels.to(tl.float32), 0.0)[:, None]
-    here = lane < width // group_width
-    centre, factor = tiles.centre_and_factor(
-        partial, shares, part, parts, image, group, here, lane, column, inside, pixels, groups, group_width, eps
-    )
-    scale *= factor
-    y = (value.to(tl.float32) - centre[None, :]) * scale[None, :] + term[None, :]
-    if silu != 0:
-        y = tiles.silu_of(y)
-    tl.store(out + start_ + place, y.to(out.dtype.element_ty), mask=mask)
 
 
 def launch(
@@ -190,7 +101,7 @@ def fits(
         if not are_collected() and not residual.is_contiguous(memory_format=torch.channels_last):
             return False
     path, _ = group_norm.fitting(height * width, groups, columns // groups)
-    return path == "parts" and conv2d.boxes_of_an_image(x) <= _MOST_BOXES
+    return path == "parts"
 
 
 def _fused(
@@ -206,34 +117,12 @@ def _fused(
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor]:
     total, partial, boxes = conv2d.with_statistics(x, conv_weight, groups, shift, residual)
-    images, _, height, width = x.shape
-    columns, pixels = conv_weight.shape[0], height * width
-    inner = channels_inner(total)
-    out = torch.empty(inner.shape, dtype=dtype, device=x.device)
-    weights, terms = (inner if v is None else v.contiguous() for v in (weight, term))
-    tile = tiles.parts(pixels, groups, columns // groups)
+    height, width = x.shape[2:]
+    columns = conv_weight.shape[0]
+    tile = tiles.parts(height * width, groups, columns // groups)
     assert tile is not None
-    start(
-        _normalise,
-        (tile.parts, tile.blocks, images),
-        inner,
-        weights,
-        terms,
-        partial,
-        out,
-        pixels,
-        columns,
-        groups,
-        columns // groups,
-        tile.groups * (columns // groups) // tile.constants["UNIT"],
-        height,
-        width,
-        *boxes,
-        int(weight is not None),
-        int(term is not None),
-        int(silu),
-        eps,
-        PARTS=tiles.room(boxes[0] * boxes[1]),
-        **(tile.constants | {"num_warps": tiles.NORMALISE_WARPS}),
-    )
+    weight, term = (v if v is None else v.contiguous() for v in (weight, term))
+    parts = Parts(*boxes, height, width)
+    inner = channels_inner(total)
+    out = normalise(inner, None, weight, term, partial, parts, tile, eps, silu, dtype)
     return None if residual is None else total, channels_outer(out)

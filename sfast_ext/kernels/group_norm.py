@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels import _group_norm as tiles
+from sfast_ext.kernels._group_parts import Parts, normalise
 from sfast_ext.kernels._triton import (
     DTYPES,
     MAX_GRID_YZ,
@@ -302,51 +303,49 @@ def launch(
     if patches and not takes_patches(x, groups):
         return patches_of(launch(x, groups, weight, bias, eps, shift, silu, out_dtype))
     inner = channels_inner(x)
-    out = empty(inner, dtype, patches)
     pixels = inner.numel() // (batch * channels)
     group_width = channels // groups
-    if shift is None:
-        rows, shift_stride = inner, 0
-    else:
-        rows = shift if shift.stride(1) == 1 else shift.contiguous()
-        shift_stride = rows.stride(0)
-    has_shift, has_weight, has_bias = int(shift is not None), int(weight is not None), int(bias is not None)
-    weights = inner if weight is None else weight.contiguous()
-    biases = inner if bias is None else bias.contiguous()
-    affine = (shift_stride, has_shift, has_weight, has_bias, int(silu))
+    shift = shift if shift is None or shift.stride(1) == 1 else shift.contiguous()
+    weight, bias = (vector if vector is None else vector.contiguous() for vector in (weight, bias))
+    rows, shift_stride = (inner, 0) if shift is None else (shift, shift.stride(0))
+    vectors = (rows, *(inner if vector is None else vector for vector in (weight, bias)))
+    affine = (shift_stride, *(int(vector is not None) for vector in (shift, weight, bias)), int(silu))
 
     path, tile = fitting(pixels, groups, group_width)
     if tile is not None and path == "whole":
+        out = empty(inner, dtype, patches)
         units = group_width // tile.constants["UNIT"]
-        operands = (inner, rows, weights, biases, out, pixels, channels, units)
+        operands = (inner, *vectors, out, pixels, channels, units)
         last = (*affine, inner.shape[-2], eps)
         start(tiles._whole, (groups, batch), *operands, *last, PATCHES=patches, **tile.constants)
         return out if patches else channels_outer(out)
 
-    parts: tuple[int, ...]
     if tile is not None:
-        first, second = tiles._part_statistics, tiles._part_normalise
-        blocks, splits, constants = tile.blocks, tile.parts, tile.constants
-        parts = (pixels, channels, groups, group_width, tile.groups * group_width // constants["UNIT"])
-        most = {"PARTS": tiles.room(splits), "num_warps": tiles.NORMALISE_WARPS}
-    else:
-        first, second = _statistics, _normalise
-        blocks, block_groups = _channel_blocks(groups, group_width)
-        block = max(_BLOCK, next_power_of_2(group_width))
-        lanes = max(16 if block == _BLOCK else 1, next_power_of_2(block_groups))
-        most = {"SPLITS": min(_SPLITS, _TILE // lanes)}
-        programs = _PROGRAMS * multiprocessors(x.device) * (2 if inner.numel() >= _LARGE else 1)
-        splits, per_split = _pixel_splits(pixels, blocks * batch, most["SPLITS"], programs)
-        constants = {
-            "WIDTH": block_groups * group_width,
-            "BLOCK": block,
-            "GROUPS": lanes,
-            "PIXELS": _TILE // block,
-            "num_warps": 4 if block <= 512 else 8,
-        }
-        parts = (pixels, per_split, channels, groups, group_width)
+        partial = torch.empty((2, batch, tile.parts, groups), dtype=torch.float32, device=x.device)
+        units = tile.groups * group_width // tile.constants["UNIT"]
+        sizes = (pixels, channels, groups, group_width, units, *affine[:2])
+        grid = (tile.blocks, tile.parts, batch)
+        start(tiles._part_statistics, grid, inner, rows, partial, *sizes, **tile.constants)
+        parts = Parts.of_rows(pixels, tile.constants["PIXELS"])
+        return channels_outer(normalise(inner, shift, weight, bias, partial, parts, tile, eps, silu, dtype))
+
+    out = empty(inner, dtype, False)
+    blocks, block_groups = _channel_blocks(groups, group_width)
+    block = max(_BLOCK, next_power_of_2(group_width))
+    lanes = max(16 if block == _BLOCK else 1, next_power_of_2(block_groups))
+    most = min(_SPLITS, _TILE // lanes)
+    programs = _PROGRAMS * multiprocessors(x.device) * (2 if inner.numel() >= _LARGE else 1)
+    splits, per_split = _pixel_splits(pixels, blocks * batch, most, programs)
+    constants = {
+        "WIDTH": block_groups * group_width,
+        "BLOCK": block,
+        "GROUPS": lanes,
+        "PIXELS": _TILE // block,
+        "num_warps": 4 if block <= 512 else 8,
+    }
+    sizes = (pixels, per_split, channels, groups, group_width)
     grid = (splits, blocks, batch)
     partial = torch.empty((2, batch, splits, groups), dtype=torch.float32, device=x.device)
-    start(first, grid, inner, rows, partial, *parts, shift_stride, has_shift, **constants)
-    start(second, grid, inner, rows, weights, biases, partial, out, *parts, *affine, eps, **(constants | most))
+    start(_statistics, grid, inner, rows, partial, *sizes, *affine[:2], **constants)
+    start(_normalise, grid, inner, *vectors, partial, out, *sizes, *affine, eps, SPLITS=most, **constants)
     return channels_outer(out)

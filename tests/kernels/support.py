@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext.kernels import _precompile
+from sfast_ext.kernels import _group_parts, _precompile
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *HALF)
@@ -64,6 +64,12 @@ def heads(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> l
 def attended(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Attention in float64, on the CPU in the end."""
     return F.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=scale).cpu()
+
+
+def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images of few parts have too many of them for a program that normalises."""
+    monkeypatch.setattr(_group_parts, "MOST", 2)
+    monkeypatch.setattr(_group_parts, "_FEW", 2)
 
 
 def needs_memory(gigabytes: int) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from sfast_ext.kernels import add_group_norm, group_norm
 
-from .support import close, each_dtype, expected, half_dtype, randn
+from .support import close, each_dtype, expected, few_parts, half_dtype, randn
 
 SHAPES = [
     ((2, 320, 8, 8), 32),
@@ -25,10 +25,13 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(params=["whole", "parts", "none"])
+@pytest.fixture(params=["whole", "parts", "many parts", "none"])
 def path(request, monkeypatch):
-    """One path; what it does not take is done by two kernels one after the other."""
-    monkeypatch.setattr(group_norm, "_PATHS", () if request.param == "none" else (request.param,))
+    """One path; what it does not take is done by kernels one after the other."""
+    name = request.param.removeprefix("many ")
+    monkeypatch.setattr(group_norm, "_PATHS", () if name == "none" else (name,))
+    if name != request.param:
+        few_parts(monkeypatch)
 
 
 each_path = pytest.mark.usefixtures("path")

@@ -10,11 +10,11 @@ import pytest
 from sfast_ext import kernels
 from sfast_ext.kernels import (
     _group_norm,
+    _group_parts,
     _sum_group_norm,
     _triton,
     add_layer_norm,
     bias_add,
-    conv_group_norm,
     geglu,
     group_norm,
     layer_norm,
@@ -47,10 +47,10 @@ KERNELS = {
     "cat_group_norm_part_statistics": (_sum_group_norm._part_statistics, {**JOIN, **PARTS}),
     "upsample": (upsample._kernel, {"RESIDUAL": False, "ROWS": 16, "BLOCK": 64}),
     "upsample_of_a_sum": (upsample._kernel, {"RESIDUAL": True, "ROWS": 16, "BLOCK": 64}),
-    "group_norm_part": (_group_norm._part_normalise, {**PARTS, "PARTS": 32}),
-    "conv_group_norm": (conv_group_norm._normalise, {**PARTS, "PARTS": 32}),
+    "group_norm_part": (_group_parts._normalise, {**PARTS, "PARTS": 32}),
 }
-POINTERS = {"x", "after", "a", "b", "term", "residual", "shift", "weight", "bias", "out", "total", "partial"}
+POINTERS = {"x", "after", "a", "b", "term", "residual", "shift", "weight", "bias", "out", "total"}
+STATISTICS = {"partial", "combined"}
 MULTIPLES = {"columns", "channels", "first", "half"}  # of 16, in every Stable Diffusion UNet
 
 
@@ -79,11 +79,11 @@ def _compile(kernel, constants, capability, dtype):
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name in POINTERS:
-            signature[name] = "*fp32" if name == "partial" else dtype
+        elif name in POINTERS | STATISTICS:
+            signature[name] = "*fp32" if name in STATISTICS else dtype
         else:
             signature[name] = "fp32" if name in ("eps", "scale", "step_x", "step_y") else "i32"
-        if name in POINTERS | MULTIPLES:
+        if name in POINTERS | STATISTICS | MULTIPLES:
             attributes[(index,)] = [["tt.divisibility", 16]]
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     try:
@@ -115,6 +115,12 @@ def test_compiles_other_dtypes(name, dtype, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     words = 4 if dtype == "*fp32" else _words(name)
     assert f".v{words}.b32" in _compile(*KERNELS[name], 90, dtype)
+
+
+@pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 120])
+def test_combining_statistics_compiles(capability, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert "st.global" in _compile(_group_parts._combine, {"PARTS": 128, "GROUPS": 8}, capability, "*fp16")
 
 
 @pytest.mark.parametrize("capability", [75, 90, 120])

@@ -5,16 +5,25 @@ import torch
 from torch import fx
 
 from sfast_ext import kernels
-from sfast_ext.kernels import _cuda, _precompile, _triton, add_group_norm, conv2d, conv_group_norm, group_norm
+from sfast_ext.kernels import (
+    _cuda,
+    _group_parts,
+    _precompile,
+    _triton,
+    add_group_norm,
+    conv2d,
+    conv_group_norm,
+    group_norm,
+)
 
-from .support import close, each_dtype, half_dtype, randn, wide
+from .support import close, each_dtype, few_parts, half_dtype, randn, wide
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NHWC = torch.channels_last
 # images, channels, height, width, channels of the result; such that the quickest tile takes statistics
 SIZES = [(2, 320, 64, 64, 320), (2, 640, 64, 64, 640), (2, 64, 128, 128, 320), (2, 128, 32, 32, 1280)]
 SIZES += [(1, 64, 65, 113, 320), (3, 64, 50, 70, 640), (2, 64, 63, 40, 1280), (5, 64, 64, 64, 320)]
-SIZES += [(7, 64, 31, 47, 640)]
+SIZES += [(7, 64, 31, 47, 640), (2, 64, 192, 192, 320)]
 
 
 def operands(size, dtype, device, shifted=True, added=True):
@@ -172,14 +181,16 @@ def test_which_groups_the_kernel_sums(monkeypatch):
     assert not sums(2, 24, 24, 1280)  # another tile is quicker
 
 
-# of `_normalise`: images, channels of the result, groups, height, width; by boxes 4 pixels wide and 2 high
+# of what normalises: images, channels of the result, groups, height, width; by boxes 4 pixels wide and 2 high
 BOXED = [(2, 96, 4, 5, 7), (1, 320, 32, 5, 7), (2, 48, 4, 2, 4), (3, 20, 2, 1, 1), (1, 240, 2, 4, 9)]
 BOXED += [(1, 96, 4, 19, 21), (2, 64, 32, 3, 43)]  # parts of pixels, and more boxes than 32
 
 
-@pytest.fixture
-def boxed(monkeypatch):
+@pytest.fixture(params=[False, True], ids=["boxes", "many boxes"])
+def boxed(request, monkeypatch):
     """In place of the convolution a sum that is given as the residual, and its statistics."""
+    if request.param:
+        few_parts(monkeypatch)
 
     def with_statistics(x, weight, groups, shift, residual):
         images, columns, height, width = residual.shape
@@ -268,12 +279,13 @@ def graph_of(size, layout, added):
 @pytest.mark.parametrize("layout", [NHWC, torch.contiguous_format], ids=str)  # the graph tells that of the original
 @pytest.mark.parametrize("size", SIZES[:4], ids=str)
 def test_both_kernels_are_compiled_ahead(monkeypatch, size, layout, added):
-    monkeypatch.setattr(conv2d, "multiprocessors", lambda device: 132)
+    for home in (conv2d, _group_parts):
+        monkeypatch.setattr(home, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(_triton, "capability", lambda device: (9, 0))
     monkeypatch.setattr(_cuda, "bindings", lambda: (None, None))
     found = _precompile.launches(graph_of(size, layout, added), torch.device("cuda", 0)).values()
     convolution, normalise = found
-    assert convolution.kernel is conv2d._KERNEL and normalise.kernel is conv_group_norm._normalise
+    assert convolution.kernel is conv2d._KERNEL and normalise.kernel is _group_parts._normalise
     columns, pixels = size[4], size[2] * size[3]
     assert convolution.constants["GROUP"] == columns // 32 and convolution.constants["WIDTH"] == 160
     # absent operands are compiled alike
@@ -288,10 +300,11 @@ def test_both_kernels_are_compiled_ahead(monkeypatch, size, layout, added):
 @pytest.mark.skipif(not _triton.AVAILABLE or kernels.interpreted(), reason="needs TRITON_INTERPRET unset")
 @pytest.mark.parametrize("added", [False, True])
 def test_elsewhere_those_that_follow_each_other_are(monkeypatch, added):
+    monkeypatch.setattr(_group_parts, "multiprocessors", lambda device: 128)
     monkeypatch.setattr(_triton, "capability", lambda device: (8, 9))
     found = _precompile.launches(graph_of(SIZES[0], NHWC, added), torch.device("cuda", 0)).values()
     homes = [launch.kernel.fn.__module__.rpartition(".")[2] for launch in found]
-    assert homes == (["_sum_group_norm", "_group_norm"] if added else ["_group_norm"] * 2)
+    assert homes == ["_sum_group_norm" if added else "_group_norm", "_group_parts"]
 
 
 def test_no_block_of_a_pair_is_beyond_the_images(monkeypatch):

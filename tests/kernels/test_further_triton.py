@@ -19,6 +19,7 @@ from sfast_ext import kernels
 from sfast_ext.kernels import (
     _further,
     _group_norm,
+    _group_parts,
     _precompile,
     _triton,
     conv2d,
@@ -44,7 +45,7 @@ TRITON = (
     group_norm._normalise,
     _group_norm._whole,
     _group_norm._part_statistics,
-    _group_norm._part_normalise,
+    _group_parts._normalise,
 )
 BESIDE = "sfast: further sizes"
 
@@ -71,6 +72,7 @@ class Compiler:
 def triton(nvrtc, monkeypatch):
     """Stand-ins of Triton's compiler, and of those for CUDA C++."""
     compiler = Compiler()
+    monkeypatch.setattr(_group_parts, "multiprocessors", lambda device: 132)
     for kernel in TRITON:
         monkeypatch.setattr(kernel, "warmup", compiler.of(kernel), raising=False)
         monkeypatch.setattr(kernel, "device_caches", {0: None}, raising=False)
@@ -272,7 +274,7 @@ def test_kernels_in_cuda_that_only_a_further_size_launches_are_compiled_too(trit
 @pytest.mark.parametrize(("error", "tries"), [(RuntimeError("no such instruction"), 1), (SystemError("disturbed"), 2)])
 def test_what_triton_does_not_compile_keeps_nothing_else_from_it(triton, caplog, error, tries):
     def answer(kernel):
-        if kernel is _group_norm._part_normalise and threading.current_thread().name == BESIDE:
+        if kernel is _group_parts._normalise and threading.current_thread().name == BESIDE:
             raise error
 
     first = pictures(64, 64)
@@ -283,7 +285,7 @@ def test_what_triton_does_not_compile_keeps_nothing_else_from_it(triton, caplog,
     triton.answer = answer
     _precompile.precompile(first, GPU)
     finish()
-    failing = {key for key, launch in wanted.items() if launch.kernel is _group_norm._part_normalise} - keys(first)
+    failing = {key for key, launch in wanted.items() if launch.kernel is _group_parts._normalise} - keys(first)
     others = set(wanted) - keys(first) - failing
     assert failing and others
     assert all(triton.beside.count(key) == tries for key in failing)

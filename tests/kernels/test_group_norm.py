@@ -6,8 +6,9 @@ from torch.nn import functional as F
 
 from sfast_ext.kernels import _group_norm as tiles
 from sfast_ext.kernels import group_norm
+from sfast_ext.kernels._group_parts import Parts
 
-from .support import close, each_dtype, expected, half_dtype, needs_memory, randn
+from .support import close, each_dtype, expected, few_parts, half_dtype, needs_memory, randn
 
 SHAPES = [
     ((2, 320, 8, 8), 32),  # groups of 10, in blocks of 120 channels and a rest
@@ -37,11 +38,14 @@ SHAPES = [
 PICTURES = [(2, 320, 8, 8), (1, 640, 5, 7), (2, 64, 1, 9), (1, 96, 12, 1), (2, 40, 16, 16)]
 
 
-@pytest.fixture(params=["whole", "parts", "loop"])
+@pytest.fixture(params=["whole", "parts", "many parts", "loop"])
 def path(request, monkeypatch):
     """One path; what it does not take goes to the loop."""
-    monkeypatch.setattr(group_norm, "_PATHS", () if request.param == "loop" else (request.param,))
-    return request.param
+    name = request.param.removeprefix("many ")
+    monkeypatch.setattr(group_norm, "_PATHS", () if name == "loop" else (name,))
+    if name != request.param:
+        few_parts(monkeypatch)
+    return name
 
 
 each_path = pytest.mark.usefixtures("path")
@@ -222,7 +226,8 @@ def test_channel_blocks_hold_all_groups():
         ("parts", 320, 64, 64),
         ("parts", 960, 96, 64),
         ("parts", 320, 128, 128),
-        ("loop", 320, 192, 192),
+        ("parts", 320, 192, 192),
+        ("parts", 960, 512, 511),
         ("loop", 32 * 200, 64, 64),
         ("loop", 32 << 16, 4, 4),
     ],
@@ -253,7 +258,7 @@ def test_tiles_hold_what_they_should():
                     assert held.constants["BLOCK"] >= held.groups * width
                     assert held.constants["GROUPS"] >= held.groups
                     assert held.parts * held.constants["PIXELS"] >= pixels > (held.parts - 1) * held.constants["PIXELS"]
-                    assert held.parts <= tiles.room(held.parts) <= tiles._PARTS
+                    assert held.parts == Parts.of_rows(pixels, held.constants["PIXELS"]).total
                     assert held.groups * width % held.constants["UNIT"] == 0
 
 
@@ -264,7 +269,7 @@ def test_few_compilations_serve_a_unet():
     kernels = set()
     for side, channels in sizes:
         path, tile = group_norm.fitting(side * side, 32, channels // 32)
-        kernels.add((path, *tile.constants.values(), tiles.room(tile.parts)))
+        kernels.add((path, *tile.constants.values(), tile.parts > 32))
     assert sum(2 if path == "parts" else 1 for path, *_ in kernels) <= 7
 
 
@@ -285,6 +290,8 @@ UNET = [
     (1280, 8),
     (2560, 8),
     (320, 128),
+    (320, 192),
+    (960, 160),
 ]
 
 
@@ -304,7 +311,8 @@ def test_unet_shapes(dtype, channels, size):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("path", "batch", "channels", "size"), [("whole", 14400, 640, 16), ("parts", 800, 320, 96), ("loop", 72, 320, 320)]
+    ("path", "batch", "channels", "size"),
+    [("whole", 14400, 640, 16), ("parts", 800, 320, 96), ("parts", 72, 320, 320), ("loop", 18, 5120, 160)],
 )
 def test_beyond_32_bits(path, batch, channels, size):
     needs_memory(24)
