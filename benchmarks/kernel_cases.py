@@ -25,9 +25,11 @@ from sfast_ext.kernels import (
     linear_geglu,
     linear_layer_norm,
     linear_onto,
+    narrow_conv,
     query_attention,
     timestep_embedding,
     upsample,
+    upsample_conv2d,
 )
 
 MODULES: dict[str, Any] = {
@@ -48,6 +50,8 @@ MODULES: dict[str, Any] = {
     "linear_onto": linear_onto,
     "conv2d": conv2d,
     "conv_group_norm": conv_group_norm,
+    "narrow_conv": narrow_conv,
+    "upsample_conv2d": upsample_conv2d,
 }
 NORM_ROWS = [(8192, 320), (2048, 640), (512, 1280), (2048, 1280), (8192, 640)]
 # (channels, height): batch 2; the last three are SDXL's
@@ -90,7 +94,7 @@ NORMED_LINEARS += [(4608, 1280, 1280), (4608, 1280, 5120)]
 JOINED = [(1280, 1280, 8), (1280, 1280, 16), (1280, 640, 16), (1280, 640, 32), (640, 640, 32), (640, 320, 32)]
 JOINED += [(640, 320, 64), (320, 320, 64)]
 JOINED += [(1280, 1280, 32), (1280, 640, 64), (640, 640, 64), (640, 320, 128), (320, 320, 128)]
-# channels, height before; the last two are SDXL's
+# channels, height before it is twice that; the last two are SDXL's
 SMALL = [(1280, 8), (1280, 16), (640, 32), (1280, 32), (640, 64)]
 # images, channels, height, width, channels of the result
 CONVOLUTIONS = [(2, 320, 128, 128, 320), (2, 640, 64, 64, 640), (2, 1280, 32, 32, 1280), (2, 2560, 32, 32, 1280)]
@@ -98,6 +102,7 @@ CONVOLUTIONS += [(2, 640, 128, 128, 320), (2, 320, 64, 64, 320), (2, 640, 32, 32
 CONVOLUTIONS += [(2, 640, 48, 48, 640), (2, 1280, 24, 24, 1280), (2, 1280, 12, 12, 1280), (2, 320, 65, 113, 320)]
 NORMED_CONVOLUTIONS = [(2, 320, 64, 64, 320), (2, 320, 128, 128, 320), (2, 640, 64, 64, 640), (2, 1280, 32, 32, 1280)]
 NORMED_CONVOLUTIONS += [(2, 640, 128, 128, 320), (2, 320, 96, 96, 320)]
+NARROW_CONVOLUTIONS = [(2, c, size, size, k) for size in (64, 128) for c, k in ((4, 320), (320, 4))]
 
 
 @dataclass
@@ -230,6 +235,10 @@ def _torch_upsample(x: Tensor, size: tuple[int, int], steps: tuple[float, float]
     return F.interpolate(x, size=size, mode="nearest")
 
 
+def _torch_upsample_conv2d(x: Tensor, weight: Tensor) -> Tensor:
+    return F.conv2d(F.interpolate(x, scale_factor=2.0, mode="nearest"), weight, padding=1)
+
+
 def _torch_timestep_embedding(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.dtype) -> Tensor:
     angle = t.float() * frequency
     both = torch.cat([angle.sin(), angle.cos()], -1)
@@ -347,6 +356,10 @@ def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[
     for channels, size in SMALL if "upsample" in only else ():
         operands = [image(channels, size), (2 * size, 2 * size), (0.5, 0.5)]
         yield _case("upsample", f"2x{channels}x{size}x{size}", _torch_upsample, operands, {})
+    for channels, size in SMALL if "upsample_conv2d" in only else ():
+        weight = randn(channels, channels, 3, 3) * (9 * channels) ** -0.5
+        operands = [image(channels, size), weight.to(memory_format=torch.channels_last)]
+        yield _case("upsample_conv2d", f"2x{channels}x{size}x{size}", _torch_upsample_conv2d, operands, {})
     for rows, columns, inner in LINEARS if "linear_add" in only else ():
         shape = f"{rows}x{columns}x{inner}"
         tensors = [randn(rows, inner), randn(columns, inner) * inner**-0.5, randn(columns), randn(rows, columns)]
@@ -374,6 +387,11 @@ def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[
         weight = randn(columns, channels, 3, 3) * (9 * channels) ** -0.5
         operands = [x.to(memory_format=torch.channels_last) for x in (randn(images, channels, height, width), weight)]
         yield _case("conv2d", f"{images}x{channels}x{height}x{width}x{columns}", conv2d.library, operands, {})
+    for images, channels, height, width, columns in NARROW_CONVOLUTIONS if "narrow_conv" in only else ():
+        weight = randn(columns, channels, 3, 3) * (9 * channels) ** -0.5
+        operands = [x.to(memory_format=torch.channels_last) for x in (randn(images, channels, height, width), weight)]
+        shape, operands = f"{images}x{channels}x{height}x{width}x{columns}", [*operands, randn(columns)]
+        yield _case("narrow_conv", shape, narrow_conv.library, operands, {})
     for images, channels, height, width, columns in NORMED_CONVOLUTIONS if "conv_group_norm" in only else ():
         pictures = randn(images, channels, height, width), randn(images, columns, height, width)
         weight = randn(columns, channels, 3, 3) * (9 * channels) ** -0.5

@@ -104,6 +104,7 @@ def test_kernels_of_no_node_have_a_row_of_their_own(monkeypatch):
     [
         ("conv2d", "convolution"),
         ("conv_group_norm", "convolution"),
+        ("upsample_conv2d", "convolution"),
         ("convolution", "convolution"),
         ("linear", "linear"),
         ("linear_add", "linear"),
@@ -132,7 +133,14 @@ def test_kinds_by_name(name, kind):
 
 
 def test_what_a_node_costs():
-    from sfast_ext.kernels import conv2d, conv_group_norm, linear_add, linear_layer_norm, query_attention
+    from sfast_ext.kernels import (
+        conv2d,
+        conv_group_norm,
+        linear_add,
+        linear_layer_norm,
+        query_attention,
+        upsample_conv2d,
+    )
 
     x, weight, residual = torch.randn(4, 6), torch.randn(8, 6), torch.randn(4, 8)
     found = kinds.cost(linear_add.launch, (x, weight, None, residual), {}, residual)
@@ -151,6 +159,9 @@ def test_what_a_node_costs():
     assert found == ("conv2d", "convolution", "2×3×4×5, 7×3×3×3", flops, 4 * (120 + 189 + 280))
     normed = kinds.cost(conv_group_norm.launch, (picture, weight, None, None, 7, None, None, 1e-5), {}, (None, out))
     assert normed == ("conv_group_norm", *found[1:])
+    enlarged = kinds.cost(upsample_conv2d.launch, (picture, weight, (1, 0)), {}, torch.randn(2, 7, 7, 10))
+    # what a small picture makes, a quarter of what the large one would
+    assert enlarged == ("upsample_conv2d", *found[1:4], 4 * (120 + 189 + 980))
     x, weight, both, out = torch.randn(2, 6, 24), torch.randn(32, 24), torch.randn(2, 5, 64), torch.randn(2, 4, 6, 8)
     k, v = both.unflatten(-1, (2, 4, 8)).transpose(1, 3).unbind(2)
     found = kinds.cost(query_attention.launch, (x, weight, k, v), {"scale": 0.3}, out)

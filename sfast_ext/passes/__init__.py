@@ -27,12 +27,14 @@ from . import (
     linear_geglu,
     linear_layer_norm,
     linear_onto,
+    narrow_conv,
     packed_linear,
     query_attention,
     rewrite,
     sum_group_norm,
     timestep_embedding,
     upsample,
+    upsample_conv2d,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("packed_linear", packed_linear.packed_linear),
     ("channels_last", channels_last.channels_last),
     ("cleanup", cleanup.cleanup),  # the permutes of 1x1 convolutions meet those of the token reshapes
+    ("narrow_conv", narrow_conv.narrow_conv),
     ("group_norm", group_norm.group_norm),
     ("linear_add", linear_add.linear_add),  # leaves to the norms and to bias_add what is theirs
     ("add_layer_norm", layer_norm.add_layer_norm),
@@ -67,7 +70,8 @@ PASSES: list[tuple[str, Pass]] = [
     ("bias_add", bias_add.bias_add),
     ("sum_group_norm", sum_group_norm.sum_group_norm),  # joins what group_norm and bias_add have made
     ("im2col", im2col.im2col),  # takes what the norms and bias_add have left of a convolution
-    ("conv2d", conv2d.conv2d),  # and this what is left to cuDNN
+    ("upsample_conv2d", upsample_conv2d.upsample_conv2d),
+    ("conv2d", conv2d.conv2d),  # what is left to cuDNN
     ("conv_group_norm", conv_group_norm.conv_group_norm),
     ("upsample", upsample.upsample),
     ("timestep_embedding", timestep_embedding.timestep_embedding),

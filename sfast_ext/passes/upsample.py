@@ -31,19 +31,24 @@ def upsample(gm: fx.GraphModule, ctx: PassContext) -> int:
         before, after = shape(node.args[0]), shape(node)
         if before is None or after is None or dtype(node) not in KERNEL_DTYPES:
             continue
-        # as torch does, in float32: what falls between two pixels is decided by its last bit
-        steps = tuple(
-            float(torch.tensor(1.0 / scale if scale else old / new, dtype=torch.float32))
-            for scale, old, new in zip(scales(node), before[2:], after[2:])
-        )
         x, options = node.args[0], {}
         if only_user(x) is node and is_residual_add(x) and untouchable.isdisjoint(x.args[:2]):
             x, options = x.args[0], {"residual": x.args[1]}
         with gm.graph.inserting_before(node):
-            new = call(gm.graph, function, (x, tuple(after[2:]), steps), node, options)
+            new = call(gm.graph, function, (x, tuple(after[2:]), steps(node)), node, options)
         replace(node, new)
         count += 1
     return count
+
+
+def steps(node: fx.Node) -> tuple[float, ...]:
+    """Pixels of the source per pixel of the target, vertical and horizontal, of shapes that are known; as torch has it,
+    in float32: what falls between two pixels is decided by its last bit."""
+    before, after = shape(node.args[0]) or (), shape(node) or ()
+    return tuple(
+        float(torch.tensor(1.0 / scale if scale else old / new, dtype=torch.float32))
+        for scale, old, new in zip(scales(node), before[2:], after[2:])
+    )
 
 
 def scales(node: fx.Node) -> tuple[float | None, float | None]:

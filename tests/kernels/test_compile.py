@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,9 +19,11 @@ from sfast_ext.kernels import (
     geglu,
     group_norm,
     layer_norm,
+    narrow_conv,
     short_attention,
     timestep_embedding,
     upsample,
+    upsample_conv2d,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -48,8 +51,9 @@ KERNELS = {
     "upsample": (upsample._kernel, {"RESIDUAL": False, "ROWS": 16, "BLOCK": 64}),
     "upsample_of_a_sum": (upsample._kernel, {"RESIDUAL": True, "ROWS": 16, "BLOCK": 64}),
     "group_norm_part": (_group_parts._normalise, {**PARTS, "PARTS": 32}),
+    "upsample_conv2d": (upsample_conv2d._kernel, {"DOWN": 2, "ACROSS": 4, "BLOCK": 64}),
 }
-POINTERS = {"x", "after", "a", "b", "term", "residual", "shift", "weight", "bias", "out", "total"}
+POINTERS = {"x", "after", "a", "b", "term", "residual", "shift", "weight", "bias", "out", "total", "products"}
 STATISTICS = {"partial", "combined"}
 MULTIPLES = {"columns", "channels", "first", "half"}  # of 16, in every Stable Diffusion UNet
 
@@ -94,8 +98,9 @@ def _compile(kernel, constants, capability, dtype):
 
 
 def _words(name):
-    """Of an access: half of what it could be where blocks of groups are multiples of 4 channels, not of 8."""
-    return 2 if "UNIT" in KERNELS[name][1] else 4
+    """Of an access: half of what it could be where blocks of groups are multiples of 4 channels, not of 8, and where
+    tiles are small so that more of what lies beside a pixel is still in a cache."""
+    return 2 if "UNIT" in KERNELS[name][1] or name == "upsample_conv2d" else 4
 
 
 @pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 120])
@@ -146,6 +151,26 @@ def test_short_attention_compiles(blocks, dtype, capability, monkeypatch, tmp_pa
     ptx = _ptx(short_attention, constants, pointers, capability, monkeypatch, tmp_path)
     # of Turing's matrix instructions newer versions of Triton know nothing
     assert capability == 75 or ("wgmma.mma_async" if capability == 90 else "mma.sync") in ptx
+
+
+NARROW = {
+    "_from_few": {"HAS_BIAS": True, "CHANNELS": 4, "PIXELS": 64, "DEPTH": 64, "COLUMNS": 64},
+    "_taps": {"CHANNELS": 4, "TAPS": 64, "ROWS": 128, "DEPTH": 64},
+    "_to_few": {"HAS_BIAS": True, "CHANNELS": 4, "PIXELS": 256},
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
+@pytest.mark.parametrize("name", NARROW)
+def test_narrow_conv_compiles(name, capability, dtype, monkeypatch, tmp_path):
+    pointers = dict.fromkeys(("x", "weight", "bias", "out"), f"*{dtype}") | {"taps": "*fp32"}
+    if name == "_taps":
+        pointers["out"] = "*fp32"
+    kernel = getattr(narrow_conv, name)
+    given = {key: kind for key, kind in pointers.items() if key in kernel.arg_names}
+    ptx = _ptx(SimpleNamespace(_kernel=kernel), NARROW[name], given, capability, monkeypatch, tmp_path)
+    assert name == "_to_few" or ("wgmma.mma_async" if capability == 90 else "mma.sync") in ptx
 
 
 def _ptx(module, constants, operands, capability, monkeypatch, tmp_path):

@@ -1,0 +1,50 @@
+"""A UNet's first and last convolution, from and to a few channels, with their biases, by kernels of our own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from sfast_ext.kernels import narrow_conv as kernel
+
+from .im2col import is_plain
+from .rewrite import CONV, argument, aten, call, dtype, is_op, is_weight, mutated, replace, shape
+
+if TYPE_CHECKING:
+    from . import PassContext
+
+
+def narrow_conv(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """After channels_last; before bias_add, which would take the biases."""
+    if not ctx.triton:
+        return 0
+    untouchable, count = mutated(gm.graph), 0
+    for conv in list(gm.graph.nodes):
+        if not is_op(conv, CONV) or not untouchable.isdisjoint([conv, *conv.all_input_nodes]) or not is_plain(conv):
+            continue
+        x, weight, bias = conv.args[0], argument(conv, 1, "weight"), argument(conv, 2, "bias")
+        if not is_weight(weight) or not (bias is None or is_weight(bias)) or not is_narrow(weight):
+            continue
+        if any(dtype(node) != dtype(conv) for node in (x, weight, bias) if node is not None):
+            continue
+        if not ctx.arena.channels_last(weight.meta["weight"]):
+            continue
+        with gm.graph.inserting_before(conv):
+            new = call(gm.graph, kernel.launch, (as_given(x), weight, bias), conv)
+        replace(conv, new)
+        count += 1
+    return count
+
+
+def is_narrow(weight: fx.Node) -> bool:
+    columns, channels = (shape(weight) or (0, 0))[:2]
+    return channels <= kernel.MOST_IN or columns in kernel.OUT
+
+
+def as_given(x: fx.Node) -> fx.Node:
+    """The picture before it was laid out anew for this: few channels are read as they lie."""
+    few = (shape(x) or (0, 0))[1] <= kernel.MOST_IN
+    laid_out = is_op(x, (aten.contiguous.default,)) and x.kwargs.get("memory_format") == torch.channels_last
+    return x.args[0] if few and laid_out else x  # type: ignore[return-value]
