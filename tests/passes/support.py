@@ -21,6 +21,18 @@ from sfast_ext.weights import WeightArena
 aten: Any = torch.ops.aten
 Pass = Callable[[fx.GraphModule, PassContext], int]
 
+OTHER_CONVOLUTIONS: list[dict[str, Any]] = [
+    {"stride": 2},
+    {"padding": 0},
+    {"padding": "same"},
+    {"kernel_size": 1, "padding": 0},
+    {"kernel_size": 5, "padding": 2},
+    {"kernel_size": (3, 1), "padding": (1, 0)},
+    {"dilation": 2, "padding": 2},
+    {"groups": 4},
+]
+"""What makes another convolution of one of 3x3 with a row of zeros around."""
+
 
 class Whole:
     """A UNet of half precision as a graph after all passes, as they are with Triton, beside one of full precision."""

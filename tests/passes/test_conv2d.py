@@ -17,7 +17,7 @@ from sfast_ext.passes.im2col import im2col
 from sfast_ext.passes.rewrite import CONV, is_op
 from sfast_ext.passes.sum_group_norm import sum_group_norm
 
-from .support import Traced, randn
+from .support import OTHER_CONVOLUTIONS, Traced, randn
 
 HALF = torch.bfloat16
 X = randn(2, 32, 9, 11).to(HALF)
@@ -86,21 +86,8 @@ def test_what_is_a_product_of_patches_is_no_convolution_any_more() -> None:
     assert traced.ops()["linear"] == 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"stride": 2},
-        {"padding": 0},
-        {"padding": "same"},
-        {"kernel_size": 1, "padding": 0},
-        {"kernel_size": 5, "padding": 2},
-        {"kernel_size": (3, 1), "padding": (1, 0)},
-        {"dilation": 2, "padding": 2},
-        {"groups": 4},
-        {"out_channels": 8},  # bias_add leaves the bias
-    ],
-    ids=str,
-)
+# of 8 channels bias_add leaves the bias
+@pytest.mark.parametrize("options", [*OTHER_CONVOLUTIONS, {"out_channels": 8}], ids=str)
 def test_other_convolutions_stay(options: dict[str, Any]) -> None:
     traced, count, _ = rewritten(PLAIN, **options)
     assert count == 0 and not ours(traced)

@@ -14,7 +14,7 @@ from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.narrow_conv import narrow_conv
 from sfast_ext.passes.rewrite import CONV, is_op
 
-from .support import Traced, randn
+from .support import OTHER_CONVOLUTIONS, Traced, randn
 
 HALF = torch.bfloat16
 X = randn(2, 4, 9, 11).to(HALF)
@@ -71,19 +71,7 @@ def test_few_channels_are_read_as_they_lie() -> None:
     assert traced.error() < 1e-2
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"stride": 2},
-        {"padding": 0},
-        {"padding": "same"},
-        {"kernel_size": 1, "padding": 0},
-        {"kernel_size": 5, "padding": 2},
-        {"dilation": 2, "padding": 2},
-        {"groups": 2},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", OTHER_CONVOLUTIONS, ids=str)
 def test_other_convolutions_stay(options: dict[str, Any]) -> None:
     traced, count, _ = rewritten(**options)
     assert count == 0 and not ours(traced)

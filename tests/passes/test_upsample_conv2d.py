@@ -18,7 +18,7 @@ from sfast_ext.passes.sum_group_norm import sum_group_norm
 from sfast_ext.passes.upsample import upsample
 from sfast_ext.passes.upsample_conv2d import upsample_conv2d
 
-from .support import Traced, randn
+from .support import OTHER_CONVOLUTIONS, Traced, randn
 
 HALF = torch.bfloat16
 X = randn(2, 128, 5, 7).to(HALF)
@@ -108,20 +108,7 @@ def test_what_made_the_picture_is_made_by_one_kernel() -> None:
     assert traced.error() < 1e-2
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"stride": 2},
-        {"padding": 0},
-        {"padding": "same"},
-        {"kernel_size": 1, "padding": 0},
-        {"kernel_size": 5, "padding": 2},
-        {"dilation": 2, "padding": 2},
-        {"groups": 4},
-        {"out_channels": 64},  # few
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [*OTHER_CONVOLUTIONS, {"out_channels": 64}], ids=str)
 def test_other_convolutions_stay(options: dict[str, Any]) -> None:
     traced, count, _ = rewritten(PLAIN, **options)
     assert count == 0 and not ours(traced)
