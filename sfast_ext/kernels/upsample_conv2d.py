@@ -61,6 +61,7 @@ def _kernel(
     large_height,
     large_width,
     channels,
+    scale,
     DOWN: constexpr,
     ACROSS: constexpr,
     BLOCK: constexpr,
@@ -105,11 +106,11 @@ def _kernel(
     target = out + ((image * large_height + 2 * y) * large_width + 2 * x)[:, None] * channels + channel[None, :]
     lower, right = there & (2 * y + 1 < large_height), 2 * x + 1 < large_width
     type = out.dtype.element_ty
-    tl.store(target, upper_left.to(type), mask=there[:, None] & inside)
-    tl.store(target + channels, upper_right.to(type), mask=(there & right)[:, None] & inside)
+    tl.store(target, (upper_left * scale).to(type), mask=there[:, None] & inside)
+    tl.store(target + channels, (upper_right * scale).to(type), mask=(there & right)[:, None] & inside)
     target += large_width * channels
-    tl.store(target, lower_left.to(type), mask=lower[:, None] & inside)
-    tl.store(target + channels, lower_right.to(type), mask=(lower & right)[:, None] & inside)
+    tl.store(target, (lower_left * scale).to(type), mask=lower[:, None] & inside)
+    tl.store(target + channels, (lower_right * scale).to(type), mask=(lower & right)[:, None] & inside)
 
 
 def launch(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tensor:
@@ -142,6 +143,7 @@ def _add_up(products: Tensor, out: Tensor, size: torch.Size) -> None:
         large_height,
         large_width,
         columns,
+        1 / _scale(products.dtype),
         DOWN=_DOWN,
         ACROSS=_ACROSS,
         BLOCK=_BLOCK,
@@ -150,11 +152,19 @@ def _add_up(products: Tensor, out: Tensor, size: torch.Size) -> None:
 
 
 def products(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tensor:
-    """All the arithmetic there is: of x (N, C, H, W) and weight (K, C, 3, 3), (9, N H W, K), pixels by each tap."""
+    """All the arithmetic there is: of x (N, C, H, W) and weight (K, C, 3, 3), (9, N H W, K), pixels by each tap, times
+    `_scale`."""
     columns, channels = weight.shape[:2]
     pixels = channels_inner(x).view(1, -1, channels)
     taps = weight.permute(2, 3, 1, 0).reshape(9, channels, columns)  # a view where the weight is channels last
-    return torch.bmm(pixels.expand(9, -1, -1), taps)
+    # with beta 0 nothing is read of the first, and nothing added
+    return torch.baddbmm(x.new_empty(()), pixels.expand(9, -1, -1), taps, beta=0, alpha=_scale(x.dtype))
+
+
+def _scale(dtype: torch.dtype) -> float:
+    """In float16 a tap's products may be larger than any number where their sum is not; smaller ones than 2**-11 are so
+    far below a UNet's activations that their last bits do not matter."""
+    return 0.125 if dtype == torch.float16 else 1.0
 
 
 def takes(x: Tensor, weight: Tensor, cut: tuple[int, int]) -> bool:

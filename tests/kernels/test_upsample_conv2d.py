@@ -68,6 +68,14 @@ def test_zeros_around_and_nothing_of_the_next_picture(device):
         assert not y[0].any() and not y[2].any() and bool(torch.isnan(y[1]).any() | torch.isinf(y[1]).any())
 
 
+def test_products_may_be_larger_than_any_sum(device):
+    x = torch.full((1, 128, 4, 3), 25.0, dtype=HALF, device=device).to(memory_format=torch.channels_last)
+    weight = torch.zeros(128, 128, 3, 3, dtype=HALF, device=device)
+    weight[:, :, 1, 0], weight[:, :, 1, 1], weight[:, :, 1, 2] = 30, 0.25, -30  # 96000, which is infinite in float16
+    y = upsample_conv2d.launch(x, weight.to(memory_format=torch.channels_last))
+    assert bool((y[..., 1:-1] == 800).all())
+
+
 def test_a_pixel_reaches_its_neighbours_alone(device):
     """Each of the taps, by itself, as convolving the enlarged picture has it."""
     x, _ = operands((1, 128, 128, 3, 4), HALF, device)
