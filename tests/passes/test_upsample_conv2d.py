@@ -134,7 +134,6 @@ STAYS: dict[str, Callable[..., Any]] = {
     "another step": lambda m, x: m.conv(twice(x.sin(), scale_factor=(2.0, 2.1))),
     "enlarged for another too": needed_elsewhere,
     "between pixels": lambda m, x: m.conv(F.interpolate(x.sin(), scale_factor=2.0, mode="bilinear")),
-    "exact": lambda m, x: m.conv(F.interpolate(x.sin(), scale_factor=2.0, mode="nearest-exact")),
     "a computed weight": lambda m, x: F.conv2d(twice(x.sin()), m.conv.weight * 2, padding=1),
     "a picture that is written to": write_the_picture,
 }
