@@ -1,7 +1,7 @@
 """Group norm of a tensor that its own kernel puts together first: a sum, or two tensors side by side.
 
-The sum is written, for others need it, and its statistics come from the registers it is written from. Tiles and the
-second launch are those of _group_norm.py.
+The sum is written, for others need it, and its statistics come from the registers it is written from. Tiles are those
+of _group_norm.py, the second launch is that of _group_parts.py.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _ROWS, _KEYS = 64, 64
 _WIDE, _NARROW = 64, 16  # columns of a key that go to shared memory together: the first, and where there are more
 # Fitted to what 54 sizes took on an NVIDIA H200: what is chosen by it takes 0.5 % longer than the quickest, on average.
 _BETWEEN = 120  # keys that a block could have read in the time from one place to the next
-_FULL = 0.8  # what a multiprocessor gets done with one block of several, of what it does with all
+_BY_BLOCKS = 0.8  # of a round's time, the share that a multiprocessor is spared of blocks that it does not have
 _FEWEST_KEYS = 256  # for which a ring of blocks of keys is worth its start
 
 
@@ -71,9 +71,9 @@ def _taken(q: Tensor, k: Tensor, shape: Shape) -> float:
         if not divided.stacks:
             return math.inf  # blocks with nothing but shares were slower at any size
         return (divided.rounds + cdiv(divided.stacks + divided.shares, divided.blocks) * between) * shape.round
-    # of a last round that is not full, a multiprocessor is done as soon as it has no more blocks
-    alone = cdiv(divided.blocks, multiprocessors(device_of(q))) / shape.blocks
-    return (_FULL * alone + (1 - _FULL) * divided.rounds) * (1 + between) * shape.round
+    # in a last round that is not full, a multiprocessor with fewer blocks is done sooner
+    by_blocks = cdiv(divided.blocks, multiprocessors(device_of(q))) / shape.blocks
+    return (_BY_BLOCKS * by_blocks + (1 - _BY_BLOCKS) * divided.rounds) * (1 + between) * shape.round
 
 
 def _filled(q: Tensor, shape: Shape) -> float:

@@ -2,8 +2,8 @@
 
 Three paths. Where a whole group fits in registers, one launch with a program for each. Else the pixels are split:
 the first launch writes mean and M2 (sum of squared deviations) of each (image, split, group); the second combines
-them (Chan, Golub and LeVeque 1979) and normalises. A split lies in registers where it fits (_group_norm.py); the
-kernels here loop over it, and take everything. No atomics: results repeat bit by bit.
+them (Chan, Golub and LeVeque 1979) and normalises. A split lies in registers where it fits (_group_norm.py,
+_group_parts.py); the kernels here loop over it, and take everything. No atomics: results repeat bit by bit.
 """
 
 from __future__ import annotations
