@@ -28,11 +28,14 @@ def reference(
     else the quotient of the sizes.
     """
     x = x if residual is None else x + residual
-    at = []
-    for length, target, step in zip(x.shape[2:], size, steps):
-        place = torch.arange(target, dtype=torch.float32) * torch.tensor(step, dtype=torch.float32)
-        at.append(place.floor().long().clamp(max=length - 1).to(x.device))
+    at = [places(*some).to(x.device) for some in zip(x.shape[2:], size, steps)]
     return x[:, :, at[0]][..., at[1]].contiguous(memory_format=torch.channels_last)
+
+
+def places(length: int, target: int, step: float) -> Tensor:
+    """Of each of `target` pixels in a row, the one of `length` that it is, (target,)."""
+    place = torch.arange(target, dtype=torch.float32) * torch.tensor(step, dtype=torch.float32)
+    return place.floor().long().clamp(max=length - 1)
 
 
 _ROWS, _BLOCK = 16, 64  # a tile; the channels of Stable Diffusion's UNets are multiples of 64

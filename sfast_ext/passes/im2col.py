@@ -13,17 +13,13 @@ from torch import fx
 
 from sfast_ext.kernels import add_group_norm, cat_group_norm, conv2d, group_norm
 
-from .channels_last import all_are, replace_by_product
+from .channels_last import replace_by_product
+from .plain_conv import plain_convolutions
 from .rewrite import (
-    CONV,
-    HALF,
-    argument,
     aten,
     call,
-    dtype,
     fake,
     is_op,
-    is_weight,
     mutated,
     only_user,
     shape,
@@ -39,13 +35,8 @@ def im2col(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not ctx.triton:
         return 0
     graph, count = gm.graph, 0
-    untouchable = mutated(graph)
-    for conv in list(graph.nodes):
-        if not is_op(conv, CONV) or not untouchable.isdisjoint([conv, *conv.all_input_nodes]) or not is_plain(conv):
-            continue
-        weight = argument(conv, 1, "weight")
-        picture = conv.args[0]
-        if only_user(picture) is not conv or not is_weight(weight) or dtype(weight) != dtype(conv):
+    for conv, picture, weight in plain_convolutions(graph, mutated(graph)):
+        if only_user(picture) is not conv:
             continue
         writer = writes_patches(picture)
         if writer is None or not few(picture) or not ctx.arena.channels_last(weight.meta["weight"]):
@@ -63,15 +54,6 @@ def im2col(gm: fx.GraphModule, ctx: PassContext) -> int:
         replace_by_product(conv, picture, matrix)
         count += 1
     return count
-
-
-def is_plain(conv: fx.Node) -> bool:
-    """3x3, with a row of zeros around, every pixel, all channels, in half precision."""
-    weight = shape(argument(conv, 1, "weight"))
-    if weight is None or weight[2:] != (3, 3) or argument(conv, 6, "groups", 1) != 1 or dtype(conv) not in HALF:
-        return False
-    ones = (argument(conv, 3, "stride", 1), argument(conv, 4, "padding", 0), argument(conv, 5, "dilation", 1))
-    return len(shape(conv) or ()) == 4 and all(all_are(1, given) for given in ones)
 
 
 def writes_patches(picture: Any) -> fx.Node | None:

@@ -9,8 +9,8 @@ from torch import fx
 
 from sfast_ext.kernels import narrow_conv as kernel
 
-from .im2col import is_plain
-from .rewrite import CONV, argument, aten, call, dtype, is_op, is_weight, mutated, replace, shape
+from .plain_conv import plain_convolutions
+from .rewrite import argument, aten, call, dtype, is_op, is_weight, mutated, replace, shape
 
 if TYPE_CHECKING:
     from . import PassContext
@@ -20,14 +20,10 @@ def narrow_conv(gm: fx.GraphModule, ctx: PassContext) -> int:
     """After channels_last; before bias_add, which would take the biases."""
     if not ctx.triton:
         return 0
-    untouchable, count = mutated(gm.graph), 0
-    for conv in list(gm.graph.nodes):
-        if not is_op(conv, CONV) or not untouchable.isdisjoint([conv, *conv.all_input_nodes]) or not is_plain(conv):
-            continue
-        x, weight, bias = conv.args[0], argument(conv, 1, "weight"), argument(conv, 2, "bias")
-        if not is_weight(weight) or not (bias is None or is_weight(bias)) or not is_narrow(weight):
-            continue
-        if any(dtype(node) != dtype(conv) for node in (x, weight, bias) if node is not None):
+    count = 0
+    for conv, x, weight in plain_convolutions(gm.graph, mutated(gm.graph)):
+        bias = argument(conv, 2, "bias")
+        if not is_narrow(weight) or not (bias is None or (is_weight(bias) and dtype(bias) == dtype(conv))):
             continue
         if not ctx.arena.channels_last(weight.meta["weight"]):
             continue

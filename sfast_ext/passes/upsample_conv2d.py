@@ -9,9 +9,10 @@ from torch import fx
 
 from sfast_ext.kernels import bias_add
 from sfast_ext.kernels import upsample_conv2d as kernel
+from sfast_ext.kernels.upsample import places
 
-from .im2col import is_plain
-from .rewrite import CONV, argument, call, dtype, is_op, is_weight, mutated, only_user, replace, shape
+from .plain_conv import plain_convolutions
+from .rewrite import argument, call, is_op, mutated, only_user, replace, shape
 from .sum_group_norm import SUMS, summands
 from .upsample import NEAREST, steps
 
@@ -24,16 +25,11 @@ def upsample_conv2d(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not ctx.triton:
         return 0
     untouchable, count = mutated(gm.graph), 0
-    for conv in list(gm.graph.nodes):
-        if not is_op(conv, CONV) or not is_plain(conv) or argument(conv, 2, "bias") is not None:
-            continue
-        large, weight = conv.args[0], argument(conv, 1, "weight")
-        if not is_op(large, NEAREST) or only_user(large) is not conv or not is_weight(weight):
+    for conv, large, weight in plain_convolutions(gm.graph, untouchable):
+        if argument(conv, 2, "bias") is not None or not is_op(large, NEAREST) or only_user(large) is not conv:
             continue
         x, cut = large.args[0], cut_of(large)
-        if cut is None or not untouchable.isdisjoint([conv, weight, large, x]):
-            continue
-        if not dtype(x) == dtype(weight) == dtype(conv) or min((shape(weight) or (0, 0))[:2]) < kernel.LEAST_CHANNELS:
+        if cut is None or x in untouchable or min((shape(weight) or (0, 0))[:2]) < kernel.LEAST_CHANNELS:
             continue
         if not ctx.arena.channels_last(weight.meta["weight"]):
             continue
@@ -51,19 +47,17 @@ def cut_of(large: fx.Node) -> tuple[int, int] | None:
     before, after = shape(large.args[0]), shape(large)
     if before is None or after is None:
         return None
-    cut = []
-    for length, target, step in zip(before[2:], after[2:], steps(large)):
-        target_places = torch.arange(target)
-        places = (target_places * step).long().clamp(max=length - 1)
-        if 2 * length - target not in (0, 1) or not torch.equal(places, target_places // 2):
-            return None
-        cut.append(2 * length - target)
-    return cut[0], cut[1]
+    cut = 2 * before[2] - after[2], 2 * before[3] - after[3]
+    twice = all(
+        torch.equal(places(length, target, step), torch.arange(target) // 2)
+        for length, target, step in zip(before[2:], after[2:], steps(large))
+    )
+    return cut if twice and {*cut} <= {0, 1} else None
 
 
 def make(total: Any, untouchable: set[fx.Node], ctx: PassContext) -> None:
     """A sum that nobody makes on the way any more: by one kernel, with a linear layer's bias."""
-    operands = None if total in untouchable or is_op(total, SUMS) else summands(total, untouchable, ctx)
+    operands = None if is_op(total, SUMS) else summands(total, untouchable, ctx)
     if operands is None:
         return
     with total.graph.inserting_before(total):

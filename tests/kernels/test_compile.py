@@ -154,7 +154,7 @@ def test_short_attention_compiles(blocks, dtype, capability, monkeypatch, tmp_pa
 
 
 NARROW = {
-    "_from_few": {"HAS_BIAS": True, "CHANNELS": 4, "PIXELS": 64, "DEPTH": 64, "COLUMNS": 64},
+    "_from_few": {"HAS_BIAS": True, "CHANNELS": 4, "PIXELS": 128, "DEPTH": 64, "COLUMNS": 64},
     "_taps": {"CHANNELS": 4, "TAPS": 64, "ROWS": 128, "DEPTH": 64},
     "_to_few": {"HAS_BIAS": True, "CHANNELS": 4, "PIXELS": 256},
 }

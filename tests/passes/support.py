@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from sfast_ext.capture import capture
 from sfast_ext.passes import PassContext, run_passes
+from sfast_ext.passes.rewrite import CONV, is_op
 from sfast_ext.program import Program
 from sfast_ext.signature import flatten_call
 from sfast_ext.tools import models
@@ -111,6 +113,14 @@ class Traced:
     def ops(self) -> Counter[str]:
         """How often each operation is in the graph, by its short name; a kernel by its module's name."""
         return Counter(name(node) for node in self.graph.nodes if node.op == "call_function")
+
+    def launches(self, kernel: ModuleType) -> list[fx.Node]:
+        """The calls of a kernel's launch function."""
+        return [node for node in self.graph.nodes if node.target is kernel.launch]
+
+    def convolutions(self) -> list[fx.Node]:
+        """Those that are PyTorch's."""
+        return [node for node in self.graph.nodes if is_op(node, CONV)]
 
     def find(self, wanted: str) -> list[fx.Node]:
         return [node for node in self.graph.nodes if node.op == "call_function" and name(node) == wanted]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sfast_ext.kernels import conv2d as kernel
@@ -14,7 +14,6 @@ from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.conv2d import conv2d
 from sfast_ext.passes.group_norm import group_norm
 from sfast_ext.passes.im2col import im2col
-from sfast_ext.passes.rewrite import CONV, is_op
 from sfast_ext.passes.sum_group_norm import sum_group_norm
 
 from .support import OTHER_CONVOLUTIONS, Traced, randn
@@ -42,14 +41,6 @@ def rewritten(
     return traced, traced.rewrite(channels_last, group_norm, bias_add, sum_group_norm, im2col, conv2d), module
 
 
-def ours(traced: Traced) -> list[fx.Node]:
-    return [node for node in traced.graph.nodes if node.target is kernel.launch]
-
-
-def theirs(traced: Traced) -> list[fx.Node]:
-    return [node for node in traced.graph.nodes if is_op(node, CONV)]
-
-
 PLAIN: Callable[..., Any] = lambda m, x: m.conv(x.sin())
 REWRITTEN: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "a bias alone": (PLAIN, {}),
@@ -65,9 +56,9 @@ REWRITTEN: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 def test_a_plain_convolution_is_ours(what: str) -> None:
     forward, options = REWRITTEN[what]
     traced, count, module = rewritten(forward, **options)
-    (node,) = ours(traced)
+    (node,) = traced.launches(kernel)
     assert count == 1 and len(node.args) == 2
-    assert not [conv for conv in theirs(traced) if conv.args[1].meta["val"].shape[2:] == (3, 3)]
+    assert not [conv for conv in traced.convolutions() if conv.args[1].meta["val"].shape[2:] == (3, 3)]
     weight = traced.arena.locate(module.conv.weight)
     assert weight is not None and node.args[1].meta["weight"] is weight
     assert weight.tensor.is_contiguous(memory_format=torch.channels_last)
@@ -76,13 +67,13 @@ def test_a_plain_convolution_is_ours(what: str) -> None:
 
 def test_several_at_once() -> None:
     traced, count, _ = rewritten(lambda m, x: m.conv(m.conv(x.sin()).relu()) + m.conv(x), out_channels=32)
-    assert count == 3 == len(ours(traced)) and not theirs(traced)
+    assert count == 3 == len(traced.launches(kernel)) and not traced.convolutions()
     assert traced.error() < 1e-2
 
 
 def test_what_is_a_product_of_patches_is_no_convolution_any_more() -> None:
     traced, count, _ = rewritten(REWRITTEN["after a norm"][0], x=X[:, :, :5, :7])
-    assert count == 0 and not ours(traced) and not theirs(traced)
+    assert count == 0 and not traced.launches(kernel) and not traced.convolutions()
     assert traced.ops()["linear"] == 1
 
 
@@ -90,7 +81,7 @@ def test_what_is_a_product_of_patches_is_no_convolution_any_more() -> None:
 @pytest.mark.parametrize("options", [*OTHER_CONVOLUTIONS, {"out_channels": 8}], ids=str)
 def test_other_convolutions_stay(options: dict[str, Any]) -> None:
     traced, count, _ = rewritten(PLAIN, **options)
-    assert count == 0 and not ours(traced)
+    assert count == 0 and not traced.launches(kernel)
     assert traced.error() < 1e-2
 
 
@@ -119,14 +110,14 @@ STAYS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("what", STAYS)
 def test_what_must_stay(what: str) -> None:
     traced, count, _ = rewritten(STAYS[what], bias=False)
-    assert count == 0 and not ours(traced) and len(theirs(traced)) == 1
+    assert count == 0 and not traced.launches(kernel) and len(traced.convolutions()) == 1
     assert traced.error() < 1e-2
 
 
 @pytest.mark.parametrize(("x", "triton"), [(X.float(), True), (X, False)], ids=["float32", "no Triton"])
 def test_where_it_is_not_there(x: Tensor, triton: bool) -> None:
     traced, count, _ = rewritten(PLAIN, triton, x)
-    assert count == 0 and len(theirs(traced)) == 1
+    assert count == 0 and len(traced.convolutions()) == 1
     assert traced.error() < 1e-2
 
 
@@ -134,4 +125,4 @@ def test_a_weight_that_a_plan_reads_in_another_layout(monkeypatch: pytest.Monkey
     traced = Traced(Block(PLAIN, bias=False).to(HALF), X)
     traced.ctx.triton = True
     monkeypatch.setattr(traced.arena, "channels_last", lambda weight: False)
-    assert traced.rewrite(conv2d) == 0 and len(theirs(traced)) == 1
+    assert traced.rewrite(conv2d) == 0 and len(traced.convolutions()) == 1

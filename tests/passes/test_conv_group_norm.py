@@ -67,10 +67,6 @@ def rewritten(forward: Callable[..., Any], triton: bool = True, x: Tensor = X, *
     return traced, traced.rewrite(conv_group_norm)
 
 
-def ours(traced: Traced) -> list[fx.Node]:
-    return [node for node in traced.graph.nodes if node.target is kernel.launch]
-
-
 NORMED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "a bias": (lambda m, x: m.norm(m.conv(x.sin())), {}),
     "an embedding": (lambda m, x: F.silu(m.norm(m.conv(x.sin()) + m.embedded(x))), {}),
@@ -95,7 +91,7 @@ def test_a_norm_goes_into_the_convolution_before_it(what: str) -> None:
     assert isinstance(conv, fx.Node)
     x, weight = conv.args
     assert traced.rewrite(conv_group_norm) == 1
-    (node,) = ours(traced)
+    (node,) = traced.launches(kernel)
     assert node.args == (x, weight, shift, None, *given[1:]) and node.kwargs == asked
     assert is_weight(weight) and (shift is None) == (what == "nothing")
     # of the two results there is one
@@ -132,7 +128,7 @@ def test_so_does_the_norm_of_a_sum(what: str) -> None:
     assert isinstance(conv, fx.Node) and isinstance(residual, fx.Node)
     x, weight = conv.args
     assert traced.rewrite(conv_group_norm) == 1
-    (node,) = ours(traced)
+    (node,) = traced.launches(kernel)
     assert node.args == (x, weight, bias, residual, *affine)
     assert list(node.users) == users and (bias is None) == what.startswith("no bias")
     assert [shape(user) for user in users] == [value.shape for value in node.meta["val"]]
@@ -151,8 +147,8 @@ def test_both_norms_of_a_residual_block_go_with_all_passes() -> None:
     traced.ctx.triton = True
     counts = passes.run_passes(traced.gm, traced.ctx)
     traced.gm.recompile()
-    assert counts["conv2d"] == counts["conv_group_norm"] == 2 == len(ours(traced))
-    within, last = ours(traced)
+    assert counts["conv2d"] == counts["conv_group_norm"] == 2 == len(traced.launches(kernel))
+    within, last = traced.launches(kernel)
     assert within.args[2] is not None and within.args[3] is None
     assert last.args[2] is not None and last.args[3] is not None
     ops = traced.ops()
@@ -217,7 +213,7 @@ STAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 def test_what_must_stay(what: str) -> None:
     forward, options = STAYS[what]
     traced, count = rewritten(forward, **options)
-    assert count == 0 and not ours(traced)
+    assert count == 0 and not traced.launches(kernel)
     assert traced.error() < 1e-2
 
 
@@ -243,7 +239,7 @@ def test_what_is_written_to_by_then_stays(forward: Callable[..., Any], what: str
     traced = traced_until(forward)
     (node,) = [n for name in ("group_norm", "add_group_norm", "conv2d") for n in traced.find(name) if what in name]
     node.meta["mutated"] = True
-    assert traced.rewrite(conv_group_norm) == 0 and not ours(traced)
+    assert traced.rewrite(conv_group_norm) == 0 and not traced.launches(kernel)
     del node.meta["mutated"]
     assert traced.rewrite(conv_group_norm) == 1
 
@@ -252,7 +248,7 @@ def test_what_is_written_to_by_then_stays(forward: Callable[..., Any], what: str
 @pytest.mark.parametrize(("x", "triton"), [(X.float(), True), (X, False)], ids=["float32", "no Triton"])
 def test_where_it_is_not_there(x: Tensor, triton: bool, forward: Callable[..., Any]) -> None:
     traced, count = rewritten(forward, triton, x)
-    assert count == 0 and not ours(traced)
+    assert count == 0 and not traced.launches(kernel)
     assert traced.error() < 1e-2
 
 

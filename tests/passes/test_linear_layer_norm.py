@@ -77,10 +77,6 @@ def rewritten(body: Callable[..., Any], x: Tensor = X, triton: bool = True, **op
     return traced, traced.rewrite(linear_layer_norm)
 
 
-def ours(traced: Traced) -> list[fx.Node]:
-    return [node for node in traced.graph.nodes if node.target is kernel.launch]
-
-
 BARE, PLAIN = {"bias": False}, {"affine": False}
 SUMMED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "kept": (lambda m, x: (m.norm(y := m.first(x.sin()) + x), y), {}),
@@ -106,7 +102,7 @@ def test_the_norm_of_a_sum_goes_into_the_product(what: str) -> None:
     shift, users = norm.kwargs["shift"], list(norm.users)
     rows, weight = linear.args[:2]
     assert traced.rewrite(linear_layer_norm) == 1
-    (node,) = ours(traced)
+    (node,) = traced.launches(kernel)
     assert node.args[:-1] == (rows, weight, shift, residual, factor, offset, eps, None)
     assert list(node.users) == users and is_weight(weight)
     assert (shift is None) == (options is BARE) and (factor is None) == (options is PLAIN)
@@ -149,7 +145,7 @@ def test_so_does_a_norm_of_the_product_alone(what: str) -> None:
     weight, bias = linear.args[1], linear.args[2] if len(linear.args) > 2 else None
     affine = norm.args[1:]
     assert traced.rewrite(linear_layer_norm) == 1
-    (node,) = ours(traced)
+    (node,) = traced.launches(kernel)
     assert node.args[1:-1] == (weight, bias, None, *affine, None)
     assert (bias is None) == (options is BARE) and (affine[0] is None) == (options is PLAIN)
     parts = {user.args[1]: user for user in node.users}
@@ -162,7 +158,7 @@ def test_so_does_a_norm_of_the_product_alone(what: str) -> None:
 def test_a_block_of_a_transformer() -> None:
     """Each norm's sum is the next residual, and the last has the bias of the product that goes onto it."""
     traced, count = rewritten(Block.of_tokens)
-    one, two, three = ours(traced)
+    one, two, three = traced.launches(kernel)
     assert count == 3
     onto = traced.find("linear_onto")
     sums = [next(user for user in node.users if user.args[1] == 0) for node in (one, two, three)]
@@ -177,7 +173,7 @@ def test_one_of_a_picture() -> None:
     traced = Traced(Block(Block.of_a_picture).to(HALF), PICTURE)
     traced.ctx.triton = True
     assert traced.rewrite(channels_last, cleanup, *BEFORE, linear_layer_norm) == 3
-    first = ours(traced)[0]
+    first = traced.launches(kernel)[0]
     assert first.args[3] is None and len(first.users) == 2
     assert traced.ops()["add_layer_norm"] == traced.ops()["layer_norm"] == 0
     assert traced.error() < 2e-2
@@ -195,13 +191,13 @@ def test_products_that_follow_each_other_share_their_records() -> None:
     assert next(node for node in traced.graph.nodes if node.op == "call_function") is zeros
     assert zeros.kwargs == {"dtype": torch.int64, "device": CPU} and shape(zeros) == tuple(zeros.args[0])
     needed: dict[fx.Node, int] = {}
-    for node in ours(traced):
+    for node in traced.launches(kernel):
         x, weight, records = node.args[0], node.args[1], node.args[8]
         assert isinstance(records, fx.Node) and records.args[:2] == (zeros, 0)
         rows, (columns, depth) = shape(x)[:-1], shape(weight)
         count = kernel.record_count(rows[0] if len(rows) == 1 else rows[0] * rows[1], columns, depth, CPU)
         assert needed.setdefault(records, count) == count > 0
-    kinds = [node.args[8] for node in ours(traced)]
+    kinds = [node.args[8] for node in traced.launches(kernel)]
     assert kinds[0] is kinds[1] is kinds[2] and len(set(kinds)) == len(needed) == 4
     # next to each other, and all of them
     ends = sorted(records.args[2:] for records in needed)
@@ -222,7 +218,7 @@ TWICE: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("what", TWICE)
 def test_a_product_that_two_norms_see(what: str) -> None:
     traced, count = rewritten(TWICE[what])
-    assert count == len(ours(traced)) == (2 if "with it" in what else 1)
+    assert count == len(traced.launches(kernel)) == (2 if "with it" in what else 1)
     assert traced.error() < 1e-2
 
 
@@ -268,7 +264,7 @@ STAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 def test_what_must_stay(what: str) -> None:
     body, options = STAYS[what]
     traced, count = rewritten(body, **options)
-    assert count == 0 and not ours(traced)
+    assert count == 0 and not traced.launches(kernel)
     assert traced.ops()["zeros"] == 0
     assert traced.error() < 1e-2
 
@@ -287,7 +283,7 @@ def test_what_is_written_to_by_then_stays(added: bool, what: str) -> None:
         pytest.skip("there is none")
     assert isinstance(node, fx.Node)
     node.meta["mutated"] = True
-    assert traced.rewrite(linear_layer_norm) == 0 and not ours(traced)
+    assert traced.rewrite(linear_layer_norm) == 0 and not traced.launches(kernel)
     del node.meta["mutated"]
     assert traced.rewrite(linear_layer_norm) == 1
 
@@ -296,7 +292,7 @@ def test_what_is_written_to_by_then_stays(added: bool, what: str) -> None:
 @pytest.mark.parametrize(("x", "triton"), [(X.float(), True), (X, False)], ids=["float32", "no Triton"])
 def test_where_it_is_not_there(x: Tensor, triton: bool, body: Callable[..., Any]) -> None:
     traced, count = rewritten(body, x, triton)
-    assert count == 0 and not ours(traced)
+    assert count == 0 and not traced.launches(kernel)
     assert traced.error() < 1e-2
 
 

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sfast_ext.kernels import narrow_conv as kernel
 from sfast_ext.passes.bias_add import bias_add
 from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.narrow_conv import narrow_conv
-from sfast_ext.passes.rewrite import CONV, is_op
 
 from .support import OTHER_CONVOLUTIONS, Traced, randn
 
@@ -43,19 +42,11 @@ def rewritten(forward: Callable[..., Any] = PLAIN, triton: bool = True, x: Tenso
     return traced, count, module
 
 
-def ours(traced: Traced) -> list[fx.Node]:
-    return [node for node in traced.graph.nodes if node.target is kernel.launch]
-
-
-def theirs(traced: Traced) -> list[fx.Node]:
-    return [node for node in traced.graph.nodes if is_op(node, CONV)]
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_first_and_the_last(bias: bool) -> None:
     traced, count, module = rewritten(bias=bias)
-    first, last = ours(traced)
-    assert count == 2 and not theirs(traced)
+    first, last = traced.launches(kernel)
+    assert count == 2 and not traced.convolutions()
     for node, conv in ((first, module.first), (last, module.last)):
         assert node.args[1].meta["weight"] is traced.arena.locate(conv.weight)
         assert node.args[2] is None if not bias else node.args[2].meta["weight"] is traced.arena.locate(conv.bias)
@@ -64,17 +55,17 @@ def test_the_first_and_the_last(bias: bool) -> None:
 
 def test_few_channels_are_read_as_they_lie() -> None:
     traced, _, _ = rewritten()
-    assert ours(traced)[0].args[0].op == "placeholder"
+    assert traced.launches(kernel)[0].args[0].op == "placeholder"
     assert traced.ops()["contiguous"] == 0
     traced, _, _ = rewritten(lambda m, x: (m.first(x), F.silu(x)))  # laid out for another
-    assert ours(traced)[0].args[0].op == "placeholder"
+    assert traced.launches(kernel)[0].args[0].op == "placeholder"
     assert traced.error() < 1e-2
 
 
 @pytest.mark.parametrize("options", OTHER_CONVOLUTIONS, ids=str)
 def test_other_convolutions_stay(options: dict[str, Any]) -> None:
     traced, count, _ = rewritten(**options)
-    assert count == 0 and not ours(traced)
+    assert count == 0 and not traced.launches(kernel)
     assert traced.error() < 1e-2
 
 
@@ -98,14 +89,14 @@ STAYS: dict[str, tuple[Callable[..., Any], int]] = {
 def test_what_must_stay(what: str) -> None:
     forward, count = STAYS[what]
     traced, found, _ = rewritten(forward)
-    assert found == count == len(ours(traced)) and theirs(traced)
+    assert found == count == len(traced.launches(kernel)) and traced.convolutions()
     assert traced.error() < 1e-2
 
 
 @pytest.mark.parametrize(("x", "triton"), [(X.float(), True), (X, False)], ids=["float32", "no Triton"])
 def test_where_it_is_not_there(x: Tensor, triton: bool) -> None:
     traced, count, _ = rewritten(triton=triton, x=x)
-    assert count == 0 and len(theirs(traced)) == 2
+    assert count == 0 and len(traced.convolutions()) == 2
     assert traced.error() < 1e-2
 
 
@@ -113,4 +104,4 @@ def test_a_weight_that_a_plan_reads_in_another_layout(monkeypatch: pytest.Monkey
     traced = Traced(Ends(PLAIN).to(HALF), X)
     traced.ctx.triton = True
     monkeypatch.setattr(traced.arena, "channels_last", lambda weight: False)
-    assert traced.rewrite(narrow_conv) == 0 and len(theirs(traced)) == 2
+    assert traced.rewrite(narrow_conv) == 0 and len(traced.convolutions()) == 2

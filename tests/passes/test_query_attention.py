@@ -56,10 +56,6 @@ def traced_as(body: Callable[..., Any], dtype: torch.dtype = HALF, triton: bool 
     return traced
 
 
-def ours(traced: Traced) -> list[fx.Node]:
-    return [node for node in traced.graph.nodes if node.target is kernel.launch]
-
-
 def of_rows(*size: int) -> Callable[..., Tensor]:
     """Rows as another number of images, or none, which queries are cut into first."""
     return lambda m, x, k, v: sdpa(m, m.q(x.sin().reshape(*size, 16)).view(4, 4, 4, 4).transpose(1, 2), k, v)
@@ -89,7 +85,7 @@ def test_the_queries_go_into_the_attention(what: str) -> None:
     linear = heads.args[0]
     weight = linear.args[1]
     assert traced.rewrite(query_attention) == 1
-    (new,) = ours(traced)
+    (new,) = traced.launches(kernel)
     assert new.args[1:] == (weight, k, v) and is_weight(weight) and new.kwargs == {"scale": scale}
     assert shape(new.args[0]) == (4, 4, 16) and shape(new) == size and list(new.users) == users
     assert all(gone._erased for gone in (node, q, heads, linear))
@@ -100,7 +96,7 @@ def test_the_queries_go_into_the_attention(what: str) -> None:
 def test_one_after_another() -> None:
     traced = traced_as(lambda m, x, k, v: attend(m, attend(m, x, k, v).transpose(1, 2).reshape(4, 4, 16), k, v))
     assert traced.rewrite(query_attention) == 2
-    one, other = ours(traced)
+    one, other = traced.launches(kernel)
     assert one.args[2:] == other.args[2:] and traced.ops()["linear"] == 1  # of keys and values
     assert traced.error() < 2e-2
 
@@ -177,20 +173,20 @@ STAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 def test_what_must_stay(what: str) -> None:
     body, options = STAYS[what]
     traced = traced_as(body, **options)
-    assert traced.rewrite(query_attention) == 0 and not ours(traced)
+    assert traced.rewrite(query_attention) == 0 and not traced.launches(kernel)
     assert traced.error() < 1e-2
 
 
 def test_dropout_stays() -> None:
     traced = traced_as(lambda m, x, k, v: attend(m, x, k, v, dropout_p=0.5))
-    assert traced.rewrite(query_attention) == 0 and not ours(traced)
+    assert traced.rewrite(query_attention) == 0 and not traced.launches(kernel)
 
 
 def test_grouped_queries_stay() -> None:
     if "enable_gqa" not in str(torch.ops.aten.scaled_dot_product_attention.default._schema):
         pytest.skip("this torch has no grouped queries")
     traced = traced_as(lambda m, x, k, v: attend(m, x, k, v, enable_gqa=True))
-    assert traced.rewrite(query_attention) == 0 and not ours(traced)
+    assert traced.rewrite(query_attention) == 0 and not traced.launches(kernel)
 
 
 PLACES: dict[str, Callable[[fx.Node], Any]] = {
@@ -211,7 +207,7 @@ def test_what_is_written_to_by_then_stays(which: str) -> None:
     (node,) = traced.find("scaled_dot_product_attention")
     place = PLACES[which](node)
     place.meta["mutated"] = True
-    assert traced.rewrite(query_attention) == 0 and not ours(traced)
+    assert traced.rewrite(query_attention) == 0 and not traced.launches(kernel)
     del place.meta["mutated"]
     assert traced.rewrite(query_attention) == 1
 
@@ -224,7 +220,7 @@ def test_what_is_of_another_dtype_stays(which: str, to: torch.dtype) -> None:
     place = PLACES[which](node)
     kept = place.meta["val"]
     place.meta["val"] = kept.to(to)
-    assert traced.rewrite(query_attention) == 0 and not ours(traced)
+    assert traced.rewrite(query_attention) == 0 and not traced.launches(kernel)
     place.meta["val"] = kept
     assert traced.rewrite(query_attention) == 1
 
@@ -232,7 +228,7 @@ def test_what_is_of_another_dtype_stays(which: str, to: torch.dtype) -> None:
 @pytest.mark.parametrize(("dtype", "triton"), [(torch.float32, True), (HALF, False)], ids=["float32", "no Triton"])
 def test_where_it_is_not_there(dtype: torch.dtype, triton: bool) -> None:
     traced = traced_as(attend, dtype, triton)
-    assert traced.rewrite(query_attention) == 0 and not ours(traced)
+    assert traced.rewrite(query_attention) == 0 and not traced.launches(kernel)
     assert traced.error() < 1e-2
 
 
@@ -247,7 +243,8 @@ def test_what_would_not_pay_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = traced_as(lambda m, x, k, v: (attend(m, x, k, v), attend(m, x.sin(), k[:, :, 2:], v[:, :, 2:])))
     assert traced.rewrite(query_attention) == 1
     assert asked == [(4, 4, (4, 5, 4), 16, CPU), (4, 4, (4, 3, 4), 16, CPU)]
-    assert traced.ops()["scaled_dot_product_attention"] == 1 and shape(ours(traced)[0].args[2]) == (4, 4, 3, 4)
+    assert traced.ops()["scaled_dot_product_attention"] == 1
+    assert shape(traced.launches(kernel)[0].args[2]) == (4, 4, 3, 4)
     assert traced.error() < 2e-2
 
 

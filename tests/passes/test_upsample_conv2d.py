@@ -13,7 +13,6 @@ from sfast_ext.passes.bias_add import bias_add
 from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.conv2d import conv2d
 from sfast_ext.passes.group_norm import group_norm
-from sfast_ext.passes.rewrite import CONV, is_op
 from sfast_ext.passes.sum_group_norm import sum_group_norm
 from sfast_ext.passes.upsample import upsample
 from sfast_ext.passes.upsample_conv2d import upsample_conv2d
@@ -45,14 +44,6 @@ def rewritten(
     return traced, count, module
 
 
-def ours(traced: Traced) -> list[fx.Node]:
-    return [node for node in traced.graph.nodes if node.target is kernel.launch]
-
-
-def theirs(traced: Traced) -> list[fx.Node]:
-    return [node for node in traced.graph.nodes if is_op(node, CONV)]
-
-
 def twice(x: Tensor, **options: Any) -> Tensor:
     return F.interpolate(x, **(options or {"scale_factor": 2.0}), mode="nearest")
 
@@ -75,8 +66,8 @@ REWRITTEN: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 def test_the_convolution_of_an_enlarged_picture_is_of_the_small_one(what: str) -> None:
     forward, options = REWRITTEN[what]
     traced, count, module = rewritten(forward, **options)
-    (node,) = ours(traced)
-    assert count == 1 and not theirs(traced)
+    (node,) = traced.launches(kernel)
+    assert count == 1 and not traced.convolutions()
     assert node.args[0].meta["val"].shape == X.shape and node.args[2] == (0, 0)
     weight = traced.arena.locate(module.conv.weight)
     assert weight is not None and node.args[1].meta["weight"] is weight
@@ -89,7 +80,7 @@ def test_the_convolution_of_an_enlarged_picture_is_of_the_small_one(what: str) -
 @pytest.mark.parametrize("size", [(10, 13), (9, 14), (9, 13)], ids=str)
 def test_a_row_or_a_column_may_be_left_out(size: tuple[int, int]) -> None:
     traced, count, _ = rewritten(lambda m, x: m.conv(twice(x.sin(), size=size)))
-    assert count == 1 and ours(traced)[0].args[2] == (10 - size[0], 14 - size[1])
+    assert count == 1 and traced.launches(kernel)[0].args[2] == (10 - size[0], 14 - size[1])
     assert traced.error() < 1e-2
 
 
@@ -102,7 +93,7 @@ def test_what_made_the_picture_is_made_by_one_kernel() -> None:
 
     traced, count, module = rewritten(forward)
     assert count == 1 and traced.ops()["add"] == 0
-    total = ours(traced)[0].args[0]
+    total = traced.launches(kernel)[0].args[0]
     assert isinstance(total, fx.Node) and total.target.__module__.endswith("bias_add")  # type: ignore[union-attr]
     assert total.args[1].meta["weight"] is traced.arena.locate(module.out.bias)  # type: ignore[union-attr]
     assert traced.error() < 1e-2
@@ -111,7 +102,7 @@ def test_what_made_the_picture_is_made_by_one_kernel() -> None:
 @pytest.mark.parametrize("options", [*OTHER_CONVOLUTIONS, {"out_channels": 64}], ids=str)
 def test_other_convolutions_stay(options: dict[str, Any]) -> None:
     traced, count, _ = rewritten(PLAIN, **options)
-    assert count == 0 and not ours(traced)
+    assert count == 0 and not traced.launches(kernel)
     assert traced.error() < 1e-2
 
 
@@ -142,14 +133,14 @@ STAYS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("what", STAYS)
 def test_what_must_stay(what: str) -> None:
     traced, count, _ = rewritten(STAYS[what])
-    assert count == 0 and not ours(traced) and len(theirs(traced)) == 1
+    assert count == 0 and not traced.launches(kernel) and len(traced.convolutions()) == 1
     assert traced.error() < 1e-2
 
 
 @pytest.mark.parametrize(("x", "triton"), [(X.float(), True), (X, False)], ids=["float32", "no Triton"])
 def test_where_it_is_not_there(x: Tensor, triton: bool) -> None:
     traced, count, _ = rewritten(PLAIN, triton, x)
-    assert count == 0 and len(theirs(traced)) == 1
+    assert count == 0 and len(traced.convolutions()) == 1
     assert traced.error() < 1e-2
 
 
@@ -157,7 +148,7 @@ def test_a_weight_that_a_plan_reads_in_another_layout(monkeypatch: pytest.Monkey
     traced = Traced(Block(PLAIN, bias=False).to(HALF), X)
     traced.ctx.triton = True
     monkeypatch.setattr(traced.arena, "channels_last", lambda weight: False)
-    assert traced.rewrite(upsample_conv2d) == 0 and len(theirs(traced)) == 1
+    assert traced.rewrite(upsample_conv2d) == 0 and len(traced.convolutions()) == 1
 
 
 @pytest.mark.parametrize("lengths", [(1, 2), (1, 1), (64, 128), (65, 129), (97, 193), (1000, 1999)], ids=str)
@@ -166,5 +157,5 @@ def test_sizes_that_are_twice_another(lengths: tuple[int, int]) -> None:
     traced, count, _ = rewritten(
         lambda m, x: m.conv(twice(x, size=(large, 4))), x=X[:, :, :1, :2].repeat(1, 1, small, 1)
     )
-    assert count == 1 and ours(traced)[0].args[2] == (2 * small - large, 0)
+    assert count == 1 and traced.launches(kernel)[0].args[2] == (2 * small - large, 0)
     assert traced.error() < 1e-2
