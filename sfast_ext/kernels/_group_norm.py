@@ -106,10 +106,10 @@ def store_picture(out, y, row, channel, mask, image, pixels, channels, across, P
         tl.store(out + image * pixels * channels + place, y.to(out.dtype.element_ty), mask=mask)
 
 
-# All, and those of _group_parts.py: x is (N, pixels, channels); a block holds units * UNIT channels, which are whole
-# groups. UNIT is known to the compiler, so that it knows which accesses are aligned; the rest is not, so that one
-# compilation serves many norms. As in the kernels that loop, masks tell at run time what is there. Offsets inside a
-# tile fit in 32 bits.
+# All: x is (N, pixels, channels); a block holds units * UNIT channels, which are whole groups. UNIT is known to the
+# compiler, so that it knows which accesses are aligned; the rest is not, so that one compilation serves many norms, and
+# compiling is what a first call waits for. What is there or not (shift, weight, bias, SiLU) is told at run time, by
+# masks that cost nothing. Offsets inside a tile fit in 32 bits.
 
 
 @jit(

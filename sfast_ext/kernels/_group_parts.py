@@ -11,14 +11,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels._group_norm import Tile, silu_of
-from sfast_ext.kernels._triton import begin_early, cdiv, constexpr, device_of, jit, multiprocessors, start, tl
+from sfast_ext.kernels._group_norm import silu_of
+from sfast_ext.kernels._triton import (
+    begin_early,
+    cdiv,
+    constexpr,
+    device_of,
+    jit,
+    multiprocessors,
+    next_power_of_2,
+    start,
+    tl,
+)
 
 MOST = 128  # parts that a program which normalises reads; of more than these one is made
 _FEW = 32  # what it makes room for where there are no more
 _GROUPS = 8  # that a program combines
-_NORMALISE_WARPS = 8  # SiLU takes its time: 5 to 15 % of the second launch, which is the longer one
-_PROGRAMS = 2  # a multiprocessor, of the second launch: each takes the statistics in once, for several tiles
+# Of the second launch: tiles of whole lines of memory, wherever groups begin. A program takes the statistics in once,
+# for several tiles; as many programs fit in the registers of a multiprocessor.
+_BLOCK, _PIXELS, _WARPS = 64, 64, 4
+_PROGRAMS = 5
 
 
 class Parts(NamedTuple):
@@ -111,12 +123,10 @@ def few(partial: Tensor, parts: Parts, group_width: int) -> tuple[Tensor, Parts]
 
 
 @jit()
-def centre_and_factor(
-    partial, shares, part, parts, image, group, here, lane, column, inside, pixels, groups, group_width, eps
-):
+def centre_and_factor(partial, shares, part, parts, image, group, last, of_channel, pixels, groups, group_width, eps):
     """Of each channel the mean of its group, and 1 over its deviation, from the statistics of the parts of an image and
-    the shares of its pixels that these have."""
-    known = (part < parts)[:, None] & (here & (group < groups))[None, :]
+    the shares of its pixels that these have. The channels are of the groups given, up to the last."""
+    known = (part < parts)[:, None] & (group <= last)[None, :]
     at = (image * parts + part[:, None]) * groups + group[None, :]
     size = tl.num_programs(2).to(tl.int64) * parts * groups
     means = tl.load(partial + at, mask=known, other=0.0)
@@ -126,7 +136,7 @@ def centre_and_factor(
     # one sum: the variance inside the parts and the one between them
     within = m2s / (pixels.to(tl.float32) * group_width.to(tl.float32))
     rstd = 1.0 / tl.sqrt(tl.sum(within + shares * offset * offset, 0) + eps)
-    member = ((column // group_width)[:, None] == lane[None, :]) & inside[:, None]
+    member = of_channel[:, None] == group[None, :]
     return tl.sum(tl.where(member, mean[None, :], 0.0), 1), tl.sum(tl.where(member, rstd[None, :], 0.0), 1)
 
 
@@ -135,7 +145,6 @@ def centre_and_factor(
         "pixels",
         "groups",
         "group_width",
-        "units",
         "wide",
         "high",
         "box_width",
@@ -160,7 +169,6 @@ def _normalise(
     channels,
     groups,
     group_width,
-    units,
     wide,
     high,
     box_width,
@@ -173,7 +181,6 @@ def _normalise(
     has_bias,
     silu,
     eps,
-    UNIT: constexpr,
     BLOCK: constexpr,
     GROUPS: constexpr,
     PIXELS: constexpr,
@@ -182,13 +189,12 @@ def _normalise(
 ):
     begin_early(EARLY)
     image = tl.program_id(2).to(tl.int64)
-    width = units * UNIT
-    column = tl.arange(0, BLOCK)
-    channel = tl.program_id(0) * width + column
-    inside = (column < width) & (channel < channels)
-    row = tl.arange(0, PIXELS)
-    place = row[:, None] * channels + channel[None, :]
-    start = image * pixels * channels
+    column, row = tl.arange(0, BLOCK), tl.arange(0, PIXELS)
+    start_channel = tl.program_id(0) * BLOCK
+    channel = start_channel + column
+    inside = channel < channels
+    place = row[:, None] * channels + column[None, :]
+    start = image * pixels * channels + start_channel
     first, step = tl.program_id(1) * PIXELS, tl.num_programs(1) * PIXELS
     mask = (row < pixels - first)[:, None] & inside[None, :]
     value = tl.load(x + start + first.to(tl.int64) * channels + place, mask=mask, other=0.0)
@@ -196,19 +202,19 @@ def _normalise(
     addend = tl.load(shift + image * shift_stride + channel, mask=inside & (has_shift != 0), other=0.0).to(tl.float32)
     scale = tl.load(weight + channel, mask=inside & (has_weight != 0), other=1.0).to(tl.float32)
     term = tl.load(bias + channel, mask=inside & (has_bias != 0), other=0.0).to(tl.float32)
+    of_channel = channel // group_width
     if PARTS == 1:
-        place_of_group = image * groups + channel // group_width
-        centre = tl.load(partial + place_of_group, mask=inside, other=0.0)
-        m2 = tl.load(partial + tl.num_programs(2).to(tl.int64) * groups + place_of_group, mask=inside, other=0.0)
+        known = image * groups + of_channel
+        centre = tl.load(partial + known, mask=inside, other=0.0)
+        m2 = tl.load(partial + tl.num_programs(2).to(tl.int64) * groups + known, mask=inside, other=0.0)
         factor = 1.0 / tl.sqrt(m2 / (pixels.to(tl.float32) * group_width.to(tl.float32)) + eps)
     else:
-        lane = tl.arange(0, GROUPS)
-        group = tl.program_id(0) * (width // group_width) + lane
+        group = start_channel // group_width + tl.arange(0, GROUPS)
+        last = (tl.minimum(start_channel + BLOCK, channels) - 1) // group_width
         part, parts = tl.arange(0, PARTS), wide * high
         shares = shares_of(part, wide, high, box_width, box_height, height, width_of_image)[:, None]
-        here = lane < width // group_width
         centre, factor = centre_and_factor(
-            partial, shares, part, parts, image, group, here, lane, column, inside, pixels, groups, group_width, eps
+            partial, shares, part, parts, image, group, last, of_channel, pixels, groups, group_width, eps
         )
     scale *= factor
     centre -= addend
@@ -219,8 +225,10 @@ def _normalise(
         y = (value.to(tl.float32) - centre[None, :]) * scale[None, :] + term[None, :]
         if silu != 0:
             y = silu_of(y)
+        # the mask anew: one that is handed on from tile to tile goes through shared memory, and takes registers
+        mask = (row < pixels - first)[:, None] & inside[None, :]
         tl.store(out + start + first.to(tl.int64) * channels + place, y.to(out.dtype.element_ty), mask=mask)
-        first, value, mask = after, next_value, next_mask
+        first, value = after, next_value
 
 
 def normalise(
@@ -230,7 +238,6 @@ def normalise(
     bias: Tensor | None,
     partial: Tensor,
     parts: Parts,
-    tile: Tile,
     eps: float,
     silu: bool,
     dtype: torch.dtype,
@@ -239,14 +246,13 @@ def normalise(
     groups) in the dtype given: the second launch, and one before it where the parts are many."""
     images, channels, groups = x.shape[0], x.shape[-1], partial.shape[-1]
     pixels, group_width = x.numel() // (images * channels), channels // groups
-    # of large images neighbours at once are quicker than neighbours in turn
-    turns = tile.parts <= MOST
-    programs = max(1, _PROGRAMS * multiprocessors(device_of(x)) // (tile.blocks * images)) if turns else tile.parts
     partial, parts = few(partial, parts, group_width)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    blocks = cdiv(channels, _BLOCK)
+    programs = max(1, _PROGRAMS * multiprocessors(device_of(x)) // (blocks * images))
     start(
         _normalise,
-        (tile.blocks, min(programs, tile.parts), images),
+        (blocks, min(programs, cdiv(pixels, _PIXELS)), images),
         x,
         *(x if vector is None else vector for vector in (shift, weight, bias)),
         partial,
@@ -255,13 +261,21 @@ def normalise(
         channels,
         groups,
         group_width,
-        tile.groups * group_width // tile.constants["UNIT"],
         *parts,
         0 if shift is None else shift.stride(0),
         *(int(vector is not None) for vector in (shift, weight, bias)),
         int(silu),
         eps,
+        BLOCK=_BLOCK,
+        GROUPS=_room_for_groups(group_width),
+        PIXELS=_PIXELS,
         PARTS=parts.room,
-        **(tile.constants | {"num_warps": _NORMALISE_WARPS}),
+        num_warps=_WARPS,
     )
     return out
+
+
+def _room_for_groups(group_width: int) -> int:
+    """For how many groups a program makes room whose channels begin and end anywhere in one."""
+    most = _BLOCK // group_width if _BLOCK % group_width == 0 else (_BLOCK - 2) // group_width + 2
+    return max(8, next_power_of_2(most))

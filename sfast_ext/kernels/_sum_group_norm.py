@@ -176,6 +176,7 @@ def run(
         or groups < 1
         or channels % groups
         or max(batch, groups) > MAX_GRID_YZ
+        or channels > group_norm.MOST_CHANNELS
     ):
         return None
     pixels, group_width = a.numel() // (batch * a.shape[1]), channels // groups
@@ -206,5 +207,5 @@ def run(
     first_launch = (second, vector, added, total, partial, *counts, float(scale))
     start(_part_statistics, grid, inner, *first_launch, **flags, **constants)
     parts = Parts.of_rows(pixels, constants["PIXELS"])
-    out = normalise(total, None, weight, term, partial, parts, tile, eps, silu, dtype)
+    out = normalise(total, None, weight, term, partial, parts, eps, silu, dtype)
     return channels_outer(total), channels_outer(out)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from sfast_ext.kernels import _cuda, add_group_norm, conv2d, group_norm
-from sfast_ext.kernels import _group_norm as tiles
 from sfast_ext.kernels._group_parts import Parts, normalise
 from sfast_ext.kernels._triton import DTYPES, are_collected, channels_inner, channels_outer
 
@@ -118,11 +117,8 @@ def _fused(
 ) -> tuple[Tensor | None, Tensor]:
     total, partial, boxes = conv2d.with_statistics(x, conv_weight, groups, shift, residual)
     height, width = x.shape[2:]
-    columns = conv_weight.shape[0]
-    tile = tiles.parts(height * width, groups, columns // groups)
-    assert tile is not None
     weight, term = (v if v is None else v.contiguous() for v in (weight, term))
     parts = Parts(*boxes, height, width)
     inner = channels_inner(total)
-    out = normalise(inner, None, weight, term, partial, parts, tile, eps, silu, dtype)
+    out = normalise(inner, None, weight, term, partial, parts, eps, silu, dtype)
     return None if residual is None else total, channels_outer(out)

@@ -1,9 +1,9 @@
 """Group norm of channels-last tensors, with an optional shift before it and SiLU after it.
 
 Three paths. Where a whole group fits in registers, one launch with a program for each. Else the pixels are split:
-the first launch writes mean and M2 (sum of squared deviations) of each (image, split, group); the second combines
-them (Chan, Golub and LeVeque 1979) and normalises. A split lies in registers where it fits (_group_norm.py,
-_group_parts.py); the kernels here loop over it, and take everything. No atomics: results repeat bit by bit.
+the first launch writes mean and M2 (sum of squared deviations) of each (image, split, group); the second, that of
+_group_parts.py, combines them (Chan, Golub and LeVeque 1979) and normalises. The first has a split in registers where
+it fits (_group_norm.py); the one here loops over it, and takes everything. No atomics: results repeat bit by bit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels import _group_norm as tiles
-from sfast_ext.kernels._group_parts import Parts, normalise
+from sfast_ext.kernels._group_parts import MOST, Parts, normalise
 from sfast_ext.kernels._triton import (
     DTYPES,
     MAX_GRID_YZ,
@@ -24,6 +24,7 @@ from sfast_ext.kernels._triton import (
     channels_inner,
     channels_outer,
     constexpr,
+    device_of,
     jit,
     multiprocessors,
     next_power_of_2,
@@ -32,12 +33,11 @@ from sfast_ext.kernels._triton import (
     tl,
 )
 
-_PATHS: tuple[str, ...] = ("whole", "parts")  # tried before the kernels that loop; what is not named here is off
+_PATHS: tuple[str, ...] = ("whole", "parts")  # tried before the kernel that loops; what is not named here is off
 _FITS = {"whole": tiles.whole, "parts": tiles.parts}
-_MOST_CHANNELS = 1 << 20  # of those: offsets inside their tiles have 32 bits
+MOST_CHANNELS = 1 << 20  # offsets inside tiles have 32 bits
 _BLOCK = 128  # channels of a tile, where a group is not wider
 _WIDEST = 4096  # channels of the widest group that the kernels take
-_SPLITS = 128  # most splits of an image: the second launch reads the statistics of all of them at once
 _PROGRAMS = 2  # a multiprocessor
 _LARGE = 6 << 20  # elements of a batch from which twice as many keep more of memory busy
 _TILE = 2048  # elements of a tile, of x and of the statistics
@@ -93,10 +93,8 @@ def empty(inner: Tensor, dtype: torch.dtype, patches: bool) -> Tensor:
     return torch.empty((*inner.shape[:-1], channels), dtype=dtype, device=inner.device)
 
 
-# Both kernels that loop: program (split, block of channels, image). x is (N, pixels, channels); a block holds WIDTH
-# channels, whole groups of group_width; partial is (2, N, splits, groups) in float32, means first. What is
-# there or not (shift, weight, bias, SiLU) is told at run time, by masks that cost nothing: one compilation
-# serves all norms of a UNet whose WIDTH is the same, and compiling is what a first call waits for.
+# Program (split, block of channels, image). x is (N, pixels, channels); a block holds WIDTH channels, whole groups of
+# group_width; partial is (2, N, splits, groups) in float32, means first.
 
 
 @jit(do_not_specialize=["pixels", "per_split", "groups", "group_width", "shift_stride", "has_shift"])
@@ -161,90 +159,6 @@ def _statistics(
     tl.store(partial + size + at, group_m2, mask=valid)
 
 
-@jit(
-    do_not_specialize=[
-        "pixels",
-        "per_split",
-        "groups",
-        "group_width",
-        "shift_stride",
-        "has_shift",
-        "has_weight",
-        "has_bias",
-        "silu",
-    ]
-)
-def _normalise(
-    x,
-    shift,
-    weight,
-    bias,
-    partial,
-    out,
-    pixels,
-    per_split,
-    channels,
-    groups,
-    group_width,
-    shift_stride,
-    has_shift,
-    has_weight,
-    has_bias,
-    silu,
-    eps,
-    WIDTH: constexpr,
-    BLOCK: constexpr,
-    GROUPS: constexpr,
-    PIXELS: constexpr,
-    SPLITS: constexpr,
-    EARLY: constexpr,
-):
-    begin_early(EARLY)
-    image = tl.program_id(2).to(tl.int64)
-    splits = tl.num_programs(0)
-    column = tl.arange(0, BLOCK)
-    channel = tl.program_id(1) * WIDTH + column
-    inside = (column < WIDTH) & (channel < channels)
-
-    lane = tl.arange(0, GROUPS)
-    group = tl.program_id(1) * (WIDTH // group_width) + lane
-    valid = (lane < WIDTH // group_width) & (group < groups)
-    split = tl.arange(0, SPLITS)
-    known = (split < splits)[:, None] & valid[None, :]
-    at = (image * splits + split[:, None]) * groups + group[None, :]
-    size = tl.num_programs(2).to(tl.int64) * splits * groups
-    means = tl.load(partial + at, mask=known, other=0.0)
-    m2s = tl.load(partial + size + at, mask=known, other=0.0)
-    counts = tl.minimum(per_split, pixels - split * per_split).to(tl.float32)
-    shares = tl.where(split < splits, counts / pixels.to(tl.float32), 0.0)[:, None]
-    mean = tl.sum(means * shares, 0)
-    offset = means - mean[None, :]
-    between = tl.sum(shares * offset * offset, 0)
-    within = tl.sum(m2s, 0) / (pixels.to(tl.float32) * group_width.to(tl.float32))
-    rstd = 1.0 / tl.sqrt(within + between + eps)
-
-    member = ((column // group_width)[:, None] == lane[None, :]) & inside[:, None]
-    centre = tl.sum(tl.where(member, mean[None, :], 0.0), 1)
-    factor = tl.sum(tl.where(member, rstd[None, :], 0.0), 1)
-    shifted = inside & (has_shift != 0)
-    addend = tl.load(shift + image * shift_stride + channel, mask=shifted, other=0.0).to(tl.float32)
-    factor *= tl.load(weight + channel, mask=inside & (has_weight != 0), other=1.0).to(tl.float32)
-    term = tl.load(bias + channel, mask=inside & (has_bias != 0), other=0.0).to(tl.float32)
-
-    begin = tl.program_id(0) * per_split
-    end = tl.minimum(begin + per_split, pixels)
-    offset_of_image = image * pixels * channels
-    for first in range(begin, end, PIXELS):
-        pixel = first + tl.arange(0, PIXELS)
-        mask = (pixel < end)[:, None] & inside[None, :]
-        place = offset_of_image + pixel.to(tl.int64)[:, None] * channels + channel[None, :]
-        y = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-        y = ((y + addend[None, :]) - centre[None, :]) * factor[None, :] + term[None, :]
-        if silu != 0:
-            y = tiles.silu_of(y)
-        tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
-
-
 def _channel_blocks(groups: int, group_width: int) -> tuple[int, int]:
     """How many blocks of channels, of how many groups each: even, and 8 channels at a time where possible."""
     step = 8 // math.gcd(group_width, 8)  # whole groups in 16 bytes of fp16
@@ -257,20 +171,19 @@ def _channel_blocks(groups: int, group_width: int) -> tuple[int, int]:
     return cdiv(groups, each), each
 
 
-def _pixel_splits(pixels: int, others: int, most: int, programs: int) -> tuple[int, int]:
-    """Parts of an image, at most so many, and the pixels of each: so many programs in all."""
-    wanted = max(1, min(most, cdiv(programs, others)))
+def _pixel_splits(pixels: int, others: int, programs: int) -> tuple[int, int]:
+    """Parts of an image, and the pixels of each: so many programs in all."""
+    wanted = max(1, min(MOST, cdiv(programs, others)))
     each = cdiv(cdiv(pixels, wanted), 8) * 8  # eight pixels are one access of each of 128 threads
     return cdiv(pixels, each), each
 
 
 def fitting(pixels: int, groups: int, group_width: int) -> tuple[str, tiles.Tile | None]:
-    """The first of _PATHS that takes such an image, and its tile; else the kernels that loop."""
-    if groups * group_width <= _MOST_CHANNELS:
-        for path in _PATHS:
-            tile = _FITS[path](pixels, groups, group_width)
-            if tile is not None:
-                return path, tile
+    """The first of _PATHS that takes such an image, and its tile; else the kernel that loops."""
+    for path in _PATHS:
+        tile = _FITS[path](pixels, groups, group_width)
+        if tile is not None:
+            return path, tile
     return "loop", None
 
 
@@ -292,6 +205,7 @@ def launch(
         not runs(x, weight, bias, shift)
         or groups < 1
         or channels % groups
+        or channels > MOST_CHANNELS
         or channels // groups > _WIDEST
         or batch > MAX_GRID_YZ
         or groups > MAX_GRID_YZ
@@ -327,25 +241,34 @@ def launch(
         grid = (tile.blocks, tile.parts, batch)
         start(tiles._part_statistics, grid, inner, rows, partial, *sizes, **tile.constants)
         parts = Parts.of_rows(pixels, tile.constants["PIXELS"])
-        return channels_outer(normalise(inner, shift, weight, bias, partial, parts, tile, eps, silu, dtype))
+    else:
+        partial, parts = _loop(inner, shift, groups)
+    return channels_outer(normalise(inner, shift, weight, bias, partial, parts, eps, silu, dtype))
 
-    out = empty(inner, dtype, False)
+
+def _loop(inner: Tensor, shift: Tensor | None, groups: int) -> tuple[Tensor, Parts]:
+    """Statistics by the kernel that loops, and what parts they are of; inner (N, ..., C)."""
+    batch, channels = inner.shape[0], inner.shape[-1]
+    pixels, group_width = inner.numel() // (batch * channels), channels // groups
     blocks, block_groups = _channel_blocks(groups, group_width)
     block = max(_BLOCK, next_power_of_2(group_width))
-    lanes = max(16 if block == _BLOCK else 1, next_power_of_2(block_groups))
-    most = min(_SPLITS, _TILE // lanes)
-    programs = _PROGRAMS * multiprocessors(x.device) * (2 if inner.numel() >= _LARGE else 1)
-    splits, per_split = _pixel_splits(pixels, blocks * batch, most, programs)
-    constants = {
-        "WIDTH": block_groups * group_width,
-        "BLOCK": block,
-        "GROUPS": lanes,
-        "PIXELS": _TILE // block,
-        "num_warps": 4 if block <= 512 else 8,
-    }
+    programs = _PROGRAMS * multiprocessors(device_of(inner)) * (2 if inner.numel() >= _LARGE else 1)
+    splits, per_split = _pixel_splits(pixels, blocks * batch, programs)
+    partial = torch.empty((2, batch, splits, groups), dtype=torch.float32, device=inner.device)
     sizes = (pixels, per_split, channels, groups, group_width)
-    grid = (splits, blocks, batch)
-    partial = torch.empty((2, batch, splits, groups), dtype=torch.float32, device=x.device)
-    start(_statistics, grid, inner, rows, partial, *sizes, *affine[:2], **constants)
-    start(_normalise, grid, inner, *vectors, partial, out, *sizes, *affine, eps, SPLITS=most, **constants)
-    return channels_outer(out)
+    start(
+        _statistics,
+        (splits, blocks, batch),
+        inner,
+        inner if shift is None else shift,
+        partial,
+        *sizes,
+        0 if shift is None else shift.stride(0),
+        int(shift is not None),
+        WIDTH=block_groups * group_width,
+        BLOCK=block,
+        GROUPS=max(16 if block == _BLOCK else 1, next_power_of_2(block_groups)),
+        PIXELS=_TILE // block,
+        num_warps=4 if block <= 512 else 8,
+    )
+    return partial, Parts.of_rows(pixels, per_split)

@@ -41,7 +41,6 @@ KERNELS = {
     "geglu_tanh": (geglu._kernel, {"GATE_FIRST": True, "TANH": True, "ROWS": 8, "BLOCK": 256}),
     "bias_add": (bias_add._kernel, {"HAS_BIAS": True, "HAS_RESIDUAL": True, "ROWS": 16, "BLOCK": 128}),
     "group_norm_statistics": (group_norm._statistics, GROUPS),
-    "group_norm": (group_norm._normalise, {**GROUPS, "SPLITS": 128}),
     "group_norm_whole": (_group_norm._whole, {"UNIT": 4, "BLOCK": 64, "PIXELS": 64}),
     "group_norm_part_statistics": (_group_norm._part_statistics, PARTS),
     "add_group_norm_whole": (_sum_group_norm._whole, {**SUM, "UNIT": 4, "BLOCK": 64, "PIXELS": 64}),
@@ -50,7 +49,7 @@ KERNELS = {
     "cat_group_norm_part_statistics": (_sum_group_norm._part_statistics, {**JOIN, **PARTS}),
     "upsample": (upsample._kernel, {"RESIDUAL": False, "ROWS": 16, "BLOCK": 64}),
     "upsample_of_a_sum": (upsample._kernel, {"RESIDUAL": True, "ROWS": 16, "BLOCK": 64}),
-    "group_norm_part": (_group_parts._normalise, {**PARTS, "PARTS": 32}),
+    "group_norm_by_parts": (_group_parts._normalise, {"BLOCK": 64, "GROUPS": 8, "PIXELS": 64, "PARTS": 32}),
     "upsample_conv2d": (upsample_conv2d._kernel, {"DOWN": 2, "ACROSS": 4, "BLOCK": 64}),
 }
 POINTERS = {"x", "after", "a", "b", "term", "residual", "shift", "weight", "bias", "out", "total", "products"}

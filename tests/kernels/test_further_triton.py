@@ -42,7 +42,6 @@ TRITON = (
     geglu._kernel,
     layer_norm._kernel,
     group_norm._statistics,
-    group_norm._normalise,
     _group_norm._whole,
     _group_norm._part_statistics,
     _group_parts._normalise,

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from sfast_ext.kernels import _group_norm as tiles
-from sfast_ext.kernels import group_norm
+from sfast_ext.kernels import _group_parts, group_norm
 from sfast_ext.kernels._group_parts import Parts
 
 from .support import close, each_dtype, expected, few_parts, half_dtype, needs_memory, randn
@@ -209,6 +209,20 @@ def test_channel_blocks_hold_all_groups():
             blocks, each = group_norm._channel_blocks(groups, width)
             assert blocks * each >= groups > (blocks - 1) * each
             assert each * width <= max(128, width)
+
+
+def test_a_tile_of_channels_has_room_for_all_its_groups():
+    for width in range(1, 200):
+        firsts = range(0, width * _group_parts._BLOCK, _group_parts._BLOCK)
+        most = max((first + _group_parts._BLOCK - 1) // width - first // width + 1 for first in firsts)
+        assert _group_parts._room_for_groups(width) >= most
+
+
+def test_more_channels_than_offsets_reach_go_to_torch(device, monkeypatch):
+    monkeypatch.setattr(group_norm, "MOST_CHANNELS", 40)
+    monkeypatch.setattr(group_norm, "start", None)
+    x = randn(1, 48, 5, 6, dtype=torch.float32, device=device)
+    torch.testing.assert_close(group_norm.launch(x, 4, None, None, 1e-5), F.group_norm(x, 4))
 
 
 @pytest.mark.parametrize(
