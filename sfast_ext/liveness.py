@@ -11,7 +11,7 @@ from torch import fx
 
 
 def peak_bytes(graph: fx.Graph) -> int:
-    """The largest sum of what is alive at one time, in bytes; arguments, weights and kernels' workspaces aside."""
+    """The largest sum of what is alive at one time, in bytes; arguments, weights and libraries' workspaces aside."""
     nodes = list(graph.nodes)
     owner: dict[fx.Node, fx.Node] = {}
     last: dict[fx.Node, int] = {}
@@ -25,12 +25,37 @@ def peak_bytes(graph: fx.Graph) -> int:
     ending: dict[int, int] = {}
     for place, node in enumerate(nodes):
         if owner[node] is node and node.op == "call_function":
-            size = _bytes(node.meta.get("val"))
-            alive += size
-            ending[last[node]] = ending.get(last[node], 0) + size
-        peak = max(peak, alive)
+            for size, end in _results(node, place, last):
+                alive += size
+                ending[end] = ending.get(end, 0) + size
+        peak = max(peak, alive + _workspace(node))
         alive -= ending.pop(place, 0)
     return peak
+
+
+def _results(node: fx.Node, place: int, last: dict[fx.Node, int]) -> list[tuple[int, int]]:
+    """The bytes of what a node makes, and where in the graph they are let go of."""
+    val = node.meta.get("val")
+    if node.target is operator.getitem:
+        return []  # counted where it was made
+    if not isinstance(val, tuple | list):
+        return [(_bytes(val), last[node])]
+    ends = [place] * len(val)
+    for taken in node.users:
+        index = taken.args[1]
+        ends[index] = max(ends[index], last.get(taken, last[node]))  # type: ignore[index, call-overload]
+    return list(zip(map(_bytes, val), ends, strict=True))
+
+
+def _workspace(node: fx.Node) -> int:
+    """Bytes that a kernel of ours holds while it runs, beside its result."""
+    workspace = getattr(_home(node), "workspace", None)
+    return workspace(*fx.map_arg(node.args, lambda n: n.meta.get("val"))) if workspace is not None else 0
+
+
+def _home(node: fx.Node) -> Any:
+    """The module of what a node calls."""
+    return sys.modules.get(getattr(node.target, "__module__", None) or "")
 
 
 def _base(node: fx.Node) -> fx.Node | None:
@@ -41,7 +66,7 @@ def _base(node: fx.Node) -> fx.Node | None:
     if node.target is operator.getitem:
         # a kernel's several results are memory of their own each
         return sources[0] if isinstance(sources[0].target, torch._ops.OpOverload) else None
-    written = getattr(sys.modules.get(getattr(node.target, "__module__", "")), "WRITES", None)
+    written = getattr(_home(node), "WRITES", None)
     if written is not None:
         return node.args[written]  # type: ignore[return-value]
     schema = getattr(node.target, "_schema", None)
@@ -50,5 +75,4 @@ def _base(node: fx.Node) -> fx.Node | None:
 
 
 def _bytes(val: Any) -> int:
-    # those of several results are counted where they are taken apart
     return val.numel() * val.element_size() if isinstance(val, torch.Tensor) else 0

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import operator
+import sys
+
 import pytest
 import torch
 from passes.networks import network
 from passes.support import Traced
+from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -43,6 +47,36 @@ def test_what_lives_on_is_counted_to_its_end():
         return y + first
 
     assert peak(function, X) == 3 * KB
+
+
+def graph_of(*calls):
+    """A chain of calls on an argument, each a function, what it makes, and which of that goes on."""
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    value.meta["val"] = X
+    for function, val, *taken in calls:
+        value = graph.call_function(function, (value,))
+        value.meta["val"] = val
+        for index in taken:
+            value = graph.call_function(operator.getitem, (value, index))
+            value.meta["val"] = val[index]
+    graph.output(value)
+    return graph
+
+
+def kernel(x):
+    """One with several results."""
+
+
+def test_results_of_a_kernel_are_there_with_what_it_reads():
+    assert peak_bytes(graph_of((torch.neg, X), (kernel, (X, X, None), 1), (torch.sin, X))) == 3 * KB
+    assert peak_bytes(graph_of((kernel, (X, X), 1), (torch.sin, X), (torch.cat, torch.zeros(1024)))) == 5 * KB
+    assert peak_bytes(graph_of((kernel, [None, X], 1), (torch.sin, X))) == 2 * KB
+
+
+def test_so_is_what_it_needs_beside_them(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "workspace", lambda x: 3 * x.numel(), raising=False)
+    assert peak_bytes(graph_of((torch.neg, X), (kernel, X))) == 2 * KB + 3 * 256
 
 
 class Measured(TorchDispatchMode):
@@ -88,7 +122,7 @@ def test_a_pool_begins_with_one_block():
 
     run()
     sizes = []
-    for expected in (0, 20 * mb):
+    for expected in (0, int(20 * mb / graph_pool._GAPS)):
         pool = graph_pool.GraphPool(torch.device("cuda", torch.cuda.current_device()))
         captured = pool.capture(run, lambda: None, Report(), max_graphs=1, budget_mb=0, expected=expected)
         sizes.append(pool.size)

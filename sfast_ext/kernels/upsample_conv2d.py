@@ -28,7 +28,6 @@ from sfast_ext.kernels._triton import (
 
 LEAST_CHANNELS = 128  # of either picture: with fewer, writing and reading products takes longer than making them
 _DOWN, _ACROSS, _BLOCK = 2, 4, 64  # a tile: pixels of the small picture, and channels
-_MOST = 64 << 20  # bytes of products at a time, where there are several pictures: more would be the peak of a call
 
 
 def reference(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tensor:
@@ -118,37 +117,31 @@ def launch(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tensor:
     where that does not run, by `library`."""
     if not takes(x, weight, cut):
         return library(x, weight, cut)
-    images, columns = x.shape[0], weight.shape[0]
-    out = torch.empty((images, *_size(x, cut), columns), dtype=x.dtype, device=x.device)
-    bytes_of_one = 9 * x.shape[2] * x.shape[3] * columns * x.element_size()
-    times = cdiv(images, max(1, _MOST // bytes_of_one))
-    at_once = cdiv(images, times)
-    for first in range(0, images, at_once):
-        some = slice(first, first + at_once)
-        _add_up(products(x[some], weight), out[some], x.shape[2:])
-    return channels_outer(out)
-
-
-def _add_up(products: Tensor, out: Tensor, size: torch.Size) -> None:
-    """Products (9, N H W, K), of pictures of that size, to out (N, 2 H - cut, 2 W - cut, K)."""
-    (images, large_height, large_width, columns), (height, width) = out.shape, size
+    images, _, height, width = x.shape
+    columns, size = weight.shape[0], _size(x, cut)
+    out = torch.empty((images, *size, columns), dtype=x.dtype, device=x.device)
     start(
         _kernel,
         (images * cdiv(height, _DOWN) * cdiv(width, _ACROSS) * cdiv(columns, _BLOCK),),
-        products,
+        products(x, weight),
         out,
         images,
         height,
         width,
-        large_height,
-        large_width,
+        *size,
         columns,
-        1 / _scale(products.dtype),
+        1 / _scale(x.dtype),
         DOWN=_DOWN,
         ACROSS=_ACROSS,
         BLOCK=_BLOCK,
         num_warps=4,
     )
+    return channels_outer(out)
+
+
+def workspace(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> int:
+    """Bytes of products, which `launch` holds beside its result."""
+    return 9 * x.numel() // x.shape[1] * weight.shape[0] * x.element_size()
 
 
 def products(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tensor:
