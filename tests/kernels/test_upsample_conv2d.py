@@ -37,7 +37,7 @@ def test_sizes(device, dtype, sizes, cut):
 
 
 def test_what_it_holds_beside_its_result():
-    x, weight = operands((5, 128, 136, 3, 4), HALF, torch.device("cpu"))
+    x, weight = operands((5, 128, 136, 3, 4), torch.float32, torch.device("cpu"))
     assert upsample_conv2d.workspace(x, weight, (1, 0)) == upsample_conv2d.products(x, weight).nbytes
 
 
