@@ -40,7 +40,7 @@ _BLOCK = 128  # channels of a tile, where a group is not wider
 _WIDEST = 4096  # channels of the widest group that the kernels take
 _PROGRAMS = 2  # a multiprocessor
 _LARGE = 6 << 20  # elements of a batch from which twice as many keep more of memory busy
-_TILE = 2048  # elements of a tile, of x and of the statistics
+_TILE = 2048  # elements of a tile
 
 
 def reference(
