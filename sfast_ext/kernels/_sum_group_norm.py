@@ -176,7 +176,6 @@ def run(
         or groups < 1
         or channels % groups
         or max(batch, groups) > MAX_GRID_YZ
-        or channels > group_norm.MOST_CHANNELS
     ):
         return None
     pixels, group_width = a.numel() // (batch * a.shape[1]), channels // groups

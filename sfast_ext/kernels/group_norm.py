@@ -35,7 +35,7 @@ from sfast_ext.kernels._triton import (
 
 _PATHS: tuple[str, ...] = ("whole", "parts")  # tried before the kernel that loops; what is not named here is off
 _FITS = {"whole": tiles.whole, "parts": tiles.parts}
-MOST_CHANNELS = 1 << 20  # offsets inside tiles have 32 bits
+_MOST_CHANNELS = 1 << 20  # offsets inside tiles have 32 bits
 _BLOCK = 128  # channels of a tile, where a group is not wider
 _WIDEST = 4096  # channels of the widest group that the kernels take
 _PROGRAMS = 2  # a multiprocessor
@@ -180,10 +180,11 @@ def _pixel_splits(pixels: int, others: int, programs: int) -> tuple[int, int]:
 
 def fitting(pixels: int, groups: int, group_width: int) -> tuple[str, tiles.Tile | None]:
     """The first of _PATHS that takes such an image, and its tile; else the kernel that loops."""
-    for path in _PATHS:
-        tile = _FITS[path](pixels, groups, group_width)
-        if tile is not None:
-            return path, tile
+    if groups * group_width <= _MOST_CHANNELS:
+        for path in _PATHS:
+            tile = _FITS[path](pixels, groups, group_width)
+            if tile is not None:
+                return path, tile
     return "loop", None
 
 
@@ -205,7 +206,7 @@ def launch(
         not runs(x, weight, bias, shift)
         or groups < 1
         or channels % groups
-        or channels > MOST_CHANNELS
+        or channels > _MOST_CHANNELS
         or channels // groups > _WIDEST
         or batch > MAX_GRID_YZ
         or groups > MAX_GRID_YZ

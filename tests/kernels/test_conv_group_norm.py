@@ -291,7 +291,7 @@ def test_both_kernels_are_compiled_ahead(monkeypatch, size, layout, added):
     # absent operands are compiled alike
     assert convolution.args[3:] == (torch.float16, torch.float16 if added else None, torch.float32)
     boxes = -(-pixels // 128)
-    assert normalise.constants["PARTS"] == (32 if boxes <= 32 else 128)
+    assert normalise.constants["PARTS"] == (32 if boxes <= 32 else 128) and normalise.constants["num_warps"] == 4
     pointers = dict(zip(normalise.kernel.arg_names, normalise.args))
     assert pointers["partial"] == torch.float32 and pointers["x"] == pointers["out"] == torch.float16
     assert pointers["pixels"] == pixels and pointers["channels"] == columns
