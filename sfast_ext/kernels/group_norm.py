@@ -269,7 +269,7 @@ def _loop(inner: Tensor, shift: Tensor | None, groups: int) -> tuple[Tensor, Par
         WIDTH=block_groups * group_width,
         BLOCK=block,
         GROUPS=max(16 if block == _BLOCK else 1, next_power_of_2(block_groups)),
-        PIXELS=_TILE // block,
+        PIXELS=max(1, _TILE // block),
         num_warps=4 if block <= 512 else 8,
     )
     return partial, Parts.of_rows(pixels, per_split)

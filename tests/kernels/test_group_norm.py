@@ -21,6 +21,7 @@ SHAPES = [
     ((2, 30, 1, 1), 30),  # a single value a group: the variance is 0
     ((1, 128, 4, 4), 128),  # groups of one channel
     ((1, 300, 3, 5), 1),  # a group wider than a block
+    ((1, 4100, 3, 3), 2),  # and wider than a tile has elements
     ((2, 1000, 2, 2), 8),  # groups of 125: no 16 bytes of whole groups
     ((1, 8, 40, 25), 2),  # a thousand pixels, many splits
     ((2, 20, 63), 4),  # (N, C, L)
