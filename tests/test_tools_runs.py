@@ -147,6 +147,19 @@ def test_bench_counts_kernels_after_all_else_is_kept(monkeypatch):
     assert all("kernels" not in row for row in measured.measure(bench.Case(64, 64, 1)))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("model", ["tiny-sd15", "tiny-sdxl"])
+def test_the_output_in_fp32_is_of_two_rows_at_a_time(model):
+    measured = bench.Bench(bench.Options(model, [(64, 64)], [3], [], 1, 9, False, False, None), torch.device("cpu"))
+    unet, batches = measured._forms["eager"], []
+    args, kwargs = bench.models.unet_inputs(unet, 64, 64, 3, tokens=9)
+    hook = unet.register_forward_pre_hook(lambda module, given: batches.append(len(given[0])))
+    output = measured._reference(args, kwargs)
+    hook.remove()
+    assert batches == [2, 2, 2]
+    torch.testing.assert_close(output, unet(*args, **kwargs)[0])
+
+
 def test_memory_of_graphs_counts_whole(monkeypatch):
     segments = [
         {"segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 40},

@@ -154,8 +154,8 @@ def _keep(launch: Launch, device: torch.device) -> None:
 
 
 def _warm_up(launch: Launch, device: torch.device) -> None:
-    """Compile a kernel of Triton into its caches. The first launch loads it: a CUDA graph that another thread captures
-    at the time would be spoilt."""
+    """Compile a kernel of Triton, and what starts it, into its caches. The first launch loads it: a CUDA graph that
+    another thread captures at the time would be spoilt."""
     _make_cache(launch.kernel, device)
     if _compile(launch, device, load=False) is None:
         _compile(launch, device, load=False)
@@ -221,16 +221,24 @@ def _compile(launch: Launch, device: torch.device, load: bool = True) -> bool | 
     try:
         with torch.cuda.device(device):
             compiled = launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants)
-            # loads it, and builds the launcher, with a C compiler in some versions of Triton
+            # loads it, and makes what starts it
             handles: Callable[[], None] | None = getattr(compiled, "_init_handles", None)
-            if load and handles is not None:
-                handles()
+            if handles is not None:
+                handles() if load else _make_launcher(compiled)
         return compiled is not None
     except Exception as exc:
         if _disturbed(exc):
             return None
         logger.debug("%s is left to its first launch", launch.kernel, exc_info=True)
         return False
+
+
+def _make_launcher(compiled: Any) -> None:
+    """What starts a kernel, without loading that: some versions of Triton have a C compiler make it, into a cache."""
+    active = getattr(importlib.import_module("triton.runtime.driver").driver, "active", None)
+    launcher: Callable[..., Any] | None = getattr(active, "launcher_cls", None)
+    if launcher is not None:
+        launcher(compiled.src, compiled.metadata)
 
 
 def _disturbed(exc: BaseException | None) -> bool:

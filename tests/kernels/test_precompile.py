@@ -149,7 +149,10 @@ def test_what_is_compiled_ahead_is_what_a_launch_looks_for(card, monkeypatch, ea
     assert compiled() == before
 
 
-def test_what_a_further_size_launches_is_compiled_but_not_loaded(card):
+def test_what_a_further_size_launches_is_compiled_but_not_loaded(card, monkeypatch):
+    driver, launchers = importlib.import_module("triton.runtime.driver").driver, []
+    monkeypatch.setattr(driver.active, "launcher_cls", lambda src, metadata: launchers.append(src), raising=False)
+
     def pictures(*sides):
         return graph_of(*[(group_norm.launch, (2, 1280, side, side), 32, None, None, 1e-5) for side in sides])
 
@@ -157,6 +160,8 @@ def test_what_a_further_size_launches_is_compiled_but_not_loaded(card):
     finish()
     compiled = set(_group_norm._whole.device_caches[0][0])
     assert len(compiled) == 2 and len(card) == 1
+    (src,) = launchers  # of the one that was not loaded
+    assert src.fn is _group_norm._whole
     for launch in _precompile.launches(pictures(8, 16), GPU).values():
         launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants)
     assert set(_group_norm._whole.device_caches[0][0]) == compiled
