@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.tools import engines, machine, models, pipelines, rates, trace
+from sfast_ext.tools import engines, exact, machine, models, pipelines, rates, trace
 from sfast_ext.tools.text import number, table
 
 ROUNDS = 6
@@ -26,8 +26,6 @@ COLUMNS = ("engine", "p50 ms", "p20", "p80", "against ours", "first call s", "er
 FULL_COLUMNS = ("kernels", "of the limit %")
 # pixels that the further size of a full measurement is wider by
 WIDER = 64
-# of a batch that fp32 is computed for at once: a picture's under guidance
-ROWS = 2
 PRODUCT = "matrix product"
 
 Rows = list[dict[str, Any]]
@@ -133,11 +131,9 @@ class Bench:
         before = self._held()
         first = self._first_call(engine, args, kwargs)
         # ours runs the original first and its plan from the second call on
-        output = engine.call().float()
-        error = float(torch.linalg.vector_norm(output - reference) / torch.linalg.vector_norm(reference))
         row: dict[str, Any] = {
             "first_call_s": first,
-            "error_fp32": error,
+            "error_fp32": exact.error(engine.call(), reference),
             "memory_mb": self._peak(engine, before),
         }
         if isinstance(engine, engines.StableFast):
@@ -212,19 +208,7 @@ class Bench:
                 row["kernels"], row["copies"] = counts[row["engine"]] if any(counts[row["engine"]]) else (None, None)
 
     def _reference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """The output of the same weights computed in fp32, for two rows at a time: of eight, convolutions of cuDNN
-        9's with 2560 channels at 32x32 were wrong by 85 % on an NVIDIA H200."""
-        exact = copy.deepcopy(self._forms["eager"])
-        nn.Module.to(exact, torch.float32)
-        tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        try:
-            batch = args[0].shape[0]
-            parts = [_rows((args, kwargs), batch, slice(first, first + ROWS)) for first in range(0, batch, ROWS)]
-            output = torch.cat([exact(*_in_fp32(given), **_in_fp32(named))[0] for given, named in parts])
-        finally:
-            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
-        del exact
+        output = exact.Exact(self._forms["eager"])(args, kwargs)
         self._held()
         return output
 
@@ -256,23 +240,6 @@ def _idle_in_graphs() -> int:
 
 def _first_line(exc: Exception) -> str:
     return next(iter(str(exc).strip().splitlines()), "")
-
-
-def _in_fp32(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.float() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {k: _in_fp32(v) for k, v in value.items()}
-    return tuple(map(_in_fp32, value)) if isinstance(value, tuple) else value
-
-
-def _rows(value: Any, batch: int, rows: slice) -> Any:
-    """Of each tensor of a batch these rows; the rest as it is."""
-    if isinstance(value, torch.Tensor):
-        return value[rows] if value.dim() and value.shape[0] == batch else value
-    if isinstance(value, dict):
-        return {k: _rows(v, batch, rows) for k, v in value.items()}
-    return tuple(_rows(v, batch, rows) for v in value) if isinstance(value, tuple) else value
 
 
 def _quantiles(taken: list[float] | None) -> dict[str, float | None]:
