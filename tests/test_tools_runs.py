@@ -11,7 +11,7 @@ from PIL import Image
 
 from benchmarks import stress
 from sfast_ext import cli
-from sfast_ext.tools import bench, demo, pipelines
+from sfast_ext.tools import bench, demo, exact, models, pipelines
 
 
 @pytest.fixture(autouse=True)
@@ -150,11 +150,10 @@ def test_bench_counts_kernels_after_all_else_is_kept(monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("model", ["tiny-sd15", "tiny-sdxl"])
 def test_the_output_in_fp32_is_of_two_rows_at_a_time(model):
-    measured = bench.Bench(bench.Options(model, [(64, 64)], [3], [], 1, 9, False, False, None), torch.device("cpu"))
-    unet, batches = measured._forms["eager"], []
-    args, kwargs = bench.models.unet_inputs(unet, 64, 64, 3, tokens=9)
+    unet, batches = models.tiny_unet(model), []
+    args, kwargs = models.unet_inputs(unet, 64, 64, 3, tokens=9)
     hook = unet.register_forward_pre_hook(lambda module, given: batches.append(len(given[0])))
-    output = measured._reference(args, kwargs)
+    output = exact.Exact(unet)(args, kwargs)
     hook.remove()
     assert batches == [2, 2, 2]
     torch.testing.assert_close(output, unet(*args, **kwargs)[0])

@@ -224,7 +224,10 @@ def _compile(launch: Launch, device: torch.device, load: bool = True) -> bool | 
             # loads it, and makes what starts it
             handles: Callable[[], None] | None = getattr(compiled, "_init_handles", None)
             if handles is not None:
-                handles() if load else _make_launcher(compiled)
+                if load:
+                    handles()
+                else:
+                    _make_launcher(compiled)
         return compiled is not None
     except Exception as exc:
         if _disturbed(exc):

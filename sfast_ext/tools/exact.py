@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 # computed at once: the rows of one picture under guidance
 ROWS = 2
@@ -32,29 +33,16 @@ class Exact:
             for flag in flags:
                 flag.allow_tf32 = False
             parts = [rows((args, kwargs), batch, slice(first, first + ROWS)) for first in range(0, batch, ROWS)]
-            return torch.cat([self._unet(*_in_fp32(given), **_in_fp32(named))[0] for given, named in parts])
+            return torch.cat([self._unet(*given, **named)[0] for given, named in map(_in_fp32, parts)])
         finally:
             for flag, value in zip(flags, before):
                 flag.allow_tf32 = value
 
 
-def error(output: torch.Tensor, exact: torch.Tensor) -> float:
-    """The relative error of an output, in L2 and fp32."""
-    return float(torch.linalg.vector_norm(output.float() - exact) / torch.linalg.vector_norm(exact))
-
-
 def rows(value: Any, batch: int, which: slice) -> Any:
-    """Of each tensor of a batch in tuples and dicts these rows; the rest as it is."""
-    if isinstance(value, torch.Tensor):
-        return value[which] if value.dim() and value.shape[0] == batch else value
-    if isinstance(value, dict):
-        return {name: rows(item, batch, which) for name, item in value.items()}
-    return tuple(rows(item, batch, which) for item in value) if isinstance(value, tuple) else value
+    """Of each tensor of a batch in a tree these rows; the rest as it is."""
+    return tree_map_only(torch.Tensor, lambda x: x[which] if x.dim() and x.shape[0] == batch else x, value)
 
 
 def _in_fp32(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.float() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {name: _in_fp32(item) for name, item in value.items()}
-    return tuple(map(_in_fp32, value)) if isinstance(value, tuple) else value
+    return tree_map_only(torch.Tensor, lambda x: x.float() if x.is_floating_point() else x, value)
