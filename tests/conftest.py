@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -24,6 +25,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def gigabytes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For a test marked `gpu(gigabytes=24)`: such a GPU, of which nothing is kept from the other workers after it."""
+    marker = request.node.get_closest_marker("gpu")
+    needed = marker.kwargs.get("gigabytes", 0) if marker else 0
+    if not needed:
+        yield
+        return
+    if torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory < needed << 30:
+        pytest.skip(f"needs a GPU of {needed} GB")
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture

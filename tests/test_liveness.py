@@ -134,7 +134,7 @@ def test_a_pool_begins_with_one_block():
     assert sizes[1] <= sizes[0] and sizes[1] <= 24 * mb
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gigabytes=16)
 @pytest.mark.parametrize(
     ("model", "width", "height"), [("sd15", 512, 512), ("sdxl", 1024, 1024), ("sdxl", 832, 1216)], ids=str
 )

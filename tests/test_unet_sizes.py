@@ -36,8 +36,13 @@ LARGE = [
 CASES = [
     *[pytest.param(f"tiny-{name}", "cpu", TINY, id=f"tiny {name}") for name in ("sd15", "sd21", "sdxl")],
     *[
-        pytest.param(name, "cuda", sizes, id=name, marks=pytest.mark.gpu)
-        for name, sizes in (("sd15", SMALL), ("sd15-inpaint", SMALL[1:4]), ("sd21", SMALL), ("sdxl", LARGE))
+        pytest.param(name, "cuda", sizes, id=name, marks=pytest.mark.gpu(gigabytes=gigabytes))
+        for name, sizes, gigabytes in (
+            ("sd15", SMALL, 12),
+            ("sd15-inpaint", SMALL[1:4], 12),
+            ("sd21", SMALL, 12),
+            ("sdxl", LARGE, 32),
+        )
     ],
 ]
 

@@ -72,11 +72,6 @@ def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_group_parts, "_FEW", 2)
 
 
-def needs_memory(gigabytes: int) -> None:
-    if torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory < gigabytes << 30:
-        pytest.skip(f"needs a GPU of {gigabytes} GB")
-
-
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 half_dtype = pytest.mark.parametrize("dtype", HALF, ids=lambda dtype: str(dtype).removeprefix("torch."))
 

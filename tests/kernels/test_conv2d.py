@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from sfast_ext import kernels
 from sfast_ext.kernels import _cuda, _triton, conv2d
 
-from .support import half_dtype, needs_memory, randn, wide
+from .support import half_dtype, randn, wide
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NHWC = torch.channels_last
@@ -105,9 +105,8 @@ def test_nan_and_infinity_reach_the_neighbours_alone(tile, bad):
         assert torch.equal(y[~seen], clean[~seen])
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gigabytes=24)
 def test_a_result_of_more_than_31_bits():
-    needs_memory(24)
     x, weight = operands((1, 64, 2600, 2600, 320), torch.float16, CUDA)
     for tile in conv2d.TILES:
         if fits_one_round(x, 320, tile):

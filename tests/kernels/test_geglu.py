@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from sfast_ext.kernels import geglu
 
-from .support import close, each_dtype, expected, half_dtype, needs_memory, randn
+from .support import close, each_dtype, expected, half_dtype, randn
 
 SHAPES = [(63, 30), (1, 2), (3, 7, 640), (2, 1000), (3, 5, 514)]
 
@@ -72,8 +72,7 @@ def test_unet_shapes(dtype, rows, columns):
     close(geglu.launch(x), expected(geglu, x))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gigabytes=16)
 def test_beyond_32_bits():
-    needs_memory(16)
     x = torch.randn(850_001, 2560, dtype=torch.float16, device="cuda")  # 2.2e9 elements
     close(geglu.launch(x)[-9:], expected(geglu, x[-9:]))

@@ -8,7 +8,7 @@ from sfast_ext.kernels import _group_norm as tiles
 from sfast_ext.kernels import _group_parts, group_norm
 from sfast_ext.kernels._group_parts import Parts
 
-from .support import close, each_dtype, expected, few_parts, half_dtype, needs_memory, randn
+from .support import close, each_dtype, expected, few_parts, half_dtype, randn
 
 SHAPES = [
     ((2, 320, 8, 8), 32),  # groups of 10, in blocks of 120 channels and a rest
@@ -324,13 +324,12 @@ def test_unet_shapes(dtype, channels, size):
     close(y, expected(group_norm, x, 32, weight, bias, 1e-5, shift=shift, silu=True))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gigabytes=24)
 @pytest.mark.parametrize(
     ("path", "batch", "channels", "size"),
     [("whole", 14400, 640, 16), ("parts", 800, 320, 96), ("parts", 72, 320, 320), ("loop", 18, 5120, 160)],
 )
 def test_beyond_32_bits(path, batch, channels, size):
-    needs_memory(24)
     assert group_norm.fitting(size * size, 32, channels // 32)[0] == path
     x = torch.randn(batch, channels, size, size, dtype=torch.float16, device="cuda")  # 2.4e9 elements
     x = x.to(memory_format=torch.channels_last)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from sfast_ext.kernels import _cuda, add_layer_norm, layer_norm
 from sfast_ext.kernels import linear_layer_norm as kernel
 
-from .support import half_dtype, needs_memory, randn
+from .support import half_dtype, randn
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 HALF = torch.float16
@@ -334,10 +334,9 @@ def test_without_the_kernel(monkeypatch, added):
         alike(kernel.launch(*args, after), [*args, after])
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gigabytes=24)
 @each_tile
 def test_beyond_31_bits(tile):
-    needs_memory(24)
     rows = (1 << 31) // 1280 + 1000
     x, weight, bias, _, *norm = operands((8, 1280, 64))
     x = torch.randn(rows, 64, dtype=HALF, device=CUDA)

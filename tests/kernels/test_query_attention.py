@@ -11,7 +11,7 @@ from sfast_ext import kernels
 from sfast_ext.kernels import _cuda, _triton, attention
 from sfast_ext.kernels import query_attention as kernel
 
-from .support import TOLERANCE, half_dtype, needs_memory
+from .support import TOLERANCE, half_dtype
 
 CPU, CUDA, GPU = torch.device("cpu"), torch.device("cuda"), torch.device("cuda", 0)
 HALF = torch.float16
@@ -246,9 +246,8 @@ def test_without_the_kernel(monkeypatch, scale):
     alike(kernel.launch(*args, scale), args, scale)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gigabytes=24)
 def test_beyond_31_bits():
-    needs_memory(24)
     rows = (1 << 31) // 1280 + 1000
     _, weight, k, v = operands((1, 1, 20, 200, 77))
     x = torch.randint(-8, 9, (1, rows, 200), dtype=torch.int8, device=CUDA).half() / 8
