@@ -34,7 +34,10 @@ LARGE = [
     (16, 512, 640),
 ]
 CASES = [
-    *[pytest.param(f"tiny-{name}", "cpu", TINY, id=f"tiny {name}") for name in ("sd15", "sd21", "sdxl")],
+    *[
+        pytest.param(f"tiny-{name}", "cpu", TINY, id=f"tiny {name}")
+        for name in ("sd15", "sd15-inpaint", "sd21", "sdxl")
+    ],
     *[
         pytest.param(name, "cuda", sizes, id=name, marks=pytest.mark.gpu(gigabytes=gigabytes))
         for name, sizes, gigabytes in (
@@ -63,7 +66,7 @@ def test_every_plan_is_as_near_to_fp32_as_the_original(name, device, sizes):
             if not seed:
                 unet(*args, **kwargs)
             ours, theirs = unet(*args, **kwargs)[0], original(*args, **kwargs)[0]
-            assert ours.shape == (rows, *args[0].shape[1:])
+            assert ours.shape == theirs.shape == wanted.shape
             limit = 1.2 * relative_error([theirs.float()], [wanted]) if device == "cuda" else 1e-5
             assert relative_error([ours.float()], [wanted]) <= limit, (rows, width, height, seed)
         status = accelerator.report.as_dict()
