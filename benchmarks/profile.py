@@ -6,8 +6,8 @@
 
 Which kernel belongs to which node of the rewritten graph is seen in a run node by node; how long it takes, in replays
 of the CUDA graph, where the same kernels run in the same order, one after another. Where they begin before the one in
-front has ended, and wait for it, that is seen in the run by nodes too, in which they do not. The ceilings are measured
-in the same process.
+front has ended, and wait for it, that is seen in the run by nodes too, each from the end of those in front of it. The
+ceilings are measured in the same process.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def analyse(events: Sequence[trace.Event], costs: Mapping[str, Cost], ceilings: 
     if same:
         durations = [statistics.median(run[i].duration for run in runs) for i in range(each)]
     else:
-        durations = [event.duration for event in launched]
+        durations = _one_after_another(launched)
     found = _Sums(launched, nodes, durations, costs, ceilings)
     return {
         "durations_from": f"the median of {len(runs)} replays" if same else "the run by nodes",
@@ -143,6 +143,15 @@ def analyse(events: Sequence[trace.Event], costs: Mapping[str, Cost], ceilings: 
         "operations": found.operations(),
         "kernels": found.kernels(),
     }
+
+
+def _one_after_another(launched: Sequence[trace.Event]) -> list[float]:
+    """Microseconds of each, from the end of those in front of it where it began earlier and waited for them."""
+    durations, ended = [], 0.0
+    for event in launched:
+        durations.append(max(0.0, event.end - max(event.start, ended)))
+        ended = max(ended, event.end)
+    return durations
 
 
 def _gaps(runs: Sequence[Sequence[trace.Event]]) -> dict[str, float | None]:

@@ -13,8 +13,8 @@ One replay of the plan's CUDA graph, by `python -m benchmarks.profile`. *Rate*: 
 to do or move (each input read once, each output written once), over the time of their kernels. *Ceiling*: a large
 matrix product, or a large copy, in the same process. *Least*: what they would take at those ceilings, for each
 operation the larger of the two; what lies in the L2 cache may move faster. *Between kernels*: from the first to the
-last, less the kernels, under the profiler; where they overlap, times are those of a run node by node, at a clock that
-waiting for the CPU leaves high.
+last, less the kernels, under the profiler; where they overlap, times are those of a run node by node, each from the end
+of those in front of it, at a clock that waiting for the CPU leaves high.
 """
 KINDS = ("kind", "ms", "kernels", "GFLOP", "GB", "rate", "ceiling", "of the ceiling", "least, ms")
 WORK = ("operation", "operands", "nodes", "ms", "rate", "of the ceiling", "least, ms")

@@ -134,6 +134,8 @@ class Stress:
         width, height = self.size
         args, kwargs = models.unet_inputs(self.unet, width, height, timestep=self.chance.randrange(1000))
         replays = self._ran()
+        machine.synchronise(self.device)
+        called = time.perf_counter()
         output = self.unet(*args, **kwargs)[0]
         machine.synchronise(self.device)
         first = time.perf_counter()
@@ -157,7 +159,7 @@ class Stress:
                 "error": error,
                 "effect": effect,
                 "change_ms": round(1000 * (changed - started), 2),
-                "call_ms": round(1000 * (first - changed), 2),
+                "call_ms": round(1000 * (first - called), 2),
                 "allocated_mb": torch.cuda.memory_allocated() // MB if gpu else None,
                 "reserved_mb": torch.cuda.memory_reserved() // MB if gpu else None,
                 "captures": counter("captures"),
