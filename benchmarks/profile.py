@@ -227,7 +227,8 @@ class _Sums:
         flops, moved = (sum(getattr(self._costs[node], what) for node in nodes) for what in ("flops", "bytes"))
         matrix, copy = self._ceilings["matrix_tflops"], self._ceilings["copy_tb_s"]
         floor = sum(max(self._costs[n].flops / matrix, self._costs[n].bytes / copy) for n in nodes) / rates.TERA
-        tflops, tb = rates.per_second(flops, ms), rates.per_second(moved, ms)
+        # none of their own where they ended within what was in front of them
+        tflops, tb = (rates.per_second(work, ms) if ms else 0.0 for work in (flops, moved))
         arithmetic = kind in ARITHMETIC
         return {
             "ms": round(ms, 4),
