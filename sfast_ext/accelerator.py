@@ -17,6 +17,7 @@ from sfast_ext.config import Config
 from sfast_ext.garbage import uncollected
 from sfast_ext.graph_pool import pool_of
 from sfast_ext.hooks import Hooks
+from sfast_ext.kernels import health
 from sfast_ext.kernels._precompile import get_ready
 from sfast_ext.planner import WARY, Found, OriginalFailed, Planner
 from sfast_ext.report import Report, at, stage, words_of
@@ -166,6 +167,7 @@ class Accelerator(Planner):
                 "parts": [part._summary() for part in self.parts],
                 "weights": self.arena.status(),
                 "graph_pool": pool_of(device).status() if device is not None and device.type == "cuda" else None,
+                "kernels_put_down": health.all_down(device) if device is not None else {},
             }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -249,6 +251,9 @@ class Accelerator(Planner):
             return
         try:
             plan = None if building else found.plan
+            if plan is not None and self._put_down(exc, found.device):
+                self._shelf.drop(found.key)
+                return
             if not self._made_room(exc, plan):
                 what = "no plan could be built" if building else "its plan failed"
                 self._shelf.refuse(found.key, f"{what}: {where}: {words_of(exc)}")

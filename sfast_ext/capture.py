@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from sfast_ext import autocast, inplace
+from sfast_ext import autocast, inplace, slice_writes
 from sfast_ext.signature import Call, NotOurs, flatten_output, rebuild_call
 from sfast_ext.state import State
 from sfast_ext.tracing import LIFTS, record, settle
@@ -107,6 +107,7 @@ def _settled(
     _refuse_dynamic(graph_module)
     _adopt_weights(graph_module, arena)
     _refuse_random(graph_module)
+    slice_writes.join(graph_module.graph)
     refused = inplace.functionalise(graph_module)
     if refused:
         raise CaptureRefused(refused)

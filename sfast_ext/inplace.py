@@ -19,17 +19,17 @@ def functionalise(graph_module: fx.GraphModule) -> str | None:
     family: dict[fx.Node, list[fx.Node]] = {}
     writes = []
     for node in graph.nodes:
-        base = _aliased(node)
+        base = aliased(node)
         root[node] = root[base] if base is not None else node
         family.setdefault(root[node], []).append(node)
-        if _written(node):
+        if written(node):
             writes.append(node)
     if not writes:
         return None
     replaced = False
     order = {n: i for i, n in enumerate(graph.nodes)}
     for node in writes:
-        target = _written(node)
+        target = written(node)
         assert target is not None
         source = root[target]
         if source.op == "get_attr":
@@ -81,7 +81,7 @@ _MAY_ALIAS = {
 }  # fmt: skip
 
 
-def _aliased(node: fx.Node) -> fx.Node | None:
+def aliased(node: fx.Node) -> fx.Node | None:
     """The node whose memory this one's result may share."""
     if node.op != "call_function":
         return None
@@ -96,11 +96,12 @@ def _aliased(node: fx.Node) -> fx.Node | None:
 
 def _descends(node: fx.Node | None, ancestor: fx.Node) -> bool:
     while node is not None and node is not ancestor:
-        node = _aliased(node)
+        node = aliased(node)
     return node is ancestor
 
 
-def _written(node: fx.Node) -> fx.Node | None:
+def written(node: fx.Node) -> fx.Node | None:
+    """The node whose memory this one writes to."""
     return _schema_aliases(node, write=True)
 
 

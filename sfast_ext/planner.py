@@ -16,6 +16,7 @@ from sfast_ext.capture import CaptureRefused, Recipe, capture, capture_watched
 from sfast_ext.config import Config
 from sfast_ext.graph_pool import GraphPool, pool_of
 from sfast_ext.hooks import Hooks
+from sfast_ext.kernels import _precompile, health
 from sfast_ext.plan import Plan, comparable, relative_error
 from sfast_ext.proof import prove, rewritten, too_far
 from sfast_ext.report import Report, at
@@ -161,7 +162,7 @@ class Planner:
         watched: Watched | None,
     ) -> None:
         started = time.perf_counter()
-        call, key, device = found.call, found.key, found.device
+        device = found.device
         away = next((p.device for p in self.module.parameters() if p.device != device), None)
         if away is not None:
             # not refused: they may be back at the next call
@@ -174,6 +175,29 @@ class Planner:
                 part._forget_plans("the model is captured as a whole")
         at("weights")
         self.arena.sync()
+        while True:
+            try:
+                plan = self._attempt(found, result, args, kwargs, original_s, watched)
+                break
+            except Exception as exc:
+                if not self._put_down(exc, device):
+                    raise
+            watched = None  # it was used up
+        if plan is not None:
+            plan.first_call_s = round(original_s + time.perf_counter() - started, 3)
+            self.report.event("plan", f"{plan.state}: {plan.signature.words()}, built in {plan.first_call_s} s")
+
+    def _attempt(
+        self,
+        found: Found,
+        result: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        original_s: float,
+        watched: Watched | None,
+    ) -> Plan | None:
+        """A plan of the kernels that are in use; None, with the reason noted, where the call gets none."""
+        call, key, device = found.call, found.key, found.device
         at("capture")
         try:
             recipes = self._recipes.setdefault(key[1:], set())  # type: ignore[index]
@@ -189,9 +213,9 @@ class Planner:
                 # it may be one of the numbers that it looks at: next time they are part of the signature
                 self._static_numbers.add(found.generic)
                 self.report.event("capture", f"numbers become part of the signature: {exc}")
-                return
+                return None
             self._shelf.refuse(key, str(exc))
-            return
+            return None
         plan.behaviour = found.behaviour
         at("binding of weights")
         self._shelf.put(key, plan)
@@ -212,11 +236,25 @@ class Planner:
         except Exception:
             self._shelf.drop(key)
             raise
-        plan.first_call_s = round(original_s + time.perf_counter() - started, 3)
         if refusal:
             self._shelf.refuse(key, refusal)
-        else:
-            self.report.event("plan", f"{plan.state}: {plan.signature.words()}, built in {plan.first_call_s} s")
+            return None
+        return plan
+
+    def _put_down(self, exc: Exception, device: torch.device) -> bool:
+        """Take the kernel that an exception came from out of use, and with it those that did not compile.
+
+        False where the exception came from no kernel, or from one that is out of use already.
+        """
+        reasons = health.blamed(exc)
+        uncompiled = _precompile.failed(device)
+        if not uncompiled.keys().isdisjoint(reasons):
+            reasons = uncompiled | reasons
+        new = [name for name, reason in reasons.items() if health.put_down(name, device, reason)]
+        for name in new:
+            self.report.count("kernels_put_down")
+            self.report.event("kernel", f"{name} is put down, plans are made without it: {reasons[name]}")
+        return bool(new)
 
     def _made_room(self, exc: Exception, plan: Plan | None) -> bool:
         """Out of memory: the graphs' memory goes to the original's run. True where `plan` may be used again."""

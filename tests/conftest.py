@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from sfast_ext import environment
+from sfast_ext.kernels import health
 from sfast_ext.tools import models
 
 
@@ -40,6 +42,15 @@ def gigabytes(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     gc.collect()
     torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans launch kernels, which on a CPU compute what their references do; none is put down."""
+    monkeypatch.setattr(environment, "triton_runs_on", lambda device: True)
+    health.clear()
+    yield
+    health.clear()
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from torch import nn
 
 from sfast_ext import Hooks, accelerator, behaviour, environment, kernels, passes, planner, proof, tracing
 from sfast_ext.capture import CaptureRefused
-from sfast_ext.kernels import attention, bias_add, geglu, group_norm, layer_norm
+from sfast_ext.kernels import _precompile, attention, geglu, group_norm, layer_norm
 from sfast_ext.plan import Plan
 from sfast_ext.slot import Slot
 from sfast_ext.state import State
@@ -69,14 +69,9 @@ BUILDING = {
     },
     "packing": Stage(WeightArena, "pack", "pass packed_linear", done=True),
     "channels-last weights": Stage(WeightArena, "channels_last", "pass channels_last", done=True),
-    "the pick of a kernel": Stage(kernels, "pick", "pass "),
+    "the health of kernels": Stage(kernels, "serves", "pass "),
     "binding": Stage(WeightArena, "bind", "weights"),
     "binding, half done": Stage(WeightArena, "bind", "weights", done=True),
-    "the kernel group_norm": KernelStage(group_norm, "reference", "first run"),
-    "the kernel layer_norm": KernelStage(layer_norm, "reference", "first run"),
-    "the kernel geglu": KernelStage(geglu, "reference", "first run"),
-    "the kernel bias_add": KernelStage(bias_add, "reference", "first run"),
-    "the kernel attention": KernelStage(attention, "library", "first run"),
     "a kernel, without memory": KernelStage(attention, "library", "first run", OOM),
     "the first run": Stage(Plan, "run_eagerly", "first run"),
     "the check": Stage(proof, "relative_error", "check"),
@@ -150,6 +145,67 @@ def test_the_report_names_what_failed(phase, stage, monkeypatch):
     pair.same()
     named = pair.words() if stage.kind is CaptureRefused or stage.home is tracing else pair.error()
     assert stage.words in named
+
+
+# the module whose reference fails, and the kernels that compute by it
+KERNELS = {
+    "group_norm": (group_norm, {"group_norm"}),
+    "layer_norm": (layer_norm, {"layer_norm", "add_layer_norm"}),
+    "geglu": (geglu, {"geglu"}),
+    "attention": (attention, {"attention"}),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_that_fails_costs_that_kernel(name, monkeypatch, kernels_on_the_cpu):
+    module, fail = KERNELS[name]
+    pair, captures = Pair("unet"), Counting(monkeypatch)
+    fault = failing(monkeypatch, module, "reference")
+    pair.same(CALLS)
+    assert pair.runs == CALLS - 1 and captures.times == len(fail) + 1 and fault.times == len(fail)
+    assert pair.counter("kernels_put_down") == len(fail) and not pair.counter("errors")
+    assert pair.acc.status()["kernels_put_down"] == dict.fromkeys(fail, "Injected: injected")
+    assert f"{name} is put down, plans are made without it: Injected: injected" in pair.words()
+    (plan,) = pair.acc.plans.values()
+    assert not any(plan.fused[each] for each in fail)
+    # nor is it tried for another size
+    pair.plan_runs_again(width=16)
+    assert fault.times == len(fail)
+    pair.release()
+
+
+def test_kernels_that_all_fail_leave_what_pytorch_does(monkeypatch, kernels_on_the_cpu):
+    pair, captures = Pair("unet"), Counting(monkeypatch)
+    every = set().union(*(fail for _, fail in KERNELS.values()))
+    for module, _ in KERNELS.values():
+        failing(monkeypatch, module, "reference")
+    pair.same(CALLS)
+    assert pair.runs == CALLS - 1 and captures.times == len(every) + 1
+    assert pair.acc.status()["kernels_put_down"].keys() == every
+    pair.release()
+
+
+def test_kernels_that_did_not_compile_are_put_down_together(monkeypatch, kernels_on_the_cpu):
+    pair, captures = Pair("unet"), Counting(monkeypatch)
+    compiled = {"geglu": "CompilationError: one", "group_norm": "CompilationError: other"}
+    monkeypatch.setattr(_precompile, "failed", lambda device: compiled)
+    failing(monkeypatch, group_norm, "reference")
+    pair.same(CALLS)
+    assert pair.runs == CALLS - 1 and captures.times == 2
+    assert pair.acc.status()["kernels_put_down"] == {**compiled, "group_norm": "Injected: injected"}
+    pair.release()
+
+
+def test_a_kernel_that_fails_in_a_later_run_costs_that_kernel_too(monkeypatch, kernels_on_the_cpu):
+    pair = Pair("unet")
+    pair.same(3)
+    assert pair.runs == 2
+    failing(monkeypatch, geglu, "reference")
+    pair.same(CALLS)
+    # of these the first went to the original, the second built a plan anew
+    assert pair.runs == 2 + CALLS - 2 and pair.counter("errors") == 1
+    assert pair.acc.status()["kernels_put_down"] == {"geglu": "Injected: injected"}
+    pair.release()
 
 
 def test_a_real_unet_goes_on_too(monkeypatch):

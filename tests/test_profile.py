@@ -60,7 +60,7 @@ def leaves_of(call):
 
 
 @pytest.mark.parametrize("model", ["tiny-sd15", "tiny-sdxl"])
-def test_a_tiny_unet_by_kinds(model, monkeypatch):
+def test_a_tiny_unet_by_kinds(model, monkeypatch, kernels_on_the_cpu):
     monkeypatch.setattr(profile.trace, "record", StandIn())
     found = profile.measure(model, 64, 64, 1, CPU)
     json.dumps(found)

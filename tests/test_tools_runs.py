@@ -90,7 +90,7 @@ def test_bench(tmp_path, capsys):
         assert row["model"] == "tiny-sdxl" and row["height"] == 64 and row["images"] == 1
         assert 0 < row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]
         assert row["first_call_s"] > 0 and row["error_fp32"] < 1e-4
-    assert result["rows"][0]["plan"]["fused"]["group_norm"] > 0
+    assert result["rows"][0]["plan"]["fused"]["packed_linear"] > 0
     assert "tiny-sdxl 72×64" in capsys.readouterr().out
 
 

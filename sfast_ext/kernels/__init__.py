@@ -1,24 +1,24 @@
-"""Fused operations, one a file: `reference` in plain PyTorch, `launch` in Triton with the same signature."""
+"""Fused operations, one a file: `launch` in Triton or CUDA C++, and `reference`, the same in plain PyTorch.
+
+A reference is the oracle of tests, and what `launch` does on a CPU without Triton's interpreter. No plan is made of
+references: where no kernel serves an operation, PyTorch's own stays as it was recorded (`serves`).
+
+A module may say of its launch: NEEDS_TRITON = False, where it does without; USES, the kernels that it may call in its
+turn; WRITES, the argument whose memory the result takes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
-from sfast_ext.kernels import _triton
+import torch
+
+from sfast_ext.kernels import _triton, health
 
 
-def pick(module: ModuleType, *, triton: bool) -> Callable[..., Any]:
-    """The function of a kernel module to call: `launch`; where Triton is not wanted, `library` or else `reference`.
-
-    A module whose launch does without Triton says so with NEEDS_TRITON = False and is always
-    launched. A launch takes what its reference takes: what the kernel cannot do (no Triton, float64, a CPU)
-    it hands to the reference.
-    """
-    if triton or not getattr(module, "NEEDS_TRITON", True):
-        return module.launch
-    return getattr(module, "library", module.reference)
+def serves(module: ModuleType, device: torch.device, *, triton: bool) -> bool:
+    """Whether a kernel may be launched on a device: it needs no Triton or there is one, and it is not put down."""
+    return (triton or not getattr(module, "NEEDS_TRITON", True)) and health.usable(module, device)
 
 
 def interpreted() -> bool:

@@ -45,11 +45,13 @@ class Call(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel and what it is compiled for: dtypes for its tensors, numbers, constants."""
+    """A kernel and what it is compiled for: dtypes for its tensors, numbers, constants. `owner` is the module whose
+    launch function launches it."""
 
     kernel: Any
     args: tuple[Any, ...]
     constants: dict[str, Any]
+    owner: str = ""
 
 
 def calls(graph: fx.Graph) -> list[Call]:
@@ -71,8 +73,9 @@ def launched(calls: Iterable[Call], device: torch.device | None = None) -> dict[
                 function(*map_aggregate(args, _stand_in), **map_aggregate(kwargs, _stand_in))
         except Exception:
             continue  # compiled when it is first launched
-        for kernel, operands, constants in collected:
-            launch = Launch(kernel, tuple(x.dtype if isinstance(x, torch.Tensor) else x for x in operands), constants)
+        for kernel, operands, constants, owner in collected:
+            kinds = tuple(x.dtype if isinstance(x, torch.Tensor) else x for x in operands)
+            launch = Launch(kernel, kinds, constants, owner)
             found.setdefault(key(launch), launch)
     return found
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from sfast_ext.kernels import _cuda, _further, _triton
+from sfast_ext.kernels import _cuda, _further, _triton, health
 from sfast_ext.kernels._further import Call, Launch, Size
 
 logger = logging.getLogger("sfast_ext")
@@ -30,6 +30,8 @@ _PAUSE = 3.0  # seconds that a first call takes, and a few calls of the plan it 
 _LOOK = 0.1  # seconds between looks at whether they are over
 # what this process has compiled already: (device, key of the launch)
 _done: set[Any] = set()
+# kernels that did not compile, by device: their first launch tells for certain
+_failed: dict[torch.device, dict[str, str]] = {}
 _caches = threading.Lock()
 
 _Task = tuple[str, Callable[[], None]]
@@ -196,6 +198,11 @@ def precompile(graph: fx.Graph, device: torch.device) -> int:
     return len(compiled)
 
 
+def failed(device: torch.device) -> dict[str, str]:
+    """The kernels that did not compile for a device in this process, with their reasons."""
+    return dict(_failed.get(device, {}))
+
+
 def _compile_all(wanted: dict[Any, Launch], device: torch.device) -> list[Launch]:
     """Those that were compiled."""
     with ThreadPoolExecutor(min(len(wanted), MOST_THREADS, os.cpu_count() or 1)) as pool:
@@ -233,6 +240,7 @@ def _compile(launch: Launch, device: torch.device, load: bool = True) -> bool | 
         if _disturbed(exc):
             return None
         logger.debug("%s is left to its first launch", launch.kernel, exc_info=True)
+        _failed.setdefault(device, {})[launch.owner] = health.describe(exc)
         return False
 
 

@@ -7,14 +7,16 @@ import functools
 import importlib
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels import _cuda
+from sfast_ext.kernels import _cuda, health
 
 triton: Any = None
 tl: Any = None
@@ -85,14 +87,14 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
-Noted = list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
+Noted = list[tuple[Any, tuple[Any, ...], dict[str, Any], str]]
 _collected: ContextVar[tuple[Noted, torch.device | None] | None] = ContextVar("collected", default=None)
 
 
 @contextlib.contextmanager
 def collecting(device: torch.device | None = None) -> Iterator[Noted]:
     """Within, in this thread, tensors of any device are taken for some of `device`, and launches only noted: kernel,
-    arguments, constants."""
+    arguments, constants, and the name of the module whose launch function it was."""
     found: Noted = []
     token = _collected.set((found, device))
     try:
@@ -168,13 +170,22 @@ def start(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constants
         constants |= {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
     collected = _collected.get()
     if collected is not None:
-        collected[0].append((kernel, (x, *args), constants))
+        collected[0].append((kernel, (x, *args), constants, _launcher(sys._getframe(1))))
         return
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
             kernel[grid](x, *args, **constants)
     else:
         kernel[grid](x, *args, **constants)
+
+
+def _launcher(frame: FrameType | None) -> str:
+    while frame is not None:
+        name = health.launcher_of(frame)
+        if name is not None:
+            return name
+        frame = frame.f_back
+    return ""
 
 
 def channels_inner(x: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from sfast_ext.kernels import _sum_group_norm, bias_add, group_norm
 
+USES = (bias_add, group_norm)
+
 
 def reference(
     x: Tensor,

@@ -13,6 +13,8 @@ from sfast_ext.kernels import _cuda, add_group_norm, conv2d, group_norm
 from sfast_ext.kernels._group_parts import Parts, normalise
 from sfast_ext.kernels._triton import DTYPES, are_collected, channels_inner, channels_outer
 
+USES = (add_group_norm, conv2d, group_norm)
+
 
 def reference(
     x: Tensor,

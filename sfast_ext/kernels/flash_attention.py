@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels import _attention, _cuda
+from sfast_ext.kernels import _attention, _cuda, health
 from sfast_ext.kernels._attention import can_be_mapped, heads_map, in_base_2, like_queries, strides
 from sfast_ext.kernels._triton import INTERPRETED, cdiv, device_of, multiprocessors, start
 
@@ -52,6 +52,8 @@ SHAPES = {
 
 def takes(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
     """Whether `launch` can read the operands, and is the faster way."""
+    if health.reason("flash_attention", device_of(q)) is not None:
+        return False
     if not reads(q, k, v, scale) or k.shape[2] < _FEWEST_KEYS:
         return False
     shape = best(q, k)

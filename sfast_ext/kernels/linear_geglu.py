@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from sfast_ext.kernels import _cuda, _ring, geglu
 from sfast_ext.kernels._triton import INTERPRETED, cdiv, device_of, multiplies, multiprocessors, runs, start
 
+USES = (geglu,)
+
 _LEAST_SHARE = 0.9  # of a GPU's multiprocessors that tiles must fill: of fewer cuBLAS makes more
 _ALONE = 1.02  # what a tile takes that shares nothing, for the same tile in a pair
 

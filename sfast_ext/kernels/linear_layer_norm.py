@@ -27,6 +27,8 @@ from sfast_ext.kernels._triton import (
     start,
 )
 
+USES = (add_layer_norm, layer_norm)
+
 _MOST_PARTS = 16  # of a row
 _RECORD = 2  # numbers of 8 bytes
 _VECTORS = 3  # of a tile's columns, in shared memory

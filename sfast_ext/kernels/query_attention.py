@@ -25,6 +25,8 @@ from sfast_ext.kernels._triton import (
     start,
 )
 
+USES = (attention,)
+
 _SIZE, _HEADS, _ROWS = 64, 5, 64  # columns of a head, heads and rows of a tile
 _MOST_KEYS = 80
 _WIDTH = _SIZE * _HEADS // 2  # columns of a group of warps

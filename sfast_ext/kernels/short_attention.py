@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sfast_ext.kernels import _attention
+from sfast_ext.kernels import _attention, health
 from sfast_ext.kernels._attention import blocks, in_base_2, like_queries, strides
 from sfast_ext.kernels._triton import begin_early, cdiv, constexpr, device_of, jit, multiprocessors, start, tl
 
@@ -109,6 +109,8 @@ def _block(x, row, column, rows, stride, SIZE: constexpr):
 
 def takes(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
     """Whether there are few enough keys, of heads narrow enough to be held, and `launch` can read them."""
+    if health.reason("short_attention", device_of(q)) is not None:
+        return False
     most = _MOST_KEYS if q.shape[-1] <= _WIDE else _MOST_OF_WIDE
     return k.shape[-2] <= most and q.shape[-1] <= _WIDEST and _attention.takes(q, k, v, scale)
 

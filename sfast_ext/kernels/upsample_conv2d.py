@@ -26,6 +26,8 @@ from sfast_ext.kernels._triton import (
     tl,
 )
 
+USES = (conv2d, upsample)
+
 LEAST_CHANNELS = 128  # of either picture: with fewer, writing and reading products takes longer than making them
 _DOWN, _ACROSS, _BLOCK = 2, 4, 64  # a tile: pixels of the small picture, and channels
 

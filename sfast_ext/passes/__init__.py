@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
+from sfast_ext import kernels
 from sfast_ext.report import at
 
 from . import (
     attention,
+    attention_heads,
     bias_add,
     channels_last,
     cleanup,
@@ -31,6 +34,8 @@ from . import (
     packed_linear,
     query_attention,
     rewrite,
+    scaled_dot_product,
+    sliced_attention,
     sum_group_norm,
     timestep_embedding,
     upsample,
@@ -43,10 +48,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class PassContext:
+    """What passes may make use of: kernels in Triton, the native operation."""
+
     arena: WeightArena
     device: torch.device
     triton: bool
     native: bool = False
+
+    def serves(self, *modules: ModuleType) -> bool:
+        """Whether all of these kernels may be launched: what is not served stays as it was recorded."""
+        return all(kernels.serves(module, self.device, triton=self.triton) for module in modules)
 
 
 Pass = Callable[[fx.GraphModule, PassContext], int]
@@ -55,6 +66,9 @@ PASSES: list[tuple[str, Pass]] = [
     ("cleanup", cleanup.cleanup),
     ("common", common.common_subexpressions),  # makes siblings of what was computed again and again
     ("constants", common.fold_constants),
+    ("scaled_dot_product", scaled_dot_product.scaled_dot_product),
+    ("sliced_attention", sliced_attention.sliced_attention),
+    ("attention_heads", attention_heads.attention_heads),
     ("packed_linear", packed_linear.packed_linear),
     ("channels_last", channels_last.channels_last),
     ("cleanup", cleanup.cleanup),  # the permutes of 1x1 convolutions meet those of the token reshapes

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from sfast_ext import kernels
 from sfast_ext.kernels import attention as kernel
+from sfast_ext.kernels import health
 
 from .rewrite import argument, call, is_op, mutated, overloads, replace
 
@@ -18,8 +18,10 @@ ATTENTION = overloads("scaled_dot_product_attention")
 
 
 def attention(gm: fx.GraphModule, ctx: PassContext) -> int:
+    if not health.usable(kernel, ctx.device):
+        return 0
     untouchable, count = mutated(gm.graph), 0
-    function = kernels.pick(kernel, triton=ctx.triton)
+    function = kernel.launch if ctx.serves(kernel) else kernel.library
     for node in list(gm.graph.nodes):
         if not is_op(node, ATTENTION) or not untouchable.isdisjoint([node, *node.all_input_nodes]):
             continue

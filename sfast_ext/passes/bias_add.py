@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from sfast_ext import kernels
 from sfast_ext.kernels import bias_add as kernel
 
 from .layer_norm import is_residual_add, summands
@@ -43,8 +42,9 @@ LEAST_CHANNELS = 16  # with fewer, a tile of the kernel is mostly empty
 
 
 def bias_add(gm: fx.GraphModule, ctx: PassContext) -> int:
+    if not ctx.serves(kernel):
+        return 0
     untouchable, count = mutated(gm.graph), 0
-    function = kernels.pick(kernel, triton=ctx.triton)
     for node in list(gm.graph.nodes):
         if node._erased or not is_op(node, ADD) or node in untouchable or argument(node, 2, "alpha", 1) != 1:
             continue
@@ -60,15 +60,13 @@ def bias_add(gm: fx.GraphModule, ctx: PassContext) -> int:
         with gm.graph.inserting_before(conv):
             bare = without_bias(conv)
         with gm.graph.inserting_before(node):
-            new = call(gm.graph, function, (bare, argument(conv, 2, "bias"), residual, factor), last)
+            new = call(gm.graph, kernel.launch, (bare, argument(conv, 2, "bias"), residual, factor), last)
         replace(last, new)
         count += 1
-    if ctx.triton:
-        count += alone(gm, function, untouchable) + tokens(gm, function, untouchable)
-    return count
+    return count + alone(gm, untouchable) + tokens(gm, untouchable)
 
 
-def tokens(gm: fx.GraphModule, function: Any, untouchable: set[fx.Node]) -> int:
+def tokens(gm: fx.GraphModule, untouchable: set[fx.Node]) -> int:
     """Sums of tokens whose one part is a linear layer: its bias is added with the residual, as without it cuBLAS has
     quicker products."""
     graph, count = gm.graph, 0
@@ -85,14 +83,14 @@ def tokens(gm: fx.GraphModule, function: Any, untouchable: set[fx.Node]) -> int:
             # the kernel's channels are the second dimension, and lie last in memory: only views
             outer = fake(add, (size[0], size[2], size[1]))
             operands = [call(graph, aten.permute.default, (t, [0, 2, 1]), outer) for t in (x, residual)]
-            total = call(graph, function, (operands[0], bias, operands[1], 1.0), outer)
+            total = call(graph, kernel.launch, (operands[0], bias, operands[1], 1.0), outer)
             new = call(graph, aten.permute.default, (total, [0, 2, 1]), add)
         replace(add, new)
         count += 1
     return count
 
 
-def alone(gm: fx.GraphModule, function: Any, untouchable: set[fx.Node]) -> int:
+def alone(gm: fx.GraphModule, untouchable: set[fx.Node]) -> int:
     """Biases of convolutions that no residual is added to."""
     count = 0
     for conv in list(gm.graph.nodes):
@@ -100,7 +98,7 @@ def alone(gm: fx.GraphModule, function: Any, untouchable: set[fx.Node]) -> int:
             continue
         with gm.graph.inserting_before(conv):
             bare = without_bias(conv)
-            new = call(gm.graph, function, (bare, argument(conv, 2, "bias"), None, 1.0), conv)
+            new = call(gm.graph, kernel.launch, (bare, argument(conv, 2, "bias"), None, 1.0), conv)
         replace(conv, new)
         count += 1
     return count

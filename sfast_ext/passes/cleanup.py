@@ -39,6 +39,7 @@ SAME_VALUE = overloads("alias", "detach", "detach_", "lift", "lift_fresh", "lift
 SAME_IF_SHAPE = overloads("expand", "slice.Tensor", "expand_as")
 FRESH = overloads("clone", "_to_copy", "lift_fresh_copy", "contiguous") | CAST
 PERMUTE = overloads("permute", "transpose.int", "t", "numpy_T", "movedim.int")
+COPY = overloads("copy")
 SCALE = overloads("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar")
 SHIFT = overloads("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar")
 
@@ -122,6 +123,12 @@ def permutation(node: fx.Node) -> list[int] | None:
     return order[::-1]
 
 
+def copy(node: fx.Node, x: fx.Node) -> fx.Node | None:
+    # What was there before is overwritten.
+    value = argument(node, 1, "src")
+    return value if isinstance(value, fx.Node) and same(node, value) else None
+
+
 def scale(node: fx.Node, x: fx.Node) -> fx.Node | None:
     factor = argument(node, 1, "other")
     return x if is_number(factor) and factor == 1 and same(node, x) else None
@@ -139,6 +146,7 @@ RULES: list[tuple[frozenset, Rule]] = [
     (CAST, cast),
     (RESHAPE, reshape),
     (PERMUTE, permute),
+    (COPY, copy),
     (SCALE, scale),
     (SHIFT, shift),
 ]

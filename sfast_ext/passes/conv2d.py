@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def conv2d(gm: fx.GraphModule, ctx: PassContext) -> int:
     """After bias_add, which takes the biases, and im2col, which takes what is a product by itself."""
-    if not ctx.triton:
+    if not ctx.serves(kernel):
         return 0
     count = 0
     for conv, x, weight in plain_convolutions(gm.graph, mutated(gm.graph)):

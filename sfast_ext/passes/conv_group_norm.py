@@ -20,7 +20,7 @@ OPTIONS = ("silu", "out_dtype")
 
 def conv_group_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
     """After conv2d, whose kernel takes the statistics."""
-    if not ctx.triton:
+    if not ctx.serves(kernel):
         return 0
     untouchable, count = mutated(gm.graph), 0
     for norm in list(gm.graph.nodes):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from sfast_ext import kernels
 from sfast_ext.kernels import geglu as kernel
 
 from .rewrite import (
@@ -34,8 +33,9 @@ SLICE = overloads("slice.Tensor")
 
 
 def geglu(gm: fx.GraphModule, ctx: PassContext) -> int:
+    if not ctx.serves(kernel):
+        return 0
     untouchable, count = mutated(gm.graph), 0
-    function = kernels.pick(kernel, triton=ctx.triton)
     for node in list(gm.graph.nodes):
         if node._erased or not is_op(node, GELU) or node in untouchable:
             continue
@@ -48,7 +48,7 @@ def geglu(gm: fx.GraphModule, ctx: PassContext) -> int:
         x, gate_first = halves
         approximate = argument(node, 1, "approximate", "none")
         with gm.graph.inserting_before(mul):
-            new = call(gm.graph, function, (x,), mul, {"gate_first": gate_first, "approximate": approximate})
+            new = call(gm.graph, kernel.launch, (x,), mul, {"gate_first": gate_first, "approximate": approximate})
         replace(mul, new)
         count += 1
     return count

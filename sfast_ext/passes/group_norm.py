@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from sfast_ext import kernels
 from sfast_ext.kernels import group_norm as kernel
 
 from .rewrite import (
@@ -44,19 +43,20 @@ SLICE = overloads("slice.Tensor")
 
 
 def group_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
+    if not ctx.serves(kernel):
+        return 0
     graph, count = gm.graph, 0
     hoist_weights(graph)
     untouchable = mutated(graph)
-    function = kernels.pick(kernel, triton=ctx.triton)
     shifts: list[fx.Node] = []
     for node in list(graph.nodes):
         if not node._erased and is_op(node, GROUP_NORM):
-            count += fuse(node, function, untouchable, shifts)
+            count += fuse(node, untouchable, shifts)
     pack_shifts(gm, ctx, shifts)
     return count
 
 
-def fuse(norm: fx.Node, function: Any, untouchable: set[fx.Node], shifts: list[fx.Node]) -> int:
+def fuse(norm: fx.Node, untouchable: set[fx.Node], shifts: list[fx.Node]) -> int:
     x, groups = norm.args[0], argument(norm, 1, "num_groups")
     weight, bias, eps = argument(norm, 2, "weight"), argument(norm, 3, "bias"), argument(norm, 4, "eps", 1e-5)
     size = shape(norm)
@@ -73,7 +73,7 @@ def fuse(norm: fx.Node, function: Any, untouchable: set[fx.Node], shifts: list[f
             shifts.append(shift)
         new = call(
             norm.graph,
-            function,
+            kernel.launch,
             (source, groups, weight, bias, eps),
             last,
             {"shift": shift, "silu": silu, "out_dtype": dtype(last)},

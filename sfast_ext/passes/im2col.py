@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def im2col(gm: fx.GraphModule, ctx: PassContext) -> int:
     """After sum_group_norm and bias_add; only where there is Triton, as otherwise nobody writes patches for less."""
-    if not ctx.triton:
+    if not ctx.serves(group_norm):
         return 0
     graph, count = gm.graph, 0
     for conv, picture, weight in plain_convolutions(graph, mutated(graph)):

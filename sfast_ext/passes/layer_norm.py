@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
-from sfast_ext import kernels
 from sfast_ext.kernels import add_layer_norm as add_kernel
 from sfast_ext.kernels import layer_norm as kernel
 
@@ -61,9 +60,10 @@ def match(node: fx.Node, untouchable: set[fx.Node]) -> Norm | None:
 
 
 def add_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
+    if not ctx.serves(add_kernel):
+        return 0
     hoist_weights(gm.graph)
     untouchable, count = mutated(gm.graph), 0
-    function = kernels.pick(add_kernel, triton=ctx.triton)
     for node in list(gm.graph.nodes):
         norm = match(node, untouchable)
         if norm is None or not is_residual_add(norm.x) or any(a in untouchable for a in norm.x.args):
@@ -73,9 +73,9 @@ def add_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
         add, graph = norm.x, gm.graph
         # Where the sum was made: others may use it before the norm is due. The norm's weights are at the top.
         with graph.inserting_before(add):
-            x, residual, shift = summands(add, untouchable) if ctx.triton else (*add.args[:2], None)
+            x, residual, shift = summands(add, untouchable)
             options = {"out_dtype": dtype(norm.last), "shift": shift}
-            pair = call(graph, function, (x, residual, *norm.params), None, options)
+            pair = call(graph, add_kernel.launch, (x, residual, *norm.params), None, options)
             total = call(graph, operator.getitem, (pair, 0), add)
             normed = call(graph, operator.getitem, (pair, 1), norm.last)
         pair.meta["val"] = (total.meta.get("val"), normed.meta.get("val"))
@@ -105,14 +105,15 @@ def is_residual_add(node: fx.Node) -> bool:
 
 
 def layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
+    if not ctx.serves(kernel):
+        return 0
     untouchable, count = mutated(gm.graph), 0
-    function = kernels.pick(kernel, triton=ctx.triton)
     for node in list(gm.graph.nodes):
         norm = match(node, untouchable)
         if norm is None:
             continue
         with gm.graph.inserting_before(node):
-            new = call(gm.graph, function, (norm.x, *norm.params), norm.last, {"out_dtype": dtype(norm.last)})
+            new = call(gm.graph, kernel.launch, (norm.x, *norm.params), norm.last, {"out_dtype": dtype(norm.last)})
         replace(norm.last, new)
         count += 1
     return count

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
-from sfast_ext.kernels import group_norm
+from sfast_ext.kernels import add_group_norm, add_layer_norm, cat_group_norm, group_norm
 from sfast_ext.kernels import linear_add as kernel
 
 from .bias_add import has_bias
@@ -38,7 +38,7 @@ BEFORE_NORM = False
 
 PERMUTE = overloads("permute")
 CAT = overloads("cat", "concat")
-NORMS = frozenset([group_norm.launch, group_norm.reference])
+NORMS = frozenset([group_norm.launch])
 
 
 class Product(NamedTuple):
@@ -47,16 +47,18 @@ class Product(NamedTuple):
 
 
 def linear_add(gm: fx.GraphModule, ctx: PassContext) -> int:
-    if not ctx.native:
+    if not ctx.native or not ctx.serves(kernel):
         return 0
     graph, count = gm.graph, 0
     untouchable = mutated(graph)
-    norms = () if BEFORE_NORM else [match_norm(node, untouchable) for node in graph.nodes]
-    normed = {norm.x for norm in norms if norm is not None}
+    normed = set()
+    if not BEFORE_NORM and ctx.serves(add_layer_norm):
+        norms = [match_norm(node, untouchable) for node in graph.nodes]
+        normed = {norm.x for norm in norms if norm is not None}
     for add in list(graph.nodes):
         if add._erased or add in untouchable or add in normed or not is_residual_add(add):
             continue
-        if ctx.triton and goes_to_a_norm(add):
+        if ctx.serves(add_group_norm, cat_group_norm) and goes_to_a_norm(add):
             continue  # made by the norm's kernel (sum_group_norm), which costs less than in the product
         # Of two products the later one is taken: the other is done by then.
         product, residual = match(add.args[1], add, untouchable), add.args[0]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def linear_geglu(gm: fx.GraphModule, ctx: PassContext) -> int:
     """After geglu, whose kernel it takes the place of; only where there is Triton, as nothing else would gain."""
-    if not ctx.triton:
+    if not ctx.serves(kernel):
         return 0
     untouchable, count = mutated(gm.graph), 0
     for node in list(gm.graph.nodes):

@@ -47,7 +47,7 @@ class Match(NamedTuple):
 
 def linear_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
     """After linear_onto, which gives the sums of some norms a bias."""
-    if not ctx.triton:
+    if not ctx.serves(kernel):
         return 0
     graph = gm.graph
     untouchable = mutated(graph)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def linear_onto(gm: fx.GraphModule, ctx: PassContext) -> int:
     """After add_layer_norm, whose kernel it gives a bias, and before bias_add, which takes what is left."""
-    if not ctx.triton:
+    if not ctx.serves(kernel, add_layer_norm):
         return 0
     untouchable, count = mutated(gm.graph), 0
     for add in list(gm.graph.nodes):
@@ -60,4 +60,5 @@ def fits(linear: fx.Node, total: fx.Node, add: fx.Node, untouchable: set[fx.Node
     if any(x is not None and (x in untouchable or dtype(x) != dtype(add)) for x in operands):
         return False
     bias = operands[2]
-    return bias is None or shape(bias) == (shape(add) or ())[-1:]
+    # what is computed, as a cast is, may not be there yet where the sum is made
+    return bias is None or (bias.op == "get_attr" and shape(bias) == (shape(add) or ())[-1:])

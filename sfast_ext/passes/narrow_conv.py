@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def narrow_conv(gm: fx.GraphModule, ctx: PassContext) -> int:
     """After channels_last; before bias_add, which would take the biases."""
-    if not ctx.triton:
+    if not ctx.serves(kernel):
         return 0
     count = 0
     for conv, x, weight in plain_convolutions(gm.graph, mutated(gm.graph)):

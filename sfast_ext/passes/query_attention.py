@@ -41,7 +41,7 @@ class Match(NamedTuple):
 
 def query_attention(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Before attention, whose nodes it takes, and after what makes use of linear layers in other ways."""
-    if not ctx.triton:
+    if not ctx.serves(kernel):
         return 0
     untouchable, count = mutated(gm.graph), 0
     for node in list(gm.graph.nodes):

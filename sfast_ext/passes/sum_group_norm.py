@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from sfast_ext import kernels
 from sfast_ext.kernels import add_group_norm, bias_add, cat_group_norm
 
 from .layer_norm import is_residual_add
@@ -32,11 +31,12 @@ from .rewrite import (
 if TYPE_CHECKING:
     from . import PassContext
 
-SUMS = frozenset([bias_add.launch, bias_add.reference])
+SUMS = frozenset([bias_add.launch])
 
 
 def sum_group_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
     """After group_norm and bias_add, whose kernels it joins."""
+    adds, joins = ctx.serves(add_group_norm), ctx.serves(cat_group_norm)
     graph, count = gm.graph, 0
     hoist_weights(graph)
     untouchable = mutated(graph)
@@ -48,19 +48,19 @@ def sum_group_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
             continue
         if any(isinstance(x, fx.Node) and x.op != "get_attr" for x in norm.args[2:4]):
             continue  # the pair stands where the sum is made: weights that are computed may not be known there
-        operands = summands(source, untouchable, ctx)
+        operands = summands(source, untouchable) if adds else None
         if operands is not None:
-            join(source, norm, kernels.pick(add_group_norm, triton=ctx.triton), operands)
+            join(source, norm, add_group_norm.launch, operands)
             count += 1
             continue
-        operands = halves(source, untouchable, ctx)
+        operands = halves(source, untouchable) if joins else None
         if operands is not None:
-            join(source, norm, kernels.pick(cat_group_norm, triton=ctx.triton), operands)
+            join(source, norm, cat_group_norm.launch, operands)
             count += 1
     return count
 
 
-def summands(total: Any, untouchable: set[fx.Node], ctx: PassContext) -> tuple[Any, ...] | None:
+def summands(total: Any, untouchable: set[fx.Node]) -> tuple[Any, ...] | None:
     """x, bias, residual and scale of a sum of pictures."""
     if is_op(total, SUMS):
         return (*total.args, 1.0)[:4]
@@ -69,7 +69,7 @@ def summands(total: Any, untouchable: set[fx.Node], ctx: PassContext) -> tuple[A
     if any(x in untouchable for x in total.args[:2]):
         return None
     for x, residual in (total.args[1::-1], total.args[:2]):
-        product = match(x, total, untouchable) if ctx.triton else None
+        product = match(x, total, untouchable)
         bias = argument(product.linear, 2, "bias") if product is not None else None
         if product is not None and bias is not None and keeps_channels(product.moves):
             with total.graph.inserting_before(total):
@@ -91,7 +91,7 @@ def keeps_channels(moves: list[fx.Node]) -> bool:
     return [dim % 4 for dim in argument(last, 1, "dims")] == [0, 3, 1, 2]
 
 
-def halves(cat: Any, untouchable: set[fx.Node], ctx: PassContext) -> tuple[Any, ...] | None:
+def halves(cat: Any, untouchable: set[fx.Node]) -> tuple[Any, ...] | None:
     """What two pictures are concatenated by their channels: the first, with what is added to it just for this, and
     the second."""
     if not is_op(cat, CAT) or argument(cat, 1, "dim", 0) not in (1, -3):
@@ -103,7 +103,7 @@ def halves(cat: Any, untouchable: set[fx.Node], ctx: PassContext) -> tuple[Any, 
         return None
     first, second = parts
     if only_user(first) is cat and first is not second:
-        sum_ = summands(first, untouchable, ctx)
+        sum_ = summands(first, untouchable)
         if sum_ is not None and sum_[3] == 1.0:
             return (*sum_[:3], second)
     return first, None, None, second

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import fx
 
-from sfast_ext import kernels
 from sfast_ext.kernels import timestep_embedding as kernel
 
 from .geglu import half
@@ -40,8 +39,9 @@ class Embedding(NamedTuple):
 
 
 def timestep_embedding(gm: fx.GraphModule, ctx: PassContext) -> int:
+    if not ctx.serves(kernel):
+        return 0
     untouchable, count = mutated(gm.graph), 0
-    function = kernels.pick(kernel, triton=ctx.triton)
     for node in list(gm.graph.nodes):
         found = None if node._erased or node in untouchable else match(node)
         if found is None or not untouchable.isdisjoint([found.t, found.frequency, *node.all_input_nodes]):
@@ -53,7 +53,7 @@ def timestep_embedding(gm: fx.GraphModule, ctx: PassContext) -> int:
             last = user
         with gm.graph.inserting_before(last):
             options = {"sine_first": sine_first, "out_dtype": dtype(last)}
-            new = call(gm.graph, function, (found.t, found.frequency), last, options)
+            new = call(gm.graph, kernel.launch, (found.t, found.frequency), last, options)
         replace(last, new)
         count += 1
     return count

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from sfast_ext import kernels
 from sfast_ext.kernels import upsample as kernel
 
 from .layer_norm import is_residual_add
@@ -23,8 +22,9 @@ NEAREST = overloads("upsample_nearest2d.vec", "upsample_nearest2d")
 
 
 def upsample(gm: fx.GraphModule, ctx: PassContext) -> int:
+    if not ctx.serves(kernel):
+        return 0
     untouchable, count = mutated(gm.graph), 0
-    function = kernels.pick(kernel, triton=ctx.triton)
     for node in list(gm.graph.nodes):
         if not is_op(node, NEAREST) or not untouchable.isdisjoint([node, node.args[0]]):
             continue
@@ -35,7 +35,7 @@ def upsample(gm: fx.GraphModule, ctx: PassContext) -> int:
         if only_user(x) is node and is_residual_add(x) and untouchable.isdisjoint(x.args[:2]):
             x, options = x.args[0], {"residual": x.args[1]}
         with gm.graph.inserting_before(node):
-            new = call(gm.graph, function, (x, tuple(after[2:]), steps(node)), node, options)
+            new = call(gm.graph, kernel.launch, (x, tuple(after[2:]), steps(node)), node, options)
         replace(node, new)
         count += 1
     return count

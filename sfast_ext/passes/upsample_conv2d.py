@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 def upsample_conv2d(gm: fx.GraphModule, ctx: PassContext) -> int:
     """After bias_add, which takes the biases; before conv2d and upsample, which take either by itself."""
-    if not ctx.triton:
+    if not ctx.serves(kernel):
         return 0
-    untouchable, count = mutated(gm.graph), 0
+    untouchable, count, sums = mutated(gm.graph), 0, ctx.serves(bias_add)
     for conv, large, weight in plain_convolutions(gm.graph, untouchable):
         if argument(conv, 2, "bias") is not None or not is_op(large, NEAREST) or only_user(large) is not conv:
             continue
@@ -36,7 +36,8 @@ def upsample_conv2d(gm: fx.GraphModule, ctx: PassContext) -> int:
         with gm.graph.inserting_before(conv):
             new = call(gm.graph, kernel.launch, (x, weight, cut), conv)
         replace(conv, new)
-        make(x, untouchable, ctx)
+        if sums:
+            make(x, untouchable)
         count += 1
     return count
 
@@ -55,9 +56,9 @@ def cut_of(large: fx.Node) -> tuple[int, int] | None:
     return cut if twice and {*cut} <= {0, 1} else None
 
 
-def make(total: Any, untouchable: set[fx.Node], ctx: PassContext) -> None:
+def make(total: Any, untouchable: set[fx.Node]) -> None:
     """A sum that nobody makes on the way any more: by one kernel, with a linear layer's bias."""
-    operands = None if is_op(total, SUMS) else summands(total, untouchable, ctx)
+    operands = None if is_op(total, SUMS) else summands(total, untouchable)
     if operands is None:
         return
     with total.graph.inserting_before(total):

@@ -357,7 +357,7 @@ def test_it_is_compiled_ahead_for_what_it_will_launch(h200, monkeypatch, layout)
     with _triton.collecting(torch.device("cuda", 0)) as collected:
         out = conv2d.launch(x, weight)
     assert out.shape == x.shape and out.is_contiguous(memory_format=NHWC)
-    ((kernel, args, constants),) = collected
-    assert kernel is conv2d._KERNEL and args[3:] == (None,) * 3
+    ((kernel, args, constants, owner),) = collected
+    assert kernel is conv2d._KERNEL and args[3:] == (None,) * 3 and owner == "conv2d"
     assert [tuple(a.shape) for a in args[:3]] == [x.shape, x.shape, weight.shape]
     assert constants == conv2d.constants(conv2d.best(x, 1280), torch.float16)

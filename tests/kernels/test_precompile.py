@@ -143,7 +143,7 @@ def test_what_is_compiled_ahead_is_what_a_launch_looks_for(card, monkeypatch, ea
     for function, tensors, rest in calls:
         with _triton.collecting(GPU) as collected:
             function(*[t.half() for t in tensors], *rest)
-        for kernel, args, constants in collected:
+        for kernel, args, constants, _ in collected:
             assert constants["EARLY"] == early == constants.get("launch_pdl", False)
             kernel.warmup(*args, grid=(1,), **constants)  # a launch but for the launching
     assert compiled() == before

@@ -72,7 +72,7 @@ class Traced:
             self.gm = tracer(*inputs)
         self.arena = WeightArena(root)
         self.arena.index()
-        self.ctx = PassContext(self.arena, torch.device("cpu"), triton=False)
+        self.ctx = PassContext(self.arena, torch.device("cpu"), triton=True)
         fakes = next(n.meta["val"] for n in self.graph.nodes if n.op == "placeholder").fake_mode
         for node in self.graph.nodes:
             if node.op == "get_attr":

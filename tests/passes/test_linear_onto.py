@@ -85,5 +85,18 @@ def test_left_alone(body: Callable[..., Any]) -> None:
     assert traced.error() < 1e-2
 
 
+def test_not_with_a_bias_that_is_computed_after_the_sum() -> None:
+    """As a cast of autocast's is: it cannot be an operand of the kernel that makes the sum."""
+
+    def body(m: Block, x: Tensor) -> Any:
+        total = m.first(x) + x
+        product = nn.functional.linear(m.norm(total), m.last.weight, m.last.bias.float().to(HALF) * 2)
+        return (product + total).relu()
+
+    traced, count = rewritten(body)
+    assert count == 0
+    assert traced.error() < 1e-2
+
+
 def test_not_without_triton() -> None:
     assert rewritten(plain, triton=False)[1] == 0

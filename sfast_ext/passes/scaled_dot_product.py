@@ -1,0 +1,261 @@
+"""Attention that is written out, softmax(scale * Q @ K^T + mask) @ V, as one scaled dot product attention.
+
+So do AUTOMATIC1111's optimisations but for its two of SDPA, ldm's and diffusers' plain and sliced attentions, each by
+other products: einsum, bmm, baddbmm, matmul. SDPA adds up in fp32 and never stores the scores.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import fx
+
+from .cleanup import PERMUTE, permutation
+from .rewrite import (
+    ADD,
+    argument,
+    aten,
+    call,
+    dtype,
+    fake,
+    is_number,
+    is_op,
+    mutated,
+    only_user,
+    overloads,
+    replace,
+    shape,
+)
+from .rewrite import CAST as CASTS
+
+if TYPE_CHECKING:
+    from . import PassContext
+
+SOFTMAX = overloads("softmax.int", "_softmax", "special_softmax")
+BMM = overloads("bmm", "matmul")
+BADDBMM = overloads("baddbmm")
+EINSUM = overloads("einsum")
+MUL = overloads("mul.Tensor", "mul.Scalar")
+DIV = overloads("div.Tensor", "div.Scalar")
+
+
+class Scores(NamedTuple):
+    """softmax's operand: scale * q @ k^T + mask."""
+
+    q: fx.Node  # (..., queries, channels)
+    k: fx.Node  # (..., keys, channels), or what is that by a permutation
+    order: list[int] | None  # the permutation
+    scale: float
+    mask: fx.Node | None
+
+
+def scaled_dot_product(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """After cleanup; before all that looks for attention."""
+    untouchable, count = mutated(gm.graph), 0
+    for node in list(gm.graph.nodes):
+        if node._erased or not is_op(node, SOFTMAX):
+            continue
+        scores = scores_of(node, untouchable)
+        found = values_of(node, untouchable) if scores is not None else None
+        if scores is None or found is None:
+            continue
+        product, v = found
+        if fits(scores, v, product):
+            attend(product, scores, v)
+            count += 1
+    return count
+
+
+def scores_of(softmax: fx.Node, untouchable: set[fx.Node]) -> Scores | None:
+    """What a softmax over the last dimension is taken of; None where others see it on the way."""
+    size = shape(softmax)
+    if not size or argument(softmax, 1, "dim") not in (-1, len(size) - 1) or softmax in untouchable:
+        return None
+    scale, mask = 1.0, None
+    user, node = softmax, softmax.args[0]
+    while isinstance(node, fx.Node) and node not in untouchable and only_user(node) is user:
+        user = node
+        if is_float_cast(node):
+            node = node.args[0]
+        elif is_op(node, MUL | DIV) and is_number(argument(node, 1, "other")):
+            number = argument(node, 1, "other")
+            if is_op(node, DIV) and number == 0:
+                return None
+            scale *= number if is_op(node, MUL) else 1 / number
+            node = node.args[0]
+        elif is_op(node, ADD) and argument(node, 2, "alpha", 1) == 1 and mask is None and scale == 1.0:
+            term, mask = operands_of_sum(node)
+            if mask is None or mask in untouchable:
+                return None
+            node = term
+        elif is_op(node, BADDBMM):
+            term, a, b = node.args[:3]
+            beta = argument(node, 3, "beta", 1)
+            if beta != 0 and (beta != 1 or mask is not None or scale != 1.0):
+                return None
+            mask = term if beta != 0 else mask
+            return product_of(a, b, scale * argument(node, 4, "alpha", 1), mask, untouchable)
+        elif is_op(node, BMM):
+            return product_of(node.args[0], node.args[1], scale, mask, untouchable)
+        elif is_op(node, EINSUM):
+            equation, operands = node.args[:2]
+            if not is_scores_equation(equation) or len(operands) != 2 or not untouchable.isdisjoint(operands):
+                return None
+            return Scores(operands[0], operands[1], None, scale, mask)
+        else:
+            return None
+    return None
+
+
+def operands_of_sum(node: fx.Node) -> tuple[Any, fx.Node | None]:
+    """Scores and their mask: of the two the one that is a product, moved or scaled perhaps, has the sum's shape."""
+    for term, mask in (node.args[:2], node.args[1::-1]):
+        if isinstance(term, fx.Node) and isinstance(mask, fx.Node) and shape(term) == shape(node):
+            under = term
+            while is_float_cast(under) or (is_op(under, MUL | DIV) and is_number(argument(under, 1, "other"))):
+                under = under.args[0]
+            if is_op(under, BADDBMM | BMM | EINSUM):
+                return term, mask
+    return None, None
+
+
+def product_of(a: Any, b: Any, scale: float, mask: Any, untouchable: set[fx.Node]) -> Scores | None:
+    """Of queries (..., L, D) and keys that lie as (..., D, S)."""
+    size = shape(b)
+    if a in untouchable or not isinstance(a, fx.Node) or size is None or len(size) < 3:
+        return None
+    order, source = list(range(len(size))), b
+    if is_op(b, PERMUTE):
+        found, source = permutation(b), b.args[0]
+        if found is None:
+            return None
+        order = found
+    order[-2:] = order[:-3:-1]
+    if b in untouchable or source in untouchable:
+        return None
+    return Scores(a, source, None if order == sorted(order) else order, scale, mask)
+
+
+def values_of(softmax: fx.Node, untouchable: set[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
+    """The product of the probabilities with the values, and these."""
+    node = softmax
+    user = only_user(node)
+    while user is not None and is_float_cast(user) and user not in untouchable:
+        node, user = user, only_user(user)
+    if user is None or user in untouchable:
+        return None
+    if is_op(user, BMM):
+        probabilities, v = user.args[:2]
+    elif is_op(user, EINSUM) and is_values_equation(user.args[0]) and len(user.args[1]) == 2:
+        probabilities, v = user.args[1]
+    else:
+        return None
+    if probabilities is not node or v is node or not isinstance(v, fx.Node) or v in untouchable:
+        return None
+    return user, v
+
+
+def is_float_cast(node: Any) -> bool:
+    """A cast between floats, also one that rounds: scores and probabilities are rounded less by SDPA."""
+    if not is_op(node, CASTS) or not isinstance(node.args[0], fx.Node):
+        return False
+    old, new = dtype(node.args[0]), dtype(node)
+    if old is None or new is None or node.args[0].meta["val"].device != node.meta["val"].device:
+        return False
+    return old.is_floating_point and new.is_floating_point
+
+
+def is_scores_equation(equation: str) -> bool:
+    """Such as b i d, b j d -> b i j."""
+    parts = labels(equation)
+    if parts is None:
+        return False
+    q, k, out = parts
+    batch = q[:-2]
+    return (
+        len(q) >= 3 and k[:-2] == out[:-2] == batch and k[-1] == q[-1] and out[-2:] == q[-2] + k[-2]
+        and len({*batch, *q[-2:], k[-2]}) == len(batch) + 3
+    )  # fmt: skip
+
+
+def is_values_equation(equation: str) -> bool:
+    """Such as b i j, b j d -> b i d."""
+    parts = labels(equation)
+    if parts is None:
+        return False
+    p, v, out = parts
+    batch = p[:-2]
+    return (
+        len(p) >= 3 and v[:-2] == out[:-2] == batch and v[-2] == p[-1] and out[-2:] == p[-2] + v[-1]
+        and len({*batch, *p[-2:], v[-1]}) == len(batch) + 3
+    )  # fmt: skip
+
+
+def labels(equation: Any) -> tuple[str, str, str] | None:
+    """The letters of two operands and of their product."""
+    if not isinstance(equation, str) or "." in equation or equation.count("->") != 1:
+        return None
+    left, out = equation.replace(" ", "").split("->")
+    operands = left.split(",")
+    if len(operands) != 2 or not len(operands[0]) == len(operands[1]) == len(out):
+        return None
+    return operands[0], operands[1], out
+
+
+def fits(scores: Scores, v: fx.Node, product: fx.Node) -> bool:
+    """Shapes and dtypes as SDPA takes them, nothing broadcast but the mask."""
+    q, k, values, out = shape(scores.q), shape(scores.k), shape(v), shape(product)
+    if not (q and k and values and out) or not len(q) == len(k) == len(values) == len(out) >= 3:
+        return False
+    if scores.order is not None:
+        k = tuple(k[dim] for dim in scores.order)
+    if not q[:-2] == k[:-2] == values[:-2] or q[-1] != k[-1] or k[-2] != values[-2]:
+        return False
+    if out != (*q[:-1], values[-1]) or math.prod(out) == 0 or q[-1] == 0 or k[-2] == 0:
+        return False
+    kinds = {dtype(x) for x in (scores.q, scores.k, v, product)}
+    if not all(kind is not None and kind.is_floating_point for kind in kinds):
+        return False
+    if scores.mask is None:
+        return True
+    mask, wanted = shape(scores.mask), (*q[:-1], k[-2])
+    kind = dtype(scores.mask)
+    if mask is None or kind is None or not kind.is_floating_point or len(mask) > len(wanted):
+        return False
+    return all(a in (1, b) for a, b in zip(mask[::-1], wanted[::-1]))
+
+
+def attend(product: fx.Node, scores: Scores, v: fx.Node) -> None:
+    """SDPA in place of `product`; where dtypes differ, as they do where scores alone are in fp32, in the widest."""
+    graph, q, k, mask = product.graph, scores.q, scores.k, scores.mask
+    with graph.inserting_before(product):
+        if scores.order is not None:
+            size = shape(k) or ()
+            k = call(graph, aten.permute.default, (k, scores.order), fake(k, [size[dim] for dim in scores.order]))
+        wide = widest(*(kind for x in (q, k, v) if (kind := dtype(x)) is not None))
+        q, k, v, mask = (x if x is None else cast(x, wide) for x in (q, k, v, mask))
+        options = scale_option(scores.scale, (shape(q) or (1,))[-1])
+        args = (q, k, v) if mask is None else (q, k, v, mask)
+        out = call(graph, aten.scaled_dot_product_attention.default, args, fake(q, shape(product) or ()), options)
+        out = cast(out, dtype(product))
+    replace(product, out)
+
+
+def scale_option(scale: float, channels: int) -> dict[str, float]:
+    """The keyword argument of SDPA, left out where it says what SDPA does without it."""
+    return {} if math.isclose(scale, channels**-0.5, rel_tol=1e-6) else {"scale": scale}
+
+
+def widest(*kinds: torch.dtype) -> torch.dtype:
+    kind = kinds[0]
+    for other in kinds[1:]:
+        kind = torch.promote_types(kind, other)
+    return kind
+
+
+def cast(x: Any, kind: Any) -> fx.Node:
+    if dtype(x) == kind:
+        return x
+    return call(x.graph, aten.to.dtype, (x, kind), fake(x, shape(x) or (), kind))

@@ -1,0 +1,179 @@
+"""Slices written one after another into a new tensor become a concatenation.
+
+Attention that saves memory fills its result so: `out = zeros(…)`, then `out[:, a:b] = …` for each slice.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from sfast_ext import inplace
+
+aten: Any = torch.ops.aten
+
+_NEW = ("zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", "full", "full_like", "new_full", "ones")
+_VIEWS = {aten.slice.Tensor, aten.alias.default}
+
+
+class _Write(NamedTuple):
+    copy: fx.Node
+    views: list[fx.Node]  # from the tensor to what is written to
+    dim: int | None  # along which it is a part; None for the whole
+    start: int
+    end: int
+
+    @property
+    def value(self) -> fx.Node:
+        return self.copy.args[1]  # type: ignore[return-value]
+
+
+def join(graph: fx.Graph) -> int:
+    """Replace such tensors; returns how many there were. Left alone: what is read before the last write, or is not
+    covered by slices of one dimension without gap and overlap."""
+    count = 0
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    written = Counter(_root(target) for node in graph.nodes if (target := inplace.written(node)) is not None)
+    for node in list(graph.nodes):
+        if node in written and _is_new(node):
+            count += _join(node, order, written)
+    return count
+
+
+def _join(base: fx.Node, order: dict[fx.Node, int], written: Counter[fx.Node]) -> int:
+    writes: list[_Write] = []
+    reads: list[fx.Node] = []
+    if not _collect(base, [], writes, reads) or len(writes) != written[base]:
+        return 0
+    # whoever writes to what was written here would write to the concatenation no more
+    if any(_root(write.value) in written for write in writes):
+        return 0
+    writes.sort(key=lambda write: order[write.copy])
+    last = writes[-1].copy
+    if any(order[node] < order[last] for node in reads):
+        return 0
+    pieces = _in_a_row(writes, tuple(base.meta["val"].shape))
+    if pieces is None:
+        return 0
+    graph = base.graph
+    with graph.inserting_after(last):
+        joined = _concatenated(graph, pieces, base)
+    for node in reads:
+        node.replace_input_with(base, joined)
+    for write in writes:
+        for node in (write.copy, *reversed(write.views)):
+            if not node._erased and not node.users:
+                graph.erase_node(node)
+    if not base.users:
+        graph.erase_node(base)
+    return 1
+
+
+def _collect(node: fx.Node, views: list[fx.Node], writes: list[_Write], reads: list[fx.Node]) -> bool:
+    """Find what is written to `node`, through slices of it too, and who reads it. False where it is used otherwise."""
+    for user in node.users:
+        if user.target in _VIEWS and _is_written_only(user):
+            if not _collect(user, [*views, user], writes, reads):
+                return False
+        elif _fills(user, node):
+            region = _region(views)
+            if region is None:
+                return False
+            writes.append(_Write(user, list(views), *region))
+        elif views or inplace.written(user) is not None:
+            return False
+        else:
+            reads.append(user)
+    return True
+
+
+def _is_written_only(view: fx.Node) -> bool:
+    return bool(view.users) and all(
+        _fills(user, view) or (user.target in _VIEWS and _is_written_only(user)) for user in view.users
+    )
+
+
+def _fills(node: fx.Node, target: fx.Node) -> bool:
+    """Whether `node` copies another value over `target`, as an assignment to a slice does."""
+    copies = node.op == "call_function" and node.target is aten.copy_.default
+    return copies and node.args[0] is target and node.args[1] is not target and not node.users
+
+
+def _region(views: Sequence[fx.Node]) -> tuple[int | None, int, int] | None:
+    """The dimension that a chain of slices takes a part of, and which part; None for what is no such thing."""
+    found: tuple[int | None, int, int] = (None, 0, 0)
+    for view in views:
+        if view.target is aten.alias.default:
+            continue
+        source = view.args[0]
+        assert isinstance(source, fx.Node)
+        size = source.meta["val"].shape
+        dim = _argument(view, 1, "dim", 0) % len(size)
+        start, end = _argument(view, 2, "start", None), _argument(view, 3, "end", None)
+        start, end = (0 if start is None else start), (sys.maxsize if end is None else end)
+        if not all(type(x) is int for x in (start, end)) or _argument(view, 4, "step", 1) != 1:
+            return None
+        start, end, _ = slice(start, end).indices(size[dim])
+        if (start, end) == (0, size[dim]):
+            continue
+        if found[0] is not None or end <= start:
+            return None
+        found = dim, start, end
+    return found
+
+
+def _in_a_row(writes: list[_Write], size: tuple[int, ...]) -> list[_Write] | None:
+    """The writes in the order of their slices, where these cover all of the tensor and nothing twice; of writes to the
+    whole the last one."""
+    if writes[-1].dim is None:
+        return writes[-1:] if tuple(writes[-1].value.meta["val"].shape) == size else None
+    dim, at = writes[-1].dim, 0
+    if any(write.dim != dim for write in writes):
+        return None
+    rows = sorted(writes, key=lambda write: write.start)
+    for write in rows:
+        part = (*size[:dim], write.end - write.start, *size[dim + 1 :])
+        if write.start != at or tuple(write.value.meta["val"].shape) != part:
+            return None
+        at = write.end
+    return rows if at == size[dim] else None
+
+
+def _concatenated(graph: fx.Graph, pieces: list[_Write], base: fx.Node) -> fx.Node:
+    val = base.meta["val"]
+    values = []
+    for piece in pieces:
+        value = piece.value
+        if value.meta["val"].dtype != val.dtype:
+            cast = graph.call_function(aten.to.dtype, (value, val.dtype))
+            cast.meta["val"] = value.meta["val"].new_empty(value.meta["val"].shape, dtype=val.dtype)
+            value.append(cast)
+            value = cast
+        values.append(value)
+    if len(values) == 1:
+        return values[0]
+    joined = graph.call_function(aten.cat.default, (values, pieces[0].dim))
+    joined.meta["val"] = val
+    return joined
+
+
+def _is_new(node: fx.Node) -> bool:
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    return node.op == "call_function" and name in _NEW and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The node whose memory this one's result may share."""
+    base: fx.Node | None = node
+    while base is not None:
+        node, base = base, inplace.aliased(base)
+    return node
+
+
+def _argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
