@@ -10,8 +10,10 @@ import torch
 from sfast_ext import environment, native
 from sfast_ext.capture import Captured
 from sfast_ext.config import Config
+from sfast_ext.kernels import group_norm
 from sfast_ext.kernels._precompile import precompile
 from sfast_ext.passes import PassContext, run_passes
+from sfast_ext.passes.layout_time import channels_last_pays
 from sfast_ext.plan import Plan, comparable, milliseconds, relative_error
 from sfast_ext.report import at
 from sfast_ext.signature import Call, flatten_output
@@ -28,7 +30,10 @@ def rewritten(captured: Captured, call: Call, arena: WeightArena, device: torch.
     at("choice of kernels")
     triton = config.triton and environment.triton_runs_on(device)
     native_runs = config.native and native.available(device)
-    context = PassContext(arena=arena, device=device, triton=triton, native=native_runs)
+    context = PassContext(arena, device, triton, native_runs)
+    if device.type == "cuda" and not context.serves(group_norm):
+        graph = captured.graph_module.graph
+        context.channels_last = arena.remembered("channels last", lambda: channels_last_pays(graph, device))
     fused = run_passes(captured.graph_module, context)
     if triton:
         # before the plan takes the shapes out of the graph

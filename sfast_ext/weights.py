@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -51,6 +51,7 @@ class WeightArena:
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._epoch = 0
         self._homes = Homes()
+        self._notes: dict[str, bool] = {}
         self.copied = 0
 
     def index(self) -> None:
@@ -143,6 +144,12 @@ class WeightArena:
             self._place(weight, place)
             return True
 
+    def remembered(self, name: str, find: Callable[[], bool]) -> bool:
+        """What holds for all plans of these weights, found when it is first asked for."""
+        if name not in self._notes:
+            self._notes[name] = find()
+        return self._notes[name]
+
     def bind(self, weights: Sequence[Weight]) -> None:
         """A plan reads these from now on: their addresses stay."""
         with self._lock:
@@ -233,6 +240,7 @@ class WeightArena:
             laid = self._laid()
             # nothing of it is to keep the memory that is left behind
             self._weights, self._packs, self._live = {}, {}, []
+            self._notes.clear()
             self._rewatch()
             for tensor, home in laid:
                 if not self._homes.at_home(tensor, home):

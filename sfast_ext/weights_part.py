@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -33,6 +33,10 @@ class ArenaPart(WeightArena):
     def channels_last(self, weight: Weight) -> bool:
         """See `WeightArena.channels_last`."""
         return self._arena.channels_last(weight)
+
+    def remembered(self, name: str, find: Callable[[], bool]) -> bool:
+        """See `WeightArena.remembered`."""
+        return self._arena.remembered(name, find)
 
     def bind(self, weights: Sequence[Weight]) -> None:
         """See `WeightArena.bind`."""

@@ -48,12 +48,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class PassContext:
-    """What passes may make use of: kernels in Triton, the native operation."""
+    """What passes may make use of: kernels in Triton, the native operation, and whether images are to lie
+    channels-last."""
 
     arena: WeightArena
     device: torch.device
     triton: bool
     native: bool = False
+    channels_last: bool = True
 
     def serves(self, *modules: ModuleType) -> bool:
         """Whether all of these kernels may be launched: what is not served stays as it was recorded."""
@@ -70,7 +72,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("sliced_attention", sliced_attention.sliced_attention),
     ("attention_heads", attention_heads.attention_heads),
     ("packed_linear", packed_linear.packed_linear),
-    ("channels_last", channels_last.channels_last),
+    ("channels_last", channels_last.channels_last),  # where it pays
     ("cleanup", cleanup.cleanup),  # the permutes of 1x1 convolutions meet those of the token reshapes
     ("narrow_conv", narrow_conv.narrow_conv),
     ("group_norm", group_norm.group_norm),

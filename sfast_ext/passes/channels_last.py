@@ -52,6 +52,8 @@ CARRIES = overloads(
 
 def channels_last(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Counts the convolutions."""
+    if not ctx.channels_last:
+        return 0
     graph, count = gm.graph, 0
     untouchable = mutated(graph)
     convs = [node for node in graph.nodes if is_op(node, CONV)]

@@ -1,0 +1,103 @@
+"""Plans for a machine without Triton: PyTorch's own operations, no more than the original has, none on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sfast_ext.capture import capture
+from sfast_ext.kernels import attention, linear_add
+from sfast_ext.passes import PassContext, run_passes
+from sfast_ext.passes.rewrite import is_kernel
+from sfast_ext.program import Program
+from sfast_ext.signature import flatten_call
+from sfast_ext.tools import models
+from sfast_ext.weights import WeightArena
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+# of the benchmark: model, width, height, pictures
+CASES = [
+    ("sd15", 512, 512, 1),
+    ("sd15", 768, 512, 1),
+    ("sd15", 904, 520, 1),
+    ("sd15", 1024, 1024, 1),
+    ("sd15", 512, 512, 4),
+    ("sd21", 768, 768, 1),
+    ("sdxl", 1024, 1024, 1),
+    ("sdxl", 832, 1216, 1),
+    ("sdxl", 1536, 1536, 1),
+    ("sdxl", 1024, 1024, 4),
+]
+# what makes no kernel run
+FREE = ("empty", "detach", "device", "_efficientzerotensor")
+
+
+class Operations(TorchDispatchMode):
+    """Counts what would launch a kernel, and notes what has operands or results on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+        self.on_the_cpu: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not views and name not in FREE:
+            self.count[name] += 1
+        if any(x.device.type == "cpu" for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)):
+            self.on_the_cpu.append(str(func))
+        return out
+
+
+def run(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Operations:
+    """The graph over tensors without memory: its weights and constants are such too."""
+    for name in {str(node.target) for node in gm.graph.nodes if node.op == "get_attr"}:
+        tensor = getattr(gm, name)
+        for registry in (gm._parameters, gm._buffers):
+            registry.pop(name, None)
+        gm.__dict__[name] = tensor.detach().to(META)
+    for node in gm.graph.nodes:
+        # the device that it was recorded on stands for the GPU
+        node.args, node.kwargs = map_aggregate((node.args, node.kwargs), lambda x: META if x == CPU else x)
+    function, seen, given = Program(gm), Operations(), [x.to(META) for x in inputs]
+    with torch.no_grad(), seen:
+        function(*given)
+    return seen
+
+
+@functools.lru_cache(maxsize=1)
+def unet(name: str) -> torch.nn.Module:
+    """Of real size, with weights that nobody has written yet and that take no memory therefore."""
+    torch.set_default_dtype(torch.float16)
+    try:
+        with models._without_initialisation(CPU):
+            return UNet2DConditionModel(**models.unet_config(name)).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["channels last", "as they lie"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}x{case[2]}x{case[3]}")
+def test_no_operation_more_than_the_original_and_nothing_on_the_cpu(case, last) -> None:
+    module = unet(case[0])
+    call = flatten_call(*models.unet_inputs(module, *case[1:]), CPU)
+    inputs = call.tensors(CPU)
+    arena = WeightArena(module)
+    original, ours = (capture(module.forward, call, inputs, arena).graph_module for _ in range(2))
+    run_passes(ours, PassContext(arena, CPU, triton=False, channels_last=last))
+    before, after = run(original, inputs), run(ours, inputs)
+    arena.release()
+    assert not after.on_the_cpu and not before.on_the_cpu
+    assert after.count.total() <= before.count.total()
+    kernels = {node.target for node in ours.graph.nodes if node.op == "call_function" and is_kernel(node.target)}
+    assert kernels <= {attention.library, linear_add.launch}
