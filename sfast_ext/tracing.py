@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Parameter
 
-from sfast_ext import repeats
+from sfast_ext import foreign_ops, repeats
 from sfast_ext.report import logger
 
 try:
@@ -83,7 +83,7 @@ def _record(
 
     mode = fake_mode()
     lazily = _lazily(True) if _lazily is not None else contextlib.nullcontext()
-    with lazily, mode if mode is not None else contextlib.nullcontext():
+    with lazily, mode if mode is not None else contextlib.nullcontext(), foreign_ops.recorded():
         # a mode that is active is the one that make_fx takes
         return make_fx(recorded, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
 
@@ -144,13 +144,19 @@ class _Remembering(FakeTensorMode):
         """A fake tensor of these metadata, one for all of the same."""
         key = dtype, shape, stride, offset, device
         if key not in self._made:
-            with _as_meta(self):
-                meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-                if offset:
-                    reach = offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride))
-                    meta = torch.empty(reach, dtype=dtype, device="meta").as_strided(shape, stride, offset)
-            self._made[key] = FakeTensor(self, meta, device)
+            self._made[key] = self.fresh(*key)
         return self._made[key]
+
+    def fresh(
+        self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, device: torch.device
+    ) -> FakeTensor:
+        """A fake tensor of these metadata that is nobody else's."""
+        with _as_meta(self):
+            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            if offset:
+                reach = offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride))
+                meta = torch.empty(reach, dtype=dtype, device="meta").as_strided(shape, stride, offset)
+        return FakeTensor(self, meta, device)
 
     def _described(self, x: Any, tensors: list[torch.Tensor]) -> Any:
         kind = type(x)

@@ -10,6 +10,7 @@ It leans on torch's internals: where these are not as expected, nothing is recor
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable
@@ -18,9 +19,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sfast_ext import foreign_ops, opaque
 from sfast_ext.environment import TORCH
+from sfast_ext.interception import intercepted
 from sfast_ext.report import logger
 from sfast_ext.signature import Call, flatten_output
 from sfast_ext.tracing import LIFTS, PLAIN, READS, fake_mode
@@ -60,6 +64,7 @@ class Watched:
         self._arena = arena
         self._device = device
         self._why_not: str | None = None
+        self._silent = False  # while a function runs that is recorded as a whole
         self._root = nn.Module()
         self._graph = fx.Graph()
         # a tensor that is gone leaves its id to another
@@ -76,7 +81,9 @@ class Watched:
         """The result of `function`; what it raises under the mode counts only where it raises it without as well."""
         if self._why_not is None:
             try:
-                with enable_python_dispatcher(), _Watching(self._note):
+                recorders = foreign_ops.recorders()
+                whole = {function: functools.partial(self._as_a_whole, r) for function, r in recorders.items()}
+                with enable_python_dispatcher(), _Watching(self._note), intercepted(whole):
                     result = function(*args, **kwargs)
                 self._end(result)
                 return result
@@ -112,7 +119,7 @@ class Watched:
             self._nodes[id(leaf)] = weakref.ref(leaf), node
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if self._why_not is not None:
+        if self._why_not is not None or self._silent:
             return
         try:
             self._record(func, args, kwargs, result)
@@ -120,7 +127,8 @@ class Watched:
             self._give_up(exc)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if func.namespace != "aten" or not READS.isdisjoint(func.tags):
+        known = func.namespace == "aten" or func is opaque.OPERATOR
+        if not known or not READS.isdisjoint(func.tags):
             raise _GivenUp(f"{func} reads values, or does what is not known")
         given: list[torch.Tensor] = []
         lifts = func in LIFTS
@@ -143,6 +151,45 @@ class Watched:
                 own = self._graph.create_node("call_function", operator.getitem, (node, i), name="getitem")
                 own.meta["val"] = fake
             self._nodes[id(x)] = weakref.ref(x), own
+
+    def _as_a_whole(
+        self, recorder: foreign_ops.Recorder, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Another library's function: it runs in earnest, and what is recorded is what `recorder` does on fakes."""
+        inside, self._silent = self._silent, True
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self._silent = inside
+        if not inside and self._why_not is None:
+            try:
+                self._record_whole(functools.partial(recorder, original), args, kwargs, result)
+            except Exception as exc:
+                self._give_up(exc)
+        return result
+
+    def _record_whole(
+        self, recorder: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        assert self._mode is not None
+        fakes = pytree.tree_map(self._stand_in, (args, kwargs))
+        with self._mode:
+            fake_result = recorder(*fakes[0], **fakes[1])
+        real, expected = ([x] if isinstance(x, torch.Tensor) else list(x) for x in (result, fake_result))
+        for x, fake in zip(real, expected, strict=True):
+            if x.shape != fake.shape or x.dtype != fake.dtype:
+                raise _GivenUp(f"{recorder} gives {fake.shape}, {fake.dtype}, not {x.shape}, {x.dtype}")
+            self._nodes[id(x)] = weakref.ref(x), self._node(fake, False)
+
+    def _stand_in(self, x: Any) -> Any:
+        """A fake tensor of its own for a tensor, known by the same node."""
+        if type(x) not in (torch.Tensor, nn.Parameter):
+            return x
+        assert self._mode is not None
+        node = self._node(x, False)
+        fake = self._mode.fresh(x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), x.device)
+        self._nodes[id(fake)] = weakref.ref(fake), node
+        return fake
 
     def _argument(self, x: Any, given: list[torch.Tensor], lifts: bool) -> Any:
         if isinstance(x, torch.Tensor):
@@ -182,6 +229,8 @@ class Watched:
 
     def _like(self, x: torch.Tensor) -> FakeTensor:
         """A fake tensor of the same metadata, one for all that have them."""
+        if isinstance(x, FakeTensor) and x.fake_mode is self._mode:
+            return x
         if type(x) not in (torch.Tensor, nn.Parameter) or x.layout is not torch.strided or x.is_quantized:
             raise _GivenUp(f"a tensor is a {type(x).__name__} with layout {x.layout}")
         assert self._mode is not None

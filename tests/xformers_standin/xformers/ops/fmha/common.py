@@ -76,12 +76,12 @@ class AttentionFwOpBase:
 
 
 def attend(q, k, v, bias, scale, causal):
-    """(B, M, H, K) in float32, the result contiguous and in the dtype of the queries."""
-    scores = torch.einsum("bmhk,bnhk->bhmn", q.float(), k.float()) * scale
-    if bias is not None:
-        scores = scores + bias.float()
-    if causal:
-        scores = scores + torch.full(scores.shape[-2:], float("-inf"), device=q.device).triu(1)
-    lse = scores.logsumexp(-1)
-    out = torch.einsum("bhmn,bnhk->bmhk", scores.softmax(-1), v.float()).to(q.dtype).contiguous()
-    return out, lse
+    """(B, M, H, K) in float32, as a kernel that no autocast reaches; contiguous, in the dtype of the queries."""
+    with torch.autocast(q.device.type, enabled=False):
+        scores = torch.einsum("bmhk,bnhk->bhmn", q.float(), k.float()) * scale
+        if bias is not None:
+            scores = scores + bias.float()
+        if causal:
+            scores = scores + torch.full(scores.shape[-2:], float("-inf"), device=q.device).triu(1)
+        out = torch.einsum("bhmn,bnhk->bmhk", scores.softmax(-1), v.float()).to(q.dtype).contiguous()
+        return out, scores.logsumexp(-1)

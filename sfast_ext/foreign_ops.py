@@ -1,0 +1,261 @@
+"""Attention of xformers, flash_attn and SageAttention, as a graph records it.
+
+The operators of these libraries have no fake implementations, or some versions have none, so a call is recorded in
+place of what it does. xformers' is PyTorch's scaled dot product attention: the same mathematics, for which passes and
+kernels are there. flash_attn's and SageAttention's, which a user chose for what they are (SageAttention rounds to 8
+bits), stay one operation that calls the library. No library is imported here: what the host has not imported, it does
+not call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from sfast_ext import opaque
+from sfast_ext.interception import intercepted
+from sfast_ext.signature import NotOurs, autocast_mode
+
+Recorder = Callable[..., Any]
+"""Records a call: takes the library's own function and the arguments, gives what that would give."""
+
+# not F.scaled_dot_product_attention, which SD.Next and others replace by functions of their own
+_sdpa = torch._C._nn.scaled_dot_product_attention
+_TENSORS = (Tensor, torch.nn.Parameter, FakeTensor)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[None]:
+    """Within, this thread's calls are recorded by the modes that are active.
+
+    Raises:
+        NotOurs: a call cannot be recorded. It is raised at the end too, where the caller caught it: what the caller
+            did instead is not what it does in earnest.
+    """
+    refusals: list[NotOurs] = []
+
+    def noting(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return recorder(*args, **kwargs)
+        except NotOurs as exc:
+            refusals.append(exc)
+            raise
+
+    try:
+        with intercepted({function: functools.partial(noting, r) for function, r in recorders().items()}):
+            yield
+    except Exception as exc:
+        if not refusals or exc is refusals[0]:
+            raise
+        raise refusals[0] from exc
+    if refusals:
+        raise refusals[0]
+
+
+def recorders() -> dict[FunctionType, Recorder]:
+    """What records a call, by function of a library that the host has imported."""
+    found: dict[FunctionType, Recorder] = {}
+    for home, names in _RECORDERS.items():
+        module = sys.modules.get(home)
+        for name, recorder in names.items():
+            function = getattr(module, name, None)
+            if isinstance(function, FunctionType) and function.__module__.partition(".")[0] == home.partition(".")[0]:
+                found[function] = recorder
+    sage = sys.modules.get("sageattention")
+    for name, function in dict(vars(sage) if sage is not None else {}).items():
+        if name.startswith("sageattn") and isinstance(function, FunctionType):
+            found[function] = _refused if name.endswith("varlen") else _sage
+    return found
+
+
+# --- xformers ---
+
+
+def _memory_efficient(
+    original: FunctionType,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Any = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+    **others: Any,
+) -> Tensor:
+    """xformers' attention over (batch, tokens, heads, channels), or (batch, tokens, channels) of one head."""
+    return _attend(original, query, key, value, attn_bias, p, scale, others)[0]
+
+
+def _memory_efficient_with_lse(
+    original: FunctionType,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Any = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """The same, and the logarithm of the sums of exponentials (batch, heads, queries) in float32."""
+    result, q, k, mask, causal = _attend(original, query, key, value, attn_bias, p, scale, others)
+    scores = (q.float() @ k.float().transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        scores = scores + mask.float()
+    if causal:
+        scores = scores + torch.full_like(scores, float("-inf")).triu(1)
+    return result, scores.logsumexp(-1)
+
+
+def _attend(
+    original: FunctionType,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Any,
+    p: float,
+    scale: float | None,
+    others: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+    """The result, and what it was made of: queries and keys (batch, heads, tokens, channels), mask, causal or not."""
+    name = original.__name__
+    if p:
+        raise NotOurs(f"xformers' {name} is called with dropout, which draws random numbers")
+    if query.dim() not in (3, 4):
+        raise NotOurs(f"xformers' {name} is called with tensors of {query.dim()} dimensions; 3 and 4 can be recorded")
+    for option, given in others.items():
+        if given is not None and not (option == "output_dtype" and given == query.dtype):
+            raise NotOurs(f"xformers' {name} is called with {option}={given}, which cannot be recorded")
+    mask, causal = _mask(name, bias)
+    one_head = query.dim() == 3
+    q, k, v = (x.unsqueeze(1) if one_head else x.transpose(1, 2) for x in (query, key, value))
+    if one_head and mask is not None:
+        mask = mask.unsqueeze(1)
+    # as one writes it who leaves the scale to PyTorch
+    options = {} if scale is None or scale == q.shape[-1] ** -0.5 else {"scale": scale}
+    with _as_it_is(q):
+        out = _sdpa(q, k, v, mask, 0.0, causal, **options)
+    # so is xformers' own: a caller may take a view of it
+    result = (out.squeeze(1) if one_head else out.transpose(1, 2)).contiguous()
+    return result, q, k, mask, causal
+
+
+def _mask(name: str, bias: Any) -> tuple[Tensor | None, bool]:
+    """An attention bias as a mask that is added, and whether it is the causal one."""
+    if bias is None:
+        return None, False
+    kind = type(bias)
+    # newer versions make their classes kinds of tensors
+    if kind in _TENSORS and bias.is_floating_point():
+        return bias, False
+    if kind.__name__ == "LowerTriangularMask" and kind.__module__.startswith("xformers."):
+        return None, True
+    described = f"a tensor of {bias.dtype}" if kind in _TENSORS else f"of class {kind.__name__}"
+    raise NotOurs(
+        f"xformers' {name} is called with a bias {described}; none, a tensor of floats and LowerTriangularMask can be "
+        "recorded"
+    )
+
+
+@contextlib.contextmanager
+def _as_it_is(x: Tensor) -> Iterator[None]:
+    """Without autocast, where that would change the dtype of `x`: PyTorch's attention takes part in it, xformers' does
+    not. No graph records this, so none has to be rid of it."""
+    device = x.device.type
+    mode = autocast_mode(device)
+    if not mode or x.dtype == mode[1]:
+        yield
+        return
+    _set_autocast(device, False)
+    try:
+        yield
+    finally:
+        _set_autocast(device, True)
+
+
+def _set_autocast(device: str, on: bool) -> None:
+    if hasattr(torch, "get_autocast_dtype"):
+        torch.set_autocast_enabled(device, on)
+    elif device == "cuda":
+        torch.set_autocast_enabled(on)
+    else:
+        torch.set_autocast_cpu_enabled(on)
+
+
+# --- flash_attn and SageAttention ---
+
+
+def _like_first(tensors: Sequence[Tensor]) -> Sequence[int]:
+    return tensors[0].shape
+
+
+def _like_packed(tensors: Sequence[Tensor]) -> Sequence[int]:
+    """Of (batch, tokens, 3, heads, channels)."""
+    return (*tensors[0].shape[:2], *tensors[0].shape[3:])
+
+
+def _flash(original: FunctionType, *args: Any, **kwargs: Any) -> Tensor:
+    return _opaque("flash_attn", original, _like_first, args, kwargs)
+
+
+def _flash_packed(original: FunctionType, *args: Any, **kwargs: Any) -> Tensor:
+    return _opaque("flash_attn", original, _like_packed, args, kwargs)
+
+
+def _sage(original: FunctionType, *args: Any, **kwargs: Any) -> Tensor:
+    return _opaque("sageattention", original, _like_first, args, kwargs)
+
+
+def _opaque(
+    library: str, original: FunctionType, shape: opaque.Shape, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    name = f"{library}.{original.__name__}"
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    given = dict(bound.arguments)
+    for kind in inspect.signature(original).parameters.values():
+        if kind.kind is kind.VAR_KEYWORD:
+            given.update(given.pop(kind.name, {}))
+    if given.get("dropout_p"):
+        raise NotOurs(f"{name} is called with dropout, which draws random numbers")
+    for option in ("return_attn_probs", "return_lse"):
+        if given.get(option):
+            raise NotOurs(f"{name} is called with {option}, which cannot be recorded")
+    try:
+        return opaque.call(name, original, shape, bound.args, bound.kwargs)
+    except opaque.NotPlain as exc:
+        raise NotOurs(str(exc)) from exc
+
+
+def _refused(original: FunctionType, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotOurs(f"{original.__module__.partition('.')[0]}.{original.__name__} cannot be recorded")
+
+
+_RECORDERS: dict[str, dict[str, Recorder]] = {
+    "xformers.ops.fmha": {
+        "memory_efficient_attention": _memory_efficient,
+        "memory_efficient_attention_forward": _memory_efficient,
+        "memory_efficient_attention_forward_requires_grad": _memory_efficient_with_lse,
+        "memory_efficient_attention_partial": _refused,
+    },
+    "flash_attn.flash_attn_interface": {
+        "flash_attn_func": _flash,
+        "flash_attn_kvpacked_func": _flash,
+        "flash_attn_qkvpacked_func": _flash_packed,
+        "flash_attn_varlen_func": _refused,
+        "flash_attn_varlen_kvpacked_func": _refused,
+        "flash_attn_varlen_qkvpacked_func": _refused,
+        "flash_attn_with_kvcache": _refused,
+    },
+}
+"""By module and name of the function."""
