@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +15,8 @@ HOMES = {
     "flash_attn": HERE / "attention_standins",
     "sageattention": HERE / "attention_standins",
 }
+# they look for xformers when they are imported: what they find is not to depend on which test came first
+SEEKERS = ("ldm.modules.diffusionmodules.openaimodel", "diffusers.models.attention_processor")
 # a module that registers operators is imported once in a process
 _loaded: dict[str, dict[str, ModuleType]] = {}
 
@@ -26,6 +28,9 @@ def imported(name: str, *parts: str) -> Iterator[ModuleType]:
     def its_own() -> dict[str, ModuleType]:
         return {key: module for key, module in sys.modules.items() if key.partition(".")[0] == name}
 
+    for seeker in SEEKERS:
+        with suppress(ImportError):
+            importlib.import_module(seeker)
     before = its_own()
     for key in before:
         del sys.modules[key]
