@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from sfast_ext.kernels import flash_attention, short_attention
+from sfast_ext.kernels import _candidates, flash_attention, short_attention
 from sfast_ext.kernels._cuda import Unavailable
 
 # So few keys, and so few rows of queries in all, take longest to plan: cuDNN needs 40 ms for each shape and a launch
@@ -38,6 +37,9 @@ def _preference() -> tuple[Any, dict[str, list[Any]]] | None:
 
 
 _PREFERENCE = _preference()
+# not F.scaled_dot_product_attention, which SD.Next and others replace by functions of their own
+_sdpa = torch._C._nn.scaled_dot_product_attention
+_choices = _candidates.Choices()
 _refused: set[tuple[Any, ...]] = set()  # what a preferred backend took and then raised on
 
 
@@ -58,7 +60,7 @@ def reference(
     scale: float | None = None,
 ) -> Tensor:
     """F.scaled_dot_product_attention: q (..., L, D), k (..., S, D), v (..., S, E) -> (..., L, E)."""
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
+    return _sdpa(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
 
 
 def launch(
@@ -89,13 +91,17 @@ def library(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """`reference` by the backend of `first`, then the others, math last; any strides, no synchronisation.
-
-    A backend may accept a shape and then fail to plan it: then, and from then on, torch's own choice runs it.
+    """`reference` by the backend of `first`, then the others, math last; or by a kernel of xformers where the host has
+    imported that and it is quicker. Any strides; no synchronisation but where times are taken, for each shape once.
     """
-    if _PREFERENCE is None or not q.is_cuda:
+    if not q.is_cuda:
         return reference(q, k, v, mask, is_causal, scale)
+    return _quickest(q, k, v, mask, is_causal, scale)
+
+
+def _quickest(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
     key = (
+        q.device,
         q.shape,
         k.shape,
         v.shape,
@@ -106,7 +112,24 @@ def library(
         is_causal,
         None if mask is None else (mask.shape, mask.stride(), mask.dtype),
     )
-    if key in _refused:
+    others = _candidates.candidates(q, k, v, mask, is_causal, scale)
+    if not others:
+        return _preferred(key, q, k, v, mask, is_causal, scale)
+    return _choices.run(key, lambda: _preferred(key, q, k, v, mask, is_causal, scale), others)
+
+
+def _preferred(
+    key: tuple[Any, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """PyTorch's. A backend may accept a shape and then fail to plan it: then, and from then on, PyTorch's own choice
+    runs it."""
+    if _PREFERENCE is None or key in _refused:
         return reference(q, k, v, mask, is_causal, scale)
     sdpa_kernel, orders = _PREFERENCE
     try:
