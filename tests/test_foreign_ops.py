@@ -17,6 +17,7 @@ from sfast_ext import Config, accelerate, opaque, watching
 from sfast_ext.capture import CaptureRefused, capture
 from sfast_ext.passes import PASSES, PassContext, run_passes
 from sfast_ext.passes.rewrite import RESHAPE, is_op, is_pure
+from sfast_ext.plan import relative_error
 from sfast_ext.signature import flatten_call
 from sfast_ext.tracing import record
 from sfast_ext.watching import Watched
@@ -559,3 +560,54 @@ def test_keys_that_sageattention_writes_to_stay_what_they_were(sage):
 )
 def test_what_they_cannot_be_recorded_with_is_refused_by_name(flash, sage, attend, word):
     assert word in refused(attend)
+
+
+def replaced_by_flash(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **kwargs):
+    """As SD.Next replaces PyTorch's."""
+    from flash_attn import flash_attn_func
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return flash_attn_func(q=q, k=k, v=v, dropout_p=dropout_p, causal=is_causal, softmax_scale=scale).transpose(1, 2)
+
+
+def replaced_by_sage(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **kwargs):
+    from sageattention import sageattn
+
+    return sageattn(q=q, k=k, v=v, attn_mask=None, dropout_p=0.0, is_causal=is_causal, scale=scale)
+
+
+# steps of a hundredth make more of the last bit of a query
+@pytest.mark.parametrize("replacement, error", [(replaced_by_flash, 1e-5), (replaced_by_sage, 5e-3)])
+def test_a_whole_unet_over_a_replaced_attention(flash, sage, monkeypatch, replacement, error):
+    from diffusers.models.attention_processor import AttnProcessor2_0
+
+    unet, args, kwargs = network("sdxl")
+    unet.set_attn_processor(AttnProcessor2_0())
+    forward = unet.forward
+    call = flatten_call(args, kwargs, CPU)
+    plain = capture(forward, call, call.tensors(CPU), WeightArena(unet)).graph_module
+    monkeypatch.setattr(F, "scaled_dot_product_attention", replacement)
+    found = capture(forward, call, call.tensors(CPU), WeightArena(unet)).graph_module
+    attentions = ops(plain.graph).count(aten.scaled_dot_product_attention.default)
+    assert ops(found.graph).count(opaque.OPERATOR) == attentions > 5
+    accelerator = accelerate(unet, Config(allow_cpu=True, drop_slower=False, check="always"))
+    for width in (16, 24):
+        given = (torch.randn(2, 4, 16, width), *args[1:])
+        expected = forward(*given, **kwargs)[0]
+        for _ in range(2):
+            assert relative_error([unet(*given, **kwargs)[0]], [expected]) < error
+    assert len(accelerator.plans) == 2 and all(plan.error < error for plan in accelerator.plans.values())
+    # the projections are packed as they are around PyTorch's own
+    assert all(plan.fused["packed_linear"] > 0 for plan in accelerator.plans.values())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_xformers_attention_is_part_of_a_cuda_graph(xformers):
+    module = Layer(lambda q, k, v: xformers.ops.memory_efficient_attention(q, k, v)).half().cuda()
+    forward = module.forward
+    accelerator = accelerate(module, Config(drop_slower=False, check="always"))
+    for tokens in (64, 96, 80):
+        x = torch.randn(2, tokens, 16, dtype=torch.float16, device="cuda")
+        for _ in range(2):
+            torch.testing.assert_close(module(x), forward(x), atol=0.01, rtol=0.01)
+    assert len(accelerator.plans) == 3 and all(plan.has_graph for plan in accelerator.plans.values())
