@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from sfast_ext import operations
 from sfast_ext.graph_pool import KEEPS, CapturedGraph, GraphPool, NoGraph
 from sfast_ext.kernels._cuda import beginning_early
 from sfast_ext.kernels.copies import Copies
@@ -61,6 +62,7 @@ class Plan:
         self.ms_after: float | None = None
         self.first_call_s: float | None = None
         self._expected = peak_bytes(graph_module.graph) if device.type == "cuda" else 0
+        self._operations, self._digest = operations.counts(graph_module.graph), operations.digest(graph_module)
         self.weights = _bind_attributes(graph_module)
         self._graph_module = graph_module
         self._function: Callable[..., Sequence[torch.Tensor]] = Program(graph_module)
@@ -178,6 +180,8 @@ class Plan:
             "memory_mb": round(self._graph.size / 2**20, 1) if self._graph else 0.0,
             "error": self.error,
             "fused": dict(self.fused),
+            "operations": dict(self._operations),
+            "digest": self._digest,
         }
 
     def _run_static(self) -> list[torch.Tensor]:
