@@ -1,12 +1,14 @@
 # make demo         pictures with and without the accelerator, compared; DEMO_MODEL=path takes your own model
 # make test         ruff, mypy and the whole CPU suite
-# make test-floor   the CPU suite on the oldest stack served: torch 2.1.2, diffusers 0.25.1 (Python 3.10 or 3.11)
+# make test-stack   the CPU suite on another torch: TORCH=2.5.1, one of those in requirements-stack
+# make test-floor   the CPU suite on the oldest torch served, 2.1.2
 # make soak         EVENTS=20000 random events, SEED=0 the first seed; a failure names the command that plays it again
 # make lint         ruff and mypy alone
 # make bench        UNets at several sizes, four ways to run each (needs a GPU), into benchmarks/unet-<gpu>.json
 # make clean        removes the environments and everything generated
 #
-# PYTHON=python3.11 chooses the interpreter, PIP_ARGS='--extra-index-url …' goes to pip, WORKERS=8 uses more cores,
+# PYTHON=python3.11 chooses the interpreter (test-stack: that of the hosts with that torch is the default),
+# PIP_ARGS='--extra-index-url …' goes to pip, WORKERS=8 uses more cores, STACKS=folder keeps test-stack's environments,
 # CASES='sd15:512x512:1 sdxl:1024x1024:4' names what make bench measures (default: all that is not measured yet).
 
 PYTHON ?= python3
@@ -15,13 +17,24 @@ WORKERS ?= 2
 EVENTS ?= 20000
 SEED ?= 0
 CASES ?=
+TORCH ?= 2.13.0
+STACKS ?= .stacks
 export DEMO_MODEL
+
+# the Pythons for which each stack's packages exist; the first is that of the hosts that have this torch
+PYTHONS_2.1.2 := 3.10 3.11
+PYTHONS_2.3.1 := 3.10 3.11
+PYTHONS_2.5.1 := 3.11 3.10
+PYTHONS_2.7.1 := 3.10 3.11
+PYTHONS_2.13.0 := 3.12 3.13 3.11 3.10
+# Triton has an interpreter from 3.0 on, torch 2.4's
+NO_INTERPRETER := 2.1.2 2.3.1
 
 # ldm as AUTOMATIC1111 runs it; its own pins are years old and not needed for what is tested
 LDM := stable-diffusion-sdkit==2.1.5
 PIP := -m pip install --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo test test-floor soak lint bench doctor clean
+.PHONY: demo test test-stack test-floor soak lint bench doctor clean
 
 demo: .venv/.demo
 	.venv/bin/python -m sfast_ext demo
@@ -30,8 +43,34 @@ test: lint
 	.venv/bin/python -m pytest -n $(WORKERS) tests
 	TRITON_INTERPRET=1 .venv/bin/python -m pytest -n $(WORKERS) tests/kernels
 
-test-floor: .venv-floor/.floor
-	.venv-floor/bin/python -m pytest -n $(WORKERS) tests
+ifneq ($(filter test-stack,$(MAKECMDGOALS)),)
+ifeq ($(wildcard requirements-stack/$(TORCH).txt),)
+$(error There is no stack with torch $(TORCH): TORCH is one of $(patsubst requirements-stack/%.txt,%,$(wildcard requirements-stack/*.txt)))
+endif
+ifeq ($(origin PYTHON),file)
+PYTHON := python$(firstword $(PYTHONS_$(TORCH)))
+endif
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+ifeq ($(filter $(VERSION),$(PYTHONS_$(TORCH))),)
+$(error $(PYTHON) is $(if $(VERSION),Python $(VERSION),not to be found), and the stack with torch $(TORCH) needs Python $(PYTHONS_$(TORCH)): name one, PYTHON=python$(firstword $(PYTHONS_$(TORCH))))
+endif
+STACK := $(STACKS)/torch-$(TORCH)-python$(VERSION)
+
+test-stack: $(STACK)/.installed
+	$(STACK)/bin/python -m pytest -n $(WORKERS) tests
+ifeq ($(filter $(TORCH),$(NO_INTERPRETER)),)
+	TRITON_INTERPRET=1 $(STACK)/bin/python -m pytest -n $(WORKERS) tests/kernels
+endif
+
+$(STACK)/.installed: requirements-stack/$(TORCH).txt requirements-test.txt $(if $(filter 2.13.0,$(TORCH)),requirements-dev.txt requirements-demo.txt)
+	$(PYTHON) -m venv $(STACK)
+	$(STACK)/bin/python $(PIP) -r $<
+	$(STACK)/bin/python $(PIP) --no-deps $(LDM)
+	touch $@
+endif
+
+test-floor:
+	$(MAKE) test-stack TORCH=2.1.2
 
 soak: .venv/.dev
 	PYTHONPATH=.:tests .venv/bin/python -W ignore -m stateful --events $(EVENTS) --seed $(SEED)
@@ -56,18 +95,11 @@ doctor: .venv/.demo
 	.venv/bin/python $(PIP) -r requirements-demo.txt
 	touch $@
 
-.venv/.dev: requirements-dev.txt .venv/.demo
+.venv/.dev: requirements-dev.txt requirements-test.txt .venv/.demo
 	.venv/bin/python $(PIP) -r requirements-dev.txt
 	.venv/bin/python $(PIP) --no-deps $(LDM)
 	touch $@
 
-.venv-floor/.floor: requirements-floor.txt
-	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 10) <= sys.version_info < (3, 12) else "torch 2.1.2 needs Python 3.10 or 3.11: make test-floor PYTHON=python3.11")'
-	$(PYTHON) -m venv .venv-floor
-	.venv-floor/bin/python $(PIP) -r requirements-floor.txt
-	.venv-floor/bin/python $(PIP) --no-deps $(LDM)
-	touch $@
-
 clean:
-	rm -rf .venv .venv-floor demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(STACKS) demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

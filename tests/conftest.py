@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,6 +18,17 @@ from sfast_ext.tools import models
 def pytest_configure() -> None:
     # several workers share the cores; a model this small gains nothing from more threads
     torch.set_num_threads(1)
+
+
+def pytest_report_header() -> str:
+    """The versions that a run is of."""
+    versions = []
+    for name in ("torch", "triton", "diffusers", "numpy", "cuda-bindings"):
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"no {name}")
+    return ", ".join(versions)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
