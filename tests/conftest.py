@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -75,3 +76,32 @@ def tiny_unet() -> Callable[..., nn.Module]:
 def unet_inputs() -> Callable[..., tuple]:
     """`unet_inputs(unet, width, height, images)`: positional and keyword arguments of one call under guidance."""
     return models.unet_inputs
+
+
+@pytest.fixture
+def xformers() -> Iterator[ModuleType]:
+    """A stand-in of xformers, imported as a host does."""
+    from foreign import imported
+
+    with imported("xformers", "ops") as module:
+        yield module
+
+
+@pytest.fixture
+def flash() -> Iterator[ModuleType]:
+    """The functions of a stand-in of flash_attn; `calls` are those of its extension."""
+    from foreign import imported
+
+    with imported("flash_attn", "flash_attn_interface") as module:
+        module.flash_attn_interface.calls.clear()
+        yield module.flash_attn_interface
+
+
+@pytest.fixture
+def sage() -> Iterator[ModuleType]:
+    """The functions of a stand-in of SageAttention, and their `calls`."""
+    from foreign import imported
+
+    with imported("sageattention", "core") as module:
+        module.core.calls.clear()
+        yield module.core

@@ -1,13 +1,34 @@
-"""The stand-ins of attention libraries, for the tests that import them; other tests do not see them."""
+"""The stand-ins of attention libraries, for the tests that import them; other tests do not see them. And a layer around
+an attention, with what a capture makes of it."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from test_repeats import described
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from sfast_ext import watching
+from sfast_ext.capture import Captured, CaptureRefused, capture
+from sfast_ext.signature import flatten_call
+from sfast_ext.tracing import record
+from sfast_ext.watching import Watched
+from sfast_ext.weights import WeightArena
+
+CPU = torch.device("cpu")
+HEADS, WIDTH = 3, 8
+X = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+live = pytest.mark.skipif(not watching.WORKS, reason="an older torch keeps its modes in another way")
 
 HERE = Path(__file__).parent
 HOMES = {
@@ -47,3 +68,61 @@ def imported(name: str, *parts: str) -> Iterator[ModuleType]:
         for key in its_own():
             del sys.modules[key]
         sys.modules.update(before)
+
+
+class Layer(nn.Module):
+    """Projections (N, L, 16) to heads (N, L, H, D), around an attention over them."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(16, HEADS * WIDTH, bias=False) for _ in range(3))
+        self.to_out = nn.Linear(HEADS * WIDTH, 16)
+        self.attend = attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).reshape(*x.shape[:2], HEADS, WIDTH) for f in (self.to_q, self.to_k, self.to_v))
+        out = self.attend(q, k, v)
+        return self.to_out(out.reshape(*x.shape[:2], HEADS * WIDTH)) + x
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """PyTorch's own, over (N, L, H, D)."""
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
+
+
+def captured(attend: Attend, **tolerances: float) -> Captured:
+    """The capture of a layer, which gives what the layer gives."""
+    module, call = Layer(attend), flatten_call((X,), {}, CPU)
+    found = capture(module.forward, call, [X], WeightArena(module))
+    torch.testing.assert_close(found.graph_module(X)[0], module(X), **tolerances)
+    return found
+
+
+def ops(graph: fx.Graph) -> list[Any]:
+    return [n.target for n in graph.nodes if n.op == "call_function"]
+
+
+def as_recorded(graph_module: fx.GraphModule) -> list[Any]:
+    """Each node but for its strides: nobody's memory lies as another's."""
+    return [(op, target, args, meta and meta[:2]) for op, target, args, meta in described(graph_module)]
+
+
+def refused(attend: Attend) -> str:
+    """Why a layer is not captured."""
+    module, call = Layer(attend), flatten_call((X,), {}, CPU)
+    with pytest.raises(CaptureRefused) as caught:
+        capture(module.forward, call, [X], WeightArena(module))
+    return str(caught.value)
+
+
+def both_ways(attend: Attend) -> None:
+    """A real run of a layer is recorded as a run on fake tensors is."""
+    module, call = Layer(attend), flatten_call((X,), {}, CPU)
+    expected = module(X)
+    watched = Watched(call, WeightArena(module), CPU)
+    result = watched.run(module, (X,), {})
+    assert torch.equal(result, expected)
+    assert watched.recorded() is not None, watched._why_not
+    on_fakes = record(lambda x: [module(x)], [X])
+    assert as_recorded(watched.recorded()[0]) == as_recorded(on_fakes)

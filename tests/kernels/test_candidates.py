@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from foreign import imported
 
 from sfast_ext.kernels import _candidates, attention
 from sfast_ext.kernels._candidates import OWN, Choices, candidates
@@ -102,12 +101,6 @@ def test_memory_that_runs_out_is_the_callers_concern():
         bench()
     bench.times["flash"] = 0.5
     assert bench() == "flash"
-
-
-@pytest.fixture
-def xformers():
-    with imported("xformers", "ops") as module:
-        yield module
 
 
 Q, K = (2, 3, 8, 16), (2, 3, 5, 16)
