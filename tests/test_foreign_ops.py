@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from sfast_ext import Config, accelerate
 from sfast_ext.capture import capture
-from sfast_ext.passes import PASSES, PassContext, run_passes
+from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.rewrite import RESHAPE, is_op
 from sfast_ext.signature import flatten_call
 from sfast_ext.watching import Watched
@@ -342,7 +342,6 @@ def test_automatic1111s_xformers_ends_in_the_plan_of_its_sdp(xformers, monkeypat
     assert plans[0] == plans[1]
 
 
-@pytest.mark.xfail("attention_heads" not in dict(PASSES), reason="no pass takes batch and heads apart yet", strict=True)
 def test_diffusers_xformers_ends_in_the_plan_of_its_sdpa(xformers, monkeypatch):
     from diffusers.models import attention_processor
 
