@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Parameter
 
 from sfast_ext import foreign_ops, repeats
+from sfast_ext.interception import intercepted
 from sfast_ext.report import logger
 
 try:
@@ -83,9 +84,19 @@ def _record(
 
     mode = fake_mode()
     lazily = _lazily(True) if _lazily is not None else contextlib.nullcontext()
-    with lazily, mode if mode is not None else contextlib.nullcontext(), foreign_ops.recorded():
+    with lazily, mode if mode is not None else contextlib.nullcontext(), foreign_ops.recorded(), _much_memory():
         # a mode that is active is the one that make_fx takes
         return make_fx(recorded, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+
+
+def _much_memory() -> contextlib.AbstractContextManager[None]:
+    """Hosts cut attention into slices by the memory that is free. A plan joins them: none need be recorded."""
+    answer = functools.partial(_free_and_total, 1 << 60)
+    return intercepted({torch.cuda.mem_get_info: answer})  # type: ignore[dict-item]
+
+
+def _free_and_total(size: int, original: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    return size, size
 
 
 def settle(graph_module: fx.GraphModule) -> None:

@@ -27,7 +27,7 @@ from faulty import (
 )
 
 from sfast_ext import Config, graph_pool, planner
-from sfast_ext.kernels import geglu, group_norm, layer_norm
+from sfast_ext.kernels import geglu, group_norm, health, layer_norm
 from sfast_ext.plan import Plan
 
 CALLS = 10
@@ -262,16 +262,19 @@ def test_a_graph_that_raises_is_given_up_and_comes_back_with_the_settings(name, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("room", [group_norm, layer_norm, geglu], ids=lambda room: room.__name__.rpartition(".")[2])
-def test_a_kernel_that_cannot_be_launched_goes_to_the_original(room, monkeypatch):
+def test_a_kernel_that_cannot_be_launched_costs_that_kernel(room, monkeypatch):
     pair = Pair(config=GPU, gpu=True)
-    with monkeypatch.context() as patch:
-        failing(patch, room, "start")
-        pair.same(CALLS)
-        assert not pair.runs and "injected" in pair.error() and pair.counter("captures") == 1
-    usable()
-    pair.acc.configure(OTHER)
-    pair.plan_runs_again()
-    pair.release()
+    health.clear()
+    try:
+        with monkeypatch.context() as patch:
+            failing(patch, room, "start")
+            pair.same(CALLS)
+        assert pair.runs == CALLS - 1 and not pair.counter("errors"), pair.words()
+        assert pair.acc.status()["kernels_put_down"] == {health.name_of(room): "Injected: injected"}
+        usable()
+        pair.release()
+    finally:
+        health.clear()
 
 
 @pytest.mark.gpu

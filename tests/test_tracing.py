@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from passes.networks import network
@@ -196,3 +198,25 @@ def test_nothing_of_it_stays_active():
     with pytest.raises(ZeroDivisionError), torch.no_grad():
         tracing.record(lambda x: [x / (1 // 0)], [X])
     assert type(X + 1) is torch.Tensor
+
+
+def test_the_free_memory_cuts_nothing_into_slices(monkeypatch):
+    """As AUTOMATIC1111's Doggettx does, which asks the driver."""
+    asked = []
+
+    def mem_get_info(device=None):
+        asked.append(threading.current_thread())
+        return 100, 1000
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+
+    def forward(x):
+        free, _ = torch.cuda.mem_get_info(0)
+        rows = len(x) if free > x.numel() else 1
+        return [torch.cat([x[at : at + rows].sin() for at in range(0, len(x), rows)])]
+
+    x = torch.randn(8, 50)
+    recorded = tracing.record(forward, [x])
+    assert [n.target for n in recorded.graph.nodes if n.op == "call_function"].count(torch.ops.aten.sin.default) == 1
+    assert not asked and forward(x)[0].shape == x.shape and len(asked) == 1
+    assert torch.cuda.mem_get_info(0) == (100, 1000)

@@ -24,11 +24,12 @@ from .rewrite import (
     is_op,
     mutated,
     only_user,
+    peel,
     replace,
     reshaped,
     shape,
 )
-from .scaled_dot_product import MUL, scale_option
+from .scaled_dot_product import MUL, cast, scale_option
 
 if TYPE_CHECKING:
     from . import PassContext
@@ -84,18 +85,20 @@ def multiplied_by(operand: Any, user: fx.Node, untouchable: set[fx.Node]) -> fx.
 
 
 def take_apart(node: fx.Node, mask: Any, untouchable: set[fx.Node]) -> int:
-    """The attention over its operands as they are before batch and heads become one dimension."""
+    """The attention over its operands as they are before batch and heads become one dimension; where they never were
+    two, over one head, as few kernels take three dimensions."""
     sources = [split(operand, untouchable) for operand in node.args[:3]]
-    q, k, v = sources
-    if q is None or k is None or v is None:
-        return 0
-    sizes: list[Heads] = [shape(x) for x in (q, k, v)]  # type: ignore[misc]
-    if len({size[:2] for size in sizes}) != 1:
-        return 0
-    graph, (batch, heads, count, _) = node.graph, sizes[0]
-    before = shape(node) or ()
+    sizes: list[Any] = [shape(x) for x in sources]
+    graph, before = node.graph, shape(node) or ()
+    if None in sources or len({size[:2] for size in sizes}) != 1:
+        sizes = [shape(x) for x in node.args[:3]]
+        if any(size is None or len(size) != 3 for size in sizes) or len({size[0] for size in sizes}) != 1:
+            return 0
+        sizes = [(size[0], 1, *size[1:]) for size in sizes]
+        sources = [reshaped_before(node, x, size) for x, size in zip(node.args[:3], sizes)]
+    batch, heads, count, _ = sizes[0]
     with graph.inserting_before(node):
-        args: tuple[Any, ...] = (q, k, v)
+        args: tuple[Any, ...] = tuple(cast(x, dtype(like)) for x, like in zip(sources, node.args[:3]))
         if mask is not None:
             apart = mask_apart(mask, batch, heads)
             if apart is None:
@@ -107,13 +110,18 @@ def take_apart(node: fx.Node, mask: Any, untouchable: set[fx.Node]) -> int:
     return 1
 
 
+def reshaped_before(node: fx.Node, x: Any, size: Heads) -> fx.Node:
+    with node.graph.inserting_before(node):
+        return call(node.graph, aten.reshape.default, (x, list(size)), fake(x, size))
+
+
 def split(operand: Any, untouchable: set[fx.Node]) -> fx.Node | None:
     """The value (batch, heads, tokens, channels) that an operand (batch * heads, tokens, channels) was made of, or
-    (batch * heads, 1, tokens, channels), by reshapes alone."""
+    (batch * heads, 1, tokens, channels), by reshapes and casts that lose nothing."""
     size = shape(operand)
     if size is None or len(size) not in (3, 4) or (len(size) == 4 and size[1] != 1):
         return None
-    node = operand
+    node = peel(operand)
     while True:
         found = shape(node)
         if found is None or node in untouchable:
@@ -122,7 +130,7 @@ def split(operand: Any, untouchable: set[fx.Node]) -> fx.Node | None:
             return node
         if not is_op(node, RESHAPE) and not moves_nothing(node):
             return None
-        node = node.args[0]
+        node = peel(node.args[0])
 
 
 def moves_nothing(node: Any) -> bool:

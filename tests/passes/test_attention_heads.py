@@ -60,17 +60,37 @@ def test_masks_go_along(which: str) -> None:
 
 
 KEPT: dict[str, Callable[..., Any]] = {
-    "no heads": lambda x, y: attend(x, y, y.sin()),
     "heads already": lambda x, y: attend(*(t.view(2, -1, HEADS, WIDTH).transpose(1, 2) for t in (x, y, y.sin()))),
+    "two dimensions": lambda x, y: attend(x[0], y[0], y[1]),
+    "five": lambda x, y: attend(*(t.view(1, 2, -1, HEADS, WIDTH).transpose(2, 3) for t in (x, y, y.sin()))),
+}
+ONE: dict[str, Callable[..., Any]] = {
+    "no heads": lambda x, y: attend(x, y, y.sin()),
     "heads of another kind": lambda x, y: attend(apart(x), apart(y), apart(y).flip(0)),
     "copied in between": lambda x, y: attend(apart(x).flip(1), apart(y), apart(y.sin())),
-    "a mask of some heads": lambda x, y: attend(
-        *(apart(t).unsqueeze(1) for t in (x, y, y.sin())), attn_mask=y.sum() * torch.ones(8, 3, 13, 9)
-    ),
+    "a mask": lambda x, y: attend(x, y, y.sin(), attn_mask=y[:, None, :, 0]),
 }
 
 
-@pytest.mark.parametrize("what", [name for name in KEPT if name != "a mask of some heads"])
+@pytest.mark.parametrize("what", ONE)
+def test_heads_that_cannot_be_taken_apart_are_one(what: str) -> None:
+    traced = Traced(ONE[what], X, Y)
+    assert traced.rewrite(cleanup, attention_heads) == 1
+    (node,) = traced.find("scaled_dot_product_attention")
+    assert [tuple(x.meta["val"].shape)[1] for x in node.args[:3]] == [1, 1, 1]
+    assert traced.error() < 1e-6
+
+
+@pytest.mark.parametrize("how", [lambda x: apart(x).double(), lambda x: apart(x.double())], ids=["after", "before"])
+def test_heads_are_taken_apart_under_casts(how: Callable[[Tensor], Tensor]) -> None:
+    traced = Traced(lambda x, y: together(attend(how(x), how(y), how(y.sin()))), X, Y)
+    assert traced.rewrite(cleanup, attention_heads) == 1
+    (node,) = traced.find("scaled_dot_product_attention")
+    assert node.meta["val"].shape == (2, HEADS, 13, WIDTH) and node.meta["val"].dtype == torch.float64
+    assert traced.error() < 1e-6
+
+
+@pytest.mark.parametrize("what", KEPT)
 def test_left_as_it_is(what: str) -> None:
     traced = Traced(KEPT[what], X, Y)
     assert traced.rewrite(cleanup, attention_heads) == 0
