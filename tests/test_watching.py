@@ -16,7 +16,7 @@ from sfast_ext.watching import Watched
 from sfast_ext.weights import WeightArena
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(not watching.WORKS, reason="an older torch keeps its modes in another way")
+pytestmark = pytest.mark.skipif(not watching.WORKS, reason="calls are recorded as they run from torch 2.6 on")
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext.kernels import _group_parts, _precompile
+from sfast_ext.kernels import _cuda, _group_parts, _precompile
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *HALF)
@@ -64,6 +64,12 @@ def heads(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> l
 def attended(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Attention in float64, on the CPU in the end."""
     return F.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=scale).cpu()
+
+
+def needs_nvrtc() -> None:
+    """Skips where a host has no cuda-bindings, which torch brings from 2.10 on; one that does not work is a failure."""
+    pytest.importorskip("cuda.bindings", reason="needs cuda-bindings, which torch brings from 2.10 on")
+    _cuda.checked(_cuda.bindings()[1].nvrtcVersion())
 
 
 def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from sfast_ext.graph_pool import KEEPS
 from sfast_ext.kernels import _cuda, copies
 from sfast_ext.kernels.copies import Copies
 
-from .support import randn
+from .support import needs_nvrtc, randn
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # a step of SD 1.5: latents, timestep, prompt; and what is odd
@@ -324,12 +324,7 @@ def test_nothing_to_copy():
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_89", "sm_90a", "sm_120a"])
 def test_compiles(architecture):
-    if _cuda.bindings() is None:
-        pytest.skip("needs cuda-bindings")
-    try:
-        _cuda.checked(_cuda.bindings()[1].nvrtcVersion())
-    except Exception as exc:
-        pytest.skip(f"NVRTC does not load: {exc}")
+    needs_nvrtc()
     source = (_cuda.SOURCES / "copies.cu").read_bytes()
     code, log = _cuda.build(source, architecture, {"MOST": copies._MOST})
     assert code and "spill stores" not in log.replace(" 0 bytes spill stores", "")

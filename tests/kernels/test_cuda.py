@@ -14,6 +14,8 @@ import torch
 
 from sfast_ext.kernels import _cuda, conv2d, flash_attention, linear_geglu, linear_layer_norm, query_attention
 
+from .support import needs_nvrtc
+
 HOPPER = "sm_90a"
 REGISTERS = 65536  # of a multiprocessor
 SHARED = 227 << 10  # bytes of it for its blocks together
@@ -22,10 +24,7 @@ SHARED = 227 << 10  # bytes of it for its blocks together
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path / "kernels"))
-    try:
-        _cuda.checked(_cuda.bindings()[1].nvrtcVersion())
-    except Exception:
-        pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
+    needs_nvrtc()
 
 
 def built(name: str, constants: dict[str, int], spilled: int = 0) -> tuple[int, int]:
