@@ -93,15 +93,24 @@ def add_extension(data: Path, name: str, script: str) -> None:
 
 
 def start(
-    data: Path, name: str, settings: dict[str, Any], interface: str = "--nowebui", flags: str | None = None
+    data: Path,
+    name: str,
+    settings: dict[str, Any],
+    interface: str = "--nowebui",
+    flags: str | None = None,
+    packages: Path | None = None,
 ) -> WebUI:
-    """The WebUI with these settings, and a log of its own; the API alone unless told otherwise."""
+    """The WebUI with these settings, and a log of its own; the API alone unless told otherwise.
+
+    Args:
+        packages: see `WebUI`.
+    """
     config = data / f"{name}.json"
     common = {"live_previews_enable": False, "sd_model_checkpoint": "tiny.safetensors", "samples_save": False}
     config.write_text(json.dumps({**common, **settings}), encoding="utf-8")
     command = [*shlex.split(FLAGS if flags is None else flags), *shlex.split(WITHOUT_NETWORK), interface]
     command += ["--data-dir", str(data), "--ui-settings-file", str(config)]
-    return WebUI([python(), "launch.py", *command], Path(HOST or ""), data / f"{name}.log")
+    return WebUI([python(), "launch.py", *command], Path(HOST or ""), data / f"{name}.log", packages=packages)
 
 
 def play(webui: WebUI, kind: str, payload: dict[str, Any]) -> list[str]:

@@ -142,8 +142,15 @@ def make_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(data: Path, settings: dict[str, Any], *, extension: bool) -> WebUI:
-    """SD.Next with these settings beside the common ones."""
+def start(
+    data: Path, settings: dict[str, Any], *, extension: bool, flags: str = "", packages: Path | None = None
+) -> WebUI:
+    """SD.Next with these settings beside the common ones.
+
+    Args:
+        flags: of its command line, beside `FLAGS`.
+        packages: see `WebUI`.
+    """
     (data / "config.json").write_text(json.dumps({**SETTINGS, **settings}))
     link = data / "extensions" / "stable-fast"
     link.unlink(missing_ok=True)
@@ -153,8 +160,8 @@ def start(data: Path, settings: dict[str, Any], *, extension: bool) -> WebUI:
     places = ["--data-dir", str(data), "--models-dir", str(models), "--log", str(data / "host.log")]
     # diffusers reads it at its import, before SD.Next sets it
     cache = f"HF_HUB_CACHE={models / 'huggingface'}"
-    command = ["env", cache, python(), "launch.py", *shlex.split(WITHOUT_NETWORK), *places, *shlex.split(FLAGS)]
-    return WebUI(command, Path(HOST or ""), log, ready="/sdapi/v1/status")
+    command = ["env", cache, python(), "launch.py", *shlex.split(f"{WITHOUT_NETWORK} {FLAGS} {flags}"), *places]
+    return WebUI(command, Path(HOST or ""), log, ready="/sdapi/v1/status", packages=packages)
 
 
 def model_loaded(webui: WebUI, seconds: float = 120) -> None:
@@ -222,12 +229,12 @@ class Played:
         was = self.before(name)["reasons"]
         return {why: n - was.get(why, 0) for why, n in self.reports[name]["reasons"].items() if n > was.get(why, 0)}
 
-    def equal(self, name: str) -> None:
+    def equal(self, name: str, tolerance: float = TOLERANCE) -> None:
         """Check that a step's pictures are those of the stock WebUI."""
         pictures, stock = self.pictures[name], self.stock[name]
         assert len(pictures) == len(stock) >= 1
         for picture, other in zip(pictures, stock):
-            assert difference(picture, other) < TOLERANCE
+            assert difference(picture, other) < tolerance
 
     def accelerated(self, name: str) -> None:
         """Check that plans ran in a step, that nothing stepped around, and that nothing of ours failed."""
@@ -254,20 +261,23 @@ def play(
     steps: list[Step],
     settings: dict[str, Any] | None = None,
     prepare: Callable[[Path], None] | None = None,
+    flags: str = "",
+    packages: Path | None = None,
 ) -> Iterator[Played]:
     """Play steps on the stock SD.Next, then on one with the extension, which stays open.
 
     Args:
         prepare: puts what else is needed into the data directory.
+        flags, packages: see `start`.
     """
     data = make_data(tmp_path_factory)
     if prepare is not None:
         prepare(data)
     assert len({name for name, _, _ in steps}) == len(steps)
-    with start(data, settings or {}, extension=False) as webui:
+    with start(data, settings or {}, extension=False, flags=flags, packages=packages) as webui:
         model_loaded(webui)
         stock = {name: do(webui, kind, payload) for name, kind, payload in steps}
-    with start(data, settings or {}, extension=True) as webui:
+    with start(data, settings or {}, extension=True, flags=flags, packages=packages) as webui:
         model_loaded(webui)
         played = Played(webui, stock)
         played.reports[""] = webui.get("/sfast/v1/status")
@@ -282,16 +292,23 @@ def pictured(steps: list[Step]) -> list[str]:
     return [name for name, kind, _ in steps if kind not in ("options", "call")]
 
 
-def playing(steps: list[Step], settings: dict[str, Any] | None = None) -> tuple[Any, Any]:
-    """A module's fixture `played`, for these steps, and its test that each picture is that of the stock SD.Next."""
+def playing(
+    steps: list[Step], settings: dict[str, Any] | None = None, tolerance: float = TOLERANCE, **more: Any
+) -> tuple[Any, Any]:
+    """A module's fixture `played`, for these steps, and its test that each picture is that of the stock SD.Next.
+
+    Args:
+        tolerance: of 255, mean over the picture.
+        more: see `play`.
+    """
 
     @pytest.fixture(scope="module")
     def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
-        with play(tmp_path_factory, steps, settings) as found:
+        with play(tmp_path_factory, steps, settings, **more) as found:
             yield found
 
     @pytest.mark.parametrize("name", pictured(steps))
     def test_picture_equals_the_one_without_the_extension(played: Played, name: str) -> None:
-        played.equal(name)
+        played.equal(name, tolerance)
 
     return played, test_picture_equals_the_one_without_the_extension

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+XFORMERS = Path(__file__).resolve().parents[1] / "xformers_standin"
+
 
 class WebUI:
     """Starts a WebUI in `cwd` and stops it at the end of the `with` block.
@@ -25,12 +27,20 @@ class WebUI:
         command: the interpreter, the script and its flags, without the port.
         log: where its output goes; quoted when it does not come up.
         ready: the path that answers 200 when it has.
+        packages: a folder with packages that it finds beside its own.
     """
 
     def __init__(
-        self, command: list[str], cwd: Path, log: Path, ready: str = "/sdapi/v1/options", timeout: float = 300
+        self,
+        command: list[str],
+        cwd: Path,
+        log: Path,
+        ready: str = "/sdapi/v1/options",
+        timeout: float = 300,
+        packages: Path | None = None,
     ) -> None:
         self._command, self._cwd, self._log, self._ready, self._timeout = command, cwd, log, ready, timeout
+        self._packages = packages
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
 
@@ -44,6 +54,8 @@ class WebUI:
         env.setdefault("OMP_NUM_THREADS", "1")
         # the WebUI's interpreter has packages of its own
         env.pop("PYTHONPATH", None)
+        if self._packages is not None:
+            env["PYTHONPATH"] = str(self._packages)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*self._command, "--port", str(port)], cwd=self._cwd, env=env, stdout=log, stderr=subprocess.STDOUT
@@ -115,3 +127,20 @@ def difference(a: str, b: str) -> float:
     one, other = pixels(a), pixels(b)
     assert one.shape == other.shape
     return float(np.abs(one - other).mean())
+
+
+def last_plan(report: dict[str, Any]) -> dict[str, Any]:
+    """The status of the UNet's plan that ran last."""
+    (unet,) = [accelerator for accelerator in report["accelerators"] if accelerator["name"] == "unet"]
+    assert unet["plans"], f"no plan: {report['reasons']}"
+    return unet["plans"][-1]
+
+
+def same_plan(plan: dict[str, Any], other: dict[str, Any]) -> None:
+    """Check that two plans run the same operations on the same inputs and weights."""
+    assert plan["signature"] == other["signature"], (plan["signature"], other["signature"])
+    ours, theirs = plan["operations"], other["operations"]
+    differ = {name: (ours.get(name, 0), theirs.get(name, 0)) for name in {**ours, **theirs}}
+    differ = {name: counts for name, counts in differ.items() if counts[0] != counts[1]}
+    assert not differ, f"operations and how often each plan has them: {differ}"
+    assert plan["digest"] == other["digest"], "the same operations with other arguments or in another order"
