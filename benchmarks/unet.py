@@ -3,11 +3,12 @@
     python -m benchmarks.unet                                            # all that is not yet measured
     python -m benchmarks.unet --case sd15:512x512:1 --case sdxl:1024x1024:4
     python -m benchmarks.unet --merge one.json two.json                  # what was measured elsewhere
+    python -m benchmarks.unet --attention doggettx --without triton      # as those have it who lack Triton
 
 Each case runs in a process of its own with empty caches of compiled kernels, all ways in turns; a second process finds
 the caches full and tells what the first call of ours costs then. Results go to benchmarks/unet-<gpu>.json, a row for
 each case and way, each with the commit it was measured at; a case that has its rows from this commit, driver, torch and
-Triton is not measured again.
+Triton is not measured again. Those with another attention, without Triton or as another GPU go to benchmarks/results.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 
 from sfast_ext import cli
 from sfast_ext.tools import bench, machine, models
+from sfast_ext.tools.ways import OURS, Way, asked, beside, words_of
 
 FOLDER = Path(__file__).parent
 ENGINES = ["sfast", "torch-compile", "cudagraph", "eager"]
@@ -75,10 +77,18 @@ def case_of(row: dict[str, Any]) -> Case:
     return Case(row["model"], row["width"], row["height"], row["images"])
 
 
-def file_for(gpu: str | None) -> Path:
-    """Where the results of a GPU are kept: unet-h200.json for "NVIDIA H200"."""
+def stack_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """The engine of a row, and what it ran with that is not as it is by default."""
+    return row["engine"], *words_of(row)
+
+
+def file_for(gpu: str | None, ours: Way = OURS) -> Path:
+    """Where the results of a GPU are kept: unet-h200.json for "NVIDIA H200"; apart, where ours ran with less than it
+    has or with another attention."""
     words = re.findall("[a-z0-9]+", (gpu or "cpu").lower())
-    return FOLDER / f"unet-{'-'.join(word for word in words if word != 'nvidia')}.json"
+    name = f"unet-{'-'.join(word for word in words if word != 'nvidia')}"
+    apart = re.findall("[a-z0-9_]+", " ".join(ours.words()).lower())
+    return FOLDER / "results" / f"{'-'.join([name, *apart])}.json" if apart else FOLDER / f"{name}.json"
 
 
 def merge(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
@@ -90,9 +100,9 @@ def merge(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
     stack = {name: new[name] for name in STACK}
     if old is not None and old["gpu"] != new["gpu"]:
         raise ValueError(f"these are results of {old['gpu']}, those of {new['gpu']}: they cannot be in one file")
-    rows = {(case_of(row), row["engine"]): row for row in (old["rows"] if old is not None else [])}
-    rows |= {(case_of(row), row["engine"]): {**stack, **row} for row in new["rows"]}
-    ordered = sorted(rows, key=lambda key: (_place(CASES, key[0]), key[0], _place(ENGINES, key[1]), key[1]))
+    rows = {(case_of(row), stack_of(row)): row for row in (old["rows"] if old is not None else [])}
+    rows |= {(case_of(row), stack_of(row)): {**stack, **row} for row in new["rows"]}
+    ordered = sorted(rows, key=lambda key: (_place(CASES, key[0]), key[0], _place(ENGINES, key[1][0]), key[1]))
     return {"gpu": new["gpu"], **stack, "rows": [rows[key] for key in ordered]}
 
 
@@ -109,19 +119,19 @@ def several(result: dict[str, Any]) -> str | None:
     return f"rows measured with different things are in one file: {'; '.join(told)}"
 
 
-def measured(result: dict[str, Any] | None, wanted: Case, here: dict[str, Any]) -> bool:
+def measured(result: dict[str, Any] | None, wanted: Case, here: dict[str, Any], ours: Way = OURS) -> bool:
     """Whether all rows of a case are there, from this very state of the code, the driver and the libraries."""
     if result is None or not here["commit"] or here["commit"].endswith("+") or result["gpu"] != here["gpu"]:
         return False
     found = {
-        row["engine"]
+        stack_of(row)
         for row in result["rows"]
         if case_of(row) == wanted and all(row[name] == here[name] for name in STACK)
     }
-    return found >= set(ENGINES)
+    return found >= {stack_of(way.fields()) for way in beside(ours, ENGINES)}
 
 
-def measure(wanted: Case, iterations: int) -> dict[str, Any]:
+def measure(wanted: Case, iterations: int, ours: Way = OURS) -> dict[str, Any]:
     """The rows of one case: two processes after each other, over the same caches, which begin empty."""
     options = bench.Options(
         model=wanted.model,
@@ -134,6 +144,7 @@ def measure(wanted: Case, iterations: int) -> dict[str, Any]:
         cudnn_benchmark=False,
         json=None,
         full=True,
+        ours=ours,
     )
     only = bench.Case(wanted.width, wanted.height, wanted.images)
     with tempfile.TemporaryDirectory(prefix="sfast-caches-") as folder:
@@ -157,13 +168,13 @@ def write(file: Path, result: dict[str, Any]) -> None:
     file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _merge_files(files: Sequence[Path], into: Path | None) -> int:
+def _merge_files(files: Sequence[Path], into: Path | None, ours: Way) -> int:
     for file in files:
         found = read(file)
         if found is None:
             print(f"{file} is not there", file=sys.stderr)
             return 1
-        target = into or file_for(found["gpu"])
+        target = into or file_for(found["gpu"], ours)
         result = merge(read(target), found)
         write(target, result)
         print(f"{file}: {len(found['rows'])} rows into {target}, which has {len(result['rows'])}")
@@ -185,30 +196,33 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="measure also what is measured already")
     parser.add_argument("--iterations", type=int, default=30, help="timed calls of each way (%(default)s)")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="take rows from files; measure nothing")
+    cli.add_stack(parser)
     args = parser.parse_args(given)
+    ours = asked(args)
     if args.merge:
-        return _merge_files(args.merge, args.json)
+        return _merge_files(args.merge, args.json, ours)
     wanted = args.case or CASES
     here = machine.describe()
     if here["gpu"] is None and any(each.model not in models.TINY_NAMES for each in wanted):
         print("the full models need a GPU", file=sys.stderr)
         return 1
-    file = args.json or file_for(here["gpu"])
+    file = args.json or file_for(here["gpu"], ours)
     status = 0
     for each in wanted:
-        if not args.again and measured(read(file), each, here):
+        if not args.again and measured(read(file), each, here, ours):
             print(f"{each}: measured already")
             continue
         started = time.perf_counter()
         try:
-            found = measure(each, args.iterations)
+            found = measure(each, args.iterations, ours)
             result = merge(read(file), {**found, **{name: here[name] for name in ("gpu", *STACK)}})
         except (RuntimeError, ValueError) as exc:
             print(f"{each}: {exc}", file=sys.stderr)
             status = 1
             continue
         write(file, result)
-        rows = [row for row in result["rows"] if case_of(row) == each]
+        stacks = {stack_of(way.fields()) for way in beside(ours, ENGINES)}
+        rows = [row for row in result["rows"] if case_of(row) == each and stack_of(row) in stacks]
         print(f"{bench.tables(rows)}\n{each}: {time.perf_counter() - started:.0f} s\n", flush=True)
         if any(row["engine"] == "sfast" and ("failed" in row or row.get("remark")) for row in rows):
             status = 1

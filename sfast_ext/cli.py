@@ -10,6 +10,7 @@ from pathlib import Path
 from sfast_ext import __version__
 
 ENGINES = ("sfast", "eager", "eager-channels-last", "cudagraph", "torch-compile")
+ATTENTIONS = ("sdp", "plain", "sliced", "xformers", "doggettx", "v1", "invokeai", "subquad")
 
 
 def size(text: str) -> tuple[int, int]:
@@ -43,6 +44,30 @@ def engines(text: str) -> list[str]:
         if name not in ENGINES:
             raise argparse.ArgumentTypeError(f"no engine is called {name!r}; there are {', '.join(ENGINES)}")
     return ["sfast", *(name for name in dict.fromkeys(found) if name != "sfast")]
+
+
+def capability(text: str) -> tuple[int, int]:
+    """A compute capability as compilers name it: sm_89 is 8.9."""
+    digits = text.lower().removeprefix("sm_")
+    if not digits.isdecimal() or len(digits) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is no compute capability, e.g. sm_89")
+    return int(digits[:-1]), int(digits[-1])
+
+
+def add_stack(bench: argparse.ArgumentParser) -> None:
+    """The arguments that take away from what ours has, or give the model another attention."""
+    bench.add_argument("--attention", choices=ATTENTIONS, default="sdp", help="of the model (%(default)s)")
+    bench.add_argument("--upcast", action="store_true", help="compute attention in fp32")
+    bench.add_argument(
+        "--without", action="append", choices=("triton",), default=[], help="what ours is not to use"
+    )
+    bench.add_argument(
+        "--as",
+        dest="capability",
+        type=capability,
+        metavar="sm_89",
+        help="the compute capability that the GPU passes for when ours chooses kernels",
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,6 +106,7 @@ def parser() -> argparse.ArgumentParser:
         "--cudnn-benchmark", action="store_true", help="let cuDNN choose its algorithms by measuring"
     )
     bench.add_argument("--full", action="store_true", help="also kernels launched, FLOPs, a further size")
+    add_stack(bench)
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     return top
 
@@ -100,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from sfast_ext.tools import demo
 
         return demo.main(demo.Options(args.model, args.out, args.steps, args.size, args.json))
-    from sfast_ext.tools import bench
+    from sfast_ext.tools import bench, ways
 
     options = bench.Options(
         model=args.model,
@@ -113,5 +139,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cudnn_benchmark=args.cudnn_benchmark,
         json=args.json,
         full=args.full,
+        ours=ways.asked(args),
     )
     return bench.main(options)

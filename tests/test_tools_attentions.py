@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sfast_ext.tools import attentions
+from sfast_ext.tools import Unavailable, attentions
 
 WRITTEN = ("sdp", "doggettx", "v1", "invokeai", "subquad")
 # everything but xformers, which is not installed here
@@ -171,12 +171,12 @@ def test_what_cannot_be_had_is_refused_in_words(tiny_unet, monkeypatch):
         ("v1", {"slices": 2}, "'v1' cannot be cut into 2 slices"),
         ("doggettx", {"slices": 0}, "'doggettx' cannot be cut into 0 slices"),
     ):
-        with pytest.raises(attentions.Unavailable, match=words):
+        with pytest.raises(Unavailable, match=words):
             attentions.install(unet, name, **more)
-    with pytest.raises(attentions.Unavailable, match="only diffusers' models"):
+    with pytest.raises(Unavailable, match="only diffusers' models"):
         attentions.install(nn.Linear(2, 2), "v1")
     attentions.attention_layers(unet)[-1][1].group_norm = nn.GroupNorm(1, 32)
-    with pytest.raises(attentions.Unavailable, match="this one has group_norm"):
+    with pytest.raises(Unavailable, match="this one has group_norm"):
         attentions.install(unet, "v1")
     assert [attn.processor for _, attn in attentions.attention_layers(unet)] == before
     with pytest.raises(ValueError, match="takes no mask"):
@@ -205,7 +205,7 @@ def test_xformers_through_its_own_function(tiny_unet, unet_inputs, monkeypatch):
     with torch.no_grad():
         wanted = unet(*args, **kwargs)[0]
         monkeypatch.setattr(attention_processor, "xformers", None)
-        with pytest.raises(attentions.Unavailable, match="diffusers did not find xformers"):
+        with pytest.raises(Unavailable, match="diffusers did not find xformers"):
             attentions.install(unet, "xformers")
         monkeypatch.setattr(attention_processor, "xformers", package)
         for upcast, dimensions in ((False, 3), (True, 4)):

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks import plot, table, unet
+from sfast_ext import cli
 
 STACK = {"commit": "aaaa", "driver": "580.1", "torch": "2.11.0", "triton": "3.6.0"}
 TIMES = {"sfast": 5.0, "torch-compile": 6.0, "cudagraph": 12.0, "eager": 20.0}
@@ -122,6 +123,45 @@ def test_full_models_need_a_gpu(monkeypatch, capsys):
     assert unet.main([]) == 1 and "need a GPU" in capsys.readouterr().err
 
 
+def test_rows_of_other_stacks_stand_beside_and_in_files_of_their_own():
+    ways = (unet.OURS, unet.asked(stack("--attention", "doggettx", "--without", "triton", "--as", "sm_89")))
+    assert unet.file_for("NVIDIA H200", ways[0]) == unet.FOLDER / "unet-h200.json"
+    apart = unet.file_for("NVIDIA H200", ways[1])
+    assert apart == unet.FOLDER / "results" / "unet-h200-doggettx-without-triton-as-sm_89.json"
+    default, other = result("sd15:512x512:1"), result("sd15:512x512:1", times={"sfast": 9.0, "eager": 30.0})
+    for row, way in zip(other["rows"], unet.beside(ways[1], ["sfast", "eager"])):
+        row |= way.fields()
+    both = unet.merge(unet.merge(None, default), other)
+    found = {unet.stack_of(row): row["ms_p50"] for row in both["rows"]}
+    assert found["sfast",] == 5.0 and found["sfast", "doggettx", "without Triton", "as sm_89"] == 9.0
+    assert found["eager",] == 20.0 and found["eager", "doggettx"] == 30.0
+    here = {"gpu": "NVIDIA H200", **STACK}
+    assert unet.measured(both, unet.case("sd15:512x512:1"), here)
+    assert not unet.measured(both, unet.case("sd15:512x512:1"), here, ways[1])
+    for engine in ("cudagraph", "torch-compile"):
+        both["rows"].append({**both["rows"][0], **unet.Way(engine, "doggettx").fields()})
+    assert unet.measured(both, unet.case("sd15:512x512:1"), here, ways[1])
+
+
+def stack(*words):
+    parser = argparse.ArgumentParser()
+    cli.add_stack(parser)
+    return parser.parse_args(words)
+
+
+def test_a_case_is_measured_with_the_stack_that_was_asked_for(monkeypatch, tmp_path):
+    asked = []
+
+    def in_process(options, case, caches):
+        asked.append(options)
+        return {"rows": [{"engine": "sfast", "first_call_s": 1.5}]}
+
+    monkeypatch.setattr(unet.bench, "in_process", in_process)
+    ours = unet.asked(stack("--attention", "v1", "--upcast"))
+    assert unet.measure(unet.case("tiny-sd15:64x64"), 3, ours)["rows"][0]["first_call_warm_s"] == 1.5
+    assert [options.ours for options in asked] == [ours, ours]
+
+
 @pytest.mark.slow
 def test_a_run_of_a_tiny_model_and_its_resumption(tmp_path, monkeypatch, capsys):
     file = tmp_path / "unet.json"
@@ -138,13 +178,13 @@ def test_a_run_of_a_tiny_model_and_its_resumption(tmp_path, monkeypatch, capsys)
         assert ours[name] > 0
     assert ours["fraction_of_limit"] > 0 and ours["error_fp32"] < 1e-4
     assert "tiny-sd15 64×64" in capsys.readouterr().out
-    monkeypatch.setattr(unet, "measure", lambda case, iterations: pytest.fail("measured again"))
+    monkeypatch.setattr(unet, "measure", lambda case, iterations, ours: pytest.fail("measured again"))
     assert unet.main(arguments) == 0
     assert "tiny-sd15:64x64:1: measured already" in capsys.readouterr().out
 
 
 def test_a_case_without_a_result_keeps_no_other_from_being_measured(tmp_path, monkeypatch, capsys):
-    def measure(case, iterations):
+    def measure(case, iterations, ours):
         if case.images == 4:
             raise RuntimeError("ended with status -9 and no result")
         return result(str(case), gpu=None)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, einsum, nn
 
 from sfast_ext.signature import autocast_mode
+from sfast_ext.tools import Unavailable
 
 SCORES = "b i d, b j d -> b i j"
 VALUES = "b i j, b j d -> b i d"
@@ -25,10 +26,6 @@ QUERY_CHUNK = 1024
 MOST_SLICES = 64
 
 _measured: dict[torch.device, int] = {}
-
-
-class Unavailable(RuntimeError):
-    """An attention cannot be had here; the message says what to do."""
 
 
 def free_memory(device: torch.device) -> int:

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from sfast_ext.plan import relative_error
-from sfast_ext.tools import engines, exact, machine, models, pipelines, rates, trace
+from sfast_ext.tools import Unavailable, engines, exact, machine, models, pipelines, rates, trace
 from sfast_ext.tools.text import number, table
+from sfast_ext.tools.ways import OURS, Way, beside, words_of
 
 ROUNDS = 6
 COLUMNS = ("engine", "p50 ms", "p20", "p80", "against ours", "first call s", "error to fp32", "memory MB")
@@ -47,6 +48,8 @@ class Options:
     json: Path | None
     full: bool = False
     """Also kernels launched, FLOPs and the time they would take at the least, and ours at a further size."""
+    ours: Way = OURS
+    """How ours runs; the others have its attention."""
 
 
 @dataclass
@@ -71,34 +74,45 @@ def make_unet(model: str, *, dtype: torch.dtype, device: torch.device) -> nn.Mod
 
 
 class Bench:
-    """Measures the engines side by side."""
+    """Measures ways to run a call side by side.
+
+    Raises:
+        Unavailable: an attention, or a GPU to pass for, cannot be had here.
+    """
 
     def __init__(self, options: Options, device: torch.device) -> None:
         self.options, self.device = options, device
         self.dtype = torch.float16 if device.type == "cuda" else torch.float32
-        unet = make_unet(options.model, dtype=self.dtype, device=device)
+        # with PyTorch's attention; what references and FLOPs are of
+        self._unet = make_unet(options.model, dtype=self.dtype, device=device)
+        self._forms: dict[tuple[Any, ...], nn.Module] = {("eager", *Way("eager").model_key): self._unet}
         self.engines: dict[str, engines.Engine] = {}
-        self._forms: dict[str, nn.Module] = {"eager": unet}
-        names = [name for name in options.engines if device.type == "cuda" or name not in engines.NEEDS_GPU]
-        for name in names:
-            self.engines[name] = engines.ENGINES[name](self._model_for(name))
+        self.ways: dict[str, Way] = {}
+        for way in beside(options.ours, options.engines):
+            if device.type == "cuda" or way.engine not in engines.NEEDS_GPU:
+                self.engines[way.engine] = way.start(self._model_for(way))
+                self.ways[way.engine] = way
 
-    def _model_for(self, name: str) -> nn.Module:
-        form = "eager" if name in engines.SHARES_EAGER else name
-        if name in ("eager-channels-last", "torch-compile"):
+    def _model_for(self, way: Way) -> nn.Module:
+        """The model of a way: its own copy, or that of others which leave the weights where they are."""
+        form: Any = way
+        if way.engine in engines.SHARES_EAGER:
+            form = "eager"
+        elif way.engine in ("eager-channels-last", "torch-compile"):
             form = "channels-last"
-        if form not in self._forms:
-            self._forms[form] = copy.deepcopy(self._forms["eager"])
-        return self._forms[form]
+        key = (form, *way.model_key)
+        if key not in self._forms:
+            self._forms[key] = way.model(copy.deepcopy(self._unet))
+        return self._forms[key]
 
     @torch.no_grad()
     def measure(self, case: Case, keep: Callable[[Rows], None] = lambda rows: None) -> Rows:
         """A row for each engine; `keep` is handed them as soon as they are measured, before the profiler runs."""
         args, kwargs = models.unet_inputs(
-            self._forms["eager"], case.width, case.height, case.images, tokens=self.options.tokens
+            self._unet, case.width, case.height, case.images, tokens=self.options.tokens
         )
         # libraries load and the GPU wakes up: no engine's first call is to pay for that
-        self._forms["eager"](*args, **kwargs)
+        self._unet(*args, **kwargs)
         machine.synchronise(self.device)
         reference = self._reference(args, kwargs)
         found: dict[str, dict[str, Any]] = {}
@@ -114,9 +128,9 @@ class Bench:
         product = rates.Product(self.device) if self.options.full else None
         taken = self._times(running, product)
         head = {"model": self.options.model, "width": case.width, "height": case.height, "images": case.images}
-        rows = [{**head, "engine": name, **_quantiles(taken.get(name)), **row} for name, row in found.items()]
+        rows = [self._row(head, name, taken.get(name), row) for name, row in found.items()]
         if product is not None:
-            flops = rates.flops(lambda: self._forms["eager"](*args, **kwargs))
+            flops = rates.flops(lambda: self._unet(*args, **kwargs))
             self._held_against(rows, flops, rates.tera(product, taken[PRODUCT]))
             self._further(case, rows, running)
             keep(rows)
@@ -125,6 +139,11 @@ class Bench:
             if not isinstance(engine, engines.StableFast):
                 engine.stop()
         return rows
+
+    def _row(
+        self, head: dict[str, Any], name: str, taken: list[float] | None, found: dict[str, Any]
+    ) -> dict[str, Any]:
+        return {**head, **self.ways[name].fields(), **_quantiles(taken), **found}
 
     def _start(
         self, engine: engines.Engine, args: tuple[Any, ...], kwargs: dict[str, Any], reference: torch.Tensor
@@ -166,7 +185,7 @@ class Bench:
     def _held_against(self, rows: Rows, flops: int, rate: float) -> None:
         """What the same FLOPs would take at the rate of a large matrix product, measured in turns with the engines."""
         limit = 1e3 * flops / rate / rates.TERA
-        weights = sum(p.numel() * p.element_size() for p in self._forms["eager"].parameters()) >> 20
+        weights = sum(p.numel() * p.element_size() for p in self._unet.parameters()) >> 20
         eager = next((row["memory_mb"] for row in rows if row["engine"] == "eager" and "failed" not in row), None)
         for row in rows:
             row |= {"flops": flops, "matrix_tflops": round(rate, 3), "limit_ms": round(limit, 4)}
@@ -180,7 +199,7 @@ class Bench:
             return
         own = ours.args, ours.kwargs
         args, kwargs = models.unet_inputs(
-            self._forms["eager"], case.width + WIDER, case.height, case.images, tokens=self.options.tokens
+            self._unet, case.width + WIDER, case.height, case.images, tokens=self.options.tokens
         )
         row = next(row for row in rows if row["engine"] == "sfast")
         try:
@@ -209,7 +228,7 @@ class Bench:
                 row["kernels"], row["copies"] = counts[row["engine"]] if any(counts[row["engine"]]) else (None, None)
 
     def _reference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        output = exact.Exact(self._forms["eager"])(args, kwargs)
+        output = exact.Exact(self._unet)(args, kwargs)
         self._held()
         return output
 
@@ -253,8 +272,8 @@ def _quantiles(taken: list[float] | None) -> dict[str, float | None]:
 def tables(rows: Rows) -> str:
     """A table for each case; `against ours` is how many times as long it takes as our accelerator."""
     parts = []
-    for case in dict.fromkeys((row["model"], row["width"], row["height"], row["images"]) for row in rows):
-        group = [row for row in rows if (row["model"], row["width"], row["height"], row["images"]) == case]
+    for case in dict.fromkeys(map(_case, rows)):
+        group = [row for row in rows if _case(row) == case]
         ours = next((row["ms_p50"] for row in group if row["engine"] == "sfast"), None)
         full = any("flops" in row for row in group)
         columns = COLUMNS + FULL_COLUMNS * full
@@ -279,8 +298,13 @@ def tables(rows: Rows) -> str:
         model, width, height, images = case
         said = {row["engine"]: row.get("failed") or row.get("remark") for row in group}
         notes = [f"{name}: {remark}" for name, remark in said.items() if remark]
-        parts.append("\n".join([f"{model} {width}×{height}, {images} at once", table(columns, lines), *notes]))
+        title = ", ".join([f"{model} {width}×{height}", f"{images} at once", *words_of(group[0])])
+        parts.append("\n".join([title, table(columns, lines), *notes]))
     return "\n\n".join(parts)
+
+
+def _case(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["model"], row["width"], row["height"], row["images"]
 
 
 CACHES = ("TRITON_CACHE_DIR", "SFAST_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
@@ -300,6 +324,7 @@ def in_process(options: Options, case: Case, caches: Path) -> dict[str, Any]:
         command += ["--against", ",".join(options.engines), "--iterations", str(options.iterations)]
         command += ["--tokens", str(options.tokens)] + ["--cudnn-benchmark"] * options.cudnn_benchmark
         command += ["--full"] * options.full
+        command += options.ours.arguments()
         kept = {name: str(caches / name) for name in CACHES}
         environment = {**os.environ, **kept}
         ended = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL)
@@ -328,7 +353,7 @@ def main(options: Options) -> int:
     # ours always lets cuDNN choose by measuring; a stock WebUI does so on a few old cards only
     torch.backends.cudnn.benchmark = options.cudnn_benchmark
     asked = ("cold", "cudnn_benchmark", "tokens", "iterations")
-    head = {**machine.describe(), **{name: getattr(options, name) for name in asked}}
+    head = {**machine.describe(), **{name: getattr(options, name) for name in asked}, **options.ours.stack()}
 
     def write(group: Rows) -> None:
         # as soon as they are there: what was measured is kept if the rest does not come to its end
@@ -336,8 +361,12 @@ def main(options: Options) -> int:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps({**head, "rows": rows + group}, indent=1), encoding="utf-8")
 
-    for group in _cold(options) if options.cold else _warm(options, device, write):
-        write(group)
-        rows += group
-        print(f"{tables(group)}\n", flush=True)
-    return 1 if any(row["engine"] == "sfast" and ("failed" in row or row.get("remark")) for row in rows) else 0
+    try:
+        for group in _cold(options) if options.cold else _warm(options, device, write):
+            write(group)
+            rows += group
+            print(f"{tables(group)}\n", flush=True)
+    except Unavailable as exc:
+        print(exc, file=sys.stderr)
+        return 2
+    return 1 if any(row["engine"] == OURS.engine and ("failed" in row or row.get("remark")) for row in rows) else 0

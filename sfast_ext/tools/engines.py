@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.tools import machine
+from sfast_ext.tools import attentions, machine
 
 Call = Callable[[], torch.Tensor]
 
@@ -96,6 +96,8 @@ class TorchCompile(CudaGraph):
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().start(args, kwargs)
         torch._dynamo.reset()
+        # attentions that ask for it are compiled for the memory that is free now
+        torch.compiler.assume_constant_result(attentions.free_memory)
         self._compiled = torch.compile(self.unet, fullgraph=True, dynamic=False)
 
     def _function(self) -> torch.Tensor:
@@ -110,12 +112,13 @@ class TorchCompile(CudaGraph):
 
 
 class StableFast(Engine):
-    """This extension's accelerator."""
+    """This extension's accelerator; without Triton's kernels where that is asked for."""
 
-    def __init__(self, unet: nn.Module) -> None:
+    def __init__(self, unet: nn.Module, *, triton: bool = True) -> None:
         super().__init__(unet)
         # without a limit and kept even where slower: what is measured here is the plan, whatever it is
-        config = Config(allow_cpu=self.device.type == "cpu", graph_memory_mb=0, drop_slower=False)
+        on_cpu = self.device.type == "cpu"
+        config = Config(allow_cpu=on_cpu, graph_memory_mb=0, drop_slower=False, triton=triton)
         self.accelerator = accelerate(unet, config)
 
     def remark(self) -> str | None:
