@@ -96,13 +96,13 @@ def _kernel(
             seen = row_there & (column >= 0) & (column < large_width)
             place = by_rows + (j + j // 3) // 2 * plane + ((j + 3) // 4 + j // 4 - 1) * channels
             product = tl.load(place, mask=seen[:, None] & inside, other=0.0).to(tl.float32)
-            if i != 1 and i != 4 and j != 1 and j != 4:
+            if (i != 1 and i != 4) and (j != 1 and j != 4):
                 upper_left += product
-            if i != 1 and i != 4 and j != 0 and j != 3:
+            if (i != 1 and i != 4) and (j != 0 and j != 3):
                 upper_right += product
-            if i != 0 and i != 3 and j != 1 and j != 4:
+            if (i != 0 and i != 3) and (j != 1 and j != 4):
                 lower_left += product
-            if i != 0 and i != 3 and j != 0 and j != 3:
+            if (i != 0 and i != 3) and (j != 0 and j != 3):
                 lower_right += product
     target = out + ((image * large_height + 2 * y) * large_width + 2 * x)[:, None] * channels + channel[None, :]
     lower, right = there & (2 * y + 1 < large_height), 2 * x + 1 < large_width
