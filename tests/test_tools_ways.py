@@ -89,22 +89,6 @@ def test_what_a_gpu_cannot_pass_for_is_said(monkeypatch):
         ways.check_card((6, 1), GPU)
 
 
-def test_ours_builds_its_plan_as_the_gpu_it_passes_for(monkeypatch, tiny_unet, unet_inputs):
-    """Every call of ours, and nothing else, sees the other capability."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(ways, "check_card", lambda *_: None)
-    unet, seen = tiny_unet(), []
-    engine = Way("sfast", capability=(8, 9)).start(unet)
-    honest = engine.accelerator.original
-    monkeypatch.setattr(
-        engine.accelerator, "original", lambda *a, **k: (seen.append(native._capability(0)), honest(*a, **k))[1]
-    )
-    engine.start(*unet_inputs(unet))
-    engine.call()
-    assert seen and set(seen) == {(8, 9)} and engine.plan() is not None
-    assert native._capability(0) != (8, 9)
-
-
 @pytest.mark.parametrize("triton", [True, False])
 def test_ours_without_triton_is_configured_so(tiny_unet, triton):
     engine = Way("sfast", triton=triton).start(tiny_unet())

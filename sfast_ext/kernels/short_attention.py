@@ -61,7 +61,7 @@ def _kernel(
         k_ba, v_ba = _block(k, far, left, keys, k_row, SIZE), _block(v, far, left, keys, v_row, SIZE)
         if SIZE_B:
             k_bb, v_bb = _block(k, far, right, keys, k_row, SIZE), _block(v, far, right, keys, v_row, SIZE)
-    for tile in range(0, tiles):
+    for tile in range(tiles):
         row = (tl.program_id(0) * tiles + tile) * ROWS + tl.arange(0, ROWS)
         q_a = _block(q, row, left, queries, q_row, SIZE)
         q_b = q_a
