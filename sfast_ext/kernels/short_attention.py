@@ -68,14 +68,14 @@ def _kernel(
         a = tl.dot(q_a, k_aa.T)
         if SIZE_B:
             q_b = _block(q, row, right, queries, q_row, SIZE)
-            a = tl.dot(q_b, k_ab.T, a)
+            a += tl.dot(q_b, k_ab.T)
         a = tl.where((near < keys)[None, :], a, float("-inf"))
         most = tl.max(a, 1)
         b = a
         if KEYS_B:
             b = tl.dot(q_a, k_ba.T)
             if SIZE_B:
-                b = tl.dot(q_b, k_bb.T, b)
+                b += tl.dot(q_b, k_bb.T)
             b = tl.where((far < keys)[None, :], b, float("-inf"))
             most = tl.maximum(most, tl.max(b, 1))
         most *= scale
@@ -90,9 +90,9 @@ def _kernel(
             b = tl.math.exp2(b * scale - most[:, None])
             total += tl.sum(b, 1)
             p_b = b.to(v_aa.dtype)
-            sum_a = tl.dot(p_b, v_ba, sum_a)
+            sum_a += tl.dot(p_b, v_ba)
             if SIZE_B:
-                sum_b = tl.dot(p_b, v_bb, sum_b)
+                sum_b += tl.dot(p_b, v_bb)
         over = (1.0 / total)[:, None]
         inside = (row < queries)[:, None]
         to = out + row[:, None] * out_row

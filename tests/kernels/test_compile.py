@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import triton_compiler
 from sfast_ext import kernels
 from sfast_ext.kernels import (
     _group_norm,
@@ -55,12 +55,16 @@ KERNELS = {
 POINTERS = {"x", "after", "a", "b", "term", "residual", "shift", "weight", "bias", "out", "total", "products"}
 STATISTICS = {"partial", "combined"}
 MULTIPLES = {"columns", "channels", "first", "half"}  # of 16, in every Stable Diffusion UNet
+FLOATS = {"eps", "scale", "step_x", "step_y"}
+VERSION = triton_compiler.version() if _triton.AVAILABLE else (0, 0)
+CAPABILITIES = triton_compiler.capabilities(VERSION)
+# of which some instructions are known: older versions of Triton have other ways to the same end
+KNOWN = VERSION >= (3, 3)
 
 
-def _early(capability):
-    """Whether kernels are compiled to begin early, as on such a GPU, and the options that go with it."""
-    early = _triton.HAS_EARLY and capability >= 90
-    return early, {"launch_pdl": True} if early else {}
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
 def _in_order(ptx, early):
@@ -74,26 +78,17 @@ def _in_order(ptx, early):
 
 
 def _compile(kernel, constants, capability, dtype):
-    early, options = _early(capability)
-    constants = {**constants, "EARLY": early}
-    compiler = pytest.importorskip("triton.compiler")
-    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", capability, 32)
-    signature, attributes = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in POINTERS | STATISTICS:
-            signature[name] = "*fp32" if name in STATISTICS else dtype
-        else:
-            signature[name] = "fp32" if name in ("eps", "scale", "step_x", "step_y") else "i32"
-        if name in POINTERS | STATISTICS | MULTIPLES:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    try:
-        source = compiler.ASTSource(kernel, signature, places, attributes)
-    except Exception as exc:
-        pytest.skip(f"this Triton describes a kernel in another way: {exc}")
-    return _in_order(compiler.compile(source, target=target, options=options).asm["ptx"], early)
+    operands = dict.fromkeys(POINTERS, dtype) | dict.fromkeys(STATISTICS, "*fp32")
+    return _ptx(kernel, constants, operands, capability)
+
+
+def _ptx(kernel, constants, operands, capability):
+    """The PTX of a kernel that fits the card; `operands` are the types of its arguments that are no "i32"."""
+    types = {name: operands.get(name, "fp32" if name in FLOATS else "i32") for name in kernel.arg_names}
+    divisible = {name for name in types if types[name][0] == "*" or name in MULTIPLES or name.endswith("_row")}
+    ptx, shared = triton_compiler.compiled(kernel, types, constants, capability, divisible)
+    assert shared <= triton_compiler.SHARED[capability]
+    return _in_order(ptx, triton_compiler.begins_early(capability))
 
 
 def _words(name):
@@ -102,54 +97,55 @@ def _words(name):
     return 2 if "UNIT" in KERNELS[name][1] or name == "upsample_conv2d" else 4
 
 
-@pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 120])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("name", KERNELS)
-def test_compiles(name, capability, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def test_compiles(name, capability):
     ptx = _compile(*KERNELS[name], capability, "*fp16")
     # whole tiles move 16 bytes a thread and access
     words = _words(name)
-    assert re.search(rf"ld\.global\S*\.v{words}\.b32", ptx)
-    assert name.endswith("statistics") or re.search(rf"st\.global\S*\.v{words}\.b32", ptx)
+    assert not KNOWN or re.search(rf"ld\.global\S*\.v{words}\.b32", ptx)
+    assert not KNOWN or name.endswith("statistics") or re.search(rf"st\.global\S*\.v{words}\.b32", ptx)
 
 
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_compiles_other_dtypes(name, dtype, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def test_compiles_other_dtypes(name, dtype):
     words = 4 if dtype == "*fp32" else _words(name)
-    assert f".v{words}.b32" in _compile(*KERNELS[name], 90, dtype)
+    ptx = _compile(*KERNELS[name], 90, dtype)
+    assert not KNOWN or f".v{words}.b32" in ptx
 
 
-@pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 120])
-def test_combining_statistics_compiles(capability, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_combining_statistics_compiles(capability):
     assert "st.global" in _compile(_group_parts._combine, {"PARTS": 128, "GROUPS": 8}, capability, "*fp16")
 
 
-@pytest.mark.parametrize("capability", [75, 90, 120])
-def test_timestep_embedding_compiles(capability, monkeypatch, tmp_path):
+@pytest.mark.parametrize("capability", [75, 90, *CAPABILITIES[5:]])
+def test_timestep_embedding_compiles(capability):
     operands = {"t": "*i64", "frequency": "*fp32", "out": "*fp16"}
     constants = {"SINE_FIRST": True, "BLOCK": timestep_embedding._BLOCK}
-    ptx = _ptx(timestep_embedding, constants, operands, capability, monkeypatch, tmp_path)
+    ptx = _ptx(timestep_embedding._kernel, constants, operands, capability)
     # an angle may be a thousand: the instructions for small ones are far off
     assert "sin.approx" not in ptx and "cos.approx" not in ptx
 
 
 @pytest.mark.parametrize(
     ("blocks", "dtype", "capability"),
-    [((40, 32, 16, 64, 16), "fp16", capability) for capability in (75, 80, 86, 89, 90, 120)]
+    [((40, 32, 16, 64, 16), "fp16", each) for each in CAPABILITIES if triton_compiler.multiplies(VERSION, each)]
     + [((64, 64, 0, 64, 16), "bf16", 90), ((160, 128, 32, 64, 16), "fp16", 90)],
     ids=str,
 )
-def test_short_attention_compiles(blocks, dtype, capability, monkeypatch, tmp_path):
-    if capability == 75 and tuple(map(int, _triton.triton.__version__.split(".")[:2])) < (3, 4):
-        pytest.skip("Triton before 3.4 fails at these products for Turing, where the kernel is not launched")
-    constants = dict(zip(("SIZE", "SIZE_A", "SIZE_B", "KEYS_A", "KEYS_B"), blocks)) | {"ROWS": short_attention._ROWS}
+def test_short_attention_compiles(blocks, dtype, capability):
+    constants = dict(zip(("SIZE", "SIZE_A", "SIZE_B", "KEYS_A", "KEYS_B"), blocks))
+    constants |= {"ROWS": short_attention._ROWS, "num_warps": short_attention._WARPS, "num_stages": 1}
     pointers = dict.fromkeys(("out", "q", "k", "v"), f"*{dtype}")
-    ptx = _ptx(short_attention, constants, pointers, capability, monkeypatch, tmp_path)
+    ptx = _ptx(short_attention._kernel, constants, pointers, capability)
     # of Turing's matrix instructions newer versions of Triton know nothing
-    assert capability == 75 or ("wgmma.mma_async" if capability == 90 else "mma.sync") in ptx
+    assert capability == 75 or _products(capability) in ptx
+
+
+def _products(capability):
+    return "wgmma.mma_async" if capability == 90 and KNOWN else "mma"
 
 
 NARROW = {
@@ -159,37 +155,23 @@ NARROW = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
+@pytest.mark.parametrize(
+    ("dtype", "capability"), [("fp16", each) for each in CAPABILITIES if each >= 80] + [("bf16", 80), ("bf16", 90)]
+)
 @pytest.mark.parametrize("name", NARROW)
-def test_narrow_conv_compiles(name, capability, dtype, monkeypatch, tmp_path):
+def test_narrow_conv_compiles(name, capability, dtype):
     pointers = dict.fromkeys(("x", "weight", "bias", "out"), f"*{dtype}") | {"taps": "*fp32"}
     if name == "_taps":
         pointers["out"] = "*fp32"
-    kernel = getattr(narrow_conv, name)
-    given = {key: kind for key, kind in pointers.items() if key in kernel.arg_names}
-    ptx = _ptx(SimpleNamespace(_kernel=kernel), NARROW[name], given, capability, monkeypatch, tmp_path)
-    assert name == "_to_few" or ("wgmma.mma_async" if capability == 90 else "mma.sync") in ptx
+    ptx = _ptx(getattr(narrow_conv, name), NARROW[name] | {"num_stages": 1}, pointers, capability)
+    assert name == "_to_few" or _products(capability) in ptx
 
 
-def _ptx(module, constants, operands, capability, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiler = pytest.importorskip("triton.compiler")
-    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", capability, 32)
-    names = module._kernel.arg_names
-    early, launch = _early(capability)
-    constants = constants | {"EARLY": early}
-    signature = {name: "constexpr" if name in constants else "i32" for name in names} | operands
-    signature |= {"scale": "fp32"} if "scale" in names else {}
-    places = {(names.index(name),): value for name, value in constants.items()}
-    aligned = [name for name in names if name in operands and signature[name][0] == "*" or name.endswith("_row")]
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    try:
-        source = compiler.ASTSource(module._kernel, signature, places, attributes)
-    except Exception as exc:
-        pytest.skip(f"this Triton describes a kernel in another way: {exc}")
-    options = {"num_warps": getattr(module, "_WARPS", 4), "num_stages": getattr(module, "_STAGES", 1)} | launch
-    return _in_order(compiler.compile(source, target=target, options=options).asm["ptx"], early)
+COMPILED = [
+    *(kernel for kernel, _ in KERNELS.values()),
+    *(getattr(narrow_conv, name) for name in NARROW),
+    *(_group_parts._combine, timestep_embedding._kernel, short_attention._kernel),
+]
 
 
 @pytest.mark.parametrize("home", sorted(Path(_triton.__file__).parent.glob("*.py")), ids=lambda home: home.stem)
