@@ -3,12 +3,15 @@
 # make test-stack   the CPU suite on another torch: TORCH=2.5.1, one of those in requirements-stack
 # make test-floor   the CPU suite on the oldest torch served, 2.1.2
 # make soak         EVENTS=20000 random events, SEED=0 the first seed; a failure names the command that plays it again
+# make compile-table  what each Triton compiles for each card, without a GPU, into docs/triton.md (Python 3.11; hours)
 # make lint         ruff and mypy alone
 # make bench        UNets at several sizes, four ways to run each (needs a GPU), into benchmarks/unet-<gpu>.json
 # make clean        removes the environments and everything generated
 #
 # PYTHON=python3.11 chooses the interpreter (test-stack: that of the hosts with that torch is the default),
 # PIP_ARGS='--extra-index-url …' goes to pip, WORKERS=8 uses more cores, STACKS=folder keeps test-stack's environments,
+# TRITON_WHEELS=folder has the versions of make compile-table unpacked already, or keeps them (default .triton),
+# TABLE='--dtype float16 --case sd15:512x512' compiles a part of it,
 # CASES='sd15:512x512:1 sdxl:1024x1024:4' names what make bench measures (default: all that is not measured yet).
 
 PYTHON ?= python3
@@ -17,6 +20,8 @@ WORKERS ?= 2
 EVENTS ?= 20000
 SEED ?= 0
 CASES ?=
+TABLE ?=
+TRITON_WHEELS ?= .triton
 TORCH ?= 2.13.0
 STACKS ?= .stacks
 export DEMO_MODEL
@@ -34,7 +39,7 @@ NO_INTERPRETER := 2.1.2 2.3.1
 LDM := stable-diffusion-sdkit==2.1.5
 PIP := -m pip install --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo test test-stack test-floor soak lint bench doctor clean
+.PHONY: demo test test-stack test-floor soak compile-table lint bench doctor clean
 
 demo: .venv/.demo
 	.venv/bin/python -m sfast_ext demo
@@ -75,6 +80,9 @@ test-floor:
 soak: .venv/.dev
 	PYTHONPATH=.:tests .venv/bin/python -W ignore -m stateful --events $(EVENTS) --seed $(SEED)
 
+compile-table: .venv/.demo
+	TRITON_WHEELS=$(TRITON_WHEELS) .venv/bin/python -m benchmarks.compile_table $(TABLE)
+
 lint: .venv/.dev
 	.venv/bin/ruff check .
 	.venv/bin/mypy
@@ -101,5 +109,5 @@ doctor: .venv/.demo
 	touch $@
 
 clean:
-	rm -rf .venv $(STACKS) demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .triton $(STACKS) demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
