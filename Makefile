@@ -3,7 +3,7 @@
 # make test-stack   the CPU suite on another torch: TORCH=2.5.1, one of those in requirements-stack
 # make test-floor   the CPU suite on the oldest torch served, 2.1.2
 # make soak         EVENTS=20000 random events, SEED=0 the first seed; a failure names the command that plays it again
-# make compile-table  what each Triton compiles for each card, without a GPU, into docs/triton.md (Python 3.11; hours)
+# make compile-table  what each Triton compiles for each card, without a GPU, into docs/triton.md (Python 3.10 or 3.11)
 # make lint         ruff and mypy alone
 # make bench        UNets at several sizes, four ways to run each (needs a GPU), into benchmarks/unet-<gpu>.json
 # make clean        removes the environments and everything generated

@@ -95,7 +95,7 @@ def wheel(version: str, folder: Path) -> Path:
         pip = [sys.executable, "-m", "pip", "install", *options, f"triton=={version}"]
         if subprocess.run(pip).returncode:
             python = ".".join(map(str, sys.version_info[:2]))
-            sys.exit(f"pip found no Triton {version} for Python {python}; Triton 2.1.0 to 3.9.0 all have one for 3.11")
+            sys.exit(f"pip installed no Triton {version} for Python {python}; 2.1.0 has no wheel after Python 3.11")
     return home
 
 
