@@ -1,5 +1,6 @@
 # make demo         pictures with and without the accelerator, compared; DEMO_MODEL=path takes your own model
 # make test         ruff, mypy and the whole CPU suite
+# make test-coarse-clock  the CPU suite on clocks that move in steps of STEP=0.004 seconds, as some virtual machines' do
 # make test-stack   the CPU suite on another torch: TORCH=2.5.1, one of those in requirements-stack
 # make test-floor   the CPU suite on the oldest torch served, 2.1.2
 # make soak         EVENTS=20000 random events, SEED=0 the first seed; a failure names the command that plays it again
@@ -22,6 +23,7 @@ SEED ?= 0
 CASES ?=
 TABLE ?=
 TRITON_WHEELS ?= .triton
+STEP ?= 0.004
 TORCH ?= 2.13.0
 STACKS ?= .stacks
 export DEMO_MODEL
@@ -39,12 +41,17 @@ NO_INTERPRETER := 2.1.2 2.3.1
 LDM := stable-diffusion-sdkit==2.1.5
 PIP := -m pip install --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo test test-stack test-floor soak compile-table lint bench doctor clean
+.PHONY: demo test test-coarse-clock test-stack test-floor soak compile-table lint bench doctor clean
 
 demo: .venv/.demo
 	.venv/bin/python -m sfast_ext demo
 
 test: lint
+	.venv/bin/python -m pytest -n $(WORKERS) tests
+	TRITON_INTERPRET=1 .venv/bin/python -m pytest -n $(WORKERS) tests/kernels
+
+test-coarse-clock: export SFAST_TEST_CLOCK_STEP := $(STEP)
+test-coarse-clock: .venv/.dev
 	.venv/bin/python -m pytest -n $(WORKERS) tests
 	TRITON_INTERPRET=1 .venv/bin/python -m pytest -n $(WORKERS) tests/kernels
 

@@ -32,6 +32,7 @@ from sfast_ext.graph_pool import pool_of
 from sfast_ext.plan import Plan, plan_mode
 from sfast_ext.signature import flatten_call
 from sfast_ext.tools import bench, engines, machine, models, rates, trace
+from sfast_ext.tools.text import significant
 
 # back to back in one recording; the first of them is not counted
 REPLAYS = 6
@@ -284,9 +285,9 @@ def measure(model: str, width: int, height: int, images: int, device: torch.devi
         "width": width,
         "height": height,
         "images": images,
-        "call_ms": round(statistics.median(taken["call"]), 4),
-        "replay_ms": round(statistics.median(taken["replay"]), 4),
-        **{name: round(value, 3) for name, value in ceilings.items()},
+        "call_ms": significant(statistics.median(taken["call"])),
+        "replay_ms": significant(statistics.median(taken["replay"])),
+        **{name: significant(value) for name, value in ceilings.items()},
         "flops": sum(each.flops for each in costs.values()),
         "fused": dict(subject.plan.fused),
         **analyse(events, costs, ceilings),

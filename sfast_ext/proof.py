@@ -74,7 +74,8 @@ def prove(
             return too_far(plan.error, config)
     at("timing")
     if plan.device.type != "cuda":
-        plan.ms_before, plan.ms_after = 1000 * original_s, milliseconds(run, plan.device, 1)
+        # run once: a clock of coarse steps may not have moved
+        plan.ms_before, plan.ms_after = 1000 * original_s or None, milliseconds(run, plan.device, 1)
         return None
     # calls of their own: the first ones paid for their warm-up
     plan.ms_after, plan.ms_before = milliseconds(run, plan.device, 1), milliseconds(original, plan.device, 1)

@@ -20,7 +20,7 @@ from torch import nn
 
 from sfast_ext.plan import relative_error
 from sfast_ext.tools import Unavailable, engines, exact, machine, models, pipelines, rates, trace
-from sfast_ext.tools.text import number, table
+from sfast_ext.tools.text import number, significant, table
 from sfast_ext.tools.ways import OURS, Way, beside, words_of
 
 ROUNDS = 6
@@ -188,8 +188,8 @@ class Bench:
         weights = sum(p.numel() * p.element_size() for p in self._unet.parameters()) >> 20
         eager = next((row["memory_mb"] for row in rows if row["engine"] == "eager" and "failed" not in row), None)
         for row in rows:
-            row |= {"flops": flops, "matrix_tflops": round(rate, 3), "limit_ms": round(limit, 4)}
-            row["fraction_of_limit"] = round(limit / row["ms_p50"], 4) if row["ms_p50"] else None
+            row |= {"flops": flops, "matrix_tflops": significant(rate), "limit_ms": significant(limit)}
+            row["fraction_of_limit"] = significant(limit / row["ms_p50"]) if row["ms_p50"] else None
             row |= {"weights_mb": weights, "eager_memory_mb": eager}
 
     def _further(self, case: Case, rows: Rows, running: dict[str, engines.Engine]) -> None:
@@ -266,7 +266,7 @@ def _quantiles(taken: list[float] | None) -> dict[str, float | None]:
     if not taken:
         return {"ms_p20": None, "ms_p50": None, "ms_p80": None}
     ordered = sorted(taken)
-    return {f"ms_p{p}": round(ordered[min(len(ordered) - 1, int(len(ordered) * p / 100))], 4) for p in (20, 50, 80)}
+    return {f"ms_p{p}": significant(ordered[min(len(ordered) - 1, int(len(ordered) * p / 100))]) for p in (20, 50, 80)}
 
 
 def tables(rows: Rows) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from sfast_ext import Config, accelerate
+from sfast_ext.timing import Timer, timer
 from sfast_ext.tools import attentions, machine
 
 Call = Callable[[], torch.Tensor]
@@ -150,22 +150,18 @@ NEEDS_GPU = frozenset({"cudagraph"})
 
 
 class Clock:
-    """Times calls: by events on a GPU, with no waiting between calls, by the clock on a CPU."""
+    """Times calls: by events on a GPU, with no waiting between calls, by `timer` on a CPU."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, timer: Timer = timer) -> None:
+        self.device, self._timer = device, timer
 
     def times(self, call: Call, count: int) -> list[float]:
-        """Milliseconds of each of `count` calls in a row, after one that is not counted."""
+        """Milliseconds of each of `count` calls in a row, after one that is not counted. On a CPU whose clock is too
+        coarse for one call, each is the mean of several."""
         call()
         machine.synchronise(self.device)
         if self.device.type != "cuda":
-            taken = []
-            for _ in range(count):
-                started = time.perf_counter()
-                call()
-                taken.append(1000 * (time.perf_counter() - started))
-            return taken
+            return [self._timer.milliseconds(call) for _ in range(count)]
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         marks[0].record()
         for mark in marks[1:]:

@@ -49,7 +49,7 @@ class Copy:
 
 
 def per_second(work: float, milliseconds: float) -> float:
-    """Work (FLOPs or bytes) over time, in tera a second."""
+    """Work (FLOPs or bytes) over time, in tera a second; the time is more than zero."""
     return work / milliseconds * 1e3 / TERA
 
 

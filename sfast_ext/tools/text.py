@@ -17,6 +17,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([line(cells[0]), "  ".join("-" * w for w in widths), *map(line, cells[1:])])
 
 
+def significant(value: float, digits: int = 5) -> float:
+    """A number rounded to so many digits, however small it is."""
+    return float(f"{value:.{digits}g}")
+
+
 def number(value: float | None, digits: int = 1) -> str:
     """A number with so many decimals, a dash for None."""
     return "–" if value is None else f"{value:.{digits}f}"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sfast_ext.timing import timer
 from sfast_ext.tools import machine
 
 KERNEL = "kernel"
@@ -64,17 +65,19 @@ def record(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> list
         if torch.version.cuda and tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 6):
             # taking CUPTI away again breaks CUDA graphs there
             os.environ["DISABLE_CUPTI_LAZY_REINIT"], os.environ["TEARDOWN_CUPTI"] = "1", "0"
+    # seen as no less on a clock that moves in steps
+    pause = 3 * APART / 1e6 + timer.step()
     machine.synchronise(device)
     with profile(activities=activities) as profiler:
         # the first launch under the profiler pays for its start
         torch.ones(1024, device=device).add_(1)
         for name, call in calls.items():
             machine.synchronise(device)
-            time.sleep(3 * APART / 1e6)
+            time.sleep(pause)
             with record_function(f"{CALL}{name}"):
                 call()
                 machine.synchronise(device)
-        time.sleep(3 * APART / 1e6)
+        time.sleep(pause)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(file))

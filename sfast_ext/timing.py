@@ -1,0 +1,69 @@
+"""Times of calls by a clock, on one that moves in coarse steps too. What runs on a GPU is timed by CUDA events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+Clock = Callable[[], float]
+"""Returns seconds that never decrease."""
+
+STEPS = 50
+"""A time is told from at least so many steps of the clock: to 2 %."""
+MOST_S = 0.5
+"""Where its steps are coarser than 10 ms, from fewer: calls are repeated for so many seconds, and one step at least."""
+
+_CHANGES = 3
+_READINGS = 10_000_000
+
+
+class Timer:
+    """Times calls on the CPU by a clock."""
+
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
+
+    def step(self) -> float:
+        """Seconds between two readings of the clock that differ, the least of a few.
+
+        Raises:
+            RuntimeError: the clock stands still.
+        """
+        return min(self._next_change() for _ in range(_CHANGES))
+
+    def _next_change(self) -> float:
+        started = self._clock()
+        for _ in range(_READINGS):
+            taken = self._clock() - started
+            if taken > 0:
+                return taken
+        raise RuntimeError(f"the clock stood still for {_READINGS:,} readings: nothing can be timed by it")
+
+    def milliseconds(self, call: Callable[[], Any]) -> float:
+        """The time of a call, greater than zero: the mean of as many as `STEPS` steps of the clock take.
+
+        On a clock of nanoseconds that is a single call.
+
+        Raises:
+            RuntimeError: the clock stands still.
+        """
+        enough = self._enough()
+        while True:
+            calls, taken, started = 0, 0.0, self._clock()
+            while taken < enough:
+                call()
+                calls += 1
+                taken = self._clock() - started
+            # a virtual machine's cores may differ, and the thread may have come to one whose steps are coarser
+            enough = self._enough()
+            if taken >= enough:
+                return 1e3 * taken / calls
+
+    def _enough(self) -> float:
+        step = self.step()
+        return max(min(STEPS * step, MOST_S), step)
+
+
+timer = Timer()
+"""That of `time.perf_counter`."""
