@@ -28,6 +28,7 @@ from sfast_ext.graph_pool import CapturedGraph, GraphPool, pool_of
 from sfast_ext.plan import Plan
 from sfast_ext.report import Report
 from sfast_ext.signature import Call, flatten_call
+from sfast_ext.timing import timer
 from sfast_ext.tools import models
 from sfast_ext.tools.machine import describe
 
@@ -35,6 +36,8 @@ CPU = torch.device("cpu")
 THE_LAUNCH = "the launch"
 # stands for a wait for the GPU where there is none
 PAUSE_S = 0.005
+# a clock of coarser steps does not tell the stages of a single call
+COARSE_S = 1e-5
 # as many modules and weights as the real ones have, next to nothing to compute
 _NARROWER = 20
 _SMALL: dict[str, Any] = {"norm_num_groups": 16, "sample_size": 8, "cross_attention_dim": 32}
@@ -296,6 +299,9 @@ def main() -> None:
         device = torch.device("cuda", torch.cuda.current_device())
     else:
         torch.set_num_threads(1)
+    step = timer.step()
+    if step > COARSE_S:
+        print(f"the clock moves in steps of {1e3 * step:.3g} ms: of the stages of a call only the means tell anything")
     found = {name: measure(name, device, options.calls) for name in options.models.split(",")}
     for name, numbers in found.items():
         print(f"{name}: {numbers['modules']} modules, {numbers['watched weights']} weights; microseconds")

@@ -3,7 +3,6 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -26,16 +25,20 @@ def packages(monkeypatch, install, **versions):
     )
 
 
-def test_it_is_quick_ends_well_and_imports_nothing_heavy():
-    started = time.monotonic()
+def test_it_ends_well_and_does_nothing_that_takes_long():
+    """It starts no process, opens no connection and imports nothing heavy."""
     code = (
-        "import runpy, sys; runpy.run_path('install.py', run_name='__main__');"
+        "import runpy, sys; seen = set();"
+        "sys.addaudithook(lambda event, args: seen.add(event));"
+        "runpy.run_path('install.py', run_name='__main__');"
+        "slow = {each for each in seen if each.split('.')[0] in ('subprocess', 'socket')};"
+        "slow |= seen & {'os.system', 'os.exec', 'os.fork', 'os.posix_spawn', 'os.spawn', 'time.sleep'};"
+        "assert 'open' in seen and not slow, slow;"
         "heavy = {'torch', 'numpy', 'gradio', 'triton'} & set(sys.modules); assert not heavy, heavy"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
-    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("triton", ["triton", "triton-windows"])

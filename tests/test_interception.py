@@ -90,7 +90,7 @@ def test_other_threads_run_the_original():
     found = []
 
     def other():
-        inside.wait(10)
+        inside.wait(300)
         found.append(plain(1))
         done.set()
 
@@ -98,7 +98,7 @@ def test_other_threads_run_the_original():
     thread.start()
     with intercepted({plain: lambda original, *args: "taken"}):
         inside.set()
-        assert done.wait(10)
+        assert done.wait(300)
         assert plain(1) == "taken"
     thread.join()
     assert found == [6]
@@ -106,7 +106,7 @@ def test_other_threads_run_the_original():
 
 def test_two_threads_at_once_each_have_their_own():
     code = plain.__code__
-    barrier = threading.Barrier(2, timeout=10)
+    barrier = threading.Barrier(2, timeout=300)
     found = {}
 
     def run(name, leave_first):
@@ -125,7 +125,7 @@ def test_two_threads_at_once_each_have_their_own():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(300)
     # the one that left meets the original while the other still intercepts
     assert found == {"a": ("a", 6), "b": ("b", "b")}
     assert plain.__code__ is code and not interception._detours

@@ -91,7 +91,7 @@ def show(status):
     if NODE is None:
         pytest.skip("node is not installed")
     source = BROWSER + (ROOT / "javascript" / "stable_fast.js").read_text(encoding="utf-8") + SCRIPT
-    result = subprocess.run([NODE, "-e", source, json.dumps(status)], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([NODE, "-e", source, json.dumps(status)], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 

@@ -174,8 +174,11 @@ def test_a_run_of_a_tiny_model_and_its_resumption(tmp_path, monkeypatch, capsys)
     ours, eager = found["rows"]
     assert (ours["engine"], eager["engine"]) == ("sfast", "eager")
     assert {row["commit"] for row in found["rows"]} == {found["commit"]} == {"0123456789ab"}
-    for name in ("first_call_s", "first_call_warm_s", "further_size_s", "ms_p20", "ms_p50", "ms_p80", "flops"):
+    for name in ("ms_p20", "ms_p50", "ms_p80", "flops"):
         assert ours[name] > 0
+    # single calls, which a clock of coarse steps may not see
+    for name in ("first_call_s", "first_call_warm_s", "further_size_s"):
+        assert isinstance(ours[name], float) and ours[name] >= 0
     assert ours["fraction_of_limit"] > 0 and ours["error_fp32"] < 1e-4
     assert "tiny-sd15 64×64" in capsys.readouterr().out
     monkeypatch.setattr(unet, "measure", lambda case, iterations, ours: pytest.fail("measured again"))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -232,15 +233,28 @@ def test_a_copy_of_the_module_is_independent(small):
 
 
 def test_sync_is_cheap_when_nothing_changed():
-    import time
+    """No step of Python's for each weight."""
 
-    module = nn.ModuleList(nn.Linear(1, 1) for _ in range(850))
-    arena = WeightArena(module)
-    arena.index()
-    arena.bind([arena.locate(p) for p in module.parameters()])
-    taken = []
-    for _ in range(5):
-        started = time.perf_counter()
-        arena.sync()
-        taken.append(time.perf_counter() - started)
-    assert min(taken) < 0.005
+    def steps(layers):
+        module = nn.ModuleList(nn.Linear(1, 1) for _ in range(layers))
+        arena = WeightArena(module)
+        arena.index()
+        arena.bind([arena.locate(p) for p in module.parameters()])
+        assert arena.status()["tracked"] == 2 * layers
+        count = 0
+
+        def trace(frame, event, arg):
+            nonlocal count
+            frame.f_trace_opcodes = True
+            count += event == "opcode"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            assert arena.sync() == 0
+        finally:
+            sys.settrace(before)
+        return count
+
+    assert 0 < steps(850) == steps(8)

@@ -86,5 +86,5 @@ def finish() -> None:
     """Waits for what is compiled beside all else."""
     thread = _precompile._later._thread
     if thread is not None:
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive()

@@ -187,7 +187,8 @@ def test_python_ends_after_the_compilation_at_hand(tmp_path):
         def build(*args):
             print("begun", flush=True)
             begun.set()
-            time.sleep(0.5)
+            while threading.main_thread().is_alive():  # ends beside this compilation
+                time.sleep(0.01)
             print("done", flush=True)
             return b"code", ""
         _cuda.bindings, _cuda.build = lambda: (None, Nvrtc()), build
@@ -211,7 +212,7 @@ def test_python_ends_after_the_compilation_at_hand(tmp_path):
 
 def test_what_a_daemon_started_is_none(nvrtc):
     release = threading.Event()
-    nvrtc.answer = lambda constants: release.wait(60) and b"code"
+    nvrtc.answer = lambda constants: release.wait(300) and b"code"
     starter = threading.Thread(target=add, args=(family(), 0), daemon=True)
     starter.start()
     starter.join()

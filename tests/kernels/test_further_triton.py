@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -242,18 +243,32 @@ def test_kernels_in_cuda_are_compiled_first(triton, nvrtc):
 
 def test_kernels_of_triton_wait_until_first_calls_are_over(triton, nvrtc, monkeypatch):
     monkeypatch.setattr(_precompile, "_PAUSE", 3600)
-    later, until = _precompile._later, []
-    triton.answer = lambda kernel: until.append(later._due)
-    begun = time.monotonic()
+    later, until, now, looked = _precompile._later, [], [100.0], threading.Semaphore(0)
+
+    def monotonic():
+        if threading.current_thread().name == BESIDE:
+            looked.release()
+        return now[0]
+
+    def answer(kernel):
+        until.append(later._due)
+        now[0] = max(now[0], 200.0)
+
+    monkeypatch.setattr(_precompile, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
+    triton.answer = answer
     _precompile.precompile(pictures(64, 64), GPU)
-    assert begun + 3600 <= min(until) <= max(until) < later._due  # from its beginning, and from its end
+    assert set(until) == {3700.0} and later._due == 3800.0  # from its beginning, and from its end
     add(family(), 0)
-    end = time.monotonic() + 60
-    while later._waiting and time.monotonic() < end:
+    end = time.monotonic() + 300
+    while len(nvrtc.asked) < 4 and time.monotonic() < end:
         time.sleep(0.01)
-    time.sleep(0.1)
+    while looked.acquire(blocking=False):
+        pass
+    now[0] = 3799.0
+    # the thread has nothing else to do, and looks at the clock again and again
+    assert all(looked.acquire(timeout=300) for _ in range(3))
     assert len(nvrtc.asked) == 4 and triton.beside == [] and later._thread.is_alive()
-    later._due = 0
+    now[0] = 3800.0
     finish()
     assert triton.beside
 
@@ -344,7 +359,8 @@ def test_python_ends_after_the_kernel_of_triton_at_hand(pause, printed):
             def warmup(self, *args, grid, **constants):
                 print("begun", flush=True)
                 begun.set()
-                time.sleep(0.5)
+                while threading.main_thread().is_alive():  # ends beside this compilation
+                    time.sleep(0.01)
                 print("done", flush=True)
         kernel = Kernel()
         def launch(x):
@@ -354,7 +370,7 @@ def test_python_ends_after_the_kernel_of_triton_at_hand(pause, printed):
         x = _further.Shape((2, 4, 64, 64), (16384, 4096, 64, 1), torch.float16)
         calls = [_further.Call(launch, (x,), {{}})]
         _precompile._later.add([], torch.device("cuda", 0), calls, (64, 64))
-        begun.wait(0 if _precompile._PAUSE else 60)
+        begun.wait(0 if _precompile._PAUSE else None)
     """
     ran = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
