@@ -110,7 +110,7 @@ def launched(accelerator: Accelerator, call: Call) -> Launch:
 
 def median(run: Callable[[], Any], times: int) -> float:
     """Microseconds of a run."""
-    return round(1e3 * statistics.median(timer.milliseconds(run) for _ in range(times)), 1)
+    return round(1e3 * statistics.median(timer.times(run, times)), 1)
 
 
 class Timeline:

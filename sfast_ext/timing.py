@@ -48,6 +48,19 @@ class Timer:
         Raises:
             RuntimeError: the clock stands still.
         """
+        return self._mean(call)[0]
+
+    def times(self, call: Callable[[], Any], count: int) -> list[float]:
+        """Milliseconds of `count` calls: of each, or of fewer means that so many calls and more went into."""
+        taken, calls = [], 0
+        while calls < count:
+            mean, several = self._mean(call)
+            taken.append(mean)
+            calls += several
+        return taken
+
+    def _mean(self, call: Callable[[], Any]) -> tuple[float, int]:
+        """Milliseconds of a call, and how many were made."""
         enough = self._enough()
         while True:
             calls, taken, started = 0, 0.0, self._clock()
@@ -58,7 +71,7 @@ class Timer:
             # a virtual machine's cores may differ, and the thread may have come to one whose steps are coarser
             enough = self._enough()
             if taken >= enough:
-                return 1e3 * taken / calls
+                return 1e3 * taken / calls, calls
 
     def _enough(self) -> float:
         step = self.step()

@@ -10,11 +10,11 @@ class StandInClock:
 
     Args:
         step: seconds; what it shows is a multiple of it.
-        reading: seconds that a reading takes; a thousandth of a coarse step unless told.
+        reading: seconds that a reading takes; a small part of a coarse step unless told.
     """
 
     def __init__(self, step: float = 1e-9, reading: float | None = None) -> None:
-        self.step, self.reading = step, max(5e-8, step / 1000) if reading is None else reading
+        self.step, self.reading = step, max(5e-8, step / 20_000) if reading is None else reading
         self.now = 0.0
         self.calls = 0
 

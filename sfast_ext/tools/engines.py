@@ -157,11 +157,11 @@ class Clock:
 
     def times(self, call: Call, count: int) -> list[float]:
         """Milliseconds of each of `count` calls in a row, after one that is not counted. On a CPU whose clock is too
-        coarse for one call, each is the mean of several."""
+        coarse for one call, they are fewer, each the mean of several."""
         call()
         machine.synchronise(self.device)
         if self.device.type != "cuda":
-            return [self._timer.milliseconds(call) for _ in range(count)]
+            return self._timer.times(call, count)
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         marks[0].record()
         for mark in marks[1:]:
