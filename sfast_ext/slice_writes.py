@@ -1,6 +1,7 @@
 """Slices written one after another into a new tensor become a concatenation.
 
-Attention that saves memory fills its result so: `out = zeros(…)`, then `out[:, a:b] = …` for each slice.
+Attention that saves memory fills its result so: `out = zeros(…)`, then `out[:, a:b] = …` for each slice. Slices along
+several dimensions become concatenations of concatenations.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ _NEW = ("zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty", 
 _VIEWS = {aten.slice.Tensor, aten.alias.default}
 
 
+_Box = dict[int, tuple[int, int]]
+"""From where to where a part reaches, by dimension; all of the others."""
+
+
 class _Write(NamedTuple):
     copy: fx.Node
     views: list[fx.Node]  # from the tensor to what is written to
-    dim: int | None  # along which it is a part; None for the whole
-    start: int
-    end: int
+    box: _Box
 
     @property
     def value(self) -> fx.Node:
@@ -35,7 +38,7 @@ class _Write(NamedTuple):
 
 def join(graph: fx.Graph) -> int:
     """Replace such tensors; returns how many there were. Left alone: what is read before the last write, or is not
-    covered by slices of one dimension without gap and overlap."""
+    covered by the slices without gap and overlap."""
     count = 0
     order = {node: place for place, node in enumerate(graph.nodes)}
     written = Counter(_root(target) for node in graph.nodes if (target := inplace.written(node)) is not None)
@@ -57,12 +60,14 @@ def _join(base: fx.Node, order: dict[fx.Node, int], written: Counter[fx.Node]) -
     last = writes[-1].copy
     if any(order[node] < order[last] for node in reads):
         return 0
-    pieces = _in_a_row(writes, tuple(base.meta["val"].shape))
-    if pieces is None:
+    size = tuple(base.meta["val"].shape)
+    # of writes to the whole the last one counts
+    tree = _tiled(writes if writes[-1].box else writes[-1:], size, size)
+    if tree is None:
         return 0
     graph = base.graph
-    with graph.inserting_after(last):
-        joined = _concatenated(graph, pieces, base)
+    with graph.inserting_before(last.next):
+        joined = _concatenated(graph, tree, base.meta["val"])
     for node in reads:
         node.replace_input_with(base, joined)
     for write in writes:
@@ -81,10 +86,10 @@ def _collect(node: fx.Node, views: list[fx.Node], writes: list[_Write], reads: l
             if not _collect(user, [*views, user], writes, reads):
                 return False
         elif _fills(user, node):
-            region = _region(views)
-            if region is None:
+            box = _box(views)
+            if box is None:
                 return False
-            writes.append(_Write(user, list(views), *region))
+            writes.append(_Write(user, list(views), box))
         elif views or inplace.written(user) is not None:
             return False
         else:
@@ -104,9 +109,9 @@ def _fills(node: fx.Node, target: fx.Node) -> bool:
     return copies and node.args[0] is target and node.args[1] is not target and not node.users
 
 
-def _region(views: Sequence[fx.Node]) -> tuple[int | None, int, int] | None:
-    """The dimension that a chain of slices takes a part of, and which part; None for what is no such thing."""
-    found: tuple[int | None, int, int] = (None, 0, 0)
+def _box(views: Sequence[fx.Node]) -> _Box | None:
+    """The part that a chain of slices takes; None for what is no such thing."""
+    found: _Box = {}
     for view in views:
         if view.target is aten.alias.default:
             continue
@@ -121,44 +126,55 @@ def _region(views: Sequence[fx.Node]) -> tuple[int | None, int, int] | None:
         start, end, _ = slice(start, end).indices(size[dim])
         if (start, end) == (0, size[dim]):
             continue
-        if found[0] is not None or end <= start:
+        if dim in found or end <= start:
             return None
-        found = dim, start, end
+        found[dim] = start, end
     return found
 
 
-def _in_a_row(writes: list[_Write], size: tuple[int, ...]) -> list[_Write] | None:
-    """The writes in the order of their slices, where these cover all of the tensor and nothing twice; of writes to the
-    whole the last one."""
-    if writes[-1].dim is None:
-        return writes[-1:] if tuple(writes[-1].value.meta["val"].shape) == size else None
-    dim, at = writes[-1].dim, 0
-    if any(write.dim != dim for write in writes):
-        return None
-    rows = sorted(writes, key=lambda write: write.start)
-    for write in rows:
-        part = (*size[:dim], write.end - write.start, *size[dim + 1 :])
-        if write.start != at or tuple(write.value.meta["val"].shape) != part:
+class _Row(NamedTuple):
+    """What lies side by side along a dimension."""
+
+    dim: int
+    parts: list[_Row | _Write]
+
+
+def _tiled(writes: list[_Write], size: tuple[int, ...], part: tuple[int, ...], done: int = 0) -> _Row | _Write | None:
+    """How writes make up a part of a tensor of this size, dimension by dimension from `done` on; None where they leave
+    a gap or meet."""
+    dim = min((d for write in writes for d in write.box if d >= done), default=None)
+    if dim is None:
+        fits = len(writes) == 1 and tuple(writes[0].value.meta["val"].shape) == part
+        return writes[0] if fits else None
+    groups: dict[tuple[int, int], list[_Write]] = {}
+    for write in writes:
+        groups.setdefault(write.box.get(dim, (0, size[dim])), []).append(write)
+    at, parts = 0, []
+    for start, end in sorted(groups):
+        below = _tiled(groups[start, end], size, (*part[:dim], end - start, *part[dim + 1 :]), dim + 1)
+        if start != at or below is None:
             return None
-        at = write.end
-    return rows if at == size[dim] else None
+        parts.append(below)
+        at = end
+    return _Row(dim, parts) if at == size[dim] else None
 
 
-def _concatenated(graph: fx.Graph, pieces: list[_Write], base: fx.Node) -> fx.Node:
-    val = base.meta["val"]
-    values = []
-    for piece in pieces:
-        value = piece.value
-        if value.meta["val"].dtype != val.dtype:
-            cast = graph.call_function(aten.to.dtype, (value, val.dtype))
-            cast.meta["val"] = value.meta["val"].new_empty(value.meta["val"].shape, dtype=val.dtype)
-            value.append(cast)
-            value = cast
-        values.append(value)
+def _concatenated(graph: fx.Graph, tree: _Row | _Write, val: torch.Tensor) -> fx.Node:
+    """The values of the writes in one, of the dtype of `val`."""
+    if isinstance(tree, _Write):
+        value = tree.value
+        if value.meta["val"].dtype == val.dtype:
+            return value
+        cast = graph.call_function(aten.to.dtype, (value, val.dtype))
+        cast.meta["val"] = value.meta["val"].new_empty(value.meta["val"].shape, dtype=val.dtype)
+        return cast
+    values = [_concatenated(graph, part, val) for part in tree.parts]
     if len(values) == 1:
         return values[0]
-    joined = graph.call_function(aten.cat.default, (values, pieces[0].dim))
-    joined.meta["val"] = val
+    joined = graph.call_function(aten.cat.default, (values, tree.dim))
+    size = list(values[0].meta["val"].shape)
+    size[tree.dim] = sum(value.meta["val"].shape[tree.dim] for value in values)
+    joined.meta["val"] = val.new_empty(size)
     return joined
 
 

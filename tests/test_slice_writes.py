@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,23 @@ def broadcast(x: Tensor) -> Tensor:
     return out
 
 
+def blocks(x: Tensor, *steps: int) -> Tensor:
+    """The slices of SD.Next's dynamic attention: along the first dimension, of these along the second, and so on."""
+    out = torch.zeros_like(x)
+    for corner in itertools.product(*(range(0, n, step) for n, step in zip(x.shape, steps))):
+        part = tuple(slice(at, at + step) for at, step in zip(corner, steps))
+        out[part] = x[part].sin() * (1 + sum(corner))
+    return out + 1
+
+
+def uneven_blocks(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[2:, 4:] = x[2:, 4:]
+    out[:2] = x[:2].sin()
+    out[2:, :4] = x[2:, :4].cos()
+    return out * 2
+
+
 JOINED: dict[str, Callable[[Tensor], Any]] = {
     "the first dimension": lambda x: by_dimension(x, 0, 2),
     "the second, one left": lambda x: by_dimension(x, 1, 4),
@@ -74,11 +92,28 @@ JOINED: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("what", JOINED)
 def test_becomes_a_concatenation(what: str) -> None:
-    gm, count = joined(JOINED[what])
+    becomes(JOINED[what], concatenations=1)
+
+
+def becomes(forward: Callable[[Tensor], Any], concatenations: int) -> None:
+    gm, count = joined(forward)
     assert count == 1
     assert not {"copy_", "zeros_like", "zeros", "empty_like"} & set(ops(gm))
-    assert ops(gm).count("cat") == 1
-    torch.testing.assert_close(gm(X), JOINED[what](X))
+    assert ops(gm).count("cat") == concatenations
+    torch.testing.assert_close(gm(X), forward(X))
+
+
+@pytest.mark.parametrize(
+    ("steps", "concatenations"),
+    [((2, 3), 3), ((1, 2), 5), ((4, 3), 1), ((2, 3, 1), 7), ((3, 4), 3)],
+    ids=["halves of halves", "thirds of quarters", "the second alone", "three dimensions", "what is left over"],
+)
+def test_slices_of_slices_become_concatenations_of_concatenations(steps: tuple[int, ...], concatenations: int) -> None:
+    becomes(lambda x: blocks(x, *steps), concatenations)
+
+
+def test_only_some_slices_are_sliced_again() -> None:
+    becomes(uneven_blocks, concatenations=2)
 
 
 def a_gap(x: Tensor) -> Tensor:
@@ -147,9 +182,36 @@ def an_argument(x: Tensor) -> Tensor:
     return x + 1
 
 
+def a_block_missing(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:2, :3] = x[:2, :3]
+    out[:2, 3:] = x[:2, 3:]
+    out[2:, :3] = x[2:, :3]
+    return out
+
+
+def a_block_twice(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:2] = x[:2]
+    out[2:, :3] = x[2:, :3]
+    out[2:, 3:] = x[2:, 3:]
+    out[:2, 3:] = x[:2, 3:].sin()
+    return out
+
+
+def pinwheel(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    out[:3, :2] = x[:3, :2]
+    out[3:, :4] = x[3:, :4]
+    out[1:, 4:] = x[1:, 4:]
+    out[:1, 2:] = x[:1, 2:]
+    out[1:3, 2:4] = x[1:3, 2:4]
+    return out
+
+
 LEFT = [
     a_gap, over_each_other, read_in_between, a_view_from_before, what_was_written_changes, added_to_afterwards,
-    corners, every_second, an_argument,
+    corners, a_block_missing, a_block_twice, pinwheel, every_second, an_argument,
 ]  # fmt: skip
 
 
