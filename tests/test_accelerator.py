@@ -385,6 +385,26 @@ def test_what_was_refused_is_looked_at_again_when_the_behaviour_changes(ticks):
     assert counters(acc)["captures"] == 1 and counters(acc)["eager_runs"] == 3
 
 
+def test_another_function_in_the_place_of_pytorchs_attention_is_captured_anew(monkeypatch):
+    class Attentive(Net):
+        def forward(self, x, t, scale: float = 1.0):
+            rows = super().forward(x, t, scale).flatten(2)
+            return nn.functional.scaled_dot_product_attention(rows, rows, rows)
+
+    torch.manual_seed(0)
+    module = Attentive().eval()
+    acc = accelerate(module, CPU)
+    x, stock = picture(), nn.functional.scaled_dot_product_attention
+    functions = {"stock": stock, "another": lambda q, k, v: 2 * stock(q, k, v, scale=1.0)}
+    results = {}
+    for name in ("stock", "another", "stock", "another"):
+        monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", functions[name])
+        results[name] = run_twice(module, x, torch.tensor(1))
+        close(results[name], Attentive.forward(module, x, torch.tensor(1)))
+    assert (results["another"] - results["stock"]).abs().max() > 0.1
+    assert counters(acc)["captures"] == 2 and counters(acc)["eager_runs"] == 6
+
+
 def test_the_cpu_is_not_used_unless_allowed():
     module = net()
     acc = accelerate(module)
