@@ -1,10 +1,10 @@
-"""Attention of xformers, flash_attn and SageAttention, as a graph records it.
+"""Attention of xformers, flash_attn, SageAttention and PyTorch's flex_attention, as a graph records it.
 
 The operators of these libraries have no fake implementations, or some versions have none, so a call is recorded in
 place of what it does. xformers' is PyTorch's scaled dot product attention: the same mathematics, for which passes and
-kernels are there. flash_attn's and SageAttention's, which a user chose for what they are (SageAttention rounds to 8
-bits), stay one operation that calls the library. No library is imported here: what the host has not imported, it does
-not call.
+kernels are there; so is flex_attention where it changes no score. flash_attn's and SageAttention's, which a user chose
+for what they are (SageAttention rounds to 8 bits), stay one operation that calls the library. No library is imported
+here: what the host has not imported, it does not call.
 """
 
 from __future__ import annotations
@@ -193,6 +193,20 @@ def _set_autocast(device: str, on: bool) -> None:
         torch.set_autocast_cpu_enabled(on)
 
 
+# --- flex_attention ---
+
+
+def _flex(original: FunctionType, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """PyTorch's attention over (batch, heads, tokens, channels) whose scores a function may change."""
+    given = dict(inspect.signature(original).bind(query, key, value, *args, **kwargs).arguments)
+    scale = given.pop("scale", None)
+    for option in list(given)[3:]:
+        if given[option]:
+            raise NotOurs(f"flex_attention is called with {option}, which cannot be recorded")
+    options = {} if scale is None or scale == query.shape[-1] ** -0.5 else {"scale": scale}
+    return _sdpa(query, key, value, None, 0.0, False, **options)
+
+
 # --- flash_attn and SageAttention ---
 
 
@@ -248,6 +262,7 @@ _RECORDERS: dict[str, dict[str, Recorder]] = {
         "memory_efficient_attention_forward_requires_grad": _memory_efficient_with_lse,
         "memory_efficient_attention_partial": _refused,
     },
+    "torch.nn.attention.flex_attention": {"flex_attention": _flex},
     "flash_attn.flash_attn_interface": {
         "flash_attn_func": _flash,
         "flash_attn_kvpacked_func": _flash,

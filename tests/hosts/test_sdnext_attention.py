@@ -41,6 +41,7 @@ ROUND: list[Step] = [
     drawn("plain"),
     *sliced("slices of scores", LARGE),
     *overridden("no override"),
+    *overridden("Flex", "Flex attention"),
     *overridden("dynamic override", "Dynamic attention"),
     *method("matrix products", "Batch matrix-matrix"),
     *method("dynamic", "Dynamic Attention BMM"),
@@ -88,7 +89,7 @@ def test_what_is_no_attention_over_all_keys_is_left_as_it_is(played: Played) -> 
     assert plan["digest"] != other["digest"] and plan["operations"]["aten.bmm.default"] > 0
 
 
-@pytest.mark.parametrize("name", ["slices of scores", "matrix products", "dynamic", "slices of heads"])
+@pytest.mark.parametrize("name", ["slices of scores", "Flex", "matrix products", "dynamic", "slices of heads"])
 def test_another_method_or_size_is_captured_anew(played: Played, name: str) -> None:
     assert played.gained(name, "captures") == 1
 
