@@ -15,6 +15,7 @@ from sfast_ext.report import at
 
 from . import (
     attention,
+    attention_casts,
     attention_heads,
     bias_add,
     channels_last,
@@ -71,6 +72,7 @@ PASSES: list[tuple[str, Pass]] = [
     ("scaled_dot_product", scaled_dot_product.scaled_dot_product),
     ("sliced_attention", sliced_attention.sliced_attention),
     ("attention_heads", attention_heads.attention_heads),
+    ("attention_casts", attention_casts.attention_casts),
     ("packed_linear", packed_linear.packed_linear),
     ("channels_last", channels_last.channels_last),  # where it pays
     ("cleanup", cleanup.cleanup),  # the permutes of 1x1 convolutions meet those of the token reshapes

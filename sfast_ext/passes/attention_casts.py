@@ -1,0 +1,73 @@
+"""Casts of an attention's operands and result go to their sources: before heads are taken apart or put together.
+
+Hosts that compute attention in fp32 cast here or there. A copy that puts heads together is one of the smaller dtype,
+and the plan is the same whichever host it was.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from .attention import ATTENTION
+from .cleanup import PERMUTE
+from .rewrite import RESHAPE, aten, call, dtype, fake, is_op, mutated, only_user, replace, shape
+from .scaled_dot_product import is_float_cast
+
+if TYPE_CHECKING:
+    from . import PassContext
+
+MOVES = RESHAPE | PERMUTE
+
+
+def attention_casts(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """After attention_heads. Counts the casts that went to their source."""
+    untouchable, count = mutated(gm.graph), 0
+    for node in list(gm.graph.nodes):
+        if not is_op(node, ATTENTION) or node in untouchable:
+            continue
+        for operand in node.args[:3]:
+            count += raised(above(operand, node), untouchable)
+        count += raised(below(node), untouchable)
+    return count
+
+
+def above(operand: Any, user: fx.Node) -> fx.Node | None:
+    """The cast of an operand that nobody else sees."""
+    while isinstance(operand, fx.Node) and only_user(operand) is user:
+        if is_float_cast(operand):
+            return operand
+        if not is_op(operand, MOVES):
+            return None
+        user, operand = operand, operand.args[0]
+    return None
+
+
+def below(node: fx.Node) -> fx.Node | None:
+    """The cast of a result that nobody sees without."""
+    user = only_user(node)
+    while user is not None and is_op(user, MOVES):
+        user = only_user(user)
+    return user if user is not None and is_float_cast(user) else None
+
+
+def raised(cast: fx.Node | None, untouchable: set[fx.Node]) -> int:
+    """1 where a cast goes before the reshapes and permutations in front of it."""
+    count = 0
+    while cast is not None and cast not in untouchable:
+        moved = cast.args[0]
+        if not isinstance(moved, fx.Node) or not is_op(moved, MOVES) or moved in untouchable:
+            break
+        source = moved.args[0]
+        if only_user(moved) is not cast or not isinstance(source, fx.Node) or source in untouchable:
+            break
+        graph, kind, rest = moved.graph, dtype(cast), moved.args[1:]
+        with graph.inserting_before(moved):
+            new = call(graph, aten.to.dtype, (source, kind), fake(source, shape(source) or (), kind))
+        with graph.inserting_before(cast):
+            target: Any = moved.target
+            again = call(graph, target, (new, *rest), fake(new, shape(moved) or ()), dict(moved.kwargs))
+        replace(cast, again)
+        cast, count = new, 1
+    return count
