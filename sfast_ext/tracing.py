@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Parameter
 
-from sfast_ext import foreign_ops, repeats
+from sfast_ext import foreign_ops, imports, repeats
+from sfast_ext.environment import TORCH
 from sfast_ext.interception import intercepted
 from sfast_ext.report import logger
 
@@ -84,7 +85,8 @@ def _record(
 
     mode = fake_mode()
     lazily = _lazily(True) if _lazily is not None else contextlib.nullcontext()
-    with lazily, mode if mode is not None else contextlib.nullcontext(), foreign_ops.recorded(), _much_memory():
+    modes = mode if mode is not None else contextlib.nullcontext()
+    with lazily, modes, foreign_ops.recorded(), _much_memory(), imports.outside():
         # a mode that is active is the one that make_fx takes
         return make_fx(recorded, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
 
@@ -115,6 +117,9 @@ class _Remembering(FakeTensorMode):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        if TORCH < (2, 5):
+            # a view that torch itself remembers cuts the memory of what it is a view of down to its own
+            self.cache_enabled = False
         self._known: dict[Any, Any] | None = {}
         self._made: dict[Any, FakeTensor] = {}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from passes.networks import network
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sfast_ext import repeats, tracing
@@ -35,8 +35,11 @@ def described(graph_module):
     """All that a pass may look at, node for node."""
     nodes = []
     for node in graph_module.graph.nodes:
-        # torch before 2.5 gives weights no metadata
-        val = None if node.op == "get_attr" and "val" not in node.meta else metadata(node.meta.get("val"))
+        if node.op == "get_attr" and "val" not in node.meta:
+            # torch before 2.5 gives weights no metadata
+            val = FakeTensor, *metadata(getattr(graph_module, node.target))[1:]
+        else:
+            val = metadata(node.meta.get("val"))
         keys = sorted(set(node.meta) - {"val"})
         nodes.append((node.op, node.name, str(node.target), str(node.args), str(node.kwargs), val, keys))
     return nodes

@@ -1,0 +1,94 @@
+"""Imports by a forward that is being recorded.
+
+A module that a forward imports when it first runs would be executed under the modes that record: the tensors that it
+makes would be fake, and stay so in a library that others use, and the graph would hold the operations that make them.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Within, what this thread imports for the first time is executed by another one, which has none of its modes."""
+    if getattr(_thread, "outside", False):
+        yield
+        return
+    _thread.outside = True
+    try:
+        with _replaced(builtins, "__import__", _statement), _replaced(importlib, "import_module", _call):
+            yield
+    finally:
+        _thread.outside = False
+
+
+@contextlib.contextmanager
+def _replaced(home: Any, name: str, like: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    original = getattr(home, name)
+    mine = like(original)
+    setattr(home, name, mine)
+    try:
+        yield
+    finally:
+        # where another has put itself over it meanwhile, it stays, and does nothing more
+        if getattr(home, name) is mine:
+            setattr(home, name, original)
+
+
+def _statement(original: Callable[..., Any]) -> Callable[..., Any]:
+    loaded = sys.modules
+
+    def __import__(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        # torch imports within functions, tens of thousands of times in a capture
+        full = _absolute(name, globals, level) if level else name
+        module = loaded.get(full)
+        if module is None or fromlist:
+            known = vars(module) if module is not None else {}
+            for wanted in fromlist or ("",):
+                if wanted not in known:
+                    return _elsewhere(lambda: original(name, globals, locals, fromlist, level))
+        return original(name, globals, locals, fromlist, level)
+
+    return __import__
+
+
+def _absolute(name: str, globals: Any, level: int) -> str:
+    """The name of a module that is told from where it is imported; "" where that is not known."""
+    package = (globals or {}).get("__package__") or ""
+    home = package.rsplit(".", level - 1)[0]
+    return f"{home}.{name}" if home and name else home
+
+
+def _call(original: Callable[..., Any]) -> Callable[..., Any]:
+    def import_module(name: str, package: str | None = None) -> Any:
+        return original(name) if name in sys.modules else _elsewhere(lambda: original(name, package))
+
+    return import_module
+
+
+def _elsewhere(run: Callable[[], Any]) -> Any:
+    """The result of an import, which may be the first."""
+    if not getattr(_thread, "outside", False) or _within_an_import():
+        return run()
+    with ThreadPoolExecutor(1, "sfast: import") as other:
+        return other.submit(run).result()
+
+
+def _within_an_import() -> bool:
+    """Whether this thread executes a module, and holds its lock, for which the other would wait forever."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
