@@ -11,7 +11,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from sfast_ext.capture import capture
 from sfast_ext.kernels import attention, linear_add
@@ -54,7 +54,7 @@ class Operations(TorchDispatchMode):
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         if not views and name not in FREE:
             self.count[name] += 1
-        if any(x.device.type == "cpu" for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)):
+        if any(x.device.type == "cpu" for x in tree_flatten((args, kwargs, out))[0] if isinstance(x, torch.Tensor)):
             self.on_the_cpu.append(str(func))
         return out
 
