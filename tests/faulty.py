@@ -260,13 +260,9 @@ class PretendedGraph:
         self.again()
 
 
-def pretend_a_gpu(patch: pytest.MonkeyPatch) -> graph_pool.GraphPool:
-    """From now on the model's device passes for a GPU; its graph pool."""
-    device: Any = PretendedGPU()
-    cpu, nothing = torch.device("cpu"), contextlib.nullcontext()
-    patch.setattr(planner.Planner, "_device", lambda self: device)
-    for room in (signature, plan):
-        patch.setattr(room, "as_tensor", lambda leaf, _, real=signature.as_tensor: real(leaf, cpu))
+def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
+    """Stand in for the calls into CUDA that graphs and streams make, and for those named."""
+    nothing = contextlib.nullcontext()
     patch.setattr(graph_pool, "_pools", {})
     patch.setattr(graph_pool, "_own_random_state", lambda device: nothing)
     patch.setattr(graph_pool, "current_stream", lambda index: 0)
@@ -275,13 +271,23 @@ def pretend_a_gpu(patch: pytest.MonkeyPatch) -> graph_pool.GraphPool:
     stream = mock.Mock(cuda_stream=0)
     for name, stand_in in {
         "CUDAGraph": PretendedGraph, "Event": mock.Mock, "Stream": lambda device: stream,
-        "current_stream": lambda device: stream, "stream": lambda stream: nothing, "synchronize": lambda device: None,
-        "empty_cache": lambda: None, "graph_pool_handle": object, "memory_reserved": lambda device: 0,
-        "mem_get_info": lambda device: (0, 0),
+        "current_stream": lambda device: stream, "stream": lambda stream: nothing,
+        "synchronize": lambda device=None: None, "empty_cache": lambda: None, "graph_pool_handle": object,
+        **others,
     }.items():  # fmt: skip
         patch.setattr(torch.cuda, name, stand_in)
     patch.setattr(PretendedGraph, "made", [])
     patch.setattr(PretendedGraph, "capturing", None)
+
+
+def pretend_a_gpu(patch: pytest.MonkeyPatch) -> graph_pool.GraphPool:
+    """From now on the model's device passes for a GPU; its graph pool."""
+    device: Any = PretendedGPU()
+    cpu = torch.device("cpu")
+    patch.setattr(planner.Planner, "_device", lambda self: device)
+    for room in (signature, plan):
+        patch.setattr(room, "as_tensor", lambda leaf, _, real=signature.as_tensor: real(leaf, cpu))
+    stand_in_for_cuda(patch, memory_reserved=lambda device: 0, mem_get_info=lambda device: (0, 0))
     honest = graph_pool.GraphPool._capture
 
     def capture(

@@ -1,0 +1,315 @@
+"""A GPU that is only pretended: a second device, on which tensors have storage of their own and of which there is only
+so much.
+
+Its memory is the CPU's, told apart by storage: a tensor is on `cuda:0` where its storage is one of the card's, and gets
+there by a copy, as to a real device. Operations between the two devices raise, allocations over the capacity raise
+`torch.cuda.OutOfMemoryError`, and a graph reads and writes at the addresses it was captured with.
+
+Torch without CUDA cannot make fake tensors on `cuda:0`: a capture is made for the CPU, and its constants and the tensors
+that its graph creates are put on the card.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from faulty import PretendedGraph, stand_in_for_cuda
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from sfast_ext import plan, planner
+
+GPU = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+# between devices; a CPU's index may read from a GPU's tensor
+CROSSING = frozenset({"copy_", "_to_copy", "_foreach_copy_", "index", "set_"})
+
+_device = torch._C.TensorBase.device.__get__
+_to = torch.Tensor.to
+_tensor = torch.tensor
+
+
+class Card(TorchDispatchMode):
+    """Memory of `capacity` bytes.
+
+    `peak` is the most that was allocated at a time, by tensors and by graphs; `refused` counts allocations that raised;
+    `faults` names the tensors that a graph would have read after their memory was freed.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.peak = self.refused = 0
+        self.faults: list[str] = []
+        self.recording: CardGraph | None = None
+        self.replaying = False
+        self.graph_bytes = 0
+        # in a capture tensors are seen as they are; in a plan's graph "cpu" means the card
+        self.blind = self.in_plan = False
+        # a weak reference keeps the address of a storage from being given to another
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._bytes = 0
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of the tensors there are."""
+        self._storages = {key: known for key, known in self._storages.items() if not known[0].expired()}
+        self._bytes = sum(size for _, size in self._storages.values())
+        return self._bytes
+
+    @property
+    def used(self) -> int:
+        """Bytes of tensors and of graphs."""
+        return self.allocated + self.graph_bytes
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on this device."""
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or _device(tensor).type != "cpu":
+            return False
+        known = self._storages.get(tensor.untyped_storage()._cdata)
+        return known is not None and not known[0].expired()
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
+        return GPU if not self.blind and self.holds(tensor) else _device(tensor)
+
+    def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """`Tensor.to`, which would see a single device."""
+        if type(tensor) not in PLAIN:
+            return _to(tensor, *args, **kwargs)
+        if args and isinstance(args[0], torch.Tensor):
+            args = (args[0].device, args[0].dtype, *args[1:])
+        if args and isinstance(args[0], int):
+            args = (torch.device("cuda", args[0]), *args[1:])
+        copy = kwargs.pop("copy", False)
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+        dtype = dtype or tensor.dtype
+        if device is None or device.type == self.device_of(tensor).type:
+            form = {} if layout is None else {"memory_format": layout}
+            return _to(tensor, dtype, copy=copy, **form)
+        return torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device, memory_format=layout)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        if any(type(x) not in PLAIN or _device(x).type != "cpu" for x in given):
+            return func(*args, **kwargs)
+        here = [x for x in given if self.holds(x)]
+        name = func.overloadpacket.__name__
+        if here and name not in CROSSING and any(x.dim() and not self.holds(x) for x in given):
+            raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two in {func}")
+        wanted = kwargs.get("device")
+        if wanted is None:
+            ours = bool(here)
+        else:
+            wanted = torch.device(wanted)
+            if wanted.type not in ("cpu", "cuda"):
+                return func(*args, **kwargs)
+            ours = wanted.type == "cuda" or self.in_plan
+            kwargs = {**kwargs, "device": CPU}
+        known = {x.untyped_storage()._cdata for x in given}
+        result = func(*args, **kwargs)
+        if ours:
+            for x in tree_flatten(result)[0]:
+                if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in known:
+                    self._allocate(x.untyped_storage())
+        if self.recording is not None:
+            self.recording.note(func, args, kwargs, result)
+        return result
+
+    def _allocate(self, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+        key = storage._cdata
+        if key in self._storages and not self._storages[key][0].expired():
+            return
+        self._storages[key] = StorageWeakRef(storage), 0 if self.replaying else size
+        if self.replaying:
+            # what a graph computes lies in its own memory
+            return
+        self._bytes += size
+        if self._bytes + self.graph_bytes <= self.peak:
+            return
+        used = self.used
+        if used > self.capacity:
+            del self._storages[key]
+            self.refused += 1
+            raise torch.cuda.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {size} bytes, {used - size} of {self.capacity} are in use"
+            )
+        self.peak = max(self.peak, used)
+
+
+class _Address:
+    """Where a graph reads a tensor that it did not make."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._storage, self._pointer = StorageWeakRef(storage), storage.data_ptr()
+        self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._dtype = tensor.dtype
+
+    def tensor(self, card: Card) -> torch.Tensor:
+        """What lies there now.
+
+        Raises:
+            RuntimeError: it was freed; the card notes it as well, as callers may catch this.
+        """
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None or storage.data_ptr() != self._pointer:
+            card.faults.append(f"{self._dtype} {list(self._layout[1])}")
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._layout)
+
+
+class _Made:
+    """A tensor that a graph makes, by its number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class CardGraph(PretendedGraph):
+    """Stands in for torch.cuda.CUDAGraph: notes each operation, and runs them again on the same addresses."""
+
+    card: Card
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        super().__init__(keep_graph)
+        self._steps: list[tuple[Any, Any, Any, list[_Made | _Address]]] = []
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], _Made]] = {}
+        self._outputs: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self._held = self._before = 0
+
+    def capture_begin(self, **options: Any) -> None:
+        super().capture_begin(**options)
+        self.card.recording = self
+        self._before, self.card.peak = self.card.peak, self.card.used
+
+    def capture_end(self) -> None:
+        super().capture_end()
+        card = self.card
+        card.recording = None
+        # as much as was alive at once; what is handed out is a tensor, and counted as one
+        self._held = card.peak - card.used
+        card.graph_bytes += self._held
+        card.peak = max(card.peak, self._before)
+        self._outputs = [(there, made.number) for there, made in self._made.values() if there() is not None]
+        self._made = {}
+
+    def reset(self) -> None:
+        super().reset()
+        self.card.graph_bytes -= self._held
+        self._steps, self._outputs, self._held = [], [], 0
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Called for each operation of a capture."""
+        args, kwargs = tree_map(self._reference, (args, kwargs))
+        made = []
+        for x in _tensors(result):
+            known = self._reference(x)
+            if isinstance(known, _Address):
+                known = _Made(len(self._steps) << 8 | len(made))
+                self._made[id(x)] = weakref.ref(x), known
+            made.append(known)
+        self._steps.append((func, args, kwargs, made))
+
+    def replay(self) -> None:
+        card = self.card
+        values: dict[int, torch.Tensor] = {}
+
+        def there(x: Any) -> Any:
+            if isinstance(x, _Made):
+                return values[x.number]
+            return x.tensor(card) if isinstance(x, _Address) else x
+
+        assert self._steps and PretendedGraph.capturing is None
+        was = card.replaying, card.in_plan
+        card.replaying = card.in_plan = True
+        try:
+            for func, args, kwargs, made in self._steps:
+                args, kwargs = tree_map(there, (args, kwargs))
+                for x, known in zip(_tensors(func(*args, **kwargs)), made):
+                    values[known.number] = x
+            for output, number in self._outputs:
+                tensor = output()
+                if tensor is not None:
+                    tensor.copy_(values[number])
+        finally:
+            card.replaying, card.in_plan = was
+
+    def _reference(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        there, made = self._made.get(id(x), (None, None))
+        return made if there is not None and there() is x else _Address(x)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in tree_flatten(tree)[0] if isinstance(x, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def pretended_card(patch: pytest.MonkeyPatch, capacity: int) -> Iterator[Card]:
+    """A GPU of `capacity` bytes in this thread."""
+    card = Card(capacity)
+    patch.setattr(CardGraph, "card", card, raising=False)
+    stand_in_for_cuda(
+        patch,
+        CUDAGraph=CardGraph,
+        is_available=lambda: True,
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        memory_allocated=lambda device=None: card.allocated,
+        memory_reserved=lambda device=None: card.used,
+        mem_get_info=lambda device=None: (card.capacity - card.used, card.capacity),
+        memory_stats=lambda device=None: {"num_ooms": card.refused},
+        get_device_capability=lambda device=None: (8, 6),
+        get_device_name=lambda device=None: "a pretended card",
+        _lazy_init=lambda: None,
+    )
+    patch.setattr(torch.Tensor, "device", property(card.device_of))
+    patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: card.device_of(tensor).type == "cuda"))
+    patch.setattr(torch.Tensor, "to", lambda tensor, *args, **kwargs: card.to(tensor, *args, **kwargs))
+    patch.setattr(torch.Tensor, "cpu", lambda tensor, **kwargs: card.to(tensor, CPU, **kwargs))
+    patch.setattr(torch.Tensor, "cuda", lambda tensor, device=GPU, **kwargs: card.to(tensor, device, **kwargs))
+    patch.setattr(torch, "tensor", lambda data, *, device=None, **how: _tensor(data, **how).to(device or CPU))
+    patch.setattr(planner, "capture", _while(card, "blind", planner.capture))
+    for name in ("_run_static", "run_eagerly"):
+        patch.setattr(plan.Plan, name, _while(card, "in_plan", getattr(plan.Plan, name)))
+    patch.setattr(plan, "_bind_attributes", _constants_on_the_card(plan._bind_attributes))
+    with card:
+        yield card
+
+
+def _while(card: Card, state: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        was = getattr(card, state)
+        setattr(card, state, True)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            setattr(card, state, was)
+
+    return around
+
+
+def _constants_on_the_card(bind: Callable[[fx.GraphModule], Any]) -> Callable[[fx.GraphModule], Any]:
+    def around(graph_module: fx.GraphModule) -> Any:
+        for node in graph_module.graph.nodes:
+            if node.op == "get_attr" and "weight" not in node.meta:
+                constant = getattr(graph_module, node.target)
+                for registry in (graph_module._parameters, graph_module._buffers):
+                    registry.pop(node.target, None)
+                graph_module.__dict__[node.target] = constant.to(GPU)
+        return bind(graph_module)
+
+    return around
