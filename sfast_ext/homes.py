@@ -29,10 +29,14 @@ class Homes:
     def note(self, tensor: torch.Tensor, home: Strides, paths: Iterable[str]) -> None:
         """The tensor of these paths lies as the arena wants it now; its host knows it by the strides `home`."""
         layout = _layout(tensor)
-        _, places = self._memory.setdefault(memory_of(tensor), (StorageWeakRef(tensor.untyped_storage()), {}))
-        places[tensor.storage_offset(), layout] = home
+        self.lay(tensor, home)
         self._moved[id(tensor)] = (weakref.ref(tensor), layout, home)
         self._paths.update((path, (layout, home)) for path in paths)
+
+    def lay(self, tensor: torch.Tensor, home: Strides) -> None:
+        """The memory of this tensor is the arena's, which the host knows by the strides `home` when it gets it."""
+        _, places = self._memory.setdefault(memory_of(tensor), (StorageWeakRef(tensor.untyped_storage()), {}))
+        places[tensor.storage_offset(), _layout(tensor)] = home
 
     def of(self, tensor: torch.Tensor, paths: Iterable[str] = ()) -> Strides | None:
         """The strides that the host knows the tensor of these paths by; None where the arena has no part in it."""

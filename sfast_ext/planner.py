@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -24,7 +25,7 @@ from sfast_ext.shelf import Shelf, pool_for
 from sfast_ext.signature import Call, Signature, flatten_output
 from sfast_ext.slot import Slot
 from sfast_ext.watching import WORKS, Watched
-from sfast_ext.weights import WeightArena
+from sfast_ext.weights import WeightArena, WeightsAway
 
 if TYPE_CHECKING:
     from sfast_ext.accelerator import Accelerator
@@ -86,6 +87,43 @@ class Planner:
         """The forward that was there before."""
         return self._slot.original(*args, **kwargs)
 
+    def give_memory_back(self) -> bool:
+        """Give back the GPU memory of the plans, while the host has the weights of the module on another device.
+
+        The plans stay. At the next call for which the weights are back, they are copied to memory that is taken anew,
+        and the CUDA graphs, which read the old addresses, are captured again.
+
+        Returns:
+            Whether anything was given back: False where the module's own parameters lie in that memory.
+        """
+        with self._lock, contextlib.ExitStack() as locks:
+            plans = [plan for each in (self, *self.parts) for plan in each.plans.values()]
+            for pool in {id(pool): pool for plan in plans if (pool := pool_for(plan)) is not None}.values():
+                locks.enter_context(pool.lock)
+            given = self.arena.vacancies([weight for plan in plans for weight in plan.weights])
+            if not given:
+                return False
+            for plan in plans:
+                plan.drop_graph(pool_for(plan))
+            for device in {plan.device for plan in plans if plan.device.type == "cuda"}:
+                # what was launched last may read it still
+                torch.cuda.synchronize(device)
+            self.arena.vacate(given)
+        self.report.count("memory_given_back")
+        return True
+
+    def fetch_weights(self) -> int:
+        """Copy the weights of the module from another device into the memory that plans read; see `WeightArena.fetch`.
+
+        Returns:
+            How many were copied.
+
+        Raises:
+            WeightsAway, WeightsChanged: see `WeightArena.sync`; the module is as it was, or partly there.
+        """
+        with self._lock:
+            return self.arena.fetch()
+
     def _run(self, found: Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan = found.plan
         assert plan is not None
@@ -135,6 +173,9 @@ class Planner:
         return result
 
     def _outputs(self, plan: Plan, call: Call) -> list[torch.Tensor]:
+        if self.arena.vacant:
+            # another thread gave it back since the weights were looked at
+            raise WeightsAway("the memory of the weights was given back to the host")
         if plan.device.type == "cuda" and self.config.cuda_graphs:
             pool = pool_of(plan.device)
             # evicted since: the plan is still good, its graph comes back

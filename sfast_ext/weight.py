@@ -178,13 +178,18 @@ def _uses(tensor: torch.Tensor) -> int:
 _ALONE = _uses(torch.empty(0, device="cpu"))
 
 
-def must_fit(weight: Weight, now: torch.Tensor | None) -> None:
+def must_fit(weight: Weight, now: torch.Tensor | None, *, anywhere: bool = False) -> None:
+    """Raise `WeightsAway` or `WeightsChanged` where the live tensor cannot take the values of `now`.
+
+    Args:
+        anywhere: it may be on another device.
+    """
     live = weight.tensor
     if not isinstance(now, torch.Tensor):
         raise WeightsChanged(f"{weight.path} is gone")
     if type(now) not in (torch.Tensor, nn.Parameter) or now.layout is not torch.strided:
         raise WeightsChanged(f"{weight.path} is now a {type(now).__name__}")
-    if now.device != live.device:
+    if now.device != live.device and not (anywhere and now.device.type != "meta"):
         raise WeightsAway(f"the weights are on {now.device}, the plans on {live.device}")
     if live.data_ptr() != weight.pointer:
         # its storage was resized, and CUDA graphs read where it was

@@ -12,11 +12,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from sfast_ext.homes import Homes, Strides, memory_of
+from sfast_ext.vacancy import Vacancy, vacancies
 from sfast_ext.weight import (
     Slot,
     Watch,
@@ -52,6 +54,7 @@ class WeightArena:
         self._epoch = 0
         self._homes = Homes()
         self._notes: dict[str, bool] = {}
+        self._vacant: dict[int, Vacancy] = {}  # by the ids of their weights
         self.copied = 0
 
     def index(self) -> None:
@@ -177,6 +180,45 @@ class WeightArena:
         """
         return self._bring(self._watch)
 
+    @property
+    def vacant(self) -> bool:
+        """Whether live tensors have no memory: until `sync` has returned, no plan may run."""
+        return bool(self._vacant)
+
+    def fetch(self) -> int:
+        """Copy the parameters into the live tensors from the device they are on, and let them be views of those.
+
+        For a module that the host is about to bring: there is no second copy of its weights at any time.
+
+        Raises:
+            WeightsAway, WeightsChanged: see `sync`.
+        """
+        with self._lock:
+            stale = self._watch.stale()
+            return self._adopt(stale, anywhere=True) if stale else 0
+
+    def vacancies(self, weights: Sequence[Weight]) -> list[Vacancy]:
+        """The memory of `weights` that could be given back; none where a parameter of the module lies in it.
+
+        Args:
+            weights: all that plans read.
+        """
+        with self._lock:
+            live = [w for w in weights if id(w) not in self._vacant]
+            return vacancies(live, [*self._everything(), *self._packs.values()], self._homes)
+
+    def vacate(self, given: Sequence[Vacancy]) -> None:
+        """Give the memory of live tensors back. The next `sync` for which the weights are there takes it again.
+
+        No plan may be running.
+        """
+        with self._lock:
+            for vacancy in given:
+                vacancy.vacate()
+                self._vacant.update((id(member.weight), vacancy) for member in vacancy.members)
+            self._homes.sweep()
+            self._rewatch()
+
     def _bring(self, watch: Watch) -> int:
         stale = watch.stale()
         if not stale:
@@ -239,17 +281,18 @@ class WeightArena:
         with self._lock:
             laid = self._laid()
             # nothing of it is to keep the memory that is left behind
-            self._weights, self._packs, self._live = {}, {}, []
+            self._weights, self._packs, self._live, self._vacant = {}, {}, [], {}
             self._notes.clear()
             self._rewatch()
             for tensor, home in laid:
                 if not self._homes.at_home(tensor, home):
                     self._homes.bring(tensor, home)
 
-    def status(self) -> dict[str, int]:
-        """Counts for the report."""
+    def status(self) -> dict[str, Any]:
+        """For the report."""
         with self._lock:
             return {
+                "away": self.vacant,
                 "tracked": len(self._live),
                 "packed_tensors": len(self._packs),
                 "packed_parameters": sum(len(p.parts) for p in self._packs.values()),
@@ -303,6 +346,9 @@ class WeightArena:
 
     def _refresh_live(self) -> None:
         self._live = [w for w in self._everything() if w.plans]
+        if self._vacant:
+            wanted = {id(vacancy) for w in self._live if (vacancy := self._vacant.get(id(w))) is not None}
+            self._vacant = {key: vacancy for key, vacancy in self._vacant.items() if id(vacancy) in wanted}
         self._rewatch()
 
     def _rewatch(self) -> None:
@@ -324,10 +370,10 @@ class WeightArena:
         self._homes.note(weight.bound, home, paths_of(self.root, weight))
         weight.tensor, weight.pointer = place, place.data_ptr()
 
-    def _adopt(self, stale: list[tuple[Weight, torch.Tensor | None]]) -> int:
+    def _adopt(self, stale: list[tuple[Weight, torch.Tensor | None]], *, anywhere: bool = False) -> int:
         arriving: dict[int, Weight] = {}
         for weight, now in stale:
-            must_fit(weight, now)
+            must_fit(weight, now, anywhere=anywhere)
             if any(c.get(n) is not now for c, n in weight.slots):
                 raise WeightsChanged(f"{weight.path} is no longer shared between modules")
             bound = self._weights.get(id(now))
@@ -339,30 +385,45 @@ class WeightArena:
                 raise WeightsChanged(f"{weight.path} is now the tensor of {other.path}")
         arrived = [(weight, now) for weight, now in stale if now is not None]
         written = [(weight, now) for weight, now in arrived if not same_place(now, weight.tensor)]
-        if written:
-            self._make_way(arrived, written)
-        targets = [weight.tensor for weight, _ in written]
-        memory = set(map(memory_of, targets))
+        occupied = [(weight, now) for weight, now in written if id(weight) not in self._vacant]
+        if occupied:
+            self._make_way(arrived, occupied)
+        memory = {memory_of(weight.tensor) for weight, _ in occupied}
         # two may have changed places by their data: one is read where the other is about to be written
-        sources = [now.detach().clone() if memory_of(now) in memory else now.detach() for _, now in written]
-        with torch.inference_mode(False), torch.no_grad():
-            if targets:
-                torch._foreach_copy_(targets, sources)
-        for weight, now in stale:
-            assert now is not None
-            if not same_place(now, weight.tensor):
-                # laid out anew by the host: that is what it gets back
-                paths = paths_of(self.root, weight)
-                home, was = self._homes.of(now, paths), self._homes.of(weight.tensor)
-                home = now.stride() if home is None else home
-                now.data = weight.tensor
-                if was is not None or home != now.stride():
-                    self._homes.note(now, home, paths)
-            weight.bound = now
-            self._weights[id(weight.bound)] = weight
-        self.copied += len(targets)
-        self._rewatch()
-        return len(targets)
+        sources = {id(w): now.detach().clone() if memory_of(now) in memory else now.detach() for w, now in written}
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                if written and not anywhere and not self._vacant:
+                    torch._foreach_copy_([weight.tensor for weight, _ in written], list(sources.values()))
+                    sources.clear()
+                for weight, now in arrived:
+                    self._move_in(weight, now, sources.pop(id(weight), None))
+        finally:
+            self.copied += len(written) - len(sources)
+            self._rewatch()
+        return len(written)
+
+    def _move_in(self, weight: Weight, now: torch.Tensor, source: torch.Tensor | None) -> None:
+        """Let the parameter be the live tensor, which takes its values from `source` where there is one.
+
+        One after the other: where a block is taken again there is never a second copy of all weights.
+        """
+        if (vacancy := self._vacant.get(id(weight))) is not None:
+            vacancy.occupy(self._homes)
+            for member in vacancy.members:
+                del self._vacant[id(member.weight)]
+        if source is not None:
+            weight.tensor.copy_(source)
+        if not same_place(now, weight.tensor):
+            # laid out anew by the host: that is what it gets back
+            paths = paths_of(self.root, weight)
+            home, was = self._homes.of(now, paths), self._homes.of(weight.tensor)
+            home = now.stride() if home is None else home
+            now.data = weight.tensor
+            if was is not None or home != now.stride():
+                self._homes.note(now, home, paths)
+        weight.bound = now
+        self._weights[id(weight.bound)] = weight
 
     def _make_way(self, arrived: list[tuple[Weight, torch.Tensor]], written: list[tuple[Weight, torch.Tensor]]) -> None:
         """Live tensors are about to be written to: who else reads that memory is to keep the values that he has.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,6 +55,11 @@ class ArenaPart(WeightArena):
             self._watch = self._arena._watch_of(self._arena._live, own)
         return self._arena._bring(self._watch)
 
+    @property
+    def vacant(self) -> bool:
+        """See `WeightArena.vacant`."""
+        return self._arena.vacant
+
     def part(self, module: nn.Module) -> WeightArena:
         """See `WeightArena.part`."""
         return ArenaPart(self._arena, module)
@@ -69,6 +75,6 @@ class ArenaPart(WeightArena):
     def release(self) -> None:
         """Nothing: parameters are given back with the whole."""
 
-    def status(self) -> dict[str, int]:
+    def status(self) -> dict[str, Any]:
         """See `WeightArena.status`."""
         return self._arena.status()

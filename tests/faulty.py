@@ -260,6 +260,18 @@ class PretendedGraph:
         self.again()
 
 
+class PretendedStream:
+    """Stands in for torch.cuda.Stream: there is one, whose work is done at once."""
+
+    cuda_stream = 0
+
+    def __init__(self, device: Any = None) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+
 def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
     """Stand in for the calls into CUDA that graphs and streams make, and for those named."""
     nothing = contextlib.nullcontext()
@@ -268,9 +280,9 @@ def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
     patch.setattr(graph_pool, "current_stream", lambda index: 0)
     patch.setattr(proof, "channels_last_pays", lambda graph, device: True)
     patch.setattr(proof, "milliseconds", lambda run, device, times=1: (run(), 1.0)[1])
-    stream = mock.Mock(cuda_stream=0)
+    stream = PretendedStream()
     for name, stand_in in {
-        "CUDAGraph": PretendedGraph, "Event": mock.Mock, "Stream": lambda device: stream,
+        "CUDAGraph": PretendedGraph, "Event": mock.Mock, "Stream": PretendedStream,
         "current_stream": lambda device: stream, "stream": lambda stream: nothing,
         "synchronize": lambda device=None: None, "empty_cache": lambda: None, "graph_pool_handle": object,
         **others,

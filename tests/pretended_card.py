@@ -15,6 +15,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,15 +40,15 @@ _tensor = torch.tensor
 
 
 class Card(TorchDispatchMode):
-    """Memory of `capacity` bytes.
+    """Memory of `capacity` bytes, of which others than torch have `outside`.
 
     `peak` is the most that was allocated at a time, by tensors and by graphs; `refused` counts allocations that raised;
     `faults` names the tensors that a graph would have read after their memory was freed.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, outside: int = 0) -> None:
         super().__init__()
-        self.capacity = capacity
+        self.capacity, self.outside = capacity, outside
         self.peak = self.refused = 0
         self.faults: list[str] = []
         self.recording: CardGraph | None = None
@@ -84,6 +85,9 @@ class Card(TorchDispatchMode):
     def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """`Tensor.to`, which would see a single device."""
         if type(tensor) not in PLAIN:
+            if self.blind and args and isinstance(args[0], (str, torch.device)):
+                # to where a fake tensor is already
+                args = (tensor.device, *args[1:])
             return _to(tensor, *args, **kwargs)
         if args and isinstance(args[0], torch.Tensor):
             args = (args[0].device, args[0].dtype, *args[1:])
@@ -135,10 +139,10 @@ class Card(TorchDispatchMode):
             # what a graph computes lies in its own memory
             return
         self._bytes += size
-        if self._bytes + self.graph_bytes <= self.peak:
+        if self._bytes + self.graph_bytes <= min(self.peak, self.capacity - self.outside):
             return
         used = self.used
-        if used > self.capacity:
+        if used + self.outside > self.capacity:
             del self._storages[key]
             self.refused += 1
             raise torch.cuda.OutOfMemoryError(
@@ -183,7 +187,7 @@ class CardGraph(PretendedGraph):
 
     def __init__(self, keep_graph: bool = False) -> None:
         super().__init__(keep_graph)
-        self._steps: list[tuple[Any, Any, Any, list[_Made | _Address]]] = []
+        self._steps: list[tuple[Any, Any, Any, list[_Made | None]]] = []
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], _Made]] = {}
         self._outputs: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._held = self._before = 0
@@ -211,14 +215,17 @@ class CardGraph(PretendedGraph):
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Called for each operation of a capture."""
+        given = {id(x) for x in _tensors((args, kwargs))}
         args, kwargs = tree_map(self._reference, (args, kwargs))
-        made = []
+        made: list[_Made | None] = []
         for x in _tensors(result):
-            known = self._reference(x)
-            if isinstance(known, _Address):
-                known = _Made(len(self._steps) << 8 | len(made))
-                self._made[id(x)] = weakref.ref(x), known
-            made.append(known)
+            if id(x) in given:
+                # written to in place
+                made.append(None)
+                continue
+            number = _Made(len(self._steps) << 8 | len(made))
+            self._made[id(x)] = weakref.ref(x), number
+            made.append(number)
         self._steps.append((func, args, kwargs, made))
 
     def replay(self) -> None:
@@ -237,7 +244,8 @@ class CardGraph(PretendedGraph):
             for func, args, kwargs, made in self._steps:
                 args, kwargs = tree_map(there, (args, kwargs))
                 for x, known in zip(_tensors(func(*args, **kwargs)), made):
-                    values[known.number] = x
+                    if known is not None:
+                        values[known.number] = x
             for output, number in self._outputs:
                 tensor = output()
                 if tensor is not None:
@@ -248,6 +256,9 @@ class CardGraph(PretendedGraph):
     def _reference(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
+        if not x.dim() and not self.card.holds(x):
+            # a number, which a launch takes by value
+            return x.clone()
         there, made = self._made.get(id(x), (None, None))
         return made if there is not None and there() is x else _Address(x)
 
@@ -257,9 +268,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def pretended_card(patch: pytest.MonkeyPatch, capacity: int) -> Iterator[Card]:
+def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -> Iterator[Card]:
     """A GPU of `capacity` bytes in this thread."""
-    card = Card(capacity)
+    card = Card(capacity, outside)
     patch.setattr(CardGraph, "card", card, raising=False)
     stand_in_for_cuda(
         patch,
@@ -269,10 +280,12 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int) -> Iterator[Card]:
         device_count=lambda: 1,
         memory_allocated=lambda device=None: card.allocated,
         memory_reserved=lambda device=None: card.used,
-        mem_get_info=lambda device=None: (card.capacity - card.used, card.capacity),
+        mem_get_info=lambda device=None: (card.capacity - card.outside - card.used, card.capacity),
         memory_stats=lambda device=None: {"num_ooms": card.refused},
         get_device_capability=lambda device=None: (8, 6),
-        get_device_name=lambda device=None: "a pretended card",
+        get_device_properties=lambda device=None: SimpleNamespace(
+            name="a pretended card", major=8, minor=6, total_memory=capacity, multi_processor_count=28
+        ),
         _lazy_init=lambda: None,
     )
     patch.setattr(torch.Tensor, "device", property(card.device_of))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from modules import hypertile, ipadapter, lora, script_callbacks, sd_offload, shared
+from modules import devices, hypertile, ipadapter, lora, script_callbacks, sd_offload, shared
 from modules.modeldata import model_data
 
 
@@ -28,7 +28,8 @@ def process_images(
     adapter: int | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """A picture's latent; `apply` and `unapply` stand for the pipeline's modifiers."""
+    """A picture, or its latent where there is no VAE, on the CPU; `apply` and `unapply` stand for the pipeline's
+    modifiers."""
     script_callbacks.fire("before_process", SimpleNamespace())
     pipe = model_data.sd_model
     ipadapter.apply(pipe, SimpleNamespace(adapter=adapter, scale=scale))
@@ -37,7 +38,7 @@ def process_images(
         for number, pipe in enumerate(passes):
             latent = _pass(pipe, width, height, steps, seed + number, network, multiplier, apply, unapply, each_step)
     ipadapter.unapply(model_data.sd_model)
-    return latent
+    return _decoded(model_data.sd_model, latent)
 
 
 def _pass(
@@ -57,13 +58,16 @@ def _pass(
     sd_offload.apply_balanced_offload(pipe)
     if network is not None:
         lora.network_activate(pipe.unet, network, multiplier)
-    shared.state.begin("Inference")
     generator = torch.Generator().manual_seed(seed)
     latent = torch.randn(1, pipe.unet.config.in_channels, height, width, generator=generator)
     context = torch.randn(2, 7, pipe.unet.config.cross_attention_dim, generator=generator)
+    latent, context = (x.to(devices.device, pipe.unet.dtype) for x in (latent, context))
     with torch.no_grad():
+        if hasattr(pipe, "text_encoder"):
+            context = pipe.text_encoder(context)
+        shared.state.begin("Inference")
         for step in range(steps):
-            t = torch.tensor(900 - 200 * step)
+            t = torch.tensor(900 - 200 * step, device=devices.device)
             both = torch.cat([latent, latent])
             added = _controlled(pipe, both, t, context)
             noise = pipe.unet(
@@ -90,6 +94,16 @@ def _controlled(pipe: Any, both: torch.Tensor, t: torch.Tensor, context: torch.T
     network = getattr(pipe, "controlnet", None)
     if network is None:
         return {}
-    hint = torch.ones(2, 3, 2 * both.shape[2], 2 * both.shape[3])
+    hint = torch.ones(2, 3, 2 * both.shape[2], 2 * both.shape[3]).to(both)
     down, mid = network(both, t, encoder_hidden_states=context, controlnet_cond=hint, return_dict=False)
     return {"down_block_additional_residuals": down, "mid_block_additional_residual": mid}
+
+
+def _decoded(pipe: Any, latent: torch.Tensor) -> torch.Tensor:
+    vae = getattr(pipe, "vae", None)
+    if vae is None:
+        return latent.to(devices.cpu)
+    sd_offload.apply_balanced_offload(pipe)
+    shared.state.begin("VAE Decode")
+    with torch.no_grad():
+        return vae.decode(latent.to(vae.dtype), return_dict=False)[0].to(devices.cpu)

@@ -15,4 +15,16 @@ class State:
 
 
 state = State()
-opts = Options(diffusers_offload_mode="none", diffusers_offload_min_gpu_memory=0.2, lora_fuse_native=False)
+gpu_memory = 1.0
+"""GiB."""
+warnings: list[str] = []
+"""What the host would have logged as one."""
+opts = Options(
+    diffusers_offload_mode="none",
+    diffusers_offload_pre=True,
+    diffusers_offload_min_gpu_memory=0.2,
+    diffusers_offload_max_gpu_memory=0.6,
+    diffusers_offload_always="",
+    diffusers_offload_never="",
+    lora_fuse_native=False,
+)

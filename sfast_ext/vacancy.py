@@ -1,0 +1,93 @@
+"""Live tensors without memory: what is left of them while the host has the weights elsewhere and needs the room."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from sfast_ext.homes import Homes, Strides, memory_of
+from sfast_ext.weight import Weight, WeightsAway
+
+# elements; offsets within a block keep their alignment for kernels that load 16 bytes at a time
+_ALIGNED = 256
+
+
+@dataclass
+class _Member:
+    weight: Weight
+    offset: int
+    strides: Strides
+    home: Strides | None
+
+
+@dataclass
+class Vacancy:
+    """A block of memory to be given back, or that was, and how the tensors of its weights lie in it."""
+
+    elements: int
+    dtype: torch.dtype
+    device: torch.device
+    members: list[_Member] = field(default_factory=list)
+
+    def vacate(self) -> None:
+        """Let go of the block. Its tensors keep shape, dtype and device, over a single element that is NaN."""
+        with torch.inference_mode(False), torch.no_grad():
+            fill = math.nan if self.dtype.is_floating_point else 0
+            for member in self.members:
+                nothing = torch.full((1,), fill, dtype=self.dtype, device=self.device)
+                member.weight.tensor.data = nothing.expand(member.weight.tensor.shape)
+                member.weight.bound, member.weight.pointer = None, nothing.data_ptr()
+
+    def occupy(self, homes: Homes) -> None:
+        """Take memory again; its values are yet to be copied.
+
+        Raises:
+            WeightsAway: the GPU has none.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                block = torch.empty(self.elements, dtype=self.dtype, device=self.device)
+            except torch.cuda.OutOfMemoryError as exc:
+                raise WeightsAway("the GPU has no memory left for the weights that plans read") from exc
+            for member in self.members:
+                tensor = member.weight.tensor
+                tensor.data = block.as_strided(tensor.shape, member.strides, member.offset)
+                member.weight.pointer = tensor.data_ptr()
+                if member.home is not None:
+                    homes.lay(tensor, member.home)
+
+
+def vacancies(live: Iterable[Weight], known: Iterable[Weight], homes: Homes) -> list[Vacancy]:
+    """The blocks that live tensors lie in; none at all where a parameter of the module lies in one of them.
+
+    Args:
+        live: the weights that plans read.
+        known: all others that may lie in the same blocks.
+    """
+    blocks: dict[int, dict[int, Weight]] = {memory_of(w.tensor): {} for w in live}
+    for weight in (*live, *known):
+        if (block := blocks.get(memory_of(weight.tensor))) is not None:
+            block[id(weight)] = weight
+    everything = [weight for block in blocks.values() for weight in block.values()]
+    held = [container.get(name) for weight in everything for container, name in weight.slots]
+    if any(isinstance(value, torch.Tensor) and memory_of(value) in blocks for value in held):
+        return []
+    if any(len({w.tensor.dtype for w in block.values()}) > 1 for block in blocks.values()):
+        return []
+    return [_block(list(block.values()), homes) for block in blocks.values()]
+
+
+def _block(weights: list[Weight], homes: Homes) -> Vacancy:
+    first = weights[0].tensor
+    begin = min(w.tensor.storage_offset() for w in weights) // _ALIGNED * _ALIGNED
+    found = Vacancy(0, first.dtype, first.device)
+    for weight in weights:
+        tensor = weight.tensor
+        offset = tensor.storage_offset() - begin
+        reach = offset + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+        found.elements = max(found.elements, reach)
+        found.members.append(_Member(weight, offset, tensor.stride(), homes.of(tensor)))
+    return found
