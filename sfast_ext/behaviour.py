@@ -66,15 +66,20 @@ class Fingerprint:
         return all(reader.read_class(kind) == known for kind, known in self.classes.items())
 
 
-def fingerprint(root: nn.Module, ignored: frozenset[str] = frozenset()) -> Fingerprint:
+Vouch = Callable[[nn.Module, str, Any], bool]
+
+
+def fingerprint(root: nn.Module, ignored: frozenset[str] = frozenset(), recognised: Vouch | None = None) -> Fingerprint:
     """Read the behaviour key of a module tree; some milliseconds for SDXL.
 
     Args:
         root: the module. Wrappers and hooks on the root itself run around the forward that is accelerated, and say
             nothing about it.
         ignored: attribute names whose values say nothing about behaviour (a host's bookkeeping of weights).
+        recognised: vouches for a patch, see `Hooks.recognised`. Which function a forward that it vouches for is says
+            nothing either: a host may lay a new one over a module each time that it moves it.
     """
-    reader = _Reader(_MECHANICS | ignored, root)
+    reader = _Reader(_MECHANICS | ignored, root, recognised)
     reader.read("", root, is_root=True)
     return reader.fingerprint()
 
@@ -97,8 +102,9 @@ class _Class(NamedTuple):
 
 
 class _Reader:
-    def __init__(self, skip: frozenset[str], root: nn.Module) -> None:
+    def __init__(self, skip: frozenset[str], root: nn.Module, recognised: Vouch | None = None) -> None:
         self.skip = skip
+        self.recognised = recognised
         # a network that an extension brings is made of its own classes
         self.home = home_of(type(root))
         self.key: list[Hashable] = []
@@ -164,7 +170,9 @@ class _Reader:
                 # one of ours, on a part of this module: what counts is what it stands for
                 function = function.before
             if function is not None and not is_own_forward(function, module):
-                self.key.append((slot, self.function(function)))
+                known = slot == "forward" and self.recognised is not None
+                if not (known and self.recognised(module, slot, function)):  # type: ignore[misc]
+                    self.key.append((slot, self.function(function)))
                 if slot == "forward":
                     self.patches.append(Patch(path, module, "forward", function))
         for slot in _HOOKS:
@@ -261,7 +269,7 @@ class BehaviourKeys:
         self,
         module: nn.Module,
         ignored: frozenset[str],
-        recognised: Callable[[nn.Module, str, Any], bool] | None,
+        recognised: Vouch | None,
         kept: int,
         first: int = 0,
     ) -> None:
@@ -304,7 +312,7 @@ class BehaviourKeys:
                 self.last = (self.last[0], self._foreign(scene))
                 self._read_since_tick = True
                 return self.last
-        read = fingerprint(self._module, self._ignored)
+        read = fingerprint(self._module, self._ignored, self._recognised)
         known = self._numbers.get(read.key)
         if known is None:
             known = self._numbers[read.key] = (self._count, read)

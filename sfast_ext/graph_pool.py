@@ -154,11 +154,11 @@ class GraphPool:
             self._current = raw, torch.cuda.current_stream(self.device)
         return self._current[1]
 
-    def make_room(self, report: Report) -> None:
+    def make_room(self, report: Report, why: str = "the GPU is out of memory") -> None:
         """Give all memory back; the graphs are captured again when they are next used."""
         with self.lock:
             if self._entries:
-                self._evict_all(report, "the GPU is out of memory")
+                self._evict_all(report, why)
             torch.cuda.empty_cache()
 
     def discard(self, captured: CapturedGraph) -> None:
@@ -277,3 +277,17 @@ def pool_of(device: torch.device) -> GraphPool:
         if device not in _pools:
             _pools[device] = GraphPool(device)
         return _pools[device]
+
+
+def held() -> int:
+    """Bytes that the pools of all devices hold."""
+    with _pools_lock:
+        return sum(pool.size for pool in _pools.values())
+
+
+def make_room(report: Report, why: str) -> None:
+    """Give the memory of all graphs back, see `GraphPool.make_room`."""
+    with _pools_lock:
+        pools = list(_pools.values())
+    for pool in pools:
+        pool.make_room(report, why)

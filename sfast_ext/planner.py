@@ -76,6 +76,8 @@ class Planner:
         self._barren: Counter[Signature] = Counter()
         self._recipes: dict[Hashable, set[Recipe]] = {}
         self._wary = 0
+        self.lends = True
+        """Whether `state_dict()` of the module lays its weights out as the host knows them; see `BeforeSaving`."""
         self._slot = Slot(module, self)  # type: ignore[arg-type]
 
     @property
@@ -94,7 +96,7 @@ class Planner:
         and the CUDA graphs, which read the old addresses, are captured again.
 
         Returns:
-            Whether anything was given back: False where the module's own parameters lie in that memory.
+            Whether they hold none of it now: False where the module's own parameters lie in that memory.
         """
         with self._lock, contextlib.ExitStack() as locks:
             plans = [plan for each in (self, *self.parts) for plan in each.plans.values()]
@@ -102,7 +104,7 @@ class Planner:
                 locks.enter_context(pool.lock)
             given = self.arena.vacancies([weight for plan in plans for weight in plan.weights])
             if not given:
-                return False
+                return given is not None
             for plan in plans:
                 plan.drop_graph(pool_for(plan))
             for device in {plan.device for plan in plans if plan.device.type == "cuda"}:

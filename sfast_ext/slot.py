@@ -66,7 +66,7 @@ class BeforeSaving:
         self._accelerator = accelerator
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        if module is self._accelerator.module:
+        if module is self._accelerator.module and self._accelerator.lends:
             self._accelerator.arena.lend_home()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

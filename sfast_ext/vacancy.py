@@ -60,8 +60,8 @@ class Vacancy:
                     homes.lay(tensor, member.home)
 
 
-def vacancies(live: Iterable[Weight], known: Iterable[Weight], homes: Homes) -> list[Vacancy]:
-    """The blocks that live tensors lie in; none at all where a parameter of the module lies in one of them.
+def vacancies(live: Iterable[Weight], known: Iterable[Weight], homes: Homes) -> list[Vacancy] | None:
+    """The blocks that live tensors lie in; None where a parameter of the module lies in one of them.
 
     Args:
         live: the weights that plans read.
@@ -74,9 +74,9 @@ def vacancies(live: Iterable[Weight], known: Iterable[Weight], homes: Homes) -> 
     everything = [weight for block in blocks.values() for weight in block.values()]
     held = [container.get(name) for weight in everything for container, name in weight.slots]
     if any(isinstance(value, torch.Tensor) and memory_of(value) in blocks for value in held):
-        return []
+        return None
     if any(len({w.tensor.dtype for w in block.values()}) > 1 for block in blocks.values()):
-        return []
+        return None
     return [_block(list(block.values()), homes) for block in blocks.values()]
 
 

@@ -197,8 +197,8 @@ class WeightArena:
             stale = self._watch.stale()
             return self._adopt(stale, anywhere=True) if stale else 0
 
-    def vacancies(self, weights: Sequence[Weight]) -> list[Vacancy]:
-        """The memory of `weights` that could be given back; none where a parameter of the module lies in it.
+    def vacancies(self, weights: Sequence[Weight]) -> list[Vacancy] | None:
+        """The memory of `weights` that could be given back; None where a parameter of the module lies in it.
 
         Args:
             weights: all that plans read.

@@ -5,8 +5,8 @@ Its memory is the CPU's, told apart by storage: a tensor is on `cuda:0` where it
 there by a copy, as to a real device. Operations between the two devices raise, allocations over the capacity raise
 `torch.cuda.OutOfMemoryError`, and a graph reads and writes at the addresses it was captured with.
 
-Torch without CUDA cannot make fake tensors on `cuda:0`: a capture is made for the CPU, and its constants and the tensors
-that its graph creates are put on the card.
+Torch without CUDA cannot make fake tensors on `cuda:0`: a capture is made for the CPU, and its constants and the
+tensors that its graph creates are put on the card.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from sfast_ext.hosts import memory
-
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("accelerate")
 
@@ -119,11 +117,3 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 
 def close(a: torch.Tensor, b: torch.Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-
-
-def moved_off_the_gpu(host: Host, monkeypatch: pytest.MonkeyPatch, unet: Any = None, room: float = 0) -> None:
-    """As a GPU would look: a UNet there before the move, on the CPU after it, so many bytes free."""
-    homes = ["cuda"]
-    monkeypatch.setattr(host.adapter, "_home", lambda module: homes.pop() if homes else "cpu")
-    monkeypatch.setattr(memory, "free", lambda: room)
-    host.sd_offload.move_module_to_cpu(unet or host.modeldata.model_data.sd_model.unet)

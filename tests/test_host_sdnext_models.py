@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sdnext_standin import Host, close, hosted, moved_off_the_gpu, pipeline, tiny_unet
+from sdnext_standin import Host, close, hosted, pipeline, tiny_unet
 from torch import nn
 
 from sfast_ext.hosts import memory
@@ -140,16 +140,11 @@ def test_the_refiner_is_accelerated_beside_the_model(host: Host) -> None:
 
 
 def test_the_refiner_is_given_back_where_the_gpu_has_no_room(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    host.opts.diffusers_offload_mode = "balanced"
     host.sd_models.load_model(pipeline())
     host.sd_models.load_refiner(pipeline(5))
     host.picture(refine=True)
-    moved_off_the_gpu(host, monkeypatch, host.modeldata.model_data.sd_refiner.unet)
-    assert [a["name"] for a in host.status()["accelerators"]] == ["unet"]
-    host.picture(refine=True)
-    assert "low watermark" in host.reasons()
-    assert [a["name"] for a in host.status()["accelerators"]] == ["unet"]
-    host.opts.diffusers_offload_mode = "none"
+    assert [a["name"] for a in host.status()["accelerators"]] == ["unet", "refiner"]
+    monkeypatch.setattr(memory, "free", lambda: 0)
     host.opts.diffusers_move_refiner = True
     host.picture(refine=True)
     assert "the refiner is moved off the GPU" in host.reasons()

@@ -71,7 +71,8 @@ def test_plans_outlive_their_memory_and_graphs_are_captured_anew(card: Card, by:
     gc.collect()
     # an element of each tensor is left
     assert card.used < case.size / 8 and case.acc.status()["weights"]["away"]
-    assert not case.acc.give_memory_back()
+    # once is enough
+    assert case.acc.give_memory_back() and case.counts("memory_given_back") == [1]
     case.same()
     assert "not on a GPU" in case.words() or "on the CPU" in case.words()
     with torch.no_grad():

@@ -90,14 +90,27 @@ class Attachment:
         with self._lock:
             return any(a.module is module for a in self._accelerators)
 
-    def leave(self) -> None:
-        """The host exchanges its model: where there is room for both, plans stay for one of the same architecture.
+    def within(self, module: nn.Module) -> list[Accelerator]:
+        """The accelerators of a module and of those in it."""
+        with self._lock:
+            if not self._accelerators:
+                return []
+            inner = {id(m) for m in module.modules()}
+            return [a for a in self._accelerators if id(a.module) in inner]
 
-        Until the next `follow` they hold the memory of the weights.
-        """
+    def give_memory_back(self) -> None:
+        """Give back what plans hold of modules whose weights the host has elsewhere, see the accelerator's."""
+        with self._lock:
+            for accelerator in self._accelerators:
+                accelerator.give_memory_back()
+
+    def leave(self) -> None:
+        """The host exchanges its model: plans stay for one of the same architecture, with their memory where there is
+        room for both, and without it where the weights are elsewhere."""
         with self._lock:
             for accelerator in list(self._accelerators):
-                if not accelerator.plans or not memory.may_be_joined(accelerator.module):
+                stays = memory.may_be_joined(accelerator.module) or accelerator.give_memory_back()
+                if not accelerator.plans or not stays:
                     self._let_go(accelerator)
 
     def release(self) -> None:

@@ -3,25 +3,72 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
+from sfast_ext import graph_pool
+
 DECODING = 6 << 30
-"""Bytes that decoding and text encoders may want beside the UNet: a large picture through SDXL's VAE."""
+"""Bytes that decoding and text encoders may want beside a UNet whose host does not say what comes next."""
+
+AT_REST = 4 << 30
+"""Bytes left free while the host has the weights elsewhere, for upscalers, detectors and preprocessors. To bring them
+back takes a fraction of a second: the host copies them in any case."""
+
+WORKSPACE = 512 << 20
+"""Bytes for what a forward needs beside its weights, or a convolution beside its activations."""
+
+DECODED, ENCODED = 3, 5
+"""Full-sized activations alive at once in a VAE: of its second width in the decoder, of its first in the encoder."""
+SAFETY = 1.5
 
 
 def free() -> float:
     """Bytes that this process may still take on the current GPU; infinite where there is none."""
     if not torch.cuda.is_available():
         return math.inf
-    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return torch.cuda.mem_get_info()[0] + cached
+    # what a graph has set aside is the allocator's too, but nobody else gets it
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - graph_pool.held()
+    return torch.cuda.mem_get_info()[0] + max(0, cached)
+
+
+def make_room(needed: float, givers: Iterable[Callable[[], object]]) -> bool:
+    """Call one after another until so many bytes are free; whether they are."""
+    for give in givers:
+        if free() >= needed:
+            return True
+        give()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return free() >= needed
+
+
+def coming(module: nn.Module) -> int:
+    """Bytes that a module is about to take on the GPU: its weights that are elsewhere, and some to run it."""
+    return sum(_bytes(p) for p in module.parameters() if not p.is_cuda) + WORKSPACE
+
+
+def decoding(widths: Sequence[int], latent: torch.Tensor) -> float:
+    """Bytes that a VAE's decoder is about to take.
+
+    Args:
+        widths: channels of its blocks, from the picture inwards; each halves the picture, but for the last.
+        latent: its input.
+    """
+    pixels = latent[:, 0].numel() << 2 * (len(widths) - 1)
+    return SAFETY * DECODED * widths[min(1, len(widths) - 1)] * pixels * latent.element_size() + WORKSPACE
+
+
+def encoding(widths: Sequence[int], picture: torch.Tensor) -> float:
+    """Bytes that a VAE's encoder is about to take; see `decoding`."""
+    return SAFETY * ENCODED * widths[0] * picture[:, 0].numel() * picture.element_size() + WORKSPACE
 
 
 def may_stay(module: nn.Module) -> bool:
     """Whether a module's weights may stay on the GPU while what comes after it runs."""
-    held = 0 if _on_gpu(module) else _size(module)
+    held = 0 if on_gpu(module) else _size(module)
     return free() >= held + DECODING
 
 
@@ -31,8 +78,13 @@ def may_be_joined(module: nn.Module) -> bool:
 
 
 def _size(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+    return sum(map(_bytes, module.parameters()))
 
 
-def _on_gpu(module: nn.Module) -> bool:
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def on_gpu(module: nn.Module) -> bool:
+    """Whether any of a module's weights are on a GPU."""
     return any(p.is_cuda for p in module.parameters())

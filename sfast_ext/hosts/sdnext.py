@@ -16,6 +16,7 @@ from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import memory
 from sfast_ext.hosts.common import Attachment, wrap
 from sfast_ext.hosts.sdnext_adapters import Adapters
+from sfast_ext.hosts.sdnext_offload import Offload
 from sfast_ext.hosts.sdnext_reasons import COMPILED, keeps_weights, passing_reason, standing_reason
 from sfast_ext.report import Report
 from sfast_ext.slot import accelerator_of, is_own_forward
@@ -33,6 +34,10 @@ BOOKKEEPING = frozenset(
         "has_accelerate",
         "balanced_offload_device_map",
         "balanced_offload_max_memory",
+        # accelerate lays new ones over the UNet at each dispatch, which warn and pass on
+        "to",
+        "cuda",
+        "hf_device_map",
         # ToDo leaves it and a hook that writes to it behind; while its processors are there, we stand aside
         "_tome_info",
     }
@@ -143,15 +148,15 @@ class Session:
         self.attachment = Attachment(lambda unet: Watch(unet, _pipeline, self._follow_beside).hooks(), self.report)
         self._refiner = Attachment(lambda unet: Watch(unet, _refiner).hooks(), self.report, name="refiner")
         self._beside = Attachment(lambda network: Watch(network, _pipeline).hooks(), self.report, name="controlnet")
+        self._offload = Offload((self._refiner, self._beside, self.attachment), self.report)
         self._adapters = Adapters(self.attachment.holds, self._guarded)
         self._reloading = False
-        self._moved: set[tuple[int, Any]] = set()
         self._unwrap: list[Callable[[], None]] = []
         self._log_parent: logging.Logger | None = None
 
     def register(self) -> None:
         """Give SD.Next our callbacks and settings, and watch where it throws the model away."""
-        from modules import ipadapter, script_callbacks, sd_models, sd_offload, shared
+        from modules import ipadapter, script_callbacks, sd_models, shared
 
         self._join_log()
         # At once: the model may be loaded, or a request answered, before the settings page is built.
@@ -165,8 +170,8 @@ class Session:
         self._unwrap = [
             wrap(sd_models, "reload_model_weights", self._reload),
             wrap(sd_models, "unload_model_weights", self._unload),
-            wrap(sd_offload, "move_module_to_cpu", self._move),
             wrap(ipadapter, "apply", self._adapters.apply),
+            *self._offload.install(),
         ]
 
     def follow(self) -> None:
@@ -181,10 +186,12 @@ class Session:
                 self.report.fallback(reason)
                 unet = None
             attachment.follow(unet, config)
+        self._offload.watch(getattr(pipe, "vae", None) for pipe in (_pipeline(), _refiner()) if config.enabled)
 
     def release(self) -> None:
         """Give everything back; the scripts are unloaded, and loaded again perhaps."""
         self._give_back()
+        self._offload.release()
         while self._unwrap:
             self._unwrap.pop()()
         logger = logging.getLogger("sfast_ext")
@@ -221,11 +228,6 @@ class Session:
         moves = pipe is _refiner() and getattr(shared.opts, "diffusers_move_refiner", False)
         if reason is None and moves and not memory.may_stay(unet):
             reason = "the refiner is moved off the GPU after each picture, which has no room to keep it there"
-        if reason is None and (id(unet), _watermark(shared.opts)) in self._moved:
-            reason = (
-                "balanced offload moves the UNet off the GPU within a job, and plans would hold its memory; "
-                "if there is room, raise the low watermark in Settings → Model Offloading, or choose 'none'"
-            )
         return reason
 
     def _follow_beside(self, pipe: Any) -> None:
@@ -252,7 +254,6 @@ class Session:
     def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         op = args[0] if args else kwargs.get("op", "model")
         attachment = self._refiner if op == "refiner" else self.attachment
-        self._moved.clear()
         # Before the parameters lose their storage, so that ours are given back and not left behind; but where
         # another model comes at once, and there is room for both, the plans wait for it.
         self._guarded(attachment.leave if self._reloading else attachment.release)
@@ -260,23 +261,6 @@ class Session:
             self._guarded(self._beside.release)
             self._adapters.clear()
         return original(*args, **kwargs)
-
-    def _move(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        attachments = () if self._reloading else (self.attachment, self._refiner, self._beside)
-        ours = next((each for each in attachments if each.holds(module)), None)
-        before = "cpu" if ours is None else _home(module)
-        result = original(module, *args, **kwargs)
-        if ours is not None and before not in ("cpu", "meta") and _home(module) == "cpu":
-            from modules import shared
-
-            # What plans read stays on the GPU; where that is short of memory now, it goes.
-            if memory.may_stay(module):
-                self.report.count("weights_away")
-            else:
-                if ours is not self._beside:
-                    self._moved.add((id(module), _watermark(shared.opts)))
-                self._guarded(self._give_back if ours is self.attachment else ours.release)
-        return result
 
     def _join_log(self) -> None:
         from modules.logger import log
@@ -316,15 +300,6 @@ def _controlnets(pipe: Any) -> list[nn.Module]:
     nets = getattr(held, "nets", held)
     found = list(nets) if isinstance(nets, (list, tuple, nn.ModuleList)) else [nets]
     return [net for net in found if isinstance(net, nn.Module)]
-
-
-def _home(module: nn.Module) -> str:
-    return next((p.device.type for p in module.parameters()), "cpu")
-
-
-def _watermark(opts: Any) -> tuple[Any, ...]:
-    names = ("diffusers_offload_mode", "diffusers_offload_min_gpu_memory", "diffusers_offload_never")
-    return tuple(getattr(opts, name, None) for name in names)
 
 
 def _host_version() -> str:

@@ -68,7 +68,10 @@ def passing_reason(pipe: Any, unet: nn.Module) -> str | None:
             return "layers have hooks of diffusers (group offload, layerwise casting or a cache)"
         if module is not unet and not keeps_weights(attributes.get("_hf_hook")):
             # on the UNet itself it is the offload by models, see standing_reason
-            return "parts of the UNet do not fit on the GPU and are brought in layer by layer"
+            return (
+                "parts of the UNet do not fit on the GPU and are brought in layer by layer "
+                "(Settings → Model Offloading: with a higher high watermark more of it stays)"
+            )
     return None
 
 

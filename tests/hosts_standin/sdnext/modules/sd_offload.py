@@ -37,13 +37,13 @@ class OffloadHook(ModelHook):
 
     def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The others leave, then this module comes."""
-        if self.last_pre != id(module) or type(module).__name__ != self.last_cls:
-            if shared.opts.diffusers_offload_pre:
-                for other in _modules(model_data.sd_model):
-                    never = type(other).__name__ in self.offload_never
-                    if other is not module and not never and not devices.same_device(other.device, devices.cpu):
-                        apply_balanced_offload_to_module(other, op="pre")
-                self.last_cls = type(module).__name__
+        another = self.last_pre != id(module) or type(module).__name__ != self.last_cls
+        if another and shared.opts.diffusers_offload_pre:
+            for other in _modules(model_data.sd_model):
+                never = type(other).__name__ in self.offload_never
+                if other is not module and not never and not devices.same_device(other.device, devices.cpu):
+                    apply_balanced_offload_to_module(other, op="pre")
+            self.last_cls = type(module).__name__
         if not devices.same_device(module.device, devices.device):
             _dispatch(module, self.gpu)
         self.last_pre = id(module)

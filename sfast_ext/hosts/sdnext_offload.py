@@ -1,0 +1,151 @@
+"""SD.Next's balanced offload: modules that leave the GPU and come back, and what wants its memory in between.
+
+What plans read stays on the GPU when the host moves the weights to the CPU, for as long as what comes next has room
+beside it. Where it has not, the memory goes: that of the CUDA graphs first, then that of the weights. Plans stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfast_ext import graph_pool
+from sfast_ext.accelerator import Accelerator
+from sfast_ext.hosts import memory
+from sfast_ext.hosts.common import Attachment, wrap
+from sfast_ext.report import Report
+
+_WHY = "the host needs the memory"
+
+
+class Offload:
+    """Gives the host the memory that it counts on.
+
+    Args:
+        attachments: whose weights it moves.
+    """
+
+    def __init__(self, attachments: Sequence[Attachment], report: Report) -> None:
+        self._attachments, self._report = attachments, report
+        self._vaes: dict[int, tuple[weakref.ref[nn.Module], list[Any]]] = {}
+        self._ran_out: int | None = None
+        self._tight = False
+
+    def install(self) -> list[Callable[[], None]]:
+        """Watch the functions that move modules; returns what takes that away again."""
+        import accelerate
+        from modules import sd_offload
+
+        return [
+            wrap(sd_offload, "move_module_to_cpu", self._leave),
+            # by this the host brings a module, under its name in the package
+            wrap(accelerate, "dispatch_model", self._come),
+        ]
+
+    def watch(self, vaes: Iterable[Any]) -> None:
+        """Look after these VAEs, and no others: they take more than their weights. Called before each job."""
+        if not torch.cuda.is_available():
+            return
+        self._notice_failures()
+        found = {id(vae): vae for vae in vaes if isinstance(vae, nn.Module)}
+        for key in [key for key, (vae, _) in self._vaes.items() if vae() is None or key not in found]:
+            self._let_go(key)
+        for key, vae in found.items():
+            if key not in self._vaes:
+                self._vaes[key] = weakref.ref(vae), self._hooks(vae)
+
+    def release(self) -> None:
+        """Take every hook off the VAEs."""
+        for key in list(self._vaes):
+            self._let_go(key)
+
+    def _let_go(self, key: int) -> None:
+        for handle in self._vaes.pop(key)[1]:
+            handle.remove()
+
+    def _hooks(self, vae: nn.Module) -> list[Any]:
+        widths = getattr(getattr(vae, "config", None), "block_out_channels", None)
+        parts = getattr(vae, "decoder", None), getattr(vae, "encoder", None)
+        if not widths or not all(isinstance(part, nn.Module) for part in parts):
+            return []
+        needs = (functools.partial(memory.decoding, widths), functools.partial(memory.encoding, widths))
+        return [part.register_forward_pre_hook(self._before(need)) for part, need in zip(parts, needs)]  # type: ignore[union-attr]
+
+    def _before(self, need: Callable[[torch.Tensor], float]) -> Callable[[nn.Module, Any], None]:
+        def hook(_: nn.Module, args: Any) -> None:
+            if args and isinstance(args[0], torch.Tensor) and args[0].is_cuda:
+                self._guarded(lambda: self._make_room(need(args[0])))
+
+        return hook
+
+    def _leave(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        ours = self._ours(module)
+        was_there = ours and memory.on_gpu(module)
+        result = original(module, *args, **kwargs)
+        if was_there and not memory.on_gpu(module):
+            self._report.count("weights_away")
+            self._guarded(lambda: self._make_room(math.inf if self._tight else memory.AT_REST))
+        return result
+
+    def _come(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        places: Any = args[0] if args else kwargs.get("device_map")
+        ours = self._ours(model) if isinstance(model, nn.Module) and isinstance(places, dict) else []
+        if not ours and isinstance(model, nn.Module):
+            self._guarded(lambda: self._make_room(memory.coming(model)))
+        for accelerator in ours:
+            self._guarded(functools.partial(self._fetch, accelerator, set(places.values())))
+            # it asks for the state dict, to read the names
+            accelerator.lends = False
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            for accelerator in ours:
+                accelerator.lends = True
+
+    def _fetch(self, accelerator: Accelerator, places: set[Any]) -> None:
+        """The host is about to bring a module: its weights go where plans read them, and are there when it looks."""
+        planned = {plan.device for plan in list(accelerator.plans.values())}
+        try:
+            if len(places) == 1 and planned == {_device(*places)}:
+                accelerator.fetch_weights()
+                return
+        except Exception as exc:
+            self._report.event("memory", f"the weights are not brought to where plans read them: {exc}")
+        # in parts, elsewhere, or without room: a second copy would be in the host's way
+        accelerator.give_memory_back()
+
+    def _make_room(self, needed: float) -> None:
+        givers = [lambda: graph_pool.make_room(self._report, _WHY), *(a.give_memory_back for a in self._attachments)]
+        memory.make_room(needed, givers)
+
+    def _notice_failures(self) -> None:
+        """Where the host ran out of memory, nothing is kept any more that it believes free."""
+        ran_out = torch.cuda.memory_stats().get("num_ooms", 0) - self._report.counter("out_of_memory")
+        if self._ran_out is not None and ran_out > self._ran_out and not self._tight:
+            self._tight = True
+            self._report.event("memory", "SD.Next ran out of GPU memory: from now on the weights leave when it says so")
+        self._ran_out = ran_out
+
+    def _ours(self, module: nn.Module) -> list[Accelerator]:
+        return [a for attachment in self._attachments for a in attachment.within(module)]
+
+    def _guarded(self, action: Callable[[], object]) -> None:
+        # in the midst of the host's work, which goes on whatever becomes of ours
+        try:
+            action()
+        except Exception as exc:
+            self._report.error("memory", exc)
+
+
+def _device(place: Any) -> torch.device | None:
+    """The device of an entry in a device map; None where weights are brought from when they are needed."""
+    if place in ("cpu", "disk", "meta"):
+        return None
+    device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+    return torch.device(device.type, device.index or 0)
