@@ -16,7 +16,9 @@
         if (!status.enabled) {
             return ['off', 'Stable Fast: off'];
         }
-        if (plans.some((plan) => plan.state === 'replaying')) {
+        // between jobs the host may have the memory of weights and graphs
+        const away = status.accelerators.some((accelerator) => accelerator.weights && accelerator.weights.away);
+        if (away || plans.some((plan) => plan.state === 'replaying')) {
             return ['on', 'Stable Fast: on'];
         }
         if (status.accelerators.some((accelerator) => inParts(accelerator).length > 0)) {
@@ -81,7 +83,6 @@
             const [state, text] = words(status);
             badge.dataset.state = state;
             badge.textContent = text;
-            badge.style.opacity = state === 'on' ? '0.9' : '0.6';
             if (!panel.hidden) {
                 fill(status);
             }
@@ -102,8 +103,17 @@
                     refresh();
                 }
             }, PERIOD);
+            panel.style.bottom = `${window.innerHeight - badge.getBoundingClientRect().top + 4}px`;
         }
         refresh();
+    }
+
+    // themes of SD.Next have 'none' where others have a colour, or let what is behind shine through
+    function cover(element) {
+        const [, , , alpha = '1'] = getComputedStyle(element).backgroundColor.match(/[\d.]+/g) || [];
+        if (Number(alpha) < 1) {
+            Object.assign(element.style, {background: '#2b2b2b', color: '#f0f0f0'});
+        }
     }
 
     function style(element, bottom) {
@@ -111,12 +121,13 @@
             position: 'fixed',
             left: '8px',
             bottom: bottom,
-            zIndex: '900',
+            // over the results of SD.Next's modern UI on a phone, 999, and under a picture at full size, 1001
+            zIndex: '1000',
             padding: '2px 8px',
             borderRadius: '6px',
             fontSize: '12px',
-            background: 'var(--background-fill-secondary, #333)',
-            color: 'var(--body-text-color, #eee)',
+            background: 'var(--sd-main-background-color, var(--background-fill-secondary, #333))',
+            color: 'var(--sd-label-color, var(--body-text-color, #eee))',
             border: '1px solid var(--border-color-primary, #666)'
         });
     }
@@ -135,9 +146,10 @@
         panel.id = 'stable_fast_panel';
         panel.hidden = true;
         style(panel, '36px');
-        Object.assign(panel.style, {maxWidth: '40em', maxHeight: '60vh', overflow: 'auto', whiteSpace: 'pre-wrap'});
+        Object.assign(panel.style, {maxWidth: 'min(40em, 100vw - 16px)', maxHeight: '60vh', overflow: 'auto', whiteSpace: 'pre-wrap'});
         const root = gradioApp();
         (root === document ? document.body : root).append(panel, badge);
+        [badge, panel].forEach(cover);
         refresh();
     });
 

@@ -24,10 +24,14 @@ class Element {
     appendChild(child) { this.children.push(child); }
     append(...children) { this.children.push(...children); }
     addEventListener(name, listener) { this.listeners[name] = listener; }
+    getBoundingClientRect() { return {top: 770}; }
 }
 const body = new Element('body');
 globalThis.document = {createElement: (tag) => new Element(tag), body, hidden: false};
 globalThis.gradioApp = () => document;
+globalThis.window = {innerHeight: 800};
+// what the browser makes of the theme's colour
+globalThis.getComputedStyle = () => ({backgroundColor: process.argv[2]});
 const loaded = [];
 globalThis.onUiLoaded = (callback) => loaded.push(callback);
 globalThis.onOptionsChanged = () => {};
@@ -54,6 +58,7 @@ SCRIPT = """
     badge.listeners.click();
     await settle();
     shown.panel = panel.textContent;
+    Object.assign(shown, {style: badge.style, above: panel.style.bottom, panelStyle: panel.style});
     shown.open = timers.size;
     badge.listeners.click();
     await settle();
@@ -87,11 +92,13 @@ STATUS = {
 }
 
 
-def show(status):
+def show(status, background="rgb(17, 24, 39)"):
     if NODE is None:
         pytest.skip("node is not installed")
     source = BROWSER + (ROOT / "javascript" / "stable_fast.js").read_text(encoding="utf-8") + SCRIPT
-    result = subprocess.run([NODE, "-e", source, json.dumps(status)], capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [NODE, "-e", source, json.dumps(status), background], capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -123,6 +130,20 @@ def test_it_asks_again_only_while_the_panel_is_open():
 )
 def test_words(change, badge):
     assert show({**STATUS, **change})["badge"] == badge
+
+
+def test_it_is_on_while_the_host_has_the_memory_of_the_weights():
+    accelerator = {"plans": [{"signature": "x", "state": "running without a graph"}], "weights": {"away": True}}
+    assert show({**STATUS, "accelerators": [accelerator]})["badge"] == "Stable Fast: on"
+
+
+@pytest.mark.parametrize("background", ["rgba(0, 0, 0, 0)", "rgba(32, 32, 32, 0.25)", "rgb(17, 24, 39)"])
+def test_nothing_shines_through(background):
+    shown = show(STATUS, background)
+    for style in (shown["style"], shown["panelStyle"]):
+        assert (style["background"] == "#2b2b2b") == background.startswith("rgba")
+        assert "opacity" not in style and 999 < int(style["zIndex"]) < 1001
+    assert shown["above"] == "34px"
 
 
 def test_blocks_that_run_one_by_one():
