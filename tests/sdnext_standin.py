@@ -53,6 +53,7 @@ class Host:
         self.sd_models = importlib.import_module("modules.sd_models")
         self.sd_models_compile = importlib.import_module("modules.sd_models_compile")
         self.sd_offload = importlib.import_module("modules.sd_offload")
+        self.sd_offload_aux = importlib.import_module("modules.sd_offload_aux")
         self.processing = importlib.import_module("modules.processing")
         self.adapter = importlib.import_module("sfast_ext.hosts.sdnext")
         self.opts.sfast_allow_cpu = True

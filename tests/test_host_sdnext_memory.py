@@ -132,6 +132,21 @@ def test_after_the_host_ran_out_of_memory_nothing_is_kept(open_card: Any) -> Non
     assert "SD.Next ran out of GPU memory" in str(on.host.status()["events"])
 
 
+def test_a_model_for_captions_gets_the_memory_of_plans(open_card: Any) -> None:
+    on = open_card(12, SDXL)
+    expected = on.stock()
+    on.job(expected)
+    on.job(expected)
+    assert on.used() > 6
+    aux = on.host.sd_offload_aux
+    aux.register_aux("captions", torch.nn.Linear(int(9 * on.scale) // 4, 1, bias=False))
+    aux.move_aux_to_gpu("captions")
+    assert on.card.refused == 0 and on.used() < 11
+    aux.aux_models["captions"].model.to("cpu")
+    job = on.job(expected)
+    assert (job["runs"], job["captures"], job["graph_captures"]) == (STEPS, 0, 1)
+
+
 def test_a_unet_that_does_not_fit_is_left_to_the_host(open_card: Any) -> None:
     on = open_card(12, SDXL)
     expected = on.stock()

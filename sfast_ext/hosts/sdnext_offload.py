@@ -40,12 +40,13 @@ class Offload:
     def install(self) -> list[Callable[[], None]]:
         """Watch the functions that move modules; returns what takes that away again."""
         import accelerate
-        from modules import sd_offload
+        from modules import sd_offload, sd_offload_aux
 
         return [
             wrap(sd_offload, "move_module_to_cpu", self._leave),
             # by this the host brings a module, under its name in the package
             wrap(accelerate, "dispatch_model", self._come),
+            wrap(sd_offload_aux, "move_aux_to_gpu", self._come_beside),
         ]
 
     def watch(self, vaes: Iterable[Any]) -> None:
@@ -107,6 +108,15 @@ class Offload:
         finally:
             for accelerator in ours:
                 accelerator.lends = True
+
+    def _come_beside(self, original: Callable[..., Any], name: str) -> Any:
+        """A model for captions and the like, which may be larger than the UNet."""
+        from modules import sd_offload_aux
+
+        model = getattr(sd_offload_aux.aux_models.get(name), "model", None)
+        if isinstance(model, nn.Module):
+            self._guarded(lambda: self._make_room(memory.coming(model) + memory.AT_REST))
+        return original(name)
 
     def _fetch(self, accelerator: Accelerator, places: set[Any]) -> None:
         """The host is about to bring a module: its weights go where plans read them, and are there when it looks."""
