@@ -385,7 +385,8 @@ class Accelerator(Planner):
 
     def _new_keys(self, first: int = 0) -> BehaviourKeys:
         hooks = self.hooks
-        return BehaviourKeys(self.module, hooks.ignored, hooks.recognised, self.config.max_plans, first)
+        kept = self.config.max_plans
+        return BehaviourKeys(self.module, hooks.ignored, hooks.recognised, kept, first, hooks.transparent)
 
 
 _thread = threading.local()

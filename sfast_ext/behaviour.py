@@ -69,17 +69,18 @@ class Fingerprint:
 Vouch = Callable[[nn.Module, str, Any], bool]
 
 
-def fingerprint(root: nn.Module, ignored: frozenset[str] = frozenset(), recognised: Vouch | None = None) -> Fingerprint:
+def fingerprint(
+    root: nn.Module, ignored: frozenset[str] = frozenset(), transparent: Vouch | None = None
+) -> Fingerprint:
     """Read the behaviour key of a module tree; some milliseconds for SDXL.
 
     Args:
         root: the module. Wrappers and hooks on the root itself run around the forward that is accelerated, and say
             nothing about it.
         ignored: attribute names whose values say nothing about behaviour (a host's bookkeeping of weights).
-        recognised: vouches for a patch, see `Hooks.recognised`. Which function a forward that it vouches for is says
-            nothing either: a host may lay a new one over a module each time that it moves it.
+        transparent: see `Hooks.transparent`; which function such a forward is says nothing either.
     """
-    reader = _Reader(_MECHANICS | ignored, root, recognised)
+    reader = _Reader(_MECHANICS | ignored, root, transparent)
     reader.read("", root, is_root=True)
     return reader.fingerprint()
 
@@ -102,9 +103,9 @@ class _Class(NamedTuple):
 
 
 class _Reader:
-    def __init__(self, skip: frozenset[str], root: nn.Module, recognised: Vouch | None = None) -> None:
+    def __init__(self, skip: frozenset[str], root: nn.Module, transparent: Vouch | None = None) -> None:
         self.skip = skip
-        self.recognised = recognised
+        self.transparent = transparent
         # a network that an extension brings is made of its own classes
         self.home = home_of(type(root))
         self.key: list[Hashable] = []
@@ -170,8 +171,7 @@ class _Reader:
                 # one of ours, on a part of this module: what counts is what it stands for
                 function = function.before
             if function is not None and not is_own_forward(function, module):
-                known = slot == "forward" and self.recognised is not None
-                if not (known and self.recognised(module, slot, function)):  # type: ignore[misc]
+                if slot != "forward" or self.transparent is None or not self.transparent(module, slot, function):
                     self.key.append((slot, self.function(function)))
                 if slot == "forward":
                     self.patches.append(Patch(path, module, "forward", function))
@@ -260,7 +260,7 @@ class BehaviourKeys:
     """Numbers the behaviours of one module, so that a key of thousands of entries is compared once for each reading.
 
     Args:
-        recognised: vouches for a patch, see `Hooks.recognised`.
+        recognised, transparent: see `Hooks`.
         kept: how many behaviours are remembered.
         first: the number of the first.
     """
@@ -272,8 +272,10 @@ class BehaviourKeys:
         recognised: Vouch | None,
         kept: int,
         first: int = 0,
+        transparent: Vouch | None = None,
     ) -> None:
         self._module, self._ignored, self._recognised, self._kept = module, ignored, recognised, kept
+        self._transparent = transparent
         self._numbers: OrderedDict[Hashable, tuple[int, Fingerprint]] = OrderedDict()
         self._count = first
         self._scene: Fingerprint | None = None
@@ -312,7 +314,7 @@ class BehaviourKeys:
                 self.last = (self.last[0], self._foreign(scene))
                 self._read_since_tick = True
                 return self.last
-        read = fingerprint(self._module, self._ignored, self._recognised)
+        read = fingerprint(self._module, self._ignored, self._transparent)
         known = self._numbers.get(read.key)
         if known is None:
             known = self._numbers[read.key] = (self._count, read)

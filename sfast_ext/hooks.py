@@ -22,5 +22,9 @@ class Hooks:
     recognised: Callable[[nn.Module, str, Any], bool] | None = None
     """Vouches for a patch on a module: (module, kind as in `behaviour.Patch`, function). Others mean the original
     forward."""
+    transparent: Callable[[nn.Module, str, Any], bool] | None = None
+    """Whether a forward laid over a module computes what the module's own does. Plans outlast its exchange for another
+    such: a host may lay one over a module each time that it moves it. Arguments as of `recognised`, which is asked as
+    well."""
     ignored: frozenset[str] = frozenset()
     """Module attributes that are bookkeeping of the host's, and change without changing what a forward computes."""

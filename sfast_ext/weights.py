@@ -384,7 +384,9 @@ class WeightArena:
                 # each has a live tensor of its own, and one parameter cannot be a view of both
                 raise WeightsChanged(f"{weight.path} is now the tensor of {other.path}")
         arrived = [(weight, now) for weight, now in stale if now is not None]
-        written = [(weight, now) for weight, now in arrived if not same_place(now, weight.tensor)]
+        # a tied weight is there once for each of its places
+        new = {id(weight): (weight, now) for weight, now in arrived if not same_place(now, weight.tensor)}
+        written = list(new.values())
         occupied = [(weight, now) for weight, now in written if id(weight) not in self._vacant]
         if occupied:
             self._make_way(arrived, occupied)

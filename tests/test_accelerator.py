@@ -207,6 +207,18 @@ def test_a_host_can_vouch_for_a_patch():
     assert counters(acc) == {"captures": 1, "eager_runs": 1}
 
 
+@pytest.mark.parametrize("transparent", [False, True])
+def test_a_plan_outlasts_the_exchange_of_transparent_forwards_alone(transparent):
+    module = net()
+    vouch = lambda m, kind, f: kind == "forward"
+    acc = accelerate(module, CPU, hooks=Hooks(recognised=vouch, transparent=vouch if transparent else None))
+    original, x = module.conv.forward, picture()
+    for factor in (1, 1) if transparent else (2, 3):
+        module.conv.forward = lambda x, factor=factor: original(x) * factor
+        close(run_twice(module, x, 1), Net.forward(module, x, 1))
+    assert counters(acc)["captures"] == (1 if transparent else 2)
+
+
 def test_hooks_of_the_host_are_asked_at_each_call():
     state = {"reason": None, "key": 1, "prepared": 0}
 

@@ -61,7 +61,9 @@ class UnetHooks:
 
     def hooks(self) -> Hooks:
         """In the shape that the accelerator takes."""
-        return Hooks(self.stand_aside, self.prepare, self.key, self.recognised, LORA_MARKS | controlnet.MARKS)
+        return Hooks(
+            self.stand_aside, self.prepare, self.key, self.recognised, ignored=LORA_MARKS | controlnet.MARKS
+        )
 
     def new_pass(self) -> None:
         """Look over the whole UNet: once for each pass of a sampler, a millisecond."""

@@ -92,7 +92,9 @@ class Watch:
 
     def hooks(self) -> Hooks:
         """In the shape that the accelerator takes."""
-        return Hooks(stand_aside=self.stand_aside, key=self.key, recognised=self.recognised, ignored=BOOKKEEPING)
+        # all that is vouched for computes what the module's own forward does
+        vouch = self.recognised
+        return Hooks(self.stand_aside, key=self.key, recognised=vouch, transparent=vouch, ignored=BOOKKEEPING)
 
     def stand_aside(self) -> str | None:
         """Why SD.Next's own forward has to run, or None."""

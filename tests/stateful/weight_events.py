@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -10,6 +11,7 @@ import random
 import torch
 from torch import nn
 
+from sfast_ext.weight import WeightsAway, WeightsChanged, places_of
 from stateful.compare import Wrong
 from stateful.nets import arguments, move
 from stateful.world import Event, World, result
@@ -236,6 +238,24 @@ def offloaded(w: World, rng: random.Random) -> None:
         module._parameters[name] = p if same else nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
 
 
+def memory_given_back(w: World, rng: random.Random) -> None:
+    """The host has moved all weights, and takes the memory that plans read; at times plans fetch them before a call."""
+
+    def change(m: nn.Module) -> None:
+        for container, name in places_of(m).values():
+            container[name].data = container[name].data.clone()
+
+    w.both(change)
+    given = w.acc.give_memory_back()
+    if given and w.acc.plans and not w.acc.arena.vacant:
+        raise Wrong("memory was given back, and plans have it still")
+    if rng.random() < 0.3:
+        lora_in_place(w, rng)
+    if rng.random() < 0.5:
+        with contextlib.suppress(WeightsAway, WeightsChanged):
+            w.acc.fetch_weights()
+
+
 def buffer_changed(w: World, rng: random.Random) -> None:
     def change(m: nn.Module) -> None:
         if how == "in place":
@@ -284,5 +304,6 @@ def saved(w: World, rng: random.Random) -> None:
 EVENTS: dict[Event, int] = {
     lora_in_place: 10, lora_replaced: 8, lora_by_data: 8, transposed_in_place: 4, channels_last: 4, moved: 5,
     checkpoint_in_place: 8, checkpoint_assigned: 8, tied: 2, untied: 4, exchanged: 2, exchanged_data: 2, put_back: 5,
-    another_dtype: 2, dtype_and_back: 4, offloaded: 6, buffer_changed: 6, copied: 3, saved: 4,
+    another_dtype: 2, dtype_and_back: 4, offloaded: 6, memory_given_back: 6, buffer_changed: 6, copied: 3,
+    saved: 4,
 }  # fmt: skip
