@@ -17,7 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import triton_compiler
+from sfast_ext.kernels import _versions
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "triton-compile.json", ROOT / "docs" / "triton.md"
@@ -44,13 +47,18 @@ Launches = dict[str, dict[str, list[dict[str, Any]]]]
 
 
 def compile_all(launches: Launches) -> dict[str, Any]:
-    """By dtype and capability: how many launches there are, how many compile, and kernels that fail with a reason. Of
-    the Triton that is imported, for each capability that it knows."""
+    """By dtype and capability: how many launches there are, how many compile, and kernels that fail with a reason; or
+    why no kernel is used there. Of the Triton that is imported, for each capability that it knows."""
     found: dict[str, Any] = {}
+    version = triton_compiler.version()
     for dtype, by_capability in launches.items():
         found[dtype] = {}
-        for capability in triton_compiler.capabilities(triton_compiler.version()):
+        for capability in triton_compiler.capabilities(version):
             wanted = by_capability[str(capability)]
+            refused = _versions.refusal(version, divmod(capability, 10), getattr(torch, dtype))
+            if refused is not None:
+                found[dtype][str(capability)] = {"refused": refused}
+                continue
             failed: dict[str, str] = {}
             count, most = 0, 0
             for launch in wanted:
@@ -128,7 +136,7 @@ def nothing_compiled(results: dict[str, Any]) -> list[str]:
         for version, dtypes in results.items()
         for dtype, rows in dtypes.items()
         for capability, row in rows.items()
-        if not row["compiled"]
+        if "refused" not in row and not row["compiled"]
     ]
 
 
@@ -140,10 +148,10 @@ def render(results: dict[str, Any]) -> str:
 def _table(results: dict[str, Any], dtype: str) -> str:
     columns = [str(capability) for capability in triton_compiler.SHARED]
     lines: list[Sequence[str]] = [["Triton", "torch", *columns], ["---"] * (2 + len(columns))]
-    for version, torch in VERSIONS.items():
+    for version, brought_by in VERSIONS.items():
         if dtype in results.get(version, {}).get("dtypes", {}):
             rows = results[version]["dtypes"][dtype]
-            lines.append([version, torch, *(_cell(rows.get(capability)) for capability in columns)])
+            lines.append([version, brought_by, *(_cell(rows.get(capability)) for capability in columns)])
     cases = {tuple(each["cases"][dtype]) for each in results.values() if dtype in each.get("cases", {})}
     what = "; ".join(sorted(", ".join(each) for each in cases)) or "nothing yet"
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -153,21 +161,28 @@ def _table(results: dict[str, Any], dtype: str) -> str:
 def _cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return "–"
+    if "refused" in row:
+        return "not used"
     told = f"{row['compiled']} of {row['launches']}"
     return told + (f", not {', '.join(sorted(row['failed']))}" if row["failed"] else "")
 
 
 def _failures(results: dict[str, Any]) -> str:
     found: dict[tuple[str, str, str], list[str]] = {}
+    unused: dict[str, None] = {}
     for version, entry in results.items():
         for dtype, rows in entry["dtypes"].items():
             for capability, row in rows.items():
+                if "refused" in row:
+                    unused[row["refused"]] = None
+                    continue
                 for kernel, reason in row["failed"].items():
                     found.setdefault((version, dtype, capability), []).append(f"{kernel}: `{reason}`")
     told = [
         f"- Triton {version}, {dtype}, {capability}: {'; '.join(reasons)}"
         for (version, dtype, capability), reasons in found.items()
     ]
+    told += [f"- Not used: {reason}" for reason in unused]
     return "### What does not compile\n\n" + ("\n".join(told) or "Nothing of the above.")
 
 

@@ -54,14 +54,25 @@ def capability(device: torch.device | None = None) -> tuple[int, int] | None:
 
 
 def triton_runs_on(device: torch.device) -> bool:
-    """Whether Triton kernels can run on tensors of this device."""
+    """Whether Triton kernels can run on tensors of this device; of some dtype at least, see `triton_refusal`."""
     if not has_triton():
         return False
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (7, 0)
+        return torch.cuda.get_device_capability(device) >= (7, 0) and triton_refusal(device) is None
     from sfast_ext import kernels
 
     return kernels.interpreted()
+
+
+def triton_refusal(device: torch.device, *dtypes: torch.dtype) -> str | None:
+    """Why the installed Triton compiles nothing for a GPU, or nothing with values of one of these dtypes there; None
+    where it does, and without Triton."""
+    if not has_triton():
+        return None
+    from sfast_ext.kernels import _triton
+
+    reasons = (_triton.refusal(device, dtype) for dtype in (None, *dtypes))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def known_bad() -> list[str]:
@@ -79,6 +90,10 @@ def known_bad() -> list[str]:
         found.append("This torch is built for ROCm, which is untested.")
     if not has_triton():
         found.append(f"Triton does not import ({triton_error()}); PyTorch's own kernels are used instead.")
+    elif compute >= (7, 0):
+        refused = triton_refusal(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
+        if refused is not None:
+            found.append(f"{refused}; PyTorch's own kernels are used instead.")
     capture_arguments = torch.cuda.graph.__init__.__code__.co_varnames
     if "capture_error_mode" not in capture_arguments:
         found.append("This torch is older than 2.1; CUDA graphs are off.")

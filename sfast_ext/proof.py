@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
 from sfast_ext import environment, native
 from sfast_ext.capture import Captured
@@ -28,18 +29,28 @@ CLEARLY = 1.5
 def rewritten(captured: Captured, call: Call, arena: WeightArena, device: torch.device, config: Config) -> Plan:
     """The plan of a captured forward: its graph after all passes, with the kernels that `device` and `config` allow."""
     at("choice of kernels")
-    triton = config.triton and environment.triton_runs_on(device)
+    graph = captured.graph_module.graph
+    triton = (
+        config.triton
+        and environment.triton_runs_on(device)
+        and environment.triton_refusal(device, *_dtypes(graph)) is None
+    )
     native_runs = config.native and native.available(device)
     context = PassContext(arena, device, triton, native_runs)
     if device.type == "cuda" and not context.serves(group_norm):
-        graph = captured.graph_module.graph
         context.channels_last = arena.remembered("channels last", lambda: channels_last_pays(graph, device))
     fused = run_passes(captured.graph_module, context)
     if triton:
         # before the plan takes the shapes out of the graph
-        precompile(captured.graph_module.graph, device)
+        precompile(graph, device)
     at("binding of weights")
     return Plan(call, captured.graph_module, captured.output_tree, captured.output_strides, device, fused)
+
+
+def _dtypes(graph: fx.Graph) -> set[torch.dtype]:
+    """Of the values of a captured graph."""
+    found = (node.meta.get("val") for node in graph.nodes)
+    return {val.dtype for val in found if isinstance(val, torch.Tensor)}
 
 
 def prove(

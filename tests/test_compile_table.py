@@ -47,6 +47,16 @@ def test_what_does_not_fit_a_card_is_a_failure_there(compiler):
     assert "69632 bytes of shared memory" in found["75"]["failed"]["layer_norm._kernel"]
 
 
+def test_what_a_version_is_not_used_for_is_no_failure(compiler):
+    found = compile_table.compile_all({"bfloat16": EVERY["float16"]})
+    assert found["bfloat16"]["80"]["compiled"] == 1
+    assert "bfloat16" in found["bfloat16"]["75"]["refused"]
+    results = {"2.1.0": {"dtypes": found, "cases": {"bfloat16": ["sd15:512x512"]}}}
+    assert compile_table.nothing_compiled({"2.1.0": found}) == []
+    page = compile_table.render(results)
+    assert "| 2.1.0 | 2.1 | not used | 1 of 1 |" in page and "- Not used: Triton 2.1 has no bfloat16 for" in page
+
+
 def test_a_version_that_compiles_nothing_fails_the_command(compiler, monkeypatch, tmp_path, capsys):
     compiler.result = ValueError("not this one\n  refused  ")
     dtypes = compile_table.compile_all(EVERY)

@@ -185,6 +185,18 @@ def test_kernels_that_all_fail_leave_what_pytorch_does(monkeypatch, kernels_on_t
     pair.release()
 
 
+def test_a_dtype_that_triton_does_not_compile_here_costs_no_kernel(monkeypatch, kernels_on_the_cpu):
+    pair = Pair("unet")
+    monkeypatch.setattr(
+        environment, "triton_refusal", lambda device, *dtypes: "not here" if torch.float32 in dtypes else None
+    )
+    pair.same(CALLS)
+    (plan,) = pair.acc.plans.values()
+    assert not any(plan.fused[each] for each in ("group_norm", "layer_norm", "geglu"))
+    assert pair.acc.status()["kernels_put_down"] == {}
+    pair.release()
+
+
 def test_kernels_that_did_not_compile_are_put_down_together(monkeypatch, kernels_on_the_cpu):
     pair, captures = Pair("unet"), Counting(monkeypatch)
     compiled = {"geglu": "CompilationError: one", "group_norm": "CompilationError: other"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from sfast_ext.kernels._triton import MAX_GRID_YZ, begin_early, cdiv, constexpr, jit, next_power_of_2, tl
+from sfast_ext.kernels._triton import MAX_GRID_YZ, VERSION, begin_early, cdiv, constexpr, jit, next_power_of_2, tl
 
 # Elements of the largest tile that holds a whole group, padding included. Twice that gains 1.4 us at 2560 channels and
 # 16x16, loses as much at 640 and 32x32, and costs two compilations of half a second on the first call.
@@ -80,6 +80,31 @@ def silu_of(y):
     # programs of a norm are so few that what they compute counts. Where exp2 overflows, rsqrt gives the 0 it should.
     root = tl.math.rsqrt(1.0 + tl.math.exp2(y * -1.4426950408889634))
     return y * root * root
+
+
+# To add up a tile at once, and to hand it on from a branch, Triton 2.1 lays it out anew through as much shared memory
+# as it takes in float32. Turing has no room for that.
+if () < VERSION < (2, 2):
+
+    @jit()
+    def sum_of(tile):
+        return tl.sum(tl.sum(tile, 1), 0)
+
+    @jit()
+    def silu_if(y, wanted):
+        return tl.where(wanted != 0, silu_of(y), y)
+
+else:
+
+    @jit()
+    def sum_of(tile):
+        return tl.sum(tile)
+
+    @jit()
+    def silu_if(y, wanted):
+        if wanted != 0:
+            y = silu_of(y)
+        return y
 
 
 @jit()
@@ -163,12 +188,11 @@ def _whole(
 
     value = value.to(tl.float32)
     count = (pixels * width).to(tl.float32)
-    mean = tl.sum(value) / count + tl.sum(addend) / width.to(tl.float32)
+    mean = sum_of(value) / count + tl.sum(addend) / width.to(tl.float32)
     centred = tl.where(mask, value - (mean - addend)[None, :], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred) / count + eps)
+    rstd = 1.0 / tl.sqrt(sum_of(centred * centred) / count + eps)
     y = centred * (scale * rstd)[None, :] + term[None, :]
-    if silu != 0:
-        y = silu_of(y)
+    y = silu_if(y, silu)
     store_picture(out, y, row, channel, mask, image, pixels, channels, across, PATCHES)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels._group_norm import silu_of
+from sfast_ext.kernels._group_norm import silu_if
 from sfast_ext.kernels._triton import (
     begin_early,
     cdiv,
@@ -223,8 +223,7 @@ def _normalise(
         next_mask = (row < pixels - after)[:, None] & inside[None, :]
         next_value = tl.load(x + start + after.to(tl.int64) * channels + place, mask=next_mask, other=0.0)
         y = (value.to(tl.float32) - centre[None, :]) * scale[None, :] + term[None, :]
-        if silu != 0:
-            y = silu_of(y)
+        y = silu_if(y, silu)
         # the mask anew: one that is handed on from tile to tile goes through shared memory, and takes registers
         mask = (row < pixels - first)[:, None] & inside[None, :]
         tl.store(out + start + first.to(tl.int64) * channels + place, y.to(out.dtype.element_ty), mask=mask)

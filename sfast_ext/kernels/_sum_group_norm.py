@@ -94,12 +94,11 @@ def _whole(
         a, b, bias, residual, total, begin, row, channel, mask, inside, channels, first, biased, scale, JOIN, RESIDUAL
     )
     count = (pixels * width).to(tl.float32)
-    mean = tl.sum(tl.where(mask, value, 0.0)) / count
+    mean = tiles.sum_of(tl.where(mask, value, 0.0)) / count
     centred = tl.where(mask, value - mean, 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred) / count + eps)
+    rstd = 1.0 / tl.sqrt(tiles.sum_of(centred * centred) / count + eps)
     y = centred * (factor * rstd)[None, :] + offset[None, :]
-    if silu != 0:
-        y = tiles.silu_of(y)
+    y = tiles.silu_if(y, silu)
     tiles.store_picture(out, y, row, channel, mask, image, pixels, channels, across, PATCHES)
 
 

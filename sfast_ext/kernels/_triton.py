@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels import _cuda, health
+from sfast_ext.kernels import _cuda, _versions, health
 
 triton: Any = None
 tl: Any = None
@@ -27,8 +27,10 @@ except Exception:  # a broken wheel raises anything; environment.triton_error() 
     triton = tl = None
 
 AVAILABLE = triton is not None
+VERSION: tuple[int, ...] = tuple(map(int, triton.__version__.split(".")[:2])) if AVAILABLE else ()
+"""Major and minor version; empty without Triton."""
 # The interpreter on NumPy came with Triton 3.0; what the variable turned on before that is another thing.
-INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1" and int(triton.__version__.split(".")[0]) >= 3
+INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1" and VERSION >= (3, 0)
 
 # What a kernel says that begins as the one in front of it ends, since Triton 3.5: 3.4 has the functions, and the option
 # to launch it so, but calls them with a word, "_semantic", that they do not take.
@@ -120,22 +122,31 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+def refusal(device: torch.device, dtype: torch.dtype | None = None) -> str | None:
+    """Why the installed Triton compiles nothing for a GPU, or nothing with values of a dtype there; None where it
+    does, and where there is no GPU to compile for."""
+    if not AVAILABLE or device.type != "cuda":
+        return None
+    return _versions.refusal(VERSION, capability(device), dtype)
+
+
 def runs(x: Tensor, *others: Tensor | None) -> bool:
     """Whether a kernel can take these tensors; where not, a launch calls its reference.
 
-    Not taken: no Triton, a device Triton cannot use, float64 and what is no float, several devices, and
-    subclasses of Tensor (fake, quantised), which mean more than their memory says. While launches are collected,
-    tensors without memory stand in for those of a GPU.
+    Not taken: no Triton, a device Triton cannot use, or a dtype it cannot use there (`refusal`), float64 and what is no
+    float, several devices, and subclasses of Tensor (fake, quantised), which mean more than their memory says. While
+    launches are collected, tensors without memory stand in for those of a GPU.
     """
-    device = x.device
-    if are_collected():
-        return all(t is None or t.dtype in DTYPES for t in (x, *others))
-    if not AVAILABLE or not (INTERPRETED or capability(device) >= (7, 0)):
+    device, collected = x.device, are_collected()
+    if not collected and (not AVAILABLE or not (INTERPRETED or capability(device) >= (7, 0))):
         return False
+    where = device_of(x)
     for tensor in (x, *others):
-        if tensor is not None and not (
-            tensor.dtype in DTYPES and tensor.device == device and type(tensor) in (Tensor, torch.nn.Parameter)
-        ):
+        if tensor is None:
+            continue
+        if tensor.dtype not in DTYPES or refusal(where, tensor.dtype) is not None:
+            return False
+        if not collected and (tensor.device != device or type(tensor) not in (Tensor, torch.nn.Parameter)):
             return False
     return True
 

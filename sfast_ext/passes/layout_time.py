@@ -22,6 +22,9 @@ NORM = overloads("group_norm")
 UPSAMPLE = overloads("upsample_nearest2d.vec", "upsample_nearest2d")
 CAT = overloads("cat", "concat")
 _INTO_TOKENS, _INTO_IMAGE = [0, 2, 3, 1], [0, 3, 1, 2]
+# What is timed is not all: copies that the layouts ask for in between are left out. On an NVIDIA H200 a plan of SDXL at
+# 1024x1024 whose operations took 8 % less channels-last took 1 % more; where they took 16 % less, plans took less.
+_CLEARLY = 0.9
 _TIMES = 3  # that each operation runs
 _CYCLES = 1_000_000  # that the GPU waits before each, half a millisecond: the launches are in its queue by then
 
@@ -122,10 +125,10 @@ def _time(run: Callable[[], Any]) -> float:
 
 
 def channels_last_pays(graph: fx.Graph, device: torch.device) -> bool:
-    """Whether the operations of a graph on images take less time channels-last, without kernels of our own."""
+    """Whether the operations of a graph on images take clearly less time channels-last, without kernels of our own."""
     found = operations(graph)
     with torch.no_grad(), torch.cuda.device(device):
         contiguous, last = (
             milliseconds(found, device, layout) for layout in (torch.contiguous_format, torch.channels_last)
         )
-    return last < contiguous
+    return last < _CLEARLY * contiguous

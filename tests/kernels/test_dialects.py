@@ -22,7 +22,7 @@ def entries(texts: dict[str, str]) -> set[tuple[str, str]]:
     found = [
         (home, node)
         for home, text in texts.items()
-        for node in ast.parse(text).body
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.FunctionDef) and is_jit(node)
     ]
     called = {
