@@ -136,6 +136,7 @@ def card(monkeypatch, tmp_path):
     loaded = []
     (older if OLDER else newer)(monkeypatch, loaded)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(_triton, "capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(_precompile, "_done", set())
     monkeypatch.setattr(_precompile, "_PAUSE", 0)
