@@ -12,7 +12,11 @@ from hypothesis import Phase, strategies
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from stateful import __main__ as soak
 from stateful import machine
+from stateful.compare import Wrong
 from stateful.world import World
+
+from sfast_ext.behaviour import BehaviourKeys
+from sfast_ext.kernels import health
 
 # an event that is listed more often comes more often
 LISTED = machine.listed(machine.EVENTS)
@@ -91,3 +95,49 @@ def test_the_soak_names_the_command_that_plays_a_failure_again(tmp_path, monkeyp
     assert soak.main(command) == 1
     said = capsys.readouterr().out
     assert "small:7 another_call:1 mode:2" in said and "another_call:3" not in said
+
+
+def test_an_attention_that_a_plan_does_not_follow_is_found(monkeypatch):
+    monkeypatch.setattr(BehaviourKeys, "read", lambda keys: (0, None))
+    monkeypatch.setattr(BehaviourKeys, "now", lambda keys: (0, None))
+    w = World("small", 5)
+    machine.play(w, "another_call", 0)
+    try:
+        with pytest.raises(Wrong, match="the result differs"):
+            for seed in range(4):
+                machine.play(w, "attention_switched", seed)
+    finally:
+        w.undo()
+
+
+def test_a_kernel_that_fails_and_is_not_put_down_is_found(monkeypatch):
+    monkeypatch.setattr(health, "put_down", lambda *names: False)
+    w = World("small", 6)
+    machine.play(w, "triton_switched", 0)
+    try:
+        with pytest.raises(Wrong, match="an error of ours"):
+            for seed in range(20):
+                machine.play(w, "kernel_fails", seed)
+    finally:
+        w.undo()
+
+
+def test_kernels_fail_and_triton_comes_and_goes():
+    w = World("small", 7)
+    fused = lambda name: [plan.fused[name] for plan in w.acc.plans.values()]
+    machine.play(w, "another_call", 0)
+    assert not any(fused("group_norm"))
+    _until(w, "triton_switched", lambda: all(fused("group_norm")))
+    _until(w, "kernel_fails", lambda: "group_norm" in health.all_down(w.ground.device))
+    assert not any(fused("group_norm")) and w.counter("kernels_put_down")
+    machine.play(w, "calm", 0)
+    assert not health.all_down(w.ground.device)
+    machine.finish(w)
+
+
+def _until(w, name, there):
+    for seed in range(100):
+        machine.play(w, name, seed)
+        if there():
+            return
+    raise AssertionError(f"{name} has done nothing in 100 times")

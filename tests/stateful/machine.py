@@ -12,7 +12,7 @@ from torch import nn
 
 from sfast_ext import Config
 from sfast_ext.graph_pool import pool_of
-from stateful import behaviour_events, fault_events, ground, weight_events
+from stateful import behaviour_events, fault_events, ground, stack_events, weight_events
 from stateful.compare import Wrong
 from stateful.ground import Ground
 from stateful.nets import STYLES, TIMESTEPS
@@ -161,11 +161,14 @@ OWN: dict[Event, int] = {
     generations: 2, calm: 12,
 }  # fmt: skip
 # How often each comes, of so many as there are: most are to be such that plans outlive, or all would be captures.
-EVENTS = {**OWN, **fault_events.EVENTS, **weight_events.EVENTS, **behaviour_events.EVENTS}
-GPU_EVENTS = {
-    **EVENTS, **fault_events.GPU_EVENTS, another_stream: 4, streams_in_turn: 3, request: 8, configured: 6,
+ANYWHERE = {
+    **OWN, **fault_events.EVENTS, **weight_events.EVENTS, **behaviour_events.EVENTS, **stack_events.EVENTS,
 }  # fmt: skip
-BY_NAME = {event.__name__: event for event in GPU_EVENTS}
+EVENTS = {**ANYWHERE, **stack_events.CPU_EVENTS}
+GPU_EVENTS = {
+    **ANYWHERE, **fault_events.GPU_EVENTS, another_stream: 4, streams_in_turn: 3, request: 8, configured: 6,
+}  # fmt: skip
+BY_NAME = {event.__name__: event for event in (*EVENTS, *GPU_EVENTS)}
 
 
 def listed(events: dict[Event, int]) -> list[str]:

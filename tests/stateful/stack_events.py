@@ -1,0 +1,194 @@
+"""What a plan is made with changes: the host's attention, Triton, and kernels that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from foreign import imported
+from torch import Tensor, nn
+
+from sfast_ext import environment
+from sfast_ext.kernels import health
+from sfast_ext.tools import attentions
+from stateful.fault_events import Injected
+from stateful.nets import Attention
+from stateful.world import Event, World
+
+ATTENTION, OVERRIDE, XFORMERS = "attention", "attention of torch", "xformers"
+TRITON, KERNELS = "Triton", "kernels that fail"
+SHARED_BY = 4
+"""Kernels at most whose launches call one reference."""
+
+
+class Host:
+    """A host's attention, as a processor: one of `attentions`, with scores sharpened by a factor, so that a plan of
+    another shows."""
+
+    def __init__(self, name: str, factor: float) -> None:
+        self.name, self.factor = name, factor
+
+    def __call__(self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_: Any) -> Any:
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        q, k, v = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
+        heads = getattr(attn, "heads", 2)
+        scale, dtype = self.factor * (q.shape[-1] // heads) ** -0.5, q.dtype
+        if self.name in ("sdp", "xformers"):
+            # they are asked for no scale of their own
+            q = q * self.factor
+        if self.name == "xformers" and dtype == torch.float64:
+            q, k, v = q.float(), k.float(), v.float()  # it takes no other
+        out = getattr(attentions, self.name)(q, k, v, heads, scale).to(dtype)
+        return self.project(attn.to_out, out)
+
+    @staticmethod
+    def project(layers: Any, out: Tensor) -> Tensor:
+        for layer in layers if isinstance(layers, nn.ModuleList) else [layers]:
+            out = layer(out)
+        return out
+
+
+def _ways() -> list[str]:
+    return ["sdp", "doggettx", "v1", "invokeai", "subquad"]
+
+
+def attention_switched(w: World, rng: random.Random) -> None:
+    """The host takes another attention: each module gets another processor, or the class another forward."""
+    name, factor = rng.choice(_ways()), rng.choice((0.25, 0.5, 2.0, 4.0))
+    if w.kind == "small" and rng.random() < 0.4:
+        _off(w, ATTENTION)
+        w.patches[ATTENTION] = _class_forward(Host(name, factor))
+    else:
+        # a processor that has another within it keeps that, until it goes
+
+        def change(m: nn.Module) -> None:
+            for module in m.modules():
+                if hasattr(module, "processor") and not hasattr(module.processor, "inner"):
+                    module.processor = Host(name, factor)  # type: ignore[assignment]
+
+        w.both(change)
+    w.behaves_otherwise()
+
+
+def _class_forward(processor: Host) -> Callable[[], None]:
+    before = Attention.forward
+
+    def forward(self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None) -> Any:
+        return processor(self, hidden_states, encoder_hidden_states)
+
+    Attention.forward = forward  # type: ignore[method-assign]
+
+    def undo() -> None:
+        Attention.forward = before  # type: ignore[method-assign]
+
+    return undo
+
+
+def attention_of_torch_replaced(w: World, rng: random.Random) -> None:
+    """Another function in the place of PyTorch's attention, as SD.Next's options put there; on and off."""
+    factor = rng.choice((0.5, 2.0))
+    if _off(w, OVERRIDE):
+        return
+    real = nn.functional.scaled_dot_product_attention
+
+    def sharper(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return real(query * factor, *args, **kwargs)
+
+    w.patches[OVERRIDE] = _started(mock.patch.object(nn.functional, "scaled_dot_product_attention", sharper))
+    w.behaves_otherwise()
+
+
+def xformers_switched(w: World, rng: random.Random) -> None:
+    """Attention by xformers, whose operators a capture knows nothing of; on and off."""
+    factor = rng.choice((0.5, 2.0))
+    if _off(w, XFORMERS) or w.ground.gpu:
+        # the stand-in computes on a CPU
+        return
+    stack = contextlib.ExitStack()
+    stack.enter_context(imported("xformers", "ops"))
+    before = [(m, m.processor) for root in (w.subject, w.twin) for m in root.modules() if hasattr(m, "processor")]
+    for module, processor in before:
+        if not hasattr(processor, "inner"):
+            module.processor = Host("xformers", factor)  # type: ignore[assignment]
+
+    @stack.callback
+    def undo() -> None:
+        for module, processor in before:
+            if isinstance(module.processor, Host) and module.processor.name == "xformers":
+                module.processor = processor
+
+    w.patches[XFORMERS] = stack.close
+    w.behaves_otherwise()
+
+
+def triton_switched(w: World, rng: random.Random) -> None:
+    """There is Triton, or there is none any more: plans that are made from then on are made accordingly."""
+    if TRITON not in w.patches:
+        there = not w.ground.gpu
+        w.patches[TRITON] = _started(mock.patch.object(environment, "triton_runs_on", lambda device: there))
+    else:
+        w.patches.pop(TRITON)()
+    if rng.random() < 0.6:
+        w.drop_plans()
+
+
+# those whose launches fall back on their references on a CPU
+FAILING = ("group_norm", "layer_norm", "geglu", "attention", "bias_add", "upsample", "timestep_embedding", "linear_add")
+
+
+def kernel_fails(w: World, rng: random.Random) -> None:
+    """A kernel raises from now on, or after some calls, for ever: plans do without it."""
+    module = importlib.import_module(f"sfast_ext.kernels.{rng.choice(FAILING)}")
+    spared, raised, real = rng.choice((0, 0, 3, 20)), 0, module.reference
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal spared, raised
+        if spared > 0:
+            spared -= 1
+            return real(*args, **kwargs)
+        raised += 1
+        if raised > SHARED_BY:
+            # raised here it would be taken for a failure of the kernel
+            w.wrongs.append(f"{module.__name__} is launched again and again, though it fails")
+        raise Injected(module.__name__)
+
+    if not hasattr(real, "failing"):
+        failing.failing = True  # type: ignore[attr-defined]
+        earlier = w.patches.pop(KERNELS, None)
+        w.patches[KERNELS] = _repaired(_started(mock.patch.object(module, "reference", failing)), earlier)
+    w.drop_plans()
+
+
+def _repaired(undo: Callable[[], None], earlier: Callable[[], None] | None) -> Callable[[], None]:
+    def end() -> None:
+        undo()
+        if earlier is not None:
+            earlier()
+        health.clear()
+
+    return end
+
+
+def _off(w: World, name: str) -> bool:
+    undo = w.patches.pop(name, None)
+    if undo is not None:
+        undo()
+        w.behaves_otherwise()
+    return undo is not None
+
+
+def _started(patch: Any) -> Callable[[], None]:
+    patch.start()
+    return lambda: patch.stop() and None
+
+
+EVENTS: dict[Event, int] = {
+    attention_switched: 6, attention_of_torch_replaced: 3, xformers_switched: 3, triton_switched: 6,
+}  # fmt: skip
+# On a GPU launches call no references.
+CPU_EVENTS: dict[Event, int] = {kernel_fails: 5}
