@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import subprocess
 from pathlib import Path
@@ -24,6 +25,13 @@ def synchronise(where: torch.device) -> None:
     """Wait for the GPU, before a clock is read."""
     if where.type == "cuda":
         torch.cuda.synchronize(where)
+
+
+def free_memory(where: torch.device) -> None:
+    """Give back what nothing holds any more, of a GPU to its driver."""
+    gc.collect()
+    if where.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _first_line(*command: str) -> str | None:
