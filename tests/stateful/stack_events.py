@@ -22,13 +22,14 @@ from stateful.world import Event, World
 
 ATTENTION, OVERRIDE, XFORMERS = "attention", "attention of torch", "xformers"
 TRITON, KERNELS = "Triton", "kernels that fail"
+FACTORS = (0.25, 0.5, 0.75)
+"""Of scores, so that a plan of another attention shows. Sharper ones would make more of what bfloat16 rounds."""
 SHARED_BY = 4
 """Kernels at most whose launches call one reference."""
 
 
 class Host:
-    """A host's attention, as a processor: one of `attentions`, with scores sharpened by a factor, so that a plan of
-    another shows."""
+    """A host's attention, as a processor: one of `attentions`, its scores times a factor."""
 
     def __init__(self, name: str, factor: float) -> None:
         self.name, self.factor = name, factor
@@ -59,7 +60,7 @@ def _ways() -> list[str]:
 
 def attention_switched(w: World, rng: random.Random) -> None:
     """The host takes another attention: each module gets another processor, or the class another forward."""
-    name, factor = rng.choice(_ways()), rng.choice((0.25, 0.5, 2.0, 4.0))
+    name, factor = rng.choice(_ways()), rng.choice(FACTORS)
     if w.kind == "small" and rng.random() < 0.4:
         _off(w, ATTENTION)
         w.patches[ATTENTION] = _class_forward(Host(name, factor))
@@ -91,7 +92,7 @@ def _class_forward(processor: Host) -> Callable[[], None]:
 
 def attention_of_torch_replaced(w: World, rng: random.Random) -> None:
     """Another function in the place of PyTorch's attention, as SD.Next's options put there; on and off."""
-    factor = rng.choice((0.5, 2.0))
+    factor = rng.choice(FACTORS)
     if _off(w, OVERRIDE):
         return
     real = nn.functional.scaled_dot_product_attention
@@ -105,7 +106,7 @@ def attention_of_torch_replaced(w: World, rng: random.Random) -> None:
 
 def xformers_switched(w: World, rng: random.Random) -> None:
     """Attention by xformers, whose operators a capture knows nothing of; on and off."""
-    factor = rng.choice((0.5, 2.0))
+    factor = rng.choice(FACTORS)
     if _off(w, XFORMERS) or w.ground.gpu:
         # the stand-in computes on a CPU
         return
