@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from sfast_ext.patches import Patch, brought, home_of, methods, shadows
+from sfast_ext.patches import Patch, brought, cells, home_of, methods, shadows, strangers
 from sfast_ext.scene import LONGEST, NoScene, Scene
 from sfast_ext.slot import AcceleratedForward, is_own_forward
 
@@ -151,17 +151,36 @@ class _Reader:
                 self.read(f"{path}.{name}" if path else name, child)
 
     def read_class(self, kind: type) -> _Class:
-        """Note the methods of a class and what they call, and those that another party put there."""
+        """Note the methods of a class, what they call and hold, and those that another party put there."""
         forward: Any = kind.forward  # type: ignore[attr-defined]
         key: list[Hashable] = []
-        found = [("class", forward)] if brought(forward, self.home) else []
+        owner = next(owner for owner in kind.__mro__ if "forward" in vars(owner))
+        foreign = [forward] if brought(forward, self.home) else strangers(vars(owner)["forward"], owner)
+        found = [("class", function) for function in foreign]
         for container, name, value in methods(kind):
             self.scene.name(container, name)
             plain = value is None or isinstance(value, (bool, int, float, str))
             key.append(value if plain else self.identity(value))
-            if not plain and value is not forward and brought(value, self.home):
+            if plain:
+                continue
+            if isinstance(container, type):
+                key += [self.held(cell) for cell in cells(value, container)]
+            if value is forward:
+                continue
+            if brought(value, self.home):
                 found.append(("function", value))
+            elif isinstance(container, type):
+                found += [("function", each) for each in strangers(value, container, imported=True)]
         return _Class(key, found)
+
+    def held(self, cell: types.CellType) -> Hashable:
+        """What a function keeps in its closure."""
+        content = self.scene.cell(cell)
+        if isinstance(content, torch.Tensor):
+            return id(content)
+        plain = not isinstance(content, (type, types.FunctionType))
+        found = self.value(content) if plain else None
+        return self.identity(content) if found is None else found
 
     def patched(self, path: str, module: nn.Module) -> None:
         attributes = module.__dict__

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
-from types import CodeType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
+
+from sfast_ext.scene import content_of
 
 _EXTENSIONS = ("extensions", "extensions-builtin")
 # what comes with the host is known to its adapter
@@ -23,7 +26,7 @@ class Patch:
     path: str
     module: nn.Module
     kind: str
-    """"forward", "method" or "hook" on the instance; "class" where its class's forward is an extension's, "function"
+    """"forward", "method" or "hook" on the instance; "class" where its class's forward is another party's, "function"
     where another method is, or a function that one calls; the name of an attribute, such as "processor", that is a
     callable of an extension's."""
     function: Any
@@ -35,12 +38,19 @@ class Patch:
 
 
 def described(function: Any) -> str:
-    """A function by its name, and the WebUI's extension that it comes from, where it lies in one's folder."""
+    """A function by its name, and where it comes from: the WebUI's extension whose folder it lies in, or its file."""
     function = _innermost(function)
     home = getattr(function, "__module__", None) or type(function).__module__
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    if hasattr(function, "__wrapped__") and isinstance(function, FunctionType):
+        # functools.wraps gave it the names of what it wraps
+        home, name = function.__globals__.get("__name__", home), function.__code__.co_name
     extension = extension_of(function)
-    return f"{home}.{name}" + (f" of the extension {extension}" if extension else "")
+    if extension:
+        return f"{home}.{name} of the extension {extension}"
+    file = PurePath(getattr(_code(function), "co_filename", "<none>"))
+    # not all of the path, which tells the user's name
+    return f"{home}.{name}" if file.name.startswith("<") else f"{home}.{name} in {'/'.join(file.parts[-2:])}"
 
 
 def extension_of(function: Any) -> str | None:
@@ -64,7 +74,7 @@ def home_of(kind: type) -> str | None:
 
 def _innermost(function: Any) -> Any:
     while True:
-        if isinstance(function, functools.partial):
+        if isinstance(function, (functools.partial, functools.partialmethod)):
             function = function.func
         elif hasattr(function, "__func__"):
             function = function.__func__
@@ -99,6 +109,67 @@ def brought(value: Any, home: str | None) -> bool:
     return extension is not None and extension != home and not built_in
 
 
+# what a decorator of anybody's may be made of
+_COMMON = frozenset({"torch", "typing_extensions", *sys.stdlib_module_names})
+
+
+def layers(function: Any) -> Iterator[FunctionType]:
+    """A function, and those that it passes on to: a bound method's, a partial's, and what it finds in its closure."""
+    seen: set[int] = set()
+    waiting = [function]
+    while waiting:
+        each = _innermost(waiting.pop())
+        if not isinstance(each, FunctionType):
+            each = _innermost(type(each).__call__) if _has_code(each) else None
+        if isinstance(each, FunctionType) and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            waiting += [content for cell in each.__closure__ or () if _has_code(content := content_of(cell))]
+
+
+def cells(function: Any, owner: type) -> Iterator[CellType]:
+    """The cells that the layers of a function have, but for those of another party's code; see `strangers`."""
+    for layer in layers(function):
+        if _written_by(layer) == _top(owner.__module__):
+            yield from layer.__closure__ or ()
+
+
+def strangers(function: Any, owner: type, *, imported: bool = False) -> list[FunctionType]:
+    """The layers of a method that are neither of the package that its class comes from nor of torch's or Python's.
+
+    Args:
+        imported: whether what the class's own module imports counts as its own, such as the decorators of a library.
+    """
+    own = _COMMON | {_top(owner.__module__)} | (_imported_by(owner.__module__) if imported else frozenset())
+    return [layer for layer in layers(function) if _written_by(layer) not in own and not _comes_with_the_host(layer)]
+
+
+def _has_code(value: Any) -> bool:
+    """Whether a value is a function or an object that is called like one, and is written in Python."""
+    return callable(value) and not isinstance(value, (type, nn.Module)) and _code(value) is not None
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _written_by(function: FunctionType) -> str:
+    """The package whose code a function is; `__module__` would be that of what it wraps."""
+    if function.__code__.co_filename.startswith("<eval_with_key>"):
+        return "torch"  # a graph's code, which torch wrote
+    return _top(function.__globals__.get("__name__") or "")
+
+
+def _imported_by(module: str) -> frozenset[str]:
+    names = vars(sys.modules[module]) if module in sys.modules else {}
+    homes = (v.__name__ if isinstance(v, ModuleType) else getattr(v, "__module__", None) for v in [*names.values()])
+    return frozenset(_top(home) for home in homes if isinstance(home, str))
+
+
+def _comes_with_the_host(function: FunctionType) -> bool:
+    return _extension_in(function.__code__.co_filename)[1]
+
+
 Found = tuple[type | dict, str, Any]
 
 
@@ -120,11 +191,8 @@ def _read_by(function: Any, depth: int = 0) -> Iterator[Found]:
     if code is None:
         return
     for cell in (function.__closure__ or ()) if depth < 3 else ():
-        try:
-            # a method that the host wrapped calls the one that was there
-            yield from _read_by(cell.cell_contents, depth + 1)
-        except ValueError:
-            pass  # an empty cell
+        # a method that the host wrapped calls the one that was there
+        yield from _read_by(content_of(cell), depth + 1)
     names, around = _names(code), function.__globals__
     for used in names & around.keys():
         found = around[used]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from itertools import chain, repeat
+from types import CellType
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class Scene:
         self._long: list[dict | list] = []
         self._names: dict[int, tuple[type | dict, dict[str, Any]]] = {}
         self._kinds: dict[tuple[Any, str], Any] = {}
+        self._cells: list[CellType] = []
+        self._contents: list[Any] = []
 
     # Each is noted before it is read: what changes in between is seen at the next look.
 
@@ -92,6 +95,14 @@ class Scene:
         _, names = self._names.setdefault(id(home), (home, {}))
         names[name] = _namespace(home).get(name)
 
+    def cell(self, cell: CellType) -> Any:
+        """A cell of a function's closure; returns what it holds, None where it is empty."""
+        content = content_of(cell)
+        self._cells.append(cell)
+        # tensors are told by address, as elsewhere
+        self._contents.append(id(content) if isinstance(content, torch.Tensor) else content)
+        return content
+
     def kind(self, kind: Any, name: str) -> Any:
         """A method of a class; returns what it is."""
         function = self._kinds[kind, name] = getattr(kind, name)
@@ -114,6 +125,7 @@ class Scene:
             and list(map(type, self._modules)) == self._types
             and all(found.holds() for found in self._found)
             and all(getattr(kind, name) is function for kind, name, function in self._methods)
+            and all(map(_still, map(content_of, self._cells), self._contents))
         )
 
     def holds(self) -> bool:
@@ -144,6 +156,22 @@ class NoScene(Scene):
 
     def name(self, home: type | dict, name: str) -> None:
         """Nothing."""
+
+    def cell(self, cell: CellType) -> Any:
+        """What it holds."""
+        return content_of(cell)
+
+
+def content_of(cell: CellType) -> Any:
+    """What a closure's cell holds; None where it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _still(content: Any, noted: Any) -> bool:
+    return content is noted or (isinstance(content, torch.Tensor) and id(content) == noted)
 
 
 class _Found:

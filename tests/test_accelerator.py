@@ -197,6 +197,22 @@ def test_a_foreign_patch_inside_means_the_original_and_is_named():
     assert counters(acc) == {"captures": 1, "eager_runs": 2, "fallbacks": 1, "discarded": 1}
 
 
+def test_a_class_patched_by_foreign_code_with_state_in_its_closure_means_the_original(monkeypatch):
+    module = net()
+    acc = accelerate(module, CPU)
+    x, state = picture(), {"k": 1.0}
+    run_twice(module, x, 1)
+    source = "def make(f, state):\n    return lambda self, x: f(self, x) * state['k']\n"
+    exec(compile(source, "/webui/scripts/zz_scaler.py", "exec"), scope := {"__name__": "zz_scaler"})
+    with monkeypatch.context() as patched:
+        patched.setattr(nn.GroupNorm, "forward", scope["make"](nn.GroupNorm.forward, state))
+        for state["k"] in (1.0, 2.0, 3.0):
+            assert torch.equal(module(x, 1), Net.forward(module, x, 1))
+    assert "zz_scaler.make.<locals>.<lambda> in scripts/zz_scaler.py" in reasons(acc)
+    close(module(x, 1), Net.forward(module, x, 1))
+    assert counters(acc) == {"captures": 1, "eager_runs": 2, "fallbacks": 3, "discarded": 1}
+
+
 def test_a_host_can_vouch_for_a_patch():
     module = net()
     acc = accelerate(module, CPU, hooks=Hooks(recognised=lambda m, kind, f: kind == "forward"))

@@ -394,7 +394,7 @@ def test_another_attention_is_another_behaviour(host):
     host.generate()
     own = CrossAttention.forward
     try:
-        CrossAttention.forward = lambda self, x, context=None, mask=None: 0.5 * own(self, x, context, mask)
+        CrossAttention.forward = standin.halved(own)
         changed = host.generate()
         assert same(changed, reference(1))
     finally:
@@ -402,6 +402,24 @@ def test_another_attention_is_another_behaviour(host):
     assert count("captures") == 2
     assert same(host.generate(), reference(1))
     assert count("captures") == 2
+
+
+def test_a_class_that_a_script_of_the_users_patches_goes_to_the_original(host):
+    from ldm.modules.attention import BasicTransformerBlock
+
+    started(host)
+    host.generate()
+    own, state, before = BasicTransformerBlock.forward, {"k": 1.0}, count("plans run")
+    try:
+        BasicTransformerBlock.forward = lambda self, *x, **k: own(self, *x, **k) * state["k"]
+        pictures = [host.generate() for state["k"] in (1.0, 3.0)]
+        assert same(pictures[1], reference(1), 1e-5)
+    finally:
+        BasicTransformerBlock.forward = own
+    assert not same(*pictures) and count("plans run") == before
+    (reason,) = status()["reasons"]
+    assert "has a foreign forward of its class" in reason and "in tests/test_host_a1111.py" in reason
+    assert same(host.generate(), reference(1)) and count("captures") == 1
 
 
 def test_a_setting_takes_effect_at_the_next_generation(host):

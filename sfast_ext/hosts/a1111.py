@@ -16,7 +16,7 @@ from sfast_ext import environment
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import controlnet, memory
 from sfast_ext.hosts.a1111_switches import Switches
-from sfast_ext.hosts.common import Attachment, wrap
+from sfast_ext.hosts.common import Attachment, of_the_host, wrap
 from sfast_ext.report import Report
 from sfast_ext.ui import api, settings
 
@@ -143,7 +143,10 @@ class UnetHooks:
         )
 
     def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
-        """Vouch for patches that stay in place and only pass on while they are off, Hypertile's among them."""
+        """Vouch for what the WebUI does to classes, and for patches that stay in place and only pass on while they are
+        off, Hypertile's among them."""
+        if kind in ("class", "function") and of_the_host(function):
+            return True
         # While one is on that was off before, we stand aside before this is asked.
         params = vars(module).get("__webui_hypertile_params")
         if kind == "forward" and params is not None and getattr(function, "__wrapped__", None) == params.forward:

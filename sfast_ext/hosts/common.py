@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -193,6 +195,13 @@ class Attachment:
         if self._told != (id(module), message):
             self._told = (id(module), message)
             self._report.event("standing aside", message)
+
+
+def of_the_host(function: Any) -> bool:
+    """Whether a function is the WebUI's own code, of its package `modules`: what it does is known to the adapters."""
+    file = getattr(getattr(function, "__code__", None), "co_filename", "")
+    folders = getattr(sys.modules.get("modules"), "__path__", ())
+    return any(Path(folder) in Path(file).parents for folder in folders)
 
 
 def _separate(accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> None:

@@ -14,7 +14,7 @@ from sfast_ext import environment
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import memory
-from sfast_ext.hosts.common import Attachment, wrap
+from sfast_ext.hosts.common import Attachment, of_the_host, wrap
 from sfast_ext.hosts.sdnext_adapters import Adapters
 from sfast_ext.hosts.sdnext_offload import Offload
 from sfast_ext.hosts.sdnext_reasons import COMPILED, keeps_weights, passing_reason, standing_reason
@@ -116,6 +116,9 @@ class Watch:
 
         And for the module's own forward as a bound method: accelerate and HyperTile leave that when they go.
         """
+        if kind in ("class", "function"):
+            # what SD.Next itself does to classes
+            return of_the_host(function)
         if kind != "forward":
             return False
         if is_own_forward(function, module):

@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -122,7 +123,8 @@ class Host:
         """What `import modules.…` finds."""
         registrars = {f"on_{name}": self.callbacks[name].append for name in CALLBACKS}
         found = {
-            "modules": _module("modules", __path__=[]),
+            # what is written here is the WebUI's own
+            "modules": _module("modules", __path__=[str(Path(__file__).parent)]),
             "modules.shared": self.shared,
             "modules.devices": self.devices,
             "modules.sd_unet": self.sd_unet,
@@ -244,6 +246,11 @@ class Host:
             return original(layer, x)
 
         return forward
+
+
+def halved(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """What the WebUI puts in place of an attention's forward, when another is chosen."""
+    return lambda self, x, context=None, mask=None: 0.5 * forward(self, x, context, mask)
 
 
 class Denoiser(nn.Module):

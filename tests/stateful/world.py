@@ -57,6 +57,8 @@ class World:
         self.config = on.calm
         self.patches: dict[str, Callable[[], None]] = {}
         """What is patched now, and how it is taken away."""
+        self.closure: dict[str, Any] = {}
+        """What the patch of a class keeps for itself."""
         self.foreign: set[str] = set()
         """Those of them that no plan can live with."""
         self.faults: list[Callable[[], None]] = []
