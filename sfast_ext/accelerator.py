@@ -339,8 +339,7 @@ class Accelerator(Planner):
             raise NotOurs(foreign)
         at("key of the host")
         host = self.hooks.key() if self.hooks.key else None
-        # hosts put other libraries' attention in its place, while a model is loaded
-        key = (call.signature, behaviour, host, nn.functional.scaled_dot_product_attention, device)
+        key = (call.signature, behaviour, host, device)
         plan = self.plans.get(key)
         # at the beginning of a generation weights are likely to be others
         ahead = ahead and plan is not None and not due and self._runs_ahead(plan)

@@ -20,7 +20,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from sfast_ext.patches import Patch, brought, cells, home_of, methods, shadows, strangers
+from sfast_ext import surroundings
+from sfast_ext.patches import (
+    PLAIN,
+    Patch,
+    Place,
+    brought,
+    cells,
+    home_of,
+    kept,
+    knowable,
+    methods,
+    shadows,
+    strangers,
+    torchs_methods,
+)
 from sfast_ext.scene import LONGEST, NoScene, Scene
 from sfast_ext.slot import AcceleratedForward, is_own_forward
 
@@ -47,18 +61,19 @@ class Fingerprint:
     patches: list[Patch]
     scene: Scene
     classes: dict[type, _Class]
+    around: surroundings.Surroundings
 
     def holds(self) -> bool:
-        """Whether everything that was read of instances is still the very same object: at a fraction of a reading's
-        cost.
+        """Whether everything that was read of instances, and of torch itself, is still the very same object: at a
+        fraction of a reading's cost.
 
         True means that a reading would find the same in them. False does not say that it would not.
         """
-        return self.scene.holds()
+        return self.scene.holds() and surroundings.look() == self.around
 
     def looks_alike(self) -> bool:
         """A glance, for each call; see `Scene.looks_alike`."""
-        return self.scene.looks_alike()
+        return self.scene.looks_alike() and surroundings.look() == self.around
 
     def classes_hold(self, root: nn.Module) -> bool:
         """Whether a reading would find the same in the classes of all modules, and in what their methods call."""
@@ -81,8 +96,10 @@ def fingerprint(
         transparent: see `Hooks.transparent`; which function such a forward is says nothing either.
     """
     reader = _Reader(_MECHANICS | ignored, root, transparent)
+    around = surroundings.look()
+    reader.surroundings(around, root)
     reader.read("", root, is_root=True)
-    return reader.fingerprint()
+    return reader.fingerprint(around)
 
 
 def structure(root: nn.Module, ignored: frozenset[str] = frozenset()) -> tuple[Hashable, ...]:
@@ -115,8 +132,27 @@ class _Reader:
         self.scene: Scene = Scene()
         self.classes: dict[type, _Class] = {}
 
-    def fingerprint(self) -> Fingerprint:
-        return Fingerprint(tuple(self.key), self.alive, self.patches, self.scene.seal(), self.classes)
+    def fingerprint(self, around: surroundings.Surroundings) -> Fingerprint:
+        return Fingerprint(tuple(self.key), self.alive, self.patches, self.scene.seal(), self.classes, around)
+
+    def surroundings(self, around: surroundings.Surroundings, root: nn.Module) -> None:
+        """Note what is replaced in torch, and hooks on all modules."""
+        for name, function in around.replaced:
+            self.key.append((name, self.identity(function)))
+            if name == surroundings.ATTENTION and function is not None and knowable(function):
+                # no kernel calls it, and libraries of attention are put there
+                self.key += [self.kept(place, value) for place, value in kept(function)]
+            else:
+                self.patches.append(Patch(name, root, "replaced", function))
+        for hook in around.hooks:
+            self.key.append(("hook on all modules", self.function(hook)))
+            self.patches.append(Patch("", root, "hook on all modules", hook))
+
+    def kept(self, place: Place, value: Any) -> Hashable:
+        if isinstance(place, types.CellType):
+            return self.held(place)
+        self.scene.name(*place)
+        return value if isinstance(value, PLAIN) else self.identity(value)
 
     def kind(self, kind: Any, name: str) -> Hashable:
         return self.identity(self.scene.kind(kind, name))
@@ -159,7 +195,7 @@ class _Reader:
         found = [("class", function) for function in foreign]
         for container, name, value in methods(kind):
             self.scene.name(container, name)
-            plain = value is None or isinstance(value, (bool, int, float, str))
+            plain = value is None or isinstance(value, PLAIN)
             key.append(value if plain else self.identity(value))
             if plain:
                 continue
@@ -171,6 +207,10 @@ class _Reader:
                 found.append(("function", value))
             elif isinstance(container, type):
                 found += [("function", each) for each in strangers(value, container, imported=True)]
+        for container, name, value in torchs_methods(kind):
+            self.scene.name(container, name)
+            key.append(None if value is None else self.identity(value))
+            found += [("function", each) for each in strangers(value, container)]
         return _Class(key, found)
 
     def held(self, cell: types.CellType) -> Hashable:

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from sfast_ext.scene import content_of
@@ -26,13 +27,16 @@ class Patch:
     path: str
     module: nn.Module
     kind: str
-    """"forward", "method" or "hook" on the instance; "class" where its class's forward is another party's, "function"
+    """"replaced" for a function of torch, whose name is `path`, and "hook on all modules", both noted on the root;
+    "forward", "method" or "hook" on the instance; "class" where its class's forward is another party's, "function"
     where another method is, or a function that one calls; the name of an attribute, such as "processor", that is a
     callable of an extension's."""
     function: Any
 
     def words(self) -> str:
         """The patch and where it comes from, for the report."""
+        if self.kind == "replaced":
+            return f"{self.path} is " + (f"replaced by {described(self.function)}" if self.function else "gone")
         what = {"class": "forward of its class", "function": "function in its class"}.get(self.kind, self.kind)
         return f"{self.path or 'the model'} has a foreign {what}, {described(self.function)}"
 
@@ -109,6 +113,13 @@ def brought(value: Any, home: str | None) -> bool:
     return extension is not None and extension != home and not built_in
 
 
+CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
+"""What runs when a module is called, before its forward."""
+# hosts patch these, and they compute nothing
+_KEEPS_BOOKS = frozenset({"_load_from_state_dict", "_save_to_state_dict", "reset_parameters", "extra_repr"})
+PLAIN = (bool, int, float, str)
+# packages whose functions stand in for PyTorch's attention
+_ATTENTIONS = frozenset({"torch", "xformers", "flash_attn", "sageattention", "diffusers"})
 # what a decorator of anybody's may be made of
 _COMMON = frozenset({"torch", "typing_extensions", *sys.stdlib_module_names})
 
@@ -140,8 +151,49 @@ def strangers(function: Any, owner: type, *, imported: bool = False) -> list[Fun
     Args:
         imported: whether what the class's own module imports counts as its own, such as the decorators of a library.
     """
-    own = _COMMON | {_top(owner.__module__)} | (_imported_by(owner.__module__) if imported else frozenset())
-    return [layer for layer in layers(function) if _written_by(layer) not in own and not _comes_with_the_host(layer)]
+    own = _COMMON | {_top(owner.__module__)}
+    found = [layer for layer in layers(function) if _written_by(layer) not in own and not _comes_with_the_host(layer)]
+    if found and imported:
+        more = _imported_by(owner.__module__)
+        found = [layer for layer in found if _written_by(layer) not in more]
+    return found
+
+
+def knowable(function: Any) -> bool:
+    """Whether what a function does follows from which it is, and from plain values in its closure and its module.
+
+    A library's attention is taken as knowable, whatever it looks up.
+    """
+    return all(_stays(value) for _, value in kept(function))
+
+
+Place = CellType | tuple[dict, str]
+
+
+def kept(function: Any) -> Iterator[tuple[Place, Any]]:
+    """What a function and those that it calls find outside themselves: (cell, or dictionary and name in it; value)."""
+    seen: set[int] = set()
+    waiting = [function]
+    while waiting:
+        for layer in layers(waiting.pop()):
+            if id(layer) in seen or _written_by(layer) in _ATTENTIONS:
+                continue
+            seen.add(id(layer))
+            around = layer.__globals__
+            found: list[tuple[Place, Any]] = [(cell, content_of(cell)) for cell in layer.__closure__ or ()]
+            found += [((around, name), around[name]) for name in _names(layer.__code__) & around.keys()]
+            found += [((vars(layer), name), value) for name, value in vars(layer).items()]
+            yield from found
+            waiting += [value for _, value in found if isinstance(value, (FunctionType, functools.partial))]
+
+
+def _stays(value: Any) -> bool:
+    if isinstance(value, ModuleType):
+        return _top(value.__name__) in _COMMON
+    if isinstance(value, functools.partial):
+        return all(map(_stays, (value.func, *value.args, *value.keywords.values())))
+    functions = (type, FunctionType, BuiltinFunctionType)
+    return value is None or isinstance(value, (*PLAIN, *functions, torch.dtype, torch.device))
 
 
 def _has_code(value: Any) -> bool:
@@ -186,6 +238,19 @@ def methods(kind: type) -> Iterator[Found]:
                     yield from _read_by(function)
 
 
+def torchs_methods(kind: type) -> Iterator[tuple[type, str, Any]]:
+    """The methods that a class has from torch's classes, and how a module is called: (class, name, method or None)."""
+    for owner in kind.__mro__:
+        of_torch = _top(owner.__module__) == "torch" and owner is not nn.Module
+        if of_torch or (owner is not nn.Module and issubclass(owner, nn.Module)):
+            # a class that has none of its own may be given one
+            yield from ((owner, name, vars(owner).get(name)) for name in CALLS)
+        for name, value in vars(owner).items() if of_torch else ():
+            bookkeeping = name.startswith("__") or name in _KEEPS_BOOKS
+            if not bookkeeping and name != "forward" and isinstance(getattr(value, "__func__", value), FunctionType):
+                yield owner, name, value
+
+
 def _read_by(function: Any, depth: int = 0) -> Iterator[Found]:
     code = getattr(function, "__code__", None)
     if code is None:
@@ -198,7 +263,7 @@ def _read_by(function: Any, depth: int = 0) -> Iterator[Found]:
         found = around[used]
         if isinstance(found, (type, ModuleType)):
             continue
-        if callable(found) or isinstance(found, (bool, int, float, str)):
+        if callable(found) or isinstance(found, PLAIN):
             yield around, used, found
         elif hasattr(found, "__dict__"):
             # a stand-in for a module, such as AUTOMATIC1111 has for torch

@@ -143,9 +143,9 @@ class UnetHooks:
         )
 
     def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
-        """Vouch for what the WebUI does to classes, and for patches that stay in place and only pass on while they are
-        off, Hypertile's among them."""
-        if kind in ("class", "function") and of_the_host(function):
+        """Vouch for what the WebUI does to classes and to torch, and for patches that stay in place and only pass on
+        while they are off, Hypertile's among them."""
+        if kind in ("class", "function", "replaced") and of_the_host(function):
             return True
         # While one is on that was off before, we stand aside before this is asked.
         params = vars(module).get("__webui_hypertile_params")

@@ -116,8 +116,8 @@ class Watch:
 
         And for the module's own forward as a bound method: accelerate and HyperTile leave that when they go.
         """
-        if kind in ("class", "function"):
-            # what SD.Next itself does to classes
+        if kind in ("class", "function", "replaced"):
+            # what SD.Next itself does to classes and to torch
             return of_the_host(function)
         if kind != "forward":
             return False

@@ -12,16 +12,19 @@ from unittest import mock
 import torch
 from foreign import imported
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from sfast_ext import environment
 from sfast_ext.kernels import health
 from sfast_ext.tools import attentions
+from stateful.behaviour_events import written_elsewhere
 from stateful.fault_events import Injected
 from stateful.nets import Attention
 from stateful.world import Event, World
 
 ATTENTION, OVERRIDE, XFORMERS = "attention", "attention of torch", "xformers"
 TRITON, KERNELS = "Triton", "kernels that fail"
+FUNCTION, HOOK = "function of torch", "hook on all modules"
 FACTORS = (0.25, 0.5, 0.75)
 """Of scores, so that a plan of another attention shows. Sharper ones would make more of what bfloat16 rounds."""
 SHARED_BY = 4
@@ -102,6 +105,48 @@ def attention_of_torch_replaced(w: World, rng: random.Random) -> None:
 
     w.patches[OVERRIDE] = _started(mock.patch.object(nn.functional, "scaled_dot_product_attention", sharper))
     w.behaves_otherwise()
+
+
+FUNCTIONS: tuple[tuple[Any, str], ...] = (
+    (nn.functional, "group_norm"), (nn.functional, "layer_norm"), (nn.functional, "silu"), (nn.functional, "gelu"),
+    (nn.functional, "linear"), (nn.functional, "conv2d"), (torch, "cat"), (torch.Tensor, "flatten"),
+    (nn.Conv2d, "_conv_forward"), (nn.GroupNorm, "__call__"),
+)  # fmt: skip
+
+
+def function_of_torch_replaced(w: World, rng: random.Random) -> None:
+    """Another function in the place of one of torch's, with a factor that changes; on and off."""
+    (home, name), factor, late = rng.choice(FUNCTIONS), rng.uniform(0.8, 1.2), rng.random() < 0.4
+    if FUNCTION in w.patches and late:
+        w.factor = factor
+        return
+    if _off(w, FUNCTION):
+        w.foreign.discard(FUNCTION)
+        return
+    real, w.factor = getattr(home, name), factor
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        return real(*args, **kwargs) * w.factor
+
+    w.patches[FUNCTION] = _started(mock.patch.object(home, name, written_elsewhere(scaled)))
+    w.foreign.add(FUNCTION)
+
+
+def hook_on_all(w: World, rng: random.Random) -> None:
+    """A hook on all modules that changes what those of one class give; on and off."""
+    kind, factor, pre = rng.choice((nn.GroupNorm, nn.Linear, nn.Conv2d)), rng.uniform(0.8, 1.2), rng.random() < 0.5
+    if _off(w, HOOK):
+        w.foreign.discard(HOOK)
+        return
+
+    def before(module: nn.Module, args: Any) -> Any:
+        return (args[0] * factor, *args[1:]) if isinstance(module, kind) and args else None
+
+    def after(module: nn.Module, args: Any, result: Any) -> Any:
+        return result * factor if isinstance(module, kind) else None
+
+    w.patches[HOOK] = (register_module_forward_pre_hook(before) if pre else register_module_forward_hook(after)).remove
+    w.foreign.add(HOOK)
 
 
 def xformers_switched(w: World, rng: random.Random) -> None:
@@ -190,6 +235,7 @@ def _started(patch: Any) -> Callable[[], None]:
 
 EVENTS: dict[Event, int] = {
     attention_switched: 6, attention_of_torch_replaced: 3, xformers_switched: 3, triton_switched: 6,
+    function_of_torch_replaced: 3, hook_on_all: 2,
 }  # fmt: skip
 # On a GPU launches call no references.
 CPU_EVENTS: dict[Event, int] = {kernel_fails: 5}

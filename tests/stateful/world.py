@@ -59,6 +59,8 @@ class World:
         """What is patched now, and how it is taken away."""
         self.closure: dict[str, Any] = {}
         """What the patch of a class keeps for itself."""
+        self.factor = 1.0
+        """Of the function that takes the place of one of torch's."""
         self.foreign: set[str] = set()
         """Those of them that no plan can live with."""
         self.faults: list[Callable[[], None]] = []
