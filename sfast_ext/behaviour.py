@@ -72,7 +72,7 @@ class Fingerprint:
         return self.scene.holds() and surroundings.look() == self.around
 
     def looks_alike(self) -> bool:
-        """A glance, for each call; see `Scene.looks_alike`."""
+        """A look for each call; see `Scene.looks_alike`."""
         return self.scene.looks_alike() and surroundings.look() == self.around
 
     def classes_hold(self, root: nn.Module) -> bool:
@@ -129,7 +129,7 @@ class _Reader:
         self.alive: list[object] = []
         self.patches: list[Patch] = []
         self.seen: set[int] = set()
-        self.scene: Scene = Scene()
+        self.scene: Scene = Scene(skip)
         self.classes: dict[type, _Class] = {}
 
     def fingerprint(self, around: surroundings.Surroundings) -> Fingerprint:

@@ -14,6 +14,10 @@ from torch import nn
 # items of the largest container that is read
 LONGEST = 64
 _Namespace = Mapping[str, Any]
+# of torch's own attributes of a module, those that somebody may exchange; others' are all looked at
+_WATCHED = ("training", "_forward_hooks", "_forward_pre_hooks")
+# readings take these by themselves
+_SLOTS = frozenset({"forward", "_old_forward"})
 
 
 class Scene:
@@ -21,9 +25,17 @@ class Scene:
 
     Objects are held, so that none can give its address to another; but not tensors, of which some are large and
     others' backups.
+
+    Args:
+        ignored: attributes of modules that say nothing, whatever they are exchanged for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ignored: frozenset[str] = frozenset()) -> None:
+        self._ignored = ignored - _SLOTS
+        # by the names of what is looked at: modules' attributes, and their values
+        self._alike: dict[tuple[str, ...], tuple[list[dict], list[tuple]]] = {}
+        self._loose: list[dict] = []
+        self._loose_values: list[Any] = []
         self._modules: list[nn.Module] = []
         self._types: list[type] = []
         self._empty: list[dict | list] = []
@@ -54,16 +66,21 @@ class Scene:
         self._modules.append(module)
         self._types.append(type(module))
         attributes = module.__dict__
-        self.container(attributes)
+        self.container(attributes, loose=False)
         self.container(attributes["_modules"])
         parameters = attributes["_parameters"]
         self._size(parameters)
         self._parameters.append(parameters)
         self._parameter_names.extend(parameters)
         self._missing.extend(map(operator.is_, dict.values(parameters), repeat(None)))
+        if not any(map(isinstance, dict.values(attributes), repeat(torch.Tensor))):
+            names = (*_WATCHED, *(name for name in attributes if name not in self._ignored and name not in _WATCHED))
+            modules, values = self._alike.setdefault(names, ([], []))
+            modules.append(attributes)
+            values.append(tuple(map(attributes.get, names)))
 
-    def container(self, container: dict | list) -> None:
-        """A dict or list with what it holds."""
+    def container(self, container: dict | list, *, loose: bool = True) -> None:
+        """A dict or list with what it holds; `loose` where it is not the attributes of a module."""
         self._size(container)
         values = list(dict.values(container) if isinstance(container, dict) else container)
         if any(map(isinstance, values, repeat(torch.Tensor))):
@@ -74,6 +91,9 @@ class Scene:
             self._dicts.append(container)
             self._dict_keys.extend(container)
             self._dict_values += values
+            if values and loose:
+                self._loose.append(container)
+                self._loose_values += values
         else:
             self._lists.append(container)
             self._list_items += values
@@ -112,21 +132,36 @@ class Scene:
         """To be called when all was read."""
         self._found = [_Found(_namespace(home), names) for home, names in self._names.values()]
         self._methods = [(kind, name, function) for (kind, name), function in self._kinds.items()]
+        self._groups = [(operator.itemgetter(*names), *each) for names, each in self._alike.items()]
+        # where a parameter is none, one may come; of those that are there the weight arena knows
+        self._bare = [p for p in self._parameters if any(value is None for value in dict.values(p))]
+        self._bare_values = [value is None for p in self._bare for value in dict.values(p)]
         return self
 
     def looks_alike(self) -> bool:
-        """Whether nobody added or took away a hook or an attribute, or exchanged a class or its methods.
+        """A look for each call: whether nobody added, took away or exchanged an attribute, a submodule or a hook, nor a
+        class or its methods.
 
-        What it does not see is one value of an attribute that took the place of another.
+        What took the place of another that it is equal to is not told apart, nor a name in a container that is not a
+        module's attributes.
         """
-        return (
-            not any(self._empty)
-            and list(map(len, self._sized)) == self._lengths
-            and list(map(type, self._modules)) == self._types
-            and all(found.holds() for found in self._found)
-            and all(getattr(kind, name) is function for kind, name, function in self._methods)
-            and all(map(_still, map(content_of, self._cells), self._contents))
-        )
+        try:
+            return (
+                not any(self._empty)
+                and list(map(len, self._sized)) == self._lengths
+                and list(map(type, self._modules)) == self._types
+                and all(found.holds() for found in self._found)
+                and all(getattr(kind, name) is function for kind, name, function in self._methods)
+                and all(map(_still, map(content_of, self._cells), self._contents))
+                and all(list(map(get, modules)) == values for get, modules, values in self._groups)
+                and list(_values(self._loose)) == self._loose_values
+                and list(chain.from_iterable(self._lists)) == self._list_items
+                and list(map(_addresses, self._mixed)) == self._addresses
+                and list(map(operator.is_, _values(self._bare), repeat(None))) == self._bare_values
+            )
+        except Exception:
+            # an attribute is gone, or holds what cannot be compared
+            return False
 
     def holds(self) -> bool:
         """Whether everything is the very object that it was, but for parameters that took the place of others."""
@@ -137,7 +172,6 @@ class Scene:
             and all(map(operator.is_, chain.from_iterable(self._lists), self._list_items))
             and all(map(operator.is_, _keys(self._parameters), self._parameter_names))
             and list(map(operator.is_, _values(self._parameters), repeat(None))) == self._missing
-            and list(map(_addresses, self._mixed)) == self._addresses
             and all(len(container) > LONGEST for container in self._long)
         )
 
@@ -148,7 +182,7 @@ class NoScene(Scene):
     def module(self, module: nn.Module) -> None:
         """Nothing."""
 
-    def container(self, container: dict | list) -> None:
+    def container(self, container: dict | list, *, loose: bool = True) -> None:
         """Nothing."""
 
     def long(self, container: dict | list) -> None:

@@ -15,8 +15,10 @@ from stateful import machine
 from stateful.compare import Wrong
 from stateful.world import World
 
+from sfast_ext import behaviour, surroundings
 from sfast_ext.behaviour import BehaviourKeys
 from sfast_ext.kernels import health
+from sfast_ext.scene import Scene
 
 # an event that is listed more often comes more often
 LISTED = machine.listed(machine.EVENTS)
@@ -106,6 +108,30 @@ def test_an_attention_that_a_plan_does_not_follow_is_found(monkeypatch):
         with pytest.raises(Wrong, match="the result differs"):
             for seed in range(4):
                 machine.play(w, "attention_switched", seed)
+    finally:
+        w.undo()
+
+
+STOCK = surroundings.look()
+UNSEEN = {
+    "function_of_torch_replaced": (surroundings, "look", lambda: STOCK),
+    "hook_on_all": (surroundings, "look", lambda: STOCK),
+    "class_forward": (behaviour, "strangers", lambda *class_of_anybody, **options: []),
+    "attribute": (Scene, "looks_alike", lambda scene: True),
+}
+
+
+@pytest.mark.parametrize("event", UNSEEN)
+def test_what_is_not_looked_at_is_found(event, monkeypatch):
+    home, name, blind = UNSEEN[event]
+    monkeypatch.setattr(home, name, blind)
+    w = World("small", 8)
+    w.ticks = True
+    machine.play(w, "calm", 0)
+    try:
+        with pytest.raises(Wrong, match="the result differs"):
+            for seed in range(60):
+                machine.play(w, event, seed)
     finally:
         w.undo()
 

@@ -78,6 +78,7 @@ def _both(w: World, put_on: Callable[[nn.Module], Callable[[], None]]) -> Callab
 
 def instance_forward(w: World, rng: random.Random) -> None:
     path, factor, vouched = w.pick(rng, LAYERS), rng.uniform(0.8, 1.2), rng.random() < 0.4
+    by_assignment = rng.random() < 0.5
 
     def put_on(m: nn.Module) -> Callable[[], None]:
         module = m.get_submodule(path)
@@ -88,7 +89,15 @@ def instance_forward(w: World, rng: random.Random) -> None:
 
         patched.vouched = vouched  # type: ignore[attr-defined]
         module.forward = patched  # type: ignore[method-assign]
-        return lambda: module.__dict__.pop("forward") and None
+
+        def undo() -> None:
+            if by_assignment:
+                # as many do who kept what they found
+                module.forward = before  # type: ignore[method-assign]
+            else:
+                del module.forward
+
+        return undo
 
     if not any(name.startswith("accelerate inside") for name in w.patches):
         _toggle(w, "instance forward", lambda: _both(w, put_on), foreign=not vouched)
@@ -209,6 +218,13 @@ def scalar(w: World, rng: random.Random) -> None:
     w.behaves_otherwise()
 
 
+def attribute(w: World, rng: random.Random) -> None:
+    """A number that a layer has."""
+    path, eps = w.pick(rng, (nn.GroupNorm, nn.LayerNorm)), rng.choice((1e-5, 0.1, 0.5))
+    w.both(lambda m: setattr(m.get_submodule(path), "eps", eps))
+    w.behaves_otherwise()
+
+
 def processor(w: World, rng: random.Random) -> None:
     """Other attention processors, on and off, and other strengths of the ones that are on."""
     value, how = rng.uniform(0.5, 1.5), rng.choice(("plain", "list", "dict", "object", "tensor"))
@@ -318,6 +334,6 @@ def accelerates_hook_inside(w: World, rng: random.Random) -> None:
 
 EVENTS: dict[Event, int] = {
     instance_forward: 2, class_forward: 2, root_class: 1, root_wrapped: 2, hook: 2, root_hook: 2, scalar: 2,
-    processor: 3, submodule_replaced: 1, lora_layer: 1, bias: 2, training: 1, accelerates_hook_outside: 2,
+    attribute: 3, processor: 3, submodule_replaced: 1, lora_layer: 1, bias: 2, training: 1, accelerates_hook_outside: 2,
     accelerates_hook_inside: 1,
 }  # fmt: skip

@@ -109,8 +109,8 @@ class World:
         return rng.choice([n for n, m in self.twin.named_modules() if n and type(m) in _tuple(kinds)])
 
     def behaves_otherwise(self) -> None:
-        """To be called after a change that a host tells by a new generation."""
-        if self.ticks:
+        """To be called after a change: between generations, of which a host tells the next, or in the middle of one."""
+        if self.ticks and self.rng.random() < 0.5:
             self.acc.new_generation()
 
     def is_calm(self) -> bool:
