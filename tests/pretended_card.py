@@ -34,7 +34,8 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 # between devices; a CPU's index may read from a GPU's tensor
 CROSSING = frozenset({"copy_", "_to_copy", "_foreach_copy_", "index", "set_"})
 
-_device = torch._C.TensorBase.device.__get__
+# torch before 2.2 calls it so
+_device = getattr(torch._C, "TensorBase", getattr(torch._C, "_TensorBase", None)).device.__get__
 _to = torch.Tensor.to
 _tensor = torch.tensor
 
