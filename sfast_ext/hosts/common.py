@@ -13,6 +13,7 @@ from torch import nn
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.behaviour import structure
 from sfast_ext.config import Config
+from sfast_ext.homes import set_data
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import memory
 from sfast_ext.report import Report
@@ -205,7 +206,7 @@ def _separate(accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> None
         return
     with torch.inference_mode(False), torch.no_grad():
         for tensor in tensors:
-            tensor.data = tensor.data.clone()
+            set_data(tensor, tensor.detach().clone())
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
