@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import io
+import pickle
 import random
 from dataclasses import replace
 
@@ -320,6 +321,22 @@ def copied(w: World, rng: random.Random) -> None:
         w.subject, w.twin = subject, twin
 
 
+def pickled(w: World, rng: random.Random) -> None:
+    """A module that is saved whole and loaded runs its own weights, without us."""
+    try:
+        theirs = pickle.dumps(w.twin)
+    except Exception:
+        return  # what tests lay over modules cannot be saved
+    ours = pickle.dumps(w.subject)
+    subject, twin = w.subject, w.twin
+    w.subject, w.twin = (pickle.loads(data) for data in (ours, theirs))
+    try:
+        a, b = w.call_both()
+        w.compare(a, b)
+    finally:
+        w.subject, w.twin = subject, twin
+
+
 def saved(w: World, rng: random.Random) -> None:
     """A state dict is what it was, to the last stride: safetensors asks for them."""
     file = io.BytesIO()
@@ -339,5 +356,5 @@ EVENTS: dict[Event, int] = {
     merged_under_inference_mode: 3, transposed_in_place: 4, channels_last: 4, moved: 5,
     checkpoint_in_place: 8, checkpoint_assigned: 8, tied: 2, untied: 4, exchanged: 2, exchanged_data: 2, put_back: 5,
     another_dtype: 2, dtype_and_back: 4, offloaded: 6, memory_given_back: 6, buffer_changed: 6, copied: 3,
-    saved: 4,
+    saved: 4, pickled: 3,
 }  # fmt: skip
