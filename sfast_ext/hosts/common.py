@@ -105,12 +105,16 @@ class Attachment:
             for accelerator in self._accelerators:
                 accelerator.give_memory_back()
 
-    def leave(self) -> None:
+    def leave(self, module: nn.Module | None = None) -> None:
         """The host exchanges its model: plans stay for one of the same architecture, with their memory where there is
-        room for both, and without it where the weights are elsewhere."""
+        room for another, and without it where the weights are elsewhere.
+
+        Args:
+            module: what leaves; by default all that is accelerated.
+        """
         with self._lock:
-            for accelerator in list(self._accelerators):
-                stays = memory.may_be_joined(accelerator.module) or accelerator.give_memory_back()
+            for accelerator in list(self._accelerators) if module is None else self.within(module):
+                stays = memory.may_wait(accelerator.module) or accelerator.give_memory_back()
                 if not accelerator.plans or not stays:
                     self._let_go(accelerator)
 
