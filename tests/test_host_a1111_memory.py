@@ -126,9 +126,48 @@ def test_a_model_that_is_thrown_away_leaves_nothing(on, channels, monkeypatch):
     assert on.counter("captures") == captures + (channels != 32)
 
 
+@pytest.mark.parametrize("on", [12], indirect=True)
+@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("what", ["decode", "encode", "upscale"])
+def test_graphs_go_where_the_host_needs_the_memory(on, what, room, monkeypatch):
+    expected = of(1)
+    vae = on.host.model_data.sd_model.first_stage_model
+    latent, picture = torch.zeros(1, 4, 8, 8).to(GPU), torch.zeros(1, 3, 32, 32).to(GPU)
+    # of its second width, 32 channels, in the decoder, of the first in the encoder
+    needs = {"decode": 1.5 * 3 * 32 * 32 * 32 * 4, "encode": 1.5 * 5 * 16 * 32 * 32 * 4, "upscale": 0}
+    needed = int(needs[what] + (memory.AT_REST if what == "upscale" else memory.WORKSPACE))
+    assert on.card.graph_bytes
+    free = needed + (0 if room else -1)
+    on.card.capacity = on.card.used - on.card.graph_bytes + free + (on.card.graph_bytes if room else 0)
+    with torch.no_grad():
+        if what == "upscale":
+            sys.modules["modules.upscaler"].Upscaler().upscale(picture, 2)
+        else:
+            vae.decoder(latent) if what == "decode" else vae.encoder(picture)
+    assert bool(on.card.graph_bytes) == room
+    on.card.capacity += 12 * SIZE
+    captures = on.counter("captures")
+    assert on.picture(expected) > 0 and on.counter("captures") == captures and on.card.graph_bytes
+
+
+@pytest.mark.parametrize("on", [4], indirect=True)
+def test_a_vae_of_another_model_is_not_watched(on):
+    vae = on.host.model_data.sd_model.first_stage_model
+    assert len(vae.decoder._forward_pre_hooks) == 1
+    on.host.load(2)
+    on.host.generate()
+    assert not vae.decoder._forward_pre_hooks and not vae.encoder._forward_pre_hooks
+    vae = on.host.model_data.sd_model.first_stage_model
+    a1111._session.release()
+    assert not vae.decoder._forward_pre_hooks
+
+
 @pytest.mark.parametrize("on", [4], indirect=True)
 def test_the_functions_are_the_hosts_again_after_release(on):
     module = sys.modules["modules.sd_models"]
     originals = [getattr(module, name).__wrapped__ for name in ("send_model_to_cpu", "send_model_to_trash")]
+    upscaler = sys.modules["modules.upscaler"].Upscaler
+    assert upscaler.upscale is not standin.upscale
     a1111._session.release()
     assert [module.send_model_to_cpu, module.send_model_to_trash] == originals
+    assert upscaler.upscale is standin.upscale

@@ -15,7 +15,7 @@ from torch import nn
 from sfast_ext import environment
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import controlnet, memory
-from sfast_ext.hosts.a1111_moves import Moves
+from sfast_ext.hosts.a1111_memory import HostMemory
 from sfast_ext.hosts.a1111_switches import Switches
 from sfast_ext.hosts.common import Attachment, wrap
 from sfast_ext.report import Report
@@ -160,7 +160,7 @@ class Session:
         self._unets = Attachment(self._hooks_for, self.report, parts=controlnet.blocks)
         self._controlnets = Attachment(self._hooks_for, self.report, name="controlnet")
         self._denoiser: weakref.ref[object] | None = None
-        self._moves = Moves(self._unets, _unet_of, self.report)
+        self._memory = HostMemory(self._unets, _unet_of, self.report)
         self._unwrap: list[Callable[[], None]] = []
         self._host_version = _host_version()
 
@@ -175,7 +175,7 @@ class Session:
         script_callbacks.on_cfg_denoiser(self.on_cfg_denoiser)
         script_callbacks.on_script_unloaded(self.release)
         # there is no callback for the API's unload, which is to make memory free
-        self._unwrap = [wrap(sd_models, "unload_model_weights", self._unload), *self._moves.install()]
+        self._unwrap = [wrap(sd_models, "unload_model_weights", self._unload), *self._memory.install()]
         script_callbacks.on_app_started(lambda _demo, app: api.register(app, self.status))
 
     def on_model_loaded(self, sd_model: Any) -> None:
@@ -243,6 +243,7 @@ class Session:
         unet = None if sd_unet.current_unet is not None else _unet_of(sd_model)
         config = settings.config_from(shared.opts, self.report)
         accelerator = self._unets.follow(unet, config, keep=list(_resident()))
+        self._memory.watch(sd_model)
         networks = [] if unet is None else controlnet.networks(unet)
         beside = self._controlnets.follow_all(networks, config, keep=[] if unet is None else controlnet.kept(unet))
         for each in (accelerator, *beside):

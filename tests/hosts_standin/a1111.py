@@ -57,6 +57,20 @@ def weights(unet: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     return state
 
 
+def upscale(self: Any, picture: torch.Tensor, scale: int) -> torch.Tensor:
+    """What the WebUI's upscalers inherit."""
+    return picture.repeat_interleave(scale, -1).repeat_interleave(scale, -2)
+
+
+class Vae(nn.Module):
+    """What is known of ldm's by its attributes: its widths; half the sides of the picture, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Conv2d(3, 4, 4, stride=4), nn.ConvTranspose2d(4, 3, 4, stride=4)
+        self.encoder.ch, self.encoder.in_ch_mult = 16, (1, 1, 2, 4)
+
+
 class OptionInfo:
     """The WebUI's description of one setting."""
 
@@ -136,6 +150,7 @@ class Host:
                 send_model_to_cpu=lambda model: model.model.to("cpu"),
                 send_model_to_trash=lambda model: model.model.to("meta"),
             ),
+            "modules.upscaler": _module("modules.upscaler", Upscaler=type("Upscaler", (), {"upscale": upscale})),
             "modules.script_callbacks": _module("modules.script_callbacks", **registrars),
             "modules.errors": _module("modules.errors", display_once=lambda exc, task: self.errors.append(exc)),
             "modules.launch_utils": _module("modules.launch_utils", git_tag=lambda: "v1.10.1"),
@@ -169,7 +184,10 @@ class Host:
         while len(loaded) >= limit:
             sys.modules["modules.sd_models"].send_model_to_trash(loaded.pop())
         model = SimpleNamespace(
-            model=nn.Module(), lowvram=False, sd_checkpoint_info=SimpleNamespace(title=f"seed {seed}")
+            model=nn.Module(),
+            first_stage_model=Vae().to(self.place),
+            lowvram=False,
+            sd_checkpoint_info=SimpleNamespace(title=f"seed {seed}"),
         )
         model.model.diffusion_model = make_unet(seed, channels).to(self.place)
         for name, layer in model.model.named_modules():
