@@ -271,7 +271,7 @@ def start(version: str) -> None:
         _session.release()
     _session = Session(version)
     _session.register()
-    print(f"Stable Fast {version}: ready; Settings → Stable Fast, report at /sfast/v1/status")
+    print(f"Stable Fast {version}: ready; Settings > Stable Fast, report at /sfast/v1/status")
 
 
 def _unet_of(sd_model: Any) -> nn.Module | None:
