@@ -100,6 +100,13 @@ def known_bad() -> list[str]:
     return found
 
 
+def gpu_memory() -> int | None:
+    """Bytes of the current GPU's memory; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
 def describe() -> dict[str, Any]:
     """Versions and devices, as JSON can carry."""
     found: dict[str, Any] = {
