@@ -75,7 +75,7 @@ class Report:
             if not again:
                 self._events.append({"time": time.time(), "stage": stage, "message": text})
         _log(logging.DEBUG if again else logging.WARNING, "%s failed, the original forward goes on: %s", stage, text)
-        _log(logging.DEBUG, "%s", trace)
+        _log(logging.DEBUG if again else logging.WARNING, "%s", trace)
 
     def count(self, name: str, n: int = 1) -> None:
         """Add to a named counter."""

@@ -176,7 +176,7 @@ class Session:
         script_callbacks.on_script_unloaded(self.release)
         # there is no callback for the API's unload, which is to make memory free
         self._unwrap = [wrap(sd_models, "unload_model_weights", self._unload), *self._memory.install()]
-        script_callbacks.on_app_started(lambda _demo, app: api.register(app, self.status))
+        script_callbacks.on_app_started(lambda _demo, app: api.register(app, self.status, _api_passwords))
 
     def on_model_loaded(self, sd_model: Any) -> None:
         """A model was loaded, or other weights or another VAE into the one there is."""
@@ -272,6 +272,14 @@ def start(version: str) -> None:
     _session = Session(version)
     _session.register()
     print(f"Stable Fast {version}: ready; Settings > Stable Fast, report at /sfast/v1/status")
+
+
+def _api_passwords() -> dict[str, str]:
+    """What --api-auth asks for, by user, as the WebUI reads it."""
+    from modules import shared
+
+    pairs = [pair.partition(":") for pair in (getattr(shared.cmd_opts, "api_auth", None) or "").split(",") if pair]
+    return {user: password for user, _, password in pairs}
 
 
 def _unet_of(sd_model: Any) -> nn.Module | None:
