@@ -283,7 +283,6 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
         memory_reserved=lambda device=None: card.used,
         mem_get_info=lambda device=None: (card.capacity - card.outside - card.used, card.capacity),
         memory_stats=lambda device=None: {"num_ooms": card.refused},
-        get_device_capability=lambda device=None: (8, 6),
         get_device_properties=lambda device=None: SimpleNamespace(
             name="a pretended card", major=8, minor=6, total_memory=capacity, multi_processor_count=28
         ),
