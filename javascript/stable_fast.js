@@ -76,6 +76,11 @@
     async function refresh() {
         try {
             const answer = await fetch('./sfast/v1/status');
+            if (answer.status === 401) {
+                badge.dataset.state = 'unknown';
+                badge.textContent = 'Stable Fast: log in to see';
+                return;
+            }
             if (!answer.ok) {
                 throw new Error(String(answer.status));
             }

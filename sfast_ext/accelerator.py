@@ -14,6 +14,7 @@ from torch import nn
 
 from sfast_ext.behaviour import BehaviourKeys, structure
 from sfast_ext.config import Config
+from sfast_ext.environment import unserved
 from sfast_ext.garbage import uncollected
 from sfast_ext.graph_pool import pool_of
 from sfast_ext.hooks import Hooks
@@ -320,6 +321,9 @@ class Accelerator(Planner):
             raise NotOurs(f"the model is on {'no device' if device is None else device}, not on a GPU")
         if device.type == "cpu" and not self.config.allow_cpu:
             raise NotOurs("the model is on the CPU, and running there is switched off in the settings")
+        refused = unserved(device)
+        if refused is not None:
+            raise NotOurs(refused)
         at("arguments")
         call = flatten_call(args, kwargs, device)
         generic = call.signature

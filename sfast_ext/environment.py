@@ -53,12 +53,29 @@ def capability(device: torch.device | None = None) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
+LEAST = (7, 0)
+"""The compute capability from which on a GPU is accelerated."""
+
+
+@functools.lru_cache(maxsize=None)
+def unserved(device: torch.device) -> str | None:
+    """Why nothing is accelerated on a GPU, in words for its user; None where it is, and for other devices."""
+    if device.type != "cuda":
+        return None
+    if torch.version.hip:
+        return "this torch is built for ROCm: NVIDIA GPUs alone are accelerated"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < LEAST:
+        return f"the GPU has compute capability {major}.{minor}: it takes {LEAST[0]}.{LEAST[1]} or later"
+    return None
+
+
 def triton_runs_on(device: torch.device) -> bool:
     """Whether Triton kernels can run on tensors of this device; of some dtype at least, see `triton_refusal`."""
     if not has_triton():
         return False
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (7, 0) and triton_refusal(device) is None
+        return unserved(device) is None and triton_refusal(device) is None
     from sfast_ext import kernels
 
     return kernels.interpreted()
@@ -98,6 +115,13 @@ def known_bad() -> list[str]:
     if "capture_error_mode" not in capture_arguments:
         found.append("This torch is older than 2.1; CUDA graphs are off.")
     return found
+
+
+def gpu_memory() -> int | None:
+    """Bytes of the current GPU's memory; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def describe() -> dict[str, Any]:

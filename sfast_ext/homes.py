@@ -67,7 +67,7 @@ class Homes:
         with torch.inference_mode(False), torch.no_grad():
             own = torch.empty_strided(tensor.shape, home, dtype=tensor.dtype, device=tensor.device)
             own.copy_(tensor.detach())
-            tensor.data = own
+            set_data(tensor, own)
         self._moved.pop(id(tensor), None)
 
     def sweep(self) -> None:
@@ -78,6 +78,35 @@ class Homes:
     def forget(self) -> None:
         """Whatever lies in the module's places from now on is the host's choice."""
         self._paths.clear()
+
+
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """`tensor.data = data`, by which `tensor` stays the inference tensor that it is, or stays none.
+
+    One that was made under `torch.inference_mode` has no version counter. With the data of a tensor that has one it
+    passes for a tensor with a counter, and whatever takes a view of it raises.
+    """
+    if tensor.is_inference() != data.is_inference():
+        with torch.inference_mode(tensor.is_inference()):
+            data = _view_without_base(data)
+    tensor.data = data
+
+
+def live_tensor(value: torch.Tensor) -> torch.Tensor:
+    """A tensor over the memory of `value` that may be written to in any mode."""
+    value = value.detach()
+    plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized
+    if not plain or not value.is_inference():
+        return value
+    with torch.inference_mode(False):
+        return _view_without_base(value)
+
+
+def _view_without_base(tensor: torch.Tensor) -> torch.Tensor:
+    # whether it is an inference tensor is decided by the mode in which it is made; a view would be what its base is
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    with torch.no_grad():
+        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def memory_of(tensor: torch.Tensor) -> int:

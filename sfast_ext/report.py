@@ -74,8 +74,8 @@ class Report:
             self._last_error = {"time": time.time(), "stage": stage, "message": text, "traceback": trace}
             if not again:
                 self._events.append({"time": time.time(), "stage": stage, "message": text})
-        _log(logging.DEBUG if again else logging.WARNING, "%s failed, the original forward goes on: %s", stage, text)
-        _log(logging.DEBUG, "%s", trace)
+        level = logging.DEBUG if again else logging.WARNING
+        _log(level, "%s failed, the original forward goes on: %s\n%s", stage, text, trace)
 
     def count(self, name: str, n: int = 1) -> None:
         """Add to a named counter."""

@@ -55,7 +55,8 @@ class AcceleratedForward:
         return copy.deepcopy(self.before, memo)
 
     def __reduce__(self) -> Any:
-        return (_class_forward, (self._module,))
+        # a loaded module runs what was there before, as a copied one does
+        return (_class_forward, (self._module,)) if self.before is None else (_as_it_is, (self.before,))
 
 
 class BeforeSaving:
@@ -73,11 +74,22 @@ class BeforeSaving:
         return _no_hook
 
     def __reduce__(self) -> Any:
-        return "_no_hook"
+        # the whole module is being saved: its parts, with the weights, come after its hooks
+        if self._accelerator.lends:
+            self._accelerator.arena.lend_home()
+        return _hook_of_others, ()
 
 
 def _no_hook(*_: Any) -> None:
     """What a copied or loaded module has in place of the hook."""
+
+
+def _hook_of_others() -> Callable[..., None]:
+    return _no_hook
+
+
+def _as_it_is(function: Any) -> Any:
+    return function
 
 
 class Slot:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.homes import memory_of
+from sfast_ext.homes import live_tensor, memory_of
 
 Slot = tuple[dict, str]
 
@@ -115,7 +115,7 @@ def paths_of(root: nn.Module, weight: Weight) -> list[str]:
 
 
 def new_weight(path: str, value: torch.Tensor, slots: list[Slot]) -> Weight:
-    return Weight(path, value.detach(), slots, value, value.data_ptr())
+    return Weight(path, live_tensor(value), slots, value, value.data_ptr())
 
 
 def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:

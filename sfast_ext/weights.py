@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.homes import Homes, Strides, memory_of
+from sfast_ext.homes import Homes, Strides, memory_of, set_data
 from sfast_ext.vacancy import Vacancy, vacancies
 from sfast_ext.weight import (
     Slot,
@@ -365,7 +365,7 @@ class WeightArena:
         assert weight.bound is not None
         # the module's own tensor object stays, so that the host's references to it stay good
         home = self._homes.of(weight.tensor)
-        weight.bound.data = place
+        set_data(weight.bound, place)
         home = weight.tensor.stride() if home is None else home
         self._homes.note(weight.bound, home, paths_of(self.root, weight))
         weight.tensor, weight.pointer = place, place.data_ptr()
@@ -421,7 +421,7 @@ class WeightArena:
             paths = paths_of(self.root, weight)
             home, was = self._homes.of(now, paths), self._homes.of(weight.tensor)
             home = now.stride() if home is None else home
-            now.data = weight.tensor
+            set_data(now, weight.tensor)
             if was is not None or home != now.stride():
                 self._homes.note(now, home, paths)
         weight.bound = now

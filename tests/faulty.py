@@ -285,6 +285,7 @@ def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
         "CUDAGraph": PretendedGraph, "Event": mock.Mock, "Stream": PretendedStream,
         "current_stream": lambda device: stream, "stream": lambda stream: nothing,
         "synchronize": lambda device=None: None, "empty_cache": lambda: None, "graph_pool_handle": object,
+        "get_device_capability": lambda device=None: (8, 6),
         **others,
     }.items():  # fmt: skip
         patch.setattr(torch.cuda, name, stand_in)

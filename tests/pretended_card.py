@@ -34,7 +34,8 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 # between devices; a CPU's index may read from a GPU's tensor
 CROSSING = frozenset({"copy_", "_to_copy", "_foreach_copy_", "index", "set_"})
 
-_device = torch._C.TensorBase.device.__get__
+# torch before 2.2 calls it so
+_device = getattr(torch._C, "TensorBase", getattr(torch._C, "_TensorBase", None)).device.__get__
 _to = torch.Tensor.to
 _tensor = torch.tensor
 
@@ -282,7 +283,6 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
         memory_reserved=lambda device=None: card.used,
         mem_get_info=lambda device=None: (card.capacity - card.outside - card.used, card.capacity),
         memory_stats=lambda device=None: {"num_ooms": card.refused},
-        get_device_capability=lambda device=None: (8, 6),
         get_device_properties=lambda device=None: SimpleNamespace(
             name="a pretended card", major=8, minor=6, total_memory=capacity, multi_processor_count=28
         ),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -117,3 +118,13 @@ def test_the_driver_is_known_without_nvidia_smi(monkeypatch, nvml, told):
     assert machine.driver() == told
     monkeypatch.setattr(machine, "_first_line", lambda *command: "580.3")
     assert machine.driver() == "580.3"
+
+
+def test_a_code_page_that_lacks_a_character_stops_nothing(tmp_path):
+    """As a pipe of Windows has it."""
+    environment = {**os.environ, "PYTHONIOENCODING": "cp437", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "sfast_ext", "bench", "--model", "tiny-sd15", "--size", "64x64", "--against"]
+    command += ["eager", "--iterations", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr.decode("cp437")
+    assert b"64" in done.stdout and b"UnicodeEncodeError" not in done.stderr

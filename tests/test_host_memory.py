@@ -7,6 +7,7 @@ import torch
 from pretended_card import pretended_card
 
 from sfast_ext import graph_pool
+from sfast_ext.environment import TORCH
 from sfast_ext.hosts import memory
 from sfast_ext.hosts.sdnext_offload import _device
 
@@ -38,8 +39,9 @@ def test_what_a_vae_takes_is_known(widths, dtype, monkeypatch):
             before = card.peak = card.used
             run(x)
             hook.remove()
-            # what comes with the largest activations is small
-            assert 0.95 < (card.peak - before) / ((expected[0] - memory.WORKSPACE) / memory.SAFETY) < 1.1
+            # what comes with the largest activations is small, but for what torch 2.1 widens of halves on a CPU
+            most = 1.1 if TORCH >= (2, 2) or dtype == torch.float32 else memory.SAFETY
+            assert 0.95 < (card.peak - before) / ((expected[0] - memory.WORKSPACE) / memory.SAFETY) < most
 
 
 def test_what_graphs_set_aside_is_not_free(monkeypatch):

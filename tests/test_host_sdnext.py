@@ -117,6 +117,7 @@ def test_hooks_that_only_move_arguments_are_vouched_for(host: Host) -> None:
     runs = host.runs()
     host.picture()
     assert host.runs() == runs and "do not fit on the GPU" in host.reasons()
+    unet.mid_block._hf_hook.offload = False  # it could not be taken off as it is
 
 
 @pytest.mark.parametrize("room", [0, 64 << 30])

@@ -42,7 +42,7 @@ const status = JSON.parse(process.argv[1]);
 const fetched = [];
 globalThis.fetch = async(url) => {
     fetched.push(url);
-    return {ok: status !== null, status: 404, json: async() => status};
+    return {ok: typeof status === 'object' && status !== null, status: status ?? 404, json: async() => status};
 };
 const settle = () => new Promise((resolve) => setImmediate(resolve));
 """
@@ -155,3 +155,7 @@ def test_blocks_that_run_one_by_one():
 
 def test_without_an_answer():
     assert show(None)["badge"] == "Stable Fast: no answer"
+
+
+def test_who_is_not_logged_in_is_told_so():
+    assert show(401)["badge"] == "Stable Fast: log in to see"

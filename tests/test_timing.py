@@ -164,4 +164,5 @@ def test_the_suites_clock_is_what_was_asked_for():
     step = getattr(time, "sfast_test_clock_step", None)
     assert step == coarse_clock.step_asked(coarse_clock.os.environ)
     if step is not None:
-        assert timing.timer.step() == pytest.approx(step, rel=1e-3)
+        # on a busy machine the thread may be interrupted for several steps, again and again
+        assert min(timing.timer.step() for _ in range(20)) == pytest.approx(step, rel=1e-3)

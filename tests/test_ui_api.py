@@ -77,3 +77,60 @@ def test_what_json_does_not_know_becomes_text_or_null():
         "none": None,
         "yes": True,
     }
+
+
+def secret():
+    return {"secret": True, "last_error": {"stage": "x", "message": "m", "traceback": "/home/user/webui"}}
+
+
+def test_tracebacks_stay_in_the_log():
+    app = fastapi.FastAPI()
+    api.register(app, secret)
+    assert client(app).get(api.STATUS).json()["last_error"] == {"stage": "x", "message": "m"}
+
+
+PAGES = {
+    "none": None,
+    "passwords": {"page": "p1"},
+    "a function": lambda user, password: (user, password) == ("page", "p1"),
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("passwords", [{}, {"api": "p2", "api2": "é:x"}], ids=["no api-auth", "api-auth"])
+def test_it_asks_what_the_webui_asks(page, passwords):
+    app = fastapi.FastAPI()
+    app.auth, app.tokens = PAGES[page], {"good": "page"}
+    api.register(app, secret, lambda: passwords)
+
+    def status(cookies=None, **how):
+        return client(app).get(api.STATUS, headers={"cookie": cookies or ""}, **how).status_code
+
+    guarded = page != "none" or bool(passwords)
+    assert status() == (401 if guarded else 200)
+    for auth in (("page", "p2"), ("api", "p1"), ("api", ""), ("other", "p1"), ("", "")):
+        assert status(auth=auth) == (401 if guarded else 200)
+    assert status(auth=("page", "p1")) == (200 if page != "none" or not guarded else 401)
+    assert status(auth=("api", "p2")) == (200 if passwords or not guarded else 401)
+    assert status(auth=("api2", "é:x")) == (200 if passwords or not guarded else 401)
+    for name in ("access-token", "access-token-unsecure"):
+        assert status(f"{name}=good") == (200 if page != "none" or not guarded else 401)
+        assert status(f"{name}=bad") == (401 if guarded else 200)
+    for header in ("Basic", "Basic !!!", "Basic /w==", "Bearer abc"):
+        found = client(app).get(api.STATUS, headers={"authorization": header})
+        assert found.status_code == (401 if guarded else 200) and "secret" not in found.text or not guarded
+
+
+def test_only_one_who_opens_it_is_asked_by_the_browser():
+    app = fastapi.FastAPI()
+    api.register(app, secret, lambda: {"api": "p2"})
+    assert "www-authenticate" not in client(app).get(api.STATUS).headers
+    opened = client(app).get(api.STATUS, headers={"accept": "text/html,*/*"})
+    assert opened.status_code == 401 and opened.headers["www-authenticate"] == "Basic"
+    assert "secret" not in opened.text
+
+
+def test_it_is_not_among_the_documented_routes():
+    app = fastapi.FastAPI()
+    api.register(app, dict)
+    assert api.STATUS not in app.openapi()["paths"]

@@ -60,6 +60,12 @@ def gradio(monkeypatch):
     return stand_in
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same defaults on every machine."""
+    monkeypatch.setattr(settings.environment, "gpu_memory", lambda: None)
+
+
 def test_every_field_of_the_table_is_one_of_the_configuration():
     assert len(set(settings.KEYS)) == len(settings.SETTINGS) == 9
     for setting in settings.SETTINGS:
@@ -156,3 +162,10 @@ def test_without_a_report_it_goes_to_the_log(caplog):
     with caplog.at_level(logging.WARNING, logger="sfast_ext"):
         settings.config_from(Options(sfast_max_graphs=-4))
     assert "sfast_max_graphs" in caplog.text
+
+
+@pytest.mark.parametrize(("gib", "shown"), [(None, 4096), (4, 1024), (6, 1536), (7.79, 1792), (12, 3072), (24, 4096)])
+def test_the_budget_for_graphs_follows_the_gpu(gib, shown, monkeypatch):
+    monkeypatch.setattr(settings.environment, "gpu_memory", lambda: None if gib is None else int(gib * 2**30))
+    setting = next(s for s in settings.SETTINGS if s.field == "graph_memory_mb")
+    assert settings.default_of(setting) == shown

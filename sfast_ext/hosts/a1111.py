@@ -15,6 +15,7 @@ from torch import nn
 from sfast_ext import environment
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import controlnet, memory
+from sfast_ext.hosts.a1111_memory import HostMemory
 from sfast_ext.hosts.a1111_switches import Switches
 from sfast_ext.hosts.common import Attachment, of_the_host, wrap
 from sfast_ext.report import Report
@@ -61,9 +62,7 @@ class UnetHooks:
 
     def hooks(self) -> Hooks:
         """In the shape that the accelerator takes."""
-        return Hooks(
-            self.stand_aside, self.prepare, self.key, self.recognised, ignored=LORA_MARKS | controlnet.MARKS
-        )
+        return Hooks(self.stand_aside, self.prepare, self.key, self.recognised, ignored=LORA_MARKS | controlnet.MARKS)
 
     def new_pass(self) -> None:
         """Look over the whole UNet: once for each pass of a sampler, a millisecond."""
@@ -164,7 +163,8 @@ class Session:
         self._unets = Attachment(self._hooks_for, self.report, parts=controlnet.blocks)
         self._controlnets = Attachment(self._hooks_for, self.report, name="controlnet")
         self._denoiser: weakref.ref[object] | None = None
-        self._unwrap: Callable[[], None] | None = None
+        self._memory = HostMemory(self._unets, _unet_of, self.report)
+        self._unwrap: list[Callable[[], None]] = []
         self._host_version = _host_version()
 
     def register(self) -> None:
@@ -178,8 +178,8 @@ class Session:
         script_callbacks.on_cfg_denoiser(self.on_cfg_denoiser)
         script_callbacks.on_script_unloaded(self.release)
         # there is no callback for the API's unload, which is to make memory free
-        self._unwrap = wrap(sd_models, "unload_model_weights", self._unload)
-        script_callbacks.on_app_started(lambda _demo, app: api.register(app, self.status))
+        self._unwrap = [wrap(sd_models, "unload_model_weights", self._unload), *self._memory.install()]
+        script_callbacks.on_app_started(lambda _demo, app: api.register(app, self.status, _api_passwords))
 
     def on_model_loaded(self, sd_model: Any) -> None:
         """A model was loaded, or other weights or another VAE into the one there is."""
@@ -199,9 +199,9 @@ class Session:
 
     def release(self) -> None:
         """Give everything back; the scripts are unloaded, and loaded again perhaps."""
-        if self._unwrap is not None:
-            self._unwrap()
-            self._unwrap = None
+        for unwrap in self._unwrap:
+            unwrap()
+        self._unwrap = []
         self._give_back()
 
     def status(self) -> dict[str, Any]:
@@ -246,6 +246,7 @@ class Session:
         unet = None if sd_unet.current_unet is not None else _unet_of(sd_model)
         config = settings.config_from(shared.opts, self.report)
         accelerator = self._unets.follow(unet, config, keep=list(_resident()))
+        self._memory.watch(sd_model)
         networks = [] if unet is None else controlnet.networks(unet)
         beside = self._controlnets.follow_all(networks, config, keep=[] if unet is None else controlnet.kept(unet))
         for each in (accelerator, *beside):
@@ -273,7 +274,15 @@ def start(version: str) -> None:
         _session.release()
     _session = Session(version)
     _session.register()
-    print(f"Stable Fast {version}: ready; Settings → Stable Fast, report at /sfast/v1/status")
+    print(f"Stable Fast {version}: ready; Settings > Stable Fast, report at /sfast/v1/status")
+
+
+def _api_passwords() -> dict[str, str]:
+    """What --api-auth asks for, by user, as the WebUI reads it."""
+    from modules import shared
+
+    pairs = [pair.partition(":") for pair in (getattr(shared.cmd_opts, "api_auth", None) or "").split(",") if pair]
+    return {user: password for user, _, password in pairs}
 
 
 def _unet_of(sd_model: Any) -> nn.Module | None:

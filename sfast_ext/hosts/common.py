@@ -15,6 +15,7 @@ from torch import nn
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.behaviour import structure
 from sfast_ext.config import Config
+from sfast_ext.homes import set_data
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import memory
 from sfast_ext.report import Report
@@ -106,12 +107,16 @@ class Attachment:
             for accelerator in self._accelerators:
                 accelerator.give_memory_back()
 
-    def leave(self) -> None:
+    def leave(self, module: nn.Module | None = None) -> None:
         """The host exchanges its model: plans stay for one of the same architecture, with their memory where there is
-        room for both, and without it where the weights are elsewhere."""
+        room for another, and without it where the weights are elsewhere.
+
+        Args:
+            module: what leaves; by default all that is accelerated.
+        """
         with self._lock:
-            for accelerator in list(self._accelerators):
-                stays = memory.may_be_joined(accelerator.module) or accelerator.give_memory_back()
+            for accelerator in list(self._accelerators) if module is None else self.within(module):
+                stays = memory.may_wait(accelerator.module) or accelerator.give_memory_back()
                 if not accelerator.plans or not stays:
                     self._let_go(accelerator)
 
@@ -214,7 +219,7 @@ def _separate(accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> None
         return
     with torch.inference_mode(False), torch.no_grad():
         for tensor in tensors:
-            tensor.data = tensor.data.clone()
+            set_data(tensor, tensor.detach().clone())
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:

@@ -17,6 +17,9 @@ AT_REST = 4 << 30
 """Bytes left free while the host has the weights elsewhere, for upscalers, detectors and preprocessors. To bring them
 back takes a fraction of a second: the host copies them in any case."""
 
+ANOTHER_MODEL = 8 << 30
+"""Bytes that a model whose size nobody knows yet may take: one of SDXL, with its text encoders and VAE."""
+
 WORKSPACE = 512 << 20
 """Bytes for what a forward needs beside its weights, or a convolution beside its activations."""
 
@@ -70,6 +73,11 @@ def may_stay(module: nn.Module) -> bool:
     """Whether a module's weights may stay on the GPU while what comes after it runs."""
     held = 0 if on_gpu(module) else _size(module)
     return free() >= held + DECODING
+
+
+def may_wait(module: nn.Module) -> bool:
+    """Whether what plans hold of a module may stay on the GPU while its host loads another, which may be larger."""
+    return free() >= max(1.5 * _size(module), ANOTHER_MODEL)
 
 
 def may_be_joined(module: nn.Module) -> bool:

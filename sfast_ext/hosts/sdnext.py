@@ -64,7 +64,7 @@ def start(version: str) -> None:
     _session = Session(version)
     _session.register()
     logging.getLogger("sfast_ext").info(
-        "Stable Fast %s: ready; Settings → Stable Fast, report at /sfast/v1/status", version
+        "Stable Fast %s: ready; Settings > Stable Fast, report at /sfast/v1/status", version
     )
 
 

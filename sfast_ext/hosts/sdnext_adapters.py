@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from sfast_ext.behaviour import structure
+from sfast_ext.homes import set_data
 
 SCALE = frozenset({"scale"})
 
@@ -70,7 +71,7 @@ def _in_place_of(now: Any, last: Any) -> Any:
         return now
     for (_, ours), (_, theirs) in zip(old, new):
         # what plans read is brought up to date by the next call, as after any exchange of weights
-        ours.data = theirs.data
+        set_data(ours, theirs.detach())
     if hasattr(now, "scale"):
         last.scale = now.scale
     return last

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from sfast_ext import graph_pool
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.hosts import memory
 from sfast_ext.hosts.common import Attachment, wrap
+from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.report import Report
 
 _WHY = "the host needs the memory"
@@ -33,7 +33,7 @@ class Offload:
 
     def __init__(self, attachments: Sequence[Attachment], report: Report) -> None:
         self._attachments, self._report = attachments, report
-        self._vaes: dict[int, tuple[weakref.ref[nn.Module], list[Any]]] = {}
+        self._vaes = VaeMemory(lambda needed: self._guarded(lambda: self._make_room(needed)))
         self._ran_out: int | None = None
         self._tight = False
 
@@ -54,36 +54,11 @@ class Offload:
         if not torch.cuda.is_available():
             return
         self._notice_failures()
-        found = {id(vae): vae for vae in vaes if isinstance(vae, nn.Module)}
-        for key in [key for key, (vae, _) in self._vaes.items() if vae() is None or key not in found]:
-            self._let_go(key)
-        for key, vae in found.items():
-            if key not in self._vaes:
-                self._vaes[key] = weakref.ref(vae), self._hooks(vae)
+        self._vaes.watch(vaes)
 
     def release(self) -> None:
         """Take every hook off the VAEs."""
-        for key in list(self._vaes):
-            self._let_go(key)
-
-    def _let_go(self, key: int) -> None:
-        for handle in self._vaes.pop(key)[1]:
-            handle.remove()
-
-    def _hooks(self, vae: nn.Module) -> list[Any]:
-        widths = getattr(getattr(vae, "config", None), "block_out_channels", None)
-        parts = getattr(vae, "decoder", None), getattr(vae, "encoder", None)
-        if not widths or not all(isinstance(part, nn.Module) for part in parts):
-            return []
-        needs = (functools.partial(memory.decoding, widths), functools.partial(memory.encoding, widths))
-        return [part.register_forward_pre_hook(self._before(need)) for part, need in zip(parts, needs)]  # type: ignore[union-attr]
-
-    def _before(self, need: Callable[[torch.Tensor], float]) -> Callable[[nn.Module, Any], None]:
-        def hook(_: nn.Module, args: Any) -> None:
-            if args and isinstance(args[0], torch.Tensor) and args[0].is_cuda:
-                self._guarded(lambda: self._make_room(need(args[0])))
-
-        return hook
+        self._vaes.release()
 
     def _leave(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         ours = self._ours(module)

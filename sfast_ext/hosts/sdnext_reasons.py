@@ -23,7 +23,7 @@ PIPELINES = {
 """Parts of pipeline class names, and what such a pipeline does to the UNet while it runs."""
 
 COMPILERS = ("onediff", "oneflow", "sfast.")
-COMPILED = "SD.Next has compiled this model itself (Settings → Model Compile); one of the two is enough"
+COMPILED = "SD.Next has compiled this model itself (Settings, Model Compile); one of the two is enough"
 
 
 def standing_reason(unet: nn.Module, opts: Any) -> str | None:
@@ -33,7 +33,7 @@ def standing_reason(unet: nn.Module, opts: Any) -> str | None:
     """
     mode = getattr(opts, "diffusers_offload_mode", "none")
     if mode in OFFLOADS:
-        return f"offload mode '{mode}' {OFFLOADS[mode]} (Settings → Model Offloading: 'balanced' or 'none')"
+        return f"offload mode '{mode}' {OFFLOADS[mode]} (Settings, Model Offloading: 'balanced' or 'none')"
     if mode == "model" and not memory.may_stay(unet):
         return "offload mode 'model' moves the UNet off the GPU, which has no room to keep it beside what comes next"
     if _compiled(unet):
@@ -53,7 +53,7 @@ def passing_reason(pipe: Any, unet: nn.Module) -> str | None:
     if hasattr(pipe, "tgate"):
         return "T-Gate computes less from some step on"
     if getattr(unet, "peft_config", None):
-        return "LoRA is loaded by diffusers, which adds layers (Settings → Networks)"
+        return "LoRA is loaded by diffusers, which adds layers (Settings, Networks)"
     for module in unet.modules():
         attributes = module.__dict__
         if "_original_forward" in attributes:
@@ -70,7 +70,7 @@ def passing_reason(pipe: Any, unet: nn.Module) -> str | None:
             # on the UNet itself it is the offload by models, see standing_reason
             return (
                 "parts of the UNet do not fit on the GPU and are brought in layer by layer "
-                "(Settings → Model Offloading: with a higher high watermark more of it stays)"
+                "(Settings, Model Offloading: with a higher high watermark more of it stays)"
             )
     return None
 

@@ -1,30 +1,81 @@
-"""The report over HTTP. Routes added here pass by the WebUI's own authentication, so none of them changes anything."""
+"""The report over HTTP, for those whom the WebUI lets in. It is only read, never changed."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import math
 from collections.abc import Callable, Mapping
+from secrets import compare_digest
 from typing import Any
 
 STATUS = "/sfast/v1/status"
 
 
-def register(app: Any, status: Callable[[], dict[str, Any]]) -> None:
+def register(
+    app: Any, status: Callable[[], dict[str, Any]], passwords: Callable[[], Mapping[str, str]] | None = None
+) -> None:
     """Add GET /sfast/v1/status to a FastAPI application; once, however often a WebUI starts the same application.
+
+    Where the WebUI asks for a password, for its page or for its API, so does this: a browser that is logged in to the
+    page is let in, and HTTP basic authentication with the user and password of either.
 
     Args:
         app: the application that `on_app_started` hands over.
         status: called for each request.
+        passwords: of the WebUI's API, by user; empty where it asks for none.
     """
     from starlette.responses import JSONResponse
+    from starlette.routing import Route
 
-    # FastAPI evaluates this annotation among the module's names, where JSONResponse is none
-    def answer() -> Any:
-        return JSONResponse(json_safe(status()), headers={"Cache-Control": "no-store"})
+    def answer(request: Any) -> Any:
+        if not allowed(app, request, {} if passwords is None else passwords()):
+            # the page's own request must not make the browser ask
+            asks = "text/html" in request.headers.get("accept", "")
+            headers = {"WWW-Authenticate": "Basic"} if asks else {}
+            return JSONResponse({"detail": "Unauthorized"}, status_code=401, headers=headers)
+        return JSONResponse(json_safe(public(status())), headers={"Cache-Control": "no-store"})
 
     # after the scripts were reloaded the old route would answer for a session that is gone
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != STATUS]
-    app.add_api_route(STATUS, answer, methods=["GET"], response_class=JSONResponse, response_model=None)
+    app.router.routes.append(Route(STATUS, answer, methods=["GET"], include_in_schema=False))
+
+
+def allowed(app: Any, request: Any, passwords: Mapping[str, str]) -> bool:
+    """Whether who asks may read the report."""
+    page = getattr(app, "auth", None)  # Gradio's: passwords by user, or a function of both
+    if page is None and not passwords:
+        return True
+    if page is not None:
+        token = request.cookies.get("access-token") or request.cookies.get("access-token-unsecure")
+        if token is not None and token in (getattr(app, "tokens", None) or {}):
+            return True
+    user, password = _basic(request.headers.get("authorization", ""))
+    if user is None:
+        return False
+    if callable(page) and page(user, password):
+        return True
+    known = [each.get(user) for each in (passwords, page) if isinstance(each, Mapping)]
+    return any(each is not None and compare_digest(each.encode(), password.encode()) for each in known)
+
+
+def _basic(header: str) -> tuple[str | None, str]:
+    scheme, _, value = header.partition(" ")
+    if scheme.lower() != "basic":
+        return None, ""
+    try:
+        user, _, password = base64.b64decode(value, validate=True).decode().partition(":")
+    except (binascii.Error, UnicodeDecodeError):
+        return None, ""
+    return user, password
+
+
+def public(status: dict[str, Any]) -> dict[str, Any]:
+    """The status without tracebacks, which name the user's folders; the log has them."""
+    error = status.get("last_error")
+    if not isinstance(error, Mapping):
+        return status
+    return {**status, "last_error": {key: value for key, value in error.items() if key != "traceback"}}
 
 
 def json_safe(value: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from sfast_ext import environment
 from sfast_ext.config import Config
 from sfast_ext.report import Report
 
@@ -109,7 +110,17 @@ _told: set[tuple[str, str]] = set()
 def default_of(setting: Setting) -> Any:
     """The value that the WebUI shows before the user has chosen one."""
     value = getattr(Config(), setting.field)
+    if setting.field == "graph_memory_mb":
+        value = _share_of_the_gpu(value, setting)
     return next(name for name, check in CHECKS.items() if check == value) if setting.choices else value
+
+
+def _share_of_the_gpu(most: int, setting: Setting) -> int:
+    """A quarter of the GPU's memory in MB, in the steps of the slider, and no more than `most`."""
+    total = environment.gpu_memory()
+    assert setting.slider is not None
+    step = int(setting.slider[2])
+    return most if total is None else min(most, (total >> 22) // step * step)
 
 
 def register(opts: Any, option_info: Callable[..., Any]) -> None:

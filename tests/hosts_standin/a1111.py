@@ -58,6 +58,20 @@ def weights(unet: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     return state
 
 
+def upscale(self: Any, picture: torch.Tensor, scale: int) -> torch.Tensor:
+    """What the WebUI's upscalers inherit."""
+    return picture.repeat_interleave(scale, -1).repeat_interleave(scale, -2)
+
+
+class Vae(nn.Module):
+    """What is known of ldm's by its attributes: its widths; half the sides of the picture, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Conv2d(3, 4, 4, stride=4), nn.ConvTranspose2d(4, 3, 4, stride=4)
+        self.encoder.ch, self.encoder.in_ch_mult = 16, (1, 1, 2, 4)
+
+
 class OptionInfo:
     """The WebUI's description of one setting."""
 
@@ -114,6 +128,8 @@ class Host:
             opts=self.opts, cmd_opts=SimpleNamespace(), device=torch.device("cpu"), model_data=self.model_data,
             loaded_hypernetworks=[], OptionInfo=OptionInfo,
         )  # fmt: skip
+        # where models and latents are
+        self.place = torch.device("cpu")
         self.devices = _module("modules.devices", fp8=False, unet_needs_upcast=False, dtype_unet=torch.float32)
         self.sd_unet = _module("modules.sd_unet", current_unet=None)
         self.hijack = SimpleNamespace(circular_enabled=False)
@@ -130,8 +146,13 @@ class Host:
             "modules.sd_unet": self.sd_unet,
             "modules.sd_hijack": _module("modules.sd_hijack", model_hijack=self.hijack),
             "modules.sd_models": _module(
-                "modules.sd_models", model_data=self.model_data, unload_model_weights=lambda *args: None
+                "modules.sd_models",
+                model_data=self.model_data,
+                unload_model_weights=lambda *args: None,
+                send_model_to_cpu=lambda model: model.model.to("cpu"),
+                send_model_to_trash=lambda model: model.model.to("meta"),
             ),
+            "modules.upscaler": _module("modules.upscaler", Upscaler=type("Upscaler", (), {"upscale": upscale})),
             "modules.script_callbacks": _module("modules.script_callbacks", **registrars),
             "modules.errors": _module("modules.errors", display_once=lambda exc, task: self.errors.append(exc)),
             "modules.launch_utils": _module("modules.launch_utils", git_tag=lambda: "v1.10.1"),
@@ -163,11 +184,14 @@ class Host:
         """Another configuration: a new model; those over the limit go to the meta device first."""
         loaded = self.model_data.loaded_sd_models
         while len(loaded) >= limit:
-            loaded.pop().model.diffusion_model.to("meta")
+            sys.modules["modules.sd_models"].send_model_to_trash(loaded.pop())
         model = SimpleNamespace(
-            model=nn.Module(), lowvram=False, sd_checkpoint_info=SimpleNamespace(title=f"seed {seed}")
+            model=nn.Module(),
+            first_stage_model=Vae().to(self.place),
+            lowvram=False,
+            sd_checkpoint_info=SimpleNamespace(title=f"seed {seed}"),
         )
-        model.model.diffusion_model = make_unet(seed, channels)
+        model.model.diffusion_model = make_unet(seed, channels).to(self.place)
         for name, layer in model.model.named_modules():
             layer.network_layer_name = name.replace(".", "_")
         self.reuse(model)
@@ -186,11 +210,13 @@ class Host:
         """The same configuration: other values into the same modules, which forget their Lora."""
         model = self.model_data.sd_model
         unet = model.model.diffusion_model
+        sys.modules["modules.sd_models"].send_model_to_cpu(model)
         unet.load_state_dict(weights(unet, seed))
         for layer in unet.modules():
             if isinstance(layer, LAYERS):
                 layer.network_current_names, layer.network_weights_backup = (), None
         model.sd_checkpoint_info = SimpleNamespace(title=f"seed {seed}")
+        unet.to(self.place)
         self.fire("model_loaded", model)
 
     def lora(self, **multipliers: float) -> None:
@@ -206,15 +232,15 @@ class Host:
     ) -> torch.Tensor:
         """One pass of a sampler: per step the refiner's switch, the callback, the UNet as LatentDiffusion calls it."""
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn((2, 4, size, size), generator=generator)
-        context = torch.randn((2, tokens, CONTEXT), generator=generator)
+        x = torch.randn((2, 4, size, size), generator=generator).to(self.place)
+        context = torch.randn((2, tokens, CONTEXT), generator=generator).to(self.place)
         denoiser = Denoiser()
         for step in range(steps):
             if refiner is not None and step == steps // 2:
                 refiner()
             self.fire("cfg_denoiser", SimpleNamespace(denoiser=denoiser, sampling_step=step, sampling_steps=steps))
             unet = self.model_data.sd_model.model.diffusion_model
-            x = x - 0.1 * unet(x, torch.full((2,), 900 - 100 * step), context=context)
+            x = x - 0.1 * unet(x, torch.full((2,), 900 - 100 * step).to(self.place), context=context)
         return x
 
     @torch.no_grad()

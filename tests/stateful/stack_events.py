@@ -161,12 +161,17 @@ def xformers_switched(w: World, rng: random.Random) -> None:
     for module, processor in before:
         if not hasattr(processor, "inner"):
             module.processor = Host("xformers", factor)  # type: ignore[assignment]
+    placed = [m.processor for m, _ in before if isinstance(m.processor, Host)]
 
     @stack.callback
     def undo() -> None:
         for module, processor in before:
             if isinstance(module.processor, Host) and module.processor.name == "xformers":
                 module.processor = processor
+        for host in placed:
+            if host.name == "xformers":
+                # within a processor that was laid over it meanwhile
+                host.name = "sdp"
 
     w.patches[XFORMERS] = stack.close
     w.behaves_otherwise()

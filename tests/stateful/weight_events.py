@@ -6,7 +6,9 @@ import contextlib
 import copy
 import functools
 import io
+import pickle
 import random
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -56,6 +58,37 @@ def lora_replaced(w: World, rng: random.Random) -> None:
 
     for path in _some(w, rng):
         w.both(functools.partial(change, path=path, seed=rng.getrandbits(32)))
+
+
+def merged_under_inference_mode(w: World, rng: random.Random) -> None:
+    """Weights that are inference tensors, for some calls; other events write to weights, which these do not bear."""
+    if w.mode == "gradients":
+        return
+    paths, seed = _some(w, rng), rng.getrandbits(32)
+    trained = [w.twin.get_parameter(path).requires_grad for path in paths]
+
+    def merge(m: nn.Module) -> None:
+        with torch.inference_mode():
+            for path in paths:
+                owner, name = _owner(m, path)
+                old = getattr(owner, name)
+                setattr(owner, name, nn.Parameter(old.lerp(_values(seed, old, path), 0.3), requires_grad=False))
+
+    def replace_merged(m: nn.Module) -> None:
+        for path, requires_grad in zip(paths, trained):
+            owner, name = _owner(m, path)
+            setattr(owner, name, nn.Parameter(getattr(owner, name).detach().clone(), requires_grad=requires_grad))
+
+    w.both(merge)
+    was = w.request
+    for _ in range(2):
+        w.check()
+        w.request = replace(was, width=rng.choice((8, 16)))
+    w.request = was
+    if rng.random() < 0.3:
+        w.release()
+        w.acc.install()
+    w.both(replace_merged)
 
 
 def lora_by_data(w: World, rng: random.Random) -> None:
@@ -288,6 +321,22 @@ def copied(w: World, rng: random.Random) -> None:
         w.subject, w.twin = subject, twin
 
 
+def pickled(w: World, rng: random.Random) -> None:
+    """A module that is saved whole and loaded runs its own weights, without us."""
+    try:
+        theirs = pickle.dumps(w.twin)
+    except Exception:
+        return  # what tests lay over modules cannot be saved
+    ours = pickle.dumps(w.subject)
+    subject, twin = w.subject, w.twin
+    w.subject, w.twin = (pickle.loads(data) for data in (ours, theirs))
+    try:
+        a, b = w.call_both()
+        w.compare(a, b)
+    finally:
+        w.subject, w.twin = subject, twin
+
+
 def saved(w: World, rng: random.Random) -> None:
     """A state dict is what it was, to the last stride: safetensors asks for them."""
     file = io.BytesIO()
@@ -303,8 +352,9 @@ def saved(w: World, rng: random.Random) -> None:
 
 
 EVENTS: dict[Event, int] = {
-    lora_in_place: 10, lora_replaced: 8, lora_by_data: 8, transposed_in_place: 4, channels_last: 4, moved: 5,
+    lora_in_place: 10, lora_replaced: 8, lora_by_data: 8,
+    merged_under_inference_mode: 3, transposed_in_place: 4, channels_last: 4, moved: 5,
     checkpoint_in_place: 8, checkpoint_assigned: 8, tied: 2, untied: 4, exchanged: 2, exchanged_data: 2, put_back: 5,
     another_dtype: 2, dtype_and_back: 4, offloaded: 6, memory_given_back: 6, buffer_changed: 6, copied: 3,
-    saved: 4,
+    saved: 4, pickled: 3,
 }  # fmt: skip
