@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.behaviour import BehaviourKeys, structure
+from sfast_ext.behaviour import structure
+from sfast_ext.behaviour_keys import BehaviourKeys
 from sfast_ext.config import Config
 from sfast_ext.environment import unserved
 from sfast_ext.garbage import uncollected
@@ -27,8 +28,6 @@ from sfast_ext.signature import NotOurs, flatten_call
 from sfast_ext.slot import Slot, foreign_forward
 from sfast_ext.weights import WeightsAway, WeightsChanged
 
-# captures of one signature that nothing replayed before its behaviour changed again
-BARREN = 4
 _READING_KEY = "behaviour key"
 
 
@@ -81,7 +80,7 @@ class Accelerator(Planner):
                 self._drop_all("the settings changed")
             elif was != config:
                 self._shelf.pardon()
-                self._barren.clear()
+                self._backoff.clear()
                 for plan in self.plans.values():
                     plan.no_graph_reason = None
                     if not config.cuda_graphs:
@@ -273,7 +272,7 @@ class Accelerator(Planner):
     def _weights_changed(self, exc: WeightsChanged) -> None:
         try:
             # what was captured for nothing stays counted, or weights that change at every call would have no end of it
-            self._drop_all(str(exc), barren=False)
+            self._drop_all(str(exc), at_once=False)
         except Exception as again:
             self.report.error("giving up a plan", again)
 
@@ -287,13 +286,14 @@ class Accelerator(Planner):
             at(_READING_KEY)
             behaviour, foreign = self._keys.now()
             if behaviour != found.behaviour or foreign:
+                self._wary_of_behaviour = WARY
                 return False
         if found.ahead:
             # also where it raises
-            self._wary = WARY
+            self._wary_of_weights = WARY
             if self._synced():
                 return False
-            self._wary = 0
+            self._wary_of_weights = 0
         return True
 
     def _synced(self) -> int:
@@ -336,7 +336,9 @@ class Accelerator(Planner):
         known, due = self._keys.last, self._keys.due
         sure = known is None
         behaviour, foreign = self._read_keys() if known is None else known
-        if foreign and not sure:
+        if not sure and (foreign or self._wary_of_behaviour):
+            self._wary_of_behaviour = max(self._wary_of_behaviour - 1, 0)
+            at(_READING_KEY)
             behaviour, foreign = self._keys.now()
             sure = True
         if foreign:
@@ -358,20 +360,17 @@ class Accelerator(Planner):
         refused = self._shelf.refusal(key)
         if refused is not None:
             raise NotOurs(refused)
-        if plan is not None:
-            if self._barren:
-                self._barren.pop(generic, None)
-        elif self._barren[generic] >= BARREN:
-            raise NotOurs("what the model computes changes at every call, so plans would never be used twice")
+        if plan is None and self._backoff.waits(generic, key):
+            raise NotOurs("what the model computes changes again and again: a plan is made when it stays the same")
         if not ahead:
             self._synced()
         return Found(call, generic, key, plan, behaviour, device, sure, ahead)
 
-    def _drop_all(self, reason: str, *, barren: bool = True) -> None:
+    def _drop_all(self, reason: str, *, at_once: bool = True) -> None:
         """Drop the plans of the whole model: they share their weights."""
         whole = self.whole or self
         for accelerator in (whole, *whole.parts):
-            accelerator._forget_plans(reason, barren=barren)
+            accelerator._forget_plans(reason, at_once=at_once)
 
     def _clear(self) -> None:
         self._forget_plans(None)

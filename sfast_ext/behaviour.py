@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 import types
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -313,86 +312,3 @@ class _Structure(_Reader):
     def identity(self, value: object) -> Hashable:
         shared = isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType))
         return super().identity(value if shared else type(value))
-
-
-class BehaviourKeys:
-    """Numbers the behaviours of one module, so that a key of thousands of entries is compared once for each reading.
-
-    Args:
-        recognised, transparent: see `Hooks`.
-        kept: how many behaviours are remembered.
-        first: the number of the first.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        ignored: frozenset[str],
-        recognised: Vouch | None,
-        kept: int,
-        first: int = 0,
-        transparent: Vouch | None = None,
-    ) -> None:
-        self._module, self._ignored, self._recognised, self._kept = module, ignored, recognised, kept
-        self._transparent = transparent
-        self._numbers: OrderedDict[Hashable, tuple[int, Fingerprint]] = OrderedDict()
-        self._count = first
-        self._scene: Fingerprint | None = None
-        self._ticks = False
-        self._read_since_tick = False
-        self.last: tuple[int, str | None] | None = None
-        """What the last reading gave; None before the first."""
-
-    def tick(self) -> None:
-        """A generation begins. From the first tick on, a reading is sure until the next."""
-        self._ticks = True
-        self._read_since_tick = False
-
-    @property
-    def due(self) -> bool:
-        """Whether a generation began since the last reading."""
-        return self._ticks and not self._read_since_tick
-
-    @property
-    def sure(self) -> bool:
-        """Whether `last` may be trusted without another reading."""
-        return self._ticks and self._read_since_tick and self._scene is not None and self._scene.looks_alike()
-
-    def now(self) -> tuple[int, str | None]:
-        """What a reading gives, without one where `last` may be trusted."""
-        return self.last if self.last is not None and self.sure else self.read()
-
-    def read(self) -> tuple[int, str | None]:
-        """A number for what the module computes now, and the foreign patch that keeps us away, in words, if any."""
-        scene = self._scene
-        if self.last is not None and scene is not None and scene.holds():
-            if not self._ticks:
-                return self.last
-            if scene.classes_hold(self._module):
-                # once a generation the host is asked again what it vouches for
-                self.last = (self.last[0], self._foreign(scene))
-                self._read_since_tick = True
-                return self.last
-        read = fingerprint(self._module, self._ignored, self._transparent)
-        known = self._numbers.get(read.key)
-        if known is None:
-            known = self._numbers[read.key] = (self._count, read)
-            self._count += 1
-            while len(self._numbers) > self._kept:
-                self._numbers.popitem(last=False)
-        self._numbers.move_to_end(read.key)
-        # together, and after the host was asked: it may raise
-        foreign = self._foreign(read)
-        self._scene, self.last = read, (known[0], foreign)
-        self._read_since_tick = True
-        return self.last
-
-    def _foreign(self, read: Fingerprint) -> str | None:
-        vouch = self._recognised
-        patches = (p for p in read.patches if vouch is None or not vouch(p.module, p.kind, p.function))
-        return next((p.words() for p in patches), None)
-
-    def clear(self) -> None:
-        """Forget everything read."""
-        self._numbers.clear()
-        self.last = self._scene = None

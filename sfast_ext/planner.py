@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from sfast_ext.backoff import Backoff
 from sfast_ext.capture import CaptureRefused, Recipe, capture, capture_watched
 from sfast_ext.config import Config
 from sfast_ext.graph_pool import GraphPool, pool_of
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 # times that one plan may run out of memory before it is given up
 OUT_OF_MEMORY = 3
-# calls that look at the weights before their replay, after one was made in vain: few are wasted where weights change in
-# the midst of generations
+# calls that look at the weights, or at the behaviour, before their replay, after one was made in vain: few are wasted
+# where these change in the midst of generations
 WARY = 200
 
 
@@ -73,9 +74,9 @@ class Planner:
         self._building: threading.Lock = threading.Lock() if whole is None else whole._building
         self._shelf = Shelf(self.arena, report, self._lock, config.max_plans)
         self._static_numbers: set[Signature] = set()
-        self._barren: Counter[Signature] = Counter()
+        self._backoff = Backoff()
         self._recipes: dict[Hashable, set[Recipe]] = {}
-        self._wary = 0
+        self._wary_of_weights = self._wary_of_behaviour = 0
         self.lends = True
         """Whether `state_dict()` of the module lays its weights out as the host knows them; see `BeforeSaving`."""
         self._slot = Slot(module, self)  # type: ignore[arg-type]
@@ -160,8 +161,8 @@ class Planner:
         """
         if not (plan.has_graph and self.config.cuda_graphs) or self._is_compared(plan):
             return False
-        if self._wary:
-            self._wary -= 1
+        if self._wary_of_weights:
+            self._wary_of_weights -= 1
             return False
         return True
 
@@ -171,6 +172,7 @@ class Planner:
         at("keeping the plan")
         self._shelf.touch(found.key)
         plan.replays += 1
+        self._backoff.replayed(found.generic, plan.replays)
         self.report.count("replays" if plan.has_graph else "eager_runs")
         return result
 
@@ -211,7 +213,7 @@ class Planner:
             # not refused: they may be back at the next call
             self.report.fallback(f"some weights are on {away}, others on {device}")
             return
-        self._barren[found.generic] += 1
+        self._backoff.captured(found.generic)
         if not self.plans:
             # theirs would keep the weights from being packed for all of it
             for part in self.parts:
@@ -311,10 +313,10 @@ class Planner:
         plan.out_of_memory += 1
         return plan.out_of_memory < OUT_OF_MEMORY
 
-    def _forget_plans(self, reason: str | None, *, barren: bool = True) -> None:
+    def _forget_plans(self, reason: str | None, *, at_once: bool = True) -> None:
+        """Drop the plans; `at_once` where new ones need not wait."""
         with self._lock:
-            if barren:
-                self._barren.clear()
+            (self._backoff.clear if at_once else self._backoff.interrupted)()
             self._recipes.clear()
             self._shelf.clear(reason)
 

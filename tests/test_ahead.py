@@ -212,7 +212,7 @@ def test_weights_that_are_away_cost_one_replay_in_vain(pair):
     replays = pair.count("replays")
     for _ in range(3):
         pair.same()
-        assert pair.acc._wary >= WARY - 2
+        assert pair.acc._wary_of_weights >= WARY - 2
     assert pair.count("fallbacks") == 3 and pair.count("replays") == replays
 
 

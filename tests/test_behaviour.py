@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from sfast_ext import accelerate
-from sfast_ext.behaviour import BehaviourKeys, fingerprint, structure
+from sfast_ext.behaviour import fingerprint, structure
+from sfast_ext.behaviour_keys import BehaviourKeys
 
 
 class Processor:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from sfast_ext import Config, Hooks, accelerate
-from sfast_ext.behaviour import BehaviourKeys, fingerprint
+from sfast_ext.behaviour import fingerprint
+from sfast_ext.behaviour_keys import BehaviourKeys
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from stateful.compare import Wrong
 from stateful.world import World
 
 from sfast_ext import behaviour, surroundings
-from sfast_ext.behaviour import BehaviourKeys
+from sfast_ext.behaviour_keys import BehaviourKeys
 from sfast_ext.kernels import health
 from sfast_ext.scene import Scene
 

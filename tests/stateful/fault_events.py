@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 import sfast_ext.accelerator
-import sfast_ext.behaviour
+import sfast_ext.behaviour_keys
 import sfast_ext.plan
 import sfast_ext.planner
 import sfast_ext.proof
@@ -23,7 +23,7 @@ from stateful.world import Event, World
 # what there is to break, by the name the failure is given
 STAGES: dict[str, tuple[Any, str]] = {
     "signature": (sfast_ext.accelerator, "flatten_call"),
-    "behaviour key": (sfast_ext.behaviour, "fingerprint"),
+    "behaviour key": (sfast_ext.behaviour_keys, "fingerprint"),
     "sync": (sfast_ext.weights.WeightArena, "sync"),
     "adoption of weights": (sfast_ext.weights.WeightArena, "_adopt"),
     "capture": (sfast_ext.planner, "capture"),
