@@ -144,6 +144,7 @@ def test_what_is_missing_ends_the_command_with_a_sentence(monkeypatch, capsys):
     assert "no NVIDIA GPU that could pass for sm_89" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.__version__ < "2.3", reason="that torch.compile breaks the graph where memory is asked for")
 @pytest.mark.parametrize("name", ["doggettx", "invokeai", "subquad"])
 def test_torch_compile_takes_the_free_memory_for_a_constant(name, monkeypatch, tiny_unet, unet_inputs):
     """As one graph: what asks for memory would break it in two."""
