@@ -130,7 +130,10 @@ class Accelerator(Planner):
             behaviour, _ = self._keys.read()
             if not self.plans or structure(self.module, self.hooks.ignored) != structure(module, hooks.ignored):
                 return False
-            if not self.arena.move_to(module):
+            try:
+                if not self.arena.move_to(module):
+                    return False
+            except WeightsAway:
                 return False
             self._release_parts()
             self._slot.release()

@@ -88,7 +88,8 @@ class Planner:
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """The forward that was there before."""
-        return self._slot.original(*args, **kwargs)
+        with self.arena.gate:
+            return self._slot.original(*args, **kwargs)
 
     def give_memory_back(self) -> bool:
         """Give back the GPU memory of the plans, while the host has the weights of the module on another device.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from sfast_ext.patches import described
+from sfast_ext.weight import WeightsInUse
 
 if TYPE_CHECKING:
     from sfast_ext.accelerator import Accelerator
@@ -67,17 +68,25 @@ class BeforeSaving:
         self._accelerator = accelerator
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        if module is self._accelerator.module and self._accelerator.lends:
-            self._accelerator.arena.lend_home()
+        if module is self._accelerator.module:
+            self._lend()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _no_hook
 
     def __reduce__(self) -> Any:
         # the whole module is being saved: its parts, with the weights, come after its hooks
-        if self._accelerator.lends:
-            self._accelerator.arena.lend_home()
+        self._lend()
         return _hook_of_others, ()
+
+    def _lend(self) -> None:
+        if not self._accelerator.lends:
+            return
+        try:
+            self._accelerator.arena.lend_home()
+        except WeightsInUse as exc:
+            # the values are right, and some savers take any strides
+            self._accelerator.report.event("weights", f"they are saved as they lie: {exc}")
 
 
 def _no_hook(*_: Any) -> None:

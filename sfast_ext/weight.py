@@ -19,6 +19,10 @@ class WeightsAway(Exception):
     """Weights are not where plans read them for now (offloaded); the original forward runs, plans are kept."""
 
 
+class WeightsInUse(WeightsAway):
+    """Another thread computes with the weights, so they cannot be laid out anew now."""
+
+
 class WeightsChanged(Exception):
     """Weights changed in a way that no copy can follow (shape, dtype, removed); plans must be built anew."""
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sfast_ext.gate import Gate, gate_of
 from sfast_ext.homes import Homes, Strides, memory_of, set_data
 from sfast_ext.vacancy import Vacancy, vacancies
 from sfast_ext.weight import (
@@ -36,8 +37,14 @@ from sfast_ext.weight import (
 __all__ = ["Weight", "WeightArena", "WeightsAway", "WeightsChanged"]
 
 
+LEND_S = 10.0
+"""How long `state_dict()` waits for other threads that compute with the weights."""
+
+
 class WeightArena:
     """Tracks the weights of one module.
+
+    They are laid out only while no other thread runs the original forward, see `gate`.
 
     Args:
         root: the module whose parameters, buffers and tensor attributes plans may read.
@@ -52,10 +59,16 @@ class WeightArena:
         self._watch = Watch([])
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._epoch = 0
+        self._bound = 0  # how many plans there were
         self._homes = Homes()
         self._notes: dict[str, bool] = {}
         self._vacant: dict[int, Vacancy] = {}  # by the ids of their weights
         self.copied = 0
+
+    @property
+    def gate(self) -> Gate:
+        """Where each run of the original forward is told of."""
+        return gate_of(self.root)
 
     def index(self) -> None:
         """Learn the module's tensors by identity, before a capture. O(parameters)."""
@@ -97,8 +110,11 @@ class WeightArena:
         """One tensor with the rows (dim 0) of all `weights`, which become views of it or are neighbours in a larger.
 
         Returns None, and changes nothing, where they do not fit together, or a plan already reads one elsewhere.
+
+        Raises:
+            WeightsInUse: another thread computes with them.
         """
-        with self._lock:
+        with self.gate.alone(), self._lock:
             key = tuple(id(w) for w in weights)
             if key in self._packs:
                 return self._packs[key]
@@ -134,8 +150,12 @@ class WeightArena:
             return pack
 
     def channels_last(self, weight: Weight) -> bool:
-        """Lay a 4-D weight out as channels-last; the same logical values. False where a plan holds it otherwise."""
-        with self._lock:
+        """Lay a 4-D weight out as channels-last; the same logical values. False where a plan holds it otherwise.
+
+        Raises:
+            WeightsInUse: another thread computes with it.
+        """
+        with self.gate.alone(), self._lock:
             if weight.tensor.dim() != 4 or not weight.slots:
                 return False
             if weight.tensor.is_contiguous(memory_format=torch.channels_last):
@@ -156,6 +176,7 @@ class WeightArena:
     def bind(self, weights: Sequence[Weight]) -> None:
         """A plan reads these from now on: their addresses stay."""
         with self._lock:
+            self._bound += 1
             for weight in weights:
                 for w in weight.parts or (weight,):
                     w.plans += 1
@@ -175,7 +196,7 @@ class WeightArena:
         """Bring the live tensors up to date with the module's parameters; returns how many were copied.
 
         Raises:
-            WeightsAway: a parameter is on another device, or on none.
+            WeightsAway: a parameter is on another device, or on none; or another thread computes with them.
             WeightsChanged: a parameter changed its shape or dtype, or is no plain tensor any more.
         """
         return self._bring(self._watch)
@@ -193,7 +214,7 @@ class WeightArena:
         Raises:
             WeightsAway, WeightsChanged: see `sync`.
         """
-        with self._lock:
+        with self.gate.alone(), self._lock:
             stale = self._watch.stale()
             return self._adopt(stale, anywhere=True) if stale else 0
 
@@ -223,7 +244,7 @@ class WeightArena:
         stale = watch.stale()
         if not stale:
             return 0
-        with self._lock:
+        with self.gate.alone(), self._lock:
             return self._adopt(stale)
 
     def part(self, module: nn.Module) -> WeightArena:
@@ -237,8 +258,11 @@ class WeightArena:
 
         False, and nothing is changed, where it has others, or where the module left behind still holds live tensors:
         it may be in use by somebody.
+
+        Raises:
+            WeightsInUse: another thread computes with those of the module left behind.
         """
-        with self._lock:
+        with self.gate.alone(), self._lock:
             places = places_of(root)
             slots: dict[int, list[Slot]] = {}
             for w in self._live:
@@ -264,20 +288,33 @@ class WeightArena:
             return True
 
     def lend_home(self) -> None:
-        """Lay every parameter out as before, for somebody who looks at strides; the next `sync` takes them back."""
-        with self._lock:
+        """Lay every parameter out as before, for somebody who looks at strides; the next `sync` takes them back.
+
+        Raises:
+            WeightsInUse: another thread computes with them, for longer than `LEND_S`.
+        """
+        with self.gate.alone(LEND_S), self._lock:
             for tensor, home in self._laid():
                 if tensor.stride() != home:
                     self._homes.bring(tensor, home)
 
     def release(self) -> None:
-        """Give every parameter back with the strides it had, in memory of its own, with the values it has now."""
-        with self._lock:
-            self.lay_back()
-            self._homes.forget()
+        """Give every parameter back with the strides it had, in memory of its own, with the values it has now.
+
+        Where another thread computes with them, that is done when it has ended.
+        """
+        self._when_alone(lambda: self._lay_back(forget=True))
 
     def lay_back(self) -> None:
         """As `release`, for the time in which there are no plans."""
+        self._when_alone(self._lay_back)
+
+    def _when_alone(self, lay_back: Callable[[], None]) -> None:
+        bound = self._bound
+        # of no use where plans were made since it was put off
+        self.gate.when_alone(lambda: lay_back() if self._bound == bound else None)
+
+    def _lay_back(self, *, forget: bool = False) -> None:
         with self._lock:
             laid = self._laid()
             # nothing of it is to keep the memory that is left behind
@@ -287,6 +324,8 @@ class WeightArena:
             for tensor, home in laid:
                 if not self._homes.at_home(tensor, home):
                     self._homes.bring(tensor, home)
+            if forget:
+                self._homes.forget()
 
     def status(self) -> dict[str, Any]:
         """For the report."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sfast_ext.gate import Gate
 from sfast_ext.weights import Weight, WeightArena
 
 
@@ -18,6 +19,11 @@ class ArenaPart(WeightArena):
         super().__init__(root)
         self._arena = arena
         self._seen = -1
+
+    @property
+    def gate(self) -> Gate:
+        """That of the whole."""
+        return self._arena.gate
 
     def index(self) -> None:
         """See `WeightArena.index`."""

@@ -1,0 +1,112 @@
+"""Who computes with a module's weights: they are laid out anew only while no other thread does.
+
+A readers-writer lock: the original forward may run in any number of threads; laying out weights needs all others to be
+outside. A thread never waits for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from sfast_ext.weight import WeightsInUse
+
+_log = logging.getLogger(__name__)
+
+
+class Gate:
+    """Of one module; `with gate:` around each run of its original forward."""
+
+    def __init__(self) -> None:
+        self._free = threading.Condition(threading.Lock())
+        self._inside: dict[int, int] = {}
+        self._alone: int | None = None
+        self._depth = 0
+        self._put_off: list[Callable[[], None]] = []
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        with self._free:
+            while self._alone not in (None, me):
+                self._free.wait()
+            self._inside[me] = self._inside.get(me, 0) + 1
+
+    def __exit__(self, *exc: Any) -> None:
+        me = threading.get_ident()
+        with self._free:
+            self._inside[me] -= 1
+            if self._inside[me]:
+                return
+            del self._inside[me]
+            self._free.notify_all()
+            if self._inside:
+                return
+            put_off, self._put_off = self._put_off, []
+        for each in put_off:
+            try:
+                self.when_alone(each)
+            except Exception:
+                # the forward that has ended here has nothing to do with it
+                _log.exception("laying weights out failed")
+
+    @contextlib.contextmanager
+    def alone(self, wait_s: float = 0.0) -> Iterator[None]:
+        """Keep the other threads out; reentrant.
+
+        Args:
+            wait_s: for how many seconds to wait until they are.
+
+        Raises:
+            WeightsInUse: they are not.
+        """
+        me = threading.get_ident()
+        until = time.monotonic() + wait_s
+        with self._free:
+            while self._alone not in (None, me) or self._inside.keys() - {me}:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise WeightsInUse("another thread runs the original forward: its weights stay as they are")
+                self._free.wait(left)
+            self._alone = me
+            self._depth += 1
+        try:
+            yield
+        finally:
+            with self._free:
+                self._depth -= 1
+                if not self._depth:
+                    self._alone = None
+                    self._free.notify_all()
+
+    def when_alone(self, action: Callable[[], None]) -> None:
+        """Run an action now, or when the last of the other threads has left, in that one."""
+        while True:
+            try:
+                with self.alone():
+                    action()
+                return
+            except WeightsInUse:
+                pass
+            with self._free:
+                if self._inside.keys() - {threading.get_ident()}:
+                    self._put_off.append(action)
+                    return
+                # another thread lays weights out, for an instant
+                self._free.wait_for(lambda: self._alone is None)
+
+
+_gates: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def gate_of(module: nn.Module) -> Gate:
+    """The gate of a module, whoever asks."""
+    with _making:
+        return _gates.setdefault(module, Gate())
