@@ -12,7 +12,7 @@ from torch import nn
 
 from sfast_ext import Config
 from sfast_ext.graph_pool import pool_of
-from stateful import behaviour_events, fault_events, ground, stack_events, weight_events
+from stateful import behaviour_events, fault_events, ground, stack_events, thread_events, weight_events
 from stateful.compare import Wrong
 from stateful.ground import Ground
 from stateful.nets import STYLES, TIMESTEPS
@@ -164,7 +164,7 @@ OWN: dict[Event, int] = {
 ANYWHERE = {
     **OWN, **fault_events.EVENTS, **weight_events.EVENTS, **behaviour_events.EVENTS, **stack_events.EVENTS,
 }  # fmt: skip
-EVENTS = {**ANYWHERE, **stack_events.CPU_EVENTS}
+EVENTS = {**ANYWHERE, **stack_events.CPU_EVENTS, **thread_events.CPU_EVENTS}
 GPU_EVENTS = {
     **ANYWHERE, **fault_events.GPU_EVENTS, another_stream: 4, streams_in_turn: 3, request: 8, configured: 6,
 }  # fmt: skip
