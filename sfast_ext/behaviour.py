@@ -237,7 +237,7 @@ class _Reader:
             hooks = attributes.get(slot)
             if hooks is None:
                 continue
-            self.scene.container(hooks)
+            self.scene.hooks(hooks)
             for hook in hooks.values():
                 self.key.append((slot, self.function(hook)))
                 self.patches.append(Patch(path, module, "hook", hook))

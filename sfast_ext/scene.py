@@ -10,14 +10,26 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 # items of the largest container that is read
 LONGEST = 64
 _Namespace = Mapping[str, Any]
-# of torch's own attributes of a module, those that somebody may exchange; others' are all looked at
-_WATCHED = ("training", "_forward_hooks", "_forward_pre_hooks")
 # readings take these by themselves
 _SLOTS = frozenset({"forward", "_old_forward"})
+_HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
+_NOTHING: frozenset[str] = frozenset()
+_NORM = {"training", "elementwise_affine", "affine", "num_channels"}
+_UNREAD: dict[type, set[str]] = {
+    nn.Linear: {"training", "in_features", "out_features"},
+    nn.Conv2d: {"training", "in_channels", "out_channels", "kernel_size", "transposed", "output_padding"},
+    nn.GroupNorm: _NORM,
+    nn.LayerNorm: _NORM,
+    nn.SiLU: {"training"},
+    nn.ModuleList: {"training"},
+    nn.Sequential: {"training"},
+}
+"""Attributes that the forwards of these very classes do not read."""
 
 
 class Scene:
@@ -33,14 +45,21 @@ class Scene:
     def __init__(self, ignored: frozenset[str] = frozenset()) -> None:
         self._ignored = ignored - _SLOTS
         # by the names of what is looked at: modules' attributes, and their values
-        self._alike: dict[tuple[str, ...], tuple[list[dict], list[tuple]]] = {}
+        self._alike: dict[tuple[str, ...], tuple[list[dict], list[int], list[tuple]]] = {}
         self._loose: list[dict] = []
         self._loose_values: list[Any] = []
         self._modules: list[nn.Module] = []
+        self._attributes: list[dict] = []
         self._types: list[type] = []
         self._empty: list[dict | list] = []
         self._sized: list[dict | list] = []
         self._lengths: list[int] = []
+        # of the empty ones, those that are looked at for each call
+        self._bare: list[dict | list] = []
+        # hooks come with handles, of which each takes the next number
+        self._no_hooks: list[dict] = []
+        self._hooks: list[tuple[dict, dict]] = []
+        self._next_hook = RemovableHandle.next_id
         self._dicts: list[dict] = []
         self._dict_keys: list[Any] = []
         self._dict_values: list[Any] = []
@@ -66,22 +85,42 @@ class Scene:
         self._modules.append(module)
         self._types.append(type(module))
         attributes = module.__dict__
+        self._attributes.append(attributes)
+        self._hooks.append(_HOOKS(attributes))
         self.container(attributes, loose=False)
-        self.container(attributes["_modules"])
-        parameters = attributes["_parameters"]
+        children, parameters = attributes["_modules"], attributes["_parameters"]
+        if children:
+            self.container(children)
+        else:
+            # a forward that would call one is another
+            self._empty.append(children)
         self._size(parameters)
         self._parameters.append(parameters)
         self._parameter_names.extend(parameters)
         self._missing.extend(map(operator.is_, dict.values(parameters), repeat(None)))
         if not any(map(isinstance, dict.values(attributes), repeat(torch.Tensor))):
-            names = (*_WATCHED, *(name for name in attributes if name not in self._ignored and name not in _WATCHED))
-            modules, values = self._alike.setdefault(names, ([], []))
+            unread = _UNREAD.get(type(module), _NOTHING)
+            read = (name for name in attributes if name == "training" or name not in self._ignored)
+            names = tuple(name for name in read if name not in unread)
+            modules, lengths, values = self._alike.setdefault(names, ([], [], []))
             modules.append(attributes)
+            lengths.append(len(attributes))
             values.append(tuple(map(attributes.get, names)))
+
+    def hooks(self, hooks: dict) -> None:
+        """The hooks of a module."""
+        if hooks:
+            self.container(hooks)
+        else:
+            self._empty.append(hooks)
+            self._no_hooks.append(hooks)
 
     def container(self, container: dict | list, *, loose: bool = True) -> None:
         """A dict or list with what it holds; `loose` where it is not the attributes of a module."""
         self._size(container)
+        if not container:
+            self._bare.append(container)
+            return
         values = list(dict.values(container) if isinstance(container, dict) else container)
         if any(map(isinstance, values, repeat(torch.Tensor))):
             self._mixed.append(container)
@@ -91,7 +130,7 @@ class Scene:
             self._dicts.append(container)
             self._dict_keys.extend(container)
             self._dict_values += values
-            if values and loose:
+            if loose:
                 self._loose.append(container)
                 self._loose_values += values
         else:
@@ -107,7 +146,6 @@ class Scene:
             self._sized.append(container)
             self._lengths.append(len(container))
         else:
-            # most: each module has several for hooks
             self._empty.append(container)
 
     def name(self, home: type | dict, name: str) -> None:
@@ -132,10 +170,10 @@ class Scene:
         """To be called when all was read."""
         self._found = [_Found(_namespace(home), names) for home, names in self._names.values()]
         self._methods = [(kind, name, function) for (kind, name), function in self._kinds.items()]
-        self._groups = [(operator.itemgetter(*names), *each) for names, each in self._alike.items()]
+        self._groups = [_Alike(names, *each) for names, each in self._alike.items()]
         # where a parameter is none, one may come; of those that are there the weight arena knows
-        self._bare = [p for p in self._parameters if any(value is None for value in dict.values(p))]
-        self._bare_values = [value is None for p in self._bare for value in dict.values(p)]
+        self._lacking = [p for p in self._parameters if any(value is None for value in dict.values(p))]
+        self._lacking_values = [value is None for p in self._lacking for value in dict.values(p)]
         return self
 
     def looks_alike(self) -> bool:
@@ -143,30 +181,41 @@ class Scene:
         class or its methods.
 
         What took the place of another that it is equal to is not told apart, nor a name in a container that is not a
-        module's attributes.
+        module's attributes. Not seen are hooks that come without torch's handle, where there was none, and submodules
+        of a module that had none.
         """
         try:
             return (
-                not any(self._empty)
-                and list(map(len, self._sized)) == self._lengths
+                not any(self._bare)
+                and self._no_hooks_came()
                 and list(map(type, self._modules)) == self._types
                 and all(found.holds() for found in self._found)
                 and all(getattr(kind, name) is function for kind, name, function in self._methods)
                 and all(map(_still, map(content_of, self._cells), self._contents))
-                and all(list(map(get, modules)) == values for get, modules, values in self._groups)
+                and all(group.holds() for group in self._groups)
                 and list(_values(self._loose)) == self._loose_values
                 and list(chain.from_iterable(self._lists)) == self._list_items
                 and list(map(_addresses, self._mixed)) == self._addresses
-                and list(map(operator.is_, _values(self._bare), repeat(None))) == self._bare_values
+                and list(map(operator.is_, _values(self._lacking), repeat(None))) == self._lacking_values
             )
         except Exception:
             # an attribute is gone, or holds what cannot be compared
             return False
 
+    def _no_hooks_came(self) -> bool:
+        following = RemovableHandle.next_id
+        if following != self._next_hook:
+            if any(self._no_hooks) or list(map(_HOOKS, self._attributes)) != self._hooks:
+                return False
+            self._next_hook = following
+        return True
+
     def holds(self) -> bool:
         """Whether everything is the very object that it was, but for parameters that took the place of others."""
         return (
             self.looks_alike()
+            and not any(self._empty)
+            and list(map(len, self._sized)) == self._lengths
             and all(map(operator.is_, _keys(self._dicts), self._dict_keys))
             and all(map(operator.is_, _values(self._dicts), self._dict_values))
             and all(map(operator.is_, chain.from_iterable(self._lists), self._list_items))
@@ -183,6 +232,9 @@ class NoScene(Scene):
         """Nothing."""
 
     def container(self, container: dict | list, *, loose: bool = True) -> None:
+        """Nothing."""
+
+    def hooks(self, hooks: dict) -> None:
         """Nothing."""
 
     def long(self, container: dict | list) -> None:
@@ -206,6 +258,21 @@ def content_of(cell: CellType) -> Any:
 
 def _still(content: Any, noted: Any) -> bool:
     return content is noted or (isinstance(content, torch.Tensor) and id(content) == noted)
+
+
+class _Alike:
+    """The attributes of modules that have the same ones, and what of them is read."""
+
+    def __init__(self, names: tuple[str, ...], modules: list[dict], lengths: list[int], values: list[tuple]) -> None:
+        self._modules, self._lengths = modules, lengths
+        self._get = operator.itemgetter(*names) if names else None
+        # of a single name it gives no tuple
+        self._values = values if len(names) != 1 else [value for (value,) in values]
+
+    def holds(self) -> bool:
+        if list(map(len, self._modules)) != self._lengths:
+            return False
+        return self._get is None or list(map(self._get, self._modules)) == self._values
 
 
 class _Found:
