@@ -64,7 +64,7 @@
         }
         const reasons = Object.entries(status.reasons);
         if (reasons.length > 0) {
-            line(panel, 'Calls of the original forward', true);
+            line(panel, 'Calls of the original forward in the last pictures', true);
             reasons.forEach(([reason, count]) => line(panel, count + ' × ' + reason));
         }
         if (status.last_error) {

@@ -30,6 +30,7 @@ from sfast_ext.weights import WeightsAway, WeightsChanged
 # captures of one signature that nothing replayed before its behaviour changed again
 BARREN = 4
 _READING_KEY = "behaviour key"
+_STAND_ASIDE, _PREPARE, _KEY = "stand_aside of the host", "prepare of the host", "key of the host"
 
 
 class Accelerator(Planner):
@@ -93,8 +94,10 @@ class Accelerator(Planner):
         """Tell that a generation begins: the behaviour key is read anew at the next call.
 
         A host that calls this before each generation spares the calls in between; until it is first called, the key
-        is read at every call.
+        is read at every call. The report's reasons are those of the last generations from then on.
         """
+        if self.whole is None:
+            self.report.new_generation()
         self._keys.tick()
         for part in self.parts:
             part.new_generation()
@@ -206,6 +209,8 @@ class Accelerator(Planner):
         except OriginalFailed as exc:
             raise exc.cause from None
         except Exception as exc:
+            if found is None and stage() in (_STAND_ASIDE, _PREPARE, _KEY):
+                return self._asked_in_vain(exc, args, kwargs)
             self._failed(exc, found, building=False)
             found = None
 
@@ -261,6 +266,19 @@ class Accelerator(Planner):
         except Exception as again:
             self.report.error("giving up a plan", again)
 
+    def _asked_in_vain(self, exc: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The original's result, where the host raised what it was asked. One that it meets in its own forward too is
+        its own error."""
+        where = stage()
+        try:
+            result = self.original(*args, **kwargs)
+        except Exception as its:
+            if type(its) is not type(exc):
+                self.report.error(where, exc)
+            raise
+        self.report.error(where, exc)
+        return result
+
     def _lay_back(self) -> None:
         """Where no plan came of it, the original forward runs on weights that lie as its host knows them."""
         whole = self.whole or self
@@ -312,7 +330,7 @@ class Accelerator(Planner):
         """
         if torch.is_grad_enabled():
             raise NotOurs("gradients are being recorded")
-        at("stand_aside of the host")
+        at(_STAND_ASIDE)
         reason = self.hooks.stand_aside() if self.hooks.stand_aside else None
         if reason:
             raise NotOurs(reason)
@@ -331,7 +349,7 @@ class Accelerator(Planner):
             call = flatten_call(args, kwargs, device, static_numbers=True)
         if self.hooks.prepare is not None:
             # first of all: it may give a layer a bias, which the key is to show
-            at("prepare of the host")
+            at(_PREPARE)
             self.hooks.prepare()
         known, due = self._keys.last, self._keys.due
         sure = known is None
@@ -341,7 +359,7 @@ class Accelerator(Planner):
             sure = True
         if foreign:
             raise NotOurs(foreign)
-        at("key of the host")
+        at(_KEY)
         host = self.hooks.key() if self.hooks.key else None
         # hosts put other libraries' attention in its place, while a model is loaded
         key = (call.signature, behaviour, host, nn.functional.scaled_dot_product_attention, device)

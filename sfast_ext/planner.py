@@ -257,6 +257,8 @@ class Planner:
                 self._static_numbers.add(found.generic)
                 self.report.event("capture", f"numbers become part of the signature: {exc}")
                 return None
+            if exc.details:
+                self.report.event("capture", exc.details)
             self._shelf.refuse(key, str(exc))
             return None
         plan.behaviour = found.behaviour

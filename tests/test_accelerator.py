@@ -327,6 +327,53 @@ def test_the_originals_own_exception_is_the_hosts():
         module(torch.randn(1, 3, 8, 8), 1)
 
 
+@pytest.mark.parametrize("fails", ["both", "the host's hook", "another way"])
+def test_what_the_hosts_own_forward_raises_too_is_no_error_of_ours(fails):
+    class Failing(Net):
+        def forward(self, x, t, scale: float = 1.0):
+            if broken and fails != "the host's hook":
+                raise RuntimeError("no backup bias found") if fails == "both" else KeyError("x")
+            return super().forward(x, t, scale)
+
+    def prepare():
+        if broken:
+            raise RuntimeError("no backup bias found")
+
+    torch.manual_seed(0)
+    module, broken = Failing().eval(), False
+    acc = accelerate(module, CPU, hooks=Hooks(prepare=prepare))
+    args = picture(), torch.tensor([1, 2])
+    run_twice(module, *args)
+    broken = True
+    if fails == "the host's hook":
+        close(module(*args), Net.forward(module, *args))
+    else:
+        with pytest.raises(RuntimeError if fails == "both" else KeyError):
+            module(*args)
+    broken = False
+    close(module(*args), Net.forward(module, *args))
+    error = acc.report.as_dict()["last_error"]
+    assert error is None if fails == "both" else error["stage"] == "prepare of the host"
+    assert counters(acc).get("errors", 0) == (fails != "both") and counters(acc)["eager_runs"] == 2
+
+
+def test_reasons_are_those_of_the_last_generations():
+    module = net()
+    acc = accelerate(module, CPU)
+    args = picture(), torch.tensor([1, 2])
+    module.conv.forward = lambda x: nn.Conv2d.forward(module.conv, x)
+    for _ in range(2):
+        acc.new_generation()
+        run_twice(module, *args)
+        assert "conv has a foreign forward" in reasons(acc)
+    del module.conv.forward
+    for _ in range(2):
+        assert "conv has a foreign forward" in reasons(acc)
+        acc.new_generation()
+        run_twice(module, *args)
+    assert reasons(acc) == ""
+
+
 def test_a_forward_that_branches_on_a_number_gets_it_into_the_signature():
     class Branching(Net):
         def forward(self, x, t, scale: float = 1.0):

@@ -239,6 +239,7 @@ class Session:
     def _follow(self, sd_model: Any) -> None:
         from modules import sd_unet, shared
 
+        self.report.new_generation()
         # A TensorRT engine or the like has sent the stock UNet to the CPU for its memory: ours goes too.
         unet = None if sd_unet.current_unet is not None else _unet_of(sd_model)
         config = settings.config_from(shared.opts, self.report)

@@ -180,6 +180,7 @@ class Session:
         """Look again at which UNets are loaded and whether they may be accelerated; before each job."""
         from modules import shared
 
+        self.report.new_generation()
         config = settings.config_from(shared.opts, self.report)
         for attachment, pipe in ((self.attachment, _pipeline()), (self._refiner, _refiner())):
             unet = _unet(pipe)

@@ -1,0 +1,118 @@
+"""What the report says under AUTOMATIC1111 while the WebUI or an extension does what cannot be accelerated."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
+from hosts_standin import a1111 as standin
+from test_host_a1111 import count, host, reference, same, started, status, unet_of  # noqa: F401
+
+SCALER = """
+class Scaler(torch.nn.Module):
+    def __init__(self, scale, block):
+        super().__init__()
+        self.scale, self.block = scale, block
+
+    def forward(self, x, *args):
+        return self.block(torch.nn.functional.interpolate(x, scale_factor=self.scale), *args)
+"""
+
+
+def scaler():
+    """The class that kohya-hiresfix exchanges blocks for, from the folder that it lies in."""
+    scope = {"torch": torch, "__name__": "khrfix.py"}
+    exec(compile(SCALER, "/webui/extensions/sd-webui-kohya-hiresfix/scripts/khrfix.py", "exec"), scope)
+    return scope["Scaler"]
+
+
+def rescaled(host, until, **options):  # noqa: F811
+    """A picture under kohya-hiresfix, which scales what the blocks get in the first steps."""
+    unet, kind = unet_of(host), scaler()
+
+    def lay(params):
+        for blocks, scale in ((unet.input_blocks, 0.5), (unet.output_blocks, 2.0)):
+            place = 1 if blocks is unet.input_blocks else len(blocks) - 2
+            laid = type(blocks[place]) is kind
+            if params.sampling_step < until and not laid:
+                blocks[place] = kind(scale, blocks[place])
+            elif params.sampling_step < until:
+                # smooth scaling
+                blocks[place].scale = scale
+            elif laid:
+                blocks[place] = blocks[place].block
+
+    # after ours, as it registers for each picture
+    host.callbacks["cfg_denoiser"].append(lay)
+    try:
+        return host.generate(**options)
+    finally:
+        host.callbacks["cfg_denoiser"].remove(lay)
+
+
+def test_a_change_of_the_first_steps_costs_those_and_no_others(host):  # noqa: F811
+    with standin.running() as other:
+        other.load(1)
+        expected = rescaled(other, 2, steps=7, size=16)
+    started(host)
+    for _ in range(2):
+        before, calls = count("plans run"), count("fallbacks")
+        assert same(rescaled(host, 2, steps=7, size=16), expected)
+        assert count("fallbacks") == calls + 2
+        # the first of all is the original's, from which the plan is made
+        assert count("plans run") - before == (4 if not before else 5)
+    assert all("Scaler.forward of the extension sd-webui-kohya-hiresfix" in reason for reason in status()["reasons"])
+
+
+def test_reasons_are_of_the_last_pictures(host):  # noqa: F811
+    started(host)
+    host.shared.loaded_hypernetworks = [SimpleNamespace(name="anime")]
+    for _ in range(4):
+        host.generate()
+    ((reason, calls),) = status()["reasons"].items()
+    assert "anime" in reason and calls == 6
+    host.shared.loaded_hypernetworks = []
+    host.generate()
+    assert list(status()["reasons"].values()) == [3]
+    host.generate()
+    assert status()["reasons"] == {} and list(status()["reasons_since_start"].values()) == [12]
+
+
+def test_an_error_that_the_webui_meets_itself_is_none_of_ours(host, monkeypatch):  # noqa: F811
+    started(host)
+    host.generate()
+    apply = host._apply_lora
+
+    def failing(layer):
+        if len(host.networks.loaded_networks) and getattr(layer, "network_layer_name", None):
+            # as 1.10.1 does, once a LoRA with a bias was used before another
+            raise RuntimeError("no backup bias found and current bias are not unchanged")
+        apply(layer)
+
+    monkeypatch.setattr(host, "_apply_lora", failing)
+    monkeypatch.setattr(host.networks, "network_apply_weights", failing)
+    host.lora(biased=1.0)
+    with pytest.raises(RuntimeError, match="no backup bias"):
+        host.generate()
+    host.lora()
+    assert same(host.generate(), reference(1))
+    assert status()["last_error"] is None and count("errors") == 0
+    assert not [event for event in status()["events"] if "no backup bias" in event["message"]]
+
+
+def test_an_attribute_that_vanished_is_one_event(host, monkeypatch):  # noqa: F811
+    started(host)
+    host.generate()
+    before = len(status()["events"])
+    options = host.opts
+    del host.shared.__dict__["opts"]
+    for _ in range(5):
+        assert same(host.generate(), reference(1))
+    host.shared.__dict__["opts"] = options
+    events = status()["events"][before:]
+    assert len(events) == 1 and "no attribute 'opts'" in events[0]["message"]
+    assert len(host.errors) == 5
+    host.errors.clear()
