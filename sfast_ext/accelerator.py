@@ -21,6 +21,7 @@ from sfast_ext.hooks import Hooks
 from sfast_ext.kernels import health
 from sfast_ext.kernels._precompile import get_ready
 from sfast_ext.planner import WARY, Found, OriginalFailed, Planner
+from sfast_ext.proof import too_far
 from sfast_ext.report import Report, at, stage, words_of
 from sfast_ext.shelf import pool_for
 from sfast_ext.signature import NotOurs, flatten_call
@@ -83,10 +84,13 @@ class Accelerator(Planner):
             elif was != config:
                 self._shelf.pardon()
                 self._barren.clear()
-                for plan in self.plans.values():
+                for key, plan in list(self.plans.items()):
                     plan.no_graph_reason = None
                     if not config.cuda_graphs:
                         plan.drop_graph(pool_for(plan))
+                    error = plan.error or 0.0  # known of none that was not compared yet
+                    if config.check != "never" and error > config.tolerance:
+                        self._shelf.refuse(key, too_far(error, config))
             for part in self.parts:
                 part.configure(config)
 

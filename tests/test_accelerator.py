@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -260,6 +261,29 @@ def test_a_plan_that_differs_is_discarded_and_the_original_goes_on(monkeypatch):
         assert torch.equal(module(x, 1), plain(x, 1))
     assert "differs from the original" in reasons(acc) and not acc.plans
     assert counters(acc) == {"captures": 1, "fallbacks": 2}
+
+
+def test_a_plan_whose_known_error_is_over_a_new_tolerance_is_used_no_more():
+    module = net()
+    acc = accelerate(module, CPU)
+    args = picture(), torch.tensor([1, 2])
+    run_twice(module, *args)
+    (plan,) = acc.plans.values()
+    plan.error = 0.01
+    run = counters(acc)["eager_runs"]
+    acc.configure(replace(CPU, tolerance=0.01, max_graphs=3))
+    module(*args)
+    assert counters(acc)["eager_runs"] == run + 1 and plan.state != DROPPED
+    # who trusts every plan is not asked
+    for config in (replace(CPU, check="never", tolerance=0.001), replace(CPU, tolerance=0.001)):
+        acc.configure(config)
+        assert (plan.state == DROPPED) == (config.check != "never")
+        close(module(*args), Net.forward(module, *args))
+    assert counters(acc)["eager_runs"] == run + 2 and "0.01, more than the tolerance of 0.001" in reasons(acc)
+    # what it would be under a larger one is found out anew
+    acc.configure(CPU)
+    run_twice(module, *args)
+    assert counters(acc)["captures"] == 2 and counters(acc)["eager_runs"] == run + 3
 
 
 def test_always_checking_catches_a_plan_gone_wrong_later():

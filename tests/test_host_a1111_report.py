@@ -11,6 +11,8 @@ pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs st
 from hosts_standin import a1111 as standin
 from test_host_a1111 import count, host, reference, same, started, status, unet_of  # noqa: F401
 
+from sfast_ext import accelerator_of
+
 SCALER = """
 class Scaler(torch.nn.Module):
     def __init__(self, scale, block):
@@ -116,3 +118,13 @@ def test_an_attribute_that_vanished_is_one_event(host, monkeypatch):  # noqa: F8
     assert len(events) == 1 and "no attribute 'opts'" in events[0]["message"]
     assert len(host.errors) == 5
     host.errors.clear()
+
+
+def test_a_setting_given_as_text_is_what_the_status_says(host):  # noqa: F811
+    unet = started(host)
+    for text, on in (("false", False), ("true", True), ("false", False), ("perhaps", False)):
+        host.opts.data["sfast_enabled"] = text
+        assert same(host.generate(), reference(1))
+        assert status()["enabled"] == on and (accelerator_of(unet) is not None) == on
+    (message,) = [event["message"] for event in status()["events"] if event["stage"] == "settings"]
+    assert message == "sfast_enabled (Accelerate the UNet) = 'perhaps' is not used, False stays: it takes true or false"

@@ -212,7 +212,7 @@ class Session:
             "version": self.version,
             "host": {"name": "AUTOMATIC1111 WebUI", "version": self._host_version},
             "environment": environment.describe(),
-            "enabled": settings.config_from(shared.opts).enabled,
+            "enabled": settings.config_from(shared.opts, self.report).enabled,
             "model": getattr(info, "title", None),
             "accelerators": [*self._unets.status(), *self._controlnets.status()],
             **self.report.as_dict(),

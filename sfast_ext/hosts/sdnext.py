@@ -210,7 +210,7 @@ class Session:
             "version": self.version,
             "host": {"name": "SD.Next", "version": _host_version()},
             "environment": environment.describe(),
-            "enabled": settings.config_from(shared.opts).enabled,
+            "enabled": settings.config_from(shared.opts, self.report).enabled,
             "model": getattr(info, "name", None),
             "accelerators": [*self.attachment.status(), *self._refiner.status(), *self._beside.status()],
             **self.report.as_dict(),
