@@ -128,3 +128,46 @@ def test_a_setting_given_as_text_is_what_the_status_says(host):  # noqa: F811
         assert status()["enabled"] == on and (accelerator_of(unet) is not None) == on
     (message,) = [event["message"] for event in status()["events"] if event["stage"] == "settings"]
     assert message == "sfast_enabled (Accelerate the UNet) = 'perhaps' is not used, False stays: it takes true or false"
+
+
+def merge_tokens(model, ratio):
+    """As the WebUI does by tomesd: classes made anew, and a note that stays when they are gone."""
+    unet = model.model.diffusion_model
+    for module in unet.modules():
+        if hasattr(module, "_tome_info"):
+            for hook in module._tome_info["hooks"]:
+                hook.remove()
+            module._tome_info["hooks"].clear()
+        if type(module).__name__ == "ToMeBlock":
+            module.__class__ = module._parent
+    model.applied_token_merged_ratio = ratio
+    if not ratio:
+        return
+    note = unet._tome_info = {"size": None, "hooks": [], "args": {"ratio": ratio, "generator": None}}
+
+    def look(module, args):
+        note["size"] = tuple(args[0].shape[2:])
+
+    note["hooks"].append(unet.register_forward_pre_hook(look))
+    for module in unet.modules():
+        if type(module).__name__ == "BasicTransformerBlock":
+            parent = type(module)
+            half = {"_parent": parent, "_forward": lambda self, x, *a: x + ratio * self._parent._forward(self, x, *a)}
+            module.__class__ = type("ToMeBlock", (parent,), half)
+            module._tome_info = note
+
+
+def test_plans_are_found_again_when_token_merging_is_taken_away(host):  # noqa: F811
+    started(host)
+    expected = [host.generate(size=size) for size in (8, 16)]
+    captures = count("captures")
+    for ratio in (0.5, 0.3):
+        merge_tokens(host.model_data.sd_model, ratio)
+        before = count("plans run")
+        merged = host.generate()
+        assert count("plans run") == before and not same(merged, expected[0], 0.01)
+        assert any("token merging is on" in reason for reason in status()["reasons"])
+        merge_tokens(host.model_data.sd_model, 0)
+        for size, picture in zip((8, 16), expected):
+            assert same(host.generate(size=size), picture)
+        assert count("captures") == captures and count("plans run") == before + 6

@@ -27,6 +27,9 @@ LORA_LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAtt
 LORA_MARKS = frozenset({"network_layer_name", "network_current_names", "network_weights_backup", "network_bias_backup"})
 """What that extension notes on each layer; what it says of the weights, the weights themselves say."""
 
+MERGING_MARKS = frozenset({"_tome_info"})
+"""What token merging leaves behind on layers; while it is on, their classes are its own and we stand aside."""
+
 
 _session: Session | None = None
 
@@ -62,7 +65,8 @@ class UnetHooks:
 
     def hooks(self) -> Hooks:
         """In the shape that the accelerator takes."""
-        return Hooks(self.stand_aside, self.prepare, self.key, self.recognised, ignored=LORA_MARKS | controlnet.MARKS)
+        ignored = LORA_MARKS | MERGING_MARKS | controlnet.MARKS
+        return Hooks(self.stand_aside, self.prepare, self.key, self.recognised, ignored=ignored)
 
     def new_pass(self) -> None:
         """Look over the whole UNet: once for each pass of a sampler, a millisecond."""
