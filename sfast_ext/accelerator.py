@@ -21,7 +21,6 @@ from sfast_ext.hooks import Hooks
 from sfast_ext.kernels import health
 from sfast_ext.kernels._precompile import get_ready
 from sfast_ext.planner import WARY, Found, OriginalFailed, Planner
-from sfast_ext.proof import too_far
 from sfast_ext.report import Report, at, stage, words_of
 from sfast_ext.shelf import pool_for
 from sfast_ext.signature import NotOurs, flatten_call
@@ -84,13 +83,11 @@ class Accelerator(Planner):
             elif was != config:
                 self._shelf.pardon()
                 self._barren.clear()
-                for key, plan in list(self.plans.items()):
+                for plan in self.plans.values():
                     plan.no_graph_reason = None
                     if not config.cuda_graphs:
                         plan.drop_graph(pool_for(plan))
-                    error = plan.error or 0.0  # known of none that was not compared yet
-                    if config.check != "never" and error > config.tolerance:
-                        self._shelf.refuse(key, too_far(error, config))
+                self._refuse_what_is_too_far()
             for part in self.parts:
                 part.configure(config)
 
@@ -102,6 +99,7 @@ class Accelerator(Planner):
         """
         if self.whole is None:
             self.report.new_generation()
+        self._shelf.new_generation()
         self._keys.tick()
         for part in self.parts:
             part.new_generation()

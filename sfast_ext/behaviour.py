@@ -301,11 +301,7 @@ class BehaviourKeys:
 
     def now(self) -> tuple[int, str | None]:
         """What a reading gives, without one where `last` may be trusted."""
-        if self.last is None or not self.sure:
-            return self.read()
-        # a patch that keeps plans away may have gone without a trace that a glance sees
-        away, scene = self.last[1] is not None, self._scene
-        return self.read() if away and scene is not None and not scene.holds() else self.last
+        return self.last if self.last is not None and self.sure else self.read()
 
     def read(self) -> tuple[int, str | None]:
         """A number for what the module computes now, and the foreign patch that keeps us away, in words, if any."""

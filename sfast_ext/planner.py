@@ -286,6 +286,14 @@ class Planner:
             return None
         return plan
 
+    def _refuse_what_is_too_far(self) -> None:
+        """Give up the plans whose error is known to be over the tolerance."""
+        if self.config.check == "never":
+            return
+        for key, plan in list(self.plans.items()):
+            if plan.error is not None and not plan.error <= self.config.tolerance:
+                self._shelf.refuse(key, too_far(plan.error, self.config))
+
     def _put_down(self, exc: Exception, device: torch.device) -> bool:
         """Take the kernel that an exception came from out of use, and with it those that did not compile.
 

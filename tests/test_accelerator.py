@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import threading
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from torch import nn
 import sfast_ext
 from sfast_ext import Config, Hooks, accelerate, accelerator, accelerator_of, behaviour, planner, proof
 from sfast_ext.plan import DROPPED
+from sfast_ext.shelf import LAPSES
 from sfast_ext.weights import WeightArena
 
 CPU = Config(allow_cpu=True)
@@ -466,6 +468,55 @@ def test_what_was_refused_is_looked_at_again_when_the_behaviour_changes(ticks):
         for _ in range(2):
             close(module(x, torch.tensor(1)), Moody.forward(module, x, torch.tensor(1)))
     assert counters(acc)["captures"] == 1 and counters(acc)["eager_runs"] == 3
+
+
+def activation(x):
+    return nn.functional.silu(x)
+
+
+def of_the_host(x):
+    """A function that a method calls; what it calls in turn is not read."""
+    return activation(x)
+
+
+class Layered(Net):
+    def forward(self, x, t, scale: float = 1.0):
+        return super().forward(of_the_host(x), t, scale)
+
+
+def test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone(monkeypatch):
+    torch.manual_seed(0)
+    module = Layered().eval()
+    acc = accelerate(module, CPU)
+    args = picture(), torch.tensor([1, 2])
+    acc.new_generation()
+    calls = []
+    with monkeypatch.context() as laid:
+        laid.setattr(sys.modules[__name__], "activation", lambda x: calls.append(1) or x * len(calls) ** 2)
+        run_twice(module, *args)
+    assert "differs from the original" in reasons(acc) and not acc.plans
+    for _ in range(LAPSES - 1):
+        acc.new_generation()
+        close(run_twice(module, *args), Layered.forward(module, *args))
+    assert counters(acc)["captures"] == 1
+    acc.new_generation()
+    close(run_twice(module, *args), Layered.forward(module, *args))
+    assert counters(acc)["captures"] == 2 and counters(acc)["eager_runs"] == 1
+
+
+def test_what_stays_refused_is_tried_ever_less_often(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "activation", lambda x: x * x.sum().item())
+    module = Layered().eval()
+    acc = accelerate(module, CPU)
+    args = picture(), torch.tensor([1, 2])
+    tried = []
+    for generation in range(4 * LAPSES):
+        acc.new_generation()
+        before = len(acc.report.as_dict()["events"])
+        run_twice(module, *args)
+        if any(event["stage"] == "refused" for event in acc.report.as_dict()["events"][before:]):
+            tried.append(generation)
+    assert tried == [0, LAPSES, 3 * LAPSES] and "reads a value" in reasons(acc)
 
 
 def test_another_function_in_the_place_of_pytorchs_attention_is_captured_anew(monkeypatch):
