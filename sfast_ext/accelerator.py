@@ -57,6 +57,8 @@ class Accelerator(Planner):
     ) -> None:
         super().__init__(module, config or Config(), hooks or Hooks(), report or Report(), whole)
         self.name = name
+        self.calls = 0
+        """How often the module was called, but for calls within one of its own or while a plan of the whole is made."""
         self._keys = self._new_keys()
         self._released = False
         self._inside = threading.local()
@@ -181,6 +183,7 @@ class Accelerator(Planner):
         aside = self._released or (self.whole is not None and getattr(_thread, "building", False))
         if aside or getattr(self._inside, "busy", False) or not self.config.enabled:
             return self.original(*args, **kwargs)
+        self.calls += 1
         self._inside.busy = True
         try:
             return self._decide(args, kwargs)
@@ -399,7 +402,8 @@ class Accelerator(Planner):
 
     def _summary(self) -> dict[str, Any]:
         plans = list(self.plans.values())
-        return {"name": self.name, "plans": len(plans), "replays": sum(plan.replays for plan in plans)}
+        replays = sum(plan.replays for plan in plans)
+        return {"name": self.name, "calls": self.calls, "plans": len(plans), "replays": replays}
 
     def _release_parts(self) -> None:
         with contextlib.ExitStack() as each:

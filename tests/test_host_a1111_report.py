@@ -9,6 +9,9 @@ import torch
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
 from hosts_standin import a1111 as standin
+from ldm.modules.attention import SpatialTransformer
+from ldm.modules.diffusionmodules.openaimodel import TimestepBlock
+from ldm.modules.diffusionmodules.util import timestep_embedding
 from test_host_a1111 import count, host, reference, same, started, status, unet_of  # noqa: F401
 
 from sfast_ext import accelerator_of
@@ -171,3 +174,85 @@ def test_plans_are_found_again_when_token_merging_is_taken_away(host):  # noqa: 
         for size, picture in zip((8, 16), expected):
             assert same(host.generate(size=size), picture)
         assert count("captures") == captures and count("plans run") == before + 6
+
+
+def cached(host, run, **options):  # noqa: F811
+    """A picture under a forward like DeepCache's: it runs the layers of the blocks, or takes what they gave last."""
+    unet, kept = unet_of(host), {}
+
+    def forward(x, timesteps=None, context=None):
+        emb = unet.time_embed(timestep_embedding(timesteps, unet.model_channels, repeat_only=False))
+        h, hs = x, []
+        for i, block in enumerate(unet.input_blocks):
+            if i <= 1 or i not in kept:
+                kept[i] = run(block, h, emb, context)
+            h = kept[i]
+            hs.append(h)
+        if "middle" not in kept:
+            kept["middle"] = run(unet.middle_block, h, emb, context)
+        h = kept["middle"]
+        for block in unet.output_blocks:
+            h = run(block, torch.cat([h, hs.pop()], dim=1), emb, context)
+        return unet.out(h)
+
+    forward.__module__ = "deepcache"
+    before = unet.forward
+    unet.forward, unet._deepcache_hooked = forward, True
+    try:
+        return host.generate(**options)
+    finally:
+        unet.forward, unet._deepcache_hooked = before, False
+
+
+def by_layers(block, h, emb, context):
+    for layer in block:
+        if isinstance(layer, TimestepBlock):
+            h = layer(h, emb)
+        else:
+            h = layer(h, context) if isinstance(layer, SpatialTransformer) else layer(h)
+    return h
+
+
+def as_a_whole(block, h, emb, context):
+    return block(h, emb, context)
+
+
+def expected_of(run):
+    with standin.running() as other:
+        other.load(1)
+        return cached(other, run, steps=4)
+
+
+def unet_status():
+    (unet,) = [each for each in status()["accelerators"] if each["name"] == "unet"]
+    return unet
+
+
+def test_under_a_forward_that_calls_no_block_the_report_says_that_nothing_is_accelerated(host):  # noqa: F811
+    started(host)
+    plain = host.generate()
+    before = count("plans run")
+    assert same(cached(host, by_layers, steps=4), expected_of(by_layers))
+    assert count("plans run") == before
+    (reason,) = status()["reasons"]
+    assert reason.startswith("deepcache.") and "in place of the model's forward and calls none of its blocks" in reason
+    # the last step is told of by the first of the next picture
+    assert status()["reasons"][reason] == 3 and unet_status()["idle"] == reason
+    assert [part["calls"] for part in unet_status()["parts"]] == [0] * len(unet_status()["parts"])
+    assert not any("its blocks are accelerated" in event["message"] for event in status()["events"])
+    assert same(host.generate(), plain)
+    assert count("plans run") == before + 3 and count("captures") == 1
+    assert status()["reasons"] == {reason: 4} and unet_status()["idle"] is None
+
+
+def test_under_a_forward_that_calls_blocks_their_counters_are_in_the_status(host):  # noqa: F811
+    started(host)
+    for _ in range(2):
+        assert same(cached(host, as_a_whole, steps=4), expected_of(as_a_whole))
+    assert status()["reasons"] == {} and unet_status()["idle"] is None
+    calls = {part["name"]: part["calls"] for part in unet_status()["parts"]}
+    assert calls["unet.input_blocks.1"] == calls["unet.output_blocks.0"] == 8
+    assert calls["unet.middle_block"] == 2, "what is cached is called once a picture"
+    for part in unet_status()["parts"]:
+        assert part["replays"] == part["calls"] - part["plans"] and part["plans"] == 1
+    assert count("plans run") == sum(part["replays"] for part in unet_status()["parts"])

@@ -27,8 +27,8 @@ LORA_LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAtt
 LORA_MARKS = frozenset({"network_layer_name", "network_current_names", "network_weights_backup", "network_bias_backup"})
 """What that extension notes on each layer; what it says of the weights, the weights themselves say."""
 
-MERGING_MARKS = frozenset({"_tome_info"})
-"""What token merging leaves behind on layers; while it is on, their classes are its own and we stand aside."""
+LEFT_BEHIND = frozenset({"_tome_info", "_deepcache_hooked"})
+"""What token merging and DeepCache leave on modules when they go; while they are on, we stand aside for other signs."""
 
 
 _session: Session | None = None
@@ -65,7 +65,7 @@ class UnetHooks:
 
     def hooks(self) -> Hooks:
         """In the shape that the accelerator takes."""
-        ignored = LORA_MARKS | MERGING_MARKS | controlnet.MARKS
+        ignored = LORA_MARKS | LEFT_BEHIND | controlnet.MARKS
         return Hooks(self.stand_aside, self.prepare, self.key, self.recognised, ignored=ignored)
 
     def new_pass(self) -> None:
@@ -231,6 +231,7 @@ class Session:
     def _step(self, params: Any) -> None:
         from modules import shared
 
+        self._unets.look_at_parts()
         denoiser = getattr(params, "denoiser", None)
         seen = self._denoiser() if self._denoiser is not None else None
         new_pass = denoiser is None or denoiser is not seen or getattr(params, "sampling_step", 0) == 0
