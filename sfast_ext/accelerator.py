@@ -271,19 +271,6 @@ class Accelerator(Planner):
         except Exception as again:
             self.report.error("giving up a plan", again)
 
-    def _asked_in_vain(self, exc: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The original's result, where the host raised what it was asked. One that it meets in its own forward too is
-        its own error."""
-        where = stage()
-        try:
-            result = self.original(*args, **kwargs)
-        except Exception as its:
-            if type(its) is not type(exc):
-                self.report.error(where, exc)
-            raise
-        self.report.error(where, exc)
-        return result
-
     def _lay_back(self) -> None:
         """Where no plan came of it, the original forward runs on weights that lie as its host knows them."""
         whole = self.whole or self

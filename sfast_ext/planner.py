@@ -20,7 +20,7 @@ from sfast_ext.hooks import Hooks
 from sfast_ext.kernels import _precompile, health
 from sfast_ext.plan import Plan, comparable, relative_error
 from sfast_ext.proof import prove, rewritten, too_far
-from sfast_ext.report import Report, at
+from sfast_ext.report import Report, at, stage
 from sfast_ext.shelf import Shelf, pool_for
 from sfast_ext.signature import Call, Signature, flatten_output
 from sfast_ext.slot import Slot
@@ -88,6 +88,19 @@ class Planner:
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """The forward that was there before."""
         return self._slot.original(*args, **kwargs)
+
+    def _asked_in_vain(self, exc: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The original's result, where the host raised what it was asked. One that it meets in its own forward too is
+        its own error."""
+        where = stage()
+        try:
+            result = self.original(*args, **kwargs)
+        except Exception as its:
+            if type(its) is not type(exc):
+                self.report.error(where, exc)
+            raise
+        self.report.error(where, exc)
+        return result
 
     def give_memory_back(self) -> bool:
         """Give back the GPU memory of the plans, while the host has the weights of the module on another device.
