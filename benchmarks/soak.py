@@ -363,7 +363,8 @@ def judge(soak: Soak, preview: Preview) -> tuple[dict[str, Any], list[str]]:
     if not preview.pictures:
         faults.append("the preview made no picture")
     report = soak.accelerator.report.as_dict()
-    faults += [f"the original forward ran {count} times: {reason}" for reason, count in report["reasons"].items()]
+    since_start = report["reasons_since_start"].items()
+    faults += [f"the original forward ran {count} times: {reason}" for reason, count in since_start]
     if report["last_error"]:
         faults.append(f"error in {report['last_error']['stage']}: {report['last_error']['message']}")
     return found, faults

@@ -234,10 +234,10 @@ def faults(stress: Stress, found: dict[str, Any]) -> list[str]:
         before = max(seen["most in the first round"], seen["most in the first half of the rest"])
         if seen["most in the second half"] > before + SLACK_MB:
             result.append(f"{name} went on growing: {seen}")
-    reasons = stress.accelerator.report.as_dict()
-    result += [f"the original forward ran {count} times: {reason}" for reason, count in reasons["reasons"].items()]
-    if reasons["last_error"]:
-        result.append(f"error in {reasons['last_error']['stage']}: {reasons['last_error']['message']}")
+    report = stress.accelerator.report.as_dict()
+    result += [f"the original forward ran {n} times: {reason}" for reason, n in report["reasons_since_start"].items()]
+    if report["last_error"]:
+        result.append(f"error in {report['last_error']['stage']}: {report['last_error']['message']}")
     return result
 
 

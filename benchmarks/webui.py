@@ -104,7 +104,7 @@ def pictures(
                 "picture_s": {name: times[1:] for name, times in taken_by.items()},
                 "apart_of_255": apart[flags],
                 "plans_ran": a1111.count(status, "plans run") - a1111.count(before[flags], "plans run"),
-                "reasons": status["reasons"],
+                "reasons": status["reasons_since_start"],
                 "last_error": status["last_error"],
             }
         )

@@ -12,16 +12,18 @@
     }
 
     function words(status) {
-        const plans = status.accelerators.flatMap((accelerator) => accelerator.plans || []);
         if (!status.enabled) {
             return ['off', 'Stable Fast: off'];
         }
+        // what another extension's forward runs past has plans from before
+        const accelerators = status.accelerators.filter((accelerator) => !accelerator.idle);
+        const plans = accelerators.flatMap((accelerator) => accelerator.plans || []);
         // between jobs the host may have the memory of weights and graphs
-        const away = status.accelerators.some((accelerator) => accelerator.weights && accelerator.weights.away);
+        const away = accelerators.some((accelerator) => accelerator.weights && accelerator.weights.away);
         if (away || plans.some((plan) => plan.state === 'replaying')) {
             return ['on', 'Stable Fast: on'];
         }
-        if (status.accelerators.some((accelerator) => inParts(accelerator).length > 0)) {
+        if (accelerators.some((accelerator) => inParts(accelerator).length > 0)) {
             return ['on', 'Stable Fast: on, block by block'];
         }
         if (plans.length > 0) {
@@ -47,6 +49,9 @@
         line(panel, 'Stable Fast ' + status.version, true);
         line(panel, [status.environment.gpu || 'no GPU', 'torch ' + status.environment.torch, status.model || 'no model'].join(' · '));
         for (const accelerator of status.accelerators) {
+            if (accelerator.idle) {
+                line(panel, accelerator.name + ': ' + accelerator.idle, true);
+            }
             const parts = inParts(accelerator);
             if (parts.length > 0) {
                 const calls = parts.reduce((sum, part) => sum + part.replays, 0);
@@ -64,7 +69,7 @@
         }
         const reasons = Object.entries(status.reasons);
         if (reasons.length > 0) {
-            line(panel, 'Calls of the original forward', true);
+            line(panel, 'Calls of the original forward in the last pictures', true);
             reasons.forEach(([reason, count]) => line(panel, count + ' × ' + reason));
         }
         if (status.last_error) {

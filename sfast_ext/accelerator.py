@@ -29,6 +29,7 @@ from sfast_ext.slot import Slot, foreign_forward
 from sfast_ext.weights import WeightsAway, WeightsChanged
 
 _READING_KEY = "behaviour key"
+_STAND_ASIDE, _PREPARE, _KEY = "stand_aside of the host", "prepare of the host", "key of the host"
 
 
 class Accelerator(Planner):
@@ -55,6 +56,8 @@ class Accelerator(Planner):
     ) -> None:
         super().__init__(module, config or Config(), hooks or Hooks(), report or Report(), whole)
         self.name = name
+        self.calls = 0
+        """How often the module was called, but for calls within one of its own or while a plan of the whole is made."""
         self._keys = self._new_keys()
         self._released = False
         self._inside = threading.local()
@@ -85,6 +88,7 @@ class Accelerator(Planner):
                     plan.no_graph_reason = None
                     if not config.cuda_graphs:
                         plan.drop_graph(pool_for(plan))
+                self._refuse_what_is_too_far()
             for part in self.parts:
                 part.configure(config)
 
@@ -92,8 +96,11 @@ class Accelerator(Planner):
         """Tell that a generation begins: the behaviour key is read anew at the next call.
 
         A host that calls this before each generation spares the calls in between; until it is first called, the key
-        is read at every call.
+        is read at every call. The report's reasons are those of the last generations from then on.
         """
+        if self.whole is None:
+            self.report.new_generation()
+        self._shelf.new_generation()
         self._keys.tick()
         for part in self.parts:
             part.new_generation()
@@ -178,6 +185,7 @@ class Accelerator(Planner):
         aside = self._released or (self.whole is not None and getattr(_thread, "building", False))
         if aside or getattr(self._inside, "busy", False) or not self.config.enabled:
             return self.original(*args, **kwargs)
+        self.calls += 1
         self._inside.busy = True
         try:
             return self._decide(args, kwargs)
@@ -208,6 +216,8 @@ class Accelerator(Planner):
         except OriginalFailed as exc:
             raise exc.cause from None
         except Exception as exc:
+            if found is None and stage() in (_STAND_ASIDE, _PREPARE, _KEY):
+                return self._asked_in_vain(exc, args, kwargs)
             self._failed(exc, found, building=False)
             found = None
 
@@ -315,7 +325,7 @@ class Accelerator(Planner):
         """
         if torch.is_grad_enabled():
             raise NotOurs("gradients are being recorded")
-        at("stand_aside of the host")
+        at(_STAND_ASIDE)
         reason = self.hooks.stand_aside() if self.hooks.stand_aside else None
         if reason:
             raise NotOurs(reason)
@@ -334,7 +344,7 @@ class Accelerator(Planner):
             call = flatten_call(args, kwargs, device, static_numbers=True)
         if self.hooks.prepare is not None:
             # first of all: it may give a layer a bias, which the key is to show
-            at("prepare of the host")
+            at(_PREPARE)
             self.hooks.prepare()
         known, due = self._keys.last, self._keys.due
         sure = known is None
@@ -346,7 +356,7 @@ class Accelerator(Planner):
             sure = True
         if foreign:
             raise NotOurs(foreign)
-        at("key of the host")
+        at(_KEY)
         host = self.hooks.key() if self.hooks.key else None
         key = (call.signature, behaviour, host, device)
         plan = self.plans.get(key)
@@ -380,7 +390,8 @@ class Accelerator(Planner):
 
     def _summary(self) -> dict[str, Any]:
         plans = list(self.plans.values())
-        return {"name": self.name, "plans": len(plans), "replays": sum(plan.replays for plan in plans)}
+        replays = sum(plan.replays for plan in plans)
+        return {"name": self.name, "calls": self.calls, "plans": len(plans), "replays": replays}
 
     def _release_parts(self) -> None:
         with contextlib.ExitStack() as each:

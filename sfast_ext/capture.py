@@ -18,6 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext import autocast, inplace, slice_writes
+from sfast_ext.report import words_of
 from sfast_ext.signature import Call, NotOurs, flatten_output, rebuild_call
 from sfast_ext.state import State
 from sfast_ext.tracing import LIFTS, record, settle
@@ -29,11 +30,12 @@ _READING = {aten._local_scalar_dense.default, aten.item.default, aten.nonzero.de
 
 
 class CaptureRefused(Exception):
-    """The forward cannot be a plan; the message says why, in a user's words."""
+    """The forward cannot be a plan; the message says why, in a user's words, and `details` in a developer's."""
 
-    def __init__(self, reason: str, *, reads_value: bool = False) -> None:
+    def __init__(self, reason: str, *, reads_value: bool = False, details: str | None = None) -> None:
         super().__init__(reason)
         self.reads_value = reads_value
+        self.details = details
 
 
 Recipe = tuple[Any, ...]
@@ -231,8 +233,9 @@ def _refusal(exc: Exception) -> CaptureRefused:
     )
     if reads:
         return CaptureRefused(f"its forward reads a value from the device, or depends on one{where}", reads_value=True)
-    line = text.strip().splitlines()[0] if text.strip() else ""
-    return CaptureRefused(f"its forward cannot be recorded: {kind}: {line[:200]}{where}")
+    if "dynamo-optimized" in text:
+        return CaptureRefused(f"its forward calls a function that torch.compile made{where}")
+    return CaptureRefused(f"its forward cannot be recorded: {kind}{where}", details=words_of(exc))
 
 
 def _where(exc: Exception) -> str:

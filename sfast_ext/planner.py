@@ -21,7 +21,7 @@ from sfast_ext.hooks import Hooks
 from sfast_ext.kernels import _precompile, health
 from sfast_ext.plan import Plan, comparable, relative_error
 from sfast_ext.proof import prove, rewritten, too_far
-from sfast_ext.report import Report, at
+from sfast_ext.report import Report, at, stage
 from sfast_ext.shelf import Shelf, pool_for
 from sfast_ext.signature import Call, Signature, flatten_output
 from sfast_ext.slot import Slot
@@ -90,6 +90,19 @@ class Planner:
         """The forward that was there before."""
         with self.arena.gate:
             return self._slot.original(*args, **kwargs)
+
+    def _asked_in_vain(self, exc: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The original's result, where the host raised what it was asked. One that it meets in its own forward too is
+        its own error."""
+        where = stage()
+        try:
+            result = self.original(*args, **kwargs)
+        except Exception as its:
+            if type(its) is not type(exc):
+                self.report.error(where, exc)
+            raise
+        self.report.error(where, exc)
+        return result
 
     def give_memory_back(self) -> bool:
         """Give back the GPU memory of the plans, while the host has the weights of the module on another device.
@@ -260,6 +273,8 @@ class Planner:
                 self._static_numbers.add(found.generic)
                 self.report.event("capture", f"numbers become part of the signature: {exc}")
                 return None
+            if exc.details:
+                self.report.event("capture", exc.details)
             self._shelf.refuse(key, str(exc))
             return None
         plan.behaviour = found.behaviour
@@ -286,6 +301,14 @@ class Planner:
             self._shelf.refuse(key, refusal)
             return None
         return plan
+
+    def _refuse_what_is_too_far(self) -> None:
+        """Give up the plans whose error is known to be over the tolerance."""
+        if self.config.check == "never":
+            return
+        for key, plan in list(self.plans.items()):
+            if plan.error is not None and not plan.error <= self.config.tolerance:
+                self._shelf.refuse(key, too_far(plan.error, self.config))
 
     def _put_down(self, exc: Exception, device: torch.device) -> bool:
         """Take the kernel that an exception came from out of use, and with it those that did not compile.

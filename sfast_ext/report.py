@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 import traceback
@@ -14,6 +15,14 @@ _thread = threading.local()
 
 EVENTS_KEPT = 200
 REASONS_KEPT = 100
+LONGEST = 500
+"""Characters of an event's message."""
+
+# counters of what calls do that go to no fallback
+_CALLS = frozenset({"captures", "eager_runs", "replays"})
+_ADDRESS = re.compile(r"(?: at)? 0x[0-9a-fA-F]+")
+# a number on its own; not that of a block ("blocks.3"), a device ("cuda:1") or a line of code
+_NUMBER = re.compile(r"(?<![\w.:-])\d+(?:\.\d+)?(?:e[-+]?\d+)?(?!\w)")
 
 
 def at(stage: str) -> None:
@@ -34,43 +43,84 @@ def words_of(exc: BaseException) -> str:
         return type(exc).__name__
 
 
+def one_line(text: str) -> str:
+    """A text in one line, of bounded length, without the addresses of objects."""
+    text = _ADDRESS.sub("", " ".join(text.split()))
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+
+
+class _Reasons:
+    """Reasons and how many calls each sent to the original forward; those that differ in a size are one."""
+
+    def __init__(self, *, latest: bool) -> None:
+        self._latest = latest
+        self._counted: dict[str, tuple[str, int]] = {}
+
+    def add(self, reason: str) -> str | None:
+        """Count a reason; returns its text where it is new."""
+        kind = _NUMBER.sub("#", reason)
+        first = kind not in self._counted
+        if first and len(self._counted) >= REASONS_KEPT:
+            # a reason that embeds a changing value must not grow without bound
+            kind = reason = "(further reasons)"
+        text, n = self._counted.get(kind, (reason, 0))
+        self._counted[kind] = (reason if self._latest else text, n + 1)
+        return reason if first else None
+
+    def merged(self, other: _Reasons) -> dict[str, int]:
+        """The calls by reason, together with those of a later record."""
+        found = dict(self._counted)
+        for kind, (text, n) in other._counted.items():
+            found[kind] = (text, n + found.get(kind, ("", 0))[1])
+        return dict(found.values())
+
+
 class Report:
     """Counts, reasons and the last events; safe to use from several threads, and raises nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reasons: Counter[str] = Counter()
+        self._before, self._now = _Reasons(latest=True), _Reasons(latest=True)
+        self._since_start = _Reasons(latest=False)
+        # whether the present generation has made a call
+        self._called = False
         self._counters: Counter[str] = Counter()
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
         self._last_error: dict[str, Any] | None = None
 
+    def new_generation(self) -> None:
+        """Tell that a generation begins: reasons are those of the present one and of the last before it that made a
+        call. Told by nobody, they are those since the start."""
+        with self._lock:
+            if self._called:
+                self._before, self._now, self._called = self._now, _Reasons(latest=True), False
+
     def fallback(self, reason: str) -> None:
         """Note that a call went to the original forward, and why."""
+        reason = one_line(reason)
         with self._lock:
-            first = reason not in self._reasons
-            if first and len(self._reasons) >= REASONS_KEPT:
-                # a reason that embeds a changing value must not grow without bound
-                reason = "(further reasons)"
-            self._reasons[reason] += 1
+            self._called = True
+            self._now.add(reason)
+            new = self._since_start.add(reason)
             self._counters["fallbacks"] += 1
-        if first:
-            self.event("fallback", f"the original forward runs: {reason}")
+        if new is not None:
+            self.event("fallback", f"the original forward runs: {new}")
 
     def event(self, stage: str, message: str) -> None:
         """Note what happened at a stage, in the ring of the last events and in the log."""
+        message = one_line(message)
         with self._lock:
             self._events.append({"time": time.time(), "stage": stage, "message": message})
         _log(logging.INFO, "%s: %s", stage, message)
 
     def error(self, stage: str, exc: BaseException) -> None:
         """Note an exception of ours; the generation goes on without it."""
-        text = words_of(exc)
+        text = one_line(words_of(exc))
         trace = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__)[-8:])
         with self._lock:
             self._counters["errors"] += 1
-            last = self._last_error
-            # one that comes at every call must not push everything else out
-            again = last is not None and (last["stage"], last["message"]) == (stage, text)
+            # One that comes at every call must not push everything else out, nor one that fails several stages.
+            again = any(event["message"] == text for event in self._events)
             self._last_error = {"time": time.time(), "stage": stage, "message": text, "traceback": trace}
             if not again:
                 self._events.append({"time": time.time(), "stage": stage, "message": text})
@@ -80,6 +130,7 @@ class Report:
     def count(self, name: str, n: int = 1) -> None:
         """Add to a named counter."""
         with self._lock:
+            self._called |= name in _CALLS
             self._counters[name] += n
 
     def counter(self, name: str) -> int:
@@ -91,7 +142,8 @@ class Report:
         """A snapshot that JSON can carry."""
         with self._lock:
             return {
-                "reasons": dict(self._reasons),
+                "reasons": self._before.merged(self._now),
+                "reasons_since_start": self._since_start.merged(_Reasons(latest=False)),
                 "counters": dict(self._counters),
                 "events": list(self._events),
                 "last_error": dict(self._last_error) if self._last_error else None,

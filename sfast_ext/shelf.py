@@ -12,6 +12,9 @@ from sfast_ext.plan import Plan
 from sfast_ext.report import Report
 from sfast_ext.weights import WeightArena
 
+LAPSES = 4
+"""Generations after which a key that was refused may be tried again; twice as many each further time."""
+
 
 class Shelf:
     """Keeps plans bound to the weights they read for as long as they are here.
@@ -24,7 +27,10 @@ class Shelf:
     def __init__(self, arena: WeightArena, report: Report, lock: threading.RLock, size: int) -> None:
         self.plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self.size = size
-        self._refused: OrderedDict[Hashable, str] = OrderedDict()
+        # the reason, and from which generation on it holds no longer
+        self._refused: OrderedDict[Hashable, tuple[str, int]] = OrderedDict()
+        self._lapsed: dict[Hashable, int] = {}
+        self._generation = 0
         self._arena, self._report, self._lock = arena, report, lock
 
     def put(self, key: Hashable, plan: Plan) -> None:
@@ -47,15 +53,28 @@ class Shelf:
             except KeyError:
                 pass  # dropped since
 
+    def new_generation(self) -> None:
+        """A generation begins. What a plan was refused for may be gone without a trace in its key, as a patch of a
+        function that no method calls itself: it may be tried again after some of them."""
+        with self._lock:
+            self._generation += 1
+            for key, (_, until) in list(self._refused.items()):
+                if self._generation >= until:
+                    del self._refused[key]
+                    self._lapsed[key] = self._lapsed.pop(key, 0) + 1
+            while len(self._lapsed) > 4 * self.size:
+                del self._lapsed[next(iter(self._lapsed))]
+
     def refusal(self, key: Hashable) -> str | None:
         """Why there is no plan for a key and none is to be built, or None."""
-        return self._refused.get(key) if self._refused else None
+        refused = self._refused.get(key) if self._refused else None
+        return None if refused is None else refused[0]
 
     def refuse(self, key: Hashable, reason: str) -> None:
-        """Drop the plan of a key for good."""
+        """Drop the plan of a key, and build none for it until it is pardoned or the refusal lapses."""
         with self._lock:
             # first of all: should the plan's memory not come back, it is not run for that
-            self._refused[key] = reason
+            self._refused[key] = reason, self._generation + LAPSES * 2 ** self._lapsed.get(key, 0)
             while len(self._refused) > 4 * self.size:
                 self._refused.popitem(last=False)
             self._report.event("refused", reason)
@@ -65,6 +84,7 @@ class Shelf:
         """What was refused may be tried again."""
         with self._lock:
             self._refused.clear()
+            self._lapsed.clear()
 
     def drop(self, key: Hashable) -> None:
         """Close a plan and let go of its weights and memory."""

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 import sfast_ext
 from sfast_ext import Config, Hooks, accelerate, accelerator, accelerator_of, behaviour_keys, planner, proof
 from sfast_ext.plan import DROPPED
+from sfast_ext.shelf import LAPSES
 from sfast_ext.weights import WeightArena
 
 CPU = Config(allow_cpu=True)
@@ -278,6 +281,29 @@ def test_a_plan_that_differs_is_discarded_and_the_original_goes_on(monkeypatch):
     assert counters(acc) == {"captures": 1, "fallbacks": 2}
 
 
+def test_a_plan_whose_known_error_is_over_a_new_tolerance_is_used_no_more():
+    module = net()
+    acc = accelerate(module, CPU)
+    args = picture(), torch.tensor([1, 2])
+    run_twice(module, *args)
+    (plan,) = acc.plans.values()
+    plan.error = 0.01
+    run = counters(acc)["eager_runs"]
+    acc.configure(replace(CPU, tolerance=0.01, max_graphs=3))
+    module(*args)
+    assert counters(acc)["eager_runs"] == run + 1 and plan.state != DROPPED
+    # who trusts every plan is not asked
+    for config in (replace(CPU, check="never", tolerance=0.001), replace(CPU, tolerance=0.001)):
+        acc.configure(config)
+        assert (plan.state == DROPPED) == (config.check != "never")
+        close(module(*args), Net.forward(module, *args))
+    assert counters(acc)["eager_runs"] == run + 2 and "0.01, more than the tolerance of 0.001" in reasons(acc)
+    # what it would be under a larger one is found out anew
+    acc.configure(CPU)
+    run_twice(module, *args)
+    assert counters(acc)["captures"] == 2 and counters(acc)["eager_runs"] == run + 3
+
+
 def test_always_checking_catches_a_plan_gone_wrong_later():
     module, plain = net(), net()
     acc = accelerate(module, Config(allow_cpu=True, check="always"))
@@ -341,6 +367,53 @@ def test_the_originals_own_exception_is_the_hosts():
     accelerate(module, CPU)
     with pytest.raises(RuntimeError, match="channels"):
         module(torch.randn(1, 3, 8, 8), 1)
+
+
+@pytest.mark.parametrize("fails", ["both", "the host's hook", "another way"])
+def test_what_the_hosts_own_forward_raises_too_is_no_error_of_ours(fails):
+    class Failing(Net):
+        def forward(self, x, t, scale: float = 1.0):
+            if broken and fails != "the host's hook":
+                raise RuntimeError("no backup bias found") if fails == "both" else KeyError("x")
+            return super().forward(x, t, scale)
+
+    def prepare():
+        if broken:
+            raise RuntimeError("no backup bias found")
+
+    torch.manual_seed(0)
+    module, broken = Failing().eval(), False
+    acc = accelerate(module, CPU, hooks=Hooks(prepare=prepare))
+    args = picture(), torch.tensor([1, 2])
+    run_twice(module, *args)
+    broken = True
+    if fails == "the host's hook":
+        close(module(*args), Net.forward(module, *args))
+    else:
+        with pytest.raises(RuntimeError if fails == "both" else KeyError):
+            module(*args)
+    broken = False
+    close(module(*args), Net.forward(module, *args))
+    error = acc.report.as_dict()["last_error"]
+    assert error is None if fails == "both" else error["stage"] == "prepare of the host"
+    assert counters(acc).get("errors", 0) == (fails != "both") and counters(acc)["eager_runs"] == 2
+
+
+def test_reasons_are_those_of_the_last_generations():
+    module = net()
+    acc = accelerate(module, CPU)
+    args = picture(), torch.tensor([1, 2])
+    module.conv.forward = lambda x: nn.Conv2d.forward(module.conv, x)
+    for _ in range(2):
+        acc.new_generation()
+        run_twice(module, *args)
+        assert "conv has a foreign forward" in reasons(acc)
+    del module.conv.forward
+    for _ in range(2):
+        assert "conv has a foreign forward" in reasons(acc)
+        acc.new_generation()
+        run_twice(module, *args)
+    assert reasons(acc) == ""
 
 
 def test_a_forward_that_branches_on_a_number_gets_it_into_the_signature():
@@ -411,6 +484,55 @@ def test_what_was_refused_is_looked_at_again_when_the_behaviour_changes(ticks):
         for _ in range(2):
             close(module(x, torch.tensor(1)), Moody.forward(module, x, torch.tensor(1)))
     assert counters(acc)["captures"] == 1 and counters(acc)["eager_runs"] == 3
+
+
+def activation(x):
+    return nn.functional.silu(x)
+
+
+def of_the_host(x):
+    """A function that a method calls; what it calls in turn is not read."""
+    return activation(x)
+
+
+class Layered(Net):
+    def forward(self, x, t, scale: float = 1.0):
+        return super().forward(of_the_host(x), t, scale)
+
+
+def test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone(monkeypatch):
+    torch.manual_seed(0)
+    module = Layered().eval()
+    acc = accelerate(module, CPU)
+    args = picture(), torch.tensor([1, 2])
+    acc.new_generation()
+    calls = []
+    with monkeypatch.context() as laid:
+        laid.setattr(sys.modules[__name__], "activation", lambda x: calls.append(1) or x * len(calls) ** 2)
+        run_twice(module, *args)
+    assert "differs from the original" in reasons(acc) and not acc.plans
+    for _ in range(LAPSES - 1):
+        acc.new_generation()
+        close(run_twice(module, *args), Layered.forward(module, *args))
+    assert counters(acc)["captures"] == 1
+    acc.new_generation()
+    close(run_twice(module, *args), Layered.forward(module, *args))
+    assert counters(acc)["captures"] == 2 and counters(acc)["eager_runs"] == 1
+
+
+def test_what_stays_refused_is_tried_ever_less_often(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "activation", lambda x: x * x.sum().item())
+    module = Layered().eval()
+    acc = accelerate(module, CPU)
+    args = picture(), torch.tensor([1, 2])
+    tried = []
+    for generation in range(4 * LAPSES):
+        acc.new_generation()
+        before = len(acc.report.as_dict()["events"])
+        run_twice(module, *args)
+        if any(event["stage"] == "refused" for event in acc.report.as_dict()["events"][before:]):
+            tried.append(generation)
+    assert tried == [0, LAPSES, 3 * LAPSES] and "reads a value" in reasons(acc)
 
 
 def test_another_function_in_the_place_of_pytorchs_attention_is_captured_anew(monkeypatch):

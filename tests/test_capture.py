@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext.capture import CaptureRefused, capture
 from sfast_ext.signature import flatten_call
@@ -82,6 +83,33 @@ def test_what_cannot_be_a_plan_is_refused_with_the_reason(function, words):
 
 
 OUTSIDE = torch.ones(4)
+
+
+def test_what_torch_says_goes_to_the_developer_and_not_into_the_reason():
+    class Library:
+        def __call__(self, x):
+            if isinstance(x, FakeTensor):
+                raise RuntimeError(f"{self!r} has no kernel for {list(x.shape)}\nand goes on")
+            return x
+
+    library = Library()
+    reasons = set()
+    for n in (2, 3):
+        with pytest.raises(CaptureRefused) as refused:
+            captured(lambda m, x: library(x), torch.randn(n, 4))
+        assert f"no kernel for [{n}, 4]" in refused.value.details
+        reasons.add(str(refused.value))
+    (reason,) = reasons
+    assert reason.startswith("its forward cannot be recorded: RuntimeError (test_capture.py:")
+
+
+def test_a_compiled_function_is_named_as_such():
+    def compiled(m, x):
+        # as torch raises there since 2.0
+        raise RuntimeError("Detected that you are using FX to symbolically trace a dynamo-optimized function.")
+
+    with pytest.raises(CaptureRefused, match="calls a function that torch.compile made"):
+        captured(compiled, X)
 
 
 def test_a_refused_capture_leaves_no_state_behind():

@@ -112,7 +112,7 @@ def test_the_status_has_every_part(host):
     host.generate()
     found = json.loads(json.dumps(status(), default=str))
     own = {"version", "host", "environment", "enabled", "model", "accelerators"}
-    assert set(found) == own | {"reasons", "counters", "events", "last_error"}
+    assert set(found) == own | {"reasons", "reasons_since_start", "counters", "events", "last_error"}
     assert found["host"] == {"name": "AUTOMATIC1111 WebUI", "version": "v1.10.1"}
     assert found["model"] == "seed 1" and found["enabled"] and len(found["accelerators"]) == 1
 

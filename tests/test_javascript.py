@@ -153,6 +153,14 @@ def test_blocks_that_run_one_by_one():
     assert "unet: 2 blocks, one by one · 90 calls" in shown["panel"]
 
 
+def test_what_another_forward_runs_past_is_not_on():
+    part = {"name": "unet.0", "plans": 1, "calls": 3, "replays": 2}
+    accelerator = {"name": "unet", "parts": [part], "idle": "cached.forward calls no blocks"}
+    shown = show({**STATUS, "accelerators": [{**STATUS["accelerators"][0], **accelerator}]})
+    assert shown["badge"] == "Stable Fast: standing aside"
+    assert "unet: cached.forward calls no blocks" in shown["panel"]
+
+
 def test_without_an_answer():
     assert show(None)["badge"] == "Stable Fast: no answer"
 

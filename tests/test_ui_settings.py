@@ -56,7 +56,8 @@ def gradio(monkeypatch):
     for name in ("Checkbox", "Slider", "Radio"):
         setattr(stand_in, name, type(name, (), {}))
     monkeypatch.setitem(sys.modules, "gradio", stand_in)
-    monkeypatch.setattr(settings, "_told", set())
+    monkeypatch.setattr(settings, "_told", {})
+    monkeypatch.setattr(settings, "_good", {})
     return stand_in
 
 
@@ -134,28 +135,73 @@ def test_values_of_the_user_arrive():
     assert isinstance(config.graph_memory_mb, int) and isinstance(config.max_graphs, int)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("sfast_enabled", "perhaps"),
-        ("sfast_enabled", []),
-        ("sfast_graph_memory_mb", -1),
-        ("sfast_graph_memory_mb", "much"),
-        ("sfast_graph_memory_mb", float("inf")),
-        ("sfast_max_graphs", 0),
-        ("sfast_check", "sometimes"),
-        ("sfast_check", ["always"]),
-        ("sfast_tolerance", 0),
-        ("sfast_tolerance", float("nan")),
-    ],
-)
+BAD = [
+    ("sfast_enabled", "perhaps"),
+    ("sfast_enabled", []),
+    ("sfast_enabled", 2),
+    ("sfast_graph_memory_mb", -1),
+    ("sfast_graph_memory_mb", "much"),
+    ("sfast_graph_memory_mb", float("inf")),
+    ("sfast_graph_memory_mb", True),
+    ("sfast_max_graphs", 0),
+    ("sfast_max_graphs", 10**400),
+    ("sfast_check", "sometimes"),
+    ("sfast_check", ["always"]),
+    ("sfast_tolerance", 0),
+    ("sfast_tolerance", float("nan")),
+    ("sfast_tolerance", {}),
+]
+GOOD = {
+    "sfast_enabled": (False, "true or false"),
+    "sfast_graph_memory_mb": (512, "a number of MB, 0 (no limit) or more"),
+    "sfast_max_graphs": (3, "a number, 1 or more"),
+    "sfast_check": ("always", "first use, always, never"),
+    "sfast_tolerance": (0.01, "a number above 0"),
+}
+
+
+def said(report):
+    return [event["message"] for event in report.as_dict()["events"]]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD)
 def test_a_value_that_cannot_be_becomes_the_default_and_is_said_once(key, value):
     report = Report()
     opts = Options(**{key: value, "sfast_allow_cpu": True})
     for _ in range(3):
         assert settings.config_from(opts, report) == Config(allow_cpu=True)
-    messages = [event["message"] for event in report.as_dict()["events"]]
-    assert len(messages) == 1 and key in messages[0] and repr(value) in messages[0]
+    (message,) = said(report)
+    assert key in message and repr(value)[:300] in message
+
+
+@pytest.mark.parametrize(("key", "value"), BAD)
+def test_a_value_that_cannot_be_leaves_the_last_good_one(key, value):
+    report, opts = Report(), Options()
+    good, takes = GOOD[key]
+    for _ in range(2):
+        opts.data[key] = good
+        chosen = settings.config_from(opts, report)
+        assert chosen != Config()
+        opts.data[key] = value
+        for _ in range(2):
+            assert settings.config_from(opts, report) == chosen
+    # said again, as it was good in between
+    first, again = said(report)
+    label = next(setting.label for setting in settings.SETTINGS if setting.key == key)
+    assert first == again and first.startswith(f"{key} ({label}) = ")
+    if len(repr(value)) < 100:
+        assert first.endswith(f"= {value!r} is not used, {good!r} stays: it takes {takes}")
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("false", False), ("False", False), (" OFF ", False), ("no", False), ("0", False), ("true", True), ("On", True)],
+)
+@pytest.mark.parametrize("key", ["sfast_enabled", "sfast_allow_cpu"])
+def test_text_that_says_true_or_false_is_read_as_it_is_meant(key, text, meant):
+    report = Report()
+    config = settings.config_from(Options(**{key: text}), report)
+    assert getattr(config, key.removeprefix("sfast_")) is meant and said(report) == []
 
 
 def test_without_a_report_it_goes_to_the_log(caplog):

@@ -27,6 +27,9 @@ LORA_LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAtt
 LORA_MARKS = frozenset({"network_layer_name", "network_current_names", "network_weights_backup", "network_bias_backup"})
 """What that extension notes on each layer; what it says of the weights, the weights themselves say."""
 
+LEFT_BEHIND = frozenset({"_tome_info", "_deepcache_hooked"})
+"""What token merging and DeepCache leave on modules when they go; while they are on, we stand aside for other signs."""
+
 
 _session: Session | None = None
 
@@ -62,7 +65,8 @@ class UnetHooks:
 
     def hooks(self) -> Hooks:
         """In the shape that the accelerator takes."""
-        return Hooks(self.stand_aside, self.prepare, self.key, self.recognised, ignored=LORA_MARKS | controlnet.MARKS)
+        ignored = LORA_MARKS | LEFT_BEHIND | controlnet.MARKS
+        return Hooks(self.stand_aside, self.prepare, self.key, self.recognised, ignored=ignored)
 
     def new_pass(self) -> None:
         """Look over the whole UNet: once for each pass of a sampler, a millisecond."""
@@ -215,7 +219,7 @@ class Session:
             "version": self.version,
             "host": {"name": "AUTOMATIC1111 WebUI", "version": self._host_version},
             "environment": environment.describe(),
-            "enabled": settings.config_from(shared.opts).enabled,
+            "enabled": settings.config_from(shared.opts, self.report).enabled,
             "model": getattr(info, "title", None),
             "accelerators": [*self._unets.status(), *self._controlnets.status()],
             **self.report.as_dict(),
@@ -230,6 +234,7 @@ class Session:
     def _step(self, params: Any) -> None:
         from modules import shared
 
+        self._unets.look_at_parts()
         denoiser = getattr(params, "denoiser", None)
         seen = self._denoiser() if self._denoiser is not None else None
         new_pass = denoiser is None or denoiser is not seen or getattr(params, "sampling_step", 0) == 0
@@ -242,6 +247,7 @@ class Session:
     def _follow(self, sd_model: Any) -> None:
         from modules import sd_unet, shared
 
+        self.report.new_generation()
         # A TensorRT engine or the like has sent the stock UNet to the CPU for its memory: ours goes too.
         unet = None if sd_unet.current_unet is not None else _unet_of(sd_model)
         config = settings.config_from(shared.opts, self.report)

@@ -18,6 +18,7 @@ from sfast_ext.config import Config
 from sfast_ext.homes import set_data
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import memory
+from sfast_ext.patches import described
 from sfast_ext.report import Report
 from sfast_ext.slot import accelerator_of, foreign_forward, forward_of
 
@@ -49,6 +50,9 @@ class Attachment:
         self._accelerators: list[Accelerator] = []
         self._told: tuple[int, str] | None = None
         self._over: tuple[nn.Module, Any] | None = None
+        # of the step before: the forward that lay over the module, and the calls that its parts had had
+        self._step_before: tuple[Any, int] | None = None
+        self._idle: str | None = None
 
     def follow(self, module: nn.Module | None, config: Config, *, keep: Iterable[nn.Module] = ()) -> Accelerator | None:
         """See to it that `module` is accelerated as `config` says, and that every other module is given back.
@@ -88,6 +92,26 @@ class Attachment:
                 return found is not None
             return self._over is not None and self._over[0] is module and self._over[1] is forward_of(found.module)
 
+    def look_at_parts(self) -> None:
+        """Before each step, and before `follow`: whether the forward that lay over the module in the last one called
+        any of the parts that are accelerated one by one. Where it called none, that is a reason."""
+        with self._lock:
+            before, self._step_before, self._idle = self._step_before, None, None
+            found = self._beneath()
+            if found is None or self._parts is None or self._over is None:
+                return
+            forward, calls = self._over[1], sum(part.calls for part in found.parts)
+            if before is not None and before[0] is forward and before[1] == calls:
+                self._idle = f"{described(forward)} is in place of the model's forward and calls none of its blocks"
+                self._report.fallback(self._idle)
+            if forward_of(found.module) is forward:
+                self._step_before = forward, calls
+
+    def _beneath(self) -> Accelerator | None:
+        """The accelerator of the module that another's forward was found over."""
+        over = self._over
+        return None if over is None else next((a for a in self._accelerators if a.module is over[0]), None)
+
     def holds(self, module: nn.Module) -> bool:
         """Whether plans may read the weights of a module."""
         with self._lock:
@@ -125,13 +149,14 @@ class Attachment:
         with self._lock:
             for accelerator in list(self._accelerators):
                 self._let_go(accelerator)
-            self._told = self._over = None
+            self._told = self._over = self._step_before = self._idle = None
 
     def status(self) -> list[dict[str, Any]]:
         """The accelerators' parts of the status."""
         with self._lock:
-            accelerators = list(self._accelerators)
-        return [accelerator.status() for accelerator in accelerators]
+            accelerators, beneath, idle = list(self._accelerators), self._beneath(), self._idle
+        standing = [idle if accelerator is beneath else None for accelerator in accelerators]
+        return [{**accelerator.status(), "idle": why} for accelerator, why in zip(accelerators, standing)]
 
     def _follow(self, module: nn.Module, config: Config, left: list[Accelerator]) -> Accelerator | None:
         found = next((a for a in self._accelerators if a.module is module), None)
@@ -185,8 +210,10 @@ class Attachment:
         if self._parts is None:
             self._tell(module, f"{foreign} is in place of the model's forward: standing aside while it is")
         else:
-            self._tell(module, f"{foreign} is in place of the model's forward: its blocks are accelerated one by one")
+            what = "those of its blocks that it calls are accelerated one by one"
+            self._tell(module, f"{foreign} is in place of the model's forward: {what}")
             accelerator.accelerate_parts(self._parts(module))
+            self._step_before = forward_of(module), sum(part.calls for part in accelerator.parts)
 
     def _let_go(self, accelerator: Accelerator) -> None:
         self._accelerators.remove(accelerator)

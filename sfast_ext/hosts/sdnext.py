@@ -183,6 +183,7 @@ class Session:
         """Look again at which UNets are loaded and whether they may be accelerated; before each job."""
         from modules import shared
 
+        self.report.new_generation()
         config = settings.config_from(shared.opts, self.report)
         for attachment, pipe in ((self.attachment, _pipeline()), (self._refiner, _refiner())):
             unet = _unet(pipe)
@@ -212,7 +213,7 @@ class Session:
             "version": self.version,
             "host": {"name": "SD.Next", "version": _host_version()},
             "environment": environment.describe(),
-            "enabled": settings.config_from(shared.opts).enabled,
+            "enabled": settings.config_from(shared.opts, self.report).enabled,
             "model": getattr(info, "name", None),
             "accelerators": [*self.attachment.status(), *self._refiner.status(), *self._beside.status()],
             **self.report.as_dict(),

@@ -31,6 +31,8 @@ class Setting:
     slider: tuple[float, float, float] | None = None
     """Least, greatest and step; None for a checkbox or a choice."""
     choices: tuple[str, ...] = ()
+    takes: str = "true or false"
+    """The values that it can have, in words."""
 
 
 SETTINGS = (
@@ -55,6 +57,7 @@ SETTINGS = (
         "over it the graphs used longest ago are given back and recorded again when needed; less leaves more for large "
         "pictures and other models, 0 sets no limit",
         slider=(0, 32768, 256),
+        takes="a number of MB, 0 (no limit) or more",
     ),
     Setting(
         "sfast_max_graphs",
@@ -63,6 +66,7 @@ SETTINGS = (
         "one for each combination of size, batch and prompt length; more saves recording again when you go back and "
         "forth between sizes, and costs memory",
         slider=(1, 64, 1),
+        takes="a number, 1 or more",
     ),
     Setting(
         "sfast_triton",
@@ -85,6 +89,7 @@ SETTINGS = (
         "first use: one extra call for each new plan, and a plan that differs is thrown away. always: each call is "
         "made twice, for finding faults. never: saves that one call and trusts the plan",
         choices=tuple(CHECKS),
+        takes=", ".join(CHECKS),
     ),
     Setting(
         "sfast_tolerance",
@@ -93,6 +98,7 @@ SETTINGS = (
         "rounding in half precision stays well under the default; smaller throws away more plans and their gain, "
         "larger lets more difference through",
         slider=(0.001, 0.1, 0.001),
+        takes="a number above 0",
     ),
     Setting(
         "sfast_allow_cpu",
@@ -104,7 +110,12 @@ SETTINGS = (
 
 KEYS = tuple(setting.key for setting in SETTINGS)
 
-_told: set[tuple[str, str]] = set()
+_YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+_told: dict[str, str] = {}
+"""By setting: the value that was last said to be none that it takes."""
+_good: dict[str, Any] = {}
+"""By setting: the last value that it takes, as it is in Config."""
 
 
 def default_of(setting: Setting) -> Any:
@@ -112,6 +123,11 @@ def default_of(setting: Setting) -> Any:
     value = getattr(Config(), setting.field)
     if setting.field == "graph_memory_mb":
         value = _share_of_the_gpu(value, setting)
+    return _shown(setting, value)
+
+
+def _shown(setting: Setting, value: Any) -> Any:
+    """A value of Config as the WebUI has it."""
     return next(name for name, check in CHECKS.items() if check == value) if setting.choices else value
 
 
@@ -155,9 +171,11 @@ def _component(setting: Setting) -> tuple[Any, dict[str, Any]]:
 
 
 def config_from(opts: Any, report: Report | None = None) -> Config:
-    """What the user has chosen; a value that cannot be is replaced by the default, and said so once.
+    """What the user has chosen. A value that a setting does not take is said once, and the last one that it took, or
+    the default, stays in use.
 
     Options that are not registered yet have their default: a WebUI may load its model before it asks for settings.
+    Text that says true or false, as requests to the API hold, is read as it is meant.
     """
     config = Config()
     for setting in SETTINGS:
@@ -165,9 +183,15 @@ def config_from(opts: Any, report: Report | None = None) -> Config:
         if value is None:
             continue
         try:
-            config = replace(config, **{setting.field: _converted(setting, value)})
-        except (TypeError, ValueError) as exc:
-            _tell(setting, value, exc, report)
+            converted = _converted(setting, value)
+            config = replace(config, **{setting.field: converted})
+        except (TypeError, ValueError, OverflowError):
+            kept = _good.get(setting.key, getattr(config, setting.field))
+            config = replace(config, **{setting.field: kept})
+            _tell(setting, value, kept, report)
+        else:
+            _good[setting.key] = converted
+            _told.pop(setting.key, None)
     return config
 
 
@@ -175,28 +199,41 @@ _TYPES = {field.name: type(getattr(Config(), field.name)) for field in fields(Co
 
 
 def _converted(setting: Setting, value: Any) -> Any:
+    """An option's value as Config has it.
+
+    Raises:
+        TypeError, ValueError, OverflowError: it is none that the setting takes.
+    """
     kind = _TYPES[setting.field]
     if setting.choices:
+        if not isinstance(value, str):
+            raise TypeError(type(value).__name__)
         if value not in CHECKS:
-            raise ValueError(f"it takes {', '.join(CHECKS)}")
+            raise ValueError(value)
         return CHECKS[value]
     if kind is bool:
+        word = value.strip().lower() if isinstance(value, str) else None
+        if word in _YES or word in _NO:
+            return word in _YES
         if value not in (True, False):
-            raise ValueError("it takes true or false")
+            raise ValueError(value)
         return bool(value)
+    if isinstance(value, bool):
+        raise TypeError("bool")
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError("it takes a finite number")
+        raise ValueError(value)
     # sliders hand over 16.0 for 16
     return int(number) if kind is int else number
 
 
-def _tell(setting: Setting, value: Any, exc: Exception, report: Report | None) -> None:
-    told = (setting.key, repr(value))
-    if told in _told:
+def _tell(setting: Setting, value: Any, kept: Any, report: Report | None) -> None:
+    said = repr(value)
+    if _told.get(setting.key) == said:
         return
-    _told.add(told)
-    message = f"{setting.key} = {value!r} is not used, the default {default_of(setting)!r} is: {exc}"
+    _told[setting.key] = said
+    used = _shown(setting, kept)
+    message = f"{setting.key} ({setting.label}) = {said} is not used, {used!r} stays: it takes {setting.takes}"
     if report is not None:
         report.event("settings", message)
     else:

@@ -138,7 +138,7 @@ class Played:
     webui: WebUI
     pictures: dict[str, list[str]] = field(default_factory=dict)
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
-    first: dict[str, Any] = field(default_factory=lambda: {"counters": {}, "reasons": {}})
+    first: dict[str, Any] = field(default_factory=lambda: {"counters": {}, "reasons_since_start": {}})
     """The status before the round."""
 
     def round(self, steps: Round, *, status: bool) -> Played:
@@ -161,8 +161,8 @@ class Played:
 
     def reasons(self, name: str) -> dict[str, int]:
         """Why calls of a step went to the original forward, and how many."""
-        was = self.before(name)["reasons"]
-        return {why: n - was.get(why, 0) for why, n in self.reports[name]["reasons"].items() if n > was.get(why, 0)}
+        was, now = (report["reasons_since_start"] for report in (self.before(name), self.reports[name]))
+        return {why: n - was.get(why, 0) for why, n in now.items() if n > was.get(why, 0)}
 
 
 def pictured(steps: Round) -> list[str]:

@@ -226,8 +226,8 @@ class Played:
 
     def reasons(self, name: str) -> dict[str, int]:
         """Why calls of a step went to the original forward, and how many."""
-        was = self.before(name)["reasons"]
-        return {why: n - was.get(why, 0) for why, n in self.reports[name]["reasons"].items() if n > was.get(why, 0)}
+        was, now = (report["reasons_since_start"] for report in (self.before(name), self.reports[name]))
+        return {why: n - was.get(why, 0) for why, n in now.items() if n > was.get(why, 0)}
 
     def equal(self, name: str, tolerance: float = TOLERANCE) -> None:
         """Check that a step's pictures are those of the stock WebUI."""

@@ -1,0 +1,109 @@
+"""What a report says is of the last pictures, in words, and each thing once."""
+
+from __future__ import annotations
+
+import pytest
+
+from sfast_ext.report import LONGEST, REASONS_KEPT, Report
+
+
+def reasons(report: Report) -> dict[str, int]:
+    return report.as_dict()["reasons"]
+
+
+def messages(report: Report) -> list[str]:
+    return [event["message"] for event in report.as_dict()["events"]]
+
+
+def test_reasons_are_of_this_generation_and_the_last_that_made_a_call():
+    report = Report()
+    report.fallback("a hypernetwork is active")
+    report.new_generation()
+    report.fallback("Hypertile is on")
+    assert reasons(report) == {"a hypernetwork is active": 1, "Hypertile is on": 1}
+    report.new_generation()
+    report.count("replays")
+    assert reasons(report) == {"Hypertile is on": 1}
+    report.new_generation()
+    report.count("replays")
+    assert reasons(report) == {}
+    assert report.as_dict()["reasons_since_start"] == {"a hypernetwork is active": 1, "Hypertile is on": 1}
+
+
+def test_generations_without_a_call_push_no_reason_out():
+    report = Report()
+    report.fallback("Hypertile is on")
+    for _ in range(5):
+        # each network of a picture tells it, and so does a model that is loaded
+        report.new_generation()
+        report.count("memory_given_back")
+    assert reasons(report) == {"Hypertile is on": 1}
+
+
+def test_a_reason_of_both_generations_is_counted_in_both():
+    report = Report()
+    for n in (2, 3):
+        report.new_generation()
+        for _ in range(n):
+            report.fallback("Hypertile is on")
+    assert reasons(report) == {"Hypertile is on": 5}
+    assert len(messages(report)) == 1
+
+
+def test_nobody_tells_of_generations():
+    report = Report()
+    for _ in range(3):
+        report.fallback("x")
+        report.count("replays")
+    assert reasons(report) == {"x": 3}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "its plan differs from the original by 0.03{}, more than the tolerance of 0.02",
+        "its plan is slower than the original ({}.1 ms against 4.9 ms)",
+        "its forward reads a tensor [2, {}, 768] that is neither an argument nor a weight",
+        "score_mod of <function mod at 0x7f{}8b2c1d0> changes scores",
+    ],
+)
+def test_a_reason_does_not_multiply_with_its_numbers(words):
+    report = Report()
+    for n in range(3):
+        report.fallback(words.format(n))
+    ((reason, count),) = reasons(report).items()
+    assert count == 3 and len(messages(report)) == 1 and "0x" not in reason + messages(report)[0]
+    assert reason == words.format(2) or reason == "score_mod of <function mod> changes scores"
+
+
+def test_what_numbers_name_stays_apart():
+    report = Report()
+    for words in ("blocks.{} has a foreign forward", "some weights are on cuda:{}", "f (khrfix.py:{})", "SD{} is on"):
+        for n in (1, 2):
+            report.fallback(words.format(n))
+    assert len(reasons(report)) == 8
+
+
+def test_reasons_have_a_bound():
+    report = Report()
+    for n in range(3 * REASONS_KEPT):
+        report.fallback(f"name{n} is in the way")
+    assert len(reasons(report)) == REASONS_KEPT + 1 and sum(reasons(report).values()) == 3 * REASONS_KEPT
+
+
+def test_an_event_is_one_line_of_bounded_length_without_addresses():
+    report = Report()
+    report.event("capture", "the first line\n  the second, <object at 0x7fA0>\n" + 1000 * "x")
+    report.error("replay", RuntimeError("one\ntwo of <Net object at 0x7fA0>"))
+    event, error = messages(report)
+    assert event.startswith("the first line the second, <object>") and len(event) == LONGEST
+    assert error == "RuntimeError: one two of <Net object>" == report.as_dict()["last_error"]["message"]
+
+
+def test_an_error_that_comes_at_every_call_is_one_event_whichever_stages_it_fails():
+    report = Report()
+    for _ in range(20):
+        for stage in ("host", "prepare of the host"):
+            report.error(stage, AttributeError("module 'modules.shared' has no attribute 'opts'"))
+        report.error("key", ValueError("another"))
+    assert len(messages(report)) == 2 and report.counter("errors") == 60
