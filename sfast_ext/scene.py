@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, repeat
 from types import CellType
 from typing import Any
@@ -25,7 +25,8 @@ _UNREAD: dict[type, set[str]] = {
     nn.Conv2d: {"training", "in_channels", "out_channels", "kernel_size", "transposed", "output_padding"},
     nn.GroupNorm: _NORM,
     nn.LayerNorm: _NORM,
-    nn.SiLU: {"training"},
+    nn.SiLU: {"training", "inplace"},
+    nn.Dropout: {"inplace"},
     nn.ModuleList: {"training"},
     nn.Sequential: {"training"},
 }
@@ -168,12 +169,12 @@ class Scene:
 
     def seal(self) -> Scene:
         """To be called when all was read."""
-        self._found = [_Found(_namespace(home), names) for home, names in self._names.values()]
+        self._found = _Found(self._names.values())
         self._methods = [(kind, name, function) for (kind, name), function in self._kinds.items()]
         self._groups = [_Alike(names, *each) for names, each in self._alike.items()]
         # where a parameter is none, one may come; of those that are there the weight arena knows
-        self._lacking = [p for p in self._parameters if any(value is None for value in dict.values(p))]
-        self._lacking_values = [value is None for p in self._lacking for value in dict.values(p)]
+        lacking = [(p, name) for p in self._parameters for name, value in p.items() if value is None]
+        self._lacking, self._lacking_names = [p for p, _ in lacking], [name for _, name in lacking]
         return self
 
     def looks_alike(self) -> bool:
@@ -189,14 +190,14 @@ class Scene:
                 not any(self._bare)
                 and self._no_hooks_came()
                 and list(map(type, self._modules)) == self._types
-                and all(found.holds() for found in self._found)
+                and self._found.holds()
                 and all(getattr(kind, name) is function for kind, name, function in self._methods)
                 and all(map(_still, map(content_of, self._cells), self._contents))
                 and all(group.holds() for group in self._groups)
                 and list(_values(self._loose)) == self._loose_values
                 and list(chain.from_iterable(self._lists)) == self._list_items
                 and list(map(_addresses, self._mixed)) == self._addresses
-                and list(map(operator.is_, _values(self._lacking), repeat(None))) == self._lacking_values
+                and not any(map(operator.is_not, map(dict.get, self._lacking, self._lacking_names), repeat(None)))
             )
         except Exception:
             # an attribute is gone, or holds what cannot be compared
@@ -276,27 +277,40 @@ class _Alike:
 
 
 class _Found:
-    """Names of one namespace, and what they stood for; those that were not there are to stay away."""
+    """Names of namespaces, and what they stood for; those that were not there are to stay away."""
 
-    def __init__(self, namespace: _Namespace, names: dict[str, Any]) -> None:
-        there = {name: value for name, value in names.items() if value is not None}
-        self._namespace, self._values = namespace, list(there.values())
-        self._absent = frozenset(names).difference(there)
-        self._get: Callable[[Any], Any] | None = None
-        if len(there) == 1:
-            (name,) = there
-            self._get = lambda namespace: (namespace[name],)
-        elif there:
-            self._get = operator.itemgetter(*there)
+    def __init__(self, homes: Iterable[tuple[type | dict, dict[str, Any]]]) -> None:
+        self._singles: list[tuple[_Namespace, str]] = []
+        self._gets: list[tuple[Callable[[Any], tuple], _Namespace]] = []
+        self._absent: list[Callable[[Any], bool]] = []
+        self._views: list[Any] = []
+        single: list[Any] = []
+        several: list[Any] = []
+        for home, names in homes:
+            namespace = _namespace(home)
+            # one that is there may be None
+            there = {name: value for name, value in names.items() if value is not None or name in namespace}
+            if len(there) == 1:
+                self._singles.append((namespace, next(iter(there))))
+                single += there.values()
+            elif there:
+                self._gets.append((operator.itemgetter(*there), namespace))
+                several += there.values()
+            absent = frozenset(names).difference(there)
+            if absent:
+                # the shorter of the two is gone through
+                few = len(absent) < len(namespace)
+                self._absent.append(namespace.keys().isdisjoint if few else absent.isdisjoint)
+                self._views.append(absent if few else namespace.keys())
+        self._values = single + several
 
     def holds(self) -> bool:
-        try:
-            if self._get is not None and not all(map(operator.is_, self._get(self._namespace), self._values)):
-                return False
-        except KeyError:
+        now = [namespace[name] for namespace, name in self._singles]
+        for get, namespace in self._gets:
+            now += get(namespace)
+        if not all(map(operator.is_, now, self._values)):
             return False
-        namespace = self._namespace
-        return namespace.keys().isdisjoint(self._absent) or all(namespace.get(n) is None for n in self._absent)
+        return all(stay(view) for stay, view in zip(self._absent, self._views))
 
 
 def _namespace(home: type | dict) -> _Namespace:
