@@ -92,6 +92,18 @@ def triton_refusal(device: torch.device, *dtypes: torch.dtype) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
+def left_out() -> list[str]:
+    """What is put aside here although it is there, and why, a sentence each."""
+    from sfast_ext import native
+    from sfast_ext.kernels import _cuda
+
+    try:
+        reasons = [native.refusal(), _cuda.folder_refusal()]
+    except (OSError, RuntimeError):  # the user has no home: nothing is kept
+        reasons = []
+    return [f"{reason}." for reason in dict.fromkeys(reasons) if reason is not None]
+
+
 def known_bad() -> list[str]:
     """Combinations known not to work here, a sentence each."""
     found = []
@@ -114,7 +126,7 @@ def known_bad() -> list[str]:
     capture_arguments = torch.cuda.graph.__init__.__code__.co_varnames
     if "capture_error_mode" not in capture_arguments:
         found.append("This torch is older than 2.1; CUDA graphs are off.")
-    return found
+    return found + left_out()
 
 
 def gpu_memory() -> int | None:
