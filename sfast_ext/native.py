@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from sfast_ext import cache_folder
+
 SOURCE = Path(__file__).parents[1] / "csrc" / "linear_add.cpp"
 MINIMUM_CAPABILITY = (7, 0)
 TIMEOUT_S = 600
@@ -52,6 +54,11 @@ def path() -> Path:
     return folder() / f"native-{digest}" / "libsfast_ext.so"
 
 
+def refusal() -> str | None:
+    """Why the library is neither loaded nor built, whose folder or file is not the user's alone; else None."""
+    return cache_folder.refusal(path(), folder()) if SOURCE.is_file() else None
+
+
 def load() -> bool:
     """Takes the library in if it was built; nothing is built here, nothing raised. The error is in describe()."""
     global _loaded, _error, _failed
@@ -60,7 +67,7 @@ def load() -> bool:
     try:
         library = path()
         # one that did not load will not load at the next plan either
-        if library == _failed or not library.is_file():
+        if library == _failed or not library.is_file() or cache_folder.refusal(library, folder()) is not None:
             return False
         _failed = library
         torch.ops.load_library(str(library))
@@ -93,7 +100,7 @@ def _capability(index: int | None) -> tuple[int, int]:
 def describe() -> dict[str, Any]:
     """built, loaded, path, error: as JSON can carry."""
     try:
-        library, missing = path(), None
+        library, missing = path(), None if _loaded else refusal()
     except OSError as exc:
         library, missing = None, f"its source is not here ({exc.filename})"
     built = library is not None and library.is_file()
@@ -115,12 +122,16 @@ def build() -> Path:
     if not SOURCE.is_file():
         raise BuildError(f"The source is not here: {SOURCE}")
     library = path()
-    if library.is_file():
+    try:
+        cache_folder.make(library.parent, folder())
+    except PermissionError as exc:
+        raise BuildError(str(exc)) from exc
+    if library.is_file() and refusal() is None:
         return library
-    library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as room:
         made = Path(room) / library.name
         _run(command(made))
+        made.chmod(0o700)
         os.replace(made, library)  # two builds at once: either result will do, half a file will not
     _failed = None
     return library

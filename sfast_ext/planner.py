@@ -16,6 +16,7 @@ from torch import nn
 from sfast_ext.backoff import Backoff
 from sfast_ext.capture import CaptureRefused, Recipe, capture, capture_watched
 from sfast_ext.config import Config
+from sfast_ext.environment import left_out
 from sfast_ext.graph_pool import GraphPool, pool_of
 from sfast_ext.hooks import Hooks
 from sfast_ext.kernels import _precompile, health
@@ -266,6 +267,9 @@ class Planner:
                 captured = capture(self._slot.original, call, inputs, self.arena, self.hooks.ignored)
                 recipes.add(captured.recipe)
             plan = rewritten(captured, call, self.arena, device, self.config)
+            if device.type == "cuda":
+                for sentence in left_out(device):
+                    self.report.once("kernels", sentence)
         except CaptureRefused as exc:
             has_numbers = any(not isinstance(leaf, torch.Tensor) for leaf in call.leaves)
             if exc.reads_value and has_numbers and found.generic not in self._static_numbers:

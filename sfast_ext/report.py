@@ -87,6 +87,7 @@ class Report:
         self._counters: Counter[str] = Counter()
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
         self._last_error: dict[str, Any] | None = None
+        self._said: set[str] = set()
 
     def new_generation(self) -> None:
         """Tell that a generation begins: reasons are those of the present one and of the last before it that made a
@@ -112,6 +113,14 @@ class Report:
         with self._lock:
             self._events.append({"time": time.time(), "stage": stage, "message": message})
         _log(logging.INFO, "%s: %s", stage, message)
+
+    def once(self, stage: str, message: str) -> None:
+        """Note what holds for as long as the process lives; a second time nothing is noted."""
+        with self._lock:
+            if message in self._said or len(self._said) >= REASONS_KEPT:
+                return
+            self._said.add(message)
+        self.event(stage, message)
 
     def error(self, stage: str, exc: BaseException) -> None:
         """Note an exception of ours; the generation goes on without it."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfast_ext import native
+from sfast_ext import cache_folder, native
 
 logger = logging.getLogger("sfast_ext")
 
@@ -49,6 +49,11 @@ def folder() -> Path:
     """Where compiled kernels are kept: $SFAST_CACHE_DIR, or where native operations are."""
     chosen = os.environ.get("SFAST_CACHE_DIR")
     return Path(chosen) if chosen else native.folder()
+
+
+def folder_refusal() -> str | None:
+    """Why no compiled kernel is kept, where the folder for them is not the user's alone; else None."""
+    return cache_folder.refusal(folder(), folder())
 
 
 class Unavailable(RuntimeError):
@@ -255,12 +260,12 @@ class Source:
         file = folder() / f"{self.name}-{hashlib.sha256(key + included + source).hexdigest()[:16]}.cubin"
         with _making.setdefault(file, threading.Lock()):
             try:
-                kept = file.read_bytes()
+                kept = cache_folder.read(file, folder())
                 code, seal = kept[:-_SEAL], kept[-_SEAL:]
                 if seal == hashlib.sha256(code).digest():  # of a spoilt file the driver may make an end of the process
                     return code
             except OSError:
-                pass  # not there yet
+                pass  # not there yet, or not to be trusted
             code, _ = build(source, architecture, constants)
             self.kept = self._keep(file, code)
             return code
@@ -268,7 +273,7 @@ class Source:
     def _keep(self, file: Path, code: bytes) -> bool:
         """Whether the user's cache took it."""
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            cache_folder.make(file.parent, folder())
             with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as made:
                 made.write(code + hashlib.sha256(code).digest())
             os.replace(made.name, file)  # two at once: either will do, half a file will not

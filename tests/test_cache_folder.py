@@ -1,0 +1,271 @@
+"""Compiled code is taken only from folders and files that nobody but the user can have written to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from faulty import Pair, pretend_a_gpu
+
+from sfast_ext import Config, cache_folder, environment, native
+from sfast_ext.kernels import _cuda
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows tells no owner")
+
+ME = os.getuid() if os.name != "nt" else 0
+OTHERS = [0o720, 0o702, 0o777, 0o1777]
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o7777
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A cache folder under one where all may write, as in /tmp."""
+    above = tmp_path / "tmp"
+    above.mkdir()
+    above.chmod(0o1777)
+    folder = above / "cache"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@pytest.fixture
+def stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files belong to another user."""
+    monkeypatch.setattr(os, "getuid", lambda: ME + 1)
+
+
+@pytest.mark.parametrize("allowed", [0o700, 0o755, 0o750])
+def test_what_is_the_users_alone_is_taken(root, allowed):
+    root.chmod(allowed)
+    (root / "code").write_bytes(b"code")
+    assert cache_folder.refusal(root / "code", root) is None
+    assert cache_folder.read(root / "code", root) == b"code"
+    assert cache_folder.refusal(root / "other" / "code", root) is None
+
+
+@pytest.mark.parametrize("others", OTHERS)
+@pytest.mark.parametrize("which", ["", "inner", "inner/code"])
+def test_where_others_may_write_is_refused(root, which, others):
+    (root / "inner").mkdir(mode=0o700)
+    file = root / "inner" / "code"
+    file.write_bytes(b"code")
+    (root / which).chmod(others)
+    reason = cache_folder.refusal(file, root)
+    assert f"chmod go-w {root / which})" in reason and "SFAST_CACHE_DIR" in reason and reason.isascii()
+    with pytest.raises(PermissionError) as refused:
+        cache_folder.read(file, root)
+    assert str(refused.value) == reason
+    (root / which).chmod(0o700)
+    assert cache_folder.read(file, root) == b"code"
+
+
+def test_a_folder_is_refused_whether_or_not_the_file_is_there(root):
+    root.chmod(0o777)
+    assert str(root) in cache_folder.refusal(root / "not" / "there", root)
+
+
+def test_what_another_user_owns_is_refused(root, stranger):
+    reason = cache_folder.refusal(root, root)
+    assert f"{root} belongs to another user" in reason and "remove it" in reason
+    with pytest.raises(PermissionError, match="another user"):
+        cache_folder.make(root / "inner", root)
+    assert not (root / "inner").exists()
+
+
+def test_a_link_of_another_user_to_a_folder_of_ones_own_is_refused(root, monkeypatch):
+    link, lstat = root.parent / "link", Path.lstat
+    link.symlink_to(root)
+    assert cache_folder.refusal(link, link) is None
+    monkeypatch.setattr(Path, "lstat", lambda self: SimpleNamespace(st_uid=lstat(self).st_uid + (self == link)))
+    assert "link belongs to another user" in cache_folder.refusal(link, link)
+
+
+def test_what_is_read_is_what_was_looked_at(root, monkeypatch):
+    """Another file may take the place of the first between a look by name and the opening."""
+    (root / "code").write_bytes(b"code")
+    (root / "code").chmod(0o666)
+    monkeypatch.setattr(cache_folder, "refusal", lambda path, root: None)
+    with pytest.raises(PermissionError, match="chmod"):
+        cache_folder.read(root / "code", root)
+
+
+def test_folders_are_made_for_the_user_alone(root):
+    before = os.umask(0)
+    try:
+        cache_folder.make(root / "a" / "b", root / "a")
+    finally:
+        os.umask(before)
+    assert mode(root / "a") == mode(root / "a" / "b") == 0o700
+    cache_folder.make(root / "a" / "b", root / "a")
+
+
+def test_nothing_is_made_where_others_may_write(root):
+    root.chmod(0o777)
+    with pytest.raises(PermissionError, match="chmod"):
+        cache_folder.make(root / "inner", root)
+    assert not list(root.iterdir())
+
+
+def test_on_windows_nobody_looks(root, stranger, monkeypatch):
+    root.chmod(0o777)
+    (root / "code").write_bytes(b"code")
+    (root / "code").chmod(0o666)
+    monkeypatch.setattr(cache_folder, "_LOOKED_AT", False)
+    cache_folder.make(root / "inner", root)
+    assert cache_folder.refusal(root, root) is None and cache_folder.read(root / "code", root) == b"code"
+
+
+@pytest.fixture
+def library(root, monkeypatch):
+    """A library that somebody has built, and those that torch was told to load."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(root))
+    monkeypatch.delenv("SFAST_CACHE_DIR", raising=False)
+    for name in ("_loaded", "_error", "_failed"):
+        monkeypatch.setattr(native, name, None)
+    given: list[str] = []
+    monkeypatch.setattr(torch.ops, "load_library", given.append)
+    native.path().parent.mkdir(parents=True)
+    native.path().write_bytes(b"a library")
+    return SimpleNamespace(path=native.path(), given=given)
+
+
+@pytest.mark.parametrize("above", [0, 1, 2], ids=["the file", "its folder", "the cache folder"])
+def test_a_library_that_others_may_have_written_is_not_loaded(library, above):
+    path = (library.path, *library.path.parents)[above]
+    before = mode(path)
+    path.chmod(0o777)
+    assert not native.load() and not library.given
+    assert f"chmod go-w {path})" in native.describe()["error"]
+    path.chmod(before)
+    native.load()
+    assert library.given == [str(library.path)]
+    assert "chmod" not in native.describe()["error"]
+
+
+def test_a_library_of_another_user_is_not_loaded(library, stranger):
+    assert not native.load() and not library.given
+    assert "another user" in native.describe()["error"]
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """A stand-in of a compiler, that writes as the umask has it."""
+    monkeypatch.setattr(native.sys, "platform", "linux")
+    monkeypatch.setattr(native, "command", lambda output: ["touch", str(output)])
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def test_a_library_is_built_for_the_user_alone(library, compiler):
+    library.path.unlink()
+    library.path.parent.rmdir()
+    native.folder().rmdir()
+    assert native.build() == library.path
+    assert [mode(path) for path in (library.path, *library.path.parents[:2])] == [0o700] * 3
+    assert native.refusal() is None
+
+
+def test_a_library_that_is_refused_is_built_anew(library, compiler):
+    library.path.chmod(0o666)
+    native.build()
+    assert library.path.read_bytes() == b"" and native.refusal() is None
+
+
+def test_nothing_is_built_where_others_may_write(library, compiler):
+    library.path.parent.chmod(0o777)
+    with pytest.raises(native.BuildError, match="chmod go-w"):
+        native.build()
+    assert library.path.read_bytes() == b"a library"
+
+
+@pytest.fixture
+def kernel(root, monkeypatch):
+    """A kernel in CUDA C++, of which a stand-in of NVRTC makes `code`; what that was asked for."""
+    asked: list[str] = []
+
+    def build(source, architecture, constants):
+        asked.append(architecture)
+        return b"code", ""
+
+    monkeypatch.setenv("SFAST_CACHE_DIR", str(root / "kernels"))
+    monkeypatch.setattr(_cuda, "bindings", lambda: (None, SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0))))
+    monkeypatch.setattr(_cuda, "build", build)
+    source = _cuda.Source("flash_attention", lambda *args: None, ())
+    return SimpleNamespace(source=source, asked=asked, folder=root / "kernels")
+
+
+def test_compiled_kernels_are_kept_in_a_folder_for_the_user_alone(kernel):
+    before = os.umask(0)
+    try:
+        kernel.source.compiled("sm_90a", {})
+    finally:
+        os.umask(before)
+    (file,) = kernel.folder.iterdir()
+    assert mode(kernel.folder) == 0o700 and not mode(file) & 0o077
+    assert kernel.source.compiled("sm_90a", {}) == b"code" and len(kernel.asked) == 1
+
+
+def test_a_kernel_that_others_may_have_written_is_compiled_anew(kernel):
+    kernel.source.compiled("sm_90a", {})
+    (file,) = kernel.folder.iterdir()
+    file.chmod(0o666)
+    assert kernel.source.compiled("sm_90a", {}) == b"code" and len(kernel.asked) == 2
+    # its folder is the user's: the one that was made takes its place
+    assert mode(file) == 0o600 and kernel.source.kept
+
+
+@pytest.mark.parametrize("whose", ["others write", "another's"])
+def test_kernels_are_compiled_in_memory_where_their_folder_is_refused(kernel, monkeypatch, whose):
+    kernel.source.compiled("sm_90a", {})
+    (file,) = kernel.folder.iterdir()
+    file.unlink()
+    if whose == "another's":
+        monkeypatch.setattr(os, "getuid", lambda: ME + 1)
+    else:
+        kernel.folder.chmod(0o777)
+    for times in (2, 3):
+        assert kernel.source.compiled("sm_90a", {}) == b"code" and len(kernel.asked) == times
+    assert not kernel.source.kept and not list(kernel.folder.iterdir())
+
+
+@torch.no_grad()
+def test_the_report_says_why_once_and_plans_are_made(library, kernel, monkeypatch):
+    native.folder().chmod(0o777)
+    kernel.folder.mkdir()
+    kernel.folder.chmod(0o720)
+    pretend_a_gpu(monkeypatch)
+    pair = Pair(config=Config(allow_cpu=True, triton=False))
+    pair.same(2)
+    pair.same(2, batch=3)
+    assert pair.counter("captures") == 2 and pair.runs == 2, pair.words()
+    said = [event["message"] for event in pair.acc.report.as_dict()["events"] if event["stage"] == "kernels"]
+    assert len(said) == 2 and str(native.folder()) in said[0] and str(kernel.folder) in said[1]
+    assert all(sentence.endswith(".") and "chmod" in sentence for sentence in said)
+    pair.release()
+
+
+def test_what_does_not_work_here_names_the_folder(library, monkeypatch):
+    native.folder().chmod(0o777)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
+    # of both, as they are one
+    assert sum(str(native.folder()) in sentence for sentence in environment.known_bad()) == 1
+
+
+def test_without_a_home_nothing_is_said(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("TORCH_EXTENSIONS_DIR", "SFAST_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert environment.left_out(torch.device("cuda", 0)) == []
