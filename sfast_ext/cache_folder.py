@@ -8,7 +8,6 @@ import stat
 from pathlib import Path
 
 _LOOKED_AT = os.name != "nt"  # the modes that Windows tells say nothing of who may write
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def refusal(path: Path, root: Path) -> str | None:
@@ -23,10 +22,10 @@ def refusal(path: Path, root: Path) -> str | None:
     within = (each for each in reversed(path.parents) if each == root or root in each.parents)
     for each in (*within, path):
         try:
-            owners, mode = (each.lstat().st_uid, each.stat().st_uid), each.stat().st_mode
+            link, found = each.lstat(), each.stat()
         except OSError:
             return None  # nor can it be opened
-        reason = _reason(each, owners, mode)
+        reason = _reason(each, link, found)
         if reason is not None:
             return reason
     return None
@@ -56,7 +55,7 @@ def read(file: Path, root: Path) -> bytes:
     _check(file.parent, root)
     with file.open("rb") as opened:
         found = os.fstat(opened.fileno())  # of what is read, whatever takes its place meanwhile
-        reason = _reason(file, (found.st_uid,), found.st_mode) if _LOOKED_AT else None
+        reason = _reason(file, found) if _LOOKED_AT else None
         if reason is not None:
             raise PermissionError(reason)
         return opened.read()
@@ -68,10 +67,11 @@ def _check(path: Path, root: Path) -> None:
         raise PermissionError(reason)
 
 
-def _reason(path: Path, owners: tuple[int, ...], mode: int) -> str | None:
-    if any(owner != os.getuid() for owner in owners):
+def _reason(path: Path, *found: os.stat_result) -> str | None:
+    *_, last = found
+    if any(each.st_uid != os.getuid() for each in found):
         what, do = f"{path} belongs to another user", "remove it"
-    elif mode & _OTHERS_WRITE:
+    elif last.st_mode & stat.S_IWOTH or (last.st_mode & stat.S_IWGRP and not _is_private(last.st_gid)):
         what, do = f"Other users may write to {path}", f"take that from them (chmod go-w {path})"
     else:
         return None
@@ -79,3 +79,15 @@ def _reason(path: Path, owners: tuple[int, ...], mode: int) -> str | None:
         f"{what}, so no compiled code is taken from it or kept there; {do}, or set TORCH_EXTENSIONS_DIR and"
         " SFAST_CACHE_DIR to folders of your own"
     )
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group is the user's own, which Debian and Fedora give each user, who lets it write to all files."""
+    import grp
+    import pwd
+
+    try:
+        user, known = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return group == user.pw_gid and known.gr_name == user.pw_name and {*known.gr_mem} <= {user.pw_name}

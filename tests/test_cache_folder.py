@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +14,14 @@ from faulty import Pair, pretend_a_gpu
 from sfast_ext import Config, cache_folder, environment, native
 from sfast_ext.kernels import _cuda
 
+if sys.platform != "win32":
+    import grp
+    import pwd
+
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows tells no owner")
 
 ME = os.getuid() if os.name != "nt" else 0
+ME_AND_GROUP = ("me", os.getgid() if os.name != "nt" else 0)
 OTHERS = [0o720, 0o702, 0o777, 0o1777]
 
 
@@ -49,6 +55,33 @@ def test_what_is_the_users_alone_is_taken(root, allowed):
     assert cache_folder.refusal(root / "other" / "code", root) is None
 
 
+GROUPS = {
+    "its own": (ME_AND_GROUP, []),
+    "its own, with itself in it": (ME_AND_GROUP, ["me"]),
+    "one with a member": (ME_AND_GROUP, ["another"]),
+    "of another name": (("users", ME_AND_GROUP[1]), []),
+    "not its first": (("me", ME_AND_GROUP[1] + 1), []),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_users_own_group_may_write(name, root, monkeypatch):
+    (group, first), members = GROUPS[name]
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: SimpleNamespace(pw_name="me", pw_gid=first))
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(gr_name=group, gr_mem=members))
+    root.chmod(0o770)
+    reason = cache_folder.refusal(root, root)
+    assert reason is None if name.startswith("its own") else "chmod" in reason
+    root.chmod(0o772)
+    assert "chmod" in cache_folder.refusal(root, root)
+
+
+@pytest.fixture
+def shared_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(gr_name="users", gr_mem=[]))
+
+
+@pytest.mark.usefixtures("shared_group")
 @pytest.mark.parametrize("others", OTHERS)
 @pytest.mark.parametrize("which", ["", "inner", "inner/code"])
 def test_where_others_may_write_is_refused(root, which, others):
@@ -240,7 +273,7 @@ def test_kernels_are_compiled_in_memory_where_their_folder_is_refused(kernel, mo
 def test_the_report_says_why_once_and_plans_are_made(library, kernel, monkeypatch):
     native.folder().chmod(0o777)
     kernel.folder.mkdir()
-    kernel.folder.chmod(0o720)
+    kernel.folder.chmod(0o702)
     pretend_a_gpu(monkeypatch)
     pair = Pair(config=Config(allow_cpu=True, triton=False))
     pair.same(2)
