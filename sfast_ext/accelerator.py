@@ -63,7 +63,8 @@ class Accelerator(Planner):
     def install(self) -> Accelerator:
         """Take the module's forward; under accelerate's hook where there is one. Idempotent."""
         self._released = False
-        get_ready()
+        if self.config.triton:
+            get_ready()
         if self._slot.install():
             self._forget_plans("another forward is in the module's place")
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import platform
@@ -71,13 +72,15 @@ def unserved(device: torch.device) -> str | None:
 
 
 def triton_runs_on(device: torch.device) -> bool:
-    """Whether Triton kernels can run on tensors of this device; of some dtype at least, see `triton_refusal`."""
+    """Whether Triton kernels can run on tensors of this device; of some dtype at least, see `triton_refusal`. On a GPU
+    the first call waits for a small kernel to be compiled and launched."""
     if not has_triton():
         return False
-    if device.type == "cuda":
-        return unserved(device) is None and triton_refusal(device) is None
     from sfast_ext import kernels
+    from sfast_ext.kernels import _trial
 
+    if device.type == "cuda":
+        return unserved(device) is None and triton_refusal(device) is None and _trial.refusal(device) is None
     return kernels.interpreted()
 
 
@@ -92,15 +95,14 @@ def triton_refusal(device: torch.device, *dtypes: torch.dtype) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def left_out() -> list[str]:
-    """What is put aside here although it is there, and why, a sentence each."""
+def left_out(device: torch.device) -> list[str]:
+    """What is put aside on a GPU although it is there, and why, a sentence each; as far as it was tried."""
     from sfast_ext import native
-    from sfast_ext.kernels import _cuda
+    from sfast_ext.kernels import _cuda, _trial
 
-    try:
-        reasons = [native.refusal(), _cuda.folder_refusal()]
-    except (OSError, RuntimeError):  # the user has no home: nothing is kept
-        reasons = []
+    reasons = [_trial.known(device)]
+    with contextlib.suppress(OSError, RuntimeError):  # the user has no home: nothing is kept
+        reasons += [native.refusal(), _cuda.folder_refusal()]
     return [f"{reason}." for reason in dict.fromkeys(reasons) if reason is not None]
 
 
@@ -126,7 +128,7 @@ def known_bad() -> list[str]:
     capture_arguments = torch.cuda.graph.__init__.__code__.co_varnames
     if "capture_error_mode" not in capture_arguments:
         found.append("This torch is older than 2.1; CUDA graphs are off.")
-    return found + left_out()
+    return found + left_out(torch.device("cuda", torch.cuda.current_device()))
 
 
 def gpu_memory() -> int | None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sfast_ext.kernels._cuda import current_stream
+from sfast_ext.kernels._trial import held_off
 from sfast_ext.report import Report
 
 MB = 1 << 20
@@ -102,7 +103,8 @@ class GraphPool:
                 self._evict_oldest(report, f"there are {len(self._entries)}, {max_graphs} are allowed")
             while True:
                 try:
-                    captured = self._capture(run, expected)
+                    with held_off():
+                        captured = self._capture(run, expected)
                 except torch.cuda.OutOfMemoryError as exc:
                     report.count("out_of_memory")
                     if not self._entries:

@@ -252,7 +252,7 @@ class Planner:
                 recipes.add(captured.recipe)
             plan = rewritten(captured, call, self.arena, device, self.config)
             if device.type == "cuda":
-                for sentence in left_out():
+                for sentence in left_out(device):
                     self.report.once("kernels", sentence)
         except CaptureRefused as exc:
             has_numbers = any(not isinstance(leaf, torch.Tensor) for leaf in call.leaves)

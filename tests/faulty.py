@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from stateful.nets import Request, arguments, make, move
 from torch import nn
 
 from sfast_ext import Config, Hooks, accelerate, accelerator_of, graph_pool, passes, plan, planner, proof, signature
+from sfast_ext.kernels import _trial
 from sfast_ext.plan import relative_error
 
 CPU = Config(allow_cpu=True)
@@ -275,9 +277,11 @@ class PretendedStream:
 def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
     """Stand in for the calls into CUDA that graphs and streams make, and for those named."""
     nothing = contextlib.nullcontext()
+    importlib.import_module("torch._dynamo")  # torch 2.5 looks at the class of events when it is imported
     patch.setattr(graph_pool, "_pools", {})
     patch.setattr(graph_pool, "_own_random_state", lambda device: nothing)
     patch.setattr(graph_pool, "current_stream", lambda index: 0)
+    patch.setattr(_trial, "refusal", lambda device: None)
     patch.setattr(proof, "channels_last_pays", lambda graph, device: True)
     patch.setattr(proof, "milliseconds", lambda run, device, times=1: (run(), 1.0)[1])
     stream = PretendedStream()

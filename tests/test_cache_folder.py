@@ -268,4 +268,4 @@ def test_without_a_home_nothing_is_said(monkeypatch):
     for name in ("TORCH_EXTENSIONS_DIR", "SFAST_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    assert environment.left_out() == []
+    assert environment.left_out(torch.device("cuda", 0)) == []

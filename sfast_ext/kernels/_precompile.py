@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from sfast_ext import environment
 from sfast_ext.kernels import _cuda, _further, _triton, health
 from sfast_ext.kernels._further import Call, Launch, Size
 
@@ -41,7 +42,8 @@ _Task = tuple[str, Callable[[], None]]
 @functools.lru_cache(maxsize=None)
 def get_ready() -> threading.Thread | None:
     """Have a thread do what compilers do once in a process before they compile or look up anything: Triton takes half a
-    second for a hash over its own files, mostly outside of Python's lock. None where no GPU is there to compile for."""
+    second for a hash over its own files, mostly outside of Python's lock. Whether Triton works at all is tried there
+    too. None where no GPU is there to compile for."""
     if not _triton.AVAILABLE or _triton.INTERPRETED or not torch.cuda.is_available():
         return None
     thread = threading.Thread(target=_load_compilers, name="sfast: compilers", daemon=True)
@@ -53,9 +55,11 @@ def _load_compilers() -> None:
     for home in ("triton.runtime.cache", "triton.compiler.compiler"):  # since 3.5, and before
         with contextlib.suppress(Exception):
             importlib.import_module(home).triton_key()
-    with contextlib.suppress(Exception):
-        if _triton.hopper(torch.device("cuda", torch.cuda.current_device())):
+    with contextlib.suppress(Exception):  # who asks next meets it, and tells
+        device = torch.device("cuda", torch.cuda.current_device())
+        if _triton.hopper(device):
             _cuda.bindings()
+        environment.triton_runs_on(device)
 
 
 class Later:
@@ -237,7 +241,7 @@ def _compile(launch: Launch, device: torch.device, load: bool = True) -> bool | 
                     _make_launcher(compiled)
         return compiled is not None
     except Exception as exc:
-        if _disturbed(exc):
+        if health.disturbed(exc):
             return None
         logger.debug("%s is left to its first launch", launch.kernel, exc_info=True)
         _failed.setdefault(device, {})[launch.owner] = health.describe(exc)
@@ -250,10 +254,3 @@ def _make_launcher(compiled: Any) -> None:
     launcher: Callable[..., Any] | None = getattr(active, "launcher_cls", None)
     if launcher is not None:
         launcher(compiled.src, compiled.metadata)
-
-
-def _disturbed(exc: BaseException | None) -> bool:
-    """Whether Python gave up parsing, "AST constructor recursion depth mismatch", as 3.11 may where threads do so."""
-    while exc is not None and not isinstance(exc, SystemError):
-        exc = exc.__cause__ or exc.__context__
-    return exc is not None

@@ -82,6 +82,13 @@ def describe(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {lines[-1][:200]}" if lines else type(exc).__name__
 
 
+def disturbed(exc: BaseException | None) -> bool:
+    """Whether Python gave up parsing, "AST constructor recursion depth mismatch", as 3.11 may where threads do so."""
+    while exc is not None and not isinstance(exc, SystemError):
+        exc = exc.__cause__ or exc.__context__
+    return exc is not None
+
+
 def _launcher(traceback: TracebackType | None) -> str | None:
     """The kernel of the innermost launch function in a traceback."""
     found = None

@@ -32,6 +32,8 @@ _NAMES = {
 
 def collect() -> dict[str, Any]:
     """What was found, as JSON can carry; `used` says what follows from it, `known_bad` what does not work here."""
+    if torch.cuda.is_available():
+        environment.triton_runs_on(torch.device("cuda"))  # what it tries is told below
     found = {"sfast_ext": __version__, **environment.describe()}
     found["driver"] = found.get("driver") or (machine.driver() if found["gpu"] else None)
     found["diffusers"] = environment.version("diffusers")
@@ -51,10 +53,7 @@ def used(found: dict[str, Any]) -> list[str]:
         ]
     where = torch.device("cuda")
     if environment.triton_runs_on(where):
-        kernels = "Fused kernels: Triton"
-        kernels += (
-            "." if found["compiler"] else ", if its first compilation finds a C compiler (none is in the path)."
-        )
+        kernels = "Fused kernels: Triton."
     else:
         kernels = "Fused kernels: none; PyTorch's own run in their place."
     built = "built." if found["native"] else "none; nothing misses them"

@@ -13,6 +13,7 @@ from sfast_ext.kernels import (
     _group_norm,
     _group_parts,
     _sum_group_norm,
+    _trial,
     _triton,
     add_layer_norm,
     bias_add,
@@ -118,6 +119,11 @@ def test_compiles_other_dtypes(name, dtype):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_combining_statistics_compiles(capability):
     assert "st.global" in _compile(_group_parts._combine, {"PARTS": 128, "GROUPS": 8}, capability, "*fp16")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_what_is_tried_compiles(capability):
+    assert "st.global" in _ptx(_trial._kernel, {}, {"out": "*i32"}, capability)
 
 
 @pytest.mark.parametrize("capability", [75, 90, *CAPABILITIES[5:]])
