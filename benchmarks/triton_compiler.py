@@ -19,7 +19,8 @@ SHARED = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448
 """By compute capability, the most bytes of shared memory that a block may ask for."""
 # the capabilities that a version of Triton brings, beside those of the versions before it
 _BROUGHT: dict[tuple[int, int], tuple[int, ...]] = {(2, 1): (75, 80, 86, 89, 90), (3, 3): (100, 120)}
-_OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+_OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
+_OWN = ("launch_pdl", "enable_fp_fusion")  # of these each Triton tells for itself
 _EARLY = 90  # the least capability on which a kernel may begin before the one in front of it has ended
 
 
@@ -72,16 +73,18 @@ def compiled(
         Exception: whatever the compiler raises, and AssertionError where it made nothing.
     """
     values = {name: value for name, value in constants.items() if name not in _OPTIONS}
-    options = {name: value for name, value in constants.items() if name in _OPTIONS and name != "launch_pdl"}
+    options = {name: value for name, value in constants.items() if name in _OPTIONS and name not in _OWN}
     if "EARLY" in kernel.arg_names:
         values["EARLY"] = begins_early(capability)
-        options |= {"launch_pdl": True} if values["EARLY"] else {}
+        options |= _triton.FUSES | ({"launch_pdl": True} if values["EARLY"] else {})
     places = {name: place for place, name in enumerate(kernel.arg_names)}
     told = {name: types[name] for name in kernel.arg_names if name not in values}
     aligned = {name for name in divisible if name in told}
     compile_it = _generation(version())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        # no launch leaves to Triton what it will do otherwise in 3.10
+        warnings.filterwarnings("error", message=".*DEFAULT_FP_FUSION")
         made = compile_it(kernel, places, told, values, aligned, capability, options)
     assert made.ptx.strip(), "the compiler made no PTX"
     return made

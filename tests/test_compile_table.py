@@ -86,7 +86,8 @@ def test_a_launch_as_json():
         do_not_specialize=["rows"],
         fn=test_a_launch_as_json,
     )
-    launch = Launch(kernel, (torch.float16, 32, 1, 2**40, 0.5), {"BLOCK": 64, "EARLY": True, "launch_pdl": True})
+    options = {"launch_pdl": True, "enable_fp_fusion": True}
+    launch = Launch(kernel, (torch.float16, 32, 1, 2**40, 0.5), {"BLOCK": 64, "EARLY": True, **options})
     told = launches.described(launch)
     assert told["types"] == {"x": "*fp16", "rows": "i32", "one": "i32", "many": "i64", "scale": "fp32"}
     assert told["constants"] == {"BLOCK": 64, "one": 1} and told["divisible"] == ["x", "many"]

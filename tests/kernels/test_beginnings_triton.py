@@ -60,6 +60,12 @@ def test_which_triton_has_the_words():
     assert has == _triton.HAS_EARLY
 
 
+@pytest.mark.skipif(not _triton.AVAILABLE, reason="needs Triton")
+def test_which_triton_is_told_to_fuse_products_and_sums():
+    told = _triton.VERSION >= (3, 0) and not _triton.INTERPRETED
+    assert ({"enable_fp_fusion": True} if told else {}) == _triton.FUSES
+
+
 class Kernel:
     def __init__(self, *names):
         self.arg_names, self.launched = names, []
@@ -75,7 +81,7 @@ def test_what_a_kernel_is_told(monkeypatch, early):
     ours, other = Kernel("x", "N", "EARLY"), Kernel("x", "N")
     for kernel in (ours, other):
         _triton.start(kernel, (1,), torch.zeros(1), N=2)
-    assert ours.launched == [{"N": 2, **told}] and other.launched == [{"N": 2}]
+    assert ours.launched == [{"N": 2, **told, **_triton.FUSES}] and other.launched == [{"N": 2}]
 
 
 def test_what_is_noted_is_for_the_device_that_will_run_it(monkeypatch):

@@ -96,6 +96,12 @@ def kept(kernel):
     return set(found[0] if isinstance(found, tuple) else found)
 
 
+def fuses(kernel):
+    """Whether all that was compiled of a kernel is to fuse products and sums."""
+    found = caches(kernel)[0]
+    return all(each.metadata.enable_fp_fusion for each in (found[0] if isinstance(found, tuple) else found).values())
+
+
 def newer(monkeypatch, loaded):
     """Triton from 3.0 on, which compiles without a card for the one that a driver names."""
     compiler = importlib.import_module("triton.backends.compiler")
@@ -157,6 +163,7 @@ def small():
     )
 
 
+@pytest.mark.filterwarnings("error:.*DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("early", [False, True])
 def test_what_is_compiled_ahead_is_what_a_launch_looks_for(card, monkeypatch, early):
     if early and not _triton.HAS_EARLY:
@@ -167,6 +174,8 @@ def test_what_is_compiled_ahead_is_what_a_launch_looks_for(card, monkeypatch, ea
     def compiled():
         return {module: kept(module._kernel) for module in MODULES}
 
+    if not OLDER:
+        assert all(fuses(module._kernel) for module in MODULES)
     before = compiled()
     assert all(len(keys) == 1 for keys in before.values())
     calls = [
