@@ -7,6 +7,7 @@ import os
 import stat
 from pathlib import Path
 
+_ROOT = 0  # may do anything in any case, and puts files into images of containers
 _LOOKED_AT = os.name != "nt"  # the modes that Windows tells say nothing of who may write
 
 
@@ -69,7 +70,7 @@ def _check(path: Path, root: Path) -> None:
 
 def _reason(path: Path, *found: os.stat_result) -> str | None:
     *_, last = found
-    if any(each.st_uid != os.getuid() for each in found):
+    if any(each.st_uid not in (os.getuid(), _ROOT) for each in found):
         what, do = f"{path} belongs to another user", "remove it"
     elif last.st_mode & stat.S_IWOTH or (last.st_mode & stat.S_IWGRP and not _is_private(last.st_gid)):
         what, do = f"Other users may write to {path}", f"take that from them (chmod go-w {path})"

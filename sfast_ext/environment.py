@@ -100,7 +100,7 @@ def left_out(device: torch.device) -> list[str]:
     from sfast_ext import native
     from sfast_ext.kernels import _cuda, _trial
 
-    reasons = [_trial.known(device)]
+    reasons = [_trial.known(device), _cuda.refusal(device)]
     with contextlib.suppress(OSError, RuntimeError):  # the user has no home: nothing is kept
         reasons += [native.refusal(), _cuda.folder_refusal()]
     return [f"{reason}." for reason in dict.fromkeys(reasons) if reason is not None]

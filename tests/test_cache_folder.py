@@ -42,8 +42,15 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stranger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All files belong to another user."""
+    """All files belong to another user, who is not root."""
     monkeypatch.setattr(os, "getuid", lambda: ME + 1)
+    monkeypatch.setattr(cache_folder, "_ROOT", -1)
+
+
+def test_what_root_put_there_is_taken(root, stranger, monkeypatch):
+    monkeypatch.setattr(cache_folder, "_ROOT", ME)
+    (root / "code").write_bytes(b"code")
+    assert cache_folder.read(root / "code", root) == b"code"
 
 
 @pytest.mark.parametrize("allowed", [0o700, 0o755, 0o750])
@@ -256,12 +263,12 @@ def test_a_kernel_that_others_may_have_written_is_compiled_anew(kernel):
 
 
 @pytest.mark.parametrize("whose", ["others write", "another's"])
-def test_kernels_are_compiled_in_memory_where_their_folder_is_refused(kernel, monkeypatch, whose):
+def test_kernels_are_compiled_in_memory_where_their_folder_is_refused(kernel, whose, request):
     kernel.source.compiled("sm_90a", {})
     (file,) = kernel.folder.iterdir()
     file.unlink()
     if whose == "another's":
-        monkeypatch.setattr(os, "getuid", lambda: ME + 1)
+        request.getfixturevalue("stranger")
     else:
         kernel.folder.chmod(0o777)
     for times in (2, 3):

@@ -278,6 +278,7 @@ def test_the_doctor_tries_it_and_says_why(trial, monkeypatch):
     properties = type("Properties", (), {"name": "a card", "major": 8, "minor": 6, "total_memory": 1 << 34})
     properties.multi_processor_count = 28
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)  # it would ask a real GPU
     found = doctor.collect()
     assert len(trial.threads) == 1
     assert any("C compiler" in sentence and "python3-dev" in sentence for sentence in found["known_bad"])

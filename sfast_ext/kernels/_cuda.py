@@ -75,6 +75,38 @@ def bindings() -> tuple[Any, Any] | None:
         return None
 
 
+@functools.lru_cache(maxsize=None)
+def _known() -> tuple[str, tuple[int, ...]] | None:
+    """NVRTC's version, and the compute capabilities that it compiles for, times ten, in order; None where it says
+    nothing of them."""
+    found = bindings()
+    if found is None:
+        return None
+    try:
+        version, known = checked(found[1].nvrtcVersion()), checked(found[1].nvrtcGetSupportedArchs())
+        return ".".join(map(str, version)), tuple(sorted(map(int, known)))
+    except Exception as exc:
+        logger.debug("NVRTC does not say what it compiles for: %s", exc)
+        return None
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why NVRTC compiles nothing for a GPU, whose architecture it does not know; None where it does, as far as it says,
+    and where no GPU or no NVRTC is there."""
+    told = _known() if device.type == "cuda" and torch.cuda.is_available() else None
+    if told is None or not told[1]:
+        return None
+    major, minor = torch.cuda.get_device_capability(device.index)
+    version, known = told
+    if 10 * major + minor in known:
+        return None
+    least, most = (f"{each // 10}.{each % 10}" for each in (known[0], known[-1]))
+    return (
+        f"NVRTC {version} does not know compute capability {major}.{minor}, but {least} to {most}, so kernels in CUDA"
+        " C++ are left out"
+    )
+
+
 def checked(result: tuple[Any, ...]) -> Any:
     """What a call of the bindings returned beside its error; Unavailable where there is one."""
     error, *values = result
@@ -189,8 +221,8 @@ class Source:
         self._lock = threading.Lock()
 
     def available(self, device: torch.device) -> bool:
-        """Whether it may be had on a device: nothing has failed there so far."""
-        return bindings() is not None and device.index not in self._refused
+        """Whether it may be had on a device: NVRTC knows that, and nothing has failed there so far."""
+        return bindings() is not None and device.index not in self._refused and refusal(device) is None
 
     def warmup(self, *args: Any, grid: Any = None, **constants: int) -> Any:
         """Compiles and loads it for the current device."""
