@@ -134,16 +134,15 @@ class World:
         if self.request in self.requests:
             self.requests.remove(self.request)
         self.requests = [*self.requests, replace(self.request)][-REMEMBERED:]
+        before = self.acc.report.as_dict()
         self._call()
         if self._call() or not self.is_calm():
             return
         # numbers that the forward looks at cost a second capture
-        if self._call() or self._call():
+        if self._call() or self._call() or self._call():
             return
-        before = self.acc.report.as_dict()
-        self._call()
         after = self.acc.report.as_dict()
-        reasons = [r for r, n in after["reasons"].items() if n > before["reasons"].get(r, 0)]
+        reasons = [r for r, n in after["reasons_since_start"].items() if n > before["reasons_since_start"].get(r, 0)]
         half = self.mode == "autocast" or self.dtype in (torch.bfloat16, torch.float16)
         known = (*KNOWN, "differs from the original by 0.0") if half else KNOWN
         if not any(k in reason for reason in reasons for k in known):
