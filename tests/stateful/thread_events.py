@@ -16,10 +16,13 @@ PATIENCE_S = 60
 
 
 def beside_another_thread(w: World, rng: random.Random) -> None:
-    """Another thread runs the original forward again and again, while ours calls and plans come."""
+    """Another thread calls again and again, or runs the original forward, while ours calls and plans come."""
     args, kwargs = w.draw()
+    alike = rng.random() < 0.3
+    # what is laid over the root has no part in the original
+    run_there, run_here = (w.subject, w.twin) if alike else (w.acc.original, w.acc.original)
     with w.calling():
-        expected = result(w.twin, args, kwargs)
+        expected = result(run_here, args, kwargs)
     if isinstance(expected, Exception) or w.faults:
         return
     theirs: list[Any] = []
@@ -28,7 +31,7 @@ def beside_another_thread(w: World, rng: random.Random) -> None:
     def run() -> None:
         with w.calling():
             while not ended.is_set() or not theirs:
-                theirs.append(result(w.acc.original, args, kwargs))
+                theirs.append(result(run_there, args, kwargs))
                 del theirs[RESULTS:]
                 begun.set()
 

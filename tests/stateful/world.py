@@ -302,7 +302,7 @@ def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
         current.wait_stream(stream)
 
 
-def result(module: nn.Module, args: tuple, kwargs: dict) -> Any:
+def result(module: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """What a call gives, or the exception it raised."""
     try:
         return module(*args, **kwargs)
