@@ -301,10 +301,14 @@ def relative_error(outputs: Sequence[torch.Tensor], references: Sequence[torch.T
             return math.inf
         zero = torch.zeros((), device=theirs.device)
         theirs = torch.where(finite, theirs, zero)
-        distance = torch.linalg.vector_norm(torch.where(finite, ours, zero) - theirs)
-        norm = torch.linalg.vector_norm(theirs)
-        worst = max(worst, float(distance / norm) if float(norm) > 0 else float(distance))
+        distance, norm = _norm(torch.where(finite, ours, zero) - theirs), _norm(theirs)
+        worst = max(worst, distance / norm if norm > 0 else distance)
     return worst
+
+
+def _norm(values: torch.Tensor) -> float:
+    # squares of float32 overflow from 2e19 on, and where both norms are infinite there is no error to be told
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def comparable(references: Sequence[torch.Tensor]) -> bool:

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from sfast_ext import plan, planner
+from sfast_ext import plan, planner, surroundings
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -294,6 +294,12 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     patch.setattr(torch.Tensor, "cpu", lambda tensor, **kwargs: card.to(tensor, CPU, **kwargs))
     patch.setattr(torch.Tensor, "cuda", lambda tensor, device=GPU, **kwargs: card.to(tensor, device, **kwargs))
     patch.setattr(torch, "tensor", lambda data, *, device=None, **how: _tensor(data, **how).to(device or CPU))
+    # with such a card these are torch's own
+    spaces = surroundings._SPACES.items()
+    stock = {home: {name: space[name] for name in names & space.keys()} for home, (space, names) in spaces}
+    patch.setattr(surroundings, "_STOCK", stock)
+    patch.setattr(surroundings, "_OWN", stock)
+    patch.setattr(surroundings, "_last", surroundings.Surroundings())
     patch.setattr(planner, "capture", _while(card, "blind", planner.capture))
     for name in ("_run_static", "run_eagerly"):
         patch.setattr(plan.Plan, name, _while(card, "in_plan", getattr(plan.Plan, name)))

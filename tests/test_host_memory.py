@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from pretended_card import pretended_card
+from torch import nn
 
 from sfast_ext import graph_pool
 from sfast_ext.environment import TORCH
@@ -76,3 +77,17 @@ def test_places_in_a_device_map():
     assert _device("cpu") is _device("disk") is None
     assert [_device(place) for place in (0, "cuda", "cuda:0", torch.device("cuda"))] == [cuda] * 4
     assert _device(1) == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_weights_stay_where_decoding_finds_room_beside_them(there, monkeypatch):
+    net = nn.Linear(1000, 1000)
+    held = 4 * 1001000
+    # an SD 1.5 VAE takes more than 5 GiB at 1024x1024 without tiling
+    room = held + (6 << 30)
+    with pretended_card(monkeypatch, room) as card:
+        if there:
+            net.to("cuda")
+        assert memory.may_stay(net)
+        card.capacity -= 1
+        assert not memory.may_stay(net)

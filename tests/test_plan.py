@@ -45,3 +45,9 @@ def test_other_shapes_dtypes_or_counts_are_infinitely_wrong():
 def test_the_worst_of_several_counts():
     good, bad = torch.ones(2), torch.tensor([1.0, 2.0])
     assert relative_error([good, bad], [good, good]) > 0.5
+
+
+def test_values_whose_squares_overflow_are_compared():
+    assert math.isclose(error([4e30, 5e30], [4e30, 3e30]), 0.4, rel_tol=1e-6)
+    assert error([3e38, 3e38], [-3e38, 3e38]) == INF
+    assert math.isclose(error([1e18], [1.9e19]), 18 / 19, rel_tol=1e-6)

@@ -62,14 +62,14 @@ def timestep_embedding(gm: fx.GraphModule, ctx: PassContext) -> int:
 def match(node: fx.Node) -> Embedding | None:
     """cat of sine and cosine of one product in float32, of timesteps (N, 1) and frequencies (1, F)."""
     parts = joined(node)
-    if parts is None or dtype(node) != torch.float32:
+    if parts is None:
         return None
     first, second = parts
     sine_first = is_op(first, SIN) and is_op(second, COS)
     if not sine_first and not (is_op(first, COS) and is_op(second, SIN)):
         return None
     angle = first.args[0]
-    if angle is not second.args[0] or not is_op(angle, MUL) or dtype(angle) != torch.float32:
+    if angle is not second.args[0] or not is_op(angle, MUL):
         return None
     size = shape(angle) or ()
     for t, frequency in (angle.args, angle.args[::-1]):
@@ -79,6 +79,7 @@ def match(node: fx.Node) -> Embedding | None:
         return None
     if is_cast(t) and dtype(t) == torch.float32 and dtype(t.args[0]) in kernel.TIMES:
         t = t.args[0]
+    # their product, its sine and its cosine are float32 then
     alike = dtype(frequency) == torch.float32 and dtype(t) in kernel.TIMES
     return Embedding(t, frequency, sine_first) if alike else None
 

@@ -286,6 +286,35 @@ def test_its_own_node_is_told(joined):
     assert driver.told == [(2, "ours", 7, 7), (2, "ours", 7, 6)]
 
 
+FOUR = [1.0, 2.0, 3.0, 4.0]
+UNLIKE = {
+    "of as many bytes": torch.tensor([1, 2, 3, 4], dtype=torch.int32),
+    "narrower": torch.tensor(FOUR, dtype=torch.float16),
+    "wider": torch.tensor(FOUR, dtype=torch.float64),
+    "a single number": torch.tensor([5.0]),
+    "strided": torch.stack([torch.tensor(FOUR)] * 2, 1)[:, 0],
+    "negated": torch._neg_view(torch.tensor(FOUR)),
+    "a subclass": torch.nn.Parameter(torch.tensor(FOUR), requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_is_not_its_targets_like_is_left_to_torch(joined, name):
+    source, like = UNLIKE[name], torch.tensor(FOUR)
+    driver, targets = Nodes(ours=("kernel", 7)), [torch.full((4,), 77.0), torch.full((4,), 77.0)]
+    joined(driver, targets)([source, like])
+    assert driver.told == [(2, "ours", 7, 1)]
+    assert torch.equal(targets[0], source.float().expand(4)) and (targets[1] == 77).all()
+
+
+def test_what_is_on_another_device_is_left_to_torch(joined):
+    driver, targets = Nodes(ours=("kernel", 7)), [torch.full((4,), 77.0)]
+    ours = joined(driver, targets)
+    ours._index = 1
+    ours([torch.tensor(FOUR)])
+    assert driver.told == [(2, "ours", 7, 0)] and targets[0].tolist() == FOUR
+
+
 def test_a_node_that_cannot_be_told_must_not_run(joined):
     sources = some(CPU)
     driver = Nodes(ours=("kernel", 7))

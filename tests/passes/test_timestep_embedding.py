@@ -113,6 +113,21 @@ def in_double(t: Tensor) -> Any:
     return torch.cat([angle.sin(), angle.cos()], -1)
 
 
+def frequencies_in_half(t: Tensor) -> Any:
+    angle = t[:, None].float() * FREQUENCY.half()
+    return torch.cat([angle.sin(), angle.cos()], -1)
+
+
+def in_half(t: Tensor) -> Any:
+    angle = t[:, None].half() * FREQUENCY.half()
+    return torch.cat([angle.sin(), angle.cos()], -1)
+
+
+def timesteps_of_a_dtype_not_served(t: Tensor) -> Any:
+    angle = t[:, None].to(torch.int16) * FREQUENCY
+    return torch.cat([angle.sin(), angle.cos()], -1)
+
+
 def written(t: Tensor) -> Any:
     angle = t[:, None].float() * FREQUENCY
     y = torch.cat([angle.sin(), angle.cos()], -1)
@@ -120,9 +135,13 @@ def written(t: Tensor) -> Any:
     return y
 
 
-@pytest.mark.parametrize(
-    "forward", [sine_twice, two_angles, below_each_other, no_column, three_parts, in_double, written]
-)
+LEFT_ALONE = [
+    sine_twice, two_angles, below_each_other, no_column, three_parts, in_double, in_half, frequencies_in_half,
+    timesteps_of_a_dtype_not_served, written,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("forward", LEFT_ALONE)
 def test_left_alone(forward: Any) -> None:
     traced = Traced(forward, T)
     before = traced.ops()

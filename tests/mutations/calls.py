@@ -1,0 +1,323 @@
+"""Which plan a call gets: signature, behaviour, settings, refusals."""
+
+from __future__ import annotations
+
+from mutations import Mutation
+
+_SIGNATURES = ("test_signature.py::test_what_makes_signatures_differ",)
+_KEY = ("test_behaviour.py::test_what_changes_the_key",)
+_GLANCE = ("test_behaviour.py::test_a_glance_sees_what_a_reading_would",)
+_LATE = ("test_behaviour.py::test_within_a_generation_a_late_patch_is_seen",)
+_AHEAD = ("test_ahead.py::test_a_change_before_any_call_is_in_its_result",)
+_CALLED = ("test_behaviour.py::test_what_the_methods_of_a_class_call_is_read",)
+_REPLACED = ("test_surroundings.py::test_while_a_function_is_replaced_the_original_runs_and_no_plan_is_made_or_lost",)
+
+SIGNATURE = [
+    Mutation(
+        "dtypes of arguments", "signature.py",
+        'return ("tensor", value.dtype, tuple(value.shape)', 'return ("tensor", torch.float32, tuple(value.shape)',
+        _SIGNATURES,
+    ),
+    Mutation(
+        "shapes of arguments", "signature.py",
+        'return ("tensor", value.dtype, tuple(value.shape)', 'return ("tensor", value.dtype, (value.dim(),)',
+        _SIGNATURES,
+    ),
+    Mutation(
+        "kinds of numbers", "signature.py",
+        'return ("number", kind, len(leaves) - 1)', 'return ("number", int, len(leaves) - 1)',
+        _SIGNATURES,
+    ),
+    Mutation(
+        "names of keyword arguments", "signature.py",
+        'tree = ("call", positional, named)',
+        'tree = ("call", positional, tuple(("x", t) for _, t in named))',
+        _SIGNATURES,
+    ),
+    Mutation(
+        "strides of arguments", "signature.py",
+        "return leaf.detach().to(device).contiguous()", "return leaf.detach().to(device)",
+        ("test_signature.py::test_leaves_become_contiguous_tensors_on_the_device",),
+    ),
+    Mutation(
+        "devices of arguments", "signature.py",
+        'if device is not None and not (there.type == "cpu" and value.numel() <= SMALL):', "if False:",
+        ("test_signature.py::test_a_large_tensor_elsewhere_is_not_ours_but_a_timestep_is",),
+    ),
+    Mutation(
+        "subclasses and layouts of tensors", "signature.py",
+        "if not plain or value.layout is not torch.strided or value.is_quantized:", "if False:",
+        ("test_signature.py::test_what_is_not_understood_is_not_ours",),
+    ),
+    Mutation(
+        "autocast", "signature.py",
+        "Signature(tree, autocast_mode(device.type))", "Signature(tree, ())",
+        ("test_accelerator.py::test_inference_mode_and_autocast",),
+    ),
+    Mutation(
+        "numbers that a forward branches on", "accelerator.py",
+        "if self._static_numbers and generic in self._static_numbers:", "if False:",
+        ("test_accelerator.py::test_a_forward_that_branches_on_a_number_gets_it_into_the_signature",),
+    ),
+    Mutation(
+        "gradients", "accelerator.py",
+        "if torch.is_grad_enabled():", "if False:",
+        ("test_accelerator.py::test_gradients_go_to_the_original",),
+    ),
+    Mutation(
+        "inference mode", "plan.py",
+        "if torch.is_grad_enabled() or torch.is_inference_mode_enabled():", "if False:",
+        ("test_ahead.py::test_a_result_of_a_replay_is_a_plain_tensor_in_every_mode",),
+    ),
+]  # fmt: skip
+
+BEHAVIOUR = [
+    Mutation(
+        "classes", "behaviour.py",
+        'self.key += [kind, self.kind(kind, "forward"), module.training, present]',
+        'self.key += [self.kind(kind, "forward"), module.training, present]',
+        ("test_stale.py::test_two_classes_of_one_forward_differ",),
+    ),
+    Mutation(
+        "forwards of classes", "behaviour.py",
+        'self.key += [kind, self.kind(kind, "forward"), module.training, present]',
+        "self.key += [kind, module.training, present]",
+        ("test_behaviour.py::test_a_patched_class_changes_the_key",),
+    ),
+    Mutation(
+        "training mode", "behaviour.py",
+        'self.key += [kind, self.kind(kind, "forward"), module.training, present]',
+        'self.key += [kind, self.kind(kind, "forward"), present]',
+        _KEY,
+    ),
+    Mutation(
+        "parameters that come and go", "behaviour.py",
+        'self.key += [kind, self.kind(kind, "forward"), module.training, present]',
+        'self.key += [kind, self.kind(kind, "forward"), module.training]',
+        _KEY,
+    ),
+    Mutation(
+        "forwards of instances in the key", "behaviour.py",
+        "self.key.append((slot, self.function(function)))", "pass",
+        _KEY,
+    ),
+    Mutation(
+        "forwards of instances as patches", "behaviour.py",
+        'self.patches.append(Patch(path, module, "forward", function))', "pass",
+        ("test_accelerator.py::test_a_foreign_patch_inside_means_the_original_and_is_named",),
+    ),
+    Mutation(
+        "hooks in the key", "behaviour.py",
+        "self.key.append((slot, self.function(hook)))", "pass",
+        _KEY,
+    ),
+    Mutation(
+        "hooks as patches", "behaviour.py",
+        'self.patches.append(Patch(path, module, "hook", hook))', "pass",
+        ("test_behaviour.py::test_patches_are_found_and_named",),
+    ),
+    Mutation(
+        "attributes", "behaviour.py",
+        "self.key.append((name, found))", "pass",
+        ("test_accelerator.py::test_a_scalar_attribute_brings_another_plan_and_the_first_comes_back",),
+    ),
+    Mutation(
+        "lists", "behaviour.py",
+        "return tuple(self.value(v, depth + 1) for v in value) if depth < 2 and len(value) <= LONGEST else None",
+        "return None",
+        _KEY,
+    ),
+    Mutation(
+        "closures", "behaviour.py",
+        "key += [self.held(cell) for cell in cells(value, container)]", "pass",
+        ("test_patches.py::test_state_in_the_closure_of_a_class_patched_by_its_own_package_is_in_the_key",),
+    ),
+    Mutation(
+        "names in a method's module", "patches.py",
+        "yield around, used, found", "pass",
+        _CALLED,
+    ),
+    Mutation(
+        "plain values in a method's module", "patches.py",
+        "if callable(found) or isinstance(found, PLAIN):", "if callable(found):",
+        ("test_behaviour.py::test_a_plain_value_that_a_method_reads_is_in_the_key",),
+    ),
+    Mutation(
+        "methods laid over an instance", "behaviour.py",
+        "if shadows(module, name, value):", "if False:",
+        ("test_behaviour.py::test_a_method_laid_over_an_instance_is_a_patch_and_says_whose",),
+    ),
+    Mutation(
+        "functions of torch", "behaviour.py",
+        'self.patches.append(Patch(name, root, "replaced", function))', "pass",
+        _REPLACED,
+    ),
+    Mutation(
+        "hooks on all modules", "behaviour.py",
+        'self.patches.append(Patch("", root, "hook on all modules", hook))', "pass",
+        ("test_surroundings.py::test_under_a_hook_on_all_modules_the_original_runs_and_is_named",),
+    ),
+    Mutation(
+        "which attention took the place of torch's", "behaviour.py",
+        "self.key.append((name, self.identity(function)))", "pass",
+        ("test_accelerator.py::test_another_function_in_the_place_of_pytorchs_attention_is_captured_anew",),
+    ),
+    Mutation(
+        "what such an attention keeps", "behaviour.py",
+        "self.key += [self.kept(place, value) for place, value in kept(function)]", "pass",
+        ("test_surroundings.py::test_an_attention_that_keeps_plain_values_alone_is_captured_with_them",),
+    ),
+    Mutation(
+        "what such an attention keeps that is not plain", "behaviour.py",
+        "function is not None and knowable(function):", "function is not None:",
+        ("test_surroundings.py::test_an_attention_that_keeps_more_goes_to_the_original",),
+    ),
+    Mutation(
+        "a look at torch after a reading", "behaviour.py",
+        "return self.scene.holds() and surroundings.look() == self.around", "return self.scene.holds()",
+        _REPLACED,
+    ),
+    Mutation(
+        "a look at torch within a generation", "behaviour.py",
+        "return self.scene.looks_alike() and surroundings.look() == self.around", "return self.scene.looks_alike()",
+        ("test_stale.py::test_within_a_generation_a_function_that_is_replaced_is_seen",),
+    ),
+    Mutation(
+        "a class exchanged since a reading", "scene.py",
+        "and list(map(type, self._modules)) == self._types\n", "\n",
+        _LATE,
+    ),
+    Mutation(
+        "hooks since a reading", "scene.py",
+        "and self._no_hooks_came()\n", "\n",
+        _LATE,
+    ),
+    Mutation(
+        "attributes since a reading", "scene.py",
+        "and all(group.holds() for group in self._groups)\n", "\n",
+        _AHEAD,
+    ),
+    Mutation(
+        "containers since a reading", "scene.py",
+        "and all(map(operator.is_, _values(self._dicts), self._dict_values))\n", "\n",
+        ("test_behaviour.py::test_a_glance_is_not_fooled_by_an_address_used_again",),
+    ),
+    Mutation(
+        "names of keys since a reading", "scene.py",
+        "and all(map(operator.is_, _keys(self._dicts), self._dict_keys))\n", "\n",
+        _GLANCE,
+    ),
+    Mutation(
+        "classes at the begin of a generation", "behaviour_keys.py",
+        "if scene.classes_hold(self._module):", "if True:",
+        ("test_behaviour.py::test_what_methods_find_later_is_read_once_a_generation",),
+    ),
+]  # fmt: skip
+
+CALL = [
+    Mutation(
+        "the signature of a plan", "accelerator.py",
+        "key = (call.signature, behaviour, host, device)", "key = (None, behaviour, host, device)",
+        ("test_accelerator.py::test_plans_are_kept_up_to_a_number",),
+    ),
+    Mutation(
+        "the behaviour of a plan", "accelerator.py",
+        "key = (call.signature, behaviour, host, device)", "key = (call.signature, None, host, device)",
+        ("test_accelerator.py::test_a_scalar_attribute_brings_another_plan_and_the_first_comes_back",),
+    ),
+    Mutation(
+        "the host's key", "accelerator.py",
+        "key = (call.signature, behaviour, host, device)", "key = (call.signature, behaviour, None, device)",
+        ("test_accelerator.py::test_hooks_of_the_host_are_asked_at_each_call",),
+    ),
+    Mutation(
+        "the device of a plan", "accelerator.py",
+        "key = (call.signature, behaviour, host, device)", "key = (call.signature, behaviour, host, None)",
+        ("test_stale.py::test_a_plan_of_one_device_does_not_run_on_another",),
+    ),
+    Mutation(
+        "the host stands aside", "accelerator.py",
+        "reason = self.hooks.stand_aside() if self.hooks.stand_aside else None", "reason = None",
+        ("test_accelerator.py::test_hooks_of_the_host_are_asked_at_each_call",),
+    ),
+    Mutation(
+        "what another party patched", "accelerator.py",
+        "if foreign:\n            raise NotOurs(foreign)", "if False:\n            raise NotOurs(foreign)",
+        ("test_accelerator.py::test_a_foreign_patch_inside_means_the_original_and_is_named",),
+    ),
+    Mutation(
+        "the behaviour after a replay", "accelerator.py",
+        "if behaviour != found.behaviour or foreign:", "if False:",
+        ("test_ahead.py::test_a_change_before_any_call_is_in_its_result[scalar]",
+         "test_ahead.py::test_a_change_before_any_call_is_in_its_result[layer]"),
+    ),
+    Mutation(
+        "the weights after a replay", "accelerator.py",
+        "if self._synced():\n                return False", "self._synced()",
+        _AHEAD,
+    ),
+    Mutation(
+        "the behaviour before a plan is made or compared", "accelerator.py",
+        "if now != behaviour or foreign:", "if False:",
+        ("test_ahead.py::test_a_plan_is_not_compared_with_what_behaves_otherwise",
+         "test_ahead.py::test_a_plan_for_weights_of_another_shape_has_the_key_of_its_own_behaviour"),
+    ),
+    Mutation(
+        "a refusal", "accelerator.py",
+        "refused = self._shelf.refusal(key)", "refused = None",
+        ("test_accelerator.py::test_what_is_refused_is_not_tried_again",),
+    ),
+    Mutation(
+        "refusals that are over with other settings", "accelerator.py",
+        "self._shelf.pardon()\n                self._backoff.clear()", "self._backoff.clear()",
+        ("test_faults_gpu.py::test_a_plan_whose_replay_raises_is_given_up_until_the_settings_change",),
+    ),
+    Mutation(
+        "refusals that lapse", "shelf.py",
+        "if self._generation >= until:", "if False:",
+        ("test_accelerator.py::test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone",),
+    ),
+    Mutation(
+        "back-off of captures", "accelerator.py",
+        "if plan is None and self._backoff.waits(generic, key):", "if False:",
+        ("test_backoff.py::test_a_number_that_changes_at_each_step_costs_two_captures",),
+    ),
+    Mutation(
+        "an accelerator that was released", "accelerator.py",
+        "aside = self._released or (self.whole", "aside = (self.whole",
+        ("test_accelerator.py::test_a_forward_that_somebody_kept_does_nothing_after_release",),
+    ),
+    Mutation(
+        "an accelerator that is switched off", "accelerator.py",
+        "or not self.config.enabled:", "or False:",
+        ("test_accelerator.py::test_switched_off_is_the_original",),
+    ),
+    Mutation(
+        "parts while a plan of the whole is made", "accelerator.py",
+        'getattr(_thread, "building", False))', "False)",
+        ("test_parts.py::test_the_whole_is_captured_down_to_the_parts_own_forwards",),
+    ),
+    Mutation(
+        "settings that build other plans", "accelerator.py",
+        "if not config.builds_like(was):", "if False:",
+        ("test_accelerator.py::test_other_kernels_mean_other_plans_but_a_budget_does_not",),
+    ),
+    Mutation(
+        "another forward in the module's place", "accelerator.py",
+        "if self._slot.install():\n", "if self._slot.install() and False:\n",
+        ("test_stale.py::test_a_forward_that_takes_the_modules_place_ends_its_plans",),
+    ),
+    Mutation(
+        "the structure of a model that is moved to", "accelerator.py",
+        "if not self.plans or structure(self.module, self.hooks.ignored) != structure(module, hooks.ignored):",
+        "if not self.plans:",
+        ("test_move.py::test_another_architecture_is_not_moved_to",),
+    ),
+    Mutation(
+        "plans of another behaviour when the host moves on", "accelerator.py",
+        "if plan.behaviour != behaviour]:", "if False]:",
+        ("test_move.py::test_plans_of_another_behaviour_stay_behind",),
+    ),
+]  # fmt: skip
+
+MUTATIONS = [*SIGNATURE, *BEHAVIOUR, *CALL]

@@ -1,0 +1,114 @@
+"""Whether a CUDA graph may be replayed, and what is copied into it. All of it is noticed without a GPU."""
+
+from __future__ import annotations
+
+from mutations import Mutation
+
+_PRETENDED = "test_graph_pool_pretended.py::"
+_BUDGET = (_PRETENDED + "test_the_budget_is_kept_to_the_megabyte",)
+_STREAMS = (_PRETENDED + "test_replays_on_several_streams_do_not_meet",)
+
+MUTATIONS = [
+    Mutation(
+        "the budget", "graph_pool.py",
+        "over = budget_mb and self._reserved > budget_mb * MB", "over = False",
+        _BUDGET,
+    ),
+    Mutation(
+        "half of the budget", "graph_pool.py",
+        "over = budget_mb and self._reserved > budget_mb * MB",
+        "over = budget_mb and self._reserved > 2 * budget_mb * MB",
+        _BUDGET,
+    ),
+    Mutation(
+        "one of the graphs too many", "graph_pool.py",
+        "> max_graphs + 1e-6:", "> max_graphs + 1:",
+        (_PRETENDED + "test_no_more_graphs_than_are_allowed_and_the_oldest_goes",),
+    ),
+    Mutation(
+        "the order of graphs", "graph_pool.py",
+        "self._entries.move_to_end(id(captured))", "pass",
+        (_PRETENDED + "test_no_more_graphs_than_are_allowed_and_the_oldest_goes",),
+    ),
+    Mutation(
+        "owners of evicted graphs", "graph_pool.py",
+        'report.event("graph pool", f"a CUDA graph is evicted: {why}")\n        on_evict()',
+        'report.event("graph pool", f"a CUDA graph is evicted: {why}")',
+        (_PRETENDED + "test_no_more_graphs_than_are_allowed_and_the_oldest_goes",),
+    ),
+    Mutation(
+        "waiting for another stream", "graph_pool.py",
+        "stream.wait_event(self._last)", "pass",
+        _STREAMS,
+    ),
+    Mutation(
+        "which stream was the last", "graph_pool.py",
+        "self._last_stream != stream.cuda_stream", "self._last_stream is None",
+        _STREAMS,
+    ),
+    Mutation(
+        "the end of a use of the pool", "graph_pool.py",
+        "self._last.record(stream)", "pass",
+        _STREAMS,
+    ),
+    Mutation(
+        "the order of a replay", "plan.py",
+        "pool.leave(stream)", "pass",
+        (_PRETENDED + "test_plans_on_two_streams_wait_for_each_other",),
+    ),
+    Mutation(
+        "collections of garbage during a capture", "graph_pool.py",
+        "gc.disable()", "pass",
+        (_PRETENDED + "test_no_destructor_runs_during_a_capture",),
+    ),
+    Mutation(
+        "graphs that were switched off", "accelerator.py",
+        "plan.drop_graph(pool_for(plan))", "pass",
+        (_PRETENDED + "test_graphs_that_are_switched_off_give_their_memory_back",),
+    ),
+    Mutation(
+        "copies of another dtype or size", "kernels/copies.py",
+        "and (source.dtype, source.nbytes) == kind", "",
+        ("kernels/test_copies.py::test_what_is_not_its_targets_like_is_left_to_torch",),
+    ),
+    Mutation(
+        "copies of another dtype", "kernels/copies.py",
+        "(source.dtype, source.nbytes) == kind", "source.nbytes == kind[1]",
+        ("kernels/test_copies.py::test_what_is_not_its_targets_like_is_left_to_torch",),
+    ),
+    Mutation(
+        "copies of another size", "kernels/copies.py",
+        "(source.dtype, source.nbytes) == kind", "source.dtype == kind[0]",
+        ("kernels/test_copies.py::test_what_is_not_its_targets_like_is_left_to_torch",),
+    ),
+    Mutation(
+        "copies from other strides", "kernels/copies.py",
+        "return plain and source.is_contiguous()", "return plain",
+        ("kernels/test_copies.py::test_what_is_not_its_targets_like_is_left_to_torch",),
+    ),
+    Mutation(
+        "copies of what was negated", "kernels/copies.py",
+        " and not source.is_neg()", "",
+        ("kernels/test_copies.py::test_what_is_not_its_targets_like_is_left_to_torch",),
+    ),
+    Mutation(
+        "copies from another device", "kernels/copies.py",
+        "and source.get_device() == index and", "and",
+        ("kernels/test_copies.py::test_what_is_on_another_device_is_left_to_torch",),
+    ),
+    Mutation(
+        "inputs of the last call in a table of copies", "kernels/copies.py",
+        "if kind is not None:\n                table[_ENTRY * i + _BYTES] = 0", "",
+        ("kernels/test_copies.py::test_its_own_node_is_told",),
+    ),
+    Mutation(
+        "a node that could not be told", "kernels/copies.py",
+        "_cuda.checked(node())", "node()",
+        ("kernels/test_copies.py::test_a_node_that_cannot_be_told_must_not_run",),
+    ),
+    Mutation(
+        "room for a VAE", "hosts/memory.py",
+        "DECODING = 6 << 30", "DECODING = 0",
+        ("test_host_memory.py::test_weights_stay_where_decoding_finds_room_beside_them",),
+    ),
+]  # fmt: skip

@@ -1,0 +1,154 @@
+"""Whether the weights that a plan reads are those of the module."""
+
+from __future__ import annotations
+
+from mutations import Mutation
+
+_REPLACED = ("test_weights.py::test_replaced_values_are_copied_in_and_the_parameter_is_bound_again",)
+_NOT_FOLLOWED = ("test_weights.py::test_weights_that_cannot_be_followed_say_so",)
+_ALONE = ("test_gate.py::test_nobody_is_alone_while_another_is_inside",)
+
+MUTATIONS = [
+    Mutation(
+        "parameters that are replaced", "weight.py",
+        "all(map(operator.is_, now, self._bound))\n            and", "",
+        _REPLACED,
+    ),
+    Mutation(
+        "parameters that are moved by their data", "weight.py",
+        "and list(map(torch.Tensor.data_ptr, self._bound)) == self._pointers\n", "\n",
+        _REPLACED,
+    ),
+    Mutation(
+        "parameters that are transposed in their place", "weight.py",
+        "and list(map(torch.Tensor.stride, self._bound)) == self._strides\n", "\n",
+        ("test_weights.py::test_a_transposed_view_of_the_same_memory_is_not_taken_for_unchanged",),
+    ),
+    Mutation(
+        "parameters that are gone", "weight.py",
+        "if not isinstance(now, torch.Tensor):", "if now is None and False:",
+        _NOT_FOLLOWED,
+    ),
+    Mutation(
+        "parameters of other classes", "weight.py",
+        "if type(now) not in (torch.Tensor, nn.Parameter) or now.layout is not torch.strided:", "if False:",
+        ("test_stale.py::test_a_weight_in_another_form_cannot_be_followed",),
+    ),
+    Mutation(
+        "parameters on other devices", "weight.py",
+        'if now.device != live.device and not (anywhere and now.device.type != "meta"):', "if False:",
+        _NOT_FOLLOWED,
+    ),
+    Mutation(
+        "parameters of other shapes or dtypes", "weight.py",
+        "if now.shape != live.shape or now.dtype != live.dtype:", "if False:",
+        _NOT_FOLLOWED,
+    ),
+    Mutation(
+        "memory that was exchanged", "weight.py",
+        "if live.data_ptr() != weight.pointer:", "if False:",
+        ("test_weights.py::test_memory_that_was_exchanged_under_a_plan_is_noticed",),
+    ),
+    Mutation(
+        "weights that are untied", "weights.py",
+        "if any(c.get(n) is not now for c, n in weight.slots):", "if False:",
+        ("test_stale.py::test_a_weight_that_is_untied_cannot_be_followed",),
+    ),
+    Mutation(
+        "one tensor in the places of two weights", "weights.py",
+        "if other is not weight:", "if False:",
+        ("test_stale.py::test_one_tensor_for_two_weights_cannot_be_followed",),
+    ),
+    Mutation(
+        "weights that change places by their data", "weights.py",
+        "now.detach().clone() if memory_of(now) in memory else now.detach()", "now.detach()",
+        ("test_regressions.py::test_weights_that_changed_places_by_their_data",),
+    ),
+    Mutation(
+        "memory that others read", "weights.py",
+        "if other is not None:\n            raise WeightsChanged", "if False:\n            raise WeightsChanged",
+        ("test_stale.py::test_the_memory_of_a_weight_that_somebody_reads_is_not_written_to",),
+    ),
+    Mutation(
+        "tensors that leave a module", "weights.py",
+        "if old is not None and id(old) not in coming and memory_of(old) == memory_of(weight.tensor):", "if False:",
+        ("test_regressions.py::test_what_a_host_keeps_of_a_weight_and_puts_back_is_not_written_to",),
+    ),
+    Mutation(
+        "packing of what a plan reads", "weights.py",
+        "if any(w.plans for w in weights):\n                return None", "",
+        ("test_weights.py::test_what_a_plan_reads_is_not_moved",),
+    ),
+    Mutation(
+        "layout of what a plan reads", "weights.py",
+        "if weight.plans or weight.pack is not None:", "if False:",
+        ("test_weights.py::test_what_a_plan_reads_is_not_moved",),
+    ),
+    Mutation(
+        "weights that do not fit together", "weights.py",
+        "or not alike or", "or",
+        ("test_weights.py::test_weights_that_do_not_fit_are_not_packed",),
+    ),
+    Mutation(
+        "memory that was given back", "planner.py",
+        "if self.arena.vacant:", "if False:",
+        ("test_vacancy.py::test_no_plan_runs_while_the_memory_is_away",),
+    ),
+    Mutation(
+        "memory that a module still lies in", "vacancy.py",
+        "if any(isinstance(value, torch.Tensor) and memory_of(value) in blocks for value in held):", "if False:",
+        ("test_vacancy.py::test_nothing_is_given_back_where_the_module_lies_in_it",),
+    ),
+    Mutation(
+        "graphs of memory that is given back", "planner.py",
+        "for plan in plans:\n                plan.drop_graph(pool_for(plan))", "",
+        ("test_vacancy.py::test_plans_outlive_their_memory_and_graphs_are_captured_anew",),
+    ),
+    Mutation(
+        "a model that is moved to with other shapes", "weights.py",
+        "if new.shape != w.tensor.shape or new.dtype != w.tensor.dtype or self.locate(new) is not None:", "if False:",
+        ("test_move.py::test_another_architecture_is_not_moved_to",),
+    ),
+    Mutation(
+        "a model left behind that is in use", "weights.py",
+        "if any(c[n].data_ptr() == w.tensor.data_ptr() for c, n in w.slots if c.get(n) is not None):", "if False:",
+        ("test_move.py::test_a_model_that_is_still_in_use_keeps_its_plans",),
+    ),
+    Mutation(
+        "weights of a part that were laid out anew", "weights_part.py",
+        "if self._seen != self._arena._epoch:", "if self._seen == -1:",
+        ("test_parts.py::test_whole_and_parts_share_the_weights_and_see_every_change",),
+    ),
+    Mutation(
+        "plans of parts before the whole's first", "planner.py",
+        'part._forget_plans("the model is captured as a whole")', "pass",
+        ("test_parts.py::test_whole_and_parts_share_the_weights_and_see_every_change",),
+    ),
+    Mutation(
+        "weights of which some are away while a plan is made", "planner.py",
+        "if away is not None:", "if False:",
+        ("test_regressions.py::test_weights_that_are_away_while_a_plan_is_built_are_no_reason_to_refuse_for_ever",),
+    ),
+    Mutation(
+        "forwards that run while weights are laid out", "gate.py",
+        "while self._alone not in (None, me) or self._inside.keys() - {me}:",
+        "while self._alone not in (None, me):",
+        _ALONE,
+    ),
+    Mutation(
+        "forwards that begin while weights are laid out", "gate.py",
+        "while self._alone not in (None, me):\n                self._free.wait()", "",
+        ("test_gate.py::test_others_enter_when_who_was_alone_has_ended",),
+    ),
+    Mutation(
+        "the gate around the original", "planner.py",
+        "with self.arena.gate:", "if True:",
+        ("test_gate.py::test_weights_lie_still_while_another_thread_computes",),
+    ),
+    Mutation(
+        "weights that are laid out in place of others' work", "weights.py",
+        "with self.gate.alone(), self._lock:\n            return self._adopt(stale)",
+        "with self._lock:\n            return self._adopt(stale)",
+        ("test_gate.py::test_new_weights_are_taken_up_when_the_other_thread_has_ended",),
+    ),
+]  # fmt: skip

@@ -1,0 +1,48 @@
+"""The list of mutations cannot rot: each source line is there once, each mutant is Python, each test exists."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from mutations import ROOT, Mutation, every
+from mutations.__main__ import BROKEN, NOTICED, SURVIVED, verdict
+
+MUTATIONS = every()
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.file}: {m.what}")
+def test_it_can_be_made_and_its_tests_exist(mutation: Mutation) -> None:
+    mutant = ast.parse(mutation.mutated())
+    assert ast.dump(mutant) != ast.dump(ast.parse((ROOT / "sfast_ext" / mutation.file).read_text(encoding="utf-8")))
+    assert mutation.tests
+    for test in mutation.tests:
+        file, _, name = test.partition("::")
+        tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+        assert name.partition("[")[0] in {f.name for f in tree.body if isinstance(f, ast.FunctionDef)}
+
+
+def test_each_takes_away_something_else() -> None:
+    assert len(MUTATIONS) >= 40
+    assert len({m.what for m in MUTATIONS}) == len({(m.file, m.mutant, m.source) for m in MUTATIONS}) == len(MUTATIONS)
+
+
+def test_a_source_that_is_gone_or_there_twice_is_told(tmp_path) -> None:
+    (tmp_path / "sfast_ext").mkdir()
+    (tmp_path / "sfast_ext" / "a.py").write_text("x = 1\nx = 1\n")
+    for source in ("x = 1", "y = 1"):
+        with pytest.raises(ValueError, match="times"):
+            Mutation("one", "a.py", source, "x = 2", ()).mutated(tmp_path)
+
+
+def test_what_becomes_of_a_mutation_is_told_and_the_file_is_as_before(tmp_path) -> None:
+    for folder in ("sfast_ext", "tests"):
+        (tmp_path / folder).mkdir()
+    file, source = tmp_path / "sfast_ext" / "a.py", "def f():\n    return 1, 2\n"
+    file.write_text(source)
+    text = "import sys\nsys.path.insert(0, '.')\nfrom sfast_ext.a import f\n\ndef test_f():\n    assert f()[0] == 1\n"
+    (tmp_path / "tests" / "test_a.py").write_text(text)
+    tests = ("test_a.py::test_f",)
+    for mutant, expected in (("3, 2", NOTICED), ("1, 3", SURVIVED), ("1, ]", BROKEN)):
+        assert verdict(tmp_path, Mutation("one", "a.py", "1, 2", mutant, tests))[0] == expected
+        assert file.read_text() == source

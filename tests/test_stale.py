@@ -1,0 +1,167 @@
+"""What would let a stale or wrong plan run, each where nothing else is in its way; see `mutations`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pretended_card import pretended_card
+from torch import Tensor, nn
+
+from sfast_ext import Config, accelerate
+from sfast_ext.behaviour import fingerprint
+from sfast_ext.behaviour_keys import BehaviourKeys
+from sfast_ext.weights import WeightArena, WeightsChanged
+
+CPU = Config(allow_cpu=True)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+class Net(nn.Module):
+    gain = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.second(nn.functional.silu(self.first(x))) * self.gain).t()
+
+
+class Louder(Net):
+    gain = 2.0
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_two_classes_of_one_forward_differ() -> None:
+    model = nn.Sequential(Net(), Louder())
+    before = fingerprint(model)
+    model[0].__class__, model[1].__class__ = Louder, Net
+    assert not before.holds() and fingerprint(model).key != before.key
+
+
+def test_within_a_generation_a_function_that_is_replaced_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = BehaviourKeys(Net(), frozenset(), None, 8)
+    keys.tick()
+    number, foreign = keys.read()
+    assert keys.sure and foreign is None
+    monkeypatch.setattr(nn.functional, "silu", lambda x: x)
+    assert not keys.sure
+    assert keys.now()[0] != number and "silu is replaced" in str(keys.now()[1])
+
+
+class Unread(nn.Module):
+    """Has a weight, by which it is on a device, and reads none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 + 1
+
+
+def test_a_plan_of_one_device_does_not_run_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended_card(monkeypatch, 1 << 20):
+        net = Unread().to("cuda")
+        acc = accelerate(net, Config(allow_cpu=True, triton=False, native=False))
+        x = torch.ones(100)
+        for _ in range(2):
+            assert net(x.to("cuda")).is_cuda
+        net.to("cpu")
+        for _ in range(2):
+            ours = net(x)
+            assert not ours.is_cuda and ours.tolist() == [3.0] * 100
+        assert acc.report.counter("captures") == 2 and acc.report.counter("errors") == 0
+        acc.release()
+
+
+def test_a_forward_that_takes_the_modules_place_ends_its_plans() -> None:
+    net, x = Net().eval(), torch.randn(3, 4)
+    acc = accelerate(net, CPU)
+    for _ in range(2):
+        close(net(x), Net.forward(net, x))
+    assert acc.report.counter("eager_runs") == 1
+
+    def tripled(x: Tensor) -> Tensor:
+        return 3 * Net.forward(net, x)
+
+    net.forward = tripled  # type: ignore[method-assign]
+    acc.install()
+    for _ in range(2):
+        close(net(x), tripled(x))
+    assert acc.report.counter("captures") == 2 and acc.report.counter("eager_runs") == 2
+    acc.release()
+
+
+def test_results_of_a_plan_have_the_originals_strides() -> None:
+    net, x = Net().eval(), torch.randn(3, 4)
+    acc = accelerate(net, CPU)
+    expected = net(x)
+    ours = net(x)
+    assert acc.report.counter("eager_runs") == 1
+    close(ours, expected)
+    assert ours.stride() == expected.stride() == (1, 4)
+    acc.release()
+
+
+def arena_of(net: Net) -> tuple[WeightArena, list[Any]]:
+    arena = WeightArena(net)
+    arena.index()
+    weights = list({id(w): w for w in map(arena.locate, (net.first.weight, net.second.weight))}.values())
+    arena.bind(weights)
+    return arena, weights
+
+
+def test_a_weight_that_is_untied_cannot_be_followed() -> None:
+    net = Net()
+    net.second.weight = net.first.weight
+    arena, weights = arena_of(net)
+    assert len(weights) == 1
+    net.second.weight = nn.Parameter(net.first.weight * 2)
+    with pytest.raises(WeightsChanged, match="no longer shared"):
+        arena.sync()
+
+
+def test_one_tensor_for_two_weights_cannot_be_followed() -> None:
+    net = Net()
+    arena, weights = arena_of(net)
+    assert len(weights) == 2
+    net.first.weight = net.second.weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(WeightsChanged, match="is now the tensor of"):
+        arena.sync()
+
+
+@pytest.mark.parametrize("now", [torch.ones(4, 4).to_sparse(), torch.ones(4, 4).to_mkldnn(), torch.ones(4, 4)])
+def test_a_weight_in_another_form_cannot_be_followed(now: Tensor) -> None:
+    class Packed(nn.Parameter):
+        """As a host's quantised weights are."""
+
+    net = Net()
+    arena, _ = arena_of(net)
+    plain = now.layout is torch.strided
+    net.first._parameters["weight"] = Packed(now, requires_grad=False) if plain else now  # type: ignore[assignment]
+    with pytest.raises(WeightsChanged, match="is now a"):
+        arena._adopt([(arena._live[0], net.first._parameters["weight"])])
+
+
+def test_the_memory_of_a_weight_that_somebody_reads_is_not_written_to() -> None:
+    net = Net()
+    arena, _ = arena_of(net)
+    # past the module: nobody can give this view memory of its own
+    kept, values = net.first.weight.data.view(16), net.first.weight.data.clone().view(16)
+    net.first.weight.data = torch.zeros(4, 4)
+    with pytest.raises(WeightsChanged, match="still in use by others"):
+        arena.sync()
+    assert torch.equal(kept, values)
