@@ -102,6 +102,7 @@ class Accelerator(Planner):
         if self.whole is None:
             self.report.new_generation()
         self._shelf.new_generation()
+        self._backoff.new_generation()
         self._keys.tick()
         for part in self.parts:
             part.new_generation()

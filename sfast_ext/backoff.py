@@ -16,17 +16,27 @@ PAYS = 10
 class Backoff:
     """Counts, for each signature, the captures since one paid.
 
-    After the first `free`, a capture waits for 2, 4, 8, ... calls of the signature with the same behaviour in a row.
+    After the first `free`, a capture waits for 2, 4, 8, ... calls of the signature with the same behaviour in a row. A
+    single one in a generation is what a change of the settings takes, and is not counted when the next begins.
     """
 
     def __init__(self, free: int = FREE) -> None:
         self.free = free
+        self._in_generation: dict[Signature, int] = {}
         self._unpaid: dict[Signature, int] = {}
         self._steady: dict[Signature, tuple[Hashable, int]] = {}
 
     def captured(self, signature: Signature) -> None:
         """A plan is about to be made."""
         self._unpaid[signature] = self._unpaid.get(signature, 0) + 1
+        self._in_generation[signature] = self._in_generation.get(signature, 0) + 1
+
+    def new_generation(self) -> None:
+        """A generation begins."""
+        for signature, captures in self._in_generation.items():
+            if captures == 1 and signature in self._unpaid:
+                self._unpaid[signature] -= 1
+        self._in_generation.clear()
 
     def replayed(self, signature: Signature, times: int) -> None:
         """A result of a plan was used, for the `times`-th time."""
@@ -56,3 +66,4 @@ class Backoff:
         """Forget all."""
         self._unpaid.clear()
         self._steady.clear()
+        self._in_generation.clear()

@@ -69,6 +69,22 @@ def test_calls_in_a_row_are_counted_anew_after_an_interruption():
     assert captures(backoff, range(50)) == [0, 1]
 
 
+def test_one_capture_in_each_generation_is_for_nothing():
+    backoff, made = Backoff(), []
+    for setting in range(20):
+        backoff.new_generation()
+        made.append(len(captures(backoff, [setting] * 3)))
+    assert made == [1] * 20
+
+
+def test_several_in_one_generation_count_in_the_next():
+    backoff, made = Backoff(), []
+    for _ in range(20):
+        backoff.new_generation()
+        made.append(len(captures(backoff, range(30))))
+    assert made == [2] + [0] * 19
+
+
 step = 0
 """What a forward reads among the names of its module."""
 

@@ -176,7 +176,7 @@ def test_narrow_conv_compiles(name, capability, dtype):
 COMPILED = [
     *(kernel for kernel, _ in KERNELS.values()),
     *(getattr(narrow_conv, name) for name in NARROW),
-    *(_group_parts._combine, timestep_embedding._kernel, short_attention._kernel),
+    *(_group_parts._combine, timestep_embedding._kernel, short_attention._kernel, _trial._kernel),
 ]
 
 
