@@ -10,7 +10,7 @@ from sfast_ext.signature import Signature
 FREE = 2
 """Captures of one signature that are made at once, though no plan of it has paid yet."""
 PAYS = 10
-"""Replays from which on a plan is taken to have paid for its capture."""
+"""The replay with which a plan has paid for its capture."""
 
 
 class Backoff:
@@ -40,7 +40,8 @@ class Backoff:
 
     def replayed(self, signature: Signature, times: int) -> None:
         """A result of a plan was used, for the `times`-th time."""
-        if times >= PAYS and self._unpaid:
+        # once for each plan: one that paid long ago says nothing of those that were made since
+        if times == PAYS:
             self._unpaid.pop(signature, None)
             self._steady.pop(signature, None)
 

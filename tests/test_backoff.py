@@ -53,6 +53,19 @@ def test_those_that_pay_are_captured_at_once():
     assert captures(Backoff(), pictures) == list(range(0, len(pictures), PAYS + 1))
 
 
+def test_a_plan_that_paid_long_ago_excuses_no_captures():
+    paid = [0] * (PAYS + 1)
+    assert captures(Backoff(), [*paid, *(each for i in range(1, 500) for each in (0, i))]) == [0, 12, 14]
+    # pictures that are alike but for some steps
+    assert len(captures(Backoff(), [0 if i % 20 < 15 else i for i in range(2000)])) == 3
+
+
+def test_behaviours_that_come_back_get_their_plans_in_the_end():
+    picture = [0] * 8 + [behaviour for behaviour in range(1, 7) for _ in range(3)]
+    made = captures(Backoff(), picture * 40)
+    assert len(made) == 7 and made[-1] < 20 * len(picture)
+
+
 def test_signatures_are_counted_by_themselves():
     backoff = Backoff()
     assert captures(backoff, range(50)) == [0, 1]
