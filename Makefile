@@ -4,6 +4,7 @@
 # make test-stack   the CPU suite on another torch: TORCH=2.5.1, one of those in requirements-stack
 # make test-floor   the CPU suite on the oldest torch served, 2.1.2
 # make soak         EVENTS=20000 random events, SEED=0 the first seed; a failure names the command that plays it again
+# make mutations    takes away each condition that keeps a stale or wrong plan from running: a test must notice; ONLY=words
 # make compile-table  what each Triton compiles for each card, without a GPU, into docs/triton.md (Python 3.10 or 3.11)
 # make lint         ruff and mypy alone
 # make bench        UNets at several sizes, four ways to run each (needs a GPU), into benchmarks/unet-<gpu>.json
@@ -20,6 +21,7 @@ PIP_ARGS ?=
 WORKERS ?= 2
 EVENTS ?= 20000
 SEED ?= 0
+ONLY ?=
 CASES ?=
 TABLE ?=
 TRITON_WHEELS ?= .triton
@@ -41,7 +43,7 @@ NO_INTERPRETER := 2.1.2 2.3.1
 LDM := stable-diffusion-sdkit==2.1.5
 PIP := -m pip install --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo test test-coarse-clock test-stack test-floor soak compile-table lint bench doctor clean
+.PHONY: demo test test-coarse-clock test-stack test-floor soak mutations compile-table lint bench doctor clean
 
 demo: .venv/.demo
 	.venv/bin/python -m sfast_ext demo
@@ -86,6 +88,9 @@ test-floor:
 
 soak: .venv/.dev
 	PYTHONPATH=.:tests .venv/bin/python -W ignore -m stateful --events $(EVENTS) --seed $(SEED)
+
+mutations: .venv/.dev
+	PYTHONPATH=.:tests .venv/bin/python -W ignore -m mutations --only "$(ONLY)"
 
 compile-table: .venv/.demo
 	TRITON_WHEELS=$(TRITON_WHEELS) .venv/bin/python -m benchmarks.compile_table $(TABLE)

@@ -6,7 +6,8 @@ import ast
 
 import pytest
 from mutations import ROOT, Mutation, every
-from mutations.__main__ import BROKEN, NOTICED, SURVIVED, verdict
+from mutations import __main__ as runner
+from mutations.__main__ import BROKEN, NOTICED, SURVIVED
 
 MUTATIONS = every()
 
@@ -35,14 +36,21 @@ def test_a_source_that_is_gone_or_there_twice_is_told(tmp_path) -> None:
             Mutation("one", "a.py", source, "x = 2", ()).mutated(tmp_path)
 
 
-def test_what_becomes_of_a_mutation_is_told_and_the_file_is_as_before(tmp_path) -> None:
-    for folder in ("sfast_ext", "tests"):
-        (tmp_path / folder).mkdir()
-    file, source = tmp_path / "sfast_ext" / "a.py", "def f():\n    return 1, 2\n"
-    file.write_text(source)
-    text = "import sys\nsys.path.insert(0, '.')\nfrom sfast_ext.a import f\n\ndef test_f():\n    assert f()[0] == 1\n"
-    (tmp_path / "tests" / "test_a.py").write_text(text)
-    tests = ("test_a.py::test_f",)
-    for mutant, expected in (("3, 2", NOTICED), ("1, 3", SURVIVED), ("1, ]", BROKEN)):
-        assert verdict(tmp_path, Mutation("one", "a.py", "1, 2", mutant, tests))[0] == expected
-        assert file.read_text() == source
+FOUND = [(0, SURVIVED), (1, NOTICED), (None, NOTICED), (2, BROKEN), (5, BROKEN)]
+
+
+@pytest.mark.parametrize(("status", "expected"), FOUND)
+def test_what_becomes_of_a_mutation_is_told_and_the_file_is_as_before(status, expected, tmp_path, monkeypatch) -> None:
+    (tmp_path / "sfast_ext").mkdir()
+    file = tmp_path / "sfast_ext" / "a.py"
+    file.write_text("x = 1\n")
+    found = []
+
+    def tests_pass(root, tests):
+        found.append((root, tests, file.read_text()))
+        return status, "said"
+
+    monkeypatch.setattr(runner, "tests_pass", tests_pass)
+    mutation = Mutation("one", "a.py", "x = 1", "x = 2", ("test_a.py::test_f",))
+    assert runner.verdict(tmp_path, mutation) == (expected, "said")
+    assert found == [(tmp_path, mutation.tests, "x = 2\n")] and file.read_text() == "x = 1\n"

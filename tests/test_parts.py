@@ -87,6 +87,22 @@ def test_the_whole_is_captured_down_to_the_parts_own_forwards(pair):
     assert plan.replays == 2 and plan.fused["packed_linear"] > 0
 
 
+def test_the_first_call_of_the_whole_runs_no_plan_of_a_part(pair):
+    net, twin, acc = pair
+    acc.accelerate_parts(parts(net))
+    args = request()
+    for _ in range(2):
+        same(by_blocks(net, (0.5, 1.5)), by_blocks(twin, (0.5, 1.5)), args)
+    before = acc.report.counter("eager_runs")
+    # a plan of the whole is compared with this result
+    same(plain(net), plain(twin), args)
+    assert acc.report.counter("eager_runs") == before == 2
+    # the parts' plans are gone, or the weights could not be packed
+    assert [len(part.plans) for part in acc.parts] == [0, 0]
+    assert next(iter(acc.plans.values())).fused["packed_linear"] > 0
+    acc.release()
+
+
 @pytest.mark.parametrize("whole_first", [True, False])
 def test_whole_and_parts_share_the_weights_and_see_every_change(pair, whole_first):
     net, twin, acc = pair

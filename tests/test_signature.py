@@ -62,6 +62,11 @@ def test_what_makes_signatures_differ(one, other):
     assert signature(one) != signature(other)
 
 
+def test_the_names_of_arguments_make_signatures_differ():
+    x = torch.zeros(2)
+    assert signature(a=x) != signature(b=x) != signature(x)
+
+
 def test_values_of_tensors_and_their_strides_do_not_make_signatures_differ():
     assert signature(torch.zeros(4, 4)) == signature(torch.ones(4, 4).t())
 

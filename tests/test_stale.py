@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,10 +46,96 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 
 def test_two_classes_of_one_forward_differ() -> None:
-    model = nn.Sequential(Net(), Louder())
+    # both are known by their methods when the last two are read
+    model = nn.Sequential(Net(), Louder(), Net(), Louder())
     before = fingerprint(model)
-    model[0].__class__, model[1].__class__ = Louder, Net
+    model[2].__class__, model[3].__class__ = Louder, Net
     assert not before.holds() and fingerprint(model).key != before.key
+
+
+def test_a_forward_of_torchs_own_classes_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    before = fingerprint(model)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
+    assert not before.holds() and fingerprint(model).key != before.key
+
+
+def one_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return value * 2
+
+
+def another_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return value * 3
+
+
+def test_attentions_that_keep_nothing_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, keys = Net(), set()
+    for function in (nn.functional.scaled_dot_product_attention, one_attention, another_attention):
+        monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", function)
+        keys.add(fingerprint(model).key)
+    assert len(keys) == 3
+
+
+def attribute(net: Net) -> None:
+    net.scale = 0.6
+
+
+def removed(net: Net) -> None:
+    del net.scale
+
+
+def in_an_object(net: Net) -> None:
+    net.settings.scale = 0.6
+
+
+def in_a_list(net: Net) -> None:
+    net.factors[0] = 0.6
+
+
+def of_another_kind(net: Net) -> None:
+    # equal, but another number
+    net.settings.whole = 1.0
+
+
+def of_another_name(net: Net) -> None:
+    net.named["b"] = net.named.pop("a")
+
+
+def setting_up() -> Net:
+    net = Net()
+    net.scale, net.factors, net.named = 0.5, [0.5], {"a": 0.5}
+    net.settings = SimpleNamespace(scale=0.5, whole=1)
+    return net
+
+
+@pytest.mark.parametrize("change", [attribute, removed, in_an_object, in_a_list, of_another_kind, of_another_name])
+def test_what_a_reading_sees_a_glance_sees_too(change: Callable[[Net], None]) -> None:
+    net = setting_up()
+    before = fingerprint(net)
+    assert before.holds() and before.looks_alike()
+    change(net)
+    assert not before.holds() and fingerprint(net).key != before.key
+
+
+@pytest.mark.parametrize("change", [attribute, removed, in_an_object, in_a_list])
+def test_what_is_seen_at_each_call(change: Callable[[Net], None]) -> None:
+    net = setting_up()
+    keys = BehaviourKeys(net, frozenset(), None, 8)
+    keys.tick()
+    number, _ = keys.read()
+    change(net)
+    assert not keys.sure and keys.now()[0] != number
+
+
+def test_an_accelerator_that_is_called_after_its_release_makes_no_plan() -> None:
+    net, x = Net().eval(), torch.randn(3, 4)
+    acc = accelerate(net, CPU)
+    for _ in range(2):
+        acc(x)
+    acc.release()
+    for _ in range(3):
+        assert torch.equal(acc(x), net(x))
+    assert acc.report.counter("captures") == 1 and acc.report.counter("eager_runs") == 1 and not acc.plans
 
 
 def test_within_a_generation_a_function_that_is_replaced_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from mutations import Mutation
 
 _SIGNATURES = ("test_signature.py::test_what_makes_signatures_differ",)
 _KEY = ("test_behaviour.py::test_what_changes_the_key",)
-_GLANCE = ("test_behaviour.py::test_a_glance_sees_what_a_reading_would",)
+_GLANCE = ("test_stale.py::test_what_a_reading_sees_a_glance_sees_too",)
 _LATE = ("test_behaviour.py::test_within_a_generation_a_late_patch_is_seen",)
 _AHEAD = ("test_ahead.py::test_a_change_before_any_call_is_in_its_result",)
 _CALLED = ("test_behaviour.py::test_what_the_methods_of_a_class_call_is_read",)
@@ -26,13 +26,13 @@ SIGNATURE = [
     Mutation(
         "kinds of numbers", "signature.py",
         'return ("number", kind, len(leaves) - 1)', 'return ("number", int, len(leaves) - 1)',
-        _SIGNATURES,
+        ("test_signature.py::test_a_number_of_its_own_is_an_input_and_not_part_of_the_signature",),
     ),
     Mutation(
         "names of keyword arguments", "signature.py",
         'tree = ("call", positional, named)',
         'tree = ("call", positional, tuple(("x", t) for _, t in named))',
-        _SIGNATURES,
+        ("test_signature.py::test_the_names_of_arguments_make_signatures_differ",),
     ),
     Mutation(
         "strides of arguments", "signature.py",
@@ -82,7 +82,7 @@ BEHAVIOUR = [
         "forwards of classes", "behaviour.py",
         'self.key += [kind, self.kind(kind, "forward"), module.training, present]',
         "self.key += [kind, module.training, present]",
-        ("test_behaviour.py::test_a_patched_class_changes_the_key",),
+        ("test_stale.py::test_a_forward_of_torchs_own_classes_is_in_the_key",),
     ),
     Mutation(
         "training mode", "behaviour.py",
@@ -160,7 +160,7 @@ BEHAVIOUR = [
     Mutation(
         "which attention took the place of torch's", "behaviour.py",
         "self.key.append((name, self.identity(function)))", "pass",
-        ("test_accelerator.py::test_another_function_in_the_place_of_pytorchs_attention_is_captured_anew",),
+        ("test_stale.py::test_attentions_that_keep_nothing_are_told_apart",),
     ),
     Mutation(
         "what such an attention keeps", "behaviour.py",
@@ -195,12 +195,22 @@ BEHAVIOUR = [
     Mutation(
         "attributes since a reading", "scene.py",
         "and all(group.holds() for group in self._groups)\n", "\n",
-        _AHEAD,
+        ("test_stale.py::test_what_is_seen_at_each_call",),
     ),
     Mutation(
         "containers since a reading", "scene.py",
         "and all(map(operator.is_, _values(self._dicts), self._dict_values))\n", "\n",
-        ("test_behaviour.py::test_a_glance_is_not_fooled_by_an_address_used_again",),
+        _GLANCE,
+    ),
+    Mutation(
+        "what objects hold since a reading", "scene.py",
+        "and list(_values(self._loose)) == self._loose_values\n", "\n",
+        ("test_stale.py::test_what_is_seen_at_each_call",),
+    ),
+    Mutation(
+        "items of lists since a reading", "scene.py",
+        "and list(chain.from_iterable(self._lists)) == self._list_items\n", "\n",
+        ("test_stale.py::test_what_is_seen_at_each_call",),
     ),
     Mutation(
         "names of keys since a reading", "scene.py",
@@ -285,7 +295,7 @@ CALL = [
     Mutation(
         "an accelerator that was released", "accelerator.py",
         "aside = self._released or (self.whole", "aside = (self.whole",
-        ("test_accelerator.py::test_a_forward_that_somebody_kept_does_nothing_after_release",),
+        ("test_stale.py::test_an_accelerator_that_is_called_after_its_release_makes_no_plan",),
     ),
     Mutation(
         "an accelerator that is switched off", "accelerator.py",
@@ -295,7 +305,7 @@ CALL = [
     Mutation(
         "parts while a plan of the whole is made", "accelerator.py",
         'getattr(_thread, "building", False))', "False)",
-        ("test_parts.py::test_the_whole_is_captured_down_to_the_parts_own_forwards",),
+        ("test_parts.py::test_the_first_call_of_the_whole_runs_no_plan_of_a_part",),
     ),
     Mutation(
         "settings that build other plans", "accelerator.py",

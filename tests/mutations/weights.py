@@ -22,7 +22,7 @@ MUTATIONS = [
     Mutation(
         "parameters that are transposed in their place", "weight.py",
         "and list(map(torch.Tensor.stride, self._bound)) == self._strides\n", "\n",
-        ("test_weights.py::test_a_transposed_view_of_the_same_memory_is_not_taken_for_unchanged",),
+        ("test_regressions.py::test_a_weight_transposed_on_its_own_memory_is_seen",),
     ),
     Mutation(
         "parameters that are gone", "weight.py",
@@ -122,7 +122,7 @@ MUTATIONS = [
     Mutation(
         "plans of parts before the whole's first", "planner.py",
         'part._forget_plans("the model is captured as a whole")', "pass",
-        ("test_parts.py::test_whole_and_parts_share_the_weights_and_see_every_change",),
+        ("test_parts.py::test_the_first_call_of_the_whole_runs_no_plan_of_a_part",),
     ),
     Mutation(
         "weights of which some are away while a plan is made", "planner.py",
