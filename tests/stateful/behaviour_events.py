@@ -162,7 +162,8 @@ def root_class(w: World, rng: random.Random) -> None:
 
     # what others put over the forward, or left there, holds the class's forward as it was then; ours does not
     if "root class" in w.patches or "forward" not in w.twin.__dict__:
-        _toggle(w, "root class", put_on)
+        # a class of another package knows nobody of this one
+        _toggle(w, "root class", put_on, foreign=not cls.__module__.startswith("stateful"))
 
 
 def root_wrapped(w: World, rng: random.Random) -> None:
