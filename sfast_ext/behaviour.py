@@ -11,6 +11,7 @@ instance, and a class or an attention processor that an extension of the host br
 from __future__ import annotations
 
 import enum
+import functools
 import types
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import nn
 
 from sfast_ext import surroundings
 from sfast_ext.patches import (
+    COMMON,
     PLAIN,
     Patch,
     Place,
@@ -29,15 +31,22 @@ from sfast_ext.patches import (
     home_of,
     kept,
     knowable,
+    layers,
     methods,
+    package,
+    read_by,
     shadows,
     strangers,
     torchs_methods,
 )
+from sfast_ext.reach import names_within
 from sfast_ext.scene import LONGEST, NoScene, Scene
 from sfast_ext.slot import AcceleratedForward, is_own_forward
 
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
+_FUNCTIONS = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType, functools.partial,
+)  # fmt: skip
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # diffusers notes in a config where it was read from, and by which version it was written
 _ORIGINS = frozenset({"_name_or_path", "_diffusers_version", "_use_default_values"})
@@ -60,7 +69,9 @@ class Fingerprint:
     patches: list[Patch]
     scene: Scene
     classes: dict[type, _Class]
+    names: frozenset[str]
     around: surroundings.Surroundings
+    torchs: surroundings.Glance
 
     def holds(self) -> bool:
         """Whether everything that was read of instances, and of torch itself, is still the very same object: at a
@@ -68,15 +79,21 @@ class Fingerprint:
 
         True means that a reading would find the same in them. False does not say that it would not.
         """
-        return self.scene.holds() and surroundings.look() == self.around
+        if not self.scene.holds() or surroundings.look() != self.around:
+            return False
+        if not self.torchs.holds():
+            # something came that says nothing, as a tracer's own
+            self.torchs = surroundings.Glance(self.names, self.classes, self.around)
+        return True
 
     def looks_alike(self) -> bool:
         """A look for each call; see `Scene.looks_alike`."""
-        return self.scene.looks_alike() and surroundings.look() == self.around
+        return self.scene.looks_alike() and self.torchs.holds()
 
     def classes_hold(self, root: nn.Module) -> bool:
         """Whether a reading would find the same in the classes of all modules, and in what their methods call."""
         reader = _Reader(frozenset(), root)
+        reader.names = self.names
         return all(reader.read_class(kind) == known for kind, known in self.classes.items())
 
 
@@ -97,7 +114,7 @@ def fingerprint(
     reader = _Reader(_MECHANICS | ignored, root, transparent)
     around = surroundings.look()
     reader.surroundings(around, root)
-    reader.read("", root, is_root=True)
+    reader.read_all(root)
     return reader.fingerprint(around)
 
 
@@ -107,7 +124,7 @@ def structure(root: nn.Module, ignored: frozenset[str] = frozenset()) -> tuple[H
     Shapes and dtypes are not part of it; the weight arena knows those.
     """
     reader = _Structure(_MECHANICS | ignored, root)
-    reader.read("", root, is_root=True)
+    reader.read_all(root)
     return tuple(reader.key)
 
 
@@ -130,9 +147,33 @@ class _Reader:
         self.seen: set[int] = set()
         self.scene: Scene = Scene(skip)
         self.classes: dict[type, _Class] = {}
+        self.names: frozenset[str] = frozenset()
+        # cells of what runs
+        self.run: list[types.CellType] = []
+        # (path, module, class) of modules and of what they call
+        self.called: list[tuple[str, nn.Module, type]] = []
+        self.place: tuple[str, nn.Module] | None = None
+        # functions among attributes, and those that others put around a module
+        self.functions: dict[int, Any] = {}
 
     def fingerprint(self, around: surroundings.Surroundings) -> Fingerprint:
-        return Fingerprint(tuple(self.key), self.alive, self.patches, self.scene.seal(), self.classes, around)
+        scene = self.scene.seal(self.names, self.run)
+        torchs = surroundings.Glance(self.names, self.classes, around)
+        return Fingerprint(tuple(self.key), self.alive, self.patches, scene, self.classes, self.names, around, torchs)
+
+    def read_all(self, root: nn.Module) -> None:
+        """All modules, then the code that they run: which of it that is follows from all of it."""
+        self.read("", root, is_root=True)
+        kinds = dict.fromkeys(kind for *_, kind in self.called)
+        self.names = names_within(kinds, self.functions.values())
+        for kind in kinds:
+            self.classes[kind] = self.read_class(kind)
+            self.key += self.classes[kind].key
+        for path, module, kind in self.called:
+            self.patches += [Patch(path, module, what, f) for what, f in self.classes[kind].patches]
+        for function in self.functions.values():
+            for layer in layers(function):
+                self.key += [self.read_in(*found) for found in read_by(layer)]
 
     def surroundings(self, around: surroundings.Surroundings, root: nn.Module) -> None:
         """Note what is replaced in torch, and hooks on all modules."""
@@ -140,6 +181,7 @@ class _Reader:
             self.key.append((name, self.identity(function)))
             if name == surroundings.ATTENTION and function is not None and knowable(function):
                 # no kernel calls it, and libraries of attention are put there
+                self.functions[id(function)] = function
                 self.key += [self.kept(place, value) for place, value in kept(function)]
             else:
                 self.patches.append(Patch(name, root, "replaced", function))
@@ -149,6 +191,7 @@ class _Reader:
 
     def kept(self, place: Place, value: Any) -> Hashable:
         if isinstance(place, types.CellType):
+            self.run.append(place)
             return self.held(place)
         self.scene.name(*place)
         return value if isinstance(value, PLAIN) else self.identity(value)
@@ -161,24 +204,24 @@ class _Reader:
             return
         self.scene.module(module)
         kind: Any = type(module)
-        if kind not in self.classes:
-            self.classes[kind] = self.read_class(kind)
-            self.key += self.classes[kind].key
+        self.called.append((path, module, kind))
         attributes = module.__dict__
         present = sum(p is not None for p in attributes["_parameters"].values())
         self.key += [kind, self.kind(kind, "forward"), module.training, present]
-        self.patches += [Patch(path, module, what, function) for what, function in self.classes[kind].patches]
         if not is_root:
             self.patched(path, module)
         for name, value in attributes.items():
             if value is None or name in self.skip or isinstance(value, (torch.Tensor, AcceleratedForward)):
                 # a forward of ours may be stored by who laid another over it
                 continue
+            foreign = not isinstance(value, (type, nn.Module)) and brought(value, self.home)
             if shadows(module, name, value):
                 self.patches.append(Patch(path, module, "method", value))
-            elif not isinstance(value, (type, nn.Module)) and brought(value, self.home):
+            elif foreign:
                 self.patches.append(Patch(path, module, name, value))
+            self.place = None if foreign else (path, module)
             found = self.value(value)
+            self.place = None
             if found is not None:
                 self.key.append((name, found))
         for name, child in attributes["_modules"].items():
@@ -187,19 +230,21 @@ class _Reader:
 
     def read_class(self, kind: type) -> _Class:
         """Note the methods of a class, what they call and hold, and those that another party put there."""
-        forward: Any = kind.forward  # type: ignore[attr-defined]
+        forward: Any = getattr(kind, "forward", None)
         key: list[Hashable] = []
-        owner = next(owner for owner in kind.__mro__ if "forward" in vars(owner))
-        foreign = [forward] if brought(forward, self.home) else strangers(vars(owner)["forward"], owner)
-        found = [("class", function) for function in foreign]
-        for container, name, value in methods(kind):
-            self.scene.name(container, name)
-            plain = value is None or isinstance(value, PLAIN)
-            key.append(value if plain else self.identity(value))
-            if plain:
+        found: list[tuple[str, Any]] = []
+        if forward is not None:
+            owner = next(owner for owner in kind.__mro__ if "forward" in vars(owner))
+            foreign = [forward] if brought(forward, self.home) else strangers(vars(owner)["forward"], owner)
+            found = [("class", function) for function in foreign]
+        for container, name, value in methods(kind, self.names):
+            key.append(self.read_in(container, name, value))
+            if not callable(value):
                 continue
             if isinstance(container, type):
-                key += [self.held(cell) for cell in cells(value, container)]
+                closure = list(cells(value, container))
+                key += [self.held(cell) for cell in closure]
+                self.run += closure if name in self.names else []
             if value is forward:
                 continue
             if brought(value, self.home):
@@ -211,6 +256,24 @@ class _Reader:
             key.append(None if value is None else self.identity(value))
             found += [("function", each) for each in strangers(value, container)]
         return _Class(key, found)
+
+    def read_in(self, container: type | dict, name: str, value: Any) -> Hashable:
+        """What a method found under a name."""
+        self.scene.name(container, name)
+        if value is None or isinstance(value, PLAIN):
+            return value
+        return self.identity(value) if callable(value) else self.value(value)
+
+    def code(self, value: Any) -> None:
+        """What is called, or has methods, among a module's attributes: its code is read with all other."""
+        if isinstance(value, _FUNCTIONS):
+            if id(value) not in self.functions:
+                self.functions[id(value)] = value
+                closure = [cell for layer in layers(value) for cell in layer.__closure__ or ()]
+                self.run += closure
+                self.key += [self.held(cell) for cell in closure]
+        elif self.place is not None:
+            self.called.append((*self.place, type(value)))
 
     def held(self, cell: types.CellType) -> Hashable:
         """What a function keeps in its closure."""
@@ -231,6 +294,7 @@ class _Reader:
             if function is not None and not is_own_forward(function, module):
                 if slot != "forward" or self.transparent is None or not self.transparent(module, slot, function):
                     self.key.append((slot, self.function(function)))
+                self.functions[id(function)] = function
                 if slot == "forward":
                     self.patches.append(Patch(path, module, "forward", function))
         for slot in _HOOKS:
@@ -240,6 +304,7 @@ class _Reader:
             self.scene.hooks(hooks)
             for hook in hooks.values():
                 self.key.append((slot, self.function(hook)))
+                self.functions[id(hook)] = hook
                 self.patches.append(Patch(path, module, "hook", hook))
 
     def first_sight(self, module: nn.Module) -> bool:
@@ -277,12 +342,16 @@ class _Reader:
             # settings kept in an object, on a module or in a processor
             if not isinstance(settings, dict) or not self.look(settings, depth) or not settings:
                 return None
+            if package(type(value).__module__) not in COMMON:
+                self.code(value)
             return (type(value), tuple((k, self.value(v, depth + 1)) for k, v in settings.items()))
         # an attention processor, an activation, a callback: which it is, and what scalars it carries
-        inner = settings if depth == 0 and isinstance(settings, dict) else None
+        if not isinstance(value, type):
+            self.code(value)
+        inner = settings if depth <= 1 and isinstance(settings, dict) else None
         if inner is not None:
             self.scene.container(inner)
-        scalars = tuple((k, self.value(v, 1)) for k, v in (inner or {}).items() if not isinstance(v, torch.Tensor))
+        scalars = tuple((k, self.value(v, depth + 1)) for k, v in (inner or {}).items())
         return (self.function(value), self.kind(type(value), "__call__"), scalars)
 
     def look(self, container: dict | list, depth: int) -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.scene import content_of
+from sfast_ext.glance import content_of
+from sfast_ext.scene import LONGEST
 
 _EXTENSIONS = ("extensions", "extensions-builtin")
 # what comes with the host is known to its adapter
@@ -118,10 +119,12 @@ CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 # hosts patch these, and they compute nothing
 _KEEPS_BOOKS = frozenset({"_load_from_state_dict", "_save_to_state_dict", "reset_parameters", "extra_repr"})
 PLAIN = (bool, int, float, str)
+# calls within a package that are followed from a method
+_DEEPEST = 3
 # packages whose functions stand in for PyTorch's attention
 _ATTENTIONS = frozenset({"torch", "xformers", "flash_attn", "sageattention", "diffusers"})
-# what a decorator of anybody's may be made of
-_COMMON = frozenset({"torch", "typing_extensions", *sys.stdlib_module_names})
+COMMON = frozenset({"torch", "typing_extensions", *sys.stdlib_module_names})
+"""Packages that a decorator of anybody's may be made of."""
 
 
 def layers(function: Any) -> Iterator[FunctionType]:
@@ -141,7 +144,7 @@ def layers(function: Any) -> Iterator[FunctionType]:
 def cells(function: Any, owner: type) -> Iterator[CellType]:
     """The cells that the layers of a function have, but for those of another party's code; see `strangers`."""
     for layer in layers(function):
-        if _written_by(layer) == _top(owner.__module__):
+        if _written_by(layer) == package(owner.__module__):
             yield from layer.__closure__ or ()
 
 
@@ -151,7 +154,7 @@ def strangers(function: Any, owner: type, *, imported: bool = False) -> list[Fun
     Args:
         imported: whether what the class's own module imports counts as its own, such as the decorators of a library.
     """
-    own = _COMMON | {_top(owner.__module__)}
+    own = COMMON | {package(owner.__module__)}
     found = [layer for layer in layers(function) if _written_by(layer) not in own and not _comes_with_the_host(layer)]
     if found and imported:
         more = _imported_by(owner.__module__)
@@ -181,7 +184,7 @@ def kept(function: Any) -> Iterator[tuple[Place, Any]]:
             seen.add(id(layer))
             around = layer.__globals__
             found: list[tuple[Place, Any]] = [(cell, content_of(cell)) for cell in layer.__closure__ or ()]
-            found += [((around, name), around[name]) for name in _names(layer.__code__) & around.keys()]
+            found += [((around, name), around[name]) for name in names_in(layer.__code__) & around.keys()]
             found += [((vars(layer), name), value) for name, value in vars(layer).items()]
             yield from found
             waiting += [value for _, value in found if isinstance(value, (FunctionType, functools.partial))]
@@ -189,7 +192,7 @@ def kept(function: Any) -> Iterator[tuple[Place, Any]]:
 
 def _stays(value: Any) -> bool:
     if isinstance(value, ModuleType):
-        return _top(value.__name__) in _COMMON
+        return package(value.__name__) in COMMON
     if isinstance(value, functools.partial):
         return all(map(_stays, (value.func, *value.args, *value.keywords.values())))
     functions = (type, FunctionType, BuiltinFunctionType)
@@ -201,7 +204,8 @@ def _has_code(value: Any) -> bool:
     return callable(value) and not isinstance(value, (type, nn.Module)) and _code(value) is not None
 
 
-def _top(module: str) -> str:
+def package(module: str) -> str:
+    """The package that a module belongs to, by their names."""
     return module.partition(".")[0]
 
 
@@ -209,13 +213,13 @@ def _written_by(function: FunctionType) -> str:
     """The package whose code a function is; `__module__` would be that of what it wraps."""
     if function.__code__.co_filename.startswith("<eval_with_key>"):
         return "torch"  # a graph's code, which torch wrote
-    return _top(function.__globals__.get("__name__") or "")
+    return package(function.__globals__.get("__name__") or "")
 
 
 def _imported_by(module: str) -> frozenset[str]:
     names = vars(sys.modules[module]) if module in sys.modules else {}
     homes = (v.__name__ if isinstance(v, ModuleType) else getattr(v, "__module__", None) for v in [*names.values()])
-    return frozenset(_top(home) for home in homes if isinstance(home, str))
+    return frozenset(package(home) for home in homes if isinstance(home, str))
 
 
 def _comes_with_the_host(function: FunctionType) -> bool:
@@ -225,23 +229,30 @@ def _comes_with_the_host(function: FunctionType) -> bool:
 Found = tuple[type | dict, str, Any]
 
 
-def methods(kind: type) -> Iterator[Found]:
-    """The methods of a class, and what they find among the names of their module: functions and plain values.
+def methods(kind: type, names: frozenset[str]) -> Iterator[Found]:
+    """The methods and plain values of a class, and what those methods find among the names of their module that are
+    run: functions, plain values and containers of such.
+
+    Args:
+        names: those of the methods that are run, see `reach`.
 
     Gives (class or dictionary that holds it, name, function or value); nothing of torch's own classes.
     """
     for owner in kind.__mro__:
-        if owner.__module__.partition(".")[0] not in ("builtins", "torch"):
+        if package(owner.__module__) not in ("builtins", "torch"):
             for name, value in vars(owner).items():
                 if callable(function := getattr(value, "__func__", value)):
                     yield owner, name, function
-                    yield from _read_by(function)
+                    if name in names:
+                        yield from read_by(function)
+                elif isinstance(value, PLAIN) and not name.startswith("__"):
+                    yield owner, name, value
 
 
 def torchs_methods(kind: type) -> Iterator[tuple[type, str, Any]]:
     """The methods that a class has from torch's classes, and how a module is called: (class, name, method or None)."""
     for owner in kind.__mro__:
-        of_torch = _top(owner.__module__) == "torch" and owner is not nn.Module
+        of_torch = package(owner.__module__) == "torch" and owner is not nn.Module
         if of_torch or (owner is not nn.Module and issubclass(owner, nn.Module)):
             # a class that has none of its own may be given one
             yield from ((owner, name, vars(owner).get(name)) for name in CALLS)
@@ -251,26 +262,35 @@ def torchs_methods(kind: type) -> Iterator[tuple[type, str, Any]]:
                 yield owner, name, value
 
 
-def _read_by(function: Any, depth: int = 0) -> Iterator[Found]:
+def read_by(function: Any, depth: int = 0) -> Iterator[Found]:
+    """What a function, and those of its own package that it calls, find among the names of their modules."""
     code = getattr(function, "__code__", None)
     if code is None:
         return
-    for cell in (function.__closure__ or ()) if depth < 3 else ():
+    for cell in (function.__closure__ or ()) if depth < _DEEPEST else ():
         # a method that the host wrapped calls the one that was there
-        yield from _read_by(content_of(cell), depth + 1)
-    names, around = _names(code), function.__globals__
+        yield from read_by(content_of(cell), depth + 1)
+    names, around = names_in(code), function.__globals__
     for used in names & around.keys():
         found = around[used]
         if isinstance(found, (type, ModuleType)):
             continue
-        if callable(found) or isinstance(found, PLAIN):
+        if callable(found) or isinstance(found, PLAIN) or _of_plain(found):
             yield around, used, found
+            if isinstance(found, FunctionType) and depth < _DEEPEST and _written_by(found) == _written_by(function):
+                yield from read_by(found, depth + 1)
         elif hasattr(found, "__dict__"):
             # a stand-in for a module, such as AUTOMATIC1111 has for torch
             yield from ((vars(found), attribute, vars(found).get(attribute)) for attribute in names)
 
 
+def _of_plain(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 0 < len(items) <= LONGEST and all(isinstance(item, PLAIN) for item in items)
+
+
 @functools.lru_cache(maxsize=4096)
-def _names(code: CodeType) -> frozenset[str]:
+def names_in(code: CodeType) -> frozenset[str]:
+    """The names that code looks up, with that of functions within it."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return frozenset(code.co_names).union(*map(_names, inner))
+    return frozenset(code.co_names).union(*map(names_in, inner))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict
 from itertools import chain, repeat
 from types import CellType
 from typing import Any
@@ -12,25 +12,24 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from sfast_ext.glance import (
+    HOOKS,
+    Attributes,
+    Found,
+    Glance,
+    addresses,
+    attributes_of,
+    content_of,
+    namespace_of,
+    still,
+    values_in,
+)
+
 # items of the largest container that is read
 LONGEST = 64
-_Namespace = Mapping[str, Any]
 # readings take these by themselves
 _SLOTS = frozenset({"forward", "_old_forward"})
-_HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
-_NOTHING: frozenset[str] = frozenset()
-_NORM = {"training", "elementwise_affine", "affine", "num_channels"}
-_UNREAD: dict[type, set[str]] = {
-    nn.Linear: {"training", "in_features", "out_features"},
-    nn.Conv2d: {"training", "in_channels", "out_channels", "kernel_size", "transposed", "output_padding"},
-    nn.GroupNorm: _NORM,
-    nn.LayerNorm: _NORM,
-    nn.SiLU: {"training", "inplace"},
-    nn.Dropout: {"inplace"},
-    nn.ModuleList: {"training"},
-    nn.Sequential: {"training"},
-}
-"""Attributes that the forwards of these very classes do not read."""
+_WRITERS = (dict.__setitem__, OrderedDict.__setitem__)
 
 
 class Scene:
@@ -45,13 +44,9 @@ class Scene:
 
     def __init__(self, ignored: frozenset[str] = frozenset()) -> None:
         self._ignored = ignored - _SLOTS
-        # by the names of what is looked at: modules' attributes, and their values
-        self._alike: dict[tuple[str, ...], tuple[list[dict], list[int], list[tuple]]] = {}
+        self._modules: list[Attributes] = []
         self._loose: list[dict] = []
         self._loose_values: list[Any] = []
-        self._modules: list[nn.Module] = []
-        self._attributes: list[dict] = []
-        self._types: list[type] = []
         self._empty: list[dict | list] = []
         self._sized: list[dict | list] = []
         self._lengths: list[int] = []
@@ -83,11 +78,9 @@ class Scene:
 
     def module(self, module: nn.Module) -> None:
         """A module: its attributes, submodules and parameters, of which only those count that are None."""
-        self._modules.append(module)
-        self._types.append(type(module))
+        self._modules.append(attributes_of(module, self._ignored))
         attributes = module.__dict__
-        self._attributes.append(attributes)
-        self._hooks.append(_HOOKS(attributes))
+        self._hooks.append(HOOKS(attributes))
         self.container(attributes, loose=False)
         children, parameters = attributes["_modules"], attributes["_parameters"]
         if children:
@@ -99,14 +92,6 @@ class Scene:
         self._parameters.append(parameters)
         self._parameter_names.extend(parameters)
         self._missing.extend(map(operator.is_, dict.values(parameters), repeat(None)))
-        if not any(map(isinstance, dict.values(attributes), repeat(torch.Tensor))):
-            unread = _UNREAD.get(type(module), _NOTHING)
-            read = (name for name in attributes if name == "training" or name not in self._ignored)
-            names = tuple(name for name in read if name not in unread)
-            modules, lengths, values = self._alike.setdefault(names, ([], [], []))
-            modules.append(attributes)
-            lengths.append(len(attributes))
-            values.append(tuple(map(attributes.get, names)))
 
     def hooks(self, hooks: dict) -> None:
         """The hooks of a module."""
@@ -125,13 +110,14 @@ class Scene:
         values = list(dict.values(container) if isinstance(container, dict) else container)
         if any(map(isinstance, values, repeat(torch.Tensor))):
             self._mixed.append(container)
-            self._addresses.append(_addresses(container))
+            self._addresses.append(addresses(container))
             self._held += [value for value in (*container, *values) if not isinstance(value, torch.Tensor)]
         elif isinstance(container, dict):
             self._dicts.append(container)
             self._dict_keys.extend(container)
             self._dict_values += values
-            if loose:
+            # diffusers' configurations refuse to be written to
+            if loose and type(container).__setitem__ in _WRITERS:
                 self._loose.append(container)
                 self._loose_values += values
         else:
@@ -152,7 +138,7 @@ class Scene:
     def name(self, home: type | dict, name: str) -> None:
         """A name that a method finds in a class or in its module, or one that is not there yet."""
         _, names = self._names.setdefault(id(home), (home, {}))
-        names[name] = _namespace(home).get(name)
+        names[name] = namespace_of(home).get(name)
 
     def cell(self, cell: CellType) -> Any:
         """A cell of a function's closure; returns what it holds, None where it is empty."""
@@ -167,61 +153,54 @@ class Scene:
         function = self._kinds[kind, name] = getattr(kind, name)
         return function
 
-    def seal(self) -> Scene:
-        """To be called when all was read."""
-        self._found = _Found(self._names.values())
-        self._methods = [(kind, name, function) for (kind, name), function in self._kinds.items()]
-        self._groups = [_Alike(names, *each) for names, each in self._alike.items()]
-        # where a parameter is none, one may come; of those that are there the weight arena knows
-        lacking = [(p, name) for p in self._parameters for name, value in p.items() if value is None]
-        self._lacking, self._lacking_names = [p for p, _ in lacking], [name for _, name in lacking]
+    def seal(self, names: frozenset[str], run: list[CellType]) -> Scene:
+        """To be called when all was read.
+
+        Args:
+            names: what the code that was read can look up; see `reach`.
+            run: the cells of code that is run.
+        """
+        self._found = Found(self._names.values())
+        looked_at = {id(cell) for cell in run}
+        cells = [each for each in zip(self._cells, self._contents) if id(each[0]) in looked_at]
+        self._glance = Glance(
+            modules=[_looked_at(each, names) for each in self._modules],
+            hooks=self._hooks,
+            no_hooks=self._no_hooks,
+            next_hook=self._next_hook,
+            found=[(home, {n: v for n, v in each.items() if n in names}) for home, each in self._names.values()],
+            methods=[(kind, name, f) for (kind, name), f in self._kinds.items() if not self._names_has(kind, name)],
+            cells=([cell for cell, _ in cells], [content for _, content in cells]),
+            bare=self._bare,
+            loose=(self._loose, self._loose_values),
+            lists=(self._lists, self._list_items),
+            mixed=(self._mixed, self._addresses),
+            parameters=self._parameters,
+        )
         return self
 
+    def _names_has(self, kind: Any, name: str) -> bool:
+        _, names = self._names.get(id(kind), (kind, {}))
+        return names.get(name) is not None
+
     def looks_alike(self) -> bool:
-        """A look for each call: whether nobody added, took away or exchanged an attribute, a submodule or a hook, nor a
-        class or its methods.
-
-        What took the place of another that it is equal to is not told apart, nor a name in a container that is not a
-        module's attributes. Not seen are hooks that come without torch's handle, where there was none, and submodules
-        of a module that had none.
-        """
-        try:
-            return (
-                not any(self._bare)
-                and self._no_hooks_came()
-                and list(map(type, self._modules)) == self._types
-                and self._found.holds()
-                and all(getattr(kind, name) is function for kind, name, function in self._methods)
-                and all(map(_still, map(content_of, self._cells), self._contents))
-                and all(group.holds() for group in self._groups)
-                and list(_values(self._loose)) == self._loose_values
-                and list(chain.from_iterable(self._lists)) == self._list_items
-                and list(map(_addresses, self._mixed)) == self._addresses
-                and not any(map(operator.is_not, map(dict.get, self._lacking, self._lacking_names), repeat(None)))
-            )
-        except Exception:
-            # an attribute is gone, or holds what cannot be compared
-            return False
-
-    def _no_hooks_came(self) -> bool:
-        following = RemovableHandle.next_id
-        if following != self._next_hook:
-            if any(self._no_hooks) or list(map(_HOOKS, self._attributes)) != self._hooks:
-                return False
-            self._next_hook = following
-        return True
+        """A look for each call; see `Glance`."""
+        return self._glance.holds()
 
     def holds(self) -> bool:
         """Whether everything is the very object that it was, but for parameters that took the place of others."""
         return (
             self.looks_alike()
+            and self._found.holds()
+            and all(getattr(kind, name) is function for (kind, name), function in self._kinds.items())
+            and all(map(still, map(content_of, self._cells), self._contents))
             and not any(self._empty)
             and list(map(len, self._sized)) == self._lengths
-            and all(map(operator.is_, _keys(self._dicts), self._dict_keys))
-            and all(map(operator.is_, _values(self._dicts), self._dict_values))
+            and all(map(operator.is_, chain.from_iterable(self._dicts), self._dict_keys))
+            and all(map(operator.is_, values_in(self._dicts), self._dict_values))
             and all(map(operator.is_, chain.from_iterable(self._lists), self._list_items))
-            and all(map(operator.is_, _keys(self._parameters), self._parameter_names))
-            and list(map(operator.is_, _values(self._parameters), repeat(None))) == self._missing
+            and all(map(operator.is_, chain.from_iterable(self._parameters), self._parameter_names))
+            and list(map(operator.is_, values_in(self._parameters), repeat(None))) == self._missing
             and all(len(container) > LONGEST for container in self._long)
         )
 
@@ -249,83 +228,13 @@ class NoScene(Scene):
         return content_of(cell)
 
 
-def content_of(cell: CellType) -> Any:
-    """What a closure's cell holds; None where it is empty."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
+def _runs_torchs_code(kind: type) -> bool:
+    """Whether a class has methods of torch's classes, which name attributes too, beside those of every module."""
+    return any(o.__module__.partition(".")[0] == "torch" and o is not nn.Module for o in kind.__mro__)
 
 
-def _still(content: Any, noted: Any) -> bool:
-    return content is noted or (isinstance(content, torch.Tensor) and id(content) == noted)
-
-
-class _Alike:
-    """The attributes of modules that have the same ones, and what of them is read."""
-
-    def __init__(self, names: tuple[str, ...], modules: list[dict], lengths: list[int], values: list[tuple]) -> None:
-        self._modules, self._lengths = modules, lengths
-        self._get = operator.itemgetter(*names) if names else None
-        # of a single name it gives no tuple
-        self._values = values if len(names) != 1 else [value for (value,) in values]
-
-    def holds(self) -> bool:
-        if list(map(len, self._modules)) != self._lengths:
-            return False
-        return self._get is None or list(map(self._get, self._modules)) == self._values
-
-
-class _Found:
-    """Names of namespaces, and what they stood for; those that were not there are to stay away."""
-
-    def __init__(self, homes: Iterable[tuple[type | dict, dict[str, Any]]]) -> None:
-        self._singles: list[tuple[_Namespace, str]] = []
-        self._gets: list[tuple[Callable[[Any], tuple], _Namespace]] = []
-        self._absent: list[Callable[[Any], bool]] = []
-        self._views: list[Any] = []
-        single: list[Any] = []
-        several: list[Any] = []
-        for home, names in homes:
-            namespace = _namespace(home)
-            # one that is there may be None
-            there = {name: value for name, value in names.items() if value is not None or name in namespace}
-            if len(there) == 1:
-                self._singles.append((namespace, next(iter(there))))
-                single += there.values()
-            elif there:
-                self._gets.append((operator.itemgetter(*there), namespace))
-                several += there.values()
-            absent = frozenset(names).difference(there)
-            if absent:
-                # the shorter of the two is gone through
-                few = len(absent) < len(namespace)
-                self._absent.append(namespace.keys().isdisjoint if few else absent.isdisjoint)
-                self._views.append(absent if few else namespace.keys())
-        self._values = single + several
-
-    def holds(self) -> bool:
-        now = [namespace[name] for namespace, name in self._singles]
-        for get, namespace in self._gets:
-            now += get(namespace)
-        if not all(map(operator.is_, now, self._values)):
-            return False
-        return all(stay(view) for stay, view in zip(self._absent, self._views))
-
-
-def _namespace(home: type | dict) -> _Namespace:
-    return home if isinstance(home, dict) else vars(home)
-
-
-def _keys(containers: list[dict]) -> chain:
-    return chain.from_iterable(containers)
-
-
-def _values(containers: list[dict]) -> chain:
-    return chain.from_iterable(map(dict.values, containers))
-
-
-def _addresses(container: dict | list) -> tuple[int, ...]:
-    if isinstance(container, dict):
-        return (*map(id, container), *map(id, dict.values(container)))
-    return tuple(map(id, container))
+def _looked_at(attributes: Attributes, names: frozenset[str]) -> Attributes:
+    if _runs_torchs_code(attributes.kind):
+        return attributes
+    kept = [(name, value) for name, value in zip(attributes.names, attributes.values) if name in names]
+    return attributes._replace(names=tuple(name for name, _ in kept), values=tuple(value for _, value in kept))

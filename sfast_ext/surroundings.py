@@ -7,14 +7,14 @@ known by that code.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as _modules
 
-from sfast_ext.patches import CALLS, layers, strangers
+from sfast_ext.patches import CALLS, layers, names_in, package, strangers
 
 ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
 _HOOKS: tuple[dict[int, Any], ...] = (_modules._global_forward_hooks, _modules._global_forward_pre_hooks)
@@ -81,6 +81,75 @@ def look() -> Surroundings:
     if not _last.holds():
         _last = Surroundings()
     return _last
+
+
+class Glance:
+    """A look for each call at the functions of torch that some code can reach, and at hooks on all modules.
+
+    Args:
+        names: what the code can look up, see `reach`.
+        kinds: the classes whose code it is; of torch's own among them, names are collected here.
+        around: what was found by a look before that.
+    """
+
+    def __init__(self, names: frozenset[str], kinds: Iterable[type], around: Surroundings) -> None:
+        self._hooks = around.hooks
+        wanted = _reached(names.union(*map(_names_of_torchs, kinds)))
+        spaces = [(space, sorted(wanted & inner & space.keys())) for space, inner in _SPACES.values()]
+        # of a single name it gives no tuple
+        self._gets = [(operator.itemgetter(found[0], *found), space) for space, found in spaces if found]
+        # a method that tensors inherit is overridden by one of the same name
+        self._own = len(vars(torch.Tensor))
+        self._found = self._now()
+        # what changed since `around` was found must not pass for it
+        self._true = look() == around
+
+    def _now(self) -> list[Any]:
+        return [each for get, space in self._gets for each in get(space)]
+
+    def holds(self) -> bool:
+        """Whether none of them changed; microseconds."""
+        try:
+            still = self._true and self._hooks_hold() and len(vars(torch.Tensor)) == self._own
+            return still and self._now() == self._found
+        except Exception:
+            # one is gone, or cannot be compared
+            return False
+
+    def _hooks_hold(self) -> bool:
+        """Whether the same hooks are on all modules."""
+        return self._hooks == _hooks() if self._hooks else not any(_HOOKS)
+
+
+def _names_of_torchs(kind: type) -> frozenset[str]:
+    owners = (owner for owner in kind.__mro__ if package(owner.__module__) == "torch" and owner is not nn.Module)
+    methods = (layer for owner in owners for value in vars(owner).values() for layer in layers(value))
+    return frozenset(name for layer in methods for name in names_in(layer.__code__))
+
+
+def _reached(names: frozenset[str]) -> frozenset[str]:
+    """The names in torch that code can reach, from the names that it looks up itself."""
+    # operators, which no code names
+    special = {name for name, f in vars(torch.Tensor).items() if name.startswith("__") and callable(f)}
+    waiting = [*names, *special, *CALLS]
+    found: set[str] = set()
+    seen: set[Any] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for space, _ in _SPACES.values():
+            functions = [space[name]] if name in space else []
+            while functions:
+                for layer in layers(functions.pop()):
+                    if layer in seen:
+                        continue
+                    seen.add(layer)
+                    inner = names_in(layer.__code__)
+                    waiting += inner
+                    functions += [layer.__globals__[n] for n in inner & layer.__globals__.keys()]
+    return frozenset(found)
 
 
 def _hooks() -> tuple[Any, ...]:

@@ -47,6 +47,7 @@ class Attention(nn.Module):
         self.learned = LearnedProcessor(1.0)
 
     def attend(self, x):
+        assert getattr(self, "odd", None) is None or getattr(self, "even", None) is None
         q = self.to_q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         out = nn.functional.scaled_dot_product_attention(q, q, q) * self.scale
         return self.to_out(out.transpose(1, 2).flatten(2))

@@ -34,7 +34,7 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.second(nn.functional.silu(self.first(x))) * self.gain).t()
+        return (self.second(nn.functional.silu(self.first(x))) * self.gain * getattr(self, "scale", 1.0)).t()
 
 
 class Louder(Net):

@@ -10,6 +10,8 @@ _GLANCE = ("test_stale.py::test_what_a_reading_sees_a_glance_sees_too",)
 _LATE = ("test_behaviour.py::test_within_a_generation_a_late_patch_is_seen",)
 _AHEAD = ("test_ahead.py::test_a_change_before_any_call_is_in_its_result",)
 _CALLED = ("test_behaviour.py::test_what_the_methods_of_a_class_call_is_read",)
+_SEEN = "test_reach.py::test_it_is_seen_at_the_very_next_call"
+_TORCHS = "test_reach.py::test_what_torchs_code_reaches_is_seen_at_each_call"
 _REPLACED = ("test_surroundings.py::test_while_a_function_is_replaced_the_original_runs_and_no_plan_is_made_or_lost",)
 
 SIGNATURE = [
@@ -174,48 +176,124 @@ BEHAVIOUR = [
     ),
     Mutation(
         "a look at torch after a reading", "behaviour.py",
-        "return self.scene.holds() and surroundings.look() == self.around", "return self.scene.holds()",
+        "if not self.scene.holds() or surroundings.look() != self.around:", "if not self.scene.holds():",
         _REPLACED,
     ),
     Mutation(
         "a look at torch within a generation", "behaviour.py",
-        "return self.scene.looks_alike() and surroundings.look() == self.around", "return self.scene.looks_alike()",
+        "return self.scene.looks_alike() and self.torchs.holds()", "return self.scene.looks_alike()",
         ("test_stale.py::test_within_a_generation_a_function_that_is_replaced_is_seen",),
     ),
     Mutation(
-        "a class exchanged since a reading", "scene.py",
-        "and list(map(type, self._modules)) == self._types\n", "\n",
+        "a class exchanged since a reading", "glance.py",
+        "now == self._values and list(map(type, chain(now, self._roots))) == self._kinds", "now == self._values",
         _LATE,
     ),
     Mutation(
-        "hooks since a reading", "scene.py",
+        "hooks since a reading", "glance.py",
         "and self._no_hooks_came()\n", "\n",
         _LATE,
     ),
     Mutation(
-        "attributes since a reading", "scene.py",
-        "and all(group.holds() for group in self._groups)\n", "\n",
+        "attributes since a reading", "glance.py",
+        "and all(row.holds() for row in self._rows)\n", "\n",
         ("test_stale.py::test_what_is_seen_at_each_call",),
     ),
     Mutation(
         "containers since a reading", "scene.py",
-        "and all(map(operator.is_, _values(self._dicts), self._dict_values))\n", "\n",
+        "and all(map(operator.is_, values_in(self._dicts), self._dict_values))\n", "\n",
         _GLANCE,
     ),
     Mutation(
-        "what objects hold since a reading", "scene.py",
-        "and list(_values(self._loose)) == self._loose_values\n", "\n",
+        "what objects hold since a reading", "glance.py",
+        "now == self._values and list(map(type, chain(now, self._roots))) == self._kinds",
+        "list(map(type, chain(now, self._roots))) == self._kinds",
         ("test_stale.py::test_what_is_seen_at_each_call",),
     ),
     Mutation(
-        "items of lists since a reading", "scene.py",
-        "and list(chain.from_iterable(self._lists)) == self._list_items\n", "\n",
+        "items of lists since a reading", "glance.py",
+        "and list(chain.from_iterable(self._lists)) == self._items\n", "\n",
         ("test_stale.py::test_what_is_seen_at_each_call",),
     ),
     Mutation(
         "names of keys since a reading", "scene.py",
-        "and all(map(operator.is_, _keys(self._dicts), self._dict_keys))\n", "\n",
+        "and all(map(operator.is_, chain.from_iterable(self._dicts), self._dict_keys))\n", "\n",
         _GLANCE,
+    ),
+    Mutation(
+        "attributes that come since a reading", "glance.py",
+        "if list(map(len, self._homes)) != self._lengths:", "if False:",
+        ("test_midway.py::test_it_is_seen_at_the_very_next_call[a forward]",),
+    ),
+    Mutation(
+        "names in modules and classes since a reading", "glance.py",
+        "and self._found.holds()\n", "\n",
+        (f"{_SEEN}[a number in the module of a helper's helper]", f"{_SEEN}[a number of its class]"),
+    ),
+    Mutation(
+        "closures since a reading", "glance.py",
+        "and all(map(still, map(content_of, self._cells), self._contents))\n", "\n",
+        ("test_patches.py::test_state_in_the_closure_of_a_class_patched_by_its_own_package_is_in_the_key",),
+    ),
+    Mutation(
+        "what a processor's class reads", "behaviour.py",
+        "self.called.append((*self.place, type(value)))", "pass",
+        (f"{_SEEN}[a number of its class]",),
+    ),
+    Mutation(
+        "what a function among the attributes holds", "behaviour.py",
+        "self.key += [self.held(cell) for cell in closure]", "pass",
+        (f"{_SEEN}[what the closure of a function among the attributes holds]",),
+    ),
+    Mutation(
+        "what a processor's processor holds", "behaviour.py",
+        "if depth <= 1 and isinstance(settings, dict)", "if depth == 0 and isinstance(settings, dict)",
+        (f"{_SEEN}[a number of what the processor calls]",),
+    ),
+    Mutation(
+        "functions that a method's functions call", "patches.py",
+        "if isinstance(found, FunctionType) and depth < _DEEPEST and", "if False and",
+        (f"{_SEEN}[a number in the module of a helper's helper]",),
+    ),
+    Mutation(
+        "containers in a method's module", "patches.py",
+        "isinstance(found, PLAIN) or _of_plain(found):", "isinstance(found, PLAIN):",
+        (f"{_SEEN}[a dictionary in the module of the processor's class]",),
+    ),
+    Mutation(
+        "plain values of classes", "patches.py",
+        'elif isinstance(value, PLAIN) and not name.startswith("__"):', "elif False:",
+        (f"{_SEEN}[a number of its class]",),
+    ),
+    Mutation(
+        "names that are strings elsewhere", "reach.py",
+        "self._waiting += _strings(value)", "pass",
+        (f"{_SEEN}[an attribute that is read by a name elsewhere]",),
+    ),
+    Mutation(
+        "names in properties", "reach.py",
+        "if isinstance(value, property):", "if False:",
+        (f"{_SEEN}[an attribute that a property reads]",),
+    ),
+    Mutation(
+        "what torch's own functions call", "surroundings.py",
+        "waiting += inner\n", "\n",
+        (f"{_TORCHS}[by a function that torch's function calls]",),
+    ),
+    Mutation(
+        "operators of tensors", "surroundings.py",
+        "waiting = [*names, *special, *CALLS]", "waiting = [*names, *CALLS]",
+        (f"{_TORCHS}[by an operator]",),
+    ),
+    Mutation(
+        "what changed in torch while it was read", "surroundings.py",
+        "self._true = look() == around", "self._true = True",
+        ("test_reach.py::test_what_changes_while_it_is_read_is_not_taken_for_what_was_read",),
+    ),
+    Mutation(
+        "methods that tensors are given", "surroundings.py",
+        " and len(vars(torch.Tensor)) == self._own\n", "\n",
+        ("test_reach.py::test_what_says_nothing_in_torch_is_looked_at_once",),
     ),
     Mutation(
         "classes at the begin of a generation", "behaviour_keys.py",

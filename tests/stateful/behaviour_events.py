@@ -58,7 +58,7 @@ class LoraLinear(nn.Module):
         return self.base_layer(x) + nn.functional.linear(x, self.weight_b) * self.scaling
 
 
-def _toggle(w: World, name: str, put_on: Callable[[], Callable[[], None]], *, foreign: bool = False) -> None:
+def toggle(w: World, name: str, put_on: Callable[[], Callable[[], None]], *, foreign: bool = False) -> None:
     """Put a patch on, or take it off where it is on."""
     if name in w.patches:
         w.patches.pop(name)()
@@ -70,7 +70,7 @@ def _toggle(w: World, name: str, put_on: Callable[[], Callable[[], None]], *, fo
     w.behaves_otherwise()
 
 
-def _both(w: World, put_on: Callable[[nn.Module], Callable[[], None]]) -> Callable[[], None]:
+def both(w: World, put_on: Callable[[nn.Module], Callable[[], None]]) -> Callable[[], None]:
     undo: list[Callable[[], None]] = []
     w.both(lambda m: undo.append(put_on(m)))
     return lambda: [u() for u in undo] and None
@@ -100,7 +100,7 @@ def instance_forward(w: World, rng: random.Random) -> None:
         return undo
 
     if not any(name.startswith("accelerate inside") for name in w.patches):
-        _toggle(w, "instance forward", lambda: _both(w, put_on), foreign=not vouched)
+        toggle(w, "instance forward", lambda: both(w, put_on), foreign=not vouched)
 
 
 def class_forward(w: World, rng: random.Random) -> None:
@@ -132,7 +132,7 @@ def class_forward(w: World, rng: random.Random) -> None:
 
         return undo
 
-    _toggle(w, "class forward", put_on, foreign=foreign)
+    toggle(w, "class forward", put_on, foreign=foreign)
 
 
 def written_elsewhere(function: Any) -> Any:
@@ -163,7 +163,7 @@ def root_class(w: World, rng: random.Random) -> None:
     # what others put over the forward, or left there, holds the class's forward as it was then; ours does not
     if "root class" in w.patches or "forward" not in w.twin.__dict__:
         # a class of another package knows nobody of this one
-        _toggle(w, "root class", put_on, foreign=not cls.__module__.startswith("stateful"))
+        toggle(w, "root class", put_on, foreign=not cls.__module__.startswith("stateful"))
 
 
 def root_wrapped(w: World, rng: random.Random) -> None:
@@ -184,7 +184,7 @@ def root_wrapped(w: World, rng: random.Random) -> None:
         return undo
 
     if not {"accelerate outside", "root class"} & set(w.patches):
-        _toggle(w, "root wrapped", lambda: _both(w, put_on))
+        toggle(w, "root wrapped", lambda: both(w, put_on))
 
 
 def _hook(w: World, name: str, path: str, factor: float, *, pre: bool, vouched: bool) -> None:
@@ -198,7 +198,7 @@ def _hook(w: World, name: str, path: str, factor: float, *, pre: bool, vouched: 
         register = module.register_forward_pre_hook if pre else module.register_forward_hook
         return register(function).remove
 
-    _toggle(w, name, lambda: _both(w, put_on), foreign=bool(path) and not vouched)
+    toggle(w, name, lambda: both(w, put_on), foreign=bool(path) and not vouched)
 
 
 def hook(w: World, rng: random.Random) -> None:
@@ -246,7 +246,7 @@ def processor(w: World, rng: random.Random) -> None:
 
         return undo
 
-    _toggle(w, "processor", lambda: _both(w, put_on), foreign=how == "tensor")
+    toggle(w, "processor", lambda: both(w, put_on), foreign=how == "tensor")
 
 
 def submodule_replaced(w: World, rng: random.Random) -> None:
@@ -320,7 +320,7 @@ def _accelerates_hook(w: World, name: str, path: str) -> None:
         add_hook_to_module(module, _Counting())
         return lambda: remove_hook_from_module(module) and None
 
-    _toggle(w, name, lambda: _both(w, put_on), foreign=bool(path))
+    toggle(w, name, lambda: both(w, put_on), foreign=bool(path))
 
 
 def accelerates_hook_outside(w: World, rng: random.Random) -> None:

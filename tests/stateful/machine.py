@@ -12,7 +12,7 @@ from torch import nn
 
 from sfast_ext import Config
 from sfast_ext.graph_pool import pool_of
-from stateful import behaviour_events, fault_events, ground, stack_events, thread_events, weight_events
+from stateful import behaviour_events, fault_events, ground, package_events, stack_events, thread_events, weight_events
 from stateful.compare import Wrong
 from stateful.ground import Ground
 from stateful.nets import STYLES, TIMESTEPS
@@ -163,6 +163,7 @@ OWN: dict[Event, int] = {
 # How often each comes, of so many as there are: most are to be such that plans outlive, or all would be captures.
 ANYWHERE = {
     **OWN, **fault_events.EVENTS, **weight_events.EVENTS, **behaviour_events.EVENTS, **stack_events.EVENTS,
+    **package_events.EVENTS,
 }  # fmt: skip
 EVENTS = {**ANYWHERE, **stack_events.CPU_EVENTS, **thread_events.CPU_EVENTS}
 GPU_EVENTS = {

@@ -1,0 +1,257 @@
+"""A look for each call at what a forward reads: whether it is still what a reading found, in a handful of calls."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, repeat
+from types import CellType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
+_NOTHING: frozenset[str] = frozenset()
+_NORM = frozenset({"training", "elementwise_affine", "affine", "num_channels"})
+_UNREAD: dict[type, frozenset[str]] = {
+    nn.Linear: frozenset({"training", "in_features", "out_features"}),
+    nn.Conv2d: frozenset({"training", "in_channels", "out_channels", "kernel_size", "transposed", "output_padding"}),
+    nn.GroupNorm: _NORM,
+    nn.LayerNorm: _NORM,
+    nn.SiLU: frozenset({"training", "inplace"}),
+    nn.Dropout: frozenset({"inplace"}),
+    nn.ModuleList: frozenset({"training"}),
+    nn.Sequential: frozenset({"training"}),
+}
+"""Attributes that the forwards of these very classes do not read."""
+_UNREAD_WHILE: dict[type, tuple[str, Any, frozenset[str]]] = {
+    nn.Conv2d: ("padding_mode", "zeros", frozenset({"_reversed_padding_repeated_twice"})),
+    nn.Dropout: ("p", 0.0, frozenset({"training"})),
+}
+"""(attribute, value, what they do not read while it has that value)."""
+# modules with the same attributes, from which on they are read together
+_FEW = 4
+
+Namespace = Mapping[str, Any]
+
+
+class Attributes(NamedTuple):
+    """Of one module: its class and its dictionary, the names of what is read, and what they stood for."""
+
+    module: nn.Module
+    kind: type
+    length: int
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+
+def attributes_of(module: nn.Module, ignored: frozenset[str]) -> Attributes:
+    """What a look reads of a module's attributes: none where tensors are among them, which are told by address.
+
+    Args:
+        ignored: names that say nothing, whatever they are exchanged for.
+    """
+    home = module.__dict__
+    if any(map(isinstance, dict.values(home), repeat(torch.Tensor))):
+        return Attributes(module, type(module), len(home), (), ())
+    unread = _UNREAD.get(type(module), _NOTHING)
+    name, value, more = _UNREAD_WHILE.get(type(module), ("", None, _NOTHING))
+    if name and home.get(name) == value:
+        unread = unread | more
+    names = tuple(n for n in home if n not in unread and (n == "training" or n not in ignored))
+    return Attributes(module, type(module), len(home), names, tuple(map(home.get, names)))
+
+
+class Glance:
+    """What is looked at for each call.
+
+    What took the place of another that it is equal to is not told apart, nor a name in a container that is not a
+    module's attributes. Not seen are hooks that come without torch's handle, where there was none, submodules of a
+    module that had none, and whatever has a name that no code of the forward looks up.
+
+    Args:
+        modules: all of them; see `attributes_of`.
+        hooks: their containers of hooks, of which `no_hooks` are the empty ones.
+        next_hook: the number of torch's next handle when the first hook was looked for.
+        found: what methods that run found in classes and in their modules, by name.
+        methods: (class, name, method).
+        cells: of closures, and what is in them.
+        bare: containers that are to stay empty.
+        loose: containers and their values.
+        lists: the same.
+        mixed: containers of tensors, and the addresses of what is in them.
+        parameters: by modules.
+    """
+
+    def __init__(
+        self,
+        *,
+        modules: list[Attributes],
+        hooks: list[tuple[dict, dict]],
+        no_hooks: list[dict],
+        next_hook: int,
+        found: Iterable[tuple[type | dict, dict[str, Any]]],
+        methods: list[tuple[Any, str, Any]],
+        cells: tuple[list[CellType], list[Any]],
+        bare: list[dict | list],
+        loose: tuple[list[dict], list[Any]],
+        lists: tuple[list[list], list[Any]],
+        mixed: tuple[list[dict | list], list[tuple[int, ...]]],
+        parameters: list[dict],
+    ) -> None:
+        self._hooks, self._no_hooks, self._next_hook = hooks, no_hooks, next_hook
+        self._homes = [each.module.__dict__ for each in modules]
+        self._rows = _rows(modules)
+        self._found = Found(found)
+        self._methods, (self._cells, self._contents) = methods, cells
+        self._bare, (self._lists, self._items) = bare, lists
+        # views, which are made once
+        self._loose, self._values = [dict.values(each) for each in loose[0]], loose[1]
+        children = set(map(id, self._values))
+        self._roots = [each.module for each in modules if id(each.module) not in children]
+        kinds = {id(each.module): each.kind for each in modules}
+        self._kinds = [kinds.get(id(each), type(each)) for each in (*self._values, *self._roots)]
+        self._mixed, self._addresses = mixed
+        # where a parameter is none, one may come; of those that are there the weight arena knows
+        lacking: dict[str, list[dict]] = {}
+        for each in parameters:
+            for name in (name for name, value in each.items() if value is None):
+                lacking.setdefault(name, []).append(each)
+        self._lacking = [(operator.itemgetter(name), each) for name, each in lacking.items()]
+
+    def holds(self) -> bool:
+        """Whether nobody added, took away or exchanged an attribute, a submodule or a hook, nor a class or a method."""
+        try:
+            return (
+                not any(self._bare)
+                and self._no_hooks_came()
+                and self._found.holds()
+                and all(getattr(kind, name) is function for kind, name, function in self._methods)
+                and all(map(still, map(content_of, self._cells), self._contents))
+                and self._children_hold()
+                and all(row.holds() for row in self._rows)
+                and list(chain.from_iterable(self._lists)) == self._items
+                and list(map(addresses, self._mixed)) == self._addresses
+                and all(list(map(get, each)).count(None) == len(each) for get, each in self._lacking)
+            )
+        except Exception:
+            # an attribute is gone, or holds what cannot be compared
+            return False
+
+    def _children_hold(self) -> bool:
+        now = list(chain.from_iterable(self._loose))
+        return now == self._values and list(map(type, chain(now, self._roots))) == self._kinds
+
+    def _no_hooks_came(self) -> bool:
+        following = RemovableHandle.next_id
+        if following != self._next_hook:
+            if any(self._no_hooks) or list(map(HOOKS, self._homes)) != self._hooks:
+                return False
+            self._next_hook = following
+        return True
+
+
+class _Row:
+    """Modules of which the same attributes are read: all that is looked at of some before the next ones."""
+
+    def __init__(self, names: tuple[str, ...], modules: list[Attributes]) -> None:
+        self._homes, self._lengths = [each.module.__dict__ for each in modules], [each.length for each in modules]
+        self._get = operator.itemgetter(*names) if names else None
+        # of a single name it gives no tuple
+        self._values = [each.values[0] if len(names) == 1 else each.values for each in modules]
+
+    def holds(self) -> bool:
+        if list(map(len, self._homes)) != self._lengths:
+            return False
+        return self._get is None or list(map(self._get, self._homes)) == self._values
+
+
+class _Few:
+    """Modules of which hardly another has the same attributes."""
+
+    def __init__(self, modules: list[Attributes]) -> None:
+        self._all = _Row((), modules)
+        read = [each for each in modules if each.names]
+        self._gets = [(operator.itemgetter(*each.names), each.module.__dict__) for each in read]
+        self._values = [each.values[0] if len(each.names) == 1 else each.values for each in read]
+
+    def holds(self) -> bool:
+        return self._all.holds() and [get(home) for get, home in self._gets] == self._values
+
+
+def _rows(modules: list[Attributes]) -> list[_Row | _Few]:
+    rows: dict[tuple[str, ...], list[Attributes]] = {}
+    for each in modules:
+        rows.setdefault(each.names, []).append(each)
+    few = [each for alike in rows.values() if len(alike) < _FEW for each in alike]
+    return [*(_Row(names, alike) for names, alike in rows.items() if len(alike) >= _FEW), _Few(few)]
+
+
+class Found:
+    """Names of namespaces, and what they stood for; those that were not there are to stay away."""
+
+    def __init__(self, homes: Iterable[tuple[type | dict, dict[str, Any]]]) -> None:
+        self._singles: list[tuple[Namespace, str]] = []
+        self._gets: list[tuple[Callable[[Any], tuple], Namespace]] = []
+        self._absent: list[Callable[[Any], bool]] = []
+        self._views: list[Any] = []
+        single: list[Any] = []
+        several: list[Any] = []
+        for home, names in homes:
+            namespace = namespace_of(home)
+            # one that is there may be None
+            there = {name: value for name, value in names.items() if value is not None or name in namespace}
+            if len(there) == 1:
+                self._singles.append((namespace, next(iter(there))))
+                single += there.values()
+            elif there:
+                self._gets.append((operator.itemgetter(*there), namespace))
+                several += there.values()
+            absent = frozenset(names).difference(there)
+            if absent:
+                # the shorter of the two is gone through
+                few = len(absent) < len(namespace)
+                self._absent.append(namespace.keys().isdisjoint if few else absent.isdisjoint)
+                self._views.append(absent if few else namespace.keys())
+        self._values = single + several
+
+    def holds(self) -> bool:
+        """Whether they stand for the same."""
+        now = [namespace[name] for namespace, name in self._singles]
+        for get, namespace in self._gets:
+            now += get(namespace)
+        if not all(map(operator.is_, now, self._values)):
+            return False
+        return all(stay(view) for stay, view in zip(self._absent, self._views))
+
+
+def namespace_of(home: type | dict) -> Namespace:
+    """The names of a class, or of what is one already."""
+    return home if isinstance(home, dict) else vars(home)
+
+
+def values_in(containers: list[dict]) -> chain:
+    """The values of dictionaries, one after another."""
+    return chain.from_iterable(map(dict.values, containers))
+
+
+def addresses(container: dict | list) -> tuple[int, ...]:
+    """Of what is in a container."""
+    if isinstance(container, dict):
+        return (*map(id, container), *map(id, dict.values(container)))
+    return tuple(map(id, container))
+
+
+def content_of(cell: CellType) -> Any:
+    """What a closure's cell holds; None where it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def still(content: Any, noted: Any) -> bool:
+    """Whether a cell holds what was noted: a tensor by its address."""
+    return content is noted or (isinstance(content, torch.Tensor) and id(content) == noted)

@@ -1,0 +1,132 @@
+"""Which names the code of a forward can look up.
+
+An attribute, a method or a global of another name cannot change what that code computes, so a look for each call leaves
+it out; a reading, once a generation, does not. Names are those that code objects list, and strings that `getattr` may
+be given: constants, defaults of arguments, and strings among the globals. A name that is put together while the code
+runs is not found.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from sfast_ext.patches import CALLS, COMMON, layers, package
+
+_FIRST = frozenset({"forward", "_old_forward", "training", *CALLS})
+# Python calls the other special methods by syntax, which no code object names
+_OF_OBJECTS = frozenset(
+    {
+        "__init__", "__new__", "__del__", "__init_subclass__", "__class_getitem__", "__repr__", "__str__", "__dir__",
+        "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__", "__delattr__",
+    }
+)  # fmt: skip
+
+
+def names_within(kinds: Iterable[type], functions: Iterable[Any]) -> frozenset[str]:
+    """The names that forwards of some classes can look up.
+
+    Args:
+        kinds: the classes of the modules, and of the objects that they call.
+        functions: what else runs within them, such as hooks.
+    """
+    walk = _Walk()
+    for kind in kinds:
+        walk.add_class(kind)
+    for function in functions:
+        walk.add(function)
+    walk.follow(_FIRST)
+    return frozenset(walk.names)
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._methods: dict[str, list[Any]] = {}
+        self._owners: set[type] = set()
+        self._seen: set[FunctionType] = set()
+        self._waiting: list[str] = []
+
+    def add_class(self, kind: type) -> None:
+        """Methods, which run when their name is looked up."""
+        for owner in kind.__mro__:
+            if owner in self._owners or package(owner.__module__) in COMMON or owner is object:
+                continue
+            self._owners.add(owner)
+            for name, value in vars(owner).items():
+                for function in _functions(value):
+                    self._methods.setdefault(name, []).append(function)
+                    special = name.startswith("__") and name.endswith("__") and name not in _OF_OBJECTS
+                    if special or name in self.names:
+                        self.add(function)
+
+    def add(self, function: Any) -> None:
+        """A function that runs, those that it is made of, and those that they find among their globals."""
+        for layer in layers(function):
+            if layer in self._seen:
+                continue
+            self._seen.add(layer)
+            names, around = _names(layer.__code__), layer.__globals__
+            self._waiting += names
+            self._waiting += _strings(layer.__defaults__)
+            self._waiting += _strings((layer.__kwdefaults__ or {}).values())
+            for name in names & around.keys():
+                self._add_global(around[name], names)
+
+    def _add_global(self, value: Any, names: frozenset[str]) -> None:
+        if isinstance(value, (str, tuple, list, frozenset, set)):
+            self._waiting += _strings(value)
+        elif isinstance(value, type):
+            self.add_class(value)
+        elif isinstance(value, ModuleType):
+            if package(value.__name__) not in COMMON:
+                for name in names & vars(value).keys():
+                    inner = vars(value)[name]
+                    if not isinstance(inner, ModuleType):
+                        self._add_global(inner, names)
+        elif isinstance(value, FunctionType) and package(value.__module__ or "") in COMMON:
+            pass
+        elif callable(value):
+            self.add(value)
+
+    def follow(self, names: Iterable[str]) -> None:
+        """What runs when these names are looked up, and so on."""
+        self._waiting += names
+        while self._waiting:
+            name = self._waiting.pop()
+            if name not in self.names:
+                self.names.add(name)
+                for function in self._methods.get(name, ()):
+                    self.add(function)
+
+
+def _functions(value: Any) -> Iterator[Any]:
+    """What an attribute of a class runs: a method, the functions of a property."""
+    if isinstance(value, property):
+        yield from filter(None, (value.fget, value.fset))
+    elif isinstance(value, functools.cached_property):
+        yield value.func
+    elif callable(function := getattr(value, "__func__", value)):
+        yield function
+
+
+@functools.lru_cache(maxsize=8192)
+def _names(code: CodeType) -> frozenset[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(code.co_names).union(_strings(code.co_consts), *map(_names, inner))
+
+
+def _strings(values: Any) -> list[str]:
+    """The identifiers among constants, some of which are tuples of them."""
+    if isinstance(values, str):
+        values = (values,)
+    found: list[str] = []
+    for value in values or ():
+        if isinstance(value, str):
+            if value.isidentifier():
+                found.append(value)
+        elif isinstance(value, (tuple, frozenset)):
+            found += _strings(value)
+    return found
