@@ -340,10 +340,12 @@ class _Reader:
         settings = getattr(value, "__dict__", None)
         if not callable(value):
             # settings kept in an object, on a module or in a processor
-            if not isinstance(settings, dict) or not self.look(settings, depth) or not settings:
+            if not isinstance(settings, dict):
                 return None
             if package(type(value).__module__) not in COMMON:
                 self.code(value)
+            if not self.look(settings, depth) or not settings:
+                return None
             return (type(value), tuple((k, self.value(v, depth + 1)) for k, v in settings.items()))
         # an attention processor, an activation, a callback: which it is, and what scalars it carries
         if not isinstance(value, type):

@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from logging import Logger
 from pathlib import PurePath
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -273,7 +274,8 @@ def read_by(function: Any, depth: int = 0) -> Iterator[Found]:
     names, around = names_in(code), function.__globals__
     for used in names & around.keys():
         found = around[used]
-        if isinstance(found, (type, ModuleType)):
+        if isinstance(found, (type, ModuleType, Logger)) or used.startswith("__"):
+            # an attribute called __name__ is no global, and a logger computes nothing
             continue
         if callable(found) or isinstance(found, PLAIN) or _of_plain(found):
             yield around, used, found

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 import threading
 from dataclasses import replace
 
@@ -486,13 +485,12 @@ def test_what_was_refused_is_looked_at_again_when_the_behaviour_changes(ticks):
     assert counters(acc)["captures"] == 1 and counters(acc)["eager_runs"] == 3
 
 
-def activation(x):
-    return nn.functional.silu(x)
+REGISTERED = {"activation": nn.functional.silu}
 
 
 def of_the_host(x):
-    """A function that a method calls; what it calls in turn is not read."""
-    return activation(x)
+    """A function that a method calls; which functions it finds in a dictionary is not read."""
+    return REGISTERED["activation"](x)
 
 
 class Layered(Net):
@@ -508,7 +506,7 @@ def test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone(monkeypatch
     acc.new_generation()
     calls = []
     with monkeypatch.context() as laid:
-        laid.setattr(sys.modules[__name__], "activation", lambda x: calls.append(1) or x * len(calls) ** 2)
+        laid.setitem(REGISTERED, "activation", lambda x: calls.append(1) or x * len(calls) ** 2)
         run_twice(module, *args)
     assert "differs from the original" in reasons(acc) and not acc.plans
     for _ in range(LAPSES - 1):
@@ -521,7 +519,7 @@ def test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone(monkeypatch
 
 
 def test_what_stays_refused_is_tried_ever_less_often(monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "activation", lambda x: x * x.sum().item())
+    monkeypatch.setitem(REGISTERED, "activation", lambda x: x * x.sum().item())
     module = Layered().eval()
     acc = accelerate(module, CPU)
     args = picture(), torch.tensor([1, 2])

@@ -42,11 +42,10 @@ def further():
 
 
 class Options:
-    def __init__(self):
-        self.least = 0.0
+    most = 1.0
 
     def clamp(self, x):
-        return x * (FACTOR if LEAST is None else LEAST)
+        return x * LEAST * self.most
 
 
 class Inner:
@@ -129,6 +128,7 @@ CHANGES = {
     "an attribute that a property reads": lambda net, scope, k: setattr(net, "tilt", k),
     "what the closure of a function among the attributes holds": lambda net, scope, k: net.k.update(k=k),
     "a number that a method of its options reads": lambda net, scope, k: setattr(scope, "LEAST", k),
+    "a number of the class of its options": lambda net, scope, k: setattr(scope.Options, "most", k),
     "a function of the module": lambda net, scope, k: setattr(scope, "further", lambda: k),
 }  # fmt: skip
 

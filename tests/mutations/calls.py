@@ -131,7 +131,7 @@ BEHAVIOUR = [
     ),
     Mutation(
         "closures", "behaviour.py",
-        "key += [self.held(cell) for cell in cells(value, container)]", "pass",
+        "key += [self.held(cell) for cell in closure]\n                self.run", "self.run",
         ("test_patches.py::test_state_in_the_closure_of_a_class_patched_by_its_own_package_is_in_the_key",),
     ),
     Mutation(
@@ -141,7 +141,8 @@ BEHAVIOUR = [
     ),
     Mutation(
         "plain values in a method's module", "patches.py",
-        "if callable(found) or isinstance(found, PLAIN):", "if callable(found):",
+        "if callable(found) or isinstance(found, PLAIN) or _of_plain(found):",
+        "if callable(found) or _of_plain(found):",
         ("test_behaviour.py::test_a_plain_value_that_a_method_reads_is_in_the_key",),
     ),
     Mutation(

@@ -108,6 +108,9 @@ def class_forward(w: World, rng: random.Random) -> None:
     what that keeps in its closure changed."""
     cls: Any = rng.choice((Attention, Block, nn.GroupNorm, nn.Linear))
     factor, whose, late = rng.uniform(0.8, 1.2), rng.choice(("own", "another's", "vouched")), rng.random() < 0.4
+    if cls is Attention and "class forward" not in w.patches and "attention" in w.patches:
+        # which is a forward of this class, and takes away what is laid over it when it goes
+        return
     if "class forward" in w.patches and late:
         # what a host vouches for is known to its adapter: this one lets nothing change
         w.closure["factor"] = w.closure["factor"] if w.closure["vouched"] else factor

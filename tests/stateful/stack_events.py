@@ -64,7 +64,7 @@ def _ways() -> list[str]:
 def attention_switched(w: World, rng: random.Random) -> None:
     """The host takes another attention: each module gets another processor, or the class another forward."""
     name, factor = rng.choice(_ways()), rng.choice(FACTORS)
-    if w.kind == "small" and rng.random() < 0.4:
+    if w.kind == "small" and rng.random() < 0.4 and "class forward" not in w.patches:
         _off(w, ATTENTION)
         w.patches[ATTENTION] = _class_forward(Host(name, factor))
     else:
