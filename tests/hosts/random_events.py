@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from . import random_sites as sites
-from .random_sequences import CALM, Picture, sequence, storm_bound, storm_bound_of_all
+from .random_sequences import CALM, Picture, each_alone, sequence, storm_bound, storm_bound_of_all
 
 EACH = 100
 """Events of one seed."""
@@ -28,6 +28,9 @@ TOLERANCE = 1.0
 """Of 255, mean over a picture; both sides compute in fp32 and differ by the order of additions only."""
 COUNTERS = ("captures", "graph_captures", "evictions", "replays", "eager_runs", "fallbacks", "errors")
 HERE = Path(__file__).resolve().parent
+ALL = slice(None)
+ALONE = -1
+"""In the place of a seed: each kind of patch by itself."""
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -38,6 +41,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help=f"of the first {EACH} events; the next have the next")
     parser.add_argument("--pictures", metavar="FIRST:END", help="of each seed, these and no others")
     parser.add_argument("--kinds", help="of patches, with commas between; default: all that there are for the host")
+    parser.add_argument("--each", action="store_true", help="each kind of patch by itself, nothing at random")
     parser.add_argument("--after", action="store_true", help="their callbacks come after ours")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(given)
@@ -62,12 +66,20 @@ def planned(options: argparse.Namespace) -> list[Plan]:
     """What is to be played."""
     first, _, end = (options.pictures or ":").partition(":")
     chosen = slice(int(first) if first else None, int(end) if end else None)
+    if options.each:
+        return [alone(options, chosen)]
     plans = []
     for seed, start in enumerate(range(0, options.events, EACH), options.seed):
         events = min(EACH, options.events - start)
         pictures = sequence(seed, events, options.host, options.kinds)[chosen]
         plans.append(Plan(seed, events, pictures, attention_of(options.host, seed)))
     return plans
+
+
+def alone(options: argparse.Namespace, chosen: slice = ALL, *, short: bool = False) -> Plan:
+    """Each kind of patch by itself; see `each_alone`."""
+    pictures = each_alone(options.host, options.kinds, short=short)[chosen]
+    return Plan(ALONE, 0, pictures, attention_of(options.host, 0))
 
 
 def attention_of(host: str, seed: int) -> dict[str, Any]:
@@ -120,7 +132,8 @@ class SDNext:
         add_patches(self.data, after)
 
     def start(self, *, extension: bool) -> Any:
-        return self.module.start(self.data, {}, extension=extension)
+        # by default it answers sixty pictures a minute and no more
+        return self.module.start(self.data, {"server_rate_limit": 0}, extension=extension)
 
     def ready(self, webui: Any) -> None:
         self.module.model_loaded(webui)
@@ -134,7 +147,7 @@ def add_patches(data: Path, after: bool) -> None:
     shutil.copy(HERE / "random_sites.py", scripts / "texts")
 
 
-HOSTS = {"a1111": A1111, "sdnext": SDNext}
+HOSTS: dict[str, type[A1111] | type[SDNext]] = {"a1111": A1111, "sdnext": SDNext}
 Shown = dict[tuple[int, int], Any]
 """By seed and number of the picture."""
 
@@ -144,22 +157,25 @@ class Events:
 
     def __init__(self, options: argparse.Namespace, plans: list[Plan]) -> None:
         self.options, self.plans = options, plans
+        self.stock: Shown = {}
+        """The pictures without the extension."""
         self.faults: list[str] = []
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.differences: dict[tuple[int, int], float] = {}
         self.captures: dict[tuple[int, int], int] = {}
+        self.parts: dict[tuple[int, int], int] = {}
         self.seconds: dict[str, float] = {}
         self.described: dict[str, Any] = {}
 
     def play(self, host: Host) -> None:
         """All of it, in both."""
-        stock, _ = self._run(host, extension=False)
-        ours, reports = self._run(host, extension=True)
+        self.stock, _ = self.run(host, extension=False)
+        ours, reports = self.run(host, extension=True)
         for plan in self.plans:
-            self._judge(plan, stock, ours, reports)
+            self._judge(plan, ours, reports)
 
-    def _run(self, host: Host, *, extension: bool) -> tuple[Shown, Shown]:
+    def run(self, host: Host, *, extension: bool) -> tuple[Shown, Shown]:
         """The pictures, and the status after each; a WebUI that dies is started again for the next seed."""
         which = "with" if extension else "without"
         began, pictures, reports, waiting = time.perf_counter(), {}, {}, list(self.plans)
@@ -206,15 +222,15 @@ class Events:
             **({"sampler_name": "Euler"} if self.options.host == "a1111" else {}),
         }  # fmt: skip
 
-    def _judge(self, plan: Plan, stock: Shown, ours: Shown, reports: Shown) -> None:
+    def _judge(self, plan: Plan, ours: Shown, reports: Shown) -> None:
         from .webui import difference
 
         for number in range(len(plan.pictures)):
             key = (plan.seed, number)
             self.counts["pictures"] += 1
-            if key not in stock or key not in ours or key not in reports:
+            if key not in self.stock or key not in ours or key not in reports:
                 continue
-            apart = self.differences[key] = difference(ours[key], stock[key])
+            apart = self.differences[key] = difference(ours[key], self.stock[key])
             if not apart < TOLERANCE:
                 self._fault(plan, number, f"the picture is {apart:.2f} of 255 from the stock WebUI's")
             self._judge_report(plan, number, reports[plan.seed, number - 1], reports[key])
@@ -225,16 +241,18 @@ class Events:
         gained = _gained(first, last)
         self.counts.update(gained)
         self.reasons.update(_reasons(first, last))
-        bound = storm_bound_of_all(plan.pictures)
+        parts = [self.parts.get((plan.seed, number), 0) for number in range(len(plan.pictures))]
+        bound = storm_bound_of_all(plan.pictures, parts)
         if gained["captures"] > bound:
             self._fault(plan, None, f"a capture storm: {gained['captures']} captures, at most {bound} are allowed")
 
     def _judge_report(self, plan: Plan, number: int, was: dict[str, Any], now: dict[str, Any]) -> None:
         picture, gained = plan.pictures[number], _gained(was, now)
         captures = self.captures[plan.seed, number] = gained["captures"]
-        if captures > storm_bound(picture):
-            had = picture.behaviours()
-            self._fault(plan, number, f"a capture storm: {captures} captures for {had} behaviours")
+        parts = self.parts[plan.seed, number] = _parts(was, now)
+        if captures > storm_bound(picture, parts):
+            had = f"{picture.behaviours()} behaviours of the model and {parts} of its parts"
+            self._fault(plan, number, f"a capture storm: {captures} captures for {had}")
         if now["last_error"] is not None and now["last_error"] != was["last_error"]:
             self._fault(plan, number, f"an error of ours: {now['last_error']}")
         if picture.calm >= CALM and not gained["eager_runs"] + gained["replays"]:
@@ -251,7 +269,8 @@ class Events:
 
     def again(self, plan: Plan) -> str:
         """The command that plays a seed again; what earlier ones left in the process is not in it."""
-        told = f"python -m hosts.random_events --host {self.options.host} --seed {plan.seed} --events {plan.events}"
+        told = f"python -m hosts.random_events --host {self.options.host} "
+        told += "--each" if plan.seed == ALONE else f"--seed {plan.seed} --events {plan.events}"
         if self.options.kinds != sites.kinds(self.options.host):
             told += f" --kinds '{','.join(self.options.kinds)}'"
         if self.options.pictures:
@@ -287,6 +306,15 @@ def _gained(was: dict[str, Any], now: dict[str, Any]) -> Counter[str]:
 def _reasons(was: dict[str, Any], now: dict[str, Any]) -> dict[str, int]:
     before, after = was["reasons_since_start"], now["reasons_since_start"]
     return {why: n - before.get(why, 0) for why, n in after.items() if n > before.get(why, 0)}
+
+
+def _parts(was: dict[str, Any], now: dict[str, Any]) -> int:
+    """How many parts were called that are accelerated one by one."""
+    calls = [
+        {part["name"]: part["calls"] for each in report["accelerators"] for part in each.get("parts", ())}
+        for report in (was, now)
+    ]
+    return sum(n != calls[0].get(name, 0) for name, n in calls[1].items())
 
 
 def main(given: Sequence[str] | None = None) -> int:

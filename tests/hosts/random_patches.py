@@ -97,7 +97,8 @@ def at(step: int) -> None:
 def events(told: dict[str, Any]) -> dict[str, Any]:
     """The route."""
     answer = {"steps": list(seen), "failed": list(failed), "left": sorted(schedule), "laid": sorted(laid)}
-    seen.clear(), failed.clear(), schedule.clear()
+    for each in (seen, failed, schedule):
+        each.clear()
     for event in told["events"]:
         schedule.setdefault(event["step"], []).append(event)
     at(-1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from . import random_sites as sites
@@ -81,26 +81,37 @@ class Picture:
         return len(seen)
 
 
-def storm_bound(picture: Picture) -> int:
-    """The most captures that a picture may take."""
-    return picture.behaviours() + SPARE
+def storm_bound(picture: Picture, parts: int = 0) -> int:
+    """The most captures that a picture may take.
+
+    Args:
+        parts: that ran beside the whole model, each with plans of its own.
+    """
+    return picture.behaviours() * (1 + parts) + SPARE
 
 
-def storm_bound_of_all(pictures: Sequence[Picture]) -> int:
+def storm_bound_of_all(pictures: Sequence[Picture], parts: Sequence[int]) -> int:
     """The most captures that pictures may take in a row: a few for each, however often their patches change."""
-    patched = sum(bool(picture.events or picture.before) for picture in pictures)
+    patched = sum(1 + n for picture, n in zip(pictures, parts) if picture.events or picture.before)
     return 2 * patched + 2 * len(SIZES)
 
 
 class Drawing:
     """Draws the events of a sequence."""
 
-    def __init__(self, seed: int, host: str, kinds: Sequence[str]) -> None:
+    def __init__(self, seed: int, events: int, host: str, kinds: Sequence[str]) -> None:
+        self.events = events
         self.rng = random.Random(f"{host} {seed}")
-        self.host, self.kinds = host, list(kinds)
+        self.kinds = list(kinds)
+        self.some = self.kinds
+        """Those that are laid until all are taken away: plans run under some kinds, and under others none."""
         self.laid: list[Event] = []
         self.count = 0
         self._ids = 0
+
+    def left(self) -> int:
+        """How many events there may still be, beside those that take away what is laid."""
+        return self.events - self.count - len(self.laid)
 
     def picture(self, size: tuple[int, int] | None = None) -> Picture:
         """One without events so far."""
@@ -108,12 +119,13 @@ class Drawing:
         steps = self.rng.randint(*STEPS)
         return Picture(width, height, steps, self.rng.randint(1, 3), before=list(self.laid))
 
-    def stirred(self, most: int) -> Picture:
+    def stirred(self) -> Picture:
         """One with random events."""
         picture = self.picture()
-        number = min(most, self.rng.randint(0, MOST_EVENTS))
-        for step in sorted(self.rng.choices(range(-1, picture.steps), k=number)):
-            picture.events.append(self._any(step))
+        steps = self.rng.choices(range(-1, picture.steps), k=self.rng.randint(0, MOST_EVENTS))
+        for step in sorted(steps):
+            if self.left() > 0:
+                picture.events.append(self._any(step))
         return picture
 
     def cleared(self) -> Picture:
@@ -130,6 +142,7 @@ class Drawing:
         pictures = [self.picture(size) for _ in range(CALM)]
         for number, picture in enumerate(pictures, 1):
             picture.calm = number
+        self.some = self.rng.sample(self.kinds, min(len(self.kinds), self.rng.randint(1, 4)))
         return pictures
 
     def _any(self, step: int) -> Event:
@@ -137,24 +150,21 @@ class Drawing:
         turning = [event for event in self.laid if sites.can_turn(event.kind, event.keep)]
         if self.laid and (draw < 0.35 or len(self.laid) >= MOST_LAID):
             return self._take(step)
-        if turning and draw < 0.6:
+        # a patch that is laid has to be taken away as well
+        if turning and (draw < 0.6 or self.left() == 1):
             return self._turn(step, self.rng.choice(turning))
         return self._lay(step)
 
     def _lay(self, step: int) -> Event:
-        kind = self.rng.choice(self.kinds)
-        site = sites.SITES[kind]
+        kind = self.rng.choice(self.some)
+        keep, home = self.rng.choice(sites.SITES[kind].keeps), self.rng.choice(sites.HOMES)
         self._ids += 1
-        event = Event(
-            step, "lay", self._ids, kind, self.rng.choice(site.keeps), self.rng.choice(sites.HOMES),
-            self.rng.randrange(1000), round(self.rng.uniform(site.low, site.high), 3),
-        )  # fmt: skip
+        event = Event(step, "lay", self._ids, kind, keep, home, self.rng.randrange(1000), self._strength(kind))
         self.laid.append(event)
         return self._counted(event)
 
     def _turn(self, step: int, of: Event) -> Event:
-        site = sites.SITES[of.kind]
-        return self._counted(self._again(of, step, "turn", round(self.rng.uniform(site.low, site.high), 3)))
+        return self._counted(replace(of, step=step, op="turn", strength=self._strength(of.kind)))
 
     def _take(self, step: int) -> Event:
         event = self.rng.choice(self.laid)
@@ -162,10 +172,11 @@ class Drawing:
         if group:
             event = next(e for e in reversed(self.laid) if sites.SITES[e.kind].group == group)
         self.laid.remove(event)
-        return self._counted(self._again(event, step, "take", event.strength))
+        return self._counted(replace(event, step=step, op="take"))
 
-    def _again(self, of: Event, step: int, op: str, strength: float) -> Event:
-        return Event(step, op, of.id, of.kind, of.keep, of.home, of.seed, strength)
+    def _strength(self, kind: str) -> float:
+        site = sites.SITES[kind]
+        return round(self.rng.uniform(site.low, site.high), 3)
 
     def _counted(self, event: Event) -> Event:
         self.count += 1
@@ -178,13 +189,43 @@ def sequence(seed: int, events: int, host: str, kinds: Sequence[str] = ()) -> li
     Args:
         kinds: of patches; all that there are for the host where it is empty.
     """
-    drawing = Drawing(seed, host, kinds or sites.kinds(host))
+    drawing = Drawing(seed, events, host, kinds or sites.kinds(host))
     pictures = drawing.calm()[:1]
-    while (left := events - drawing.count - len(drawing.laid)) > 0:
+    while drawing.left() > 0:
         if drawing.laid and drawing.rng.random() < 0.25:
             pictures += [drawing.cleared(), *drawing.calm()]
         else:
-            pictures.append(drawing.stirred(left))
+            pictures.append(drawing.stirred())
     if drawing.laid:
         pictures += [drawing.cleared(), *drawing.calm()]
     return pictures
+
+
+def each_alone(host: str, kinds: Sequence[str] = (), *, short: bool = False) -> list[Picture]:
+    """A picture without a patch, then two for each kind, each way of keeping its number and each home: in the middle of
+    the first the number is turned, in the middle of the second the patch is taken away.
+
+    Args:
+        short: one way and one home for each kind.
+    """
+    (width, height), steps, seed = SIZES[0], 6, 1
+    pictures = [Picture(width, height, steps, seed)]
+    ways = [
+        (kind, keep, home)
+        for number, kind in enumerate(kinds or sites.kinds(host))
+        for keep in _some(sites.SITES[kind].keeps, number, short)
+        for home in _some(sites.HOMES, number, short)
+    ]
+    for number, (kind, keep, home) in enumerate(ways):
+        site = sites.SITES[kind]
+        laid = Event(-1, "lay", number, kind, keep, home, number, site.high)
+        turned = replace(laid, step=steps // 2, op="turn", strength=site.low)
+        first = [laid, turned] if sites.can_turn(kind, keep) else [laid]
+        taken = replace(first[-1], step=steps // 2, op="take")
+        pictures.append(Picture(width, height, steps, seed, first))
+        pictures.append(Picture(width, height, steps, seed, [taken], before=[first[-1]]))
+    return pictures
+
+
+def _some(what: Sequence[str], number: int, short: bool) -> Sequence[str]:
+    return [what[number % len(what)]] if short else what

@@ -352,7 +352,7 @@ SITES: dict[str, Site] = {
     "lasting hook": Site(LASTING_HOOK, keeps=IN_MODULE, group=""),
     "hook on all": Site(GLOBAL_HOOK, 1.3, 2, group=""),
     "pre-hook on all": Site(GLOBAL_PRE_HOOK, 1.3, 2, group=""),
-    "eps": Site(_attribute("NORMS", "eps", "value"), 1, 20, OWN, group="eps"),
+    "eps": Site(_attribute("NORMS", "eps", "value"), 50, 400, OWN, group="eps"),
     "heads": Site(_attribute("ATTENTION", "heads", "1 + int(value) % 2"), 1, 20, OWN, group="heads"),
     "scale": Site(_attribute("ATTENTION", "scale", "original * value"), 4, 40, OWN, group="scale"),
     "output factor": Site(
