@@ -198,14 +198,20 @@ def lay(unet, seed, start):
 """
 ATTRIBUTE = """
 def lay(unet, seed, start):
-    module = pick(unet, {names}, seed)
-    original = module.{name}
+    # every other one, for the picture to show it
+    modules = [module for module in unet.modules() if type(module).__name__ in {names}][seed % 2 :: 2]
+    originals = [module.{name} for module in modules]
 
     def turn(value):
-        module.{name} = {value}
+        for module, original in zip(modules, originals):
+            module.{name} = {value}
+
+    def take():
+        for module, original in zip(modules, originals):
+            module.{name} = original
 
     turn(start)
-    return lambda: setattr(module, "{name}", original), turn
+    return take, turn
 """
 LAYER = """
 def lay(unet, seed, start):
@@ -352,11 +358,11 @@ SITES: dict[str, Site] = {
     "lasting hook": Site(LASTING_HOOK, keeps=IN_MODULE, group=""),
     "hook on all": Site(GLOBAL_HOOK, 1.3, 2, group=""),
     "pre-hook on all": Site(GLOBAL_PRE_HOOK, 1.3, 2, group=""),
-    "eps": Site(_attribute("NORMS", "eps", "value"), 50, 400, OWN, group="eps"),
+    "eps": Site(_attribute("NORMS", "eps", "value"), 10, 40, OWN, group="eps"),
     "heads": Site(_attribute("ATTENTION", "heads", "1 + int(value) % 2"), 1, 20, OWN, group="heads"),
     "scale": Site(_attribute("ATTENTION", "scale", "original * value"), 4, 40, OWN, group="scale"),
     "output factor": Site(
-        _attribute("ATTENTION", "rescale_output_factor", "1 / value"), 10, 40, OWN, ("sdnext",), "output factor"
+        _attribute("ATTENTION", "rescale_output_factor", "1 / value"), 4, 20, OWN, ("sdnext",), "output factor"
     ),
     "layer exchanged": Site(LAYER, 4, 12, OWN, turns=False),
     "feed-forward exchanged": Site(WRAPPER, 4, 12),
