@@ -24,8 +24,9 @@ from .random_sequences import CALM, Picture, each_alone, sequence, storm_bound, 
 
 EACH = 100
 """Events of one seed."""
-TOLERANCE = 1.0
-"""Of 255, mean over a picture; both sides compute in fp32 and differ by the order of additions only."""
+TOLERANCE = 0.1
+"""Of 255, mean over a picture; both sides compute in fp32 and differ by the order of additions only, by a hundredth of
+it. A patch that is missed at one step of several may show no more than this."""
 COUNTERS = ("captures", "graph_captures", "evictions", "replays", "eager_runs", "fallbacks", "errors")
 HERE = Path(__file__).resolve().parent
 ALL = slice(None)
