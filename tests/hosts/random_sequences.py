@@ -202,14 +202,17 @@ def sequence(seed: int, events: int, host: str, kinds: Sequence[str] = ()) -> li
 
 
 def each_alone(host: str, kinds: Sequence[str] = (), *, short: bool = False) -> list[Picture]:
-    """A picture without a patch, then two for each kind, each way of keeping its number and each home: in the middle of
-    the first the number is turned, in the middle of the second the patch is taken away.
+    """A picture without a patch, then three for each kind, each way of keeping its number and each home: one with the
+    patch at a single step; one that begins with it, and in whose middle its number is turned; one that loses it.
 
     Args:
         short: one way and one home for each kind.
     """
-    (width, height), steps, seed = SIZES[0], 6, 1
-    pictures = [Picture(width, height, steps, seed)]
+
+    def picture(*events: Event, before: Sequence[Event] = ()) -> Picture:
+        return Picture(*SIZES[0], 6, 1, list(events), list(before))
+
+    pictures = [picture()]
     ways = [
         (kind, keep, home)
         for number, kind in enumerate(kinds or sites.kinds(host))
@@ -218,12 +221,14 @@ def each_alone(host: str, kinds: Sequence[str] = (), *, short: bool = False) -> 
     ]
     for number, (kind, keep, home) in enumerate(ways):
         site = sites.SITES[kind]
-        laid = Event(-1, "lay", number, kind, keep, home, number, site.high)
-        turned = replace(laid, step=steps // 2, op="turn", strength=site.low)
-        first = [laid, turned] if sites.can_turn(kind, keep) else [laid]
-        taken = replace(first[-1], step=steps // 2, op="take")
-        pictures.append(Picture(width, height, steps, seed, first))
-        pictures.append(Picture(width, height, steps, seed, [taken], before=[first[-1]]))
+        passing = Event(2, "lay", 2 * number, kind, keep, home, number, site.high)
+        laid = replace(passing, step=-1, id=2 * number + 1)
+        first = [laid]
+        if sites.can_turn(kind, keep):
+            first.append(replace(laid, step=3, op="turn", strength=site.low))
+        pictures.append(picture(passing, replace(passing, step=3, op="take")))
+        pictures.append(picture(*first))
+        pictures.append(picture(replace(first[-1], step=3, op="take"), before=first[-1:]))
     return pictures
 
 
