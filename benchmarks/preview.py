@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import torch
-from torch.nn import functional
+from torch.nn.functional import conv2d, group_norm, interpolate, silu
 
 from sfast_ext.plan import relative_error
 
@@ -54,12 +54,12 @@ class Preview(threading.Thread):
         self.join()
 
     def decode(self) -> torch.Tensor:
-        """One picture; by functions alone, which nobody patches."""
-        x = functional.conv2d(self._latents, self._entry, padding=1)
+        """One picture; by functions alone, taken when this was imported: those in torch may be replaced by now."""
+        x = conv2d(self._latents, self._entry, padding=1)
         for weight in self._stages:
-            x = functional.interpolate(functional.silu(x), scale_factor=2.0)
-            x = functional.group_norm(functional.conv2d(x, weight, padding=1), 8)
-        return functional.conv2d(x, self._exit, padding=1)
+            x = interpolate(silu(x), scale_factor=2.0)
+            x = group_norm(conv2d(x, weight, padding=1), 8)
+        return conv2d(x, self._exit, padding=1)
 
     def run(self) -> None:
         """Decode until told to end; what goes wrong is kept in `faults`."""

@@ -182,8 +182,14 @@ class Accelerator(Planner):
                 "kernels_put_down": health.all_down(device) if device is not None else {},
             }
 
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that was there before, down to its parts: these are accelerated for a forward laid over this one
+        that calls them itself, and need no plans for a call that goes to this one."""
+        with _building() if self.parts else contextlib.nullcontext():
+            return super().original(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # what the whole captures or is compared with is the original down to its parts
+        # a part: within the original of the whole
         aside = self._released or (self.whole is not None and getattr(_thread, "building", False))
         if aside or getattr(self._inside, "busy", False) or not self.config.enabled:
             return self.original(*args, **kwargs)
@@ -238,9 +244,7 @@ class Accelerator(Planner):
         """The original's result for a call that no plan is for; and a plan, where one is to be built."""
         started = time.perf_counter()
         watched = self._watched(found) if build else None
-        # what a new plan is compared with is the original down to its parts: they need no plans of their own for it
-        with _building() if self.parts else contextlib.nullcontext():
-            result = self.original(*args, **kwargs) if watched is None else watched.run(self.original, args, kwargs)
+        result = self.original(*args, **kwargs) if watched is None else watched.run(self.original, args, kwargs)
         if build:
             self._try_to_build(found, result, args, kwargs, time.perf_counter() - started, watched)
         return result
@@ -412,11 +416,12 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def _building() -> Iterator[None]:
+    before = getattr(_thread, "building", False)
     _thread.building = True
     try:
         yield
     finally:
-        _thread.building = False
+        _thread.building = before
 
 
 def accelerate(module: nn.Module, config: Config | None = None, **options: Any) -> Accelerator:

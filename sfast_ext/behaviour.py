@@ -38,6 +38,7 @@ from sfast_ext.patches import (
     shadows,
     strangers,
     torchs_methods,
+    written_by,
 )
 from sfast_ext.reach import names_within
 from sfast_ext.scene import LONGEST, NoScene, Scene
@@ -141,6 +142,7 @@ class _Reader:
         self.transparent = transparent
         # a network that an extension brings is made of its own classes
         self.home = home_of(type(root))
+        self.package = package(type(root).__module__)
         self.key: list[Hashable] = []
         self.alive: list[object] = []
         self.patches: list[Patch] = []
@@ -235,8 +237,8 @@ class _Reader:
         found: list[tuple[str, Any]] = []
         if forward is not None:
             owner = next(owner for owner in kind.__mro__ if "forward" in vars(owner))
-            foreign = [forward] if brought(forward, self.home) else strangers(vars(owner)["forward"], owner)
-            found = [("class", function) for function in foreign]
+            theirs = [forward] if brought(forward, self.home) else strangers(vars(owner)["forward"], owner)
+            found = [("class", function) for function in theirs]
         for container, name, value in methods(kind, self.names):
             key.append(self.read_in(container, name, value))
             if not callable(value):
@@ -250,7 +252,10 @@ class _Reader:
             if brought(value, self.home):
                 found.append(("function", value))
             elif isinstance(container, type):
-                found += [("function", each) for each in strangers(value, container, imported=True)]
+                foreign = strangers(value, container, imported=True)
+                # where another's class calls the model's own code, it is its method that is foreign
+                theirs = [each for each in foreign if written_by(each) != self.package] or foreign and [value]
+                found += [("function", each) for each in theirs]
         for container, name, value in torchs_methods(kind):
             self.scene.name(container, name)
             key.append(None if value is None else self.identity(value))

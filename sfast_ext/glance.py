@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain, repeat
+from itertools import chain, compress, repeat
 from types import CellType
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
+_CONTENT = operator.attrgetter("cell_contents")
 _NOTHING: frozenset[str] = frozenset()
 _NORM = frozenset({"training", "elementwise_affine", "affine", "num_channels"})
 _UNREAD: dict[type, frozenset[str]] = {
@@ -76,6 +77,7 @@ class Glance:
         hooks: their containers of hooks, of which `no_hooks` are the empty ones.
         next_hook: the number of torch's next handle when the first hook was looked for.
         found: what methods that run found in classes and in their modules, by name.
+        sizes: of the classes among these.
         methods: (class, name, method).
         cells: of closures, and what is in them.
         bare: containers that are to stay empty.
@@ -92,7 +94,8 @@ class Glance:
         hooks: list[tuple[dict, dict]],
         no_hooks: list[dict],
         next_hook: int,
-        found: Iterable[tuple[type | dict, dict[str, Any]]],
+        found: list[tuple[type | dict, dict[str, Any]]],
+        sizes: list[tuple[type, int]],
         methods: list[tuple[Any, str, Any]],
         cells: tuple[list[CellType], list[Any]],
         bare: list[dict | list],
@@ -104,8 +107,14 @@ class Glance:
         self._hooks, self._no_hooks, self._next_hook = hooks, no_hooks, next_hook
         self._homes = [each.module.__dict__ for each in modules]
         self._rows = _rows(modules)
-        self._found = Found(found)
-        self._methods, (self._cells, self._contents) = methods, cells
+        self._classes, self._sizes = [vars(home) for home, _ in sizes], [size for _, size in sizes]
+        self._found = Found((home, _there(home, names)) for home, names in found)
+        self._methods = methods
+        # empty ones, and tensors, which are told by address
+        apart = [content is None or isinstance(content, torch.Tensor) for content in map(content_of, cells[0])]
+        self._apart = list(compress(zip(*cells), apart))
+        plain = list(map(operator.not_, apart))
+        self._cells, self._contents = list(compress(cells[0], plain)), list(compress(cells[1], plain))
         self._bare, (self._lists, self._items) = bare, lists
         # views, which are made once
         self._loose, self._values = [dict.values(each) for each in loose[0]], loose[1]
@@ -121,15 +130,24 @@ class Glance:
                 lacking.setdefault(name, []).append(each)
         self._lacking = [(operator.itemgetter(name), each) for name, each in lacking.items()]
 
+    def note_sizes(self) -> None:
+        """To be called when classes were read: what came since is nothing that is looked at."""
+        self._sizes = list(map(len, self._classes))
+
     def holds(self) -> bool:
         """Whether nobody added, took away or exchanged an attribute, a submodule or a hook, nor a class or a method."""
+        return list(map(len, self._classes)) == self._sizes and self.holds_but_for_sizes()
+
+    def holds_but_for_sizes(self) -> bool:
+        """Whether it holds for all that was there."""
         try:
             return (
                 not any(self._bare)
                 and self._no_hooks_came()
                 and self._found.holds()
                 and all(getattr(kind, name) is function for kind, name, function in self._methods)
-                and all(map(still, map(content_of, self._cells), self._contents))
+                and all(map(operator.is_, map(_CONTENT, self._cells), self._contents))
+                and all(still(content_of(cell), content) for cell, content in self._apart)
                 and self._children_hold()
                 and all(row.holds() for row in self._rows)
                 and list(chain.from_iterable(self._lists)) == self._items
@@ -187,6 +205,11 @@ def _rows(modules: list[Attributes]) -> list[_Row | _Few]:
         rows.setdefault(each.names, []).append(each)
     few = [each for alike in rows.values() if len(alike) < _FEW for each in alike]
     return [*(_Row(names, alike) for names, alike in rows.items() if len(alike) >= _FEW), _Few(few)]
+
+
+def _there(home: type | dict, names: dict[str, Any]) -> dict[str, Any]:
+    """What is looked at by name: what a class is given is seen by its size."""
+    return {n: v for n, v in names.items() if n in vars(home)} if isinstance(home, type) else names
 
 
 class Found:

@@ -145,7 +145,7 @@ def layers(function: Any) -> Iterator[FunctionType]:
 def cells(function: Any, owner: type) -> Iterator[CellType]:
     """The cells that the layers of a function have, but for those of another party's code; see `strangers`."""
     for layer in layers(function):
-        if _written_by(layer) == package(owner.__module__):
+        if written_by(layer) == package(owner.__module__):
             yield from layer.__closure__ or ()
 
 
@@ -156,10 +156,10 @@ def strangers(function: Any, owner: type, *, imported: bool = False) -> list[Fun
         imported: whether what the class's own module imports counts as its own, such as the decorators of a library.
     """
     own = COMMON | {package(owner.__module__)}
-    found = [layer for layer in layers(function) if _written_by(layer) not in own and not _comes_with_the_host(layer)]
+    found = [layer for layer in layers(function) if written_by(layer) not in own and not _comes_with_the_host(layer)]
     if found and imported:
         more = _imported_by(owner.__module__)
-        found = [layer for layer in found if _written_by(layer) not in more]
+        found = [layer for layer in found if written_by(layer) not in more]
     return found
 
 
@@ -180,7 +180,7 @@ def kept(function: Any) -> Iterator[tuple[Place, Any]]:
     waiting = [function]
     while waiting:
         for layer in layers(waiting.pop()):
-            if id(layer) in seen or _written_by(layer) in _ATTENTIONS:
+            if id(layer) in seen or written_by(layer) in _ATTENTIONS:
                 continue
             seen.add(id(layer))
             around = layer.__globals__
@@ -210,7 +210,7 @@ def package(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _written_by(function: FunctionType) -> str:
+def written_by(function: FunctionType) -> str:
     """The package whose code a function is; `__module__` would be that of what it wraps."""
     if function.__code__.co_filename.startswith("<eval_with_key>"):
         return "torch"  # a graph's code, which torch wrote
@@ -279,7 +279,7 @@ def read_by(function: Any, depth: int = 0) -> Iterator[Found]:
             continue
         if callable(found) or isinstance(found, PLAIN) or _of_plain(found):
             yield around, used, found
-            if isinstance(found, FunctionType) and depth < _DEEPEST and _written_by(found) == _written_by(function):
+            if isinstance(found, FunctionType) and depth < _DEEPEST and written_by(found) == written_by(function):
                 yield from read_by(found, depth + 1)
         elif hasattr(found, "__dict__"):
             # a stand-in for a module, such as AUTOMATIC1111 has for torch

@@ -13,9 +13,12 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from sfast_ext.patches import CALLS, COMMON, layers, package
+from sfast_ext.patches import CALLS, COMMON, layers, package, written_by
+from sfast_ext.scene import LONGEST
 
 _FIRST = frozenset({"forward", "_old_forward", "training", *CALLS})
+# attributes of attributes, items of items
+_DEEPEST = 2
 # Python calls the other special methods by syntax, which no code object names
 _OF_OBJECTS = frozenset(
     {
@@ -52,11 +55,14 @@ class _Walk:
     def add_class(self, kind: type) -> None:
         """Methods, which run when their name is looked up."""
         for owner in kind.__mro__:
-            if owner in self._owners or package(owner.__module__) in COMMON or owner is object:
+            if owner in self._owners or owner is object:
                 continue
             self._owners.add(owner)
+            common = package(owner.__module__) in COMMON
             for name, value in vars(owner).items():
                 for function in _functions(value):
+                    if common and all(written_by(layer) in COMMON for layer in layers(function)):
+                        continue
                     self._methods.setdefault(name, []).append(function)
                     special = name.startswith("__") and name.endswith("__") and name not in _OF_OBJECTS
                     if special or name in self.names:
@@ -75,21 +81,35 @@ class _Walk:
             for name in names & around.keys():
                 self._add_global(around[name], names)
 
-    def _add_global(self, value: Any, names: frozenset[str]) -> None:
-        if isinstance(value, (str, tuple, list, frozenset, set)):
+    def _add_global(self, value: Any, names: frozenset[str], depth: int = 0) -> None:
+        if isinstance(value, (str, frozenset, set)):
             self._waiting += _strings(value)
+        elif isinstance(value, (tuple, list, dict)):
+            self._waiting += _strings(value)
+            if depth < _DEEPEST and len(value) <= LONGEST:
+                for each in value.values() if isinstance(value, dict) else value:
+                    if callable(each):
+                        self._add_global(each, names, depth + 1)
         elif isinstance(value, type):
             self.add_class(value)
         elif isinstance(value, ModuleType):
             if package(value.__name__) not in COMMON:
-                for name in names & vars(value).keys():
-                    inner = vars(value)[name]
-                    if not isinstance(inner, ModuleType):
-                        self._add_global(inner, names)
+                self._add_attributes(value, names, depth)
         elif isinstance(value, FunctionType) and package(value.__module__ or "") in COMMON:
-            pass
+            # what it calls in torch is found by name
+            for layer in layers(value):
+                self._waiting += _names(layer.__code__)
         elif callable(value):
             self.add(value)
+        elif hasattr(value, "__dict__"):
+            # a host may keep torch's own methods in an object, and call them from what it put in their place
+            self._add_attributes(value, names, depth)
+
+    def _add_attributes(self, value: Any, names: frozenset[str], depth: int) -> None:
+        for name in names & vars(value).keys() if depth < _DEEPEST else ():
+            inner = vars(value)[name]
+            if not isinstance(inner, ModuleType):
+                self._add_global(inner, names, depth + 1)
 
     def follow(self, names: Iterable[str]) -> None:
         """What runs when these names are looked up, and so on."""

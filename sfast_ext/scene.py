@@ -70,6 +70,7 @@ class Scene:
         self._held: list[Any] = []
         self._long: list[dict | list] = []
         self._names: dict[int, tuple[type | dict, dict[str, Any]]] = {}
+        self._classes: dict[type, int] = {}
         self._kinds: dict[tuple[Any, str], Any] = {}
         self._cells: list[CellType] = []
         self._contents: list[Any] = []
@@ -137,6 +138,8 @@ class Scene:
 
     def name(self, home: type | dict, name: str) -> None:
         """A name that a method finds in a class or in its module, or one that is not there yet."""
+        if isinstance(home, type):
+            self._classes.setdefault(home, len(vars(home)))
         _, names = self._names.setdefault(id(home), (home, {}))
         names[name] = namespace_of(home).get(name)
 
@@ -168,7 +171,8 @@ class Scene:
             hooks=self._hooks,
             no_hooks=self._no_hooks,
             next_hook=self._next_hook,
-            found=[(home, {n: v for n, v in each.items() if n in names}) for home, each in self._names.values()],
+            found=[(home, _run(home, each, names)) for home, each in self._names.values()],
+            sizes=list(self._classes.items()),
             methods=[(kind, name, f) for (kind, name), f in self._kinds.items() if not self._names_has(kind, name)],
             cells=([cell for cell, _ in cells], [content for _, content in cells]),
             bare=self._bare,
@@ -189,8 +193,8 @@ class Scene:
 
     def holds(self) -> bool:
         """Whether everything is the very object that it was, but for parameters that took the place of others."""
-        return (
-            self.looks_alike()
+        same = (
+            self._glance.holds_but_for_sizes()
             and self._found.holds()
             and all(getattr(kind, name) is function for (kind, name), function in self._kinds.items())
             and all(map(still, map(content_of, self._cells), self._contents))
@@ -203,6 +207,9 @@ class Scene:
             and list(map(operator.is_, values_in(self._parameters), repeat(None))) == self._missing
             and all(len(container) > LONGEST for container in self._long)
         )
+        if same:
+            self._glance.note_sizes()
+        return same
 
 
 class NoScene(Scene):
@@ -231,6 +238,12 @@ class NoScene(Scene):
 def _runs_torchs_code(kind: type) -> bool:
     """Whether a class has methods of torch's classes, which name attributes too, beside those of every module."""
     return any(o.__module__.partition(".")[0] == "torch" and o is not nn.Module for o in kind.__mro__)
+
+
+def _run(home: type | dict, found: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    # what torch's own code looks up is not collected
+    of_torch = isinstance(home, type) and _runs_torchs_code(home)
+    return {name: value for name, value in found.items() if of_torch or name in names}
 
 
 def _looked_at(attributes: Attributes, names: frozenset[str]) -> Attributes:

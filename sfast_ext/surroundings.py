@@ -28,6 +28,14 @@ _OF_TENSORS = frozenset(
 )  # fmt: skip
 """Methods of tensors that compute nothing."""
 
+_OFTEN = frozenset(
+    {
+        "avg_pool2d", "cat", "conv2d", "dropout", "embedding", "gelu", "group_norm", "interpolate", "layer_norm",
+        "linear", "pad", "scaled_dot_product_attention", "silu", "softmax",
+    }
+)  # fmt: skip
+"""What a UNet calls: a host may keep a module's own forward where no name leads to it."""
+
 _Functions = Mapping[str, Any]
 
 
@@ -94,7 +102,7 @@ class Glance:
 
     def __init__(self, names: frozenset[str], kinds: Iterable[type], around: Surroundings) -> None:
         self._hooks = around.hooks
-        wanted = _reached(names.union(*map(_names_of_torchs, kinds)))
+        wanted = _reached(names.union(_OFTEN, *map(_names_of_torchs, kinds)))
         spaces = [(space, sorted(wanted & inner & space.keys())) for space, inner in _SPACES.values()]
         # of a single name it gives no tuple
         self._gets = [(operator.itemgetter(found[0], *found), space) for space, found in spaces if found]

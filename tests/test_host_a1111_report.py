@@ -245,6 +245,21 @@ def test_under_a_forward_that_calls_no_block_the_report_says_that_nothing_is_acc
     assert status()["reasons"] == {reason: 4} and unet_status()["idle"] is None
 
 
+def test_a_forward_that_calls_the_models_own_is_no_reason(host):  # noqa: F811
+    started(host)
+    plain = host.generate()
+
+    unet = host.shared.sd_model.model.diffusion_model
+    original = unet.forward
+    unet.forward = lambda *args, **kwargs: original(*args, **kwargs)
+    try:
+        ran = count("plans run")
+        assert same(host.generate(), plain)
+    finally:
+        unet.forward = original
+    assert count("plans run") > ran and status()["reasons"] == {} and unet_status()["idle"] is None
+
+
 def test_under_a_forward_that_calls_blocks_their_counters_are_in_the_status(host):  # noqa: F811
     started(host)
     for _ in range(2):

@@ -87,6 +87,21 @@ def test_the_whole_is_captured_down_to_the_parts_own_forwards(pair):
     assert plan.replays == 2 and plan.fused["packed_linear"] > 0
 
 
+def test_where_the_whole_goes_to_the_original_its_parts_make_no_plans(pair):
+    net, twin, acc = pair
+    acc.accelerate_parts(parts(net))
+    for each in (net, twin):
+        norm = each.norm_out
+        each.norm_out.forward = lambda x, norm=norm: nn.GroupNorm.forward(norm, x) * 2
+    for _ in range(3):
+        same(plain(net), plain(twin), request())
+    assert counters(acc) == {"fallbacks": 3}
+    # a forward that calls them itself
+    for _ in range(2):
+        same(by_blocks(net, (0.5, 1.5)), by_blocks(twin, (0.5, 1.5)), request())
+    assert counters(acc) == {"fallbacks": 3, "captures": 2, "eager_runs": 2}
+
+
 def test_the_first_call_of_the_whole_runs_no_plan_of_a_part(pair):
     net, twin, acc = pair
     acc.accelerate_parts(parts(net))

@@ -160,13 +160,13 @@ def unread_in_the_module(net, scope):
 
 
 def unread_of_torch(net, scope):
-    torch.nn.functional.cosine_similarity = lambda *args: None
+    torch.vdot = lambda *args: None
 
 
 @pytest.mark.parametrize("change", [unread, unread_in_the_module, unread_of_torch])
 def test_what_no_code_looks_up_is_no_matter_for_a_call(change, monkeypatch):
     net, scope = made()
-    monkeypatch.setattr(torch.nn.functional, "cosine_similarity", torch.nn.functional.cosine_similarity)
+    monkeypatch.setattr(torch, "vdot", torch.vdot)
     before = fingerprint(net)
     change(net, scope)
     assert before.looks_alike()
@@ -175,7 +175,7 @@ def test_what_no_code_looks_up_is_no_matter_for_a_call(change, monkeypatch):
 @pytest.mark.parametrize("change", [unread, unread_of_torch])
 def test_once_a_generation_that_is_read_all_the_same(change, monkeypatch):
     net, scope = made()
-    monkeypatch.setattr(torch.nn.functional, "cosine_similarity", torch.nn.functional.cosine_similarity)
+    monkeypatch.setattr(torch, "vdot", torch.vdot)
     keys = BehaviourKeys(net, frozenset(), None, 8)
     keys.tick()
     number, foreign = keys.read()
@@ -198,12 +198,73 @@ def test_a_method_of_a_processors_class_that_another_party_exchanged_is_a_patch(
     assert found.path == "" and "a_script.louder in scripts/a_script.py" in found.words()
 
 
+KEPT = """
+class Patches:
+    pass
+
+originals = Patches()
+kept = [None]
+
+def network_forward(self, x):
+    return originals.forward(self, x)
+
+def forward_in_a_list(self, x):
+    return kept[0](self, x)
+"""
+
+
+@pytest.mark.parametrize("name", ["network_forward", "forward_in_a_list"])
+@pytest.mark.parametrize("function", ["group_norm", "functional.group_norm"])
+def test_what_torchs_own_forward_calls_is_seen_where_a_host_keeps_that_in_an_object(name, function, monkeypatch):
+    net, _ = made()
+    scope = {"__name__": "extensions_builtin.lora.networks"}
+    exec(compile(KEPT, "/webui/extensions-builtin/Lora/networks.py", "exec"), scope)
+    scope["originals"].forward = scope["kept"][0] = nn.GroupNorm.forward
+    monkeypatch.setattr(nn.GroupNorm, "forward", scope[name])
+    before = fingerprint(net)
+    assert before.looks_alike()
+    home = nn.functional if function.startswith("functional") else torch
+    original = home.group_norm
+    monkeypatch.setattr(home, "group_norm", lambda *args, **kwargs: 2 * original(*args, **kwargs))
+    assert not before.looks_alike()
+
+
+def test_a_method_of_torchs_class_that_another_calls_is_seen_at_each_call(monkeypatch):
+    model = nn.Sequential(nn.Conv2d(4, 4, 3))
+    before = fingerprint(model)
+    original = nn.Conv2d._conv_forward
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", lambda *args: 2 * original(*args))
+    assert not before.looks_alike()
+
+
+def test_a_processor_that_calls_the_one_before_it_is_named_and_not_that(monkeypatch):
+    # the model's package is this module's
+    class Own:
+        def __call__(self, attn, x):
+            return x
+
+    scope = {"__name__": "a_script", "original": Own()}
+    source = """
+def louder(original):
+    class Louder:
+        def __call__(self, *args):
+            return original(*args) * 2
+    return Louder()
+"""
+    exec(compile(source, "/webui/scripts/a_script.py", "exec"), scope)
+    net, _ = made()
+    net.processor = scope["louder"](Own())
+    words = [patch.words() for patch in fingerprint(net).patches]
+    assert words and all("a_script.louder.<locals>.Louder.__call__" in each for each in words), words
+
+
 IN_TORCH = {
     "by torch's own function": (torch, "group_norm"),
     "by a function of torch's in C++": (torch._C._nn, "linear"),
     "by a function that torch's function calls": (torch._C._nn, "upsample_nearest1d"),
     "by the module": (nn.functional, "interpolate"),
     "by an operator": (torch.Tensor, "__mul__"),
+    "by a call of one class": (nn.GroupNorm, "__call__"),
     "by the call of every module": (nn.Module, "__call__"),
 }
 

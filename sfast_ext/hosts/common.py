@@ -94,13 +94,13 @@ class Attachment:
 
     def look_at_parts(self) -> None:
         """Before each step, and before `follow`: whether the forward that lay over the module in the last one called
-        any of the parts that are accelerated one by one. Where it called none, that is a reason."""
+        it, or any of the parts that are accelerated one by one. Where it called none, that is a reason."""
         with self._lock:
             before, self._step_before, self._idle = self._step_before, None, None
             found = self._beneath()
             if found is None or self._parts is None or self._over is None:
                 return
-            forward, calls = self._over[1], sum(part.calls for part in found.parts)
+            forward, calls = self._over[1], _calls(found)
             if before is not None and before[0] is forward and before[1] == calls:
                 self._idle = f"{described(forward)} is in place of the model's forward and calls none of its blocks"
                 self._report.fallback(self._idle)
@@ -213,7 +213,7 @@ class Attachment:
             what = "those of its blocks that it calls are accelerated one by one"
             self._tell(module, f"{foreign} is in place of the model's forward: {what}")
             accelerator.accelerate_parts(self._parts(module))
-            self._step_before = forward_of(module), sum(part.calls for part in accelerator.parts)
+            self._step_before = forward_of(module), _calls(accelerator)
 
     def _let_go(self, accelerator: Accelerator) -> None:
         self._accelerators.remove(accelerator)
@@ -227,6 +227,10 @@ class Attachment:
         if self._told != (id(module), message):
             self._told = (id(module), message)
             self._report.event("standing aside", message)
+
+
+def _calls(accelerator: Accelerator) -> int:
+    return accelerator.calls + sum(part.calls for part in accelerator.parts)
 
 
 def of_the_host(function: Any) -> bool:

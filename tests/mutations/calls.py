@@ -232,8 +232,23 @@ BEHAVIOUR = [
         (f"{_SEEN}[a number in the module of a helper's helper]", f"{_SEEN}[a number of its class]"),
     ),
     Mutation(
+        "methods that classes are given since a reading", "glance.py",
+        "return list(map(len, self._classes)) == self._sizes and self.holds", "return self.holds",
+        (f"{_TORCHS}[by a call of one class]",),
+    ),
+    Mutation(
+        "torch's own methods in an object of the host's", "reach.py",
+        'elif hasattr(value, "__dict__"):', "elif False:",
+        ("test_reach.py::test_what_torchs_own_forward_calls_is_seen_where_a_host_keeps_that_in_an_object",),
+    ),
+    Mutation(
+        "methods of torch's classes that others of them call", "scene.py",
+        "if of_torch or name in names}", "if name in names}",
+        ("test_reach.py::test_a_method_of_torchs_class_that_another_calls_is_seen_at_each_call",),
+    ),
+    Mutation(
         "closures since a reading", "glance.py",
-        "and all(map(still, map(content_of, self._cells), self._contents))\n", "\n",
+        "and all(map(operator.is_, map(_CONTENT, self._cells), self._contents))\n", "\n",
         ("test_patches.py::test_state_in_the_closure_of_a_class_patched_by_its_own_package_is_in_the_key",),
     ),
     Mutation(
@@ -268,7 +283,10 @@ BEHAVIOUR = [
     ),
     Mutation(
         "names that are strings elsewhere", "reach.py",
-        "self._waiting += _strings(value)", "pass",
+        "if isinstance(value, (str, frozenset, set)):\n            self._waiting += _strings(value)\n"
+        "        elif isinstance(value, (tuple, list, dict)):\n            self._waiting += _strings(value)\n",
+        "if isinstance(value, (str, frozenset, set)):\n            self._waiting += _strings(value)\n"
+        "        elif isinstance(value, (tuple, list, dict)):\n",
         (f"{_SEEN}[an attribute that is read by a name elsewhere]",),
     ),
     Mutation(
