@@ -168,6 +168,8 @@ class Events:
         self.parts: dict[tuple[int, int], int] = {}
         self.seconds: dict[str, float] = {}
         self.described: dict[str, Any] = {}
+        self.failed: dict[int, tuple[int, str]] = {}
+        """Seeds whose picture the WebUI without the extension could not make: its number, and what it said."""
 
     def play(self, host: Host) -> None:
         """All of it, in both."""
@@ -177,37 +179,38 @@ class Events:
             self._judge(plan, ours, reports)
 
     def run(self, host: Host, *, extension: bool) -> tuple[Shown, Shown]:
-        """The pictures, and the status after each; a WebUI that dies is started again for the next seed."""
+        """The pictures, and the status after each. Each seed has a WebUI of its own: some patches leave something."""
         which = "with" if extension else "without"
-        began, pictures, reports, waiting = time.perf_counter(), {}, {}, list(self.plans)
-        while waiting:
+        began, pictures, reports = time.perf_counter(), {}, {}
+        for plan in self.plans:
             with host.start(extension=extension) as webui:
                 host.ready(webui)
-                while waiting:
-                    plan = waiting.pop(0)
-                    if extension:
-                        reports[plan.seed, -1] = webui.get("/sfast/v1/status")
-                    try:
-                        for number, picture in self._pictures(webui, plan):
-                            pictures[plan.seed, number] = picture
-                            if extension:
-                                reports[plan.seed, number] = webui.get("/sfast/v1/status")
-                    except (OSError, RuntimeError) as exc:
-                        last = f"{exc}; the end of its log: {webui.tail()[-1500:]}"
-                        self._fault(plan, None, f"the WebUI {which} the extension failed: {last}")
-                        if not webui.up():
-                            break
-                    print(f"\r{which} the extension, seed {plan.seed}", end="", file=sys.stderr, flush=True)
+                if extension:
+                    reports[plan.seed, -1] = webui.get("/sfast/v1/status")
+                number = -1
+                try:
+                    for number, picture in self._pictures(webui, plan):
+                        pictures[plan.seed, number] = picture
+                        if extension:
+                            reports[plan.seed, number] = webui.get("/sfast/v1/status")
+                except (OSError, RuntimeError) as exc:
+                    self._failure(plan, number + 1, exc, extension=extension, log=webui.tail())
+                print(f"\r{which} the extension, seed {plan.seed}", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
         self.seconds[which] = round(time.perf_counter() - began, 1)
         return pictures, reports
 
+    def _failure(self, plan: Plan, number: int, exc: Exception, *, extension: bool, log: str) -> None:
+        """A picture that could not be made: no fault where both say the same, as of values that are no numbers."""
+        words = str(exc).partition("\n")[0]
+        if not extension:
+            self.failed[plan.seed] = number, words
+        elif self.failed.get(plan.seed) != (number, words):
+            self._fault(plan, number, f"the WebUI with the extension failed: {words}; its log: {log[-1500:]}")
+
     def _pictures(self, webui: Any, plan: Plan) -> Iterator[tuple[int, str]]:
         if plan.settings:
             webui.post("/sdapi/v1/options", plan.settings)
-        # what an earlier seed left behind, had it failed, is taken away
-        left = webui.post("/test/v1/events", {"events": []})["laid"]
-        webui.post("/test/v1/events", {"events": [{"step": -1, "op": "take", "id": each} for each in reversed(left)]})
         for number, picture in enumerate(plan.pictures):
             webui.post("/test/v1/events", picture.told())
             yield number, webui.post("/sdapi/v1/txt2img", self._payload(picture))["images"][0]
@@ -228,9 +231,11 @@ class Events:
 
         for number in range(len(plan.pictures)):
             key = (plan.seed, number)
-            self.counts["pictures"] += 1
             if key not in self.stock or key not in ours or key not in reports:
+                if plan.seed not in self.failed:
+                    self._fault(plan, number, "the picture was not made")
                 continue
+            self.counts["pictures"] += 1
             apart = self.differences[key] = difference(ours[key], self.stock[key])
             if not apart < TOLERANCE:
                 self._fault(plan, number, f"the picture is {apart:.2f} of 255 from the stock WebUI's")
@@ -280,18 +285,20 @@ class Events:
 
     def result(self) -> dict[str, Any]:
         """What JSON says of it."""
-        events = [event for plan in self.plans for picture in plan.pictures for event in picture.events]
+        made = [p for plan in self.plans for n, p in enumerate(plan.pictures) if (plan.seed, n) in self.differences]
+        events = [event for picture in made for event in picture.events]
         worst = max(self.differences, key=lambda key: self.differences[key], default=None)
         return {
             **self.described,
             "seeds": {"first": self.plans[0].seed, "last": self.plans[-1].seed},
             "events": len(events),
-            "calm_pictures": sum(picture.calm > 0 for plan in self.plans for picture in plan.pictures),
+            "calm_pictures": sum(picture.calm > 0 for picture in made),
             **{name: self.counts[name] for name in ("pictures", *COUNTERS)},
             "most_captures_in_a_picture": max(self.captures.values(), default=0),
             "worst_difference": self.differences.get(worst) if worst else None,
             "worst_picture": worst,
             "seconds": self.seconds,
+            "failed_without_the_extension_too": {str(seed): words for seed, (_, words) in self.failed.items()},
             "events_by_kind": dict(sorted(Counter(f"{event.kind}: {event.op}" for event in events).items())),
             "events_by_keep": dict(sorted(Counter(event.keep for event in events).items())),
             "events_by_home": dict(sorted(Counter(event.home for event in events).items())),
