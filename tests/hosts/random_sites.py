@@ -360,7 +360,8 @@ SITES: dict[str, Site] = {
     "pre-hook on all": Site(GLOBAL_PRE_HOOK, 1.3, 2, group=""),
     "eps": Site(_attribute("NORMS", "eps", "value"), 10, 40, OWN, group="eps"),
     "heads": Site(_attribute("ATTENTION", "heads", "1 + int(value) % 2"), 1, 20, OWN, group="heads"),
-    "scale": Site(_attribute("ATTENTION", "scale", "original * value"), 4, 40, OWN, group="scale"),
+    # a sharper softmax would make more of rounding than of the patch
+    "scale": Site(_attribute("ATTENTION", "scale", "original * value"), 1.5, 2.5, OWN, group="scale"),
     "output factor": Site(
         _attribute("ATTENTION", "rescale_output_factor", "1 / value"), 4, 20, OWN, ("sdnext",), "output factor"
     ),
