@@ -183,11 +183,15 @@ def test_the_command_line_chooses_what_is_played():
         random_events.arguments(["--kinds", "processor"])
 
 
-def test_a_webui_that_dies_is_started_again_for_the_next_seed():
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_picture_that_only_the_webui_with_the_extension_cannot_make_is_a_fault(alike):
     options = random_events.arguments(["--events", "200"])
     started: list[bool] = []
 
-    class Dying:
+    class Failing:
+        def __init__(self, extension):
+            self.extension = extension
+
         def __enter__(self):
             return self
 
@@ -198,17 +202,18 @@ def test_a_webui_that_dies_is_started_again_for_the_next_seed():
             return status(0)
 
         def post(self, path, payload):
-            raise OSError("gone")
+            raise RuntimeError("no numbers" if alike or not self.extension else "an error of another kind")
 
         def tail(self):
             return ""
 
-        def up(self):
-            return False
+    def start(*, extension):
+        started.append(extension)
+        return Failing(extension)
 
-    host = SimpleNamespace(start=lambda *, extension: started.append(extension) or Dying(), ready=lambda webui: None)
     played = random_events.Events(options, random_events.planned(options))
-    played.play(host)
-    assert started == [False, False, True, True]
-    assert len(played.faults) == 4
-    assert all("the WebUI with" in fault for fault in played.faults)
+    played.play(SimpleNamespace(start=start, ready=lambda webui: None))
+    assert started == [False, False, True, True], "each seed has a WebUI of its own"
+    assert len(played.faults) == (0 if alike else 2)
+    assert all("the WebUI with the extension failed: an error of another kind" in fault for fault in played.faults)
+    assert played.result()["failed_without_the_extension_too"] == {"0": "no numbers", "1": "no numbers"}
