@@ -61,6 +61,7 @@ def attributes_of(module: nn.Module, ignored: frozenset[str]) -> Attributes:
     name, value, more = _UNREAD_WHILE.get(type(module), ("", None, _NOTHING))
     if name and home.get(name) == value:
         unread = unread | more
+    # readings take "training" by itself
     names = tuple(n for n in home if n not in unread and (n == "training" or n not in ignored))
     return Attributes(module, type(module), len(home), names, tuple(map(home.get, names)))
 
@@ -106,7 +107,7 @@ class Glance:
     ) -> None:
         self._hooks, self._no_hooks, self._next_hook = hooks, no_hooks, next_hook
         self._homes = [each.module.__dict__ for each in modules]
-        self._rows = _rows(modules)
+        self._rows = _Rows(modules)
         self._classes, self._sizes = [vars(home) for home, _ in sizes], [size for _, size in sizes]
         self._found = Found((home, _there(home, names)) for home, names in found)
         self._methods = methods
@@ -149,7 +150,7 @@ class Glance:
                 and all(map(operator.is_, map(_CONTENT, self._cells), self._contents))
                 and all(still(content_of(cell), content) for cell, content in self._apart)
                 and self._children_hold()
-                and all(row.holds() for row in self._rows)
+                and self._rows.holds()
                 and list(chain.from_iterable(self._lists)) == self._items
                 and list(map(addresses, self._mixed)) == self._addresses
                 and all(list(map(get, each)).count(None) == len(each) for get, each in self._lacking)
@@ -171,40 +172,35 @@ class Glance:
         return True
 
 
-class _Row:
-    """Modules of which the same attributes are read: all that is looked at of some before the next ones."""
-
-    def __init__(self, names: tuple[str, ...], modules: list[Attributes]) -> None:
-        self._homes, self._lengths = [each.module.__dict__ for each in modules], [each.length for each in modules]
-        self._get = operator.itemgetter(*names) if names else None
-        # of a single name it gives no tuple
-        self._values = [each.values[0] if len(names) == 1 else each.values for each in modules]
-
-    def holds(self) -> bool:
-        if list(map(len, self._homes)) != self._lengths:
-            return False
-        return self._get is None or list(map(self._get, self._homes)) == self._values
-
-
-class _Few:
-    """Modules of which hardly another has the same attributes."""
+class _Rows:
+    """Modules, those together of which the same attributes are read."""
 
     def __init__(self, modules: list[Attributes]) -> None:
-        self._all = _Row((), modules)
-        read = [each for each in modules if each.names]
-        self._gets = [(operator.itemgetter(*each.names), each.module.__dict__) for each in read]
-        self._values = [each.values[0] if len(each.names) == 1 else each.values for each in read]
+        rows: dict[tuple[str, ...], list[Attributes]] = {}
+        for each in modules:
+            rows.setdefault(each.names, []).append(each)
+        alike = [each for row in rows.values() for each in row]
+        self._homes, self._lengths = [each.module.__dict__ for each in alike], [each.length for each in alike]
+        rows.pop((), None)
+        self._gets, self._values = [], []
+        self._few, self._few_values = [], []
+        for names, row in rows.items():
+            get = operator.itemgetter(*names)
+            # of a single name it gives no tuple
+            values = [each.values[0] if len(names) == 1 else each.values for each in row]
+            if len(row) < _FEW:
+                self._few += [(get, each.module.__dict__) for each in row]
+                self._few_values += values
+            else:
+                self._gets.append((get, [each.module.__dict__ for each in row]))
+                self._values.append(values)
 
     def holds(self) -> bool:
-        return self._all.holds() and [get(home) for get, home in self._gets] == self._values
-
-
-def _rows(modules: list[Attributes]) -> list[_Row | _Few]:
-    rows: dict[tuple[str, ...], list[Attributes]] = {}
-    for each in modules:
-        rows.setdefault(each.names, []).append(each)
-    few = [each for alike in rows.values() if len(alike) < _FEW for each in alike]
-    return [*(_Row(names, alike) for names, alike in rows.items() if len(alike) >= _FEW), _Few(few)]
+        return (
+            list(map(len, self._homes)) == self._lengths
+            and [list(map(get, homes)) for get, homes in self._gets] == self._values
+            and [get(home) for get, home in self._few] == self._few_values
+        )
 
 
 def _there(home: type | dict, names: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 from sfast_ext.patches import CALLS, COMMON, layers, package, written_by
 from sfast_ext.scene import LONGEST
 
-_FIRST = frozenset({"forward", "_old_forward", "training", *CALLS})
+_FIRST = frozenset({"forward", "_old_forward", *CALLS})
 # attributes of attributes, items of items
 _DEEPEST = 2
 # Python calls the other special methods by syntax, which no code object names

@@ -303,7 +303,7 @@ def test_what_says_nothing_in_torch_is_looked_at_once(monkeypatch):
 def test_names_are_those_of_code_that_runs():
     _, scope = made()
     names = names_within([Net, scope.Processor, scope.Inner], [])
-    assert {"gain", "bent", "tilt", "_cached", "rate", "FACTOR", "scale", "strength", "helper", "training"} <= names
+    assert {"gain", "bent", "tilt", "_cached", "rate", "FACTOR", "scale", "strength", "helper"} <= names
     assert not {"comment", "OTHER", "never_called"} & names
 
 
