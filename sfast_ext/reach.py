@@ -61,7 +61,7 @@ class _Walk:
             common = package(owner.__module__) in COMMON
             for name, value in vars(owner).items():
                 for function in _functions(value):
-                    if common and all(written_by(layer) in COMMON for layer in layers(function)):
+                    if common and _is_common(function):
                         continue
                     self._methods.setdefault(name, []).append(function)
                     special = name.startswith("__") and name.endswith("__") and name not in _OF_OBJECTS
@@ -120,6 +120,13 @@ class _Walk:
                 self.names.add(name)
                 for function in self._methods.get(name, ()):
                     self.add(function)
+
+
+def _is_common(function: Any) -> bool:
+    """Whether all that a function is made of is torch's or Python's own."""
+    if isinstance(function, FunctionType) and function.__closure__ is None:
+        return written_by(function) in COMMON
+    return all(written_by(layer) in COMMON for layer in layers(function))
 
 
 def _functions(value: Any) -> Iterator[Any]:
