@@ -23,11 +23,11 @@ import torch
 from torch import nn
 
 from sfast_ext import Accelerator, Config, accelerate
-from sfast_ext.behaviour import fingerprint
-from sfast_ext.graph_pool import CapturedGraph, GraphPool, pool_of
-from sfast_ext.plan import Plan
+from sfast_ext.behaviour.fingerprint import fingerprint
+from sfast_ext.call_signature import Call, flatten_call
 from sfast_ext.report import Report
-from sfast_ext.signature import Call, flatten_call
+from sfast_ext.runtime.graph_pool import CapturedGraph, GraphPool, pool_of
+from sfast_ext.runtime.plan import Plan
 from sfast_ext.timing import timer
 from sfast_ext.tools import models
 from sfast_ext.tools.machine import describe
@@ -158,7 +158,7 @@ def watched(accelerator: Accelerator, launch: Launch, pool: GraphPool) -> Iterat
         (pool, "leave", "order of streams", "replay"),
     ]
     with contextlib.ExitStack() as stack:
-        for module in ("accelerator", "planner"):
+        for module in ("accelerator", "runtime.plan_builder"):
             stack.enter_context(mock.patch(f"sfast_ext.{module}.at", line.mark))
         for home, name, stage, then in parts:
             stack.enter_context(mock.patch.object(home, name, line.around(getattr(home, name), stage, then)))

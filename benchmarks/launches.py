@@ -13,12 +13,12 @@ from unittest import mock
 import torch
 
 from benchmarks.triton_compiler import SHARED
-from sfast_ext.capture import capture
+from sfast_ext.call_signature import flatten_call
+from sfast_ext.capture.capture import capture
 from sfast_ext.kernels import _cuda, _further, _triton
 from sfast_ext.passes import PassContext, run_passes
-from sfast_ext.signature import flatten_call
 from sfast_ext.tools import models
-from sfast_ext.weights import WeightArena
+from sfast_ext.weights.arena import WeightArena
 
 # of a card with each capability: RTX 2080 Ti, A100, RTX 3090, RTX 4090, H200, B200, RTX 5090
 MULTIPROCESSORS = {75: 68, 80: 108, 86: 82, 89: 128, 90: 132, 100: 148, 120: 170}

@@ -28,9 +28,9 @@ from torch.profiler import record_function
 from benchmarks import profile_page
 from benchmarks.kinds import ARITHMETIC, KINDS, Cost, cost
 from sfast_ext import cli
-from sfast_ext.graph_pool import pool_of
-from sfast_ext.plan import Plan, plan_mode
-from sfast_ext.signature import flatten_call
+from sfast_ext.call_signature import flatten_call
+from sfast_ext.runtime.graph_pool import pool_of
+from sfast_ext.runtime.plan import Plan, plan_mode
 from sfast_ext.tools import bench, engines, machine, models, rates, trace
 from sfast_ext.tools.text import significant
 

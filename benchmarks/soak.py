@@ -32,7 +32,7 @@ from torch import nn
 from benchmarks.preview import Preview
 from benchmarks.stress import LEAST_EFFECT, MB, SLACK_MB
 from sfast_ext import Config, accelerate
-from sfast_ext.plan import relative_error
+from sfast_ext.runtime.plan import relative_error
 from sfast_ext.tools import changes, machine, models
 
 LIMIT = 0.02

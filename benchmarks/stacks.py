@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.unet import FOLDER, Case, case, file_for
-from sfast_ext.plan import relative_error
+from sfast_ext.runtime.plan import relative_error
 from sfast_ext.tools import Unavailable, attentions, engines, machine, models
 from sfast_ext.tools.bench import make_unet
 from sfast_ext.tools.text import number, table

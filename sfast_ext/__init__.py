@@ -8,10 +8,10 @@ accelerator.release()
 from __future__ import annotations
 
 from sfast_ext.accelerator import Accelerator, accelerate
+from sfast_ext.behaviour.forward_slot import accelerator_of
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.report import Report
-from sfast_ext.slot import accelerator_of
 
 __version__ = "0.1.0"
 __all__ = ["Accelerator", "Config", "Hooks", "Report", "accelerate", "accelerator_of"]

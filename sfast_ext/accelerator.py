@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.behaviour import structure
-from sfast_ext.behaviour_keys import BehaviourKeys
+from sfast_ext.behaviour.fingerprint import structure
+from sfast_ext.behaviour.forward_slot import Slot, foreign_forward
+from sfast_ext.behaviour.key import BehaviourKeys
+from sfast_ext.call_signature import NotOurs, flatten_call
 from sfast_ext.config import Config
 from sfast_ext.environment import unserved
-from sfast_ext.garbage import uncollected
-from sfast_ext.graph_pool import pool_of
 from sfast_ext.hooks import Hooks
 from sfast_ext.kernels import health
 from sfast_ext.kernels._precompile import get_ready
-from sfast_ext.planner import WARY, Found, OriginalFailed, Planner
 from sfast_ext.report import Report, at, stage, words_of
-from sfast_ext.shelf import pool_for
-from sfast_ext.signature import NotOurs, flatten_call
-from sfast_ext.slot import Slot, foreign_forward
-from sfast_ext.weights import WeightsAway, WeightsChanged
+from sfast_ext.runtime.gc_pause import uncollected
+from sfast_ext.runtime.graph_pool import pool_of
+from sfast_ext.runtime.plan_builder import WARY, Found, OriginalFailed, Planner
+from sfast_ext.runtime.plan_cache import pool_for
+from sfast_ext.weights.arena import WeightsAway, WeightsChanged
 
 _READING_KEY = "behaviour key"
 _STAND_ASIDE, _PREPARE, _KEY = "stand_aside of the host", "prepare of the host", "key of the host"

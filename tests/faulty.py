@@ -22,9 +22,10 @@ from stateful.compare import compare_modules, places
 from stateful.nets import Request, arguments, make, move
 from torch import nn
 
-from sfast_ext import Config, Hooks, accelerate, accelerator_of, graph_pool, passes, plan, planner, proof, signature
+from sfast_ext import Config, Hooks, accelerate, accelerator_of, call_signature, passes
 from sfast_ext.kernels import _trial
-from sfast_ext.plan import relative_error
+from sfast_ext.runtime import graph_pool, plan, plan_builder, verify
+from sfast_ext.runtime.plan import relative_error
 
 CPU = Config(allow_cpu=True)
 # fp32 sums in another order
@@ -201,8 +202,8 @@ class Counting:
     """Counts the captures that are begun."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.times, self._real = 0, planner.capture
-        patch.setattr(planner, "capture", self)
+        self.times, self._real = 0, plan_builder.capture
+        patch.setattr(plan_builder, "capture", self)
 
     def __call__(self, *args: Any) -> Any:
         self.times += 1
@@ -282,8 +283,8 @@ def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
     patch.setattr(graph_pool, "_own_random_state", lambda device: nothing)
     patch.setattr(graph_pool, "current_stream", lambda index: 0)
     patch.setattr(_trial, "refusal", lambda device: None)
-    patch.setattr(proof, "channels_last_pays", lambda graph, device: True)
-    patch.setattr(proof, "milliseconds", lambda run, device, times=1: (run(), 1.0)[1])
+    patch.setattr(verify, "channels_last_pays", lambda graph, device: True)
+    patch.setattr(verify, "milliseconds", lambda run, device, times=1: (run(), 1.0)[1])
     stream = PretendedStream()
     for name, stand_in in {
         "CUDAGraph": PretendedGraph, "Event": mock.Mock, "Stream": PretendedStream,
@@ -301,9 +302,9 @@ def pretend_a_gpu(patch: pytest.MonkeyPatch) -> graph_pool.GraphPool:
     """From now on the model's device passes for a GPU; its graph pool."""
     device: Any = PretendedGPU()
     cpu = torch.device("cpu")
-    patch.setattr(planner.Planner, "_device", lambda self: device)
-    for room in (signature, plan):
-        patch.setattr(room, "as_tensor", lambda leaf, _, real=signature.as_tensor: real(leaf, cpu))
+    patch.setattr(plan_builder.Planner, "_device", lambda self: device)
+    for room in (call_signature, plan):
+        patch.setattr(room, "as_tensor", lambda leaf, _, real=call_signature.as_tensor: real(leaf, cpu))
     stand_in_for_cuda(patch, memory_reserved=lambda device: 0, mem_get_info=lambda device: (0, 0))
     honest = graph_pool.GraphPool._capture
 
@@ -375,7 +376,7 @@ sys.path[:0] = ["tests"]
 import torch
 from faulty import Pair
 from sfast_ext import Config
-from sfast_ext.plan import Plan
+from sfast_ext.runtime.plan import Plan
 
 torch.set_grad_enabled(False)
 honest, times = Plan._run_static, []

@@ -17,18 +17,18 @@ from test_repeats import described
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from sfast_ext import watching
-from sfast_ext.capture import Captured, CaptureRefused, capture
-from sfast_ext.signature import flatten_call
-from sfast_ext.tracing import record
-from sfast_ext.watching import Watched
-from sfast_ext.weights import WeightArena
+from sfast_ext.call_signature import flatten_call
+from sfast_ext.capture import live_trace
+from sfast_ext.capture.capture import Captured, CaptureRefused, capture
+from sfast_ext.capture.fake_trace import record
+from sfast_ext.capture.live_trace import Watched
+from sfast_ext.weights.arena import WeightArena
 
 CPU = torch.device("cpu")
 HEADS, WIDTH = 3, 8
 X = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-live = pytest.mark.skipif(not watching.WORKS, reason="an older torch keeps its modes in another way")
+live = pytest.mark.skipif(not live_trace.WORKS, reason="an older torch keeps its modes in another way")
 
 HERE = Path(__file__).parent
 HOMES = {

@@ -26,7 +26,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from sfast_ext import plan, planner, surroundings
+from sfast_ext.behaviour import surroundings
+from sfast_ext.runtime import plan, plan_builder
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -300,7 +301,7 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     patch.setattr(surroundings, "_STOCK", stock)
     patch.setattr(surroundings, "_OWN", stock)
     patch.setattr(surroundings, "_last", surroundings.Surroundings())
-    patch.setattr(planner, "capture", _while(card, "blind", planner.capture))
+    patch.setattr(plan_builder, "capture", _while(card, "blind", plan_builder.capture))
     for name in ("_run_static", "run_eagerly"):
         patch.setattr(plan.Plan, name, _while(card, "in_plan", getattr(plan.Plan, name)))
     patch.setattr(plan, "_bind_attributes", _constants_on_the_card(plan._bind_attributes))

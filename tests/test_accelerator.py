@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import sfast_ext
-from sfast_ext import Config, Hooks, accelerate, accelerator, accelerator_of, behaviour_keys, planner, proof
-from sfast_ext.plan import DROPPED
-from sfast_ext.shelf import LAPSES
-from sfast_ext.weights import WeightArena
+from sfast_ext import Config, Hooks, accelerate, accelerator, accelerator_of
+from sfast_ext.behaviour import key
+from sfast_ext.runtime import plan_builder, verify
+from sfast_ext.runtime.plan import DROPPED
+from sfast_ext.runtime.plan_cache import LAPSES
+from sfast_ext.weights.arena import WeightArena
 
 CPU = Config(allow_cpu=True)
 # fp32 sums in another order
@@ -270,7 +272,7 @@ def test_a_plan_that_differs_is_discarded_and_the_original_goes_on(monkeypatch):
         gm.recompile()
         return {"spoil": 1}
 
-    monkeypatch.setattr(proof, "run_passes", spoil)
+    monkeypatch.setattr(verify, "run_passes", spoil)
     module, plain = net(), net()
     acc = accelerate(module, CPU)
     x = picture()
@@ -320,12 +322,12 @@ def test_always_checking_catches_a_plan_gone_wrong_later():
 @pytest.mark.parametrize(
     ("room", "stage"),
     [
-        (planner, "capture"),
-        (behaviour_keys, "fingerprint"),
+        (plan_builder, "capture"),
+        (key, "fingerprint"),
         (accelerator, "flatten_call"),
-        (proof, "run_passes"),
-        (proof, "relative_error"),
-        (proof, "milliseconds"),
+        (verify, "run_passes"),
+        (verify, "relative_error"),
+        (verify, "milliseconds"),
     ],
 )
 def test_an_exception_of_ours_never_ends_a_generation(room, stage, monkeypatch):
@@ -718,7 +720,7 @@ def test_two_threads_at_once():
 
 
 def test_weights_on_another_device_mean_the_original_for_now(monkeypatch):
-    from sfast_ext.weights import WeightsAway
+    from sfast_ext.weights.arena import WeightsAway
 
     module, plain = net(), net()
     acc = accelerate(module, CPU)

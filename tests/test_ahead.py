@@ -16,10 +16,10 @@ from stateful.nets import Request, SmallNet, arguments, make
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.graph_pool import CapturedGraph, GraphPool
-from sfast_ext.plan import Plan, relative_error
-from sfast_ext.planner import WARY, Planner
-from sfast_ext.signature import flatten_call
+from sfast_ext.call_signature import flatten_call
+from sfast_ext.runtime.graph_pool import CapturedGraph, GraphPool
+from sfast_ext.runtime.plan import Plan, relative_error
+from sfast_ext.runtime.plan_builder import WARY, Planner
 
 CPU = Config(allow_cpu=True)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.backoff import PAYS, Backoff
+from sfast_ext.runtime.backoff import PAYS, Backoff
 
 CPU = Config(allow_cpu=True)
 STEPS = 30

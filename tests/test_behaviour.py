@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from sfast_ext import accelerate
-from sfast_ext.behaviour import fingerprint, structure
-from sfast_ext.behaviour_keys import BehaviourKeys
+from sfast_ext.behaviour.fingerprint import fingerprint, structure
+from sfast_ext.behaviour.key import BehaviourKeys
 
 
 class Processor:
@@ -405,7 +405,7 @@ def test_a_generation_in_which_nothing_changed_is_not_read_anew(model, monkeypat
     patch_forward(model)
     keys.tick()
     first = keys.read()
-    monkeypatch.setattr("sfast_ext.behaviour.fingerprint", None)
+    monkeypatch.setattr("sfast_ext.behaviour.fingerprint.fingerprint", None)
     keys.tick()
     assert keys.due and keys.read() == first and not keys.due
     # the host is asked all the same

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from sfast_ext.capture import CaptureRefused, capture
-from sfast_ext.signature import flatten_call
-from sfast_ext.weights import WeightArena
+from sfast_ext.call_signature import flatten_call
+from sfast_ext.capture.capture import CaptureRefused, capture
+from sfast_ext.weights.arena import WeightArena
 
 CPU = torch.device("cpu")
 

@@ -28,13 +28,16 @@ from stateful.compare import places
 from stateful.fault_events import spoil
 from torch import nn
 
-from sfast_ext import Hooks, accelerator, backoff, behaviour_keys, environment, kernels, passes, planner, proof, tracing
-from sfast_ext.capture import CaptureRefused
+from sfast_ext import Hooks, accelerator, environment, kernels, passes
+from sfast_ext.behaviour import key
+from sfast_ext.behaviour.forward_slot import Slot
+from sfast_ext.capture import fake_trace
+from sfast_ext.capture.capture import CaptureRefused
+from sfast_ext.capture.module_state import State
 from sfast_ext.kernels import _precompile, attention, geglu, group_norm, layer_norm
-from sfast_ext.plan import Plan
-from sfast_ext.slot import Slot
-from sfast_ext.state import State
-from sfast_ext.weights import WeightArena
+from sfast_ext.runtime import backoff, plan_builder, verify
+from sfast_ext.runtime.plan import Plan
+from sfast_ext.weights.arena import WeightArena
 
 CALLS = 10
 
@@ -50,7 +53,7 @@ DECIDING = {
     "the host's reason to stand aside": Stage(Hooks, "stand_aside", "stand_aside of the host"),
     "the arguments": Stage(accelerator, "flatten_call", "arguments"),
     "the host's preparation": Stage(Hooks, "prepare", "prepare of the host"),
-    "the behaviour key": Stage(behaviour_keys, "fingerprint", "behaviour key"),
+    "the behaviour key": Stage(key, "fingerprint", "behaviour key"),
     "the host's key": Stage(Hooks, "key", "key of the host"),
     "the weights": Stage(WeightArena, "sync", "weights"),
     "the weights, without memory": Stage(WeightArena, "sync", "weights", OOM),
@@ -58,12 +61,12 @@ DECIDING = {
 BUILDING = {
     # the second try is that of giving the weights back
     "the index of weights": Stage(WeightArena, "index", "capture", tries=2),
-    "the record of a forward": Stage(tracing, "make_fx", "cannot be recorded"),
+    "the record of a forward": Stage(fake_trace, "make_fx", "cannot be recorded"),
     "the search for state": Stage(State, "restore", "capture", done=True),
-    "the capture": Stage(planner, "capture", "capture"),
-    "the capture, refused": Stage(planner, "capture", "injected", CaptureRefused),
+    "the capture": Stage(plan_builder, "capture", "capture"),
+    "the capture, refused": Stage(plan_builder, "capture", "injected", CaptureRefused),
     "the choice of kernels": Stage(environment, "triton_runs_on", "choice of kernels"),
-    "the native operations": Stage(proof.native, "available", "choice of kernels"),
+    "the native operations": Stage(verify.native, "available", "choice of kernels"),
     **{
         f"pass {i}, {name}": PassStage(passes, "PASSES", f"pass {name}", number=i)
         for i, (name, _) in enumerate(passes.PASSES)
@@ -75,13 +78,13 @@ BUILDING = {
     "binding, half done": Stage(WeightArena, "bind", "weights", done=True),
     "a kernel, without memory": KernelStage(attention, "library", "first run", OOM),
     "the first run": Stage(Plan, "run_eagerly", "first run"),
-    "the check": Stage(proof, "relative_error", "check"),
-    "the timing": Stage(proof, "milliseconds", "timing"),
+    "the check": Stage(verify, "relative_error", "check"),
+    "the timing": Stage(verify, "milliseconds", "timing"),
 }
 # of a plan that has already run
 RUNNING = {
     "a run": Stage(Plan, "run_eagerly", "replay"),
-    "a run, without memory": Stage(Plan, "run_eagerly", "replay", OOM, tries=planner.OUT_OF_MEMORY),
+    "a run, without memory": Stage(Plan, "run_eagerly", "replay", OOM, tries=plan_builder.OUT_OF_MEMORY),
     "the outputs of a run": Stage(Plan, "_hand_out", "replay", done=True),
     "the result": Stage(Plan, "output", "result"),
 }
@@ -144,7 +147,7 @@ def test_the_report_names_what_failed(phase, stage, monkeypatch):
     pair = Pair()
     broken(pair, phase, stage, monkeypatch)
     pair.same()
-    named = pair.words() if stage.kind is CaptureRefused or stage.home is tracing else pair.error()
+    named = pair.words() if stage.kind is CaptureRefused or stage.home is fake_trace else pair.error()
     assert stage.words in named
 
 
@@ -234,7 +237,7 @@ def test_a_real_unet_goes_on_too(monkeypatch):
 def test_another_size_is_tried_although_one_was_given_up(monkeypatch):
     pair = Pair()
     with monkeypatch.context() as patch:
-        failing(patch, proof, "run_passes")
+        failing(patch, verify, "run_passes")
         pair.same(2)
     pair.plan_runs_again(2, width=16)
     before = pair.runs
@@ -401,7 +404,7 @@ def convert(net: nn.Module, dtype: torch.dtype) -> None:
 def test_after_several_behaviours_that_failed_a_change_of_the_settings_helps_too(monkeypatch):
     pair = Pair()
     with monkeypatch.context() as patch:
-        failing(patch, planner, "capture")
+        failing(patch, plan_builder, "capture")
         for i in range(backoff.FREE + 2):
             pair.both(partial(nn.Module.__setattr__, name="s1", value=1 + i / 10))
             pair.same(2)
@@ -418,14 +421,14 @@ def test_where_no_plan_comes_of_it_the_weights_lie_as_before(stage, monkeypatch)
     pair.same(2)
 
 
-def wrong(graph_module, context, real=proof.run_passes):
+def wrong(graph_module, context, real=verify.run_passes):
     counts = real(graph_module, context)
     spoil(graph_module.graph)
     return counts
 
 
 def test_a_wrong_plan_built_while_the_model_gives_nan_is_found_out(monkeypatch):
-    monkeypatch.setattr(proof, "run_passes", wrong)
+    monkeypatch.setattr(verify, "run_passes", wrong)
     pair = Pair()
     pair.same(2, change=lambda sample: sample * float("nan"))
     pair.same(3)

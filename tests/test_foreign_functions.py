@@ -10,12 +10,13 @@ from foreign import CPU, Layer, X, both_ways, captured, live, ops, refused, sdpa
 from passes.networks import network
 from torch.nn import functional as F
 
-from sfast_ext import Config, accelerate, opaque
-from sfast_ext.capture import capture
+from sfast_ext import Config, accelerate
+from sfast_ext.call_signature import flatten_call
+from sfast_ext.capture import opaque
+from sfast_ext.capture.capture import capture
 from sfast_ext.passes.rewrite import is_pure
-from sfast_ext.plan import relative_error
-from sfast_ext.signature import flatten_call
-from sfast_ext.weights import WeightArena
+from sfast_ext.runtime.plan import relative_error
+from sfast_ext.weights.arena import WeightArena
 
 aten = torch.ops.aten
 

@@ -14,12 +14,12 @@ from passes.networks import network
 from torch.nn import functional as F
 
 from sfast_ext import Config, accelerate
-from sfast_ext.capture import capture
+from sfast_ext.call_signature import flatten_call
+from sfast_ext.capture.capture import capture
+from sfast_ext.capture.live_trace import Watched
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.rewrite import RESHAPE, is_op
-from sfast_ext.signature import flatten_call
-from sfast_ext.watching import Watched
-from sfast_ext.weights import WeightArena
+from sfast_ext.weights.arena import WeightArena
 
 aten = torch.ops.aten
 
@@ -258,7 +258,7 @@ def test_a_real_run_with_what_is_refused_is_not_recorded(xformers):
 
 @live
 def test_a_further_size_is_captured_as_it_runs(xformers, monkeypatch):
-    from sfast_ext import capture as room
+    from sfast_ext.capture import capture as room
 
     recordings = []
     original = room.record

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from sfast_ext.garbage import uncollected
+from sfast_ext.runtime.gc_pause import uncollected
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from sfast_ext import Config, accelerate, weights
-from sfast_ext.gate import Gate, gate_of
-from sfast_ext.weight import WeightsInUse
+from sfast_ext import Config, accelerate
+from sfast_ext.weights import arena
+from sfast_ext.weights.gate import Gate, gate_of
+from sfast_ext.weights.weight import WeightsInUse
 
 # of a thread that ought to end
 SOON = 20
@@ -253,7 +254,7 @@ def test_state_dict_waits_for_the_other_thread(in_time, made, monkeypatch):
         if in_time:
             threading.Timer(0.05, thread.go.set).start()
         else:
-            monkeypatch.setattr(weights, "LEND_S", 0.05)
+            monkeypatch.setattr(arena, "LEND_S", 0.05)
         state = module.state_dict()
     for name, value in twin.state_dict().items():
         assert torch.equal(state[name], value)

@@ -5,8 +5,9 @@ import threading
 import pytest
 import torch
 
-from sfast_ext import Config, accelerate, graph_pool
+from sfast_ext import Config, accelerate
 from sfast_ext.report import Report
+from sfast_ext.runtime import graph_pool
 
 pytestmark = pytest.mark.gpu
 

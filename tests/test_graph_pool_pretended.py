@@ -14,10 +14,11 @@ from faulty import Pair, PretendedGraph, pretend_a_gpu, stand_in_for_cuda
 from pretended_card import GPU, Card, CardGraph, pretended_card
 from stateful.nets import SmallNet
 
-from sfast_ext import Config, accelerate, graph_pool, proof
-from sfast_ext.graph_pool import MB, GraphPool, NoGraph
-from sfast_ext.plan import Plan
+from sfast_ext import Config, accelerate
 from sfast_ext.report import Report
+from sfast_ext.runtime import graph_pool, verify
+from sfast_ext.runtime.graph_pool import MB, GraphPool, NoGraph
+from sfast_ext.runtime.plan import Plan
 
 GRAPHS = Config(allow_cpu=True, triton=False, native=False)
 
@@ -239,7 +240,7 @@ def test_a_plan_that_is_slower_is_dropped_unless_it_is_wanted_all_the_same(
     pretend_a_gpu(monkeypatch)
     # the plan's and the original's, in turns
     times = [ms, 1.0] * 4
-    monkeypatch.setattr(proof, "milliseconds", lambda run, device, times_=1: (run(), times.pop(0))[1])
+    monkeypatch.setattr(verify, "milliseconds", lambda run, device, times_=1: (run(), times.pop(0))[1])
     options = {"drop_slower": False} if wanted else {}
     pair = Pair(config=Config(allow_cpu=True, triton=False, native=False, **options))
     pair.same(3)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from sfast_ext.homes import Homes
-from sfast_ext.weights import WeightArena
+from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.original_layout import Homes
 
 ROWS, COLUMNS = (6, 1), (1, 4)
 

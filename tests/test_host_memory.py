@@ -7,10 +7,10 @@ import torch
 from pretended_card import pretended_card
 from torch import nn
 
-from sfast_ext import graph_pool
 from sfast_ext.environment import TORCH
 from sfast_ext.hosts import memory
 from sfast_ext.hosts.sdnext_offload import _device
+from sfast_ext.runtime import graph_pool
 
 diffusers = pytest.importorskip("diffusers")
 

@@ -13,8 +13,8 @@ from faulty import failing
 from sdnext_card import SD15, SDXL, STEPS, Proportions, card_host
 from sdnext_standin import diffusers, network
 
-from sfast_ext.planner import Planner
-from sfast_ext.weights import WeightsAway
+from sfast_ext.runtime.plan_builder import Planner
+from sfast_ext.weights.arena import WeightsAway
 
 accelerate = pytest.importorskip("accelerate")
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from sfast_ext import imports, tracing
+from sfast_ext.capture import fake_trace, imports
 
 X = torch.randn(2, 4)
 MAKES = "import torch\nSCALE = torch.tensor(2.0)\ndef scaled(x, by=torch.ones(4)):\n    return x * by\n"
@@ -59,7 +59,7 @@ def missing(x):
 @pytest.mark.parametrize("forward", [statement, call, relative, submodule, missing])
 def test_what_a_forward_imports_keeps_its_tensors(library, forward):
     with torch.no_grad():
-        graph = tracing.record(forward, [X]).graph
+        graph = fake_trace.record(forward, [X]).graph
     loaded = [module for name, module in sys.modules.items() if name.startswith("late.") and hasattr(module, "scaled")]
     assert loaded
     for module in loaded:

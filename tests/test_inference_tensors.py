@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.homes import live_tensor, set_data
-from sfast_ext.plan import relative_error
+from sfast_ext.runtime.plan import relative_error
 from sfast_ext.tools import models
+from sfast_ext.weights.original_layout import live_tensor, set_data
 
 MODES = [torch.no_grad, torch.inference_mode]
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from sfast_ext import interception
-from sfast_ext.interception import intercepted
+from sfast_ext.capture import interception
+from sfast_ext.capture.interception import intercepted
 
 
 def plain(a, b=2, *rest, c=3, **others):

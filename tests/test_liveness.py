@@ -13,9 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from sfast_ext import graph_pool, proof
-from sfast_ext.liveness import peak_bytes
 from sfast_ext.report import Report
+from sfast_ext.runtime import graph_pool, verify
+from sfast_ext.runtime.peak_memory import peak_bytes
 from sfast_ext.tools import bench
 
 KB = 1024
@@ -139,7 +139,7 @@ def test_a_pool_begins_with_one_block():
     ("model", "width", "height"), [("sd15", 512, 512), ("sdxl", 1024, 1024), ("sdxl", 832, 1216)], ids=str
 )
 def test_a_call_holds_hardly_more_than_the_originals_at_its_peak(model, width, height, monkeypatch):
-    monkeypatch.setattr(proof, "NOISE", math.inf)  # others run beside it: what is faster is not asked here
+    monkeypatch.setattr(verify, "NOISE", math.inf)  # others run beside it: what is faster is not asked here
     options = bench.Options(model, [(width, height)], [1], ["sfast", "eager"], 1, 77, False, False, None)
     ours, eager = bench.Bench(options, torch.device("cuda")).measure(bench.Case(width, height, 1))
     assert ours.get("remark") is None

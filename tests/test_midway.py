@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from sfast_ext import Config, Hooks, accelerate
-from sfast_ext.behaviour import fingerprint
-from sfast_ext.behaviour_keys import BehaviourKeys
+from sfast_ext.behaviour.fingerprint import fingerprint
+from sfast_ext.behaviour.key import BehaviourKeys
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +160,7 @@ def test_what_says_nothing_is_no_reason_to_read_again(monkeypatch):
     keys = BehaviourKeys(module, frozenset({"bookkeeping"}), None, 8)
     keys.tick()
     first = keys.read()
-    monkeypatch.setattr("sfast_ext.behaviour.fingerprint", None)
+    monkeypatch.setattr("sfast_ext.behaviour.fingerprint.fingerprint", None)
     module.attn.bookkeeping = 1
     # equal is as good as the same
     module.attn.scale = float("0.5")

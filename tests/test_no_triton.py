@@ -13,14 +13,14 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from sfast_ext.capture import capture
+from sfast_ext.call_signature import flatten_call
+from sfast_ext.capture.capture import capture
 from sfast_ext.kernels import attention, linear_add
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.rewrite import is_kernel
-from sfast_ext.program import Program
-from sfast_ext.signature import flatten_call
+from sfast_ext.runtime.interpreter import Program
 from sfast_ext.tools import models
-from sfast_ext.weights import WeightArena
+from sfast_ext.weights.arena import WeightArena
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 # of the benchmark: model, width, height, pictures

@@ -8,9 +8,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sfast_ext import opaque
-from sfast_ext.liveness import peak_bytes
-from sfast_ext.program import Program
+from sfast_ext.capture import opaque
+from sfast_ext.runtime.interpreter import Program
+from sfast_ext.runtime.peak_memory import peak_bytes
 
 
 def shape(tensors):

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from sfast_ext import Config, accelerate, operations
-from sfast_ext.capture import capture
-from sfast_ext.signature import flatten_call
-from sfast_ext.weights import WeightArena
+from sfast_ext import Config, accelerate
+from sfast_ext.call_signature import flatten_call
+from sfast_ext.capture.capture import capture
+from sfast_ext.runtime import operations
+from sfast_ext.weights.arena import WeightArena
 
 CPU = torch.device("cpu")
 X = torch.ones(2, 4)
@@ -89,7 +90,7 @@ def test_counts_by_name():
 
 
 def test_names_of_functions_tell_their_module():
-    assert operations.name(flatten_call) == "sfast_ext.signature.flatten_call"
+    assert operations.name(flatten_call) == "sfast_ext.call_signature.flatten_call"
 
 
 def test_the_status_of_a_plan_tells_both(tiny_unet, unet_inputs):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sfast_ext.behaviour import fingerprint
+from sfast_ext.behaviour.fingerprint import fingerprint
 
 
 class Block(nn.Module):

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.plan import relative_error
-from sfast_ext.slot import accelerator_of
+from sfast_ext.behaviour.forward_slot import accelerator_of
+from sfast_ext.runtime.plan import relative_error
 from sfast_ext.tools import models
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from sfast_ext.passes.rewrite import aten
-from sfast_ext.program import _OFTEN, Program
+from sfast_ext.runtime.interpreter import _OFTEN, Program
 
 X, Y = torch.randn(4, 6), torch.randn(4, 6)
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.behaviour import fingerprint
-from sfast_ext.behaviour_keys import BehaviourKeys
-from sfast_ext.reach import names_within
+from sfast_ext.behaviour.fingerprint import fingerprint
+from sfast_ext.behaviour.key import BehaviourKeys
+from sfast_ext.behaviour.reach import names_within
 
 
 @pytest.fixture(autouse=True)
@@ -283,7 +283,7 @@ def test_what_torchs_code_reaches_is_seen_at_each_call(name, monkeypatch):
 
 
 def test_what_changes_while_it_is_read_is_not_taken_for_what_was_read(monkeypatch):
-    from sfast_ext import surroundings
+    from sfast_ext.behaviour import surroundings
 
     net, _ = made()
     around = surroundings.look()

@@ -13,9 +13,9 @@ from stateful.nets import Request, SmallNet, arguments, make
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.homes import Homes
-from sfast_ext.plan import relative_error
-from sfast_ext.weights import WeightArena
+from sfast_ext.runtime.plan import relative_error
+from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.original_layout import Homes
 
 CPU = Config(allow_cpu=True)
 

@@ -7,7 +7,7 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 
-from sfast_ext.signature import NotOurs, flatten_call, flatten_output, rebuild_call, rebuild_output
+from sfast_ext.call_signature import NotOurs, flatten_call, flatten_output, rebuild_call, rebuild_output
 
 CPU = torch.device("cpu")
 

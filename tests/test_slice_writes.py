@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sfast_ext import slice_writes
+from sfast_ext.capture import slice_writes
 
 X = torch.arange(48.0).reshape(4, 6, 2)
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import soak
 from benchmarks.preview import Preview
-from sfast_ext.weights import WeightArena
+from sfast_ext.weights.arena import WeightArena
 
 BRIEF = ["--device", "cpu", "--model", "tiny", "--minutes", "0", "--calls", "70", "--every", "0"]
 

@@ -12,9 +12,9 @@ from pretended_card import pretended_card
 from torch import Tensor, nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.behaviour import fingerprint
-from sfast_ext.behaviour_keys import BehaviourKeys
-from sfast_ext.weights import WeightArena, WeightsChanged
+from sfast_ext.behaviour.fingerprint import fingerprint
+from sfast_ext.behaviour.key import BehaviourKeys
+from sfast_ext.weights.arena import WeightArena, WeightsChanged
 
 CPU = Config(allow_cpu=True)
 

@@ -15,10 +15,10 @@ from stateful import machine
 from stateful.compare import Wrong
 from stateful.world import World
 
-from sfast_ext import behaviour, surroundings
-from sfast_ext.behaviour_keys import BehaviourKeys
+from sfast_ext.behaviour import fingerprint, surroundings
+from sfast_ext.behaviour.key import BehaviourKeys
+from sfast_ext.behaviour.snapshot import Scene
 from sfast_ext.kernels import health
-from sfast_ext.scene import Scene
 
 # an event that is listed more often comes more often
 LISTED = machine.listed(machine.EVENTS)
@@ -116,7 +116,7 @@ STOCK = surroundings.look()
 UNSEEN = {
     "function_of_torch_replaced": (surroundings, "look", lambda: STOCK),
     "hook_on_all": (surroundings, "look", lambda: STOCK),
-    "class_forward": (behaviour, "strangers", lambda *class_of_anybody, **options: []),
+    "class_forward": (fingerprint, "strangers", lambda *class_of_anybody, **options: []),
     "attribute": (Scene, "looks_alike", lambda scene: True),
 }
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from sfast_ext import Config, Hooks, accelerate, surroundings
-from sfast_ext.behaviour import fingerprint
+from sfast_ext import Config, Hooks, accelerate
+from sfast_ext.behaviour import surroundings
+from sfast_ext.behaviour.fingerprint import fingerprint
 
 CPU = Config(allow_cpu=True)
 functional = nn.functional

@@ -12,8 +12,9 @@ import torch
 from clocks import StandInClock
 from coarse_clock import sitecustomize as coarse_clock
 
-from sfast_ext import plan, proof, timing
+from sfast_ext import timing
 from sfast_ext.config import Config
+from sfast_ext.runtime import plan, verify
 from sfast_ext.timing import MOST_S, STEPS, Timer
 from sfast_ext.tools import engines, rates
 
@@ -121,7 +122,7 @@ def test_an_original_too_quick_for_the_clock_has_no_time(coarse, original_s, tol
 
     proven, x = Proven(), torch.ones(3)
     work = coarse.work(0.001)
-    refused = proof.prove(proven, lambda: work() or [x], pytest.fail, None, x, original_s, Config())
+    refused = verify.prove(proven, lambda: work() or [x], pytest.fail, None, x, original_s, Config())
     assert refused is None and proven.error == 0
     assert proven.ms_before == told and proven.ms_after == pytest.approx(1.0, rel=0.03)
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sfast_ext import repeats, tracing
-from sfast_ext.signature import flatten_call, flatten_output, rebuild_call
+from sfast_ext.call_signature import flatten_call, flatten_output, rebuild_call
+from sfast_ext.capture import block_reuse, fake_trace
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ def described(graph_module):
 
 def same(function, *inputs):
     with torch.no_grad():
-        ours, theirs = tracing.record(function, inputs), plain(function, inputs)
+        ours, theirs = fake_trace.record(function, inputs), plain(function, inputs)
     for mine, expected in zip(described(ours), described(theirs), strict=True):
         assert mine == expected
     for name, value in theirs.named_parameters():
@@ -78,7 +78,7 @@ def test_the_graph_is_the_same_under_autocast():
         same(forward, *inputs)
 
 
-@pytest.mark.skipif(not repeats.WORKS, reason="operations are looked up before they are taken apart from torch 2.6 on")
+@pytest.mark.skipif(not block_reuse.WORKS, reason="before torch 2.6 operations are taken apart first")
 def test_shapes_met_before_are_not_worked_out_again(monkeypatch):
     worked_out = []
     original = FakeTensorMode.__torch_dispatch__
@@ -162,29 +162,29 @@ def test_weights_are_named_as_make_fx_names_them():
 
 def test_a_shape_that_does_not_fit_is_an_error_however_often_its_parts_fitted():
     with torch.no_grad(), pytest.raises(RuntimeError):
-        tracing.record(lambda x: [x @ x.t() @ x, x @ x.t() @ x, x @ x], [X])
+        fake_trace.record(lambda x: [x @ x.t() @ x, x @ x.t() @ x, x @ x], [X])
 
 
 def no_meta(monkeypatch):
-    monkeypatch.setattr(tracing, "_as_meta", None)
+    monkeypatch.setattr(fake_trace, "_as_meta", None)
 
 
 def no_tracer(monkeypatch):
-    monkeypatch.setattr(tracing, "_tracer", lambda frame: None)
+    monkeypatch.setattr(fake_trace, "_tracer", lambda frame: None)
 
 
 def other_fakes(monkeypatch):
     def unexpected(*args):
         raise AttributeError("fake_device")
 
-    monkeypatch.setattr(tracing._Remembering, "_described", unexpected)
+    monkeypatch.setattr(fake_trace._Remembering, "_described", unexpected)
 
 
 def other_options(monkeypatch):
     def unexpected(self, **options):
         raise TypeError("static_shapes")
 
-    monkeypatch.setattr(tracing._Remembering, "__init__", unexpected)
+    monkeypatch.setattr(fake_trace._Remembering, "__init__", unexpected)
 
 
 @pytest.mark.parametrize("change", [no_meta, no_tracer, other_fakes, other_options])
@@ -196,10 +196,10 @@ def test_where_torch_is_not_as_expected_make_fx_runs_as_it_is(monkeypatch, chang
 
 def test_nothing_of_it_stays_active():
     with torch.no_grad():
-        tracing.record(lambda x: [x + 1], [X])
+        fake_trace.record(lambda x: [x + 1], [X])
     assert type(X + 1) is torch.Tensor
     with pytest.raises(ZeroDivisionError), torch.no_grad():
-        tracing.record(lambda x: [x / (1 // 0)], [X])
+        fake_trace.record(lambda x: [x / (1 // 0)], [X])
     assert type(X + 1) is torch.Tensor
 
 
@@ -219,7 +219,7 @@ def test_the_free_memory_cuts_nothing_into_slices(monkeypatch):
         return [torch.cat([x[at : at + rows].sin() for at in range(0, len(x), rows)])]
 
     x = torch.randn(8, 50)
-    recorded = tracing.record(forward, [x])
+    recorded = fake_trace.record(forward, [x])
     assert [n.target for n in recorded.graph.nodes if n.op == "call_function"].count(torch.ops.aten.sin.default) == 1
     assert not asked and forward(x)[0].shape == x.shape and len(asked) == 1
     assert torch.cuda.mem_get_info(0) == (100, 1000)

@@ -17,8 +17,9 @@ import pytest
 import torch
 from faulty import Pair, pretend_a_gpu
 
-from sfast_ext import Config, accelerator, environment, graph_pool, proof
+from sfast_ext import Config, accelerator, environment
 from sfast_ext.kernels import _precompile, _trial, _triton, health
+from sfast_ext.runtime import graph_pool, verify
 from sfast_ext.tools import doctor
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -214,15 +215,15 @@ def pair(trial, monkeypatch):
     pool = pretend_a_gpu(monkeypatch)
     monkeypatch.setattr(_trial, "refusal", refusal)
     monkeypatch.setattr(accelerator, "get_ready", lambda: None)  # the first plan has it tried
-    monkeypatch.setattr(proof, "precompile", lambda graph, device: 0)
+    monkeypatch.setattr(verify, "precompile", lambda graph, device: 0)
     allowed: list[bool] = []
-    passes = proof.run_passes
+    passes = verify.run_passes
 
     def run_passes(graph_module: Any, context: Any) -> Any:
         allowed.append(context.triton)
         return passes(graph_module, context)
 
-    monkeypatch.setattr(proof, "run_passes", run_passes)
+    monkeypatch.setattr(verify, "run_passes", run_passes)
     health.clear()
     with torch.no_grad():
         made = Pair("unet", Config(drop_slower=False))

@@ -13,8 +13,8 @@ from stateful.nets import SmallNet
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.vacancy import Vacancy
-from sfast_ext.weights import WeightsAway
+from sfast_ext.weights.arena import WeightsAway
+from sfast_ext.weights.vacancy import Vacancy
 
 GRAPHS = Config(triton=False, native=False)
 

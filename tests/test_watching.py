@@ -10,13 +10,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_stack
 from torch.utils._pytree import tree_map
 
-from sfast_ext import Config, accelerate, capture, tracing, watching
-from sfast_ext.signature import flatten_call, flatten_output, rebuild_call
-from sfast_ext.watching import Watched
-from sfast_ext.weights import WeightArena
+from sfast_ext import Config, accelerate
+from sfast_ext.call_signature import flatten_call, flatten_output, rebuild_call
+from sfast_ext.capture import capture, fake_trace, live_trace
+from sfast_ext.capture.live_trace import Watched
+from sfast_ext.weights.arena import WeightArena
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(not watching.WORKS, reason="calls are recorded as they run from torch 2.6 on")
+pytestmark = pytest.mark.skipif(not live_trace.WORKS, reason="calls are recorded as they run from torch 2.6 on")
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def on_fakes(module, *args, device=CPU, **kwargs):
         a, k = rebuild_call(call.tree, leaves)
         return flatten_output(module(*a, **k))[1]
 
-    return tracing.record(flat, call.tensors(device))
+    return fake_trace.record(flat, call.tensors(device))
 
 
 def same(module, *args, device=CPU, **kwargs):
@@ -175,17 +176,17 @@ def test_an_error_of_the_recording_is_nobodys_concern(monkeypatch):
 @pytest.mark.parametrize("method", ["__torch_dispatch__", "__enter__", "__exit__"])
 def test_an_error_of_the_mode_costs_no_result(monkeypatch, method):
     module, x = Does(torch.relu), torch.randn(2, 4)
-    honest = getattr(watching._Watching, method)
+    honest = getattr(live_trace._Watching, method)
 
     def broken(self, *args):
         if method == "__exit__":
             honest(self, *args)
         raise NotImplementedError("not under this mode")
 
-    monkeypatch.setattr(watching._Watching, method, broken)
+    monkeypatch.setattr(live_trace._Watching, method, broken)
     watched, result = watch(module, x)
     assert watched.recorded() is None and torch.equal(result, module(x))
-    assert not _len_torch_dispatch_stack() and not watching._modes_before()
+    assert not _len_torch_dispatch_stack() and not live_trace._modes_before()
 
 
 def test_an_error_of_the_forward_leaves_no_mode_behind():
@@ -197,7 +198,7 @@ def test_an_error_of_the_forward_leaves_no_mode_behind():
     with pytest.raises(KeyError, match="mine"):
         watched.run(module, (x,), {})
     assert watched.recorded() is None
-    assert not _len_torch_dispatch_stack() and not watching._modes_before()
+    assert not _len_torch_dispatch_stack() and not live_trace._modes_before()
     assert watch(Does(torch.relu), x)[0].recorded() is not None
 
 

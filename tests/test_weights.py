@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sfast_ext.weights import WeightArena, WeightsAway, WeightsChanged
+from sfast_ext.weights.arena import WeightArena, WeightsAway, WeightsChanged
 
 
 class Small(nn.Module):

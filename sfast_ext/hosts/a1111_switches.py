@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sfast_ext.patches import brought, described
+from sfast_ext.behaviour.foreign_code import brought, described
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from sfast_ext.accelerator import Accelerator
-from sfast_ext.behaviour import structure
+from sfast_ext.behaviour.fingerprint import structure
+from sfast_ext.behaviour.foreign_code import described
+from sfast_ext.behaviour.forward_slot import accelerator_of, foreign_forward, forward_of
 from sfast_ext.config import Config
-from sfast_ext.homes import set_data
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import memory
-from sfast_ext.patches import described
 from sfast_ext.report import Report
-from sfast_ext.slot import accelerator_of, foreign_forward, forward_of
+from sfast_ext.weights.original_layout import set_data
 
 Parts = Callable[[nn.Module], Iterable[tuple[str, nn.Module]]]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from sfast_ext.patches import described
+from sfast_ext.behaviour.foreign_code import described
 
 MARKS = frozenset(
     {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from sfast_ext import graph_pool
+from sfast_ext.runtime import graph_pool
 
 DECODING = 6 << 30
 """Bytes that decoding and text encoders may want beside a UNet whose host does not say what comes next."""

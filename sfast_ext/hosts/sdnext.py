@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from sfast_ext import environment
+from sfast_ext.behaviour.forward_slot import accelerator_of, is_own_forward
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import memory
@@ -19,7 +20,6 @@ from sfast_ext.hosts.sdnext_adapters import Adapters
 from sfast_ext.hosts.sdnext_offload import Offload
 from sfast_ext.hosts.sdnext_reasons import COMPILED, keeps_weights, passing_reason, standing_reason
 from sfast_ext.report import Report
-from sfast_ext.slot import accelerator_of, is_own_forward
 from sfast_ext.ui import api, settings
 
 BOOKKEEPING = frozenset(

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from sfast_ext.behaviour import structure
-from sfast_ext.homes import set_data
+from sfast_ext.behaviour.fingerprint import structure
+from sfast_ext.weights.original_layout import set_data
 
 SCALE = frozenset({"scale"})
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext import graph_pool
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.hosts import memory
 from sfast_ext.hosts.common import Attachment, wrap
 from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.report import Report
+from sfast_ext.runtime import graph_pool
 
 _WHY = "the host needs the memory"
 

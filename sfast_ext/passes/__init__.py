@@ -44,7 +44,7 @@ from . import (
 )
 
 if TYPE_CHECKING:
-    from sfast_ext.weights import WeightArena
+    from sfast_ext.weights.arena import WeightArena
 
 
 @dataclass

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, einsum, nn
 
-from sfast_ext.signature import autocast_mode
+from sfast_ext.call_signature import autocast_mode
 from sfast_ext.tools import Unavailable
 
 SCORES = "b i d, b j d -> b i j"

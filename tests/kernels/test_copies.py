@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sfast_ext.graph_pool import KEEPS
 from sfast_ext.kernels import _cuda, copies
 from sfast_ext.kernels.copies import Copies
+from sfast_ext.runtime.graph_pool import KEEPS
 
 from .support import needs_nvrtc, randn
 

@@ -10,54 +10,54 @@ _STREAMS = (_PRETENDED + "test_replays_on_several_streams_do_not_meet",)
 
 MUTATIONS = [
     Mutation(
-        "the budget", "graph_pool.py",
+        "the budget", "runtime/graph_pool.py",
         "over = budget_mb and self._reserved > budget_mb * MB", "over = False",
         _BUDGET,
     ),
     Mutation(
-        "half of the budget", "graph_pool.py",
+        "half of the budget", "runtime/graph_pool.py",
         "over = budget_mb and self._reserved > budget_mb * MB",
         "over = budget_mb and self._reserved > 2 * budget_mb * MB",
         _BUDGET,
     ),
     Mutation(
-        "one of the graphs too many", "graph_pool.py",
+        "one of the graphs too many", "runtime/graph_pool.py",
         "> max_graphs + 1e-6:", "> max_graphs + 1:",
         (_PRETENDED + "test_no_more_graphs_than_are_allowed_and_the_oldest_goes",),
     ),
     Mutation(
-        "the order of graphs", "graph_pool.py",
+        "the order of graphs", "runtime/graph_pool.py",
         "self._entries.move_to_end(id(captured))", "pass",
         (_PRETENDED + "test_no_more_graphs_than_are_allowed_and_the_oldest_goes",),
     ),
     Mutation(
-        "owners of evicted graphs", "graph_pool.py",
+        "owners of evicted graphs", "runtime/graph_pool.py",
         'report.event("graph pool", f"a CUDA graph is evicted: {why}")\n        on_evict()',
         'report.event("graph pool", f"a CUDA graph is evicted: {why}")',
         (_PRETENDED + "test_no_more_graphs_than_are_allowed_and_the_oldest_goes",),
     ),
     Mutation(
-        "waiting for another stream", "graph_pool.py",
+        "waiting for another stream", "runtime/graph_pool.py",
         "stream.wait_event(self._last)", "pass",
         _STREAMS,
     ),
     Mutation(
-        "which stream was the last", "graph_pool.py",
+        "which stream was the last", "runtime/graph_pool.py",
         "self._last_stream != stream.cuda_stream", "self._last_stream is None",
         _STREAMS,
     ),
     Mutation(
-        "the end of a use of the pool", "graph_pool.py",
+        "the end of a use of the pool", "runtime/graph_pool.py",
         "self._last.record(stream)", "pass",
         _STREAMS,
     ),
     Mutation(
-        "the order of a replay", "plan.py",
+        "the order of a replay", "runtime/plan.py",
         "pool.leave(stream)", "pass",
         (_PRETENDED + "test_plans_on_two_streams_wait_for_each_other",),
     ),
     Mutation(
-        "collections of garbage during a capture", "graph_pool.py",
+        "collections of garbage during a capture", "runtime/graph_pool.py",
         "gc.disable()", "pass",
         (_PRETENDED + "test_no_destructor_runs_during_a_capture",),
     ),

@@ -6,33 +6,33 @@ from mutations import Mutation
 
 MUTATIONS = [
     Mutation(
-        "the first comparison", "proof.py",
+        "the first comparison", "runtime/verify.py",
         "if not plan.error <= config.tolerance:", "if False:",
         ("test_accelerator.py::test_a_plan_that_differs_is_discarded_and_the_original_goes_on",),
     ),
     Mutation(
-        "an error that is not a number", "proof.py",
+        "an error that is not a number", "runtime/verify.py",
         "if not plan.error <= config.tolerance:", "if plan.error > config.tolerance and plan.error < 1e9:",
         ("test_faults.py::test_a_plan_that_gives_nan_where_the_model_does_not_is_given_up",),
     ),
     Mutation(
-        "every other comparison", "planner.py",
+        "every other comparison", "runtime/plan_builder.py",
         "plan.error = relative_error(outputs, references)\n            if not plan.error <= self.config.tolerance:",
         "plan.error = relative_error(outputs, references)\n            if False:",
         ("test_accelerator.py::test_always_checking_catches_a_plan_gone_wrong_later",),
     ),
     Mutation(
-        "when a plan is compared: always", "planner.py",
+        "when a plan is compared: always", "runtime/plan_builder.py",
         'return self.config.check == "always" or (', "return (",
         ("test_accelerator.py::test_always_checking_catches_a_plan_gone_wrong_later",),
     ),
     Mutation(
-        "when a plan is compared: first", "planner.py",
+        "when a plan is compared: first", "runtime/plan_builder.py",
         '(self.config.check == "first" and plan.error is None)', "False",
         ("test_faults.py::test_a_wrong_plan_built_while_the_model_gives_nan_is_found_out",),
     ),
     Mutation(
-        "results that say nothing", "proof.py",
+        "results that say nothing", "runtime/verify.py",
         'config.check != "never" and comparable(references)', 'config.check != "never"',
         ("test_faults.py::test_a_wrong_plan_built_while_the_model_gives_nan_is_found_out",),
     ),
@@ -42,32 +42,32 @@ MUTATIONS = [
         ("test_accelerator.py::test_a_plan_whose_known_error_is_over_a_new_tolerance_is_used_no_more",),
     ),
     Mutation(
-        "the number of results", "plan.py",
+        "the number of results", "runtime/plan.py",
         "if len(outputs) != len(references):", "if False:",
         ("test_plan.py::test_other_shapes_dtypes_or_counts_are_infinitely_wrong",),
     ),
     Mutation(
-        "shapes and dtypes of results", "plan.py",
+        "shapes and dtypes of results", "runtime/plan.py",
         "if output.shape != reference.shape or output.dtype != reference.dtype:", "if False:",
         ("test_plan.py::test_other_shapes_dtypes_or_counts_are_infinitely_wrong",),
     ),
     Mutation(
-        "NaN in a result", "plan.py",
+        "NaN in a result", "runtime/plan.py",
         "if not bool(torch.isfinite(ours[finite]).all()):", "if False:",
         ("test_plan.py::test_nan_or_inf_where_the_original_has_none_is_infinitely_wrong",),
     ),
     Mutation(
-        "sums that overflow", "plan.py",
+        "sums that overflow", "runtime/plan.py",
         "vector_norm(values, dtype=torch.float64)", "vector_norm(values)",
         ("test_plan.py::test_values_whose_squares_overflow_are_compared",),
     ),
     Mutation(
-        "strides of results", "plan.py",
+        "strides of results", "runtime/plan.py",
         "own = output.new_empty_strided(output.shape, stride)", "own = output.new_empty(output.shape)",
         ("test_stale.py::test_results_of_a_plan_have_the_originals_strides",),
     ),
     Mutation(
-        "a plan that is slower", "proof.py",
+        "a plan that is slower", "runtime/verify.py",
         "if config.drop_slower and", "if False and",
         ("test_graph_pool_pretended.py::test_a_plan_that_is_slower_is_dropped_unless_it_is_wanted_all_the_same",),
     ),
@@ -77,22 +77,22 @@ MUTATIONS = [
         ("test_graph_pool_pretended.py::test_a_plan_that_is_slower_is_dropped_unless_it_is_wanted_all_the_same",),
     ),
     Mutation(
-        "state that a forward keeps", "capture.py",
+        "state that a forward keeps", "capture/capture.py",
         "if left_behind:", "if False:",
         ("test_capture.py::test_what_a_forward_keeps_in_a_container_is_noticed_and_taken_back",),
     ),
     Mutation(
-        "random numbers", "capture.py",
+        "random numbers", "capture/capture.py",
         "if torch.Tag.nondeterministic_seeded not in tags:", "if True:",
         ("test_capture.py::test_what_cannot_be_a_plan_is_refused_with_the_reason",),
     ),
     Mutation(
-        "tensors of others", "capture.py",
+        "tensors of others", "capture/capture.py",
         "if weight is None:\n", "if False:\n",
         ("test_capture.py::test_what_cannot_be_a_plan_is_refused_with_the_reason",),
     ),
     Mutation(
-        "recordings of another course", "capture.py",
+        "recordings of another course", "capture/capture.py",
         "if recipe in recipes else None", "if True else None",
         ("test_watching.py::test_a_size_that_runs_otherwise_is_captured_on_fake_tensors",),
     ),

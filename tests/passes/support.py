@@ -12,13 +12,13 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 
-from sfast_ext.capture import capture
+from sfast_ext.call_signature import flatten_call
+from sfast_ext.capture.capture import capture
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.rewrite import CONV, is_op
-from sfast_ext.program import Program
-from sfast_ext.signature import flatten_call
+from sfast_ext.runtime.interpreter import Program
 from sfast_ext.tools import models
-from sfast_ext.weights import WeightArena
+from sfast_ext.weights.arena import WeightArena
 
 aten: Any = torch.ops.aten
 Pass = Callable[[fx.GraphModule, PassContext], int]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext.operations import counts, digest
 from sfast_ext.passes.attention_casts import attention_casts
 from sfast_ext.passes.attention_heads import attention_heads
 from sfast_ext.passes.cleanup import cleanup
+from sfast_ext.runtime.operations import counts, digest
 
 from .attentions import HEADS, WIDTH, apart, together
 from .support import Traced, randn

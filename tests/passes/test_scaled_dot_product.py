@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, einsum
 from torch.nn import functional as F
 
-from sfast_ext.capture import capture
+from sfast_ext.call_signature import flatten_call
+from sfast_ext.capture.capture import capture
 from sfast_ext.environment import TORCH
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.cleanup import cleanup
 from sfast_ext.passes.scaled_dot_product import is_scores_equation, is_values_equation, scaled_dot_product
-from sfast_ext.program import Program
-from sfast_ext.signature import flatten_call
-from sfast_ext.weights import WeightArena
+from sfast_ext.runtime.interpreter import Program
+from sfast_ext.weights.arena import WeightArena
 
 from . import attentions
 from .attentions import WAYS, Layer

@@ -10,12 +10,12 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sfast_ext.capture import capture
+from sfast_ext.call_signature import flatten_call
+from sfast_ext.capture.capture import capture
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.rewrite import CONV, is_cast, is_kernel, is_op
-from sfast_ext.program import Program
-from sfast_ext.signature import flatten_call
-from sfast_ext.weights import WeightArena
+from sfast_ext.runtime.interpreter import Program
+from sfast_ext.weights.arena import WeightArena
 
 from .networks import NETWORKS, network
 from .support import aten, name, relative

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.slot import AcceleratedForward
+from sfast_ext.behaviour.forward_slot import AcceleratedForward
 
 SLOTS = ("forward", "_old_forward")
 

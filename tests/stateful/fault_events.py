@@ -11,37 +11,37 @@ import torch
 from torch import fx
 
 import sfast_ext.accelerator
-import sfast_ext.behaviour_keys
-import sfast_ext.plan
-import sfast_ext.planner
-import sfast_ext.proof
-import sfast_ext.weights
+import sfast_ext.behaviour.key
+import sfast_ext.runtime.plan
+import sfast_ext.runtime.plan_builder
+import sfast_ext.runtime.verify
+import sfast_ext.weights.arena
 from sfast_ext import passes
-from sfast_ext.graph_pool import GraphPool
+from sfast_ext.runtime.graph_pool import GraphPool
 from stateful.world import Event, World
 
 # what there is to break, by the name the failure is given
 STAGES: dict[str, tuple[Any, str]] = {
     "signature": (sfast_ext.accelerator, "flatten_call"),
-    "behaviour key": (sfast_ext.behaviour_keys, "fingerprint"),
-    "sync": (sfast_ext.weights.WeightArena, "sync"),
-    "adoption of weights": (sfast_ext.weights.WeightArena, "_adopt"),
-    "capture": (sfast_ext.planner, "capture"),
-    "packing": (sfast_ext.weights.WeightArena, "pack"),
-    "passes": (sfast_ext.proof, "run_passes"),
-    "binding": (sfast_ext.weights.WeightArena, "bind"),
-    "check": (sfast_ext.planner, "prove"),
-    "plan": (sfast_ext.plan.Plan, "run_eagerly"),
-    "output": (sfast_ext.plan.Plan, "output"),
+    "behaviour key": (sfast_ext.behaviour.key, "fingerprint"),
+    "sync": (sfast_ext.weights.arena.WeightArena, "sync"),
+    "adoption of weights": (sfast_ext.weights.arena.WeightArena, "_adopt"),
+    "capture": (sfast_ext.runtime.plan_builder, "capture"),
+    "packing": (sfast_ext.weights.arena.WeightArena, "pack"),
+    "passes": (sfast_ext.runtime.verify, "run_passes"),
+    "binding": (sfast_ext.weights.arena.WeightArena, "bind"),
+    "check": (sfast_ext.runtime.plan_builder, "prove"),
+    "plan": (sfast_ext.runtime.plan.Plan, "run_eagerly"),
+    "output": (sfast_ext.runtime.plan.Plan, "output"),
 }
 CAPTURING = "in the midst of a graph capture"
 GPU_STAGES: dict[str, tuple[Any, str]] = {
-    "warm-up": (sfast_ext.plan.Plan, "_warm_up"),
+    "warm-up": (sfast_ext.runtime.plan.Plan, "_warm_up"),
     "graph capture": (GraphPool, "_capture"),
-    CAPTURING: (sfast_ext.plan.Plan, "_run_static"),
-    "inputs of a replay": (sfast_ext.plan.Plan, "_fill"),
-    "replay": (sfast_ext.plan.Plan, "replay"),
-    "outputs of a replay": (sfast_ext.plan.Plan, "_hand_out"),
+    CAPTURING: (sfast_ext.runtime.plan.Plan, "_run_static"),
+    "inputs of a replay": (sfast_ext.runtime.plan.Plan, "_fill"),
+    "replay": (sfast_ext.runtime.plan.Plan, "replay"),
+    "outputs of a replay": (sfast_ext.runtime.plan.Plan, "_hand_out"),
 }
 
 
@@ -112,20 +112,20 @@ def wrong_plan(w: World, rng: random.Random) -> None:
     """A plan that computes something else: it must not pass its check."""
     if w.config.check == "never":
         return
-    real = sfast_ext.proof.run_passes
+    real = sfast_ext.runtime.verify.run_passes
 
     def wrong(graph_module: Any, context: Any) -> dict[str, int]:
         counts = real(graph_module, context)
         spoil(graph_module.graph)
         return counts
 
-    _patch(w, sfast_ext.planner, "rewritten", _with(sfast_ext.planner.rewritten, wrong))
+    _patch(w, sfast_ext.runtime.plan_builder, "rewritten", _with(sfast_ext.runtime.plan_builder.rewritten, wrong))
     w.drop_plans()
 
 
 def _with(rewritten: Callable[..., Any], run_passes: Callable[..., Any]) -> Callable[..., Any]:
     def patched(*args: Any) -> Any:
-        with mock.patch.object(sfast_ext.proof, "run_passes", run_passes):
+        with mock.patch.object(sfast_ext.runtime.verify, "run_passes", run_passes):
             return rewritten(*args)
 
     return patched

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sfast_ext import Config
-from sfast_ext.graph_pool import pool_of
+from sfast_ext.runtime.graph_pool import pool_of
 from stateful import behaviour_events, fault_events, ground, package_events, stack_events, thread_events, weight_events
 from stateful.compare import Wrong
 from stateful.ground import Ground

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from sfast_ext.weight import WeightsAway, WeightsChanged, places_of
+from sfast_ext.weights.weight import WeightsAway, WeightsChanged, places_of
 from stateful.compare import Wrong
 from stateful.nets import arguments, move
 from stateful.world import Event, World, result

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from sfast_ext import Accelerator, Hooks, accelerate
+from sfast_ext.call_signature import flatten_output
 from sfast_ext.kernels import health
-from sfast_ext.plan import relative_error
-from sfast_ext.signature import flatten_output
+from sfast_ext.runtime.plan import relative_error
 from stateful import ground
 from stateful.compare import Wrong, compare_modules, places
 from stateful.ground import Ground

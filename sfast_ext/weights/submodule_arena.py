@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.gate import Gate
-from sfast_ext.weights import Weight, WeightArena
+from sfast_ext.weights.arena import Weight, WeightArena
+from sfast_ext.weights.gate import Gate
 
 
 class ArenaPart(WeightArena):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.homes import live_tensor, memory_of
+from sfast_ext.weights.original_layout import live_tensor, memory_of
 
 Slot = tuple[dict, str]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sfast_ext.homes import Homes, Strides, memory_of
-from sfast_ext.weight import Weight, WeightsAway
+from sfast_ext.weights.original_layout import Homes, Strides, memory_of
+from sfast_ext.weights.weight import Weight, WeightsAway
 
 # elements; offsets within a block keep their alignment for kernels that load 16 bytes at a time
 _ALIGNED = 256

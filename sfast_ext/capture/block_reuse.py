@@ -19,9 +19,9 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from sfast_ext.behaviour import structure
+from sfast_ext.behaviour.fingerprint import structure
+from sfast_ext.behaviour.forward_slot import AcceleratedForward, is_own_forward
 from sfast_ext.environment import TORCH
-from sfast_ext.slot import AcceleratedForward, is_own_forward
 
 try:
     from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor_tree

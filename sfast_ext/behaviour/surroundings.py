@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _modules
 
-from sfast_ext.patches import CALLS, layers, names_in, package, strangers
+from sfast_ext.behaviour.foreign_code import CALLS, layers, names_in, package, strangers
 
 ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
 _HOOKS: tuple[dict[int, Any], ...] = (_modules._global_forward_hooks, _modules._global_forward_pre_hooks)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sfast_ext.glance import (
+from sfast_ext.behaviour.glance import (
     HOOKS,
     Attributes,
     Found,

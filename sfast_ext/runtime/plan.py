@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from sfast_ext import operations
-from sfast_ext.graph_pool import KEEPS, CapturedGraph, GraphPool, NoGraph
+from sfast_ext.call_signature import Call, as_tensor, rebuild_output
 from sfast_ext.kernels._cuda import beginning_early
 from sfast_ext.kernels.copies import Copies
-from sfast_ext.liveness import peak_bytes
-from sfast_ext.program import Program
 from sfast_ext.report import Report
-from sfast_ext.signature import Call, as_tensor, rebuild_output
+from sfast_ext.runtime import operations
+from sfast_ext.runtime.graph_pool import KEEPS, CapturedGraph, GraphPool, NoGraph
+from sfast_ext.runtime.interpreter import Program
+from sfast_ext.runtime.peak_memory import peak_bytes
 from sfast_ext.timing import timer
-from sfast_ext.weights import Weight
+from sfast_ext.weights.arena import Weight
 
 REPLAYING = "replaying"
 NO_GRAPH = "running without a graph"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from sfast_ext.patches import described
-from sfast_ext.weight import WeightsInUse
+from sfast_ext.behaviour.foreign_code import described
+from sfast_ext.weights.weight import WeightsInUse
 
 if TYPE_CHECKING:
     from sfast_ext.accelerator import Accelerator

@@ -22,13 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sfast_ext import foreign_ops, opaque
+from sfast_ext.call_signature import Call, flatten_output
+from sfast_ext.capture import foreign_ops, opaque
+from sfast_ext.capture.fake_trace import LIFTS, PLAIN, READS, fake_mode
+from sfast_ext.capture.interception import intercepted
 from sfast_ext.environment import TORCH
-from sfast_ext.interception import intercepted
 from sfast_ext.report import logger
-from sfast_ext.signature import Call, flatten_output
-from sfast_ext.tracing import LIFTS, PLAIN, READS, fake_mode
-from sfast_ext.weights import WeightArena
+from sfast_ext.weights.arena import WeightArena
 
 try:
     from torch._dispatch.python import enable_python_dispatcher

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from sfast_ext import inplace
+from sfast_ext.capture import functionalize
 
 aten: Any = torch.ops.aten
 
@@ -41,7 +41,7 @@ def join(graph: fx.Graph) -> int:
     covered by the slices without gap and overlap."""
     count = 0
     order = {node: place for place, node in enumerate(graph.nodes)}
-    written = Counter(_root(target) for node in graph.nodes if (target := inplace.written(node)) is not None)
+    written = Counter(_root(target) for node in graph.nodes if (target := functionalize.written(node)) is not None)
     for node in list(graph.nodes):
         if node in written and _is_new(node):
             count += _join(node, order, written)
@@ -90,7 +90,7 @@ def _collect(node: fx.Node, views: list[fx.Node], writes: list[_Write], reads: l
             if box is None:
                 return False
             writes.append(_Write(user, list(views), box))
-        elif views or inplace.written(user) is not None:
+        elif views or functionalize.written(user) is not None:
             return False
         else:
             reads.append(user)
@@ -187,7 +187,7 @@ def _root(node: fx.Node) -> fx.Node:
     """The node whose memory this one's result may share."""
     base: fx.Node | None = node
     while base is not None:
-        node, base = base, inplace.aliased(base)
+        node, base = base, functionalize.aliased(base)
     return node
 
 

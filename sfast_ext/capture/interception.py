@@ -107,7 +107,7 @@ def outer({", ".join(names)}):
         return call(args, kwargs)
         [{", ".join(names)}]
 """
-    (outer,) = _codes(compile(source, "<sfast_ext.interception>", "exec"))
+    (outer,) = _codes(compile(source, "<sfast_ext.capture.interception>", "exec"))
     (stub,) = _codes(outer)
     return stub.replace(co_consts=tuple(call if x == _MARK else x for x in stub.co_consts))
 

@@ -17,13 +17,13 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from sfast_ext import autocast, inplace, slice_writes
+from sfast_ext.call_signature import Call, NotOurs, flatten_output, rebuild_call
+from sfast_ext.capture import autocast, functionalize, slice_writes
+from sfast_ext.capture.fake_trace import LIFTS, record, settle
+from sfast_ext.capture.live_trace import Watched
+from sfast_ext.capture.module_state import State
 from sfast_ext.report import words_of
-from sfast_ext.signature import Call, NotOurs, flatten_output, rebuild_call
-from sfast_ext.state import State
-from sfast_ext.tracing import LIFTS, record, settle
-from sfast_ext.watching import Watched
-from sfast_ext.weights import Weight, WeightArena
+from sfast_ext.weights.arena import Weight, WeightArena
 
 aten = torch.ops.aten
 _READING = {aten._local_scalar_dense.default, aten.item.default, aten.nonzero.default}
@@ -110,7 +110,7 @@ def _settled(
     _adopt_weights(graph_module, arena)
     _refuse_random(graph_module)
     slice_writes.join(graph_module.graph)
-    refused = inplace.functionalise(graph_module)
+    refused = functionalize.functionalise(graph_module)
     if refused:
         raise CaptureRefused(refused)
     autocast.materialise(graph_module, _device_type(graph_module))
@@ -239,7 +239,7 @@ def _refusal(exc: Exception) -> CaptureRefused:
 
 
 def _where(exc: Exception) -> str:
-    torch_home, own_home = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+    torch_home, own_home = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
     for frame in reversed(traceback.extract_tb(exc.__traceback__)):
         if not frame.filename.startswith((torch_home, own_home, "<")):
             return f" ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"

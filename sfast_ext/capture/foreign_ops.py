@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from sfast_ext import opaque
-from sfast_ext.interception import intercepted
-from sfast_ext.signature import NotOurs, autocast_mode
+from sfast_ext.call_signature import NotOurs, autocast_mode
+from sfast_ext.capture import opaque
+from sfast_ext.capture.interception import intercepted
 
 Recorder = Callable[..., Any]
 """Records a call: takes the library's own function and the arguments, gives what that would give."""

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.gate import Gate, gate_of
-from sfast_ext.homes import Homes, Strides, memory_of, set_data
-from sfast_ext.vacancy import Vacancy, vacancies
-from sfast_ext.weight import (
+from sfast_ext.weights.gate import Gate, gate_of
+from sfast_ext.weights.original_layout import Homes, Strides, memory_of, set_data
+from sfast_ext.weights.vacancy import Vacancy, vacancies
+from sfast_ext.weights.weight import (
     Slot,
     Watch,
     Weight,
@@ -249,7 +249,7 @@ class WeightArena:
 
     def part(self, module: nn.Module) -> WeightArena:
         """The weights of one submodule: they live where those of the whole do, and are synced by themselves."""
-        from sfast_ext.weights_part import ArenaPart
+        from sfast_ext.weights.submodule_arena import ArenaPart
 
         return ArenaPart(self, module)
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.glance import content_of
-from sfast_ext.scene import LONGEST
+from sfast_ext.behaviour.glance import content_of
+from sfast_ext.behaviour.snapshot import LONGEST
 
 _EXTENSIONS = ("extensions", "extensions-builtin")
 # what comes with the host is known to its adapter

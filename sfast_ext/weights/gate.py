@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from sfast_ext.weight import WeightsInUse
+from sfast_ext.weights.weight import WeightsInUse
 
 _log = logging.getLogger(__name__)
 

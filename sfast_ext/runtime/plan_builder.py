@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sfast_ext.backoff import Backoff
-from sfast_ext.capture import CaptureRefused, Recipe, capture, capture_watched
+from sfast_ext.behaviour.forward_slot import Slot
+from sfast_ext.call_signature import Call, Signature, flatten_output
+from sfast_ext.capture.capture import CaptureRefused, Recipe, capture, capture_watched
+from sfast_ext.capture.live_trace import WORKS, Watched
 from sfast_ext.config import Config
 from sfast_ext.environment import left_out
-from sfast_ext.graph_pool import GraphPool, pool_of
 from sfast_ext.hooks import Hooks
 from sfast_ext.kernels import _precompile, health
-from sfast_ext.plan import Plan, comparable, relative_error
-from sfast_ext.proof import prove, rewritten, too_far
 from sfast_ext.report import Report, at, stage
-from sfast_ext.shelf import Shelf, pool_for
-from sfast_ext.signature import Call, Signature, flatten_output
-from sfast_ext.slot import Slot
-from sfast_ext.watching import WORKS, Watched
-from sfast_ext.weights import WeightArena, WeightsAway
+from sfast_ext.runtime.backoff import Backoff
+from sfast_ext.runtime.graph_pool import GraphPool, pool_of
+from sfast_ext.runtime.plan import Plan, comparable, relative_error
+from sfast_ext.runtime.plan_cache import Shelf, pool_for
+from sfast_ext.runtime.verify import prove, rewritten, too_far
+from sfast_ext.weights.arena import WeightArena, WeightsAway
 
 if TYPE_CHECKING:
     from sfast_ext.accelerator import Accelerator

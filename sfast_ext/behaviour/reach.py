@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from sfast_ext.patches import CALLS, COMMON, layers, package, written_by
-from sfast_ext.scene import LONGEST
+from sfast_ext.behaviour.foreign_code import CALLS, COMMON, layers, package, written_by
+from sfast_ext.behaviour.snapshot import LONGEST
 
 _FIRST = frozenset({"forward", "_old_forward", *CALLS})
 # attributes of attributes, items of items

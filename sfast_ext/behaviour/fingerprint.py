@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from sfast_ext import surroundings
-from sfast_ext.patches import (
+from sfast_ext.behaviour import surroundings
+from sfast_ext.behaviour.foreign_code import (
     COMMON,
     PLAIN,
     Patch,
@@ -40,9 +40,9 @@ from sfast_ext.patches import (
     torchs_methods,
     written_by,
 )
-from sfast_ext.reach import names_within
-from sfast_ext.scene import LONGEST, NoScene, Scene
-from sfast_ext.slot import AcceleratedForward, is_own_forward
+from sfast_ext.behaviour.forward_slot import AcceleratedForward, is_own_forward
+from sfast_ext.behaviour.reach import names_within
+from sfast_ext.behaviour.snapshot import LONGEST, NoScene, Scene
 
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
 _FUNCTIONS = (

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 from torch import nn
 
-from sfast_ext.behaviour import Fingerprint, Vouch, fingerprint
+from sfast_ext.behaviour.fingerprint import Fingerprint, Vouch, fingerprint
 
 
 class BehaviourKeys:

@@ -9,16 +9,16 @@ import torch
 from torch import fx
 
 from sfast_ext import environment, native
-from sfast_ext.capture import Captured
+from sfast_ext.call_signature import Call, flatten_output
+from sfast_ext.capture.capture import Captured
 from sfast_ext.config import Config
 from sfast_ext.kernels import group_norm
 from sfast_ext.kernels._precompile import precompile
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.layout_time import channels_last_pays
-from sfast_ext.plan import Plan, comparable, milliseconds, relative_error
 from sfast_ext.report import at
-from sfast_ext.signature import Call, flatten_output
-from sfast_ext.weights import WeightArena
+from sfast_ext.runtime.plan import Plan, comparable, milliseconds, relative_error
+from sfast_ext.weights.arena import WeightArena
 
 # a replay may measure this much slower than the original before it counts as slower
 NOISE = 1.03

@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Parameter
 
-from sfast_ext import foreign_ops, imports, repeats
+from sfast_ext.capture import block_reuse, foreign_ops, imports
+from sfast_ext.capture.interception import intercepted
 from sfast_ext.environment import TORCH
-from sfast_ext.interception import intercepted
 from sfast_ext.report import logger
 
 try:
@@ -61,7 +61,7 @@ def record(
     if root is not None:
         try:
             return _record(function, inputs, root, ignored)
-        except repeats.Unrepeatable:
+        except block_reuse.Unrepeatable:
             logger.debug("copying what was recorded failed", exc_info=True)
     return _record(function, inputs, None, ignored)
 
@@ -77,7 +77,7 @@ def _record(
         if tracer is None:
             return function(*leaves)
         _name_weights(tracer, mode)
-        with contextlib.nullcontext() if root is None else repeats.copied(root, ignored, tracer):
+        with contextlib.nullcontext() if root is None else block_reuse.copied(root, ignored, tracer):
             return function(*leaves)
 
     # its first import under a fake mode would leave fake tensors in its modules

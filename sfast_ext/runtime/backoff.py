@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from sfast_ext.signature import Signature
+from sfast_ext.call_signature import Signature
 
 FREE = 2
 """Captures of one signature that are made at once, though no plan of it has paid yet."""

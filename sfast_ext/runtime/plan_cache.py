@@ -7,10 +7,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 
-from sfast_ext.graph_pool import GraphPool, pool_of
-from sfast_ext.plan import Plan
 from sfast_ext.report import Report
-from sfast_ext.weights import WeightArena
+from sfast_ext.runtime.graph_pool import GraphPool, pool_of
+from sfast_ext.runtime.plan import Plan
+from sfast_ext.weights.arena import WeightArena
 
 LAPSES = 4
 """Generations after which a key that was refused may be tried again; twice as many each further time."""

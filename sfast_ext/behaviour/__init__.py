@@ -1,0 +1,1 @@
+"""What changes the result of a forward and shows in no argument."""

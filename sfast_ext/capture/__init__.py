@@ -1,0 +1,1 @@
+"""A module's forward as a graph."""

@@ -1,0 +1,1 @@
+"""Plans: how they are built, verified, kept and run."""
