@@ -195,7 +195,8 @@ def test_a_method_of_a_processors_class_that_another_party_exchanged_is_a_patch(
     scope.Processor.__call__ = elsewhere["louder"]
     assert not before.looks_alike()
     (found,) = fingerprint(net).patches
-    assert found.path == "" and "a_script.louder in scripts/a_script.py" in found.words()
+    words = "processor has a foreign function in its class, a_script.louder in scripts/a_script.py"
+    assert found.words().startswith(words)
 
 
 KEPT = """

@@ -152,7 +152,7 @@ class _Reader:
         self.names: frozenset[str] = frozenset()
         # cells of what runs
         self.run: list[types.CellType] = []
-        # (path, module, class) of modules and of what they call
+        # (path, module, class) of modules and of what they call, whose path is that of an attribute
         self.called: list[tuple[str, nn.Module, type]] = []
         self.place: tuple[str, nn.Module] | None = None
         # functions among attributes, and those that others put around a module
@@ -221,7 +221,7 @@ class _Reader:
                 self.patches.append(Patch(path, module, "method", value))
             elif foreign:
                 self.patches.append(Patch(path, module, name, value))
-            self.place = None if foreign else (path, module)
+            self.place = None if foreign else (f"{path}.{name}" if path else name, module)
             found = self.value(value)
             self.place = None
             if found is not None:
