@@ -69,19 +69,27 @@ class Processor:
         x = self.options.clamp(x)
         for name in READ:
             x = x * getattr(attn, name)
-        return self.inner(x) * helper() * STATE["factor"] * FACTORS[0] * self.rate
+        return self.inner(x) * settings.LEVEL * helper() * STATE["factor"] * FACTORS[0] * self.rate
 
     def never_called(self):
         return OTHER
 
 
-def scaled_by(state):
-    return lambda x: x * state["k"]
+def scaled_by():
+    state, times = {"k": 1.0}, 1.0
+
+    def turn(k):
+        nonlocal times
+        times = k
+
+    return lambda x: x * state["k"] * times, state, turn
 '''
 
 
 def package():
     scope = types.ModuleType("some_package.processors")
+    scope.settings = types.ModuleType("some_package.settings")
+    scope.settings.LEVEL = 1.0
     exec(compile(PACKAGE, "/site-packages/some_package/processors.py", "exec"), vars(scope))
     return scope
 
@@ -89,10 +97,10 @@ def package():
 class Net(nn.Module):
     def __init__(self, scope):
         super().__init__()
-        self.norm, self.linear = nn.GroupNorm(2, 4), nn.Linear(3, 3)
+        self.norm, self.linear, self.leak = nn.GroupNorm(2, 4), nn.Linear(3, 3), nn.LeakyReLU(0.5)
         self.processor = scope.Processor()
-        self.k = {"k": 1.0}
-        self.act = scope.scaled_by(self.k)
+        # what its closure holds is held by nothing else of the model's
+        self.act, scope.state, scope.turn = scope.scaled_by()
         self.gain = self.bent = self.tilt = self._cached = 1.0
         self.comment = 1.0
 
@@ -105,7 +113,7 @@ class Net(nn.Module):
         return self._cached
 
     def forward(self, x, *, of="gain"):
-        x = self.act(self.processor(self, self.linear(self.norm(x))))
+        x = self.act(self.processor(self, self.leak(self.linear(self.norm(x)))))
         return torch.nn.functional.interpolate(x, scale_factor=2.0) * self.tilted * self.once
 
 
@@ -120,13 +128,15 @@ CHANGES = {
     "a dictionary in the module of the processor's class": lambda net, scope, k: scope.STATE.update(factor=k),
     "a list there": lambda net, scope, k: scope.FACTORS.__setitem__(0, k),
     "a list put in its place": lambda net, scope, k: setattr(scope, "FACTORS", [k]),
+    "a number in another module of the package": lambda net, scope, k: setattr(scope.settings, "LEVEL", k),
     "a number of its class": lambda net, scope, k: setattr(scope.Processor, "rate", k),
     "a number of what the processor calls": lambda net, scope, k: setattr(net.processor.inner, "strength", k),
     "a number of that one's class": lambda net, scope, k: setattr(scope.Inner, "scale", k),
     "the names of attributes": lambda net, scope, k: (setattr(net, "bent", k), setattr(scope, "READ", ("bent",) * 2)),
     "an attribute that is read by a name elsewhere": lambda net, scope, k: setattr(net, "bent", k),
     "an attribute that a property reads": lambda net, scope, k: setattr(net, "tilt", k),
-    "what the closure of a function among the attributes holds": lambda net, scope, k: net.k.update(k=k),
+    "what is in the closure of a function among the attributes": lambda net, scope, k: scope.state.update(k=k),
+    "what the closure of that function holds": lambda net, scope, k: scope.turn(k),
     "a number that a method of its options reads": lambda net, scope, k: setattr(scope, "LEAST", k),
     "a number of the class of its options": lambda net, scope, k: setattr(scope.Options, "most", k),
     "a function of the module": lambda net, scope, k: setattr(scope, "further", lambda: k),
@@ -215,18 +225,18 @@ def forward_in_a_list(self, x):
 
 
 @pytest.mark.parametrize("name", ["network_forward", "forward_in_a_list"])
-@pytest.mark.parametrize("function", ["group_norm", "functional.group_norm"])
+@pytest.mark.parametrize("function", ["group_norm", "leaky_relu"])
 def test_what_torchs_own_forward_calls_is_seen_where_a_host_keeps_that_in_an_object(name, function, monkeypatch):
     net, _ = made()
     scope = {"__name__": "extensions_builtin.lora.networks"}
     exec(compile(KEPT, "/webui/extensions-builtin/Lora/networks.py", "exec"), scope)
-    scope["originals"].forward = scope["kept"][0] = nn.GroupNorm.forward
-    monkeypatch.setattr(nn.GroupNorm, "forward", scope[name])
+    kind, home = (nn.GroupNorm, torch) if function == "group_norm" else (nn.LeakyReLU, nn.functional)
+    scope["originals"].forward = scope["kept"][0] = kind.forward
+    monkeypatch.setattr(kind, "forward", scope[name])
     before = fingerprint(net)
     assert before.looks_alike()
-    home = nn.functional if function.startswith("functional") else torch
-    original = home.group_norm
-    monkeypatch.setattr(home, "group_norm", lambda *args, **kwargs: 2 * original(*args, **kwargs))
+    original = getattr(home, function)
+    monkeypatch.setattr(home, function, lambda *args, **kwargs: 2 * original(*args, **kwargs))
     assert not before.looks_alike()
 
 
@@ -264,7 +274,8 @@ IN_TORCH = {
     "by a function of torch's in C++": (torch._C._nn, "linear"),
     "by a function that torch's function calls": (torch._C._nn, "upsample_nearest1d"),
     "by the module": (nn.functional, "interpolate"),
-    "by an operator": (torch.Tensor, "__mul__"),
+    "by an operator": (torch.Tensor, "__rpow__"),
+    "by an operator that tensors inherit": (torch.Tensor, "__mul__"),
     "by a call of one class": (nn.GroupNorm, "__call__"),
     "by the call of every module": (nn.Module, "__call__"),
 }

@@ -137,6 +137,22 @@ def scaled(q):
 def f(q, k, v, **options):
     return before(scaled(q), k, v, **options)
 """
+CLOSED = """
+def make():
+    factor = 2.0
+
+    def f(q, k, v, **options):
+        return before(q * factor, k, v, **options)
+
+    def turn(value):
+        nonlocal factor
+        factor = value
+
+    f.turn = turn
+    return f
+
+f = make()
+"""
 KEEPS = {
     "a dictionary": PLAIN.replace("= 2.0", "= {1: 2.0}").replace("* FACTOR", "* FACTOR[1]"),
     "an object": PLAIN.replace("* FACTOR", "* state.factor"),
@@ -150,6 +166,19 @@ def test_an_attention_that_keeps_plain_values_alone_is_captured_with_them(model,
     monkeypatch.setattr(functional, "scaled_dot_product_attention", attention(PLAIN))
     for factor in (2.0, 3.0, 2.0):
         functional.scaled_dot_product_attention.__globals__["FACTOR"] = factor
+        model(x)
+        torch.testing.assert_close(model(x), Net.forward(model, x), rtol=1e-4, atol=1e-4)
+    assert acc.report.counter("captures") == 2 and acc.report.counter("eager_runs") == 4
+    acc.release()
+
+
+def test_an_attention_that_keeps_a_number_in_its_closure_is_captured_with_it(model, monkeypatch):
+    acc = accelerate(model, CPU)
+    x = torch.randn(1, 4, 8, 8)
+    closed = attention(CLOSED)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", closed)
+    for factor in (2.0, 3.0, 2.0):
+        closed.turn(factor)
         model(x)
         torch.testing.assert_close(model(x), Net.forward(model, x), rtol=1e-4, atol=1e-4)
     assert acc.report.counter("captures") == 2 and acc.report.counter("eager_runs") == 4

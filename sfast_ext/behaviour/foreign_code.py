@@ -271,19 +271,28 @@ def read_by(function: Any, depth: int = 0) -> Iterator[Found]:
     for cell in (function.__closure__ or ()) if depth < _DEEPEST else ():
         # a method that the host wrapped calls the one that was there
         yield from read_by(content_of(cell), depth + 1)
-    names, around = names_in(code), function.__globals__
+    names, around, own = names_in(code), function.__globals__, written_by(function)
     for used in names & around.keys():
         found = around[used]
+        if isinstance(found, ModuleType) and package(found.__name__) == own:
+            # another module of the package: what is looked up in it by an attribute
+            there = ((name, vars(found)[name]) for name in names & vars(found).keys())
+            yield from ((vars(found), name, value) for name, value in there if _is_told(value))
         if isinstance(found, (type, ModuleType, Logger)) or used.startswith("__"):
             # an attribute called __name__ is no global, and a logger computes nothing
             continue
-        if callable(found) or isinstance(found, PLAIN) or _of_plain(found):
+        if _is_told(found):
             yield around, used, found
-            if isinstance(found, FunctionType) and depth < _DEEPEST and written_by(found) == written_by(function):
+            if isinstance(found, FunctionType) and depth < _DEEPEST and written_by(found) == own:
                 yield from read_by(found, depth + 1)
         elif hasattr(found, "__dict__"):
             # a stand-in for a module, such as AUTOMATIC1111 has for torch
             yield from ((vars(found), attribute, vars(found).get(attribute)) for attribute in names)
+
+
+def _is_told(value: Any) -> bool:
+    """Whether a function or a value is told apart from others of its kind."""
+    return not isinstance(value, type) and (callable(value) or isinstance(value, PLAIN) or _of_plain(value))
 
 
 def _of_plain(value: Any) -> bool:

@@ -141,8 +141,7 @@ BEHAVIOUR = [
     ),
     Mutation(
         "plain values in a method's module", "behaviour/foreign_code.py",
-        "if callable(found) or isinstance(found, PLAIN) or _of_plain(found):",
-        "if callable(found) or _of_plain(found):",
+        "(callable(value) or isinstance(value, PLAIN) or _of_plain(value))", "(callable(value) or _of_plain(value))",
         ("test_behaviour.py::test_a_plain_value_that_a_method_reads_is_in_the_key",),
     ),
     Mutation(
@@ -168,7 +167,7 @@ BEHAVIOUR = [
     Mutation(
         "what such an attention keeps", "behaviour/fingerprint.py",
         "self.key += [self.kept(place, value) for place, value in kept(function)]", "pass",
-        ("test_surroundings.py::test_an_attention_that_keeps_plain_values_alone_is_captured_with_them",),
+        ("test_surroundings.py::test_an_attention_that_keeps_a_number_in_its_closure_is_captured_with_it",),
     ),
     Mutation(
         "what such an attention keeps that is not plain", "behaviour/fingerprint.py",
@@ -203,7 +202,7 @@ BEHAVIOUR = [
     Mutation(
         "containers since a reading", "behaviour/snapshot.py",
         "and all(map(operator.is_, values_in(self._dicts), self._dict_values))\n", "\n",
-        _GLANCE,
+        ("test_reach.py::test_once_a_generation_that_is_read_all_the_same[unread]",),
     ),
     Mutation(
         "what objects hold since a reading", "behaviour/glance.py",
@@ -249,7 +248,7 @@ BEHAVIOUR = [
     Mutation(
         "closures since a reading", "behaviour/glance.py",
         "and all(map(operator.is_, map(_CONTENT, self._cells), self._contents))\n", "\n",
-        ("test_patches.py::test_state_in_the_closure_of_a_class_patched_by_its_own_package_is_in_the_key",),
+        (f"{_SEEN}[what the closure of that function holds]",),
     ),
     Mutation(
         "what a processor's class reads", "behaviour/fingerprint.py",
@@ -259,7 +258,7 @@ BEHAVIOUR = [
     Mutation(
         "what a function among the attributes holds", "behaviour/fingerprint.py",
         "self.key += [self.held(cell) for cell in closure]", "pass",
-        (f"{_SEEN}[what the closure of a function among the attributes holds]",),
+        (f"{_SEEN}[what the closure of that function holds]",),
     ),
     Mutation(
         "what a processor's processor holds", "behaviour/fingerprint.py",
@@ -273,8 +272,13 @@ BEHAVIOUR = [
     ),
     Mutation(
         "containers in a method's module", "behaviour/foreign_code.py",
-        "isinstance(found, PLAIN) or _of_plain(found):", "isinstance(found, PLAIN):",
+        "isinstance(value, PLAIN) or _of_plain(value))", "isinstance(value, PLAIN))",
         (f"{_SEEN}[a dictionary in the module of the processor's class]",),
+    ),
+    Mutation(
+        "numbers in another module of the package", "behaviour/foreign_code.py",
+        "if isinstance(found, ModuleType) and package(found.__name__) == own:", "if False:",
+        (f"{_SEEN}[a number in another module of the package]",),
     ),
     Mutation(
         "plain values of classes", "behaviour/foreign_code.py",
