@@ -21,7 +21,6 @@ from sfast_ext.kernels import (
     geglu,
     group_norm,
     layer_norm,
-    linear_add,
     linear_geglu,
     linear_layer_norm,
     linear_onto,
@@ -43,7 +42,6 @@ MODULES: dict[str, Any] = {
     "upsample": upsample,
     "attention": attention,
     "query_attention": query_attention,
-    "linear_add": linear_add,
     "linear_geglu": linear_geglu,
     "linear_layer_norm": linear_layer_norm,
     "timestep_embedding": timestep_embedding,
@@ -255,10 +253,6 @@ def _torch_query_attention(x: Tensor, weight: Tensor, k: Tensor, v: Tensor) -> T
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def _torch_linear_add(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-    return F.linear(x, weight, bias) + residual
-
-
 def _torch_linear_add_norm(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, scale: Tensor, shift: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -281,29 +275,6 @@ def _onto(shape: str, x: Tensor, weight: Tensor, start: Tensor) -> Case:
         lambda: linear_onto.reference(x.double(), weight.double(), start.double()),
         sum(t.numel() * t.element_size() for t in (x, weight, start)) + 3 * start.numel() * start.element_size(),
         (_torch_linear_onto, [x, weight, total, start], {}),
-    )
-
-
-def _before_norm(shape: str, affine: list[Any], x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Case:
-    """A residual that is normed next: in the product, with the norm alone ("ours"); or in the norm ("torch")."""
-
-    def ours() -> tuple[Tensor, Tensor]:
-        total = linear_add.launch(x, weight, bias, residual)
-        return total, layer_norm.launch(total, *affine)
-
-    def target() -> Any:
-        product = F.linear(x.double(), weight.double(), bias.double())
-        return add_layer_norm.reference(product, residual.double(), *map(_wide, affine))
-
-    operands, out = (x, weight, bias, residual, *affine[:2]), residual
-    return Case(
-        "linear_add_norm",
-        shape,
-        ours,
-        lambda: add_layer_norm.launch(F.linear(x, weight, bias), residual, *affine),
-        target,
-        sum(t.numel() * t.element_size() for t in operands) + 2 * out.numel() * out.element_size(),
-        (_torch_linear_add_norm, [x, weight, bias, residual, *affine], {}),
     )
 
 
@@ -360,11 +331,6 @@ def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[
         weight = randn(channels, channels, 3, 3) * (9 * channels) ** -0.5
         operands = [image(channels, size), weight.to(memory_format=torch.channels_last)]
         yield _case("upsample_conv2d", f"2x{channels}x{size}x{size}", _torch_upsample_conv2d, operands, {})
-    for rows, columns, inner in LINEARS if "linear_add" in only else ():
-        shape = f"{rows}x{columns}x{inner}"
-        tensors = [randn(rows, inner), randn(columns, inner) * inner**-0.5, randn(columns), randn(rows, columns)]
-        yield _case("linear_add", shape, _torch_linear_add, tensors, {})
-        yield _before_norm(shape, [randn(columns), randn(columns), 1e-5], *tensors)
     if "geglu" in only:
         for rows, columns in GATED:
             yield _case("geglu", f"{rows}x{columns}", _torch_geglu, [randn(rows, columns)], {})

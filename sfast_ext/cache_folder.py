@@ -77,8 +77,8 @@ def _reason(path: Path, *found: os.stat_result) -> str | None:
     else:
         return None
     return (
-        f"{what}, so no compiled code is taken from it or kept there; {do}, or set TORCH_EXTENSIONS_DIR and"
-        " SFAST_CACHE_DIR to folders of your own"
+        f"{what}, so no compiled code is taken from it or kept there; {do}, or set SFAST_CACHE_DIR"
+        " to a folder of your own"
     )
 
 

@@ -1,4 +1,4 @@
-"""The command line: doctor, build, demo, bench. What they do is in `tools`, imported when it is asked for."""
+"""The command line: doctor, demo, bench. What they do is in `tools`, imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -79,8 +79,6 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what this machine has, and what will therefore be used")
     doctor.add_argument("--json", action="store_true", help="as JSON")
 
-    commands.add_parser("build", help="compile the optional native operations (a C++ compiler and CUDA's headers)")
-
     demo = commands.add_parser("demo", help="pictures with and without the accelerator, compared")
     demo.add_argument(
         "--model",
@@ -118,10 +116,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from sfast_ext.tools import doctor
 
         return doctor.main(args.json)
-    if args.command == "build":
-        from sfast_ext.tools import build
-
-        return build.main()
     if args.command == "demo":
         from sfast_ext.tools import demo
 

@@ -21,7 +21,6 @@ class Config:
     """Budget of the graph pool in MB (2**20 bytes); 0 means no limit."""
     max_graphs: int = 16
     triton: bool = True
-    native: bool = True
     check: str = "first"
     """When a plan is compared with the original forward: "first" use, "always", "never"."""
     tolerance: float = 0.02
@@ -45,4 +44,4 @@ class Config:
 
     def builds_like(self, other: Config) -> bool:
         """Whether a plan built under one is the plan that the other would build."""
-        return (self.triton, self.native) == (other.triton, other.native)
+        return self.triton == other.triton

@@ -97,13 +97,12 @@ def triton_refusal(device: torch.device, *dtypes: torch.dtype) -> str | None:
 
 def left_out(device: torch.device) -> list[str]:
     """What is put aside on a GPU although it is there, and why, a sentence each; as far as it was tried."""
-    from sfast_ext import native
     from sfast_ext.kernels import _cuda, _trial
 
     reasons = [_trial.known(device), _cuda.refusal(device)]
     with contextlib.suppress(OSError, RuntimeError):  # the user has no home: nothing is kept
-        reasons += [native.refusal(), _cuda.folder_refusal()]
-    return [f"{reason}." for reason in dict.fromkeys(reasons) if reason is not None]
+        reasons.append(_cuda.folder_refusal())
+    return [f"{reason}." for reason in reasons if reason is not None]
 
 
 def known_bad() -> list[str]:

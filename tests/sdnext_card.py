@@ -98,7 +98,7 @@ class CardHost:
         self.devices.device = GPU
         self.shared.gpu_memory = card.capacity / 2**30
         opts = host.opts
-        opts.sfast_triton = opts.sfast_native = opts.sfast_allow_cpu = False
+        opts.sfast_triton = opts.sfast_allow_cpu = False
         opts.diffusers_offload_mode = "balanced"
         if gib <= 12:
             opts.diffusers_offload_min_gpu_memory = 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from faulty import Pair, pretend_a_gpu
 
-from sfast_ext import Config, cache_folder, environment, native
+from sfast_ext import Config, cache_folder, environment
 from sfast_ext.kernels import _cuda
 
 if sys.platform != "win32":
@@ -161,69 +161,16 @@ def test_on_windows_nobody_looks(root, stranger, monkeypatch):
     assert cache_folder.refusal(root, root) is None and cache_folder.read(root / "code", root) == b"code"
 
 
-@pytest.fixture
-def library(root, monkeypatch):
-    """A library that somebody has built, and those that torch was told to load."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(root))
-    monkeypatch.delenv("SFAST_CACHE_DIR", raising=False)
-    for name in ("_loaded", "_error", "_failed"):
-        monkeypatch.setattr(native, name, None)
-    given: list[str] = []
-    monkeypatch.setattr(torch.ops, "load_library", given.append)
-    native.path().parent.mkdir(parents=True)
-    native.path().write_bytes(b"a library")
-    return SimpleNamespace(path=native.path(), given=given)
-
-
-@pytest.mark.parametrize("above", [0, 1, 2], ids=["the file", "its folder", "the cache folder"])
-def test_a_library_that_others_may_have_written_is_not_loaded(library, above):
-    path = (library.path, *library.path.parents)[above]
-    before = mode(path)
-    path.chmod(0o777)
-    assert not native.load() and not library.given
-    assert f"chmod go-w {path})" in native.describe()["error"]
-    path.chmod(before)
-    native.load()
-    assert library.given == [str(library.path)]
-    assert "chmod" not in native.describe()["error"]
-
-
-def test_a_library_of_another_user_is_not_loaded(library, stranger):
-    assert not native.load() and not library.given
-    assert "another user" in native.describe()["error"]
-
-
-@pytest.fixture
-def compiler(monkeypatch):
-    """A stand-in of a compiler, that writes as the umask has it."""
-    monkeypatch.setattr(native.sys, "platform", "linux")
-    monkeypatch.setattr(native, "command", lambda output: ["touch", str(output)])
-    before = os.umask(0)
-    yield
-    os.umask(before)
-
-
-def test_a_library_is_built_for_the_user_alone(library, compiler):
-    library.path.unlink()
-    library.path.parent.rmdir()
-    native.folder().rmdir()
-    assert native.build() == library.path
-    assert [mode(path) for path in (library.path, *library.path.parents[:2])] == [0o700] * 3
-    assert native.refusal() is None
-
-
-def test_a_library_that_is_refused_is_built_anew(library, compiler):
-    library.path.chmod(0o666)
-    native.build()
-    assert library.path.read_bytes() == b"" and native.refusal() is None
-
-
-def test_nothing_is_built_where_others_may_write(library, compiler):
-    library.path.parent.chmod(0o777)
-    with pytest.raises(native.BuildError, match="chmod go-w"):
-        native.build()
-    assert library.path.read_bytes() == b"a library"
+def test_where_kernels_are_kept(monkeypatch):
+    for name in ("SFAST_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert _cuda.folder() == Path.home() / ".cache" / "sfast_ext"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/a")
+    assert _cuda.folder() == Path("/a/sfast_ext")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/b")
+    assert _cuda.folder() == Path("/b/sfast_ext")
+    monkeypatch.setenv("SFAST_CACHE_DIR", "/c")
+    assert _cuda.folder() == Path("/c")
 
 
 @pytest.fixture
@@ -277,8 +224,7 @@ def test_kernels_are_compiled_in_memory_where_their_folder_is_refused(kernel, wh
 
 
 @torch.no_grad()
-def test_the_report_says_why_once_and_plans_are_made(library, kernel, monkeypatch):
-    native.folder().chmod(0o777)
+def test_the_report_says_why_once_and_plans_are_made(kernel, monkeypatch):
     kernel.folder.mkdir()
     kernel.folder.chmod(0o702)
     pretend_a_gpu(monkeypatch)
@@ -287,18 +233,20 @@ def test_the_report_says_why_once_and_plans_are_made(library, kernel, monkeypatc
     pair.same(2, batch=3)
     assert pair.counter("captures") == 2 and pair.runs == 2, pair.words()
     said = [event["message"] for event in pair.acc.report.as_dict()["events"] if event["stage"] == "kernels"]
-    assert len(said) == 2 and str(native.folder()) in said[0] and str(kernel.folder) in said[1]
-    assert all(sentence.endswith(".") and "chmod" in sentence for sentence in said)
+    assert len(said) == 1 and str(kernel.folder) in said[0]
+    assert said[0].endswith(".") and "chmod" in said[0]
     pair.release()
 
 
-def test_what_does_not_work_here_names_the_folder(library, monkeypatch):
-    native.folder().chmod(0o777)
+def test_what_does_not_work_here_names_the_folder(root, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(root))
+    monkeypatch.delenv("SFAST_CACHE_DIR", raising=False)
+    _cuda.folder().mkdir()
+    _cuda.folder().chmod(0o777)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
-    # of both, as they are one
-    assert sum(str(native.folder()) in sentence for sentence in environment.known_bad()) == 1
+    assert sum(str(_cuda.folder()) in sentence for sentence in environment.known_bad()) == 1
 
 
 def test_without_a_home_nothing_is_said(monkeypatch):

@@ -64,14 +64,14 @@ def test_doctor_as_json(capsys):
 
 def test_doctor_says_what_follows_without_triton(monkeypatch):
     monkeypatch.setattr(doctor.environment, "triton_runs_on", lambda device: False)
-    found = {"gpu": "a card", "compiler": None, "native": None, "cudnn": 90100}
+    found = {"gpu": "a card", "compiler": None, "cudnn": 90100}
     assert any("none; PyTorch" in sentence for sentence in doctor.used(found))
     assert "No GPU" in doctor.used({**found, "gpu": None})[0]
 
 
 def test_doctor_says_what_cuda_bindings_are_for(monkeypatch):
     monkeypatch.setattr(doctor.environment, "triton_runs_on", lambda device: True)
-    said = doctor.used({"gpu": "a card", "compiler": "cc", "native": None, "cudnn": 90100})
+    said = doctor.used({"gpu": "a card", "compiler": "cc", "cudnn": 90100})
     attention, convolutions = (next(s for s in said if s.startswith(w)) for w in ("Attention", "Convolutions"))
     assert "cuda-bindings" in attention and "by the same package" in convolutions
     assert said.index(convolutions) == said.index(attention) + 1

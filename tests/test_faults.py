@@ -66,7 +66,6 @@ BUILDING = {
     "the capture": Stage(plan_builder, "capture", "capture"),
     "the capture, refused": Stage(plan_builder, "capture", "injected", CaptureRefused),
     "the choice of kernels": Stage(environment, "triton_runs_on", "choice of kernels"),
-    "the native operations": Stage(verify.native, "available", "choice of kernels"),
     **{
         f"pass {i}, {name}": PassStage(passes, "PASSES", f"pass {name}", number=i)
         for i, (name, _) in enumerate(passes.PASSES)

@@ -40,7 +40,7 @@ def no_gradients():
         yield
 
 
-GRAPHS = Config(allow_cpu=True, triton=False, native=False)
+GRAPHS = Config(allow_cpu=True, triton=False)
 
 
 @pytest.fixture

@@ -178,7 +178,7 @@ def pointers(module):
 @pytest.fixture
 def made():
     module, twin = Net().eval(), Net().eval()
-    acc = accelerate(module, Config(allow_cpu=True, native=False))
+    acc = accelerate(module, Config(allow_cpu=True))
     yield module, twin, acc
     acc.release()
 

@@ -20,7 +20,7 @@ from sfast_ext.runtime import graph_pool, verify
 from sfast_ext.runtime.graph_pool import MB, GraphPool, NoGraph
 from sfast_ext.runtime.plan import Plan
 
-GRAPHS = Config(allow_cpu=True, triton=False, native=False)
+GRAPHS = Config(allow_cpu=True, triton=False)
 
 
 @pytest.fixture(autouse=True)
@@ -200,7 +200,7 @@ def test_plans_on_two_streams_wait_for_each_other(card: Card, monkeypatch: pytes
     twin = copy.deepcopy(net)
     net.to("cuda")
     net.table = net.table.to("cuda")
-    acc = accelerate(net, Config(triton=False, native=False))
+    acc = accelerate(net, Config(triton=False))
 
     def same() -> None:
         args = torch.randn(2, 4, 8, 8), torch.tensor([5, 7]), torch.randn(2, 7, 8)
@@ -226,7 +226,7 @@ def test_graphs_that_are_switched_off_give_their_memory_back(monkeypatch: pytest
     pair = Pair(config=GRAPHS)
     pair.same(3)
     assert len(pool) == 1 and pair.counter("replays") == 2
-    pair.acc.configure(Config(allow_cpu=True, triton=False, native=False, cuda_graphs=False))
+    pair.acc.configure(Config(allow_cpu=True, triton=False, cuda_graphs=False))
     assert len(pool) == 0 and not any(graph.again for graph in PretendedGraph.made)
     pair.same(2)
     assert pair.counter("eager_runs") == 2 and pair.counter("captures") == 1
@@ -242,7 +242,7 @@ def test_a_plan_that_is_slower_is_dropped_unless_it_is_wanted_all_the_same(
     times = [ms, 1.0] * 4
     monkeypatch.setattr(verify, "milliseconds", lambda run, device, times_=1: (run(), times.pop(0))[1])
     options = {"drop_slower": False} if wanted else {}
-    pair = Pair(config=Config(allow_cpu=True, triton=False, native=False, **options))
+    pair = Pair(config=Config(allow_cpu=True, triton=False, **options))
     pair.same(3)
     assert (pair.runs == 2) == kept and len(pair.acc.plans) == kept
     assert ("slower than the original (2.0 ms against 1.0 ms)" in pair.words()) != kept

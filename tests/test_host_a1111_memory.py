@@ -61,7 +61,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
         monkeypatch.setattr(memory, name, SIZE // 10)
     monkeypatch.setattr(memory, "ANOTHER_MODEL", 2 * SIZE)
     expected = of(1)
-    running = standin.running(sfast_triton=False, sfast_native=False)
+    running = standin.running(sfast_triton=False)
     with running as host, pretended_card(monkeypatch, int(request.param * SIZE)) as card:
         host.place = host.shared.device = GPU
         a1111.start("test")

@@ -87,7 +87,7 @@ def test_plans_and_their_graphs_run_there(card: Card) -> None:
     twin = copy.deepcopy(net)
     net.to("cuda")
     net.table = net.table.to("cuda")
-    acc = accelerate(net, Config(triton=False, native=False))
+    acc = accelerate(net, Config(triton=False))
     for step in range(4):
         args = torch.randn(2, 4, 8, 8), torch.tensor([5, step]), torch.randn(2, 7, 8)
         ours = net(*[x.to("cuda") for x in args])["sample"]

@@ -162,7 +162,7 @@ class Unread(nn.Module):
 def test_a_plan_of_one_device_does_not_run_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended_card(monkeypatch, 1 << 20):
         net = Unread().to("cuda")
-        acc = accelerate(net, Config(allow_cpu=True, triton=False, native=False))
+        acc = accelerate(net, Config(allow_cpu=True, triton=False))
         x = torch.ones(100)
         for _ in range(2):
             assert net(x.to("cuda")).is_cuda

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from sfast_ext import Config, cli, native
+from sfast_ext import Config, cli
 from sfast_ext.kernels import _triton
 from sfast_ext.tools import Unavailable, attentions, bench, engines, ways
 from sfast_ext.tools.ways import OURS, Way
@@ -55,26 +55,26 @@ def test_the_others_have_the_attention_of_ours_and_nothing_else():
 
 
 def test_a_gpu_passes_for_another_in_all_threads_and_is_itself_again(monkeypatch):
-    before = [_triton.capability, native._capability]
+    before = _triton.capability
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     seen = {}
     with ways.passing_for((8, 9)):
         thread = threading.Thread(target=lambda: seen.update(hopper=_triton.hopper(GPU)))
         thread.start()
         thread.join()
-        assert _triton.capability(GPU) == native._capability(0) == (8, 9) and not _triton.hopper(GPU)
+        assert _triton.capability(GPU) == (8, 9) and not _triton.hopper(GPU)
         assert _triton.capability(CPU) == (0, 0) and not _triton.begins_early(GPU)
         # float16 on Hopper alone; the interpreter multiplies anywhere
         x = torch.empty(2, dtype=torch.float16, device="meta")
         with _triton.collecting(GPU):
             assert _triton.multiplies(x) == _triton.INTERPRETED
     assert seen == {"hopper": False}
-    assert [_triton.capability, native._capability] == before
+    assert _triton.capability is before
     with ways.passing_for(None):
-        assert [_triton.capability, native._capability] == before
+        assert _triton.capability is before
     with pytest.raises(ZeroDivisionError), ways.passing_for((7, 5)):
         1 / 0
-    assert [_triton.capability, native._capability] == before
+    assert _triton.capability is before
 
 
 def test_what_a_gpu_cannot_pass_for_is_said(monkeypatch):

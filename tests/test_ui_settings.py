@@ -68,7 +68,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_field_of_the_table_is_one_of_the_configuration():
-    assert len(set(settings.KEYS)) == len(settings.SETTINGS) == 9
+    assert len(set(settings.KEYS)) == len(settings.SETTINGS) == 8
     for setting in settings.SETTINGS:
         assert setting.key == f"sfast_{setting.field}"
         assert hasattr(Config(), setting.field)
@@ -108,6 +108,13 @@ def test_options_that_are_not_registered_yet_have_their_default():
     assert settings.config_from(object()) == Config()
 
 
+def test_stored_options_that_are_no_settings_are_ignored(caplog):
+    report = Report()
+    for value in (True, False, "none that a checkbox has"):
+        assert settings.config_from(Options(sfast_native=value), report) == Config()
+    assert not report.as_dict()["events"] and not caplog.records
+
+
 def test_values_of_the_user_arrive():
     opts = Options(
         sfast_enabled=False,
@@ -115,7 +122,6 @@ def test_values_of_the_user_arrive():
         sfast_graph_memory_mb=1024.0,
         sfast_max_graphs=3.0,
         sfast_triton=False,
-        sfast_native=False,
         sfast_check="always",
         sfast_tolerance=0.005,
         sfast_allow_cpu=True,
@@ -127,7 +133,6 @@ def test_values_of_the_user_arrive():
         graph_memory_mb=1024,
         max_graphs=3,
         triton=False,
-        native=False,
         check="always",
         tolerance=0.005,
         allow_cpu=True,

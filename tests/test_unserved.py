@@ -45,7 +45,7 @@ def test_it_is_asked_before_a_capture(capability, hip, why, monkeypatch):
     with on_card(monkeypatch, capability, hip):
         unet = models.tiny_unet().to(GPU)
         args, kwargs = models.unet_inputs(unet)
-        accelerator = accelerate(unet, Config(triton=False, native=False))
+        accelerator = accelerate(unet, Config(triton=False))
         for _ in range(2):
             unet(*args, **kwargs)
         report = accelerator.report.as_dict()

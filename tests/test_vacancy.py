@@ -16,7 +16,7 @@ from sfast_ext import Config, accelerate
 from sfast_ext.weights.arena import WeightsAway
 from sfast_ext.weights.vacancy import Vacancy
 
-GRAPHS = Config(triton=False, native=False)
+GRAPHS = Config(triton=False)
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_weights_are_fetched_without_a_second_copy(card: Card) -> None:
 
 
 def test_a_plan_without_graphs_runs_again_too(card: Card) -> None:
-    case = Case(card, Config(triton=False, native=False, cuda_graphs=False))
+    case = Case(card, Config(triton=False, cuda_graphs=False))
     case.to("cpu")
     assert case.acc.give_memory_back()
     case.to("cuda")

@@ -17,7 +17,7 @@ Shape = Callable[[Sequence[Tensor]], Sequence[int]]
 """The shape of the result, by the tensors among the arguments."""
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
-# a fragment: the native library defines operators in the same namespace
+# a fragment: the namespace stays open to other operators
 _library = torch.library.Library("sfast_ext", "FRAGMENT")
 _library.define("foreign(str call, Tensor[] tensors) -> Tensor")
 OPERATOR: Any = torch.ops.sfast_ext.foreign.default

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfast_ext import cache_folder, native
+from sfast_ext import cache_folder
 
 logger = logging.getLogger("sfast_ext")
 
@@ -46,9 +46,12 @@ _bound = threading.local()
 
 
 def folder() -> Path:
-    """Where compiled kernels are kept: $SFAST_CACHE_DIR, or where native operations are."""
+    """Where compiled kernels are kept: $SFAST_CACHE_DIR, or a folder in $TORCH_EXTENSIONS_DIR or the user's cache."""
     chosen = os.environ.get("SFAST_CACHE_DIR")
-    return Path(chosen) if chosen else native.folder()
+    if chosen:
+        return Path(chosen)
+    above = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME")
+    return (Path(above) if above else Path.home() / ".cache") / "sfast_ext"
 
 
 def folder_refusal() -> str | None:

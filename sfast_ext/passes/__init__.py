@@ -27,7 +27,6 @@ from . import (
     group_norm,
     im2col,
     layer_norm,
-    linear_add,
     linear_geglu,
     linear_layer_norm,
     linear_onto,
@@ -49,13 +48,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class PassContext:
-    """What passes may make use of: kernels in Triton, the native operation, and whether images are to lie
-    channels-last."""
+    """What passes may make use of: kernels in Triton, and whether images are to lie channels-last."""
 
     arena: WeightArena
     device: torch.device
     triton: bool
-    native: bool = False
     channels_last: bool = True
 
     def serves(self, *modules: ModuleType) -> bool:
@@ -78,7 +75,6 @@ PASSES: list[tuple[str, Pass]] = [
     ("cleanup", cleanup.cleanup),  # the permutes of 1x1 convolutions meet those of the token reshapes
     ("narrow_conv", narrow_conv.narrow_conv),
     ("group_norm", group_norm.group_norm),
-    ("linear_add", linear_add.linear_add),  # leaves to the norms and to bias_add what is theirs
     ("add_layer_norm", layer_norm.add_layer_norm),
     ("layer_norm", layer_norm.layer_norm),
     ("geglu", geglu.geglu),

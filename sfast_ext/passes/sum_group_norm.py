@@ -6,23 +6,27 @@ The bias of a linear layer whose result is summed there is added there too: with
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
-from sfast_ext.kernels import add_group_norm, bias_add, cat_group_norm
+from sfast_ext.kernels import add_group_norm, bias_add, cat_group_norm, group_norm
 
 from .layer_norm import is_residual_add
-from .linear_add import CAT, NORMS, PERMUTE, forth, match
 from .rewrite import (
+    HALF,
     KERNEL_DTYPES,
+    LINEAR,
+    RESHAPE,
     argument,
+    aten,
     call,
     dtype,
     hoist_weights,
     is_op,
     mutated,
     only_user,
+    overloads,
     replace,
     shape,
     without_linear_bias,
@@ -31,7 +35,15 @@ from .rewrite import (
 if TYPE_CHECKING:
     from . import PassContext
 
+PERMUTE = overloads("permute")
+CAT = overloads("cat", "concat")
+NORMS = frozenset([group_norm.launch])
 SUMS = frozenset([bias_add.launch])
+
+
+class Product(NamedTuple):
+    linear: fx.Node
+    moves: list[fx.Node]  # reshapes and permutes between the linear and the sum, in order
 
 
 def sum_group_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -78,6 +90,33 @@ def summands(total: Any, untouchable: set[fx.Node]) -> tuple[Any, ...] | None:
                     moved = forth(total.graph, moved, move)
             return moved, bias, residual, 1.0
     return total.args[0], None, total.args[1], 1.0
+
+
+def match(node: Any, add: fx.Node, untouchable: set[fx.Node]) -> Product | None:
+    """The linear in half precision whose product goes, moved about perhaps, into `add` and nowhere else."""
+    moves: list[fx.Node] = []
+    user = add
+    while is_op(node, RESHAPE) or is_op(node, PERMUTE):
+        if node in untouchable or only_user(node) is not user:
+            return None
+        moves.insert(0, node)
+        user, node = node, node.args[0]
+    if not is_op(node, LINEAR) or node in untouchable or only_user(node) is not user:
+        return None
+    operands = [*node.args[:2], argument(node, 2, "bias")]
+    if add.args[0] is add.args[1] or dtype(node) not in HALF or len(shape(operands[1]) or ()) != 2:
+        return None
+    for operand in operands:
+        if operand is not None and (operand in untouchable or dtype(operand) != dtype(node)):
+            return None
+    return None if shape(node) is None else Product(node, moves)
+
+
+def forth(graph: fx.Graph, node: fx.Node, move: fx.Node) -> fx.Node:
+    """The move again, of another value."""
+    if is_op(move, PERMUTE):
+        return call(graph, aten.permute.default, (node, argument(move, 1, "dims")), move)
+    return call(graph, aten.reshape.default, (node, list(shape(move) or ())), move)
 
 
 def keeps_channels(moves: list[fx.Node]) -> bool:

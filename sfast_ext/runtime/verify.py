@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from sfast_ext import environment, native
+from sfast_ext import environment
 from sfast_ext.call_signature import Call, flatten_output
 from sfast_ext.capture.capture import Captured
 from sfast_ext.config import Config
@@ -35,8 +35,7 @@ def rewritten(captured: Captured, call: Call, arena: WeightArena, device: torch.
         and environment.triton_runs_on(device)
         and environment.triton_refusal(device, *_dtypes(graph)) is None
     )
-    native_runs = config.native and native.available(device)
-    context = PassContext(arena, device, triton, native_runs)
+    context = PassContext(arena, device, triton)
     if device.type == "cuda" and not context.serves(group_norm):
         context.channels_last = arena.remembered("channels last", lambda: channels_last_pays(graph, device))
     fused = run_passes(captured.graph_module, context)

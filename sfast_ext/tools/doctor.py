@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sfast_ext import __version__, environment, native
+from sfast_ext import __version__, environment
 from sfast_ext.tools import machine
 
 _NAMES = {
@@ -26,7 +26,6 @@ _NAMES = {
     "xformers": "xformers",
     "diffusers": "diffusers",
     "compiler": "C compiler",
-    "native": "Native operations",
 }
 
 
@@ -37,9 +36,6 @@ def collect() -> dict[str, Any]:
     found = {"sfast_ext": __version__, **environment.describe()}
     found["driver"] = found.get("driver") or (machine.driver() if found["gpu"] else None)
     found["diffusers"] = environment.version("diffusers")
-    native.load()  # whether it loads is what one wants to know
-    found["native_operations"] = native.describe()
-    found["native"] = found["native_operations"]["path"] if found["native_operations"]["loaded"] else None
     found["used"] = used(found)
     return found
 
@@ -56,10 +52,6 @@ def used(found: dict[str, Any]) -> list[str]:
         kernels = "Fused kernels: Triton."
     else:
         kernels = "Fused kernels: none; PyTorch's own run in their place."
-    built = "built." if found["native"] else "none; nothing misses them"
-    if not found["native"]:
-        error = found.get("native_operations", {}).get("error")
-        built += f" ({error})." if error else "."
     return [
         "The UNet is captured, rewritten and replayed as CUDA graphs, one for each size, batch and prompt length.",
         kernels,
@@ -67,7 +59,6 @@ def used(found: dict[str, Any]) -> list[str]:
         " kernels of ours where they are quicker, over many keys by the package cuda-bindings.",
         "Convolutions, and products with GEGLU: cuDNN's and cuBLAS's; on Hopper kernels of ours where they are quicker,"
         " by the same package.",
-        f"Native operations: {built}",
     ]
 
 

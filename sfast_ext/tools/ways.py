@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext import native
 from sfast_ext.kernels import _triton
 from sfast_ext.tools import Unavailable, attentions, engines
 
@@ -148,13 +147,10 @@ def passing_for(capability: tuple[int, int] | None) -> Iterator[None]:
     if capability is None:
         yield
         return
-    places: list[tuple[Any, str]] = [(_triton, "capability"), (native, "_capability")]
-    before = [getattr(room, name) for room, name in places]
-    of_device = lambda device: capability if device.type == "cuda" else (0, 0)  # noqa: E731
+    room: Any = _triton
+    before = room.capability
     try:
-        for (room, name), value in zip(places, (of_device, lambda index: capability)):
-            setattr(room, name, value)
+        room.capability = lambda device: capability if device.type == "cuda" else (0, 0)
         yield
     finally:
-        for (room, name), value in zip(places, before):
-            setattr(room, name, value)
+        room.capability = before

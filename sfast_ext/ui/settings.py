@@ -76,13 +76,6 @@ SETTINGS = (
         "Without Triton, PyTorch's kernels run",
     ),
     Setting(
-        "sfast_native",
-        "native",
-        "Native operations",
-        "uses the native operations of this extension where they are built, and nothing where they are not; turn it "
-        "off if the report shows errors of theirs",
-    ),
-    Setting(
         "sfast_check",
         "check",
         "Compare with the WebUI's own forward",

@@ -19,9 +19,9 @@ from sfast_ext.kernels import (
     group_norm,
     health,
     layer_norm,
-    linear_add,
     linear_geglu,
     linear_layer_norm,
+    linear_onto,
     short_attention,
     upsample_conv2d,
 )
@@ -41,7 +41,7 @@ def healthy():
 def test_what_serves():
     assert kernels.serves(geglu, GPU, triton=True)
     assert not kernels.serves(geglu, GPU, triton=False)
-    assert kernels.serves(linear_add, GPU, triton=False)  # cuBLASLt's
+    assert kernels.serves(linear_onto, GPU, triton=False)  # cuBLAS's
 
 
 def test_a_kernel_that_is_put_down_serves_no_more_and_no_more_does_what_uses_it():

@@ -44,7 +44,7 @@ CPU = Ground(
     _CPU,
     (
         _CPU, replace(_CPU, triton=False), replace(_CPU, cuda_graphs=False), replace(_CPU, max_plans=2),
-        replace(_CPU, check="always"), replace(_CPU, check="never"), replace(_CPU, native=False, max_plans=1),
+        replace(_CPU, check="always"), replace(_CPU, check="never"), replace(_CPU, max_plans=1),
         replace(_CPU, tolerance=1e-12), Config(),
     ),
 )  # fmt: skip
@@ -62,7 +62,7 @@ def gpu() -> Ground:
         (
             _GPU, replace(_GPU, max_graphs=1), replace(_GPU, max_graphs=2), replace(_GPU, graph_memory_mb=1),
             replace(_GPU, graph_memory_mb=4), replace(_GPU, graph_memory_mb=0), replace(_GPU, triton=False),
-            replace(_GPU, native=False), replace(_GPU, cuda_graphs=False), replace(_GPU, max_plans=2),
+            replace(_GPU, cuda_graphs=False), replace(_GPU, max_plans=2),
             replace(_GPU, check="always"), replace(_GPU, check="never"), replace(_GPU, tolerance=1e-12),
         ),
     )  # fmt: skip

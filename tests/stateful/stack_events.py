@@ -189,7 +189,7 @@ def triton_switched(w: World, rng: random.Random) -> None:
 
 
 # those whose launches fall back on their references on a CPU
-FAILING = ("group_norm", "layer_norm", "geglu", "attention", "bias_add", "upsample", "timestep_embedding", "linear_add")
+FAILING = ("group_norm", "layer_norm", "geglu", "attention", "bias_add", "upsample", "timestep_embedding")
 
 
 def kernel_fails(w: World, rng: random.Random) -> None:

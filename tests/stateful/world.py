@@ -223,7 +223,7 @@ class World:
 
     def drop_plans(self) -> None:
         """As a user does who changes what plans are built with, and changes it back."""
-        self.acc.configure(replace(self.config, native=not self.config.native))
+        self.acc.configure(replace(self.config, triton=not self.config.triton))
         self.acc.configure(self.config)
 
     def compare(self, ours: Any, theirs: Any, *, untouched: bool = False) -> None:
