@@ -7,7 +7,7 @@
 # make mutations    takes away each condition that keeps a stale or wrong plan from running: a test must notice; ONLY=words
 # make compile-table  what each Triton compiles for each card, without a GPU, into docs/triton.md (Python 3.10 or 3.11)
 # make lint         ruff and mypy alone
-# make bench        UNets at several sizes, four ways to run each (needs a GPU), into benchmarks/unet-<gpu>.json
+# make bench        UNets at several sizes, four ways to run each (needs a GPU), into benchmarks/results/unet-<gpu>.json
 # make clean        removes the environments and everything generated
 #
 # PYTHON=python3.11 chooses the interpreter (test-stack: that of the hosts with that torch is the default),
@@ -87,7 +87,7 @@ test-floor:
 	$(MAKE) test-stack TORCH=2.1.2
 
 soak: .venv/.dev
-	PYTHONPATH=.:tests .venv/bin/python -W ignore -m stateful --events $(EVENTS) --seed $(SEED)
+	PYTHONPATH=.:tests .venv/bin/python -W ignore -m fuzz --events $(EVENTS) --seed $(SEED)
 
 mutations: .venv/.dev
 	PYTHONPATH=.:tests .venv/bin/python -W ignore -m mutations --only "$(ONLY)"
@@ -101,7 +101,7 @@ lint: .venv/.dev
 
 bench: .venv/.demo
 	.venv/bin/python -m benchmarks.unet $(foreach case,$(CASES),--case $(case))
-	.venv/bin/python -m benchmarks.table --print
+	.venv/bin/python -m benchmarks.unet.table --print
 
 doctor: .venv/.demo
 	.venv/bin/python -m sfast_ext doctor

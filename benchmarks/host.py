@@ -29,8 +29,8 @@ from sfast_ext.report import Report
 from sfast_ext.runtime.graph_pool import CapturedGraph, GraphPool, pool_of
 from sfast_ext.runtime.plan import Plan
 from sfast_ext.timing import timer
-from sfast_ext.tools import models
-from sfast_ext.tools.machine import describe
+from sfast_ext.tools.lib import models
+from sfast_ext.tools.lib.machine import describe
 
 CPU = torch.device("cpu")
 THE_LAUNCH = "the launch"

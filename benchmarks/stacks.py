@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.unet import FOLDER, Case, case, file_for
+from benchmarks.unet.run import RESULTS, Case, case, file_for
 from sfast_ext.runtime.plan import relative_error
-from sfast_ext.tools import Unavailable, attentions, engines, machine, models
+from sfast_ext.tools import Unavailable
 from sfast_ext.tools.bench import make_unet
+from sfast_ext.tools.lib import attentions, engines, machine, models
+from sfast_ext.tools.lib.ways import OURS, Way
 from sfast_ext.tools.text import number, table
-from sfast_ext.tools.ways import OURS, Way
 
 ROUNDS = 2
 """Times that each way is started anew and timed."""
@@ -175,7 +176,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if device.type != "cuda" and any(each.model not in models.TINY_NAMES for each in wanted):
         print("the full models need a GPU", file=sys.stderr)
         return 1
-    file = args.json or FOLDER / "results" / file_for(here["gpu"]).name.replace("unet-", "stacks-")
+    file = args.json or RESULTS / file_for(here["gpu"]).name.replace("unet-", "stacks-")
     file.parent.mkdir(parents=True, exist_ok=True)
     done: list[Row] = []
 

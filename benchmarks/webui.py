@@ -5,8 +5,8 @@
 
 For each set of flags two WebUIs on one GPU, each with its model loaded. All make the same pictures in turns, through
 the API: a request's whole time, with text model, sampling, VAE and PNG. Weights are random, as many as SD 1.5 has,
-unless a checkpoint is named. Where the WebUI is and by what it runs is told as for `tests/hosts`, see
-`tests/hosts/a1111.py`.
+unless a checkpoint is named. Where the WebUI is and by what it runs is told as for `tests/hosts/live`, see
+`tests/hosts/live/a1111.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sfast_ext import cli
-from sfast_ext.tools import machine
+from sfast_ext.tools.lib import machine
 
 PROMPT = "a dog on a hill, morning light"
 NAMES = ("stock", "extended")
@@ -38,7 +38,7 @@ def taken(webui: Any, payload: dict[str, Any]) -> tuple[float, str]:
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All WebUIs, started one after another, and their pictures in turns; a row for each size and set of flags."""
-    from tests.hosts import a1111
+    from tests.hosts.live import a1111
 
     models = folder / "models"
     models.mkdir()
@@ -74,8 +74,8 @@ def pictures(
     webuis: dict[tuple[str, str], Any], options: argparse.Namespace, width: int, height: int
 ) -> list[dict[str, Any]]:
     """The pictures of one size, all WebUIs in turns; a row for each set of flags."""
-    from tests.hosts import a1111
-    from tests.hosts.webui import difference
+    from tests.hosts.live import a1111
+    from tests.hosts.live.webui import difference
 
     payload = {"prompt": PROMPT, "steps": options.steps, "width": width, "height": height, "sampler_name": "Euler a"}
     before = {flags: webuis[flags, "extended"].get("/sfast/v1/status") for flags in options.flags}

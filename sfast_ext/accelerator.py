@@ -19,8 +19,8 @@ from sfast_ext.call_signature import NotOurs, flatten_call
 from sfast_ext.config import Config
 from sfast_ext.environment import unserved
 from sfast_ext.hooks import Hooks
-from sfast_ext.kernels import health
-from sfast_ext.kernels._precompile import get_ready
+from sfast_ext.kernels.backend import health
+from sfast_ext.kernels.backend.precompile import get_ready
 from sfast_ext.report import Report, at, stage, words_of
 from sfast_ext.runtime.gc_pause import uncollected
 from sfast_ext.runtime.graph_pool import pool_of

@@ -58,9 +58,7 @@ def add_stack(bench: argparse.ArgumentParser) -> None:
     """The arguments that take away from what ours has, or give the model another attention."""
     bench.add_argument("--attention", choices=ATTENTIONS, default="sdp", help="of the model (%(default)s)")
     bench.add_argument("--upcast", action="store_true", help="compute attention in fp32")
-    bench.add_argument(
-        "--without", action="append", choices=("triton",), default=[], help="what ours is not to use"
-    )
+    bench.add_argument("--without", action="append", choices=("triton",), default=[], help="what ours is not to use")
     bench.add_argument(
         "--as",
         dest="capability",
@@ -100,9 +98,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--iterations", type=int, default=30, help="timed calls of each engine (%(default)s)")
     bench.add_argument("--tokens", type=int, default=77, help="of the prompt (%(default)s)")
     bench.add_argument("--cold", action="store_true", help="a process of its own and empty caches for each size")
-    bench.add_argument(
-        "--cudnn-benchmark", action="store_true", help="let cuDNN choose its algorithms by measuring"
-    )
+    bench.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN choose its algorithms by measuring")
     bench.add_argument("--full", action="store_true", help="also kernels launched, FLOPs, a further size")
     add_stack(bench)
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
@@ -120,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from sfast_ext.tools import demo
 
         return demo.main(demo.Options(args.model, args.out, args.steps, args.size, args.json))
-    from sfast_ext.tools import bench, ways
+    from sfast_ext.tools import bench
+    from sfast_ext.tools.lib import ways
 
     options = bench.Options(
         model=args.model,

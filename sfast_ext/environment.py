@@ -16,7 +16,7 @@ TORCH: tuple[int, ...] = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 @functools.lru_cache(maxsize=None)
-def _triton() -> str | None:
+def _triton_import_error() -> str | None:
     """None where Triton imports, else why it does not."""
     try:
         import triton
@@ -28,12 +28,12 @@ def _triton() -> str | None:
 
 def has_triton() -> bool:
     """Whether Triton imports here."""
-    return _triton() is None
+    return _triton_import_error() is None
 
 
 def triton_error() -> str | None:
     """Why Triton does not import, or None."""
-    return _triton()
+    return _triton_import_error()
 
 
 def has_xformers() -> bool:
@@ -77,10 +77,10 @@ def triton_runs_on(device: torch.device) -> bool:
     if not has_triton():
         return False
     from sfast_ext import kernels
-    from sfast_ext.kernels import _trial
+    from sfast_ext.kernels.backend import trial
 
     if device.type == "cuda":
-        return unserved(device) is None and triton_refusal(device) is None and _trial.refusal(device) is None
+        return unserved(device) is None and triton_refusal(device) is None and trial.refusal(device) is None
     return kernels.interpreted()
 
 
@@ -89,19 +89,19 @@ def triton_refusal(device: torch.device, *dtypes: torch.dtype) -> str | None:
     where it does, and without Triton."""
     if not has_triton():
         return None
-    from sfast_ext.kernels import _triton
+    from sfast_ext.kernels.backend import triton_runtime
 
-    reasons = (_triton.refusal(device, dtype) for dtype in (None, *dtypes))
+    reasons = (triton_runtime.refusal(device, dtype) for dtype in (None, *dtypes))
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def left_out(device: torch.device) -> list[str]:
     """What is put aside on a GPU although it is there, and why, a sentence each; as far as it was tried."""
-    from sfast_ext.kernels import _cuda, _trial
+    from sfast_ext.kernels.backend import nvrtc, trial
 
-    reasons = [_trial.known(device), _cuda.refusal(device)]
+    reasons = [trial.known(device), nvrtc.refusal(device)]
     with contextlib.suppress(OSError, RuntimeError):  # the user has no home: nothing is kept
-        reasons.append(_cuda.folder_refusal())
+        reasons.append(nvrtc.folder_refusal())
     return [f"{reason}." for reason in reasons if reason is not None]
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from sfast_ext import environment
-from sfast_ext.kernels import health
-from sfast_ext.tools import models
+from sfast_ext.kernels.backend import health
+from sfast_ext.tools.lib import models
 
 
 def pytest_configure() -> None:

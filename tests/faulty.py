@@ -18,12 +18,12 @@ from unittest import mock
 
 import pytest
 import torch
-from stateful.compare import compare_modules, places
-from stateful.nets import Request, arguments, make, move
+from fuzz.compare import compare_modules, places
+from fuzz.nets import Request, arguments, make, move
 from torch import nn
 
 from sfast_ext import Config, Hooks, accelerate, accelerator_of, call_signature, passes
-from sfast_ext.kernels import _trial
+from sfast_ext.kernels.backend import trial
 from sfast_ext.runtime import graph_pool, plan, plan_builder, verify
 from sfast_ext.runtime.plan import relative_error
 
@@ -282,7 +282,7 @@ def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
     patch.setattr(graph_pool, "_pools", {})
     patch.setattr(graph_pool, "_own_random_state", lambda device: nothing)
     patch.setattr(graph_pool, "current_stream", lambda index: 0)
-    patch.setattr(_trial, "refusal", lambda device: None)
+    patch.setattr(trial, "refusal", lambda device: None)
     patch.setattr(verify, "channels_last_pays", lambda graph, device: True)
     patch.setattr(verify, "milliseconds", lambda run, device, times=1: (run(), 1.0)[1])
     stream = PretendedStream()

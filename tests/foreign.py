@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_repeats import described
+from capture.test_block_reuse import described
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 

@@ -12,7 +12,7 @@ import torch
 from faulty import Pair, pretend_a_gpu
 
 from sfast_ext import Config, cache_folder, environment
-from sfast_ext.kernels import _cuda
+from sfast_ext.kernels.backend import nvrtc
 
 if sys.platform != "win32":
     import grp
@@ -164,13 +164,13 @@ def test_on_windows_nobody_looks(root, stranger, monkeypatch):
 def test_where_kernels_are_kept(monkeypatch):
     for name in ("SFAST_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    assert _cuda.folder() == Path.home() / ".cache" / "sfast_ext"
+    assert nvrtc.folder() == Path.home() / ".cache" / "sfast_ext"
     monkeypatch.setenv("XDG_CACHE_HOME", "/a")
-    assert _cuda.folder() == Path("/a/sfast_ext")
+    assert nvrtc.folder() == Path("/a/sfast_ext")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/b")
-    assert _cuda.folder() == Path("/b/sfast_ext")
+    assert nvrtc.folder() == Path("/b/sfast_ext")
     monkeypatch.setenv("SFAST_CACHE_DIR", "/c")
-    assert _cuda.folder() == Path("/c")
+    assert nvrtc.folder() == Path("/c")
 
 
 @pytest.fixture
@@ -183,9 +183,9 @@ def kernel(root, monkeypatch):
         return b"code", ""
 
     monkeypatch.setenv("SFAST_CACHE_DIR", str(root / "kernels"))
-    monkeypatch.setattr(_cuda, "bindings", lambda: (None, SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0))))
-    monkeypatch.setattr(_cuda, "build", build)
-    source = _cuda.Source("flash_attention", lambda *args: None, ())
+    monkeypatch.setattr(nvrtc, "bindings", lambda: (None, SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0))))
+    monkeypatch.setattr(nvrtc, "build", build)
+    source = nvrtc.Source("flash_attention", lambda *args: None, ())
     return SimpleNamespace(source=source, asked=asked, folder=root / "kernels")
 
 
@@ -241,12 +241,12 @@ def test_the_report_says_why_once_and_plans_are_made(kernel, monkeypatch):
 def test_what_does_not_work_here_names_the_folder(root, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(root))
     monkeypatch.delenv("SFAST_CACHE_DIR", raising=False)
-    _cuda.folder().mkdir()
-    _cuda.folder().chmod(0o777)
+    nvrtc.folder().mkdir()
+    nvrtc.folder().chmod(0o777)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
-    assert sum(str(_cuda.folder()) in sentence for sentence in environment.known_bad()) == 1
+    assert sum(str(nvrtc.folder()) in sentence for sentence in environment.known_bad()) == 1
 
 
 def test_without_a_home_nothing_is_said(monkeypatch):

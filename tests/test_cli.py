@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from sfast_ext import __version__, cli
-from sfast_ext.tools import doctor, machine
+from sfast_ext.tools import doctor
+from sfast_ext.tools.lib import machine
 
 ROOT = Path(__file__).parents[1]
 

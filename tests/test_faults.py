@@ -24,8 +24,8 @@ from faulty import (
     failing,
     python,
 )
-from stateful.compare import places
-from stateful.fault_events import spoil
+from fuzz.compare import places
+from fuzz.fault_events import spoil
 from torch import nn
 
 from sfast_ext import Hooks, accelerator, environment, kernels, passes
@@ -34,7 +34,10 @@ from sfast_ext.behaviour.forward_slot import Slot
 from sfast_ext.capture import fake_trace
 from sfast_ext.capture.capture import CaptureRefused
 from sfast_ext.capture.module_state import State
-from sfast_ext.kernels import _precompile, attention, geglu, group_norm, layer_norm
+from sfast_ext.kernels.attention import attention
+from sfast_ext.kernels.backend import precompile
+from sfast_ext.kernels.group_norm import group_norm
+from sfast_ext.kernels.pointwise import geglu, layer_norm
 from sfast_ext.runtime import backoff, plan_builder, verify
 from sfast_ext.runtime.plan import Plan
 from sfast_ext.weights.arena import WeightArena
@@ -203,7 +206,7 @@ def test_a_dtype_that_triton_does_not_compile_here_costs_no_kernel(monkeypatch, 
 def test_kernels_that_did_not_compile_are_put_down_together(monkeypatch, kernels_on_the_cpu):
     pair, captures = Pair("unet"), Counting(monkeypatch)
     compiled = {"geglu": "CompilationError: one", "group_norm": "CompilationError: other"}
-    monkeypatch.setattr(_precompile, "failed", lambda device: compiled)
+    monkeypatch.setattr(precompile, "failed", lambda device: compiled)
     failing(monkeypatch, group_norm, "reference")
     pair.same(CALLS)
     assert pair.runs == CALLS - 1 and captures.times == 2

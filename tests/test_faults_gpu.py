@@ -27,7 +27,9 @@ from faulty import (
 )
 
 from sfast_ext import Config
-from sfast_ext.kernels import geglu, group_norm, health, layer_norm
+from sfast_ext.kernels.backend import health
+from sfast_ext.kernels.group_norm import group_norm
+from sfast_ext.kernels.pointwise import geglu, layer_norm
 from sfast_ext.runtime import graph_pool, plan_builder
 from sfast_ext.runtime.plan import Plan
 

@@ -20,9 +20,7 @@ def install():
 
 
 def packages(monkeypatch, install, **versions):
-    monkeypatch.setattr(
-        install, "installed", lambda *names: next((versions[n] for n in names if n in versions), None)
-    )
+    monkeypatch.setattr(install, "installed", lambda *names: next((versions[n] for n in names if n in versions), None))
 
 
 def test_it_ends_well_and_does_nothing_that_takes_long():

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from stateful.nets import SmallNet
+from fuzz.nets import SmallNet
 from torch import nn
 
 from sfast_ext import Config, Hooks, accelerate

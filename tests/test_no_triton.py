@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_flatten
 
 from sfast_ext.call_signature import flatten_call
 from sfast_ext.capture.capture import capture
-from sfast_ext.kernels import attention
+from sfast_ext.kernels.attention import attention
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.rewrite import is_kernel
 from sfast_ext.runtime.interpreter import Program
-from sfast_ext.tools import models
+from sfast_ext.tools.lib import models
 from sfast_ext.weights.arena import WeightArena
 
 CPU, META = torch.device("cpu"), torch.device("meta")

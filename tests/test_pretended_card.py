@@ -7,8 +7,8 @@ import gc
 
 import pytest
 import torch
+from fuzz.nets import SmallNet
 from pretended_card import GPU, Card, CardGraph, pretended_card
-from stateful.nets import SmallNet
 from torch import nn
 
 from sfast_ext import Config, accelerate

@@ -1,4 +1,4 @@
-"""What the random sequences of tests/stateful found, each as short as it gets."""
+"""What the random sequences of tests/fuzz found, each as short as it gets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stateful.compare import compare_modules
-from stateful.nets import Request, SmallNet, arguments, make
+from fuzz.compare import compare_modules
+from fuzz.nets import Request, SmallNet, arguments, make
 from torch import nn
 
 from sfast_ext import Config, accelerate

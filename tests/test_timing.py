@@ -16,7 +16,7 @@ from sfast_ext import timing
 from sfast_ext.config import Config
 from sfast_ext.runtime import plan, verify
 from sfast_ext.timing import MOST_S, STEPS, Timer
-from sfast_ext.tools import engines, rates
+from sfast_ext.tools.lib import engines, rates
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import torch
 
 from sfast_ext import Config, accelerate
 from sfast_ext.runtime.plan import relative_error
-from sfast_ext.tools import exact, models
+from sfast_ext.tools.lib import exact, models
 
 # rows of a batch, width and height
 TINY = [(1, 64, 64), (2, 72, 40), (3, 56, 88), (16, 64, 72)]

@@ -11,7 +11,7 @@ import torch
 from pretended_card import GPU, pretended_card
 
 from sfast_ext import Config, accelerate, environment
-from sfast_ext.tools import models
+from sfast_ext.tools.lib import models
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from sfast_ext import Config, accelerate
-from sfast_ext.tools import models
+from sfast_ext.tools.lib import models
 
 SDXL, SD15 = models.unet_config("tiny-sdxl"), models.unet_config("tiny-sd15")
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.hosts import memory
+from sfast_ext.hosts import gpu_room
 
 
 class VaeMemory:
@@ -47,7 +47,7 @@ class VaeMemory:
         parts = getattr(vae, "decoder", None), getattr(vae, "encoder", None)
         if not widths or not all(isinstance(part, nn.Module) for part in parts):
             return []
-        needs = (functools.partial(memory.decoding, widths), functools.partial(memory.encoding, widths))
+        needs = (functools.partial(gpu_room.decoding, widths), functools.partial(gpu_room.encoding, widths))
         return [part.register_forward_pre_hook(self._before(need)) for part, need in zip(parts, needs)]  # type: ignore[union-attr]
 
     def _before(self, need: Callable[[torch.Tensor], float]) -> Callable[[nn.Module, Any], None]:

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from sfast_ext.kernels import _triton, health
+from sfast_ext.kernels.backend import health, triton_runtime
 
 
 def serves(module: ModuleType, device: torch.device, *, triton: bool) -> bool:
@@ -23,4 +23,4 @@ def serves(module: ModuleType, device: torch.device, *, triton: bool) -> bool:
 
 def interpreted() -> bool:
     """Whether the kernels were imported under TRITON_INTERPRET=1: then they run on the CPU, for tests."""
-    return _triton.INTERPRETED
+    return triton_runtime.INTERPRETED

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from sfast_ext.kernels import attention as kernel
-from sfast_ext.kernels import health
+from sfast_ext.kernels.attention import attention as kernel
+from sfast_ext.kernels.backend import health
 
 from .rewrite import argument, call, is_op, mutated, overloads, replace
 

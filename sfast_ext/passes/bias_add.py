@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from sfast_ext.kernels import bias_add as kernel
+from sfast_ext.kernels.pointwise import bias_add as kernel
 
 from .layer_norm import is_residual_add, summands
 from .rewrite import (

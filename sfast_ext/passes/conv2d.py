@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from sfast_ext.kernels import conv2d as kernel
+from sfast_ext.kernels.conv import conv2d as kernel
 
-from .plain_conv import plain_convolutions
+from .conv_match import plain_convolutions
 from .rewrite import argument, call, mutated, replace
 
 if TYPE_CHECKING:

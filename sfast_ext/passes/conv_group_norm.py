@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from sfast_ext.kernels import add_group_norm, conv2d, group_norm
-from sfast_ext.kernels import conv_group_norm as kernel
+from sfast_ext.kernels.conv import conv2d
+from sfast_ext.kernels.group_norm import add_group_norm, group_norm
+from sfast_ext.kernels.group_norm import conv_group_norm as kernel
 
 from .rewrite import call, dtype, is_op, mutated, only_user, replace
 

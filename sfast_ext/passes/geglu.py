@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from sfast_ext.kernels import geglu as kernel
+from sfast_ext.kernels.pointwise import geglu as kernel
 
 from .rewrite import (
     KERNEL_DTYPES,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from sfast_ext.kernels import group_norm as kernel
+from sfast_ext.kernels.group_norm import group_norm as kernel
 
 from .rewrite import (
     ADD,

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from sfast_ext.kernels import add_group_norm, cat_group_norm, conv2d, group_norm
+from sfast_ext.kernels.conv import conv2d
+from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_norm
 
 from .channels_last import replace_by_product
-from .plain_conv import plain_convolutions
+from .conv_match import plain_convolutions
 from .rewrite import (
     aten,
     call,

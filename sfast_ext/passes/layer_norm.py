@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
-from sfast_ext.kernels import add_layer_norm as add_kernel
-from sfast_ext.kernels import layer_norm as kernel
+from sfast_ext.kernels.pointwise import add_layer_norm as add_kernel
+from sfast_ext.kernels.pointwise import layer_norm as kernel
 
 from .rewrite import (
     ADD,

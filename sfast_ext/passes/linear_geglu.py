@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from sfast_ext.kernels import geglu
-from sfast_ext.kernels import linear_geglu as kernel
+from sfast_ext.kernels.linear import linear_geglu as kernel
+from sfast_ext.kernels.pointwise import geglu
 
 from .rewrite import HALF, LINEAR, argument, call, dtype, is_op, mutated, only_user, replace, shape
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import fx
 
-from sfast_ext.kernels import add_layer_norm, layer_norm
-from sfast_ext.kernels import linear_layer_norm as kernel
+from sfast_ext.kernels.linear import linear_layer_norm as kernel
+from sfast_ext.kernels.pointwise import add_layer_norm, layer_norm
 
 from .rewrite import (
     HALF,

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from sfast_ext.kernels import narrow_conv as kernel
+from sfast_ext.kernels.conv import narrow_conv as kernel
 
-from .plain_conv import plain_convolutions
+from .conv_match import plain_convolutions
 from .rewrite import argument, aten, call, dtype, is_op, is_weight, mutated, replace, shape
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import fx
 
-from sfast_ext.kernels import query_attention as kernel
+from sfast_ext.kernels.attention import query_attention as kernel
 
 from .attention import ATTENTION, options
 from .rewrite import (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import fx
 
-from sfast_ext.kernels import timestep_embedding as kernel
+from sfast_ext.kernels.pointwise import timestep_embedding as kernel
 
 from .geglu import half
 from .rewrite import (

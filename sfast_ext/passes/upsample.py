@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from sfast_ext.kernels import upsample as kernel
+from sfast_ext.kernels.conv import upsample as kernel
 
 from .layer_norm import is_residual_add
 from .rewrite import KERNEL_DTYPES, argument, aten, call, dtype, is_op, mutated, only_user, overloads, replace, shape

@@ -1,4 +1,4 @@
-"""A convolution of an enlarged picture is computed of the small one: see kernels/upsample_conv2d.py."""
+"""A convolution of an enlarged picture is computed of the small one: see kernels/conv/upsample_conv2d.py."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from sfast_ext.kernels import bias_add
-from sfast_ext.kernels import upsample_conv2d as kernel
-from sfast_ext.kernels.upsample import places
+from sfast_ext.kernels.conv import upsample_conv2d as kernel
+from sfast_ext.kernels.conv.upsample import places
+from sfast_ext.kernels.pointwise import bias_add
 
-from .plain_conv import plain_convolutions
+from .conv_match import plain_convolutions
+from .group_norm_inputs import SUMS, summands
 from .rewrite import argument, call, is_op, mutated, only_user, replace, shape
-from .sum_group_norm import SUMS, summands
 from .upsample import NEAREST, steps
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from sfast_ext.kernels._cuda import current_stream
-from sfast_ext.kernels._trial import held_off
+from sfast_ext.kernels.backend.nvrtc import current_stream
+from sfast_ext.kernels.backend.trial import held_off
 from sfast_ext.report import Report
 
 MB = 1 << 20

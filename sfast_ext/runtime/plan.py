@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from sfast_ext.call_signature import Call, as_tensor, rebuild_output
-from sfast_ext.kernels._cuda import beginning_early
-from sfast_ext.kernels.copies import Copies
+from sfast_ext.kernels.backend.nvrtc import beginning_early
 from sfast_ext.report import Report
 from sfast_ext.runtime import operations
 from sfast_ext.runtime.graph_pool import KEEPS, CapturedGraph, GraphPool, NoGraph
+from sfast_ext.runtime.input_copies import Copies
 from sfast_ext.runtime.interpreter import Program
 from sfast_ext.runtime.peak_memory import peak_bytes
 from sfast_ext.timing import timer
@@ -276,7 +276,7 @@ def plan_mode(device: torch.device) -> Iterator[None]:
     """The state plans run in: no autograd, no autocast (its casts are nodes).
 
     cuDNN picks its algorithms as the host has it pick them: measuring takes 0.5 to 1 s of a first call, and found none
-    quicker on an NVIDIA H200 at SD 1.5's 512x512 and for SDXL; elsewhere it is open (benchmarks/profile.md).
+    quicker on an NVIDIA H200 at SD 1.5's 512x512 and for SDXL; elsewhere it is open (benchmarks/profile/profile.md).
     """
     # tensors made in inference mode could not be written to outside of it
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):

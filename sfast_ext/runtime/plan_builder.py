@@ -20,7 +20,7 @@ from sfast_ext.capture.live_trace import WORKS, Watched
 from sfast_ext.config import Config
 from sfast_ext.environment import left_out
 from sfast_ext.hooks import Hooks
-from sfast_ext.kernels import _precompile, health
+from sfast_ext.kernels.backend import health, precompile
 from sfast_ext.report import Report, at, stage
 from sfast_ext.runtime.backoff import Backoff
 from sfast_ext.runtime.graph_pool import GraphPool, pool_of
@@ -320,7 +320,7 @@ class Planner:
         False where the exception came from no kernel, or from one that is out of use already.
         """
         reasons = health.blamed(exc)
-        uncompiled = _precompile.failed(device)
+        uncompiled = precompile.failed(device)
         if not uncompiled.keys().isdisjoint(reasons):
             reasons = uncompiled | reasons
         new = [name for name, reason in reasons.items() if health.put_down(name, device, reason)]

@@ -12,8 +12,8 @@ from sfast_ext import environment
 from sfast_ext.call_signature import Call, flatten_output
 from sfast_ext.capture.capture import Captured
 from sfast_ext.config import Config
-from sfast_ext.kernels import group_norm
-from sfast_ext.kernels._precompile import precompile
+from sfast_ext.kernels.backend.precompile import precompile
+from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.layout_time import channels_last_pays
 from sfast_ext.report import at

@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from sfast_ext.runtime.plan import relative_error
-from sfast_ext.tools import Unavailable, engines, exact, machine, models, pipelines, rates, trace
+from sfast_ext.tools import Unavailable
+from sfast_ext.tools.lib import engines, exact, machine, models, pipelines, rates, trace
+from sfast_ext.tools.lib.ways import OURS, Way, beside, words_of
 from sfast_ext.tools.text import number, significant, table
-from sfast_ext.tools.ways import OURS, Way, beside, words_of
 
 ROUNDS = 6
 COLUMNS = ("engine", "p50 ms", "p20", "p80", "against ours", "first call s", "error to fp32", "memory MB")
@@ -108,9 +109,7 @@ class Bench:
     @torch.no_grad()
     def measure(self, case: Case, keep: Callable[[Rows], None] = lambda rows: None) -> Rows:
         """A row for each engine; `keep` is handed them as soon as they are measured, before the profiler runs."""
-        args, kwargs = models.unet_inputs(
-            self._unet, case.width, case.height, case.images, tokens=self.options.tokens
-        )
+        args, kwargs = models.unet_inputs(self._unet, case.width, case.height, case.images, tokens=self.options.tokens)
         # libraries load and the GPU wakes up: no engine's first call is to pay for that
         self._unet(*args, **kwargs)
         machine.synchronise(self.device)
@@ -140,9 +139,7 @@ class Bench:
                 engine.stop()
         return rows
 
-    def _row(
-        self, head: dict[str, Any], name: str, taken: list[float] | None, found: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _row(self, head: dict[str, Any], name: str, taken: list[float] | None, found: dict[str, Any]) -> dict[str, Any]:
         return {**head, **self.ways[name].fields(), **_quantiles(taken), **found}
 
     def _start(

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from sfast_ext import Accelerator, Config, accelerate
-from sfast_ext.tools import changes, machine, models, pipelines
+from sfast_ext.tools.lib import changes, machine, models, pipelines
 from sfast_ext.tools.text import number, table
 
 PROMPTS = ("a lighthouse on a cliff, oil on canvas", "a fox in the snow, early morning")
@@ -200,9 +200,7 @@ def _schedule(demo: Demo) -> list[Callable[[], None]]:
         lambda: demo.picture(
             "LoRA, as AUTOMATIC1111", changed=demo.change(lambda unet: changes.lora_in_place(unet, seed=1))
         ),
-        lambda: demo.picture(
-            "LoRA, as SD.Next", changed=demo.change(lambda unet: changes.lora_replaced(unet, seed=2))
-        ),
+        lambda: demo.picture("LoRA, as SD.Next", changed=demo.change(lambda unet: changes.lora_replaced(unet, seed=2))),
         diffusers_lora,
         lambda: demo.picture("another size", size=other, may_capture=True),
         lambda: demo.picture("the first size again"),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sfast_ext import __version__, environment
-from sfast_ext.tools import machine
+from sfast_ext.tools.lib import machine
 
 _NAMES = {
     "sfast_ext": "Stable Fast",

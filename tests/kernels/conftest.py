@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from sfast_ext import kernels
-from sfast_ext.kernels import _cuda, _precompile, _triton, conv2d, linear_geglu
+from sfast_ext.kernels.backend import nvrtc, precompile, triton_runtime
+from sfast_ext.kernels.conv import conv2d
+from sfast_ext.kernels.linear import linear_geglu
 
 from .support import finish
 
@@ -74,28 +76,28 @@ class Nvrtc:
 
 
 @pytest.fixture
-def nvrtc(monkeypatch, tmp_path):
+def nvrtc_calls(monkeypatch, tmp_path):
     """Stand-ins of NVRTC and a driver, with nothing compiled."""
     compiler = Nvrtc()
     monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path / "kernels"))
-    monkeypatch.setattr(_cuda, "bindings", lambda: (None, SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0))))
-    monkeypatch.setattr(_cuda, "build", compiler.build)
+    monkeypatch.setattr(nvrtc, "bindings", lambda: (None, SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0))))
+    monkeypatch.setattr(nvrtc, "build", compiler.build)
     monkeypatch.setattr(
-        _cuda.Source, "_load", lambda self, index, given, code: code or self.compiled(_cuda.architecture(index), given)
+        nvrtc.Source, "_load", lambda self, index, given, code: code or self.compiled(nvrtc.architecture(index), given)
     )
     for module in (conv2d, linear_geglu):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
         monkeypatch.setattr(module._KERNEL, "_functions", {})
         monkeypatch.setattr(module._KERNEL, "_refused", set())
         monkeypatch.setattr(module._KERNEL, "kept", True)
-    monkeypatch.setattr(_triton, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(_precompile, "_done", set())
-    monkeypatch.setattr(_precompile, "_later", _precompile.Later())
-    monkeypatch.setattr(_precompile, "_PAUSE", 0)
-    monkeypatch.setattr(_precompile, "_LOOK", 0.01)
+    monkeypatch.setattr(precompile, "_done", set())
+    monkeypatch.setattr(precompile, "_later", precompile.Later())
+    monkeypatch.setattr(precompile, "_PAUSE", 0)
+    monkeypatch.setattr(precompile, "_LOOK", 0.01)
     yield compiler
     compiler.answer = lambda constants: b"code"
     finish()

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext.kernels import _cuda, _group_parts, _precompile
+from sfast_ext.kernels.backend import nvrtc, precompile
+from sfast_ext.kernels.group_norm import two_pass
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *HALF)
@@ -69,13 +70,13 @@ def attended(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Ten
 def needs_nvrtc() -> None:
     """Skips where a host has no cuda-bindings, which torch brings from 2.10 on; one that does not work is a failure."""
     pytest.importorskip("cuda.bindings", reason="needs cuda-bindings, which torch brings from 2.10 on")
-    _cuda.checked(_cuda.bindings()[1].nvrtcVersion())
+    nvrtc.checked(nvrtc.bindings()[1].nvrtcVersion())
 
 
 def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of few parts have too many of them for a program that normalises."""
-    monkeypatch.setattr(_group_parts, "MOST", 2)
-    monkeypatch.setattr(_group_parts, "_FEW", 2)
+    monkeypatch.setattr(two_pass, "MOST", 2)
+    monkeypatch.setattr(two_pass, "_FEW", 2)
 
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -84,7 +85,7 @@ half_dtype = pytest.mark.parametrize("dtype", HALF, ids=lambda dtype: str(dtype)
 
 def finish() -> None:
     """Waits for what is compiled beside all else."""
-    thread = _precompile._later._thread
+    thread = precompile._later._thread
     if thread is not None:
         thread.join(300)
         assert not thread.is_alive()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from mutations import Mutation
 
-_SIGNATURES = ("test_signature.py::test_what_makes_signatures_differ",)
-_KEY = ("test_behaviour.py::test_what_changes_the_key",)
+_SIGNATURES = ("test_call_signature.py::test_what_makes_signatures_differ",)
+_KEY = ("behaviour/test_fingerprint.py::test_what_changes_the_key",)
 _GLANCE = ("test_stale.py::test_what_a_reading_sees_a_glance_sees_too",)
-_LATE = ("test_behaviour.py::test_within_a_generation_a_late_patch_is_seen",)
-_AHEAD = ("test_ahead.py::test_a_change_before_any_call_is_in_its_result",)
-_CALLED = ("test_behaviour.py::test_what_the_methods_of_a_class_call_is_read",)
-_SEEN = "test_reach.py::test_it_is_seen_at_the_very_next_call"
-_TORCHS = "test_reach.py::test_what_torchs_code_reaches_is_seen_at_each_call"
-_REPLACED = ("test_surroundings.py::test_while_a_function_is_replaced_the_original_runs_and_no_plan_is_made_or_lost",)
+_LATE = ("behaviour/test_fingerprint.py::test_within_a_generation_a_late_patch_is_seen",)
+_AHEAD = ("test_speculation.py::test_a_change_before_any_call_is_in_its_result",)
+_CALLED = ("behaviour/test_fingerprint.py::test_what_the_methods_of_a_class_call_is_read",)
+_SEEN = "behaviour/test_reach.py::test_it_is_seen_at_the_very_next_call"
+_TORCHS = "behaviour/test_reach.py::test_what_torchs_code_reaches_is_seen_at_each_call"
+_REPLACED = (
+    "behaviour/test_surroundings.py::test_while_a_function_is_replaced_the_original_runs_and_no_plan_is_made_or_lost",
+)
 
 SIGNATURE = [
     Mutation(
@@ -28,28 +30,28 @@ SIGNATURE = [
     Mutation(
         "kinds of numbers", "call_signature.py",
         'return ("number", kind, len(leaves) - 1)', 'return ("number", int, len(leaves) - 1)',
-        ("test_signature.py::test_a_number_of_its_own_is_an_input_and_not_part_of_the_signature",),
+        ("test_call_signature.py::test_a_number_of_its_own_is_an_input_and_not_part_of_the_signature",),
     ),
     Mutation(
         "names of keyword arguments", "call_signature.py",
         'tree = ("call", positional, named)',
         'tree = ("call", positional, tuple(("x", t) for _, t in named))',
-        ("test_signature.py::test_the_names_of_arguments_make_signatures_differ",),
+        ("test_call_signature.py::test_the_names_of_arguments_make_signatures_differ",),
     ),
     Mutation(
         "strides of arguments", "call_signature.py",
         "return leaf.detach().to(device).contiguous()", "return leaf.detach().to(device)",
-        ("test_signature.py::test_leaves_become_contiguous_tensors_on_the_device",),
+        ("test_call_signature.py::test_leaves_become_contiguous_tensors_on_the_device",),
     ),
     Mutation(
         "devices of arguments", "call_signature.py",
         'if device is not None and not (there.type == "cpu" and value.numel() <= SMALL):', "if False:",
-        ("test_signature.py::test_a_large_tensor_elsewhere_is_not_ours_but_a_timestep_is",),
+        ("test_call_signature.py::test_a_large_tensor_elsewhere_is_not_ours_but_a_timestep_is",),
     ),
     Mutation(
         "subclasses and layouts of tensors", "call_signature.py",
         "if not plain or value.layout is not torch.strided or value.is_quantized:", "if False:",
-        ("test_signature.py::test_what_is_not_understood_is_not_ours",),
+        ("test_call_signature.py::test_what_is_not_understood_is_not_ours",),
     ),
     Mutation(
         "autocast", "call_signature.py",
@@ -69,7 +71,7 @@ SIGNATURE = [
     Mutation(
         "inference mode", "runtime/plan.py",
         "if torch.is_grad_enabled() or torch.is_inference_mode_enabled():", "if False:",
-        ("test_ahead.py::test_a_result_of_a_replay_is_a_plain_tensor_in_every_mode",),
+        ("test_speculation.py::test_a_result_of_a_replay_is_a_plain_tensor_in_every_mode",),
     ),
 ]  # fmt: skip
 
@@ -116,7 +118,7 @@ BEHAVIOUR = [
     Mutation(
         "hooks as patches", "behaviour/fingerprint.py",
         'self.patches.append(Patch(path, module, "hook", hook))', "pass",
-        ("test_behaviour.py::test_patches_are_found_and_named",),
+        ("behaviour/test_fingerprint.py::test_patches_are_found_and_named",),
     ),
     Mutation(
         "attributes", "behaviour/fingerprint.py",
@@ -132,7 +134,7 @@ BEHAVIOUR = [
     Mutation(
         "closures", "behaviour/fingerprint.py",
         "key += [self.held(cell) for cell in closure]\n                self.run", "self.run",
-        ("test_patches.py::test_state_in_the_closure_of_a_class_patched_by_its_own_package_is_in_the_key",),
+        ("behaviour/test_foreign_code.py::test_state_in_the_closure_of_a_class_patched_by_its_own_package_is_in_the_key",),
     ),
     Mutation(
         "names in a method's module", "behaviour/foreign_code.py",
@@ -142,12 +144,12 @@ BEHAVIOUR = [
     Mutation(
         "plain values in a method's module", "behaviour/foreign_code.py",
         "(callable(value) or isinstance(value, PLAIN) or _of_plain(value))", "(callable(value) or _of_plain(value))",
-        ("test_behaviour.py::test_a_plain_value_that_a_method_reads_is_in_the_key",),
+        ("behaviour/test_fingerprint.py::test_a_plain_value_that_a_method_reads_is_in_the_key",),
     ),
     Mutation(
         "methods laid over an instance", "behaviour/fingerprint.py",
         "if shadows(module, name, value):", "if False:",
-        ("test_behaviour.py::test_a_method_laid_over_an_instance_is_a_patch_and_says_whose",),
+        ("behaviour/test_fingerprint.py::test_a_method_laid_over_an_instance_is_a_patch_and_says_whose",),
     ),
     Mutation(
         "functions of torch", "behaviour/fingerprint.py",
@@ -157,7 +159,7 @@ BEHAVIOUR = [
     Mutation(
         "hooks on all modules", "behaviour/fingerprint.py",
         'self.patches.append(Patch("", root, "hook on all modules", hook))', "pass",
-        ("test_surroundings.py::test_under_a_hook_on_all_modules_the_original_runs_and_is_named",),
+        ("behaviour/test_surroundings.py::test_under_a_hook_on_all_modules_the_original_runs_and_is_named",),
     ),
     Mutation(
         "which attention took the place of torch's", "behaviour/fingerprint.py",
@@ -167,12 +169,12 @@ BEHAVIOUR = [
     Mutation(
         "what such an attention keeps", "behaviour/fingerprint.py",
         "self.key += [self.kept(place, value) for place, value in kept(function)]", "pass",
-        ("test_surroundings.py::test_an_attention_that_keeps_a_number_in_its_closure_is_captured_with_it",),
+        ("behaviour/test_surroundings.py::test_an_attention_that_keeps_a_number_in_its_closure_is_captured_with_it",),
     ),
     Mutation(
         "what such an attention keeps that is not plain", "behaviour/fingerprint.py",
         "function is not None and knowable(function):", "function is not None:",
-        ("test_surroundings.py::test_an_attention_that_keeps_more_goes_to_the_original",),
+        ("behaviour/test_surroundings.py::test_an_attention_that_keeps_more_goes_to_the_original",),
     ),
     Mutation(
         "a look at torch after a reading", "behaviour/fingerprint.py",
@@ -202,7 +204,7 @@ BEHAVIOUR = [
     Mutation(
         "containers since a reading", "behaviour/snapshot.py",
         "and all(map(operator.is_, values_in(self._dicts), self._dict_values))\n", "\n",
-        ("test_reach.py::test_once_a_generation_that_is_read_all_the_same[unread]",),
+        ("behaviour/test_reach.py::test_once_a_generation_that_is_read_all_the_same[unread]",),
     ),
     Mutation(
         "what objects hold since a reading", "behaviour/glance.py",
@@ -238,12 +240,12 @@ BEHAVIOUR = [
     Mutation(
         "torch's own methods in an object of the host's", "behaviour/reach.py",
         'elif hasattr(value, "__dict__"):', "elif False:",
-        ("test_reach.py::test_what_torchs_own_forward_calls_is_seen_where_a_host_keeps_that_in_an_object",),
+        ("behaviour/test_reach.py::test_what_torchs_own_forward_calls_is_seen_where_a_host_keeps_that_in_an_object",),
     ),
     Mutation(
         "methods of torch's classes that others of them call", "behaviour/snapshot.py",
         "if of_torch or name in names}", "if name in names}",
-        ("test_reach.py::test_a_method_of_torchs_class_that_another_calls_is_seen_at_each_call",),
+        ("behaviour/test_reach.py::test_a_method_of_torchs_class_that_another_calls_is_seen_at_each_call",),
     ),
     Mutation(
         "closures since a reading", "behaviour/glance.py",
@@ -311,17 +313,17 @@ BEHAVIOUR = [
     Mutation(
         "what changed in torch while it was read", "behaviour/surroundings.py",
         "self._true = look() == around", "self._true = True",
-        ("test_reach.py::test_what_changes_while_it_is_read_is_not_taken_for_what_was_read",),
+        ("behaviour/test_reach.py::test_what_changes_while_it_is_read_is_not_taken_for_what_was_read",),
     ),
     Mutation(
         "methods that tensors are given", "behaviour/surroundings.py",
         " and len(vars(torch.Tensor)) == self._own\n", "\n",
-        ("test_reach.py::test_what_says_nothing_in_torch_is_looked_at_once",),
+        ("behaviour/test_reach.py::test_what_says_nothing_in_torch_is_looked_at_once",),
     ),
     Mutation(
         "classes at the begin of a generation", "behaviour/key.py",
         "if scene.classes_hold(self._module):", "if True:",
-        ("test_behaviour.py::test_what_methods_find_later_is_read_once_a_generation",),
+        ("behaviour/test_fingerprint.py::test_what_methods_find_later_is_read_once_a_generation",),
     ),
 ]  # fmt: skip
 
@@ -359,8 +361,8 @@ CALL = [
     Mutation(
         "the behaviour after a replay", "accelerator.py",
         "if behaviour != found.behaviour or foreign:", "if False:",
-        ("test_ahead.py::test_a_change_before_any_call_is_in_its_result[scalar]",
-         "test_ahead.py::test_a_change_before_any_call_is_in_its_result[layer]"),
+        ("test_speculation.py::test_a_change_before_any_call_is_in_its_result[scalar]",
+         "test_speculation.py::test_a_change_before_any_call_is_in_its_result[layer]"),
     ),
     Mutation(
         "the weights after a replay", "accelerator.py",
@@ -370,8 +372,8 @@ CALL = [
     Mutation(
         "the behaviour before a plan is made or compared", "accelerator.py",
         "if now != behaviour or foreign:", "if False:",
-        ("test_ahead.py::test_a_plan_is_not_compared_with_what_behaves_otherwise",
-         "test_ahead.py::test_a_plan_for_weights_of_another_shape_has_the_key_of_its_own_behaviour"),
+        ("test_speculation.py::test_a_plan_is_not_compared_with_what_behaves_otherwise",
+         "test_speculation.py::test_a_plan_for_weights_of_another_shape_has_the_key_of_its_own_behaviour"),
     ),
     Mutation(
         "a refusal", "accelerator.py",
@@ -391,7 +393,7 @@ CALL = [
     Mutation(
         "back-off of captures", "accelerator.py",
         "if plan is None and self._backoff.waits(generic, key):", "if False:",
-        ("test_backoff.py::test_a_number_that_changes_at_each_step_costs_two_captures",),
+        ("runtime/test_backoff.py::test_a_number_that_changes_at_each_step_costs_two_captures",),
     ),
     Mutation(
         "an accelerator that was released", "accelerator.py",

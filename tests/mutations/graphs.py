@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutations import Mutation
 
-_PRETENDED = "test_graph_pool_pretended.py::"
+_PRETENDED = "runtime/test_graph_pool_pretended.py::"
 _BUDGET = (_PRETENDED + "test_the_budget_is_kept_to_the_megabyte",)
 _STREAMS = (_PRETENDED + "test_replays_on_several_streams_do_not_meet",)
 
@@ -67,48 +67,48 @@ MUTATIONS = [
         (_PRETENDED + "test_graphs_that_are_switched_off_give_their_memory_back",),
     ),
     Mutation(
-        "copies of another dtype or size", "kernels/copies.py",
+        "copies of another dtype or size", "runtime/input_copies.py",
         "and (source.dtype, source.nbytes) == kind", "",
-        ("kernels/test_copies.py::test_what_is_not_its_targets_like_is_left_to_torch",),
+        ("runtime/test_input_copies.py::test_what_is_not_its_targets_like_is_left_to_torch",),
     ),
     Mutation(
-        "copies of another dtype", "kernels/copies.py",
+        "copies of another dtype", "runtime/input_copies.py",
         "(source.dtype, source.nbytes) == kind", "source.nbytes == kind[1]",
-        ("kernels/test_copies.py::test_what_is_not_its_targets_like_is_left_to_torch",),
+        ("runtime/test_input_copies.py::test_what_is_not_its_targets_like_is_left_to_torch",),
     ),
     Mutation(
-        "copies of another size", "kernels/copies.py",
+        "copies of another size", "runtime/input_copies.py",
         "(source.dtype, source.nbytes) == kind", "source.dtype == kind[0]",
-        ("kernels/test_copies.py::test_what_is_not_its_targets_like_is_left_to_torch",),
+        ("runtime/test_input_copies.py::test_what_is_not_its_targets_like_is_left_to_torch",),
     ),
     Mutation(
-        "copies from other strides", "kernels/copies.py",
+        "copies from other strides", "runtime/input_copies.py",
         "return plain and source.is_contiguous()", "return plain",
-        ("kernels/test_copies.py::test_what_is_not_its_targets_like_is_left_to_torch",),
+        ("runtime/test_input_copies.py::test_what_is_not_its_targets_like_is_left_to_torch",),
     ),
     Mutation(
-        "copies of what was negated", "kernels/copies.py",
+        "copies of what was negated", "runtime/input_copies.py",
         " and not source.is_neg()", "",
-        ("kernels/test_copies.py::test_what_is_not_its_targets_like_is_left_to_torch",),
+        ("runtime/test_input_copies.py::test_what_is_not_its_targets_like_is_left_to_torch",),
     ),
     Mutation(
-        "copies from another device", "kernels/copies.py",
+        "copies from another device", "runtime/input_copies.py",
         "and source.get_device() == index and", "and",
-        ("kernels/test_copies.py::test_what_is_on_another_device_is_left_to_torch",),
+        ("runtime/test_input_copies.py::test_what_is_on_another_device_is_left_to_torch",),
     ),
     Mutation(
-        "inputs of the last call in a table of copies", "kernels/copies.py",
+        "inputs of the last call in a table of copies", "runtime/input_copies.py",
         "if kind is not None:\n                table[_ENTRY * i + _BYTES] = 0", "",
-        ("kernels/test_copies.py::test_its_own_node_is_told",),
+        ("runtime/test_input_copies.py::test_its_own_node_is_told",),
     ),
     Mutation(
-        "a node that could not be told", "kernels/copies.py",
+        "a node that could not be told", "runtime/input_copies.py",
         "_cuda.checked(node())", "node()",
-        ("kernels/test_copies.py::test_a_node_that_cannot_be_told_must_not_run",),
+        ("runtime/test_input_copies.py::test_a_node_that_cannot_be_told_must_not_run",),
     ),
     Mutation(
-        "room for a VAE", "hosts/memory.py",
+        "room for a VAE", "hosts/gpu_room.py",
         "DECODING = 6 << 30", "DECODING = 0",
-        ("test_host_memory.py::test_weights_stay_where_decoding_finds_room_beside_them",),
+        ("hosts/adapters/test_gpu_room.py::test_weights_stay_where_decoding_finds_room_beside_them",),
     ),
 ]  # fmt: skip

@@ -44,22 +44,22 @@ MUTATIONS = [
     Mutation(
         "the number of results", "runtime/plan.py",
         "if len(outputs) != len(references):", "if False:",
-        ("test_plan.py::test_other_shapes_dtypes_or_counts_are_infinitely_wrong",),
+        ("runtime/test_plan.py::test_other_shapes_dtypes_or_counts_are_infinitely_wrong",),
     ),
     Mutation(
         "shapes and dtypes of results", "runtime/plan.py",
         "if output.shape != reference.shape or output.dtype != reference.dtype:", "if False:",
-        ("test_plan.py::test_other_shapes_dtypes_or_counts_are_infinitely_wrong",),
+        ("runtime/test_plan.py::test_other_shapes_dtypes_or_counts_are_infinitely_wrong",),
     ),
     Mutation(
         "NaN in a result", "runtime/plan.py",
         "if not bool(torch.isfinite(ours[finite]).all()):", "if False:",
-        ("test_plan.py::test_nan_or_inf_where_the_original_has_none_is_infinitely_wrong",),
+        ("runtime/test_plan.py::test_nan_or_inf_where_the_original_has_none_is_infinitely_wrong",),
     ),
     Mutation(
         "sums that overflow", "runtime/plan.py",
         "vector_norm(values, dtype=torch.float64)", "vector_norm(values)",
-        ("test_plan.py::test_values_whose_squares_overflow_are_compared",),
+        ("runtime/test_plan.py::test_values_whose_squares_overflow_are_compared",),
     ),
     Mutation(
         "strides of results", "runtime/plan.py",
@@ -69,32 +69,32 @@ MUTATIONS = [
     Mutation(
         "a plan that is slower", "runtime/verify.py",
         "if config.drop_slower and", "if False and",
-        ("test_graph_pool_pretended.py::test_a_plan_that_is_slower_is_dropped_unless_it_is_wanted_all_the_same",),
+        ("runtime/test_graph_pool_pretended.py::test_a_plan_that_is_slower_is_dropped_unless_it_is_wanted_all_the_same",),
     ),
     Mutation(
         "a plan that is slower, where nothing is said", "config.py",
         "drop_slower: bool = True", "drop_slower: bool = False",
-        ("test_graph_pool_pretended.py::test_a_plan_that_is_slower_is_dropped_unless_it_is_wanted_all_the_same",),
+        ("runtime/test_graph_pool_pretended.py::test_a_plan_that_is_slower_is_dropped_unless_it_is_wanted_all_the_same",),
     ),
     Mutation(
         "state that a forward keeps", "capture/capture.py",
         "if left_behind:", "if False:",
-        ("test_capture.py::test_what_a_forward_keeps_in_a_container_is_noticed_and_taken_back",),
+        ("capture/test_capture.py::test_what_a_forward_keeps_in_a_container_is_noticed_and_taken_back",),
     ),
     Mutation(
         "random numbers", "capture/capture.py",
         "if torch.Tag.nondeterministic_seeded not in tags:", "if True:",
-        ("test_capture.py::test_what_cannot_be_a_plan_is_refused_with_the_reason",),
+        ("capture/test_capture.py::test_what_cannot_be_a_plan_is_refused_with_the_reason",),
     ),
     Mutation(
         "tensors of others", "capture/capture.py",
         "if weight is None:\n", "if False:\n",
-        ("test_capture.py::test_what_cannot_be_a_plan_is_refused_with_the_reason",),
+        ("capture/test_capture.py::test_what_cannot_be_a_plan_is_refused_with_the_reason",),
     ),
     Mutation(
         "recordings of another course", "capture/capture.py",
         "if recipe in recipes else None", "if True else None",
-        ("test_watching.py::test_a_size_that_runs_otherwise_is_captured_on_fake_tensors",),
+        ("capture/test_live_trace.py::test_a_size_that_runs_otherwise_is_captured_on_fake_tensors",),
     ),
     Mutation(
         "casts that round", "passes/rewrite.py",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mutations import Mutation
 
-_REPLACED = ("test_weights.py::test_replaced_values_are_copied_in_and_the_parameter_is_bound_again",)
-_NOT_FOLLOWED = ("test_weights.py::test_weights_that_cannot_be_followed_say_so",)
-_ALONE = ("test_gate.py::test_nobody_is_alone_while_another_is_inside",)
+_REPLACED = ("weights/test_arena.py::test_replaced_values_are_copied_in_and_the_parameter_is_bound_again",)
+_NOT_FOLLOWED = ("weights/test_arena.py::test_weights_that_cannot_be_followed_say_so",)
+_ALONE = ("weights/test_gate.py::test_nobody_is_alone_while_another_is_inside",)
 
 MUTATIONS = [
     Mutation(
@@ -47,7 +47,7 @@ MUTATIONS = [
     Mutation(
         "memory that was exchanged", "weights/weight.py",
         "if live.data_ptr() != weight.pointer:", "if False:",
-        ("test_weights.py::test_memory_that_was_exchanged_under_a_plan_is_noticed",),
+        ("weights/test_arena.py::test_memory_that_was_exchanged_under_a_plan_is_noticed",),
     ),
     Mutation(
         "weights that are untied", "weights/arena.py",
@@ -77,32 +77,32 @@ MUTATIONS = [
     Mutation(
         "packing of what a plan reads", "weights/arena.py",
         "if any(w.plans for w in weights):\n                return None", "",
-        ("test_weights.py::test_what_a_plan_reads_is_not_moved",),
+        ("weights/test_arena.py::test_what_a_plan_reads_is_not_moved",),
     ),
     Mutation(
         "layout of what a plan reads", "weights/arena.py",
         "if weight.plans or weight.pack is not None:", "if False:",
-        ("test_weights.py::test_what_a_plan_reads_is_not_moved",),
+        ("weights/test_arena.py::test_what_a_plan_reads_is_not_moved",),
     ),
     Mutation(
         "weights that do not fit together", "weights/arena.py",
         "or not alike or", "or",
-        ("test_weights.py::test_weights_that_do_not_fit_are_not_packed",),
+        ("weights/test_arena.py::test_weights_that_do_not_fit_are_not_packed",),
     ),
     Mutation(
         "memory that was given back", "runtime/plan_builder.py",
         "if self.arena.vacant:", "if False:",
-        ("test_vacancy.py::test_no_plan_runs_while_the_memory_is_away",),
+        ("weights/test_vacancy.py::test_no_plan_runs_while_the_memory_is_away",),
     ),
     Mutation(
         "memory that a module still lies in", "weights/vacancy.py",
         "if any(isinstance(value, torch.Tensor) and memory_of(value) in blocks for value in held):", "if False:",
-        ("test_vacancy.py::test_nothing_is_given_back_where_the_module_lies_in_it",),
+        ("weights/test_vacancy.py::test_nothing_is_given_back_where_the_module_lies_in_it",),
     ),
     Mutation(
         "graphs of memory that is given back", "runtime/plan_builder.py",
         "for plan in plans:\n                plan.drop_graph(pool_for(plan))", "",
-        ("test_vacancy.py::test_plans_outlive_their_memory_and_graphs_are_captured_anew",),
+        ("weights/test_vacancy.py::test_plans_outlive_their_memory_and_graphs_are_captured_anew",),
     ),
     Mutation(
         "a model that is moved to with other shapes", "weights/arena.py",
@@ -138,17 +138,17 @@ MUTATIONS = [
     Mutation(
         "forwards that begin while weights are laid out", "weights/gate.py",
         "while self._alone not in (None, me):\n                self._free.wait()", "",
-        ("test_gate.py::test_others_enter_when_who_was_alone_has_ended",),
+        ("weights/test_gate.py::test_others_enter_when_who_was_alone_has_ended",),
     ),
     Mutation(
         "the gate around the original", "runtime/plan_builder.py",
         "with self.arena.gate:", "if True:",
-        ("test_gate.py::test_weights_lie_still_while_another_thread_computes",),
+        ("weights/test_gate.py::test_weights_lie_still_while_another_thread_computes",),
     ),
     Mutation(
         "weights that are laid out in place of others' work", "weights/arena.py",
         "with self.gate.alone(), self._lock:\n            return self._adopt(stale)",
         "with self._lock:\n            return self._adopt(stale)",
-        ("test_gate.py::test_new_weights_are_taken_up_when_the_other_thread_has_ended",),
+        ("weights/test_gate.py::test_new_weights_are_taken_up_when_the_other_thread_has_ended",),
     ),
 ]  # fmt: skip

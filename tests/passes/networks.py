@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sfast_ext.tools import models
+from sfast_ext.tools.lib import models
 
 NETWORKS = ("sd15", "sd15-inpaint", "sd21", "sdxl", "sdxl-refiner", "ldm")
 

@@ -45,9 +45,7 @@ def test_dropout_stays() -> None:
 def test_grouped_queries_stay() -> None:
     if "enable_gqa" not in str(torch.ops.aten.scaled_dot_product_attention.default._schema):
         pytest.skip("this torch has no grouped queries")
-    traced = Traced(
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), Q, K[:, :2], V[:, :2]
-    )
+    traced = Traced(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), Q, K[:, :2], V[:, :2])
     assert traced.rewrite(attention) == 0
 
 

@@ -70,11 +70,7 @@ def test_pointwise_meets_tokens(tokens: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             n, _, h, w = x.shape
             y = self.proj_in(x)
-            y = (
-                y.permute(0, 2, 3, 1).reshape(n, h * w, 8)
-                if tokens == "permute"
-                else y.flatten(2).transpose(1, 2)
-            )
+            y = y.permute(0, 2, 3, 1).reshape(n, h * w, 8) if tokens == "permute" else y.flatten(2).transpose(1, 2)
             y = y.contiguous().sin()
             y = y.reshape(n, h, w, 8).permute(0, 3, 1, 2).contiguous()
             return self.proj_out(y) + x

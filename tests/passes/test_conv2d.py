@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sfast_ext.kernels import conv2d as kernel
+from sfast_ext.kernels.conv import conv2d as kernel
 from sfast_ext.passes.bias_add import bias_add
 from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.conv2d import conv2d
 from sfast_ext.passes.group_norm import group_norm
+from sfast_ext.passes.group_norm_inputs import sum_group_norm
 from sfast_ext.passes.im2col import im2col
-from sfast_ext.passes.sum_group_norm import sum_group_norm
 
 from .support import OTHER_CONVOLUTIONS, Traced, randn
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sfast_ext.passes.cleanup import cleanup
-from sfast_ext.passes.common import common_subexpressions
+from sfast_ext.passes.cse import common_subexpressions
 from sfast_ext.passes.group_norm import group_norm
 from sfast_ext.passes.packed_linear import packed_linear
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sfast_ext.passes.common import common_subexpressions
+from sfast_ext.passes.cse import common_subexpressions
 from sfast_ext.passes.layer_norm import add_layer_norm, layer_norm
 
 from .support import Traced, randn

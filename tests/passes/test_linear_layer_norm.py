@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from sfast_ext.kernels import linear_layer_norm as kernel
+from sfast_ext.kernels.linear import linear_layer_norm as kernel
 from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.cleanup import cleanup
 from sfast_ext.passes.layer_norm import add_layer_norm, layer_norm
+from sfast_ext.passes.linear_accumulate import linear_onto
 from sfast_ext.passes.linear_layer_norm import linear_layer_norm
-from sfast_ext.passes.linear_onto import linear_onto
 from sfast_ext.passes.rewrite import is_weight, shape
 
 from .support import Traced, Whole, name, randn

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sfast_ext.kernels import narrow_conv as kernel
+from sfast_ext.kernels.conv import narrow_conv as kernel
 from sfast_ext.passes.bias_add import bias_add
 from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.narrow_conv import narrow_conv

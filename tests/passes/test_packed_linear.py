@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from sfast_ext.passes import packed_linear as packed_linear_module
-from sfast_ext.passes.common import common_subexpressions
+from sfast_ext.passes.cse import common_subexpressions
 from sfast_ext.passes.packed_linear import packed_linear
 
 from .support import Traced, randn
@@ -39,9 +39,7 @@ def test_siblings_become_one(bias: bool, x: Tensor) -> None:
 
 
 def test_two_groups_on_one_input() -> None:
-    module = Siblings(
-        nn.Linear(8, 4), nn.Linear(8, 4, bias=False), nn.Linear(8, 4), nn.Linear(8, 4, bias=False)
-    )
+    module = Siblings(nn.Linear(8, 4), nn.Linear(8, 4, bias=False), nn.Linear(8, 4), nn.Linear(8, 4, bias=False))
     traced = Traced(module, X)
     assert traced.rewrite(packed_linear) == 2
     assert traced.ops() == {"linear": 2, "slice": 4}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from sfast_ext.kernels import query_attention as kernel
+from sfast_ext.kernels.attention import query_attention as kernel
 from sfast_ext.passes.attention import attention
 from sfast_ext.passes.query_attention import query_attention
 from sfast_ext.passes.rewrite import is_weight, shape

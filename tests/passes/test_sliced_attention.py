@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.passes.cleanup import cleanup
-from sfast_ext.passes.common import common_subexpressions
+from sfast_ext.passes.cse import common_subexpressions
 from sfast_ext.passes.scaled_dot_product import scaled_dot_product
 from sfast_ext.passes.sliced_attention import sliced_attention
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from sfast_ext.kernels import upsample_conv2d as kernel
+from sfast_ext.kernels.conv import upsample_conv2d as kernel
 from sfast_ext.passes.bias_add import bias_add
 from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.conv2d import conv2d
 from sfast_ext.passes.group_norm import group_norm
-from sfast_ext.passes.sum_group_norm import sum_group_norm
+from sfast_ext.passes.group_norm_inputs import sum_group_norm
 from sfast_ext.passes.upsample import upsample
 from sfast_ext.passes.upsample_conv2d import upsample_conv2d
 

@@ -1,0 +1,1 @@
+"""What each Triton compiles for each card: `python -m benchmarks.compile_table`."""

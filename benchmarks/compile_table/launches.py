@@ -1,0 +1,125 @@
+"""What UNets of real size launch on cards that need not be there. Their weights, never written, take no memory."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.compile_table.compiler import SHARED
+from sfast_ext.call_signature import flatten_call
+from sfast_ext.capture.capture import capture
+from sfast_ext.kernels.backend import nvrtc, size_prediction, triton_runtime
+from sfast_ext.passes import PassContext, run_passes
+from sfast_ext.tools.lib import models
+from sfast_ext.weights.arena import WeightArena
+
+# of a card with each capability: RTX 2080 Ti, A100, RTX 3090, RTX 4090, H200, B200, RTX 5090
+MULTIPROCESSORS = {75: 68, 80: 108, 86: 82, 89: 128, 90: 132, 100: 148, 120: 170}
+_CPU, _GPU = torch.device("cpu"), torch.device("cuda", 0)
+_TYPES = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def collect(cases: Sequence[str], dtype: str) -> dict[str, list[dict[str, Any]]]:
+    """By capability, the launches that differ, of cases such as "sd15:512x512"; what `triton_compiler.compiled` takes.
+
+    Only kernels of Triton: those in CUDA C++ are taken to be missing, so that Triton's are launched in their place.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {str(capability): {} for capability in SHARED}
+    for case in cases:
+        calls = _calls(case, getattr(torch, dtype))
+        for capability in SHARED:
+            with _card(capability):
+                launches = size_prediction.launched(calls, _GPU).values()
+            for launch in launches:
+                if not isinstance(launch.kernel, nvrtc.Source):
+                    told = described(launch)
+                    found[str(capability)].setdefault(json.dumps(told, sort_keys=True), told)
+        print(f"{case}, {dtype}: captured", file=sys.stderr, flush=True)
+    return {capability: list(launches.values()) for capability, launches in found.items()}
+
+
+def _calls(case: str, dtype: torch.dtype) -> list[size_prediction.Call]:
+    from diffusers import UNet2DConditionModel
+
+    name, _, size = case.partition(":")
+    width, height = map(int, size.split("x"))
+    torch.set_default_dtype(dtype)
+    try:
+        with models._without_initialisation(_CPU):
+            unet = UNet2DConditionModel(**models.unet_config(name)).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    call = flatten_call(*models.unet_inputs(unet, width, height), _CPU)
+    arena = WeightArena(unet)
+    gm = capture(unet.forward, call, call.tensors(_CPU), arena).graph_module
+    run_passes(gm, PassContext(arena, _CPU, triton=True))
+    calls = size_prediction.calls(gm.graph)
+    arena.release()
+    return calls
+
+
+@contextmanager
+def _card(capability: int) -> Iterator[None]:
+    """Within, every CUDA device passes for one of this capability."""
+    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS[capability])
+    caches = triton_runtime.capability, triton_runtime.multiprocessors
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", lambda *args: divmod(capability, 10)),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda *args: properties),
+    ):
+        try:
+            for cache in caches:
+                cache.cache_clear()
+            yield
+        finally:
+            for cache in caches:
+                cache.cache_clear()
+
+
+def described(launch: size_prediction.Launch) -> dict[str, Any]:
+    """A launch as JSON: where its kernel is, and what that is compiled for."""
+    kernel = launch.kernel
+    unlooked = set(getattr(kernel, "do_not_specialize", None) or ())  # names, or their places in older versions
+    types: dict[str, str] = {}
+    constants, divisible = dict(launch.constants), []
+    for place, (name, value) in enumerate(zip(kernel.arg_names, launch.args)):
+        if isinstance(value, torch.dtype):
+            types[name] = _TYPES[value]
+            divisible.append(name)
+        elif isinstance(value, bool):
+            types[name] = "i1"
+        elif isinstance(value, int):
+            types[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if name not in unlooked and place not in unlooked:
+                if value == 1:
+                    constants[name] = 1
+                elif value % 16 == 0:
+                    divisible.append(name)
+        elif isinstance(value, float):
+            types[name] = "fp32"
+        else:
+            raise TypeError(f"{kernel} is launched with {name} = {value!r}, of which no type is known")
+    # as this Triton launches it: each tells for itself
+    for name in ("EARLY", "launch_pdl", "enable_fp_fusion"):
+        constants.pop(name, None)
+    function = kernel.fn
+    return {
+        "home": function.__module__,
+        "name": function.__name__,
+        "types": types,
+        "constants": constants,
+        "divisible": divisible,
+    }

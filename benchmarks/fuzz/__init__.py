@@ -1,0 +1,1 @@
+"""Long runs of random events on one model, each output checked."""

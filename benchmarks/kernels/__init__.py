@@ -1,0 +1,1 @@
+"""Each kernel beside PyTorch's operations and torch.compile: `python -m benchmarks.kernels`."""

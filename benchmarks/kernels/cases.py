@@ -1,0 +1,365 @@
+"""The kernels at the shapes of SD 1.5 and SDXL, each with the PyTorch operations that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sfast_ext.kernels.attention import attention, query_attention
+from sfast_ext.kernels.conv import conv2d, narrow_conv, upsample, upsample_conv2d
+from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, conv_group_norm, group_norm
+from sfast_ext.kernels.linear import linear_accumulate, linear_geglu, linear_layer_norm
+from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm, timestep_embedding
+
+MODULES: dict[str, Any] = {
+    "layer_norm": layer_norm,
+    "add_layer_norm": add_layer_norm,
+    "group_norm": group_norm,
+    "add_group_norm": add_group_norm,
+    "cat_group_norm": cat_group_norm,
+    "geglu": geglu,
+    "bias_add": bias_add,
+    "upsample": upsample,
+    "attention": attention,
+    "query_attention": query_attention,
+    "linear_geglu": linear_geglu,
+    "linear_layer_norm": linear_layer_norm,
+    "timestep_embedding": timestep_embedding,
+    "linear_onto": linear_accumulate,
+    "conv2d": conv2d,
+    "conv_group_norm": conv_group_norm,
+    "narrow_conv": narrow_conv,
+    "upsample_conv2d": upsample_conv2d,
+}
+NORM_ROWS = [(8192, 320), (2048, 640), (512, 1280), (2048, 1280), (8192, 640)]
+# (channels, height): batch 2; the last three are SDXL's
+IMAGES = [
+    (320, 64),
+    (640, 64),
+    (960, 64),
+    (640, 32),
+    (1920, 32),
+    (1280, 16),
+    (2560, 16),
+    (1280, 8),
+    (2560, 8),
+]
+IMAGES += [(320, 128), (960, 128), (1280, 32)]
+GATED = [(8192, 2560), (2048, 5120), (512, 10240), (2048, 10240), (8192, 5120)]
+# rows, columns of the result, inner dimension: the last two are SDXL's
+GATED_LINEARS = [(8192, 1280, 320), (2048, 2560, 640), (512, 5120, 1280), (2048, 5120, 1280), (8192, 2560, 640)]
+# heads, queries, keys, head dimension: batch 2
+HEADS = [(8, 4096, 4096, 40), (8, 1024, 1024, 80), (8, 256, 256, 160), (8, 4096, 77, 40), (8, 1024, 77, 80)]
+HEADS += [(8, 256, 77, 160), (8, 64, 64, 160), (10, 4096, 4096, 64), (20, 1024, 1024, 64), (20, 988, 988, 64)]
+HEADS += [(10, 4096, 77, 64), (20, 1024, 77, 64), (8, 4096, 4096, 80), (5, 9216, 9216, 64), (8, 6144, 6144, 40)]
+# images, rows, heads, columns of a head, keys: of SDXL, to the prompt
+PROMPTED = [(2, 1024, 20, 64, 77), (2, 4096, 10, 64, 77)]
+# rows, columns, inner dimension: the projections out of attention and feed-forward; the last four are SDXL's
+LINEARS = [
+    (8192, 320, 320),
+    (8192, 320, 1280),
+    (2048, 640, 640),
+    (2048, 640, 2560),
+    (512, 1280, 1280),
+    (512, 1280, 5120),
+]
+LINEARS += [(2048, 1280, 1280), (2048, 1280, 5120), (8192, 640, 640), (8192, 640, 2560)]
+# as above; the last eight are SDXL's
+NORMED_LINEARS = [(8192, 320, 320), (2048, 640, 640), (512, 1280, 1280), (2048, 1280, 1280), (2048, 1280, 5120)]
+NORMED_LINEARS += [(8192, 640, 640), (8192, 640, 2560), (1976, 1280, 1280), (18432, 640, 640)]
+NORMED_LINEARS += [(4608, 1280, 1280), (4608, 1280, 5120)]
+# channels from below, channels of the skip connection, height; the last five are SDXL's
+JOINED = [(1280, 1280, 8), (1280, 1280, 16), (1280, 640, 16), (1280, 640, 32), (640, 640, 32), (640, 320, 32)]
+JOINED += [(640, 320, 64), (320, 320, 64)]
+JOINED += [(1280, 1280, 32), (1280, 640, 64), (640, 640, 64), (640, 320, 128), (320, 320, 128)]
+# channels, height before it is twice that; the last two are SDXL's
+SMALL = [(1280, 8), (1280, 16), (640, 32), (1280, 32), (640, 64)]
+# images, channels, height, width, channels of the result
+CONVOLUTIONS = [(2, 320, 128, 128, 320), (2, 640, 64, 64, 640), (2, 1280, 32, 32, 1280), (2, 2560, 32, 32, 1280)]
+CONVOLUTIONS += [(2, 640, 128, 128, 320), (2, 320, 64, 64, 320), (2, 640, 32, 32, 640), (2, 320, 96, 96, 320)]
+CONVOLUTIONS += [(2, 640, 48, 48, 640), (2, 1280, 24, 24, 1280), (2, 1280, 12, 12, 1280), (2, 320, 65, 113, 320)]
+NORMED_CONVOLUTIONS = [(2, 320, 64, 64, 320), (2, 320, 128, 128, 320), (2, 640, 64, 64, 640), (2, 1280, 32, 32, 1280)]
+NORMED_CONVOLUTIONS += [(2, 640, 128, 128, 320), (2, 320, 96, 96, 320)]
+NARROW_CONVOLUTIONS = [(2, c, size, size, k) for size in (64, 128) for c, k in ((4, 320), (320, 4))]
+
+
+@dataclass
+class Case:
+    """One kernel at one shape; both calls return a tensor or a tuple of them."""
+
+    kernel: str
+    shape: str
+    ours: Callable[[], Any]
+    torch: Callable[[], Any]
+    target: Callable[[], Any]
+    """The reference, on the same operands in float64."""
+    bytes: int
+    """What must be read and written once."""
+    composition: tuple[Callable[..., Any], list[Any], dict[str, Any]] | None = None
+    """What torch.compile is given: a function and its arguments. None where another case is given the same."""
+
+
+def _case(kernel: str, shape: str, composition: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Case:
+    module = MODULES[kernel]
+    tensors = [a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)]
+    out = module.reference(*args, **kwargs)
+    outputs = out if isinstance(out, tuple) else (out,)
+
+    def target() -> Any:
+        wide = {name: _wide(value) for name, value in kwargs.items() if name != "out_dtype"}
+        return module.reference(*map(_wide, args), **wide)
+
+    return Case(
+        kernel,
+        shape,
+        lambda: module.launch(*args, **kwargs),
+        lambda: composition(*args, **kwargs),
+        target,
+        sum(t.numel() * t.element_size() for t in (*tensors, *outputs)),
+        (composition, args, kwargs),
+    )
+
+
+def _wide(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) else value
+
+
+def _torch_group_norm(
+    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, shift: Tensor, silu: bool
+) -> Tensor:
+    return F.silu(F.group_norm(x + shift[:, :, None, None], groups, weight, bias, eps))
+
+
+def _by_path(case: Case, path: str) -> Case:
+    """A group norm by the path of that name alone."""
+
+    def ours() -> Any:
+        before = group_norm._PATHS
+        try:
+            group_norm._PATHS = () if path == "loop" else (path,)
+            return case.ours()
+        finally:
+            group_norm._PATHS = before
+
+    return replace(case, kernel=f"group_norm.{path}", ours=ours, composition=None)
+
+
+def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _torch_add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return total, _torch_layer_norm(total, weight, bias, eps)
+
+
+def _torch_geglu(x: Tensor) -> Tensor:
+    value, gate = x.chunk(2, -1)
+    return value * F.gelu(gate)
+
+
+def _torch_bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return x + bias[None, :, None, None] + residual
+
+
+def _torch_add_group_norm(
+    x: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    scale: float,
+    groups: int,
+    weight: Tensor,
+    term: Tensor,
+    eps: float,
+    silu: bool,
+) -> tuple[Tensor, Tensor]:
+    total = (x + bias[None, :, None, None] + residual) * scale
+    return total, F.silu(F.group_norm(total, groups, weight, term, eps))
+
+
+def _torch_conv_group_norm(
+    x: Tensor,
+    conv_weight: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    groups: int,
+    weight: Tensor,
+    term: Tensor,
+    eps: float,
+    silu: bool,
+) -> tuple[Tensor, Tensor]:
+    total = F.conv2d(x, conv_weight, bias, padding=1) + residual
+    return total, F.silu(F.group_norm(total, groups, weight, term, eps))
+
+
+def _torch_cat_group_norm(
+    a: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    b: Tensor,
+    groups: int,
+    weight: Tensor,
+    term: Tensor,
+    eps: float,
+    silu: bool,
+) -> tuple[Tensor, Tensor]:
+    joined = torch.cat([a + bias[None, :, None, None] + residual, b], 1)
+    return joined, F.silu(F.group_norm(joined, groups, weight, term, eps))
+
+
+def _torch_upsample(x: Tensor, size: tuple[int, int], steps: tuple[float, float]) -> Tensor:
+    return F.interpolate(x, size=size, mode="nearest")
+
+
+def _torch_upsample_conv2d(x: Tensor, weight: Tensor) -> Tensor:
+    return F.conv2d(F.interpolate(x, scale_factor=2.0, mode="nearest"), weight, padding=1)
+
+
+def _torch_timestep_embedding(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.dtype) -> Tensor:
+    angle = t.float() * frequency
+    both = torch.cat([angle.sin(), angle.cos()], -1)
+    half = frequency.shape[-1]
+    return (both if sine_first else torch.cat([both[:, half:], both[:, :half]], -1)).to(out_dtype)
+
+
+def _torch_linear_geglu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return _torch_geglu(F.linear(x, weight, bias))
+
+
+def _torch_query_attention(x: Tensor, weight: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = F.linear(x, weight).unflatten(-1, (k.shape[1], k.shape[3])).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def _torch_linear_add_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, scale: Tensor, shift: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return _torch_add_layer_norm(F.linear(x, weight, bias), residual, scale, shift, eps)
+
+
+def _torch_linear_onto(x: Tensor, weight: Tensor, total: Tensor, start: Tensor) -> Tensor:
+    total.copy_(start)
+    return F.linear(x, weight) + total
+
+
+def _onto(shape: str, x: Tensor, weight: Tensor, start: Tensor) -> Case:
+    """A product onto a sum, which each way is given anew first: ours writes over it."""
+    total = start.clone()
+    return Case(
+        "linear_onto",
+        shape,
+        lambda: linear_accumulate.launch(x, weight, total.copy_(start)),
+        lambda: _torch_linear_onto(x, weight, total, start),
+        lambda: linear_accumulate.reference(x.double(), weight.double(), start.double()),
+        sum(t.numel() * t.element_size() for t in (x, weight, start)) + 3 * start.numel() * start.element_size(),
+        (_torch_linear_onto, [x, weight, total, start], {}),
+    )
+
+
+def _with_records(shape: str, operands: list[Any], depth: int) -> Case:
+    """Of a linear layer and the norm after it: where blocks leave something for each other is there, as in a graph."""
+    rows, columns = operands[3].shape
+    count = linear_layer_norm.record_count(rows, columns, depth, operands[3].device)
+    given = [*operands, None, torch.zeros(count, dtype=torch.int64, device=operands[3].device)]
+    case = _case("linear_layer_norm", shape, _torch_linear_add_norm, operands, {})
+    return replace(case, ours=lambda: linear_layer_norm.launch(*given))
+
+
+def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[Case]:
+    """Each kernel of `only` at each of its shapes, on random operands."""
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def image(channels: int, size: int) -> Tensor:
+        return randn(2, channels, size, size).to(memory_format=torch.channels_last)
+
+    for rows, columns in NORM_ROWS:
+        shape, affine = f"{rows}x{columns}", [randn(columns), randn(columns), 1e-5]
+        if "layer_norm" in only:
+            yield _case("layer_norm", shape, _torch_layer_norm, [randn(rows, columns), *affine], {})
+        if "add_layer_norm" in only:
+            operands = [randn(rows, columns), randn(rows, columns), *affine]
+            yield _case("add_layer_norm", shape, _torch_add_layer_norm, operands, {})
+    for channels, size in IMAGES:
+        shape = f"2x{channels}x{size}x{size}"
+        if "group_norm" in only:
+            operands = [image(channels, size), 32, randn(channels), randn(channels), 1e-5]
+            options = {"shift": randn(2, channels), "silu": True}
+            case = _case("group_norm", shape, _torch_group_norm, operands, options)
+            yield case
+            fitting = [path for path, fits in group_norm._FITS.items() if fits(size * size, 32, channels // 32)]
+            yield from (_by_path(case, path) for path in [*fitting, "loop"])
+        if "bias_add" in only:
+            operands = [image(channels, size), randn(channels), image(channels, size)]
+            yield _case("bias_add", shape, _torch_bias_add, operands, {})
+        if "add_group_norm" in only:
+            operands = [image(channels, size), randn(channels), image(channels, size), 1.0, 32]
+            operands += [randn(channels), randn(channels), 1e-5]
+            yield _case("add_group_norm", shape, _torch_add_group_norm, operands, {"silu": True})
+    for below, skip, size in JOINED if "cat_group_norm" in only else ():
+        operands = [image(below, size), randn(below), image(below, size), image(skip, size), 32]
+        operands += [randn(below + skip), randn(below + skip)]
+        shape = f"2x{below}+{skip}x{size}x{size}"
+        yield _case("cat_group_norm", shape, _torch_cat_group_norm, [*operands, 1e-5], {"silu": True})
+    for channels, size in SMALL if "upsample" in only else ():
+        operands = [image(channels, size), (2 * size, 2 * size), (0.5, 0.5)]
+        yield _case("upsample", f"2x{channels}x{size}x{size}", _torch_upsample, operands, {})
+    for channels, size in SMALL if "upsample_conv2d" in only else ():
+        weight = randn(channels, channels, 3, 3) * (9 * channels) ** -0.5
+        operands = [image(channels, size), weight.to(memory_format=torch.channels_last)]
+        yield _case("upsample_conv2d", f"2x{channels}x{size}x{size}", _torch_upsample_conv2d, operands, {})
+    if "geglu" in only:
+        for rows, columns in GATED:
+            yield _case("geglu", f"{rows}x{columns}", _torch_geglu, [randn(rows, columns)], {})
+    for rows, columns, inner in GATED_LINEARS if "linear_geglu" in only else ():
+        tensors = [randn(rows, inner), randn(2 * columns, inner) * inner**-0.5, randn(2 * columns)]
+        yield _case("linear_geglu", f"{rows}x{columns}x{inner}", _torch_linear_geglu, tensors, {})
+    for rows, columns, inner in NORMED_LINEARS if "linear_layer_norm" in only else ():
+        tensors = [randn(rows, inner), randn(columns, inner) * inner**-0.5, randn(columns), randn(rows, columns)]
+        operands = [*tensors, randn(columns), randn(columns), 1e-5]
+        yield _with_records(f"{rows}x{columns}x{inner}", operands, inner)
+    for rows, columns, inner in LINEARS if "linear_onto" in only else ():
+        tensors = [randn(rows, inner), randn(columns, inner) * inner**-0.5, randn(rows, columns)]
+        yield _onto(f"{rows}x{columns}x{inner}", *tensors)
+    for rows, columns in ((2, 320), (12, 256)) if "timestep_embedding" in only else ():
+        t = torch.linspace(1, 999, rows, device=device).long()[:, None]
+        frequency = torch.exp(-9.21 * torch.arange(columns // 2, device=device) / (columns // 2))[None]
+        options = {"sine_first": False, "out_dtype": dtype}
+        yield _case("timestep_embedding", f"{rows}x{columns}", _torch_timestep_embedding, [t, frequency], options)
+    for images, channels, height, width, columns in CONVOLUTIONS if "conv2d" in only else ():
+        weight = randn(columns, channels, 3, 3) * (9 * channels) ** -0.5
+        operands = [x.to(memory_format=torch.channels_last) for x in (randn(images, channels, height, width), weight)]
+        yield _case("conv2d", f"{images}x{channels}x{height}x{width}x{columns}", conv2d.library, operands, {})
+    for images, channels, height, width, columns in NARROW_CONVOLUTIONS if "narrow_conv" in only else ():
+        weight = randn(columns, channels, 3, 3) * (9 * channels) ** -0.5
+        operands = [x.to(memory_format=torch.channels_last) for x in (randn(images, channels, height, width), weight)]
+        shape, operands = f"{images}x{channels}x{height}x{width}x{columns}", [*operands, randn(columns)]
+        yield _case("narrow_conv", shape, narrow_conv.library, operands, {})
+    for images, channels, height, width, columns in NORMED_CONVOLUTIONS if "conv_group_norm" in only else ():
+        pictures = randn(images, channels, height, width), randn(images, columns, height, width)
+        weight = randn(columns, channels, 3, 3) * (9 * channels) ** -0.5
+        x, residual, weight = (t.to(memory_format=torch.channels_last) for t in (*pictures, weight))
+        operands = [x, weight, randn(columns), residual, 32, randn(columns), randn(columns), 1e-5]
+        shape = f"{images}x{channels}x{height}x{width}x{columns}"
+        yield _case("conv_group_norm", shape, _torch_conv_group_norm, operands, {"silu": True})
+    if "attention" in only:
+        for heads, queries, keys, size in HEADS:
+            q, k, v = (
+                randn(2, length, heads * size).unflatten(-1, (heads, size)).transpose(1, 2)
+                for length in (queries, keys, keys)
+            )
+            yield _case("attention", f"2x{heads}x{queries}x{keys}x{size}", attention.reference, [q, k, v], {})
+    for images, rows, heads, size, keys in PROMPTED if "query_attention" in only else ():
+        columns = heads * size
+        x, weight = randn(images, rows, columns), randn(columns, columns) * columns**-0.5
+        k, v = randn(images, keys, 2 * columns).unflatten(-1, (2, heads, size)).transpose(1, 3).unbind(2)
+        shape = f"{images}x{rows}x{columns}x{keys}"
+        yield _case("query_attention", shape, _torch_query_attention, [x, weight, k, v], {})

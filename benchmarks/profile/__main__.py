@@ -1,0 +1,3 @@
+from benchmarks.profile.run import main
+
+raise SystemExit(main())

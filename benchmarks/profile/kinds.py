@@ -1,0 +1,100 @@
+"""What a node of a rewritten graph does: its kind of operation, its FLOPs, the bytes it has to move."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from sfast_ext.tools.lib import rates
+
+OTHER = "copies, casts, other elementwise"
+ARITHMETIC = frozenset({"convolution", "linear", "attention"})
+"""Kinds whose ceiling is the rate of the matrix units; that of the others is the bandwidth."""
+# the first that is found in an operation's name; names are those of aten and of the modules in sfast_ext.kernels
+_WORDS = [
+    ("convolution", r"conv(?!ert)"),
+    ("attention", r"attention|sdpa"),
+    ("linear", r"linear|matmul|mm$|mm_|einsum"),
+    ("group norm", r"group_norm"),
+    ("layer norm", r"layer_norm"),
+    ("GEGLU", r"gelu|geglu"),
+    ("residual and bias", r"^add|_add|add$|bias|residual"),
+]
+KINDS = (*(kind for kind, _ in _WORDS), OTHER)
+_KERNELS = "sfast_ext.kernels."
+
+
+class Cost(NamedTuple):
+    """What one node did in one run."""
+
+    operation: str
+    kind: str
+    shapes: str
+    flops: int
+    bytes: int
+    """Each input read once, each output written once."""
+
+
+def operation(target: Any) -> str:
+    """The name of what a node calls: an aten operation's, or that of a kernel's module."""
+    while isinstance(target, functools.partial):
+        target = target.func
+    packet = getattr(target, "overloadpacket", None)
+    if packet is not None:
+        return packet.__name__
+    home, name = getattr(target, "__module__", None) or "", getattr(target, "__name__", str(target))
+    if home.startswith(_KERNELS):
+        module = home.rpartition(".")[2]
+        return module if name in ("launch", "reference") else f"{module}.{name}"
+    return name
+
+
+def kind(name: str) -> str:
+    """The kind of an operation, by its name."""
+    return next((found for found, words in _WORDS if re.search(words, name)), OTHER)
+
+
+def cost(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+    """What a call of a node costs, told by the tensors that it took and gave."""
+    name = operation(target)
+    inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(out))
+    seen = {(t.data_ptr(), t.shape, t.stride()): t for t in inputs}
+    moved = sum(map(_bytes, seen.values())) + sum(map(_bytes, outputs))
+    shapes = ", ".join("×".join(map(str, t.shape)) for t in inputs if t.dim() > 1)
+    return Cost(name, kind(name), shapes, _flops(target, args, kwargs), moved)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in pytree.tree_flatten(value)[0] if isinstance(leaf, Tensor))
+
+
+def _bytes(tensor: Tensor) -> int:
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        count *= size if stride else 1  # what is expanded is there once
+    return count * tensor.element_size()
+
+
+def _flops(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """By shapes alone: a kernel's reference is run without memory, or its `products`, which are fewer."""
+    if getattr(target, "__module__", "").startswith(_KERNELS):
+        home = sys.modules[target.__module__]
+        target = getattr(home, "products", None) or getattr(home, "reference", target)
+
+    def bare(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+    args, kwargs = pytree.tree_map(bare, (args, kwargs))
+    try:
+        return rates.flops(lambda: target(*args, **kwargs))
+    except Exception:
+        return 0  # it takes no tensors without memory: not one of those that have products in them

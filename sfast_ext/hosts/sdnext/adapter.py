@@ -1,0 +1,317 @@
+"""SD.Next: where its UNet is, when it changes, and what its features do to it."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import nn
+
+from sfast_ext import environment
+from sfast_ext.behaviour.forward_slot import accelerator_of, is_own_forward
+from sfast_ext.config import Config
+from sfast_ext.hooks import Hooks
+from sfast_ext.hosts import gpu_room
+from sfast_ext.hosts.attachment import Attachment, of_the_host, wrap
+from sfast_ext.hosts.sdnext.ip_adapters import Adapters
+from sfast_ext.hosts.sdnext.offload import Offload
+from sfast_ext.hosts.sdnext.refusals import COMPILED, keeps_weights, passing_reason, standing_reason
+from sfast_ext.report import Report
+from sfast_ext.ui import api, settings
+
+BOOKKEEPING = frozenset(
+    {
+        "network_layer_name",
+        "network_current_names",
+        "network_weights_backup",
+        "network_bias_backup",
+        "module_name",
+        "offload_dir",
+        "offload_post",
+        "has_accelerate",
+        "balanced_offload_device_map",
+        "balanced_offload_max_memory",
+        # accelerate lays new ones over the UNet at each dispatch, which warn and pass on
+        "to",
+        "cuda",
+        "hf_device_map",
+        # ToDo leaves it and a hook that writes to it behind; while its processors are there, we stand aside
+        "_tome_info",
+    }
+)
+"""What LoRA and the offload note on modules; what they say of the weights, the weights themselves say."""
+
+_session: Session | None = None
+
+
+def detect() -> bool:
+    """Whether this process is SD.Next."""
+    try:
+        found = [importlib.util.find_spec(f"modules.{name}") for name in ("modeldata", "sd_offload")]
+    except (ImportError, ValueError):
+        return False
+    return None not in found
+
+
+def start(version: str) -> None:
+    """Called by the script that SD.Next loads; a second call, of reloaded scripts, replaces the first."""
+    global _session
+    if _session is not None:
+        _session.release()
+    _session = Session(version)
+    _session.register()
+    logging.getLogger("sfast_ext").info(
+        "Stable Fast %s: ready; Settings > Stable Fast, report at /sfast/v1/status", version
+    )
+
+
+class Watch:
+    """What the accelerator of one network asks at each call; microseconds, but for the first of a pass.
+
+    Args:
+        pipeline: gives the pipeline that runs it.
+        new_pass: told that pipeline at the first call of each of its runs.
+    """
+
+    def __init__(
+        self, unet: nn.Module, pipeline: Callable[[], Any], new_pass: Callable[[Any], None] | None = None
+    ) -> None:
+        from modules import shared
+
+        self._pipeline, self._tell = pipeline, new_pass
+        # Weak: the model may be thrown away while its accelerator is still waiting to be told.
+        self._unet = weakref.ref(unet)
+        self._state = shared.state
+        self._pass: int | None = None
+        self._reason: str | None = None
+        self._scaled: list[Any] = []
+        self._blocks: list[nn.Module] = []
+
+    def hooks(self) -> Hooks:
+        """In the shape that the accelerator takes."""
+        # all that is vouched for computes what the module's own forward does
+        vouch = self.recognised
+        return Hooks(self.stand_aside, key=self.key, recognised=vouch, transparent=vouch, ignored=BOOKKEEPING)
+
+    def stand_aside(self) -> str | None:
+        """Why SD.Next's own forward has to run, or None."""
+        # Modifiers come and go with each run of the pipeline (base, hires, detailer), after every script
+        # callback; this counter is the host's own mark that such a run began.
+        now = self._state.total_jobs
+        if now != self._pass:
+            self._pass = now
+            self._new_pass()
+        return self._reason
+
+    def key(self) -> Hashable:
+        """IP-Adapter scales, which may change at each step, and FreeU's factors."""
+        scales = tuple(tuple(s) if isinstance(s, list) else s for s in (p.scale for p in self._scaled))
+        return scales, tuple(getattr(b, name, None) for b in self._blocks for name in ("s1", "s2", "b1", "b2"))
+
+    def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
+        """Vouch for accelerate's hook on a submodule where it only moves arguments; offload sets hundreds.
+
+        And for the module's own forward as a bound method: accelerate and HyperTile leave that when they go.
+        """
+        if kind in ("class", "function", "replaced"):
+            # what SD.Next itself does to classes and to torch
+            return of_the_host(function)
+        if kind != "forward":
+            return False
+        if is_own_forward(function, module):
+            return True
+        maker = getattr(getattr(function, "func", None), "__module__", "")
+        hook, inner = module.__dict__.get("_hf_hook"), module.__dict__.get("_old_forward")
+        plain = inner is None or is_own_forward(inner, module)
+        return maker == "accelerate.hooks" and hook is not None and plain and keeps_weights(hook)
+
+    def _new_pass(self) -> None:
+        unet = self._unet()
+        if unet is None:
+            return
+        pipe = self._pipeline()
+        self._reason = passing_reason(pipe, unet)
+        processors = (m.__dict__.get("processor", m._modules.get("processor")) for m in unet.modules())
+        self._scaled = [p for p in processors if isinstance(getattr(p, "scale", None), (list, float, int))]
+        self._blocks = list(getattr(unet, "up_blocks", None) or ())
+        accelerator = accelerator_of(unet)
+        if accelerator is not None:
+            accelerator.new_generation()
+        if self._tell is not None:
+            self._tell(pipe)
+
+
+class Session:
+    """The extension in one run of SD.Next's scripts, from their loading to their unloading."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+        self.report = Report()
+        self.attachment = Attachment(lambda unet: Watch(unet, _pipeline, self._follow_beside).hooks(), self.report)
+        self._refiner = Attachment(lambda unet: Watch(unet, _refiner).hooks(), self.report, name="refiner")
+        self._beside = Attachment(lambda network: Watch(network, _pipeline).hooks(), self.report, name="controlnet")
+        self._offload = Offload((self._refiner, self._beside, self.attachment), self.report)
+        self._adapters = Adapters(self.attachment.holds, self._guarded)
+        self._reloading = False
+        self._unwrap: list[Callable[[], None]] = []
+        self._log_parent: logging.Logger | None = None
+
+    def register(self) -> None:
+        """Give SD.Next our callbacks and settings, and watch where it throws the model away."""
+        from modules import ipadapter, script_callbacks, sd_models, shared
+
+        self._join_log()
+        # At once: the model may be loaded, or a request answered, before the settings page is built.
+        settings.register(shared.opts, shared.OptionInfo)
+        script_callbacks.on_ui_settings(lambda: settings.register(shared.opts, shared.OptionInfo))
+        script_callbacks.on_model_loaded(lambda _model: self._guarded(self.follow))
+        script_callbacks.on_before_process(lambda _p: self._guarded(self.follow))
+        script_callbacks.on_script_unloaded(self.release)
+        script_callbacks.on_app_started(lambda _demo, app: api.register(app, self.status))
+        # There is no callback for any of these, and they happen to make memory free.
+        self._unwrap = [
+            wrap(sd_models, "reload_model_weights", self._reload),
+            wrap(sd_models, "unload_model_weights", self._unload),
+            wrap(ipadapter, "apply", self._adapters.apply),
+            *self._offload.install(),
+        ]
+
+    def follow(self) -> None:
+        """Look again at which UNets are loaded and whether they may be accelerated; before each job."""
+        from modules import shared
+
+        self.report.new_generation()
+        config = settings.config_from(shared.opts, self.report)
+        for attachment, pipe in ((self.attachment, _pipeline()), (self._refiner, _refiner())):
+            unet = _unet(pipe)
+            reason = self._refused(pipe, unet, config)
+            if reason is not None:
+                self.report.fallback(reason)
+                unet = None
+            attachment.follow(unet, config)
+        self._offload.watch(getattr(pipe, "vae", None) for pipe in (_pipeline(), _refiner()) if config.enabled)
+
+    def release(self) -> None:
+        """Give everything back; the scripts are unloaded, and loaded again perhaps."""
+        self._give_back()
+        self._offload.release()
+        while self._unwrap:
+            self._unwrap.pop()()
+        logger = logging.getLogger("sfast_ext")
+        if self._log_parent is not None:
+            logger.parent, self._log_parent = self._log_parent, None
+
+    def status(self) -> dict[str, Any]:
+        """What GET /sfast/v1/status answers."""
+        from modules import shared
+
+        info = getattr(_pipeline(), "sd_checkpoint_info", None)
+        return {
+            "version": self.version,
+            "host": {"name": "SD.Next", "version": _host_version()},
+            "environment": environment.describe(),
+            "enabled": settings.config_from(shared.opts, self.report).enabled,
+            "model": getattr(info, "name", None),
+            "accelerators": [*self.attachment.status(), *self._refiner.status(), *self._beside.status()],
+            **self.report.as_dict(),
+        }
+
+    def _refused(self, pipe: Any, unet: nn.Module | None, config: Config) -> str | None:
+        from modules import sd_models_compile, shared
+
+        if pipe is None or not config.enabled:
+            return None
+        if unet is None:
+            return f"{type(pipe).__name__} has no UNet: Stable Diffusion 1, 2 and XL are what is accelerated"
+        if getattr(pipe, "sfast", False):
+            return COMPILED
+        if sd_models_compile.deepcache_worker is not None:
+            return "DeepCache skips parts of the UNet on some steps"
+        reason = standing_reason(unet, shared.opts)
+        moves = pipe is _refiner() and getattr(shared.opts, "diffusers_move_refiner", False)
+        if reason is None and moves and not gpu_room.may_stay(unet):
+            reason = "the refiner is moved off the GPU after each picture, which has no room to keep it there"
+        return reason
+
+    def _follow_beside(self, pipe: Any) -> None:
+        """The ControlNets of a pipeline that has begun a run: called before the UNet, so from the next step on."""
+        from modules import shared
+
+        networks = [n for n in _controlnets(pipe) if standing_reason(n, shared.opts) is None]
+        self._guarded(lambda: self._beside.follow_all(networks, settings.config_from(shared.opts, self.report)))
+
+    def _give_back(self) -> None:
+        for attachment in (self.attachment, self._refiner, self._beside):
+            attachment.release()
+        self._adapters.clear()
+
+    def _reload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._reloading = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._reloading = False
+            # nothing was loaded, or what has no plans to take over
+            self._guarded(self.follow)
+
+    def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        op = args[0] if args else kwargs.get("op", "model")
+        attachment = self._refiner if op == "refiner" else self.attachment
+        # Before the parameters lose their storage, so that ours are given back and not left behind; but where
+        # another model comes at once, and there is room for both, the plans wait for it.
+        self._guarded(attachment.leave if self._reloading else attachment.release)
+        if op != "refiner":
+            self._guarded(self._beside.release)
+            self._adapters.clear()
+        return original(*args, **kwargs)
+
+    def _join_log(self) -> None:
+        from modules.logger import log
+
+        # SD.Next silences the root logger.
+        logger = logging.getLogger("sfast_ext")
+        self._log_parent, logger.parent = logger.parent, log
+
+    def _guarded(self, action: Callable[[], Any]) -> None:
+        # SD.Next prints a traceback for each exception of a callback; ours goes to the report.
+        try:
+            action()
+        except Exception as exc:
+            self.report.error("host", exc)
+
+
+def _pipeline() -> Any:
+    # shared.sd_model would load a model where there is none
+    from modules.modeldata import model_data
+
+    return model_data.sd_model
+
+
+def _refiner() -> Any:
+    from modules.modeldata import model_data
+
+    return model_data.sd_refiner
+
+
+def _unet(pipe: Any) -> nn.Module | None:
+    unet = getattr(pipe, "unet", None)
+    return unet if isinstance(unet, nn.Module) else None
+
+
+def _controlnets(pipe: Any) -> list[nn.Module]:
+    held = getattr(pipe, "controlnet", None)
+    nets = getattr(held, "nets", held)
+    found = list(nets) if isinstance(nets, (list, tuple, nn.ModuleList)) else [nets]
+    return [net for net in found if isinstance(net, nn.Module)]
+
+
+def _host_version() -> str:
+    try:
+        from installer import version
+
+        return str(version.get("commit") or version.get("updated") or "unknown")
+    except Exception:
+        return "unknown"

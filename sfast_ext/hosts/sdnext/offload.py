@@ -1,0 +1,136 @@
+"""SD.Next's balanced offload: modules that leave the GPU and come back, and what wants its memory in between.
+
+What plans read stays on the GPU when the host moves the weights to the CPU, for as long as what comes next has room
+beside it. Where it has not, the memory goes: that of the CUDA graphs first, then that of the weights. Plans stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfast_ext.accelerator import Accelerator
+from sfast_ext.hosts import gpu_room
+from sfast_ext.hosts.attachment import Attachment, wrap
+from sfast_ext.hosts.vae_memory import VaeMemory
+from sfast_ext.report import Report
+from sfast_ext.runtime import graph_pool
+
+_WHY = "the host needs the memory"
+
+
+class Offload:
+    """Gives the host the memory that it counts on.
+
+    Args:
+        attachments: whose weights it moves.
+    """
+
+    def __init__(self, attachments: Sequence[Attachment], report: Report) -> None:
+        self._attachments, self._report = attachments, report
+        self._vaes = VaeMemory(lambda needed: self._guarded(lambda: self._make_room(needed)))
+        self._ran_out: int | None = None
+        self._tight = False
+
+    def install(self) -> list[Callable[[], None]]:
+        """Watch the functions that move modules; returns what takes that away again."""
+        import accelerate
+        from modules import sd_offload, sd_offload_aux
+
+        return [
+            wrap(sd_offload, "move_module_to_cpu", self._leave),
+            # by this the host brings a module, under its name in the package
+            wrap(accelerate, "dispatch_model", self._come),
+            wrap(sd_offload_aux, "move_aux_to_gpu", self._come_beside),
+        ]
+
+    def watch(self, vaes: Iterable[Any]) -> None:
+        """Look after these VAEs, and no others: they take more than their weights. Called before each job."""
+        if not torch.cuda.is_available():
+            return
+        self._notice_failures()
+        self._vaes.watch(vaes)
+
+    def release(self) -> None:
+        """Take every hook off the VAEs."""
+        self._vaes.release()
+
+    def _leave(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        ours = self._ours(module)
+        was_there = ours and gpu_room.on_gpu(module)
+        result = original(module, *args, **kwargs)
+        if was_there and not gpu_room.on_gpu(module):
+            self._report.count("weights_away")
+            self._guarded(lambda: self._make_room(math.inf if self._tight else gpu_room.AT_REST))
+        return result
+
+    def _come(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        places: Any = args[0] if args else kwargs.get("device_map")
+        ours = self._ours(model) if isinstance(model, nn.Module) and isinstance(places, dict) else []
+        if not ours and isinstance(model, nn.Module):
+            self._guarded(lambda: self._make_room(gpu_room.coming(model)))
+        for accelerator in ours:
+            self._guarded(functools.partial(self._fetch, accelerator, set(places.values())))
+            # it asks for the state dict, to read the names
+            accelerator.lends = False
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            for accelerator in ours:
+                accelerator.lends = True
+
+    def _come_beside(self, original: Callable[..., Any], name: str) -> Any:
+        """A model for captions and the like, which may be larger than the UNet."""
+        from modules import sd_offload_aux
+
+        model = getattr(sd_offload_aux.aux_models.get(name), "model", None)
+        if isinstance(model, nn.Module):
+            self._guarded(lambda: self._make_room(gpu_room.coming(model) + gpu_room.AT_REST))
+        return original(name)
+
+    def _fetch(self, accelerator: Accelerator, places: set[Any]) -> None:
+        """The host is about to bring a module: its weights go where plans read them, and are there when it looks."""
+        planned = {plan.device for plan in list(accelerator.plans.values())}
+        try:
+            if len(places) == 1 and planned == {_device(*places)}:
+                accelerator.fetch_weights()
+                return
+        except Exception as exc:
+            self._report.event("memory", f"the weights are not brought to where plans read them: {exc}")
+        # in parts, elsewhere, or without room: a second copy would be in the host's way
+        accelerator.give_memory_back()
+
+    def _make_room(self, needed: float) -> None:
+        givers = [lambda: graph_pool.make_room(self._report, _WHY), *(a.give_memory_back for a in self._attachments)]
+        gpu_room.make_room(needed, givers)
+
+    def _notice_failures(self) -> None:
+        """Where the host ran out of memory, nothing is kept any more that it believes free."""
+        ran_out = torch.cuda.memory_stats().get("num_ooms", 0) - self._report.counter("out_of_memory")
+        if self._ran_out is not None and ran_out > self._ran_out and not self._tight:
+            self._tight = True
+            self._report.event("memory", "SD.Next ran out of GPU memory: from now on the weights leave when it says so")
+        self._ran_out = ran_out
+
+    def _ours(self, module: nn.Module) -> list[Accelerator]:
+        return [a for attachment in self._attachments for a in attachment.within(module)]
+
+    def _guarded(self, action: Callable[[], object]) -> None:
+        # in the midst of the host's work, which goes on whatever becomes of ours
+        try:
+            action()
+        except Exception as exc:
+            self._report.error("memory", exc)
+
+
+def _device(place: Any) -> torch.device | None:
+    """The device of an entry in a device map; None where weights are brought from when they are needed."""
+    if place in ("cpu", "disk", "meta"):
+        return None
+    device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+    return torch.device(device.type, device.index or 0)

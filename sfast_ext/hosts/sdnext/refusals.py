@@ -1,0 +1,113 @@
+"""Why SD.Next's own forward has to run, in words for its user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfast_ext.hosts import gpu_room
+
+OFFLOADS = {
+    "sequential": "brings the weights in layer by layer",
+    "group": "brings the weights in group by group",
+}
+"""Offload modes under which a plan would hold the very memory that the user wants free."""
+
+PIPELINES = {
+    "PAG": "perturbed attention guidance exchanges attention processors between steps",
+    "Reference": "the Reference unit makes its layers remember what they saw",
+}
+"""Parts of pipeline class names, and what such a pipeline does to the UNet while it runs."""
+
+COMPILERS = ("onediff", "oneflow", "sfast.")
+COMPILED = "SD.Next has compiled this model itself (Settings, Model Compile); one of the two is enough"
+
+
+def standing_reason(unet: nn.Module, opts: Any) -> str | None:
+    """Why this UNet cannot be accelerated as it was loaded, in words for the user; None where it can.
+
+    These hold from one job to the next, so nothing of the UNet is kept while one does.
+    """
+    mode = getattr(opts, "diffusers_offload_mode", "none")
+    if mode in OFFLOADS:
+        return f"offload mode '{mode}' {OFFLOADS[mode]} (Settings, Model Offloading: 'balanced' or 'none')"
+    if mode == "model" and not gpu_room.may_stay(unet):
+        return "offload mode 'model' moves the UNet off the GPU, which has no room to keep it beside what comes next"
+    if _compiled(unet):
+        return COMPILED
+    quantised = _quantised(unet)
+    if quantised is not None:
+        return f"the model is quantised ({quantised}): its weights are not plain numbers"
+    return None
+
+
+def passing_reason(pipe: Any, unet: nn.Module) -> str | None:
+    """Why the original forward must run in this pass of the pipeline; None where ours may. Milliseconds."""
+    kind = type(pipe).__name__
+    for part, what in PIPELINES.items():
+        if part in kind:
+            return what
+    if hasattr(pipe, "tgate"):
+        return "T-Gate computes less from some step on"
+    if getattr(unet, "peft_config", None):
+        return "LoRA is loaded by diffusers, which adds layers (Settings, Networks)"
+    for module in unet.modules():
+        attributes = module.__dict__
+        if "_original_forward" in attributes:
+            return "HyperTile draws its tiles at random in each layer"
+        if hasattr(type(module), "_parent"):
+            return "token merging (ToMe) or HiDiffusion has exchanged the classes of layers"
+        if type(attributes.get("processor")).__name__ == "TokenMergeAttentionProcessor":
+            return "token merging (ToDo) looks at the number of the step"
+        if type(module).__name__ == "GeneralizedLinearAttention":
+            return "LinFusion has exchanged the attention layers"
+        if "_diffusers_hook" in attributes:
+            return "layers have hooks of diffusers (group offload, layerwise casting or a cache)"
+        if module is not unet and not keeps_weights(attributes.get("_hf_hook")):
+            # on the UNet itself it is the offload by models, see standing_reason
+            return (
+                "parts of the UNet do not fit on the GPU and are brought in layer by layer "
+                "(Settings, Model Offloading: with a higher high watermark more of it stays)"
+            )
+    return None
+
+
+def _compiled(unet: nn.Module) -> bool:
+    if type(unet).__name__ == "OptimizedModule" or type(unet).__module__.startswith(COMPILERS):
+        return True
+    return any(m.__dict__.get("_compiled_call_impl") is not None for m in unet.modules())
+
+
+def _quantised(unet: nn.Module) -> str | None:
+    method = getattr(unet, "quantization_method", None)
+    if method is not None:
+        return str(getattr(method, "value", method))
+    if any("sdnq_dequantizer" in m.__dict__ for m in unet.modules()):
+        return "SDNQ"
+    for weight in _weights(unet):
+        if type(weight) not in (torch.Tensor, nn.Parameter):
+            return type(weight).__name__
+        if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            return str(weight.dtype).removeprefix("torch.")
+    return None
+
+
+def _weights(unet: nn.Module) -> Iterator[torch.Tensor]:
+    for module in unet.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and isinstance(module.weight, torch.Tensor):
+            yield module.weight
+
+
+def keeps_weights(hook: Any) -> bool:
+    """Whether an accelerate hook leaves the weights where they are; None is no hook."""
+    if hook is None:
+        return True
+    inner = getattr(hook, "hooks", None)
+    if inner is not None:
+        return all(keeps_weights(h) for h in inner)
+    if type(hook).__name__ in ("CpuOffload", "UserCpuOffloadHook", "LayerwiseCastingHook"):
+        return False
+    return not getattr(hook, "offload", False)

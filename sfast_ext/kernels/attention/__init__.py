@@ -1,0 +1,1 @@
+"""Attention, and the projection of its queries."""

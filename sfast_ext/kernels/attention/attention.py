@@ -1,0 +1,143 @@
+"""Scaled dot product attention by kernels of our own, or through the fastest of the backends torch ships."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sfast_ext.kernels.attention import flash_attention, short_attention, xformers_choice
+from sfast_ext.kernels.backend.nvrtc import Unavailable
+
+# So few keys, and so few rows of queries in all, take longest to plan: cuDNN needs 40 ms for each shape and a launch
+# that clears its counters. For wide heads the others are quicker even without.
+_FEW_KEYS = 128
+_FEW_ROWS = 16384
+_WIDE = 64
+_WIDEST_OF_FLASH = 128
+
+
+def _preference() -> tuple[Any, dict[str, list[Any]]] | None:
+    """torch's sdpa_kernel and the backends by who is first; None where this torch takes no priority."""
+    try:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        if "set_priority" not in inspect.signature(sdpa_kernel).parameters:
+            return None
+        cudnn, flash, efficient = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+        return sdpa_kernel, {
+            "cudnn": [cudnn, flash, efficient, SDPBackend.MATH],
+            "flash": [flash, cudnn, efficient, SDPBackend.MATH],
+            "efficient": [efficient, cudnn, flash, SDPBackend.MATH],
+        }
+    except (ImportError, AttributeError):
+        return None
+
+
+_PREFERENCE = _preference()
+# not F.scaled_dot_product_attention, which SD.Next and others replace by functions of their own
+_sdpa = torch._C._nn.scaled_dot_product_attention
+_choices = xformers_choice.Choices()
+_refused: set[tuple[Any, ...]] = set()  # what a preferred backend took and then raised on
+
+
+def first(q: Tensor, k: Tensor) -> str:
+    """Which backend is asked first: "cudnn", "flash" or "efficient"; by measurements on an NVIDIA H200."""
+    rows, size = q.numel() // q.shape[-1], q.shape[-1]
+    if k.shape[-2] > _FEW_KEYS or rows > _FEW_ROWS or size <= _WIDE:
+        return "cudnn"
+    return "flash" if size <= _WIDEST_OF_FLASH else "efficient"
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """F.scaled_dot_product_attention: q (..., L, D), k (..., S, D), v (..., S, E) -> (..., L, E)."""
+    return _sdpa(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """`reference` by a kernel of ours where there is one that pays, else by `library`."""
+    if mask is None and not is_causal:
+        if short_attention.takes(q, k, v, scale):
+            return short_attention.launch(q, k, v, scale)
+        if flash_attention.takes(q, k, v, scale):
+            try:
+                return flash_attention.launch(q, k, v, scale)
+            except Unavailable:
+                pass  # the log has it; it is not asked again
+    return library(q, k, v, mask, is_causal, scale)
+
+
+def library(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """`reference` by the backend of `first`, then the others, math last; or by a kernel of xformers where the host has
+    imported that and it is quicker. Any strides; no synchronisation but where times are taken, for each shape once.
+    """
+    if not q.is_cuda:
+        return reference(q, k, v, mask, is_causal, scale)
+    return _quickest(q, k, v, mask, is_causal, scale)
+
+
+def _quickest(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+    key = (
+        q.device,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        q.dtype,
+        is_causal,
+        None if mask is None else (mask.shape, mask.stride(), mask.dtype),
+    )
+    others = xformers_choice.candidates(q, k, v, mask, is_causal, scale)
+    if not others:
+        return _preferred(key, q, k, v, mask, is_causal, scale)
+    return _choices.run(key, lambda: _preferred(key, q, k, v, mask, is_causal, scale), others)
+
+
+def _preferred(
+    key: tuple[Any, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """PyTorch's. A backend may accept a shape and then fail to plan it: then, and from then on, PyTorch's own choice
+    runs it."""
+    if _PREFERENCE is None or key in _refused:
+        return reference(q, k, v, mask, is_causal, scale)
+    sdpa_kernel, orders = _PREFERENCE
+    try:
+        with sdpa_kernel(orders[first(q, k)], set_priority=True):
+            return reference(q, k, v, mask, is_causal, scale)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        out = reference(q, k, v, mask, is_causal, scale)  # raises where torch cannot either
+        _refused.add(key)
+        return out

@@ -1,0 +1,162 @@
+"""Attention over few keys, as a prompt has: a program holds all of them, so that no sum is ever scaled anew."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sfast_ext.kernels.attention import operands
+from sfast_ext.kernels.attention.operands import blocks, in_base_2, like_queries, strides
+from sfast_ext.kernels.backend import health
+from sfast_ext.kernels.backend.triton_runtime import (
+    begin_early,
+    cdiv,
+    constexpr,
+    device_of,
+    jit,
+    multiprocessors,
+    start,
+    tl,
+)
+
+_MOST_KEYS, _MOST_OF_WIDE, _WIDE = 160, 80, 128  # more of heads wider than that take long to compile
+_WIDEST = 160
+_ROWS, _WARPS = 64, 4
+_AT_ONCE = (5, 3)  # programs that a multiprocessor holds where a head is one block, and two
+
+
+@jit(do_not_specialize=["tiles", "heads", "queries", "keys"])
+def _kernel(
+    out,
+    q,
+    k,
+    v,
+    tiles,
+    heads,
+    queries,
+    keys,
+    scale,
+    q_image,
+    q_row,
+    q_head,
+    k_image,
+    k_row,
+    k_head,
+    v_image,
+    v_row,
+    v_head,
+    out_image,
+    out_row,
+    out_head,
+    SIZE: constexpr,
+    SIZE_A: constexpr,
+    SIZE_B: constexpr,
+    KEYS_A: constexpr,
+    KEYS_B: constexpr,
+    ROWS: constexpr,
+    EARLY: constexpr,
+):
+    begin_early(EARLY)
+    image, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    q += image * q_image + head * q_head
+    k += image * k_image + head * k_head
+    v += image * v_image + head * v_head
+    out += image * out_image + head * out_head
+    left, right = tl.arange(0, SIZE_A), SIZE_A + tl.arange(0, SIZE_B if SIZE_B else SIZE_A)
+    near, far = tl.arange(0, KEYS_A), KEYS_A + tl.arange(0, KEYS_B if KEYS_B else KEYS_A)
+    k_aa, v_aa = _block(k, near, left, keys, k_row, SIZE), _block(v, near, left, keys, v_row, SIZE)
+    k_ab, v_ab, k_ba, v_ba, k_bb, v_bb = k_aa, v_aa, k_aa, v_aa, k_aa, v_aa
+    if SIZE_B:
+        k_ab, v_ab = _block(k, near, right, keys, k_row, SIZE), _block(v, near, right, keys, v_row, SIZE)
+    if KEYS_B:
+        k_ba, v_ba = _block(k, far, left, keys, k_row, SIZE), _block(v, far, left, keys, v_row, SIZE)
+        if SIZE_B:
+            k_bb, v_bb = _block(k, far, right, keys, k_row, SIZE), _block(v, far, right, keys, v_row, SIZE)
+    for tile in range(tiles):
+        row = (tl.program_id(0) * tiles + tile) * ROWS + tl.arange(0, ROWS)
+        q_a = _block(q, row, left, queries, q_row, SIZE)
+        q_b = q_a
+        a = tl.dot(q_a, k_aa.T)
+        if SIZE_B:
+            q_b = _block(q, row, right, queries, q_row, SIZE)
+            a += tl.dot(q_b, k_ab.T)
+        a = tl.where((near < keys)[None, :], a, float("-inf"))
+        most = tl.max(a, 1)
+        b = a
+        if KEYS_B:
+            b = tl.dot(q_a, k_ba.T)
+            if SIZE_B:
+                b += tl.dot(q_b, k_bb.T)
+            b = tl.where((far < keys)[None, :], b, float("-inf"))
+            most = tl.maximum(most, tl.max(b, 1))
+        most *= scale
+        a = tl.math.exp2(a * scale - most[:, None])
+        total = tl.sum(a, 1)
+        p = a.to(v_aa.dtype)
+        sum_a = tl.dot(p, v_aa)
+        sum_b = sum_a
+        if SIZE_B:
+            sum_b = tl.dot(p, v_ab)
+        if KEYS_B:
+            b = tl.math.exp2(b * scale - most[:, None])
+            total += tl.sum(b, 1)
+            p_b = b.to(v_aa.dtype)
+            sum_a += tl.dot(p_b, v_ba)
+            if SIZE_B:
+                sum_b += tl.dot(p_b, v_bb)
+        over = (1.0 / total)[:, None]
+        inside = (row < queries)[:, None]
+        to = out + row[:, None] * out_row
+        tl.store(to + left[None, :], (sum_a * over).to(q_a.dtype), mask=inside & (left < SIZE)[None, :])
+        if SIZE_B:
+            tl.store(to + right[None, :], (sum_b * over).to(q_a.dtype), mask=inside & (right < SIZE)[None, :])
+
+
+@jit()
+def _block(x, row, column, rows, stride, SIZE: constexpr):
+    mask = (row < rows)[:, None] & (column < SIZE)[None, :]
+    return tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
+    """Whether there are few enough keys, of heads narrow enough to be held, and `launch` can read them."""
+    if health.reason("short_attention", device_of(q)) is not None:
+        return False
+    most = _MOST_KEYS if q.shape[-1] <= _WIDE else _MOST_OF_WIDE
+    return k.shape[-2] <= most and q.shape[-1] <= _WIDEST and operands.takes(q, k, v, scale)
+
+
+def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """`attention.reference` without a mask, of operands that `takes` takes."""
+    images, heads, queries, size = q.shape
+    out = like_queries(q)
+    keys_a, keys_b = blocks(k.shape[2])
+    size_a, size_b = blocks(size)
+    # all programs at once, each with as many blocks of rows as that takes: a second wave would be a small one
+    programs = _AT_ONCE[bool(size_b)] * multiprocessors(device_of(q))
+    tiles = cdiv(images * heads * cdiv(queries, _ROWS), programs)
+    start(
+        _kernel,
+        (cdiv(queries, _ROWS * tiles), images * heads),
+        out,
+        q,
+        k,
+        v,
+        tiles,
+        heads,
+        queries,
+        k.shape[2],
+        in_base_2(scale, size),
+        *strides(q),
+        *strides(k),
+        *strides(v),
+        *strides(out),
+        SIZE=size,
+        SIZE_A=size_a,
+        SIZE_B=size_b,
+        KEYS_A=keys_a,
+        KEYS_B=keys_b,
+        ROWS=_ROWS,
+        num_warps=_WARPS,
+        num_stages=1,
+    )
+    return out

@@ -1,0 +1,104 @@
+"""Which kernels serve an operation on this machine. One that fails is put down by name, with its reason: plans are made
+without it from then on, as long as the process lives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+
+_HOME = "sfast_ext.kernels."
+_LAUNCHES = ("launch", "library")
+_down: dict[tuple[str, str], str] = {}
+_lock = threading.Lock()
+
+
+class KernelFailed(Exception):
+    """Kernels that do not compile or do not run; `reasons` by name. They are not put down yet."""
+
+    def __init__(self, reasons: dict[str, str]) -> None:
+        super().__init__("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+        self.reasons = reasons
+
+
+def put_down(name: str, device: torch.device, reason: str) -> bool:
+    """Take a kernel out of use on a device. False where it was already."""
+    with _lock:
+        known = (name, str(device)) in _down
+        _down.setdefault((name, str(device)), reason)
+        return not known
+
+
+def reason(name: str, device: torch.device) -> str | None:
+    """Why a kernel is put down on a device, or None."""
+    return _down.get((name, str(device))) if _down else None
+
+
+def all_down(device: torch.device) -> dict[str, str]:
+    """The kernels put down on a device, with their reasons."""
+    with _lock:
+        return {name: why for (name, where), why in _down.items() if where == str(device)}
+
+
+def clear() -> None:
+    """Use all kernels again."""
+    with _lock:
+        _down.clear()
+
+
+def usable(module: ModuleType, device: torch.device) -> bool:
+    """Whether neither a kernel nor one that its launch calls (USES of its module) is put down."""
+    return not _down or all(reason(name_of(each), device) is None for each in _with_used(module))
+
+
+def name_of(module: ModuleType) -> str:
+    """What a kernel is called: its file."""
+    return module.__name__.rpartition(".")[2]
+
+
+def _with_used(module: ModuleType) -> Iterator[ModuleType]:
+    yield module
+    for used in getattr(module, "USES", ()):
+        yield from _with_used(used)
+
+
+def blamed(exc: BaseException) -> dict[str, str]:
+    """The kernel that an exception came from, and its reason; nothing where it came from elsewhere, or where memory ran
+    out, for which no kernel is to blame."""
+    if isinstance(exc, KernelFailed):
+        return exc.reasons
+    if isinstance(exc, torch.cuda.OutOfMemoryError) or "out of memory" in str(exc):
+        return {}
+    found = _launcher(exc.__traceback__)
+    return {} if found is None else {found: describe(exc)}
+
+
+def describe(exc: BaseException) -> str:
+    """An exception in a line. Compilers quote the whole kernel: the cause comes last."""
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    return f"{type(exc).__name__}: {lines[-1][:200]}" if lines else type(exc).__name__
+
+
+def disturbed(exc: BaseException | None) -> bool:
+    """Whether Python gave up parsing, "AST constructor recursion depth mismatch", as 3.11 may where threads do so."""
+    while exc is not None and not isinstance(exc, SystemError):
+        exc = exc.__cause__ or exc.__context__
+    return exc is not None
+
+
+def _launcher(traceback: TracebackType | None) -> str | None:
+    """The kernel of the innermost launch function in a traceback."""
+    found = None
+    while traceback is not None:
+        found = launcher_of(traceback.tb_frame) or found
+        traceback = traceback.tb_next
+    return found
+
+
+def launcher_of(frame: Any) -> str | None:
+    """The kernel whose launch function a frame runs, or None."""
+    home = frame.f_globals.get("__name__", "")
+    return home.rpartition(".")[2] if frame.f_code.co_name in _LAUNCHES and home.startswith(_HOME) else None

@@ -1,0 +1,200 @@
+"""What the kernels of a rewritten graph will be launched with, for its own size of picture and for further ones.
+
+Nothing is launched to know that: launch functions get tensors without memory, and what they launch is only noted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from sfast_ext.kernels.backend import triton_runtime
+
+_KERNELS = "sfast_ext.kernels."
+# Of heights and widths, the likeliest first. With these Stable Diffusion 1.5 after 512x512 and XL after 1024x1024 find
+# all that sizes from 384x384 to 1536x1536 launch; no four such scales leave out less after other sizes.
+_SCALES = ((1, 9 / 8), (3 / 2, 3 / 2), (3 / 4, 3 / 4), (1 / 2, 1 / 2))
+_STEP = 8  # of a latent's height and width: pictures are mostly multiples of 64 pixels
+
+Size = tuple[int, int]
+"""Height and width: of a latent, or of a level of the UNet below it."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a launch function asks of a tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    weight: bool = False  # of the same size whatever the picture's
+
+
+class Call(NamedTuple):
+    """Of a launch function, with shapes in place of tensors, so that it keeps nothing of a model."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Launch(NamedTuple):
+    """A kernel and what it is compiled for: dtypes for its tensors, numbers, constants. `owner` is the module whose
+    launch function launches it."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+    owner: str = ""
+
+
+def calls(graph: fx.Graph) -> list[Call]:
+    """Those of launch functions that differ, told by the shapes and dtypes in the nodes' metadata."""
+    found: dict[str, Call] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and _launches_triton(node.target):
+            call = Call(node.target, *map_aggregate((node.args, dict(node.kwargs)), _described))
+            found.setdefault(str(call), call)
+    return list(found.values())
+
+
+def launched(calls: Iterable[Call], device: torch.device | None = None) -> dict[Any, Launch]:
+    """What calls will launch on a device, by what makes Triton compile a kernel anew; nothing of a call that raises."""
+    found: dict[Any, Launch] = {}
+    for function, args, kwargs in calls:
+        try:
+            with torch.no_grad(), triton_runtime.collecting(device) as collected:
+                function(*map_aggregate(args, _stand_in), **map_aggregate(kwargs, _stand_in))
+        except Exception:
+            continue  # compiled when it is first launched
+        for kernel, operands, constants, owner in collected:
+            kinds = tuple(x.dtype if isinstance(x, torch.Tensor) else x for x in operands)
+            launch = Launch(kernel, kinds, constants, owner)
+            found.setdefault(key(launch), launch)
+    return found
+
+
+def key(launch: Launch) -> Any:
+    """Equal for launches that share a compilation: of numbers Triton looks at some, and at what they are."""
+    kernel = launch.kernel
+    unlooked = set(getattr(kernel, "do_not_specialize", None) or ())  # names, or their places in older versions
+    seen: list[Any] = []
+    for place, (name, value) in enumerate(zip(kernel.arg_names, launch.args)):
+        if type(value) is not int:
+            seen.append(value if isinstance(value, torch.dtype) else type(value))
+            continue
+        wide = not -(2**31) <= value < 2**31
+        plain = name in unlooked or place in unlooked
+        seen.append(wide if plain else (wide, value == 1, value % 16 == 0))
+    return id(kernel), tuple(seen), tuple(sorted(launch.constants.items()))
+
+
+def latent(graph: fx.Graph) -> Size | None:
+    """The size of the largest picture (N, C, H, W) that goes into a graph; None where there is none."""
+    shapes = [_described(node) for node in graph.nodes if node.op == "placeholder"]
+    pictures = [shape.size[2:] for shape in shapes if isinstance(shape, Shape) and len(shape.size) == 4]
+    return max(pictures, key=lambda size: size[0] * size[1], default=None)
+
+
+def further(latent: Size) -> list[Size]:
+    """A few other sizes, the likeliest first, that together launch nearly all that any other size does."""
+    found = [(_rounded(latent[0] * down), _rounded(latent[1] * across)) for down, across in _SCALES]
+    return [size for size in dict.fromkeys(found) if size != latent]
+
+
+def _rounded(pixels: float) -> int:
+    return max(_STEP, round(pixels / _STEP) * _STEP)
+
+
+def resized(calls: Iterable[Call], latent: Size, other: Size) -> list[Call]:
+    """Calls as a latent of another size brings them about. A guess: numbers are left as they are, and what is no
+    picture's is taken for one where it is as large."""
+    given = list(calls)
+    seen = _pictures(given)
+    levels = {size: to for size, to in zip(_levels(latent), _levels(other)) if size in seen}
+
+    def scaled(x: Any) -> Any:
+        return _scaled(x, levels) if isinstance(x, Shape) and not x.weight else x
+
+    return [Call(call.function, *map_aggregate((call.args, call.kwargs), scaled)) for call in given]
+
+
+def _pictures(calls: list[Call]) -> set[tuple[int, ...]]:
+    """The sizes of what may be pictures among the operands."""
+    found: set[tuple[int, ...]] = set()
+
+    def look(x: Any) -> Any:
+        if isinstance(x, Shape) and len(x.size) == 4 and not x.weight:
+            found.add(x.size[2:])
+        return x
+
+    map_aggregate([(call.args, call.kwargs) for call in calls], look)
+    return found
+
+
+def _levels(size: Size) -> Iterator[Size]:
+    """A size, and those that convolutions of stride 2 with padding 1 make of it one after another."""
+    while min(size) > 1:
+        yield size
+        size = (size[0] + 1) // 2, (size[1] + 1) // 2
+
+
+def _scaled(shape: Shape, levels: dict[Size, Size]) -> Shape:
+    """A picture (N, C, H, W), or its pixels in the second dimension from the end, (N, L, C) and (N, heads, L, D), in
+    another size; other shapes as they are.
+
+    Strides that pass over all pixels then pass over as many as there are; what lies within a pixel, as queries beside
+    keys and values do, stays where it is.
+    """
+    size, stride = list(shape.size), list(shape.stride)
+    if len(size) == 4 and (to := levels.get((size[2], size[3]))) and stride[2] == size[3] * stride[3]:
+        pixels, wanted, step = size[2] * size[3], to[0] * to[1], stride[3]
+        size[2:] = to
+        others = range(2)
+        stride[2] = to[1] * step
+    elif len(size) in (3, 4) and (wanted := _lengths(levels).get(size[-2], 0)):
+        pixels, step = size[-2], stride[-2]
+        size[-2] = wanted
+        others = range(len(size))
+    else:
+        return shape
+    for dim in others:
+        if 0 < pixels * step <= stride[dim]:
+            stride[dim] = stride[dim] * wanted // pixels
+    return replace(shape, size=tuple(size), stride=tuple(stride))
+
+
+def _lengths(levels: dict[Size, Size]) -> dict[int, int]:
+    return {size[0] * size[1]: to[0] * to[1] for size, to in levels.items()}
+
+
+def _launches_triton(target: Any) -> bool:
+    home = getattr(target, "__module__", "")
+    if not home.startswith(_KERNELS) or getattr(target, "__name__", "") != "launch":
+        return False
+    return getattr(sys.modules.get(home), "NEEDS_TRITON", True)
+
+
+def _described(x: Any) -> Any:
+    """Shapes in place of a node, or of a tensor."""
+    if isinstance(x, fx.Node):
+        return map_aggregate(x.meta.get("val"), _weight if x.op == "get_attr" else _value)
+    return _weight(x)
+
+
+def _value(x: Any, weight: bool = False) -> Any:
+    return Shape(tuple(x.shape), x.stride(), x.dtype, weight) if isinstance(x, torch.Tensor) else x
+
+
+def _weight(x: Any) -> Any:
+    return _value(x, True)
+
+
+def _stand_in(x: Any) -> Any:
+    return torch.empty_strided(x.size, x.stride, dtype=x.dtype, device="meta") if isinstance(x, Shape) else x

@@ -1,0 +1,104 @@
+"""Nearest-neighbour upsampling of channels-last pictures, or of the sum of two."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sfast_ext.kernels.backend.triton_runtime import (
+    MAX_GRID_YZ,
+    begin_early,
+    cdiv,
+    channels_inner,
+    channels_outer,
+    constexpr,
+    jit,
+    runs,
+    start,
+    tl,
+)
+
+
+def reference(x: Tensor, size: tuple[int, int], steps: tuple[float, float], residual: Tensor | None = None) -> Tensor:
+    """x (N, C, H, W) plus residual -> (N, C, *size), channels last: target pixel i is source pixel floor(i * step).
+
+    steps are source pixels per target pixel, in float32 as torch counts them: 1 / scale_factor where that is given,
+    else the quotient of the sizes.
+    """
+    x = x if residual is None else x + residual
+    at = [places(*some).to(x.device) for some in zip(x.shape[2:], size, steps)]
+    return x[:, :, at[0]][..., at[1]].contiguous(memory_format=torch.channels_last)
+
+
+def places(length: int, target: int, step: float) -> Tensor:
+    """Of each of `target` pixels in a row, the one of `length` that it is, (target,)."""
+    place = torch.arange(target, dtype=torch.float32) * torch.tensor(step, dtype=torch.float32)
+    return place.floor().long().clamp(max=length - 1)
+
+
+_ROWS, _BLOCK = 16, 64  # a tile; the channels of Stable Diffusion's UNets are multiples of 64
+
+
+@jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width"])
+def _kernel(
+    x,
+    residual,
+    out,
+    rows,
+    channels,
+    height,
+    width,
+    out_height,
+    out_width,
+    step_y,
+    step_x,
+    RESIDUAL: constexpr,
+    ROWS: constexpr,
+    BLOCK: constexpr,
+    EARLY: constexpr,
+):
+    begin_early(EARLY)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (channel < channels)[None, :]
+    line = row // out_width
+    y = (line % out_height).to(tl.float32) * step_y
+    x_ = (row % out_width).to(tl.float32) * step_x
+    source_y = tl.minimum(y.to(tl.int32), height - 1)
+    source_x = tl.minimum(x_.to(tl.int32), width - 1)
+    source = ((line // out_height) * height + source_y) * width + source_x
+    place = source[:, None] * channels + channel[None, :]
+    value = tl.load(x + place, mask=mask, other=0.0)
+    if RESIDUAL:
+        value = value.to(tl.float32) + tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row[:, None] * channels + channel[None, :], value.to(out.dtype.element_ty), mask=mask)
+
+
+def launch(x: Tensor, size: tuple[int, int], steps: tuple[float, float], residual: Tensor | None = None) -> Tensor:
+    """`reference` as one Triton kernel."""
+    batch, channels, height, width = x.shape
+    alike = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
+    if not runs(x, residual) or not alike or not 0 < channels <= MAX_GRID_YZ * _BLOCK or min(height, width, *size) < 1:
+        return reference(x, size, steps, residual)
+    inner = channels_inner(x)
+    out = torch.empty((batch, *size, channels), dtype=x.dtype, device=x.device)
+    count = out.numel() // channels
+    if count:
+        start(
+            _kernel,
+            (cdiv(count, _ROWS), cdiv(channels, _BLOCK)),
+            inner,
+            inner if residual is None else channels_inner(residual),
+            out,
+            count,
+            channels,
+            height,
+            width,
+            *size,
+            *map(float, steps),
+            RESIDUAL=residual is not None,
+            ROWS=_ROWS,
+            BLOCK=_BLOCK,
+            num_warps=4,
+        )
+    return channels_outer(out)

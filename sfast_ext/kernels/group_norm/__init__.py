@@ -1,0 +1,1 @@
+"""Group normalization, with what comes before it."""

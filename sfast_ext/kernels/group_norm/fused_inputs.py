@@ -1,0 +1,209 @@
+"""Group norm of a tensor that its own kernel puts together first: a sum, or two tensors side by side.
+
+The sum is written, for others need it, and its statistics come from the registers it is written from. Tiles are those
+of _group_norm.py, the second launch is that of _group_parts.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sfast_ext.kernels.backend.triton_runtime import (
+    DTYPES,
+    MAX_GRID_YZ,
+    begin_early,
+    channels_inner,
+    channels_outer,
+    constexpr,
+    jit,
+    runs,
+    start,
+    tl,
+)
+from sfast_ext.kernels.group_norm import group_norm
+from sfast_ext.kernels.group_norm import one_pass as tiles
+from sfast_ext.kernels.group_norm.two_pass import Parts, normalise
+
+
+@jit()
+def _put_together(
+    a, b, bias, residual, total, begin, row, channel, mask, inside, channels, first, biased, scale, JOIN, RESIDUAL
+):
+    """One tile of total, as stored: (a + bias + residual) * scale, and b beside it."""
+    place = row[:, None] * channels + channel[None, :]
+    if JOIN:
+        rest = channels - first
+        left, right = mask & (channel < first)[None, :], mask & (channel >= first)[None, :]
+        of_a, of_b = row[:, None] * first + channel[None, :], row[:, None] * rest + (channel - first)[None, :]
+        value = tl.load(a + begin * first + of_a, mask=left, other=0.0).to(tl.float32)
+        value += tl.load(b + begin * rest + of_b, mask=right, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            value += tl.load(residual + begin * first + of_a, mask=left, other=0.0).to(tl.float32)
+    else:
+        value = tl.load(a + begin * channels + place, mask=mask, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            value += tl.load(residual + begin * channels + place, mask=mask, other=0.0).to(tl.float32)
+    value += tl.load(bias + channel, mask=inside & (channel < biased), other=0.0).to(tl.float32)[None, :]
+    stored = (value * scale).to(total.dtype.element_ty)
+    tl.store(total + begin * channels + place, stored, mask=mask)
+    return stored.to(tl.float32)
+
+
+@jit(do_not_specialize=["pixels", "units", "biased", "has_weight", "has_term", "silu", "across"])
+def _whole(
+    a,
+    b,
+    bias,
+    residual,
+    weight,
+    term,
+    total,
+    out,
+    pixels,
+    channels,
+    first,
+    units,
+    biased,
+    has_weight,
+    has_term,
+    silu,
+    across,
+    scale,
+    eps,
+    PATCHES: constexpr,
+    JOIN: constexpr,
+    RESIDUAL: constexpr,
+    UNIT: constexpr,
+    BLOCK: constexpr,
+    PIXELS: constexpr,
+    EARLY: constexpr,
+):
+    begin_early(EARLY)
+    image = tl.program_id(1).to(tl.int64)
+    width = units * UNIT
+    column = tl.arange(0, BLOCK)
+    channel = tl.program_id(0) * width + column
+    inside = column < width
+    row = tl.arange(0, PIXELS)
+    mask = (row < pixels)[:, None] & inside[None, :]
+    begin = image * pixels
+    factor = tl.load(weight + channel, mask=inside & (has_weight != 0), other=1.0).to(tl.float32)
+    offset = tl.load(term + channel, mask=inside & (has_term != 0), other=0.0).to(tl.float32)
+    value = _put_together(
+        a, b, bias, residual, total, begin, row, channel, mask, inside, channels, first, biased, scale, JOIN, RESIDUAL
+    )
+    count = (pixels * width).to(tl.float32)
+    mean = tiles.sum_of(tl.where(mask, value, 0.0)) / count
+    centred = tl.where(mask, value - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tiles.sum_of(centred * centred) / count + eps)
+    y = centred * (factor * rstd)[None, :] + offset[None, :]
+    y = tiles.silu_if(y, silu)
+    tiles.store_picture(out, y, row, channel, mask, image, pixels, channels, across, PATCHES)
+
+
+@jit(do_not_specialize=["pixels", "groups", "group_width", "units", "biased"])
+def _part_statistics(
+    a,
+    b,
+    bias,
+    residual,
+    total,
+    partial,
+    pixels,
+    channels,
+    first,
+    groups,
+    group_width,
+    units,
+    biased,
+    scale,
+    JOIN: constexpr,
+    RESIDUAL: constexpr,
+    UNIT: constexpr,
+    BLOCK: constexpr,
+    GROUPS: constexpr,
+    PIXELS: constexpr,
+    EARLY: constexpr,
+):
+    begin_early(EARLY)
+    image = tl.program_id(2).to(tl.int64)
+    width = units * UNIT
+    column = tl.arange(0, BLOCK)
+    channel = tl.program_id(0) * width + column
+    inside = (column < width) & (channel < channels)
+    start_ = tl.program_id(1) * PIXELS
+    here = tl.minimum(pixels - start_, PIXELS)
+    row = tl.arange(0, PIXELS)
+    mask = (row < here)[:, None] & inside[None, :]
+    begin = image * pixels + start_
+    value = _put_together(
+        a, b, bias, residual, total, begin, row, channel, mask, inside, channels, first, biased, scale, JOIN, RESIDUAL
+    )
+    count = here.to(tl.float32)
+    mean = tl.sum(tl.where(mask, value, 0.0), 0) / count
+    centred = tl.where(mask, value - mean[None, :], 0.0)
+    m2 = tl.sum(centred * centred, 0)
+    tiles.write_statistics(mean, m2, count, column, inside, partial, image, groups, group_width, width, GROUPS)
+
+
+def run(
+    a: Tensor,
+    b: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: float,
+    groups: int,
+    weight: Tensor | None,
+    term: Tensor | None,
+    eps: float,
+    silu: bool,
+    dtype: torch.dtype,
+    patches: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """(total, norm of it) in NHWC, or None where the tiles do not take such tensors: then nothing was launched."""
+    batch, channels = a.shape[0], a.shape[1] + (0 if b is None else b.shape[1])
+    others = [t for t in (b, residual) if t is not None]
+    if (
+        not runs(a, b, bias, residual, weight, term)
+        or a.numel() == 0
+        or any(t.dtype != a.dtype for t in others)
+        or (b is not None and (b.shape[0], *b.shape[2:]) != (batch, *a.shape[2:]))
+        or (residual is not None and residual.shape != a.shape)
+        or (bias is not None and bias.shape != (a.shape[1],))
+        or dtype not in DTYPES
+        or groups < 1
+        or channels % groups
+        or max(batch, groups) > MAX_GRID_YZ
+    ):
+        return None
+    pixels, group_width = a.numel() // (batch * a.shape[1]), channels // groups
+    path, tile = group_norm.fitting(pixels, groups, group_width)
+    if tile is None or (patches and path != "whole"):
+        return None
+    inner = channels_inner(a)
+    second = inner if b is None else channels_inner(b)
+    added = inner if residual is None else channels_inner(residual)
+    total = torch.empty((*inner.shape[:-1], channels), dtype=a.dtype, device=a.device)
+    vector = inner if bias is None else bias.contiguous()
+    weight, term = (v if v is None else v.contiguous() for v in (weight, term))
+    first, biased = a.shape[1], 0 if bias is None else a.shape[1]
+    constants = tile.constants
+    flags, unit = {"JOIN": b is not None, "RESIDUAL": residual is not None}, constants["UNIT"]
+    if path == "whole":
+        out = group_norm.empty(total, dtype, patches)
+        has = (int(weight is not None), int(term is not None), int(silu))
+        sizes = (pixels, channels, first, group_width // unit, biased, *has, total.shape[-2])
+        tensors = (second, vector, added, *(total if v is None else v for v in (weight, term)), total, out)
+        flags["PATCHES"] = patches
+        start(_whole, (groups, batch), inner, *tensors, *sizes, float(scale), eps, **flags, **constants)
+        return channels_outer(total), out if patches else channels_outer(out)
+    units = tile.groups * group_width // unit
+    grid = (tile.blocks, tile.parts, batch)
+    partial = torch.empty((2, batch, tile.parts, groups), dtype=torch.float32, device=a.device)
+    counts = (pixels, channels, first, groups, group_width, units, biased)
+    first_launch = (second, vector, added, total, partial, *counts, float(scale))
+    start(_part_statistics, grid, inner, *first_launch, **flags, **constants)
+    parts = Parts.of_rows(pixels, constants["PIXELS"])
+    out = normalise(total, None, weight, term, partial, parts, eps, silu, dtype)
+    return channels_outer(total), channels_outer(out)

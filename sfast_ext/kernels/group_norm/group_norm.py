@@ -1,0 +1,275 @@
+"""Group norm of channels-last tensors, with an optional shift before it and SiLU after it.
+
+Three paths. Where a whole group fits in registers, one launch with a program for each. Else the pixels are split:
+the first launch writes mean and M2 (sum of squared deviations) of each (image, split, group); the second, that of
+_group_parts.py, combines them (Chan, Golub and LeVeque 1979) and normalises. The first has a split in registers where
+it fits (_group_norm.py); the one here loops over it, and takes everything. No atomics: results repeat bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sfast_ext.kernels.backend.triton_runtime import (
+    DTYPES,
+    MAX_GRID_YZ,
+    begin_early,
+    cdiv,
+    channels_inner,
+    channels_outer,
+    constexpr,
+    device_of,
+    jit,
+    multiprocessors,
+    next_power_of_2,
+    runs,
+    start,
+    tl,
+)
+from sfast_ext.kernels.group_norm import one_pass as tiles
+from sfast_ext.kernels.group_norm.two_pass import MOST, Parts, normalise
+
+_PATHS: tuple[str, ...] = ("whole", "parts")  # tried before the kernel that loops; what is not named here is off
+_FITS = {"whole": tiles.whole, "parts": tiles.parts}
+_MOST_CHANNELS = 1 << 20  # offsets inside tiles have 32 bits
+_BLOCK = 128  # channels of a tile, where a group is not wider
+_WIDEST = 4096  # channels of the widest group that the kernels take
+_PROGRAMS = 2  # a multiprocessor
+_LARGE = 6 << 20  # elements of a batch from which twice as many keep more of memory busy
+_TILE = 2048  # elements of a tile
+
+
+def reference(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    shift: Tensor | None = None,
+    silu: bool = False,
+    out_dtype: torch.dtype | None = None,
+    patches: bool = False,
+) -> Tensor:
+    """x (N, C, ...) plus shift (N, C), normalised by groups, times weight (C,), plus bias (C,), then SiLU.
+
+    Channels last, in out_dtype (default: x's). Computes in float32 (float64 where x is), rounds once. With `patches`
+    what a 3x3 convolution reads of it, see `patches_of`.
+    """
+    compute = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(compute)
+    if shift is not None:
+        y = y + shift.to(compute).reshape(*x.shape[:2], *[1] * (x.dim() - 2))
+    # not F.group_norm, which refuses a single value a group; contiguous, as torch's channels-last kernel for the CPU
+    # takes the variance as E[x^2] - E[x]^2
+    weight, bias = (None if vector is None else vector.to(compute) for vector in (weight, bias))
+    y = torch.group_norm(y.contiguous(), groups, weight, bias, eps)
+    y = channels_outer(channels_inner((F.silu(y) if silu else y).to(out_dtype or x.dtype)))
+    return patches_of(y) if patches else y
+
+
+def patches_of(y: Tensor) -> Tensor:
+    """(N, C, H, W) -> (N, H, W, 9 C): each pixel's nine neighbours, row by row, zeros outside (im2col).
+
+    A product with the weight of a 3x3 convolution as it lies in NHWC, (K, 9 C), is that convolution with padding 1.
+    """
+    height, width = y.shape[2:]
+    padded = F.pad(channels_inner(y), (0, 0, 1, 1, 1, 1))
+    seen = [padded[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]
+    return torch.stack(seen, 3).flatten(3)
+
+
+def takes_patches(x: Tensor, groups: int) -> bool:
+    """Whether the kernel writes patches by itself for such an x."""
+    return x.dim() == 4 and fitting(x.shape[2] * x.shape[3], groups, x.shape[1] // groups)[0] == "whole"
+
+
+def empty(inner: Tensor, dtype: torch.dtype, patches: bool) -> Tensor:
+    """Memory for the result over (N, ..., C)."""
+    channels = inner.shape[-1] * (9 if patches else 1)
+    return torch.empty((*inner.shape[:-1], channels), dtype=dtype, device=inner.device)
+
+
+# Program (split, block of channels, image). x is (N, pixels, channels); a block holds WIDTH channels, whole groups of
+# group_width; partial is (2, N, splits, groups) in float32, means first.
+
+
+@jit(do_not_specialize=["pixels", "per_split", "groups", "group_width", "shift_stride", "has_shift"])
+def _statistics(
+    x,
+    shift,
+    partial,
+    pixels,
+    per_split,
+    channels,
+    groups,
+    group_width,
+    shift_stride,
+    has_shift,
+    WIDTH: constexpr,
+    BLOCK: constexpr,
+    GROUPS: constexpr,
+    PIXELS: constexpr,
+    EARLY: constexpr,
+):
+    begin_early(EARLY)
+    image = tl.program_id(2).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    channel = tl.program_id(1) * WIDTH + column
+    inside = (column < WIDTH) & (channel < channels)
+    begin = tl.program_id(0) * per_split
+    end = tl.minimum(begin + per_split, pixels)
+    base = x + image * pixels * channels + channel
+
+    # Sums of deviations from the split's first pixel. As that is one of the values, the sum of squares is at
+    # most (1 + count) times M2: however large the mean, no more digits cancel than that.
+    centre = tl.load(base + begin.to(tl.int64) * channels, mask=inside, other=0.0).to(tl.float32)
+    sums = tl.zeros([PIXELS, BLOCK], tl.float32)
+    squares = tl.zeros([PIXELS, BLOCK], tl.float32)
+    for first in range(begin, end, PIXELS):
+        pixel = first + tl.arange(0, PIXELS)
+        mask = (pixel < end)[:, None] & inside[None, :]
+        value = tl.load(base[None, :] + pixel.to(tl.int64)[:, None] * channels, mask=mask, other=0.0).to(tl.float32)
+        deviation = tl.where(mask, value - centre[None, :], 0.0)
+        sums += deviation
+        squares += deviation * deviation
+    count = (end - begin).to(tl.float32)
+    total = tl.sum(sums, 0)
+    m2 = tl.maximum(tl.sum(squares, 0) - total * total / count, 0.0)
+    mean = centre + total / count
+    shifted = inside & (has_shift != 0)
+    mean += tl.load(shift + image * shift_stride + channel, mask=shifted, other=0.0).to(tl.float32)
+
+    # Channels to groups, through the matrix of who belongs where: group widths are seldom powers of two.
+    lane = tl.arange(0, GROUPS)
+    member = ((column // group_width)[:, None] == lane[None, :]) & inside[:, None]
+    group_mean = tl.sum(tl.where(member, mean[:, None], 0.0), 0) / group_width.to(tl.float32)
+    offset = mean - tl.sum(tl.where(member, group_mean[None, :], 0.0), 1)
+    m2 += count * offset * offset
+    group_m2 = tl.sum(tl.where(member, m2[:, None], 0.0), 0)
+
+    group = tl.program_id(1) * (WIDTH // group_width) + lane
+    valid = (lane < WIDTH // group_width) & (group < groups)
+    at = (image * tl.num_programs(0) + tl.program_id(0)) * groups + group
+    size = tl.num_programs(2).to(tl.int64) * tl.num_programs(0) * groups
+    tl.store(partial + at, group_mean, mask=valid)
+    tl.store(partial + size + at, group_m2, mask=valid)
+
+
+def _channel_blocks(groups: int, group_width: int) -> tuple[int, int]:
+    """How many blocks of channels, of how many groups each: even, and 8 channels at a time where possible."""
+    step = 8 // math.gcd(group_width, 8)  # whole groups in 16 bytes of fp16
+    most = max(1, _BLOCK // group_width)
+    if most >= step:
+        most -= most % step
+    each = cdiv(groups, cdiv(groups, most))
+    if most >= step:
+        each = min(most, cdiv(each, step) * step)
+    return cdiv(groups, each), each
+
+
+def _pixel_splits(pixels: int, others: int, programs: int) -> tuple[int, int]:
+    """Parts of an image, and the pixels of each: so many programs in all."""
+    wanted = max(1, min(MOST, cdiv(programs, others)))
+    each = cdiv(cdiv(pixels, wanted), 8) * 8  # eight pixels are one access of each of 128 threads
+    return cdiv(pixels, each), each
+
+
+def fitting(pixels: int, groups: int, group_width: int) -> tuple[str, tiles.Tile | None]:
+    """The first of _PATHS that takes such an image, and its tile; else the kernel that loops."""
+    if groups * group_width <= _MOST_CHANNELS:
+        for path in _PATHS:
+            tile = _FITS[path](pixels, groups, group_width)
+            if tile is not None:
+                return path, tile
+    return "loop", None
+
+
+def launch(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    shift: Tensor | None = None,
+    silu: bool = False,
+    out_dtype: torch.dtype | None = None,
+    patches: bool = False,
+) -> Tensor:
+    """`reference` as one Triton kernel, or as two that read x twice, the second time mostly from the L2 cache."""
+    batch, channels = x.shape[:2]
+    dtype = out_dtype or x.dtype
+    if (
+        not runs(x, weight, bias, shift)
+        or groups < 1
+        or channels % groups
+        or channels > _MOST_CHANNELS
+        or channels // groups > _WIDEST
+        or batch > MAX_GRID_YZ
+        or groups > MAX_GRID_YZ
+        or x.numel() == 0
+        or dtype not in DTYPES
+        or (shift is not None and shift.shape != (batch, channels))
+    ):
+        return reference(x, groups, weight, bias, eps, shift, silu, out_dtype, patches)
+    if patches and not takes_patches(x, groups):
+        return patches_of(launch(x, groups, weight, bias, eps, shift, silu, out_dtype))
+    inner = channels_inner(x)
+    pixels = inner.numel() // (batch * channels)
+    group_width = channels // groups
+    shift = shift if shift is None or shift.stride(1) == 1 else shift.contiguous()
+    weight, bias = (vector if vector is None else vector.contiguous() for vector in (weight, bias))
+    rows, shift_stride = (inner, 0) if shift is None else (shift, shift.stride(0))
+    vectors = (rows, *(inner if vector is None else vector for vector in (weight, bias)))
+    affine = (shift_stride, *(int(vector is not None) for vector in (shift, weight, bias)), int(silu))
+
+    path, tile = fitting(pixels, groups, group_width)
+    if tile is not None and path == "whole":
+        out = empty(inner, dtype, patches)
+        units = group_width // tile.constants["UNIT"]
+        operands = (inner, *vectors, out, pixels, channels, units)
+        last = (*affine, inner.shape[-2], eps)
+        start(tiles._whole, (groups, batch), *operands, *last, PATCHES=patches, **tile.constants)
+        return out if patches else channels_outer(out)
+
+    if tile is not None:
+        partial = torch.empty((2, batch, tile.parts, groups), dtype=torch.float32, device=x.device)
+        units = tile.groups * group_width // tile.constants["UNIT"]
+        sizes = (pixels, channels, groups, group_width, units, *affine[:2])
+        grid = (tile.blocks, tile.parts, batch)
+        start(tiles._part_statistics, grid, inner, rows, partial, *sizes, **tile.constants)
+        parts = Parts.of_rows(pixels, tile.constants["PIXELS"])
+    else:
+        partial, parts = _loop(inner, shift, groups)
+    return channels_outer(normalise(inner, shift, weight, bias, partial, parts, eps, silu, dtype))
+
+
+def _loop(inner: Tensor, shift: Tensor | None, groups: int) -> tuple[Tensor, Parts]:
+    """Statistics by the kernel that loops, and what parts they are of; inner (N, ..., C)."""
+    batch, channels = inner.shape[0], inner.shape[-1]
+    pixels, group_width = inner.numel() // (batch * channels), channels // groups
+    blocks, block_groups = _channel_blocks(groups, group_width)
+    block = max(_BLOCK, next_power_of_2(group_width))
+    programs = _PROGRAMS * multiprocessors(device_of(inner)) * (2 if inner.numel() >= _LARGE else 1)
+    splits, per_split = _pixel_splits(pixels, blocks * batch, programs)
+    partial = torch.empty((2, batch, splits, groups), dtype=torch.float32, device=inner.device)
+    sizes = (pixels, per_split, channels, groups, group_width)
+    start(
+        _statistics,
+        (splits, blocks, batch),
+        inner,
+        inner if shift is None else shift,
+        partial,
+        *sizes,
+        0 if shift is None else shift.stride(0),
+        int(shift is not None),
+        WIDTH=block_groups * group_width,
+        BLOCK=block,
+        GROUPS=max(16 if block == _BLOCK else 1, next_power_of_2(block_groups)),
+        PIXELS=max(1, _TILE // block),
+        num_warps=4 if block <= 512 else 8,
+    )
+    return partial, Parts.of_rows(pixels, per_split)

@@ -1,0 +1,1 @@
+"""Matrix products with what comes before or after them."""

@@ -1,0 +1,1 @@
+"""Elementwise operations and normalizations of rows."""

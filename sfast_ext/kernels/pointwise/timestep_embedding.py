@@ -1,0 +1,64 @@
+"""Sine and cosine of every timestep at every frequency, side by side: a handful of tiny operations as one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sfast_ext.kernels.backend.triton_runtime import (
+    MAX_GRID_YZ,
+    begin_early,
+    cdiv,
+    constexpr,
+    jit,
+    runs,
+    start,
+    tl,
+)
+
+_BLOCK = 128
+TIMES = (torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64)
+
+
+def reference(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.dtype | None = None) -> Tensor:
+    """t (N, 1), frequency (1, F) or (F,) in float32 -> (N, 2F): sine of t * frequency and cosine, or cosine first.
+
+    As torch would: the product is rounded to frequency's dtype; the result is in out_dtype (default: frequency's).
+    """
+    angle = t.to(frequency.dtype) * frequency.reshape(1, -1)
+    parts = [angle.sin(), angle.cos()]
+    return torch.cat(parts if sine_first else parts[::-1], -1).to(out_dtype or frequency.dtype)
+
+
+@jit(do_not_specialize=["half", "stride"])
+def _kernel(t, frequency, out, half, stride, SINE_FIRST: constexpr, BLOCK: constexpr, EARLY: constexpr):
+    begin_early(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < half
+    angle = tl.load(t + row * stride).to(tl.float32) * tl.load(frequency + column, mask=mask, other=0.0)
+    sine, cosine = tl.sin(angle), tl.cos(angle)
+    out += row * 2 * half
+    left, right = (sine, cosine) if SINE_FIRST else (cosine, sine)
+    tl.store(out + column, left.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + half + column, right.to(out.dtype.element_ty), mask=mask)
+
+
+def launch(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.dtype | None = None) -> Tensor:
+    """`reference` as one Triton kernel."""
+    half, dtype = frequency.numel(), out_dtype or frequency.dtype
+    out = torch.empty((t.shape[0], 2 * half), dtype=dtype, device=frequency.device)
+    if (
+        not runs(frequency, out)
+        or frequency.dtype != torch.float32
+        or t.dtype not in TIMES
+        or t.device != frequency.device
+        or type(t) is not Tensor
+        or cdiv(half, _BLOCK) > MAX_GRID_YZ
+    ):
+        return reference(t, frequency, sine_first, out_dtype)
+    if out.numel():
+        grid = (t.shape[0], cdiv(half, _BLOCK))
+        operands = (frequency.contiguous(), out, half, t.stride(0))
+        start(_kernel, grid, t, *operands, SINE_FIRST=sine_first, BLOCK=_BLOCK, num_warps=4)
+    return out

@@ -1,0 +1,148 @@
+"""What a call brings, copied to where its graph reads it by one kernel: csrc/copies.cu.
+
+It is the graph's first node, which is told anew before each replay whence it copies; where torch does not hand out its
+graphs, a launch of its own. torch takes 40 microseconds of the host's time to copy three tensors behind a graph, such a
+launch 15, new parameters for a node 5 (on an NVIDIA H200's host). Where NVRTC is not there, torch copies one after
+another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend.triton_runtime import INTERPRETED
+
+logger = logging.getLogger("sfast_ext")
+
+_MOST = 16  # tensors
+_LARGEST = 1 << 22  # bytes of one: of more torch makes more blocks
+_BLOCKS, _THREADS = 32, 256
+# of an entry of the kernel's table: to, from, bytes
+_ENTRY, _FROM, _BYTES = 3, 1, 2
+_SHARED = ("func", "gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes")
+
+
+class Copies:
+    """Copies to the same tensors again and again.
+
+    Args:
+        targets: tensors of one device.
+    """
+
+    def __init__(self, targets: Sequence[Tensor]) -> None:
+        self._targets = list(targets)
+        self._index = targets[0].get_device() if targets else -1
+        some = [t.is_contiguous() and 0 < t.nbytes <= _LARGEST for t in self._targets[:_MOST]]
+        self._kinds = [(t.dtype, t.nbytes) if fits else None for t, fits in zip(self._targets, some)]
+        self._table = (ctypes.c_longlong * (_ENTRY * _MOST))()
+        for i, target in enumerate(self._targets[: len(self._kinds)]):
+            self._table[_ENTRY * i] = target.data_ptr()
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._table))
+        self._function = self._found() if self._index >= 0 and any(some) and not INTERPRETED else None
+        self._tell_node: Callable[[], Any] | None = None
+
+    def _found(self) -> Any:
+        with torch.cuda.device(self._index):
+            try:
+                return _KERNEL.warmup(MOST=_MOST) if _KERNEL.available(self._targets[0].device) else None
+            except nvrtc.Unavailable:
+                return None  # the log has it
+
+    def __call__(self, sources: Sequence[Tensor | None]) -> None:
+        """Copies each source, of its target's shape: on the current stream, or at the next replay of the graph that
+        they have become a part of. A target of None stays as it is.
+
+        Raises:
+            Unavailable: the graph cannot be told, and would read what was there before.
+        """
+        taken: list[int] = []
+        node = self._tell_node
+        ours = self._function is not None and (node is not None or torch.cuda.current_device() == self._index)
+        table, kinds, index = self._table, self._kinds, self._index
+        for i, source in enumerate(sources):
+            kind = kinds[i] if ours and i < len(kinds) else None
+            if kind is not None and source is not None and _alike(source, kind, index):
+                table[_ENTRY * i + _FROM] = source.data_ptr()
+                table[_ENTRY * i + _BYTES] = kind[1]
+                taken.append(i)
+                continue
+            if kind is not None:
+                table[_ENTRY * i + _BYTES] = 0
+            if source is not None:
+                self._targets[i].copy_(source, non_blocking=True)
+        if node is not None:
+            nvrtc.checked(node())
+        elif taken:
+            try:
+                self._launch()
+            except nvrtc.Unavailable as exc:
+                logger.warning("copies.cu is not used any more: %s", exc)
+                self._function = None
+                for i in taken:
+                    self._targets[i].copy_(sources[i], non_blocking=True)  # type: ignore[arg-type]
+
+    def _launch(self) -> None:
+        driver = nvrtc.bindings()[0]  # type: ignore[index]
+        nvrtc.bind(self._index)
+        stream, table = nvrtc.current_stream(self._index), ctypes.addressof(self._arguments)
+        grid = _BLOCKS, len(self._kinds), 1
+        nvrtc.checked(driver.cuLaunchKernel(self._function, *grid, _THREADS, 1, 1, 0, stream, table, 0))
+
+    def begin(self) -> None:
+        """Is captured as the first node of a graph, which copies nothing until it is told what."""
+        if self._function is None:
+            return
+        for i in range(len(self._kinds)):
+            self._table[_ENTRY * i + _BYTES] = 0
+        try:
+            self._launch()
+        except nvrtc.Unavailable as exc:
+            logger.warning("copies.cu is not used any more: %s", exc)
+            self._function = None
+
+    def join(self, graph: int, executable: int) -> None:
+        """From now on the first node of a graph copies: handles of what `begin` was captured in, and of what runs."""
+        if self._function is None:
+            return
+        driver = nvrtc.bindings()[0]  # type: ignore[index]
+        try:
+            node, there = self._node(driver, driver.CUgraph(graph))
+            params = driver.CUDA_KERNEL_NODE_PARAMS()
+            for name in _SHARED:
+                setattr(params, name, getattr(there, name))
+            params.kernelParams = ctypes.addressof(self._arguments)
+        except Exception as exc:
+            logger.debug("copies are launched by themselves: %s", exc)
+            return
+        running, tell = driver.CUgraphExec(executable), driver.cuGraphExecKernelNodeSetParams
+        self._tell_node = lambda: tell(running, node, params)
+
+    def _node(self, driver: Any, graph: Any) -> tuple[Any, Any]:
+        """Of the graph's nodes that wait for none the one that `begin` made, and its parameters."""
+        _, count = nvrtc.checked(driver.cuGraphGetRootNodes(graph))
+        nodes, _ = nvrtc.checked(driver.cuGraphGetRootNodes(graph, count))
+        assert self._function is not None
+        own = int(self._function)
+        for node in nodes:
+            if nvrtc.checked(driver.cuGraphNodeGetType(node)) != driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+                continue
+            params = nvrtc.checked(driver.cuGraphKernelNodeGetParams(node))
+            if int(params.func) == own:
+                return node, params
+        raise nvrtc.Unavailable("the graph has no such node")
+
+
+def _alike(source: Tensor, kind: tuple[torch.dtype, int], index: int) -> bool:
+    """Whether its memory is as its target's."""
+    plain = type(source) is Tensor and source.get_device() == index and (source.dtype, source.nbytes) == kind
+    return plain and source.is_contiguous() and not source.is_neg()
+
+
+_KERNEL = nvrtc.Source("copies", lambda *args, **constants: ([], _THREADS, 0), ("copies",))

@@ -1,0 +1,1 @@
+"""What the commands and the benchmarks share: models, pipelines, engines, measurements."""

@@ -1,0 +1,145 @@
+"""Whole Stable Diffusion pipelines: of random weights, or the user's own, and without a network where that can be."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfast_ext.tools.lib import models
+
+_VAE: dict[str, Any] = {
+    "in_channels": 3,
+    "out_channels": 3,
+    "latent_channels": 4,
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+}
+_FULL_VAE = {**_VAE, "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "sample_size": 512}
+_TINY_VAE = {
+    **_VAE,
+    "block_out_channels": (16, 16, 32, 32),
+    "layers_per_block": 1,
+    "norm_num_groups": 8,
+    "sample_size": 64,
+}
+_SCHEDULER = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+
+
+def _byte_letters() -> list[str]:
+    # the letters that CLIP's byte pair encoding writes the 256 bytes with
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    return [chr(b) for b in plain] + [chr(256 + i) for i in range(256 - len(plain))]
+
+
+def byte_tokenizer() -> Any:
+    """A CLIP tokenizer that knows single bytes only, which needs no download."""
+    from transformers import CLIPTokenizer
+
+    letters = _byte_letters()
+    tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    with tempfile.TemporaryDirectory() as folder:
+        vocabulary, merges = Path(folder, "vocab.json"), Path(folder, "merges.txt")
+        vocabulary.write_text(json.dumps({token: i for i, token in enumerate(tokens)}), encoding="utf-8")
+        merges.write_text("#version: 0.2\n", encoding="utf-8")
+        Path(folder, "tokenizer_config.json").write_text(
+            json.dumps({"model_max_length": models.TOKENS, "tokenizer_class": "CLIPTokenizer"}), encoding="utf-8"
+        )
+        return CLIPTokenizer.from_pretrained(folder)
+
+
+def random_pipeline(name: str = "tiny-sd15", seed: int = 0, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """A StableDiffusionPipeline of random weights: UNet, text encoder and VAE, tiny or of SD 1.5's size.
+
+    Args:
+        name: sd15 or sd21 of `models.NAMES`, or their tiny shapes.
+    """
+    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    tiny = name.startswith("tiny-")
+    width = models.unet_config(name)["cross_attention_dim"]
+    tokenizer = byte_tokenizer()
+    text_config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=2 if tiny else 12,
+        num_attention_heads=4 if tiny else width // 64,
+        max_position_embeddings=models.TOKENS,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    parts: dict[str, nn.Module] = {
+        "text_encoder": CLIPTextModel(text_config),
+        "vae": AutoencoderKL(**(_TINY_VAE if tiny else _FULL_VAE)),
+    }
+    for i, part in enumerate(parts.values()):
+        nn.Module.to(models.randomise(part, seed + 1 + i), device, dtype).eval().requires_grad_(False)
+    return StableDiffusionPipeline(
+        **parts,
+        unet=models.random_unet(name, seed, dtype=dtype, device=device),
+        tokenizer=tokenizer,
+        scheduler=DDIMScheduler(**_SCHEDULER, clip_sample=False, set_alpha_to_one=False),
+        safety_checker=None,
+        feature_extractor=None,
+        image_encoder=None,
+        requires_safety_checker=False,
+    )
+
+
+def load_pipeline(path: str, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """The pipeline of a folder of diffusers or of a single-file checkpoint.
+
+    A single file brings no tokenizer: diffusers downloads it, with the configuration, unless it has them already.
+    """
+    from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
+
+    if Path(path).is_dir():
+        return DiffusionPipeline.from_pretrained(path, torch_dtype=dtype, safety_checker=None).to(device)
+    kind: Any = StableDiffusionXLPipeline if checkpoint_name(path) == "sdxl" else StableDiffusionPipeline
+    return kind.from_single_file(path, torch_dtype=dtype).to(device)
+
+
+def load_unet(path: str, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The UNet of a folder of diffusers (a pipeline's or its unet's) or of a single file; no network is used."""
+    from diffusers import UNet2DConditionModel
+
+    where = Path(path)
+    if where.is_dir():
+        subfolder = "unet" if (where / "unet").is_dir() else None
+        unet = UNet2DConditionModel.from_pretrained(path, subfolder=subfolder, torch_dtype=dtype)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            config = {"_class_name": "UNet2DConditionModel", **models.unet_config(checkpoint_name(path))}
+            Path(folder, "unet").mkdir()
+            Path(folder, "unet", "config.json").write_text(json.dumps(config), encoding="utf-8")
+            unet = UNet2DConditionModel.from_single_file(path, config=folder, subfolder="unet", torch_dtype=dtype)
+    return unet.to(device).eval().requires_grad_(False)
+
+
+def checkpoint_name(path: str) -> str:
+    """Which of `models.NAMES` a single-file checkpoint is, by the shapes of its tensors.
+
+    Raises:
+        ValueError: it is none of them, or no .safetensors file.
+    """
+    from safetensors import safe_open
+
+    if not path.endswith(".safetensors"):
+        raise ValueError(f"{path} is neither a folder nor a .safetensors file")
+    unet = "model.diffusion_model."
+    with safe_open(path, framework="pt") as file:
+        shapes = {key: file.get_slice(key).get_shape() for key in file.keys() if key.startswith(unet)}  # noqa: SIM118
+    first = shapes.get(f"{unet}input_blocks.0.0.weight")
+    context = next((shape[1] for key, shape in shapes.items() if key.endswith("attn2.to_k.weight")), None)
+    for name, config in models.CONFIGURATIONS.items():
+        expected = [config["block_out_channels"][0], config["in_channels"]]
+        if context == config["cross_attention_dim"] and first is not None and list(first[:2]) == expected:
+            return name
+    raise ValueError(f"{path} is no checkpoint of Stable Diffusion 1.5, 2, XL or its refiner")

@@ -1,0 +1,144 @@
+"""A soak: `python -m fuzz --events 20000 --seed 0`. What fails is played again by the command that it names."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.fuzz.preview import Preview
+from benchmarks.fuzz.stress import MB, SLACK_MB
+from fuzz import ground, machine
+from fuzz.compare import Wrong
+from fuzz.ground import Ground
+from sfast_ext.tools.lib.machine import describe
+
+EACH = 100
+"""Events of one model; every tenth model is a real UNet, and every third has a live preview beside it on a GPU."""
+COUNTERS = ("captures", "graph_captures", "evictions", "out_of_memory", "replays", "eager_runs", "fallbacks", "errors")
+# a library's workspaces come with the first models; growth after so many is ours
+LEAST_MODELS = 5
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--events", type=int, default=2000)
+    length.add_argument("--minutes", type=float, help="goes on for so long instead")
+    length.add_argument("--play", nargs="+", metavar=("MODEL:SEED", "EVENT:SEED"), help="these events and no others")
+    parser.add_argument("--seed", type=int, default=0, help="of the first model; the next has the next")
+    parser.add_argument("--model", choices=("both", "small", "unet"), default="both")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args(given)
+
+
+class Soak:
+    """What was played, and what came of it."""
+
+    def __init__(self, on: Ground) -> None:
+        self.on = on
+        self.kinds: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter()
+        self.seeds: list[int] = []
+        self.faults: list[str] = []
+        self.memory: list[dict[str, float]] = []
+        self.described = {**describe(), "device": torch.cuda.get_device_name(on.device) if on.gpu else "cpu"}
+        self.started = time.perf_counter()
+
+    def model(self, kind: str, seed: int, events: Sequence[tuple[str, int]]) -> None:
+        """The events of one model, to the first that fails."""
+        self.seeds.append(seed)
+        beside = Preview(self.on.device, channels=16, size=16, pause=0.02) if self.on.gpu and seed % 3 == 0 else None
+        with beside or contextlib.nullcontext():
+            try:
+                w = machine.run(kind, seed, events, self.on)
+            except Wrong as exc:
+                self.faults.append(str(exc))
+                return
+        if beside is not None:
+            self.counters["previews"] += beside.pictures
+            self.faults += [f"seed {seed}: {fault}" for fault in beside.faults]
+        self.kinds.update(name for name, _ in events)
+        self.counters.update(models=1, calls=w.calls, plan_runs=w.plan_runs)
+        self.counters.update({name: w.counter(name) for name in COUNTERS})
+        w.forget()
+        if self.on.gpu:
+            allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            self.memory.append({"seed": seed, "allocated_mb": allocated / MB, "reserved_mb": reserved / MB})
+
+    def grown(self) -> str | None:
+        """What the models left of their memory, where it goes on growing."""
+        used = [line["allocated_mb"] for line in self.memory]
+        half = len(used) // 2
+        if half < LEAST_MODELS or max(used[half:]) <= max(used[:half]) + SLACK_MB:
+            return None
+        return f"GPU memory went on growing: {max(used[:half]):.0f} MB, then {max(used[half:]):.0f} MB"
+
+    def result(self) -> dict[str, Any]:
+        """What JSON says of it."""
+        seconds = time.perf_counter() - self.started
+        return {
+            **self.described,
+            "events": self.kinds.total(),
+            "seeds": {"first": min(self.seeds, default=None), "last": max(self.seeds, default=None)},
+            **self.counters,
+            "seconds": round(seconds, 1),
+            "events_by_kind": dict(sorted(self.kinds.items())),
+            "memory": self.memory,
+            "faults": self.faults,
+        }
+
+
+def write(file: Path | None, result: dict[str, Any]) -> None:
+    """The result, where one is asked for."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(result, indent=1), encoding="utf-8")
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Play events and say what came of it; 1 where something failed."""
+    options = arguments(given)
+    torch.set_num_threads(1)
+    logging.getLogger("sfast_ext").setLevel(logging.CRITICAL)
+    on = ground.gpu() if options.device == "cuda" else ground.CPU
+    if on.gpu:
+        # what the original computes is to be as exact as it can be
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    soak, seed = Soak(on), options.seed
+    if options.play:
+        (kind, seed), *events = (each.rsplit(":", 1) for each in options.play)
+        soak.model(kind, int(seed), [(name, int(each)) for name, each in events])
+    else:
+        until = soak.started + 60 * options.minutes if options.minutes else None
+        while not soak.faults:
+            left = EACH if until is not None else options.events - soak.kinds.total()
+            if left <= 0 or (until is not None and time.perf_counter() >= until):
+                break
+            kind = options.model if options.model != "both" else ("unet" if seed % 10 == 9 else "small")
+            soak.model(kind, seed, list(machine.sequence(seed, min(EACH, left), on)))
+            # a run that is ended from outside leaves what it came to
+            write(options.json, soak.result())
+            print(f"\r{soak.kinds.total()} events, seed {seed}", end="", file=sys.stderr, flush=True)
+            seed += 1
+        print(file=sys.stderr)
+    soak.faults += filter(None, [soak.grown()])
+    result = soak.result()
+    write(options.json, result)
+    print(json.dumps({k: v for k, v in result.items() if k not in ("events_by_kind", "memory")}, indent=1))
+    return 1 if soak.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""The models that events are played on, and the calls they take: a net of all kinds of layers, small enough for
+thousands of captures, and a real UNet."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfast_ext.tools.lib import models
+
+CONTEXT = 8
+CPU = torch.device("cpu")
+
+
+class PlainProcessor:
+    """Attention as a processor of diffusers computes it."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, **_):
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        q, k, v = (
+            layer(value).unflatten(-1, (2, -1)).transpose(1, 2)
+            for layer, value in ((attn.to_q, hidden_states), (attn.to_k, context), (attn.to_v, context))
+        )
+        out = nn.functional.scaled_dot_product_attention(q, k, v)
+        return attn.to_out(out.transpose(1, 2).flatten(2))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, context: int) -> None:
+        super().__init__()
+        self.to_q = nn.Linear(width, width, bias=False)
+        self.to_k = nn.Linear(context, width, bias=False)
+        self.to_v = nn.Linear(context, width, bias=False)
+        self.to_out = nn.Linear(width, width)
+        self.processor: Any = PlainProcessor()
+
+    def forward(self, hidden_states, encoder_hidden_states=None):
+        return self.processor(self, hidden_states, encoder_hidden_states=encoder_hidden_states)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, width)
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+        self.time = nn.Linear(width, width)
+        self.norm2 = nn.GroupNorm(2, width)
+        self.conv2 = nn.Conv2d(width, width, 1)
+        self.token_norm = nn.LayerNorm(width)
+        self.self_attention = Attention(width, width)
+        self.cross_attention = Attention(width, CONTEXT)
+        self.ff = nn.Linear(width, 2 * width)
+
+    def forward(self, x, emb, context):
+        h = self.conv(nn.functional.silu(self.norm(x))) + self.time(nn.functional.silu(emb))[:, :, None, None]
+        h = x + self.conv2(nn.functional.silu(self.norm2(h)))
+        tokens = h.flatten(2).transpose(1, 2)
+        tokens = tokens + self.self_attention(self.token_norm(tokens))
+        tokens = tokens + self.cross_attention(tokens, context)
+        value, gate = self.ff(tokens).chunk(2, dim=-1)
+        tokens = tokens + value * nn.functional.gelu(gate)
+        return tokens.transpose(1, 2).reshape(h.shape)
+
+
+class LightBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, width)
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+        self.time = nn.Linear(width, width)
+
+    def forward(self, x, emb, context):
+        return x + self.conv(nn.functional.silu(self.norm(x))) + self.time(nn.functional.silu(emb))[:, :, None, None]
+
+
+class SmallNet(nn.Module):
+    """A UNet's kinds of layers, one or two of each; 8 channels."""
+
+    offset: torch.Tensor
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.time_embed = nn.Linear(4, width)
+        self.conv_in = nn.Conv2d(4, width, 3, padding=1)
+        self.blocks = nn.ModuleList([Block(width), LightBlock(width)])
+        self.norm_out = nn.GroupNorm(2, width)
+        self.conv_out = nn.Conv2d(width, 4, 3, padding=1)
+        self.register_buffer("offset", torch.ones(4))
+        self.table = torch.ones(width)  # no buffer: only `.to` of the host's own would move it
+        self.s1, self.b1 = 1.0, 1.0
+
+    def forward(self, sample, timestep, encoder_hidden_states, residual=None, scale: float = 1.0, return_dict=True):
+        t = timestep if torch.is_tensor(timestep) else torch.tensor(timestep)
+        t = t.to(sample.device).reshape(-1).expand(sample.shape[0]).to(sample.dtype)[:, None] / 100
+        emb = self.time_embed(torch.cat([t, t * t, t.sin(), t.cos()], dim=1))
+        h = self.conv_in(sample)
+        for i, block in enumerate(self.blocks):
+            h = block(h, emb, encoder_hidden_states)
+            if residual is not None:
+                h = h + residual[i]
+            h = torch.cat([h[:, :4] * self.b1, h[:, 4:] * self.s1], dim=1)
+        h = h * self.table.to(h.dtype)[:, None, None]
+        h = self.conv_out(nn.functional.silu(self.norm_out(h))) + self.offset.to(h.dtype)[:, None, None]
+        h = h * scale
+        return {"sample": h} if return_dict else (h,)
+
+
+@dataclass
+class Request:
+    """What is asked for until the next event changes it; values are drawn anew at each call."""
+
+    width: int = 8
+    height: int = 8
+    batch: int = 2
+    tokens: int = 7
+    timestep: str = "1-d"
+    style: str = "positional"
+    residual: bool = False
+    scale: str | None = None
+    strided: bool = False
+
+
+TIMESTEPS = ("int", "float", "0-d", "0-d float", "1-d", "1-d of one")
+STYLES = ("positional", "keywords", "mixed", "tuple result")
+
+
+def arguments(
+    request: Request, rng: random.Random, dtype: torch.dtype, *, unet: bool, device: torch.device = CPU
+) -> tuple[tuple, dict]:
+    """Positional and keyword arguments of one call, with values of its own."""
+
+    def noise(*shape: int) -> torch.Tensor:
+        # drawn on the CPU: a seed plays the same everywhere
+        generator = torch.Generator().manual_seed(rng.getrandbits(48))
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    step = rng.randrange(1, 999)
+    # a single number may lie on the CPU while the model is on a GPU
+    home = rng.choice((device, CPU))
+    timestep: Any = {
+        "int": step,
+        "float": step + 0.25,
+        "0-d": torch.tensor(step, device=home),
+        "0-d float": torch.tensor(step + 0.5, device=home),
+        "1-d": torch.full((request.batch,), float(step), device=device),
+        # diffusers moves a number alone
+        "1-d of one": torch.tensor([step], device=device if unet else home),
+    }[request.timestep]
+    # a real UNet halves the size three times
+    height, width = (request.height, request.width) if unet else (request.height // 2, request.width // 2)
+    sample = noise(request.batch, 4, height, width)
+    if request.strided:
+        sample = sample.contiguous(memory_format=torch.channels_last)
+    context = noise(request.batch, request.tokens, 32 if unet else CONTEXT)
+    named: dict[str, Any] = {"sample": sample, "timestep": timestep, "encoder_hidden_states": context}
+    if not unet:
+        if request.residual:
+            shapes = ((request.batch, 8, height, width), (1, 8, 1, 1))
+            named["residual"] = [noise(*shape) for shape in shapes]
+        if request.scale is not None:
+            value = rng.uniform(0.5, 1.5)
+            named["scale"] = torch.tensor(value) if request.scale == "tensor" else value
+    if request.style == "tuple result":
+        named["return_dict"] = False
+    positional: list[Any] = []
+    if request.style in ("positional", "mixed"):
+        names = ("sample", "timestep", "encoder_hidden_states") if request.style == "positional" else ("sample",)
+        positional = [named.pop(n) for n in names]
+    return tuple(positional), named
+
+
+def make(kind: str, seed: int) -> nn.Module:
+    """A model of random weights, in fp32 on the CPU: "small" or "unet"."""
+    if kind == "unet":
+        return models.tiny_unet("sd15", seed=seed)
+    return models.randomise(SmallNet(), seed).eval()
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """All that a model reads to a device, as its host does."""
+    nn.Module.to(model, device)
+    if isinstance(model, SmallNet):
+        model.table = model.table.to(device)

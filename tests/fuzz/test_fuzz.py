@@ -1,0 +1,169 @@
+"""Random sequences of events; `make soak EVENTS=n` plays more of them. A failure names what led to it, made short, and
+the command that plays it again."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import hypothesis
+import pytest
+from hypothesis import Phase, strategies
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from fuzz import __main__ as soak
+from fuzz import machine
+from fuzz.compare import Wrong
+from fuzz.world import World
+from sfast_ext.behaviour import fingerprint, surroundings
+from sfast_ext.behaviour.key import BehaviourKeys
+from sfast_ext.behaviour.snapshot import Scene
+from sfast_ext.kernels.backend import health
+
+# an event that is listed more often comes more often
+LISTED = machine.listed(machine.EVENTS)
+MODELS, EVENTS = 20, 50
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    # failures made on purpose, thousands of them; pytest would keep what they log, and torch's own traces
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def state_machine(first: int, played: list[str]) -> type[RuleBasedStateMachine]:
+    class Machine(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.world = World("small", first)
+
+        @rule(name=strategies.sampled_from(LISTED), seed=strategies.integers(0, 2**16))
+        def event(self, name: str, seed: int) -> None:
+            played.append(name)
+            machine.play(self.world, name, seed)
+
+        def teardown(self) -> None:
+            machine.finish(self.world)
+
+    return Machine
+
+
+# two of them: as many as there are workers
+@pytest.mark.parametrize("seed", range(2))
+def test_after_each_event_the_model_computes_what_its_twin_does(seed):
+    played: list[str] = []
+    settings = hypothesis.settings(
+        max_examples=MODELS, stateful_step_count=EVENTS, deadline=None, derandomize=False, database=None,
+        phases=(Phase.generate, Phase.shrink), suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    # the seed makes each run the same, and each of them different
+    hypothesis.seed(seed)(cls := state_machine(seed, played))
+    run_state_machine_as_test(cls, settings=settings)
+    assert len(played) >= MODELS * EVENTS
+
+
+def test_events_on_a_real_unet():
+    w = machine.run("unet", 1, machine.sequence(1, 15, machine.ground.CPU))
+    assert w.plan_runs > 5
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_a_release_after_each_kind_of_event_leaves_an_untouched_model(part):
+    w = World("small", 100 + part)
+    for i, name in enumerate(machine.EVENTS):
+        if i % 2 == part:
+            machine.play(w, "calm", i)
+            runs = w.plan_runs
+            machine.play(w, name.__name__, i)
+            assert runs, "no plan was there to be released"
+            machine.play(w, "released", i)
+    machine.finish(w)
+
+
+def test_the_soak_names_the_command_that_plays_a_failure_again(tmp_path, monkeypatch, capsys):
+    def forgetful(w, rng):
+        # the twin alone
+        w.twin.conv_in.weight.data.mul_(2)
+
+    file = tmp_path / "soak.json"
+    assert soak.main(["--events", "30", "--seed", "3", "--model", "small", "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert sum(result["events_by_kind"].values()) == result["events"] == 30
+    assert result["plan_runs"] > 10 and result["seeds"] == {"first": 3, "last": 3} and not result["faults"]
+    monkeypatch.setitem(machine.BY_NAME, "mode", forgetful)
+    command = ["--play", "small:7", "another_call:1", "mode:2", "another_call:3"]
+    assert soak.main(command) == 1
+    said = capsys.readouterr().out
+    assert "small:7 another_call:1 mode:2" in said and "another_call:3" not in said
+
+
+def test_an_attention_that_a_plan_does_not_follow_is_found(monkeypatch):
+    monkeypatch.setattr(BehaviourKeys, "read", lambda keys: (0, None))
+    monkeypatch.setattr(BehaviourKeys, "now", lambda keys: (0, None))
+    w = World("small", 5)
+    machine.play(w, "another_call", 0)
+    try:
+        with pytest.raises(Wrong, match="the result differs"):
+            for seed in range(4):
+                machine.play(w, "attention_switched", seed)
+    finally:
+        w.undo()
+
+
+STOCK = surroundings.look()
+UNSEEN = {
+    "function_of_torch_replaced": (surroundings, "look", lambda: STOCK),
+    "hook_on_all": (surroundings, "look", lambda: STOCK),
+    "class_forward": (fingerprint, "strangers", lambda *class_of_anybody, **options: []),
+    "attribute": (Scene, "looks_alike", lambda scene: True),
+}
+
+
+@pytest.mark.parametrize("event", UNSEEN)
+def test_what_is_not_looked_at_is_found(event, monkeypatch):
+    home, name, blind = UNSEEN[event]
+    monkeypatch.setattr(home, name, blind)
+    w = World("small", 8)
+    w.ticks = True
+    machine.play(w, "calm", 0)
+    try:
+        with pytest.raises(Wrong, match="the result differs"):
+            for seed in range(60):
+                machine.play(w, event, seed)
+    finally:
+        w.undo()
+
+
+def test_a_kernel_that_fails_and_is_not_put_down_is_found(monkeypatch):
+    monkeypatch.setattr(health, "put_down", lambda *names: False)
+    w = World("small", 6)
+    machine.play(w, "triton_switched", 0)
+    try:
+        with pytest.raises(Wrong, match="an error of ours"):
+            for seed in range(20):
+                machine.play(w, "kernel_fails", seed)
+    finally:
+        w.undo()
+
+
+def test_kernels_fail_and_triton_comes_and_goes():
+    w = World("small", 7)
+    fused = lambda name: [plan.fused[name] for plan in w.acc.plans.values()]
+    machine.play(w, "another_call", 0)
+    assert not any(fused("group_norm"))
+    _until(w, "triton_switched", lambda: all(fused("group_norm")))
+    _until(w, "kernel_fails", lambda: "group_norm" in health.all_down(w.ground.device))
+    assert not any(fused("group_norm")) and w.counter("kernels_put_down")
+    machine.play(w, "calm", 0)
+    assert not health.all_down(w.ground.device)
+    machine.finish(w)
+
+
+def _until(w, name, there):
+    for seed in range(100):
+        machine.play(w, name, seed)
+        if there():
+            return
+    raise AssertionError(f"{name} has done nothing in 100 times")

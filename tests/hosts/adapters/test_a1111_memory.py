@@ -1,0 +1,172 @@
+"""AUTOMATIC1111 on a pretended GPU: what is held while it exchanges its model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
+from pretended_card import GPU, Card, pretended_card
+
+from hosts.standins import a1111 as standin
+from sfast_ext.hosts import gpu_room
+from sfast_ext.hosts.a1111 import adapter as a1111
+
+SIZE = sum(p.nbytes for p in standin.make_unet(1).parameters())
+# what torch rounds up, indices, inputs and results of a tiny model
+SMALL = SIZE // 20
+
+
+@dataclass
+class Running:
+    """The host on a GPU."""
+
+    host: Any
+    card: Card
+
+    @property
+    def unet(self) -> Any:
+        return self.host.model_data.sd_model.model.diffusion_model
+
+    def counter(self, name: str) -> int:
+        assert a1111._session is not None
+        return int(a1111._session.report.counter(name))
+
+    def picture(self, expected: torch.Tensor) -> int:
+        """Make a picture, which is to be this; how many plans ran."""
+        runs = self.counter("replays") + self.counter("eager_runs")
+        found = self.host.generate().to("cpu")
+        assert not self.card.faults and not self.card.refused
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        return self.counter("replays") + self.counter("eager_runs") - runs
+
+
+def of(seed: int, channels: int = 32) -> torch.Tensor:
+    """The picture of a checkpoint without us, on a CPU."""
+    with standin.running() as other:
+        other.load(seed, channels)
+        return other.generate()
+
+
+@pytest.fixture
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    """On a GPU with room for so many UNets; another model is said to take as much as two."""
+    for name in ("AT_REST", "WORKSPACE", "DECODING"):
+        monkeypatch.setattr(gpu_room, name, SIZE // 10)
+    monkeypatch.setattr(gpu_room, "ANOTHER_MODEL", 2 * SIZE)
+    expected = of(1)
+    running = standin.running(sfast_triton=False)
+    with running as host, pretended_card(monkeypatch, int(request.param * SIZE)) as card:
+        host.place = host.shared.device = GPU
+        a1111.start("test")
+        host.load(1)
+        on = Running(host, card)
+        assert on.picture(expected) > 0 and card.holds(on.unet.out[2].weight)
+        yield on
+        a1111._session.release()
+        a1111._session = None
+        assert host.errors == []
+
+
+@pytest.mark.parametrize("on", [2.6], indirect=True)
+def test_where_memory_is_short_a_checkpoint_takes_no_more_than_without_us(on, monkeypatch):
+    expected = of(2)
+    host = sys.modules["modules.sd_models"]
+    send, held = host.send_model_to_cpu, []
+
+    def sent(model: Any) -> None:
+        send(model)
+        held.append(on.card.used)
+        on.card.peak = 0
+
+    monkeypatch.setattr(host, "send_model_to_cpu", sent)
+    on.host.switch(2)
+    largest = max(p.nbytes for p in on.unet.parameters())
+    assert held[0] < SMALL
+    captures = on.counter("captures")
+    assert on.picture(expected) > 0
+    assert on.card.peak < SIZE + 2 * largest + SMALL + on.card.graph_bytes
+    assert on.counter("captures") == captures and on.counter("memory_given_back") == 1
+
+
+@pytest.mark.parametrize("on", [12], indirect=True)
+def test_where_there_is_room_graphs_stay(on):
+    expected = of(2)
+    graphs = on.counter("graph_captures")
+    on.host.switch(2)
+    assert on.picture(expected) > 0
+    assert on.counter("memory_given_back") == 0 and on.counter("graph_captures") == graphs
+
+
+@pytest.mark.parametrize("on", [2.6], indirect=True)
+@pytest.mark.parametrize("channels", [32, 64])
+def test_a_model_that_is_thrown_away_leaves_nothing(on, channels, monkeypatch):
+    expected = of(3, channels)
+    host = sys.modules["modules.sd_models"]
+    trash, held = host.send_model_to_trash, []
+
+    def thrown(model: Any) -> None:
+        trash(model)
+        held.append(on.card.used)
+
+    monkeypatch.setattr(host, "send_model_to_trash", thrown)
+    if channels != 32:
+        on.card.capacity *= 6
+        monkeypatch.setattr(gpu_room, "ANOTHER_MODEL", 40 * SIZE)
+    captures = on.counter("captures")
+    on.host.load(3, channels)
+    assert held[0] < SMALL
+    assert on.picture(expected) > 0
+    assert on.counter("captures") == captures + (channels != 32)
+
+
+@pytest.mark.parametrize("on", [12], indirect=True)
+@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("what", ["decode", "encode", "upscale"])
+def test_graphs_go_where_the_host_needs_the_memory(on, what, room, monkeypatch):
+    expected = of(1)
+    vae = on.host.model_data.sd_model.first_stage_model
+    latent, picture = torch.zeros(1, 4, 8, 8).to(GPU), torch.zeros(1, 3, 32, 32).to(GPU)
+    # of its second width, 32 channels, in the decoder, of the first in the encoder
+    needs = {"decode": 1.5 * 3 * 32 * 32 * 32 * 4, "encode": 1.5 * 5 * 16 * 32 * 32 * 4, "upscale": 0}
+    needed = int(needs[what] + (gpu_room.AT_REST if what == "upscale" else gpu_room.WORKSPACE))
+    assert on.card.graph_bytes
+    free = needed + (0 if room else -1)
+    on.card.capacity = on.card.used - on.card.graph_bytes + free + (on.card.graph_bytes if room else 0)
+    with torch.no_grad():
+        if what == "upscale":
+            sys.modules["modules.upscaler"].Upscaler().upscale(picture, 2)
+        else:
+            vae.decoder(latent) if what == "decode" else vae.encoder(picture)
+    assert bool(on.card.graph_bytes) == room
+    on.card.capacity += 12 * SIZE
+    captures = on.counter("captures")
+    assert on.picture(expected) > 0 and on.counter("captures") == captures and on.card.graph_bytes
+
+
+@pytest.mark.parametrize("on", [4], indirect=True)
+def test_a_vae_of_another_model_is_not_watched(on):
+    vae = on.host.model_data.sd_model.first_stage_model
+    assert len(vae.decoder._forward_pre_hooks) == 1
+    on.host.load(2)
+    on.host.generate()
+    assert not vae.decoder._forward_pre_hooks and not vae.encoder._forward_pre_hooks
+    vae = on.host.model_data.sd_model.first_stage_model
+    a1111._session.release()
+    assert not vae.decoder._forward_pre_hooks
+
+
+@pytest.mark.parametrize("on", [4], indirect=True)
+def test_the_functions_are_the_hosts_again_after_release(on):
+    module = sys.modules["modules.sd_models"]
+    originals = [getattr(module, name).__wrapped__ for name in ("send_model_to_cpu", "send_model_to_trash")]
+    upscaler = sys.modules["modules.upscaler"].Upscaler
+    assert upscaler.upscale is not standin.upscale
+    a1111._session.release()
+    assert [module.send_model_to_cpu, module.send_model_to_trash] == originals
+    assert upscaler.upscale is standin.upscale

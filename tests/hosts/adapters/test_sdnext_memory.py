@@ -1,0 +1,227 @@
+"""Balanced offload, SD.Next's default, on cards of 8 to 24 GiB: what is accelerated, and who has the memory when."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from faulty import failing
+
+from hosts.standins.sdnext import diffusers, network
+from hosts.standins.sdnext_card import SD15, SDXL, STEPS, Proportions, card_host
+from sfast_ext.runtime.plan_builder import Planner
+from sfast_ext.weights.arena import WeightsAway
+
+accelerate = pytest.importorskip("accelerate")
+
+
+@pytest.fixture
+def open_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with ExitStack() as opened:
+        yield lambda *args, **kwargs: opened.enter_context(card_host(monkeypatch, *args, **kwargs))
+
+
+STAYS, KEPT, BACK = "the UNet stays", "plans keep its weights", "its weights are brought back"
+# GiB in use at most, in the stock WebUI and with the extension
+TABLE = [
+    (SD15, 8, KEPT, 2.3, 3.0),
+    (SD15, 12, KEPT, 2.3, 3.0),
+    (SD15, 16, STAYS, 3.0, 3.2),
+    (SD15, 24, STAYS, 3.0, 3.2),
+    (SDXL, 8, BACK, 6.1, 6.2),
+    (SDXL, 12, KEPT, 6.1, 8.5),
+    (SDXL, 16, KEPT, 7.7, 8.5),
+    (SDXL, 24, STAYS, 7.7, 10.0),
+]
+
+
+@pytest.mark.parametrize(("like", "gib", "what", "stock_peak", "peak"), TABLE)
+def test_every_job_is_accelerated(
+    open_card: Any, like: Proportions, gib: int, what: str, stock_peak: float, peak: float
+) -> None:
+    on = open_card(gib, like)
+    expected = on.stock()
+    assert on.peak() == pytest.approx(stock_peak, abs=0.1)
+    left = on.used()
+    first = on.job(expected)
+    assert first["runs"] == STEPS - 1 and first["captures"] == first["graph_captures"] == 1
+    assert on.peak() < gib - 0.9
+    for _ in range(2):
+        job = on.job(expected)
+        assert job["runs"] == STEPS and job["captures"] == 0
+        assert job["graph_captures"] == job["memory_given_back"] == (what == BACK)
+        assert bool(job["weights_away"]) == (what != STAYS)
+        assert on.peak() == pytest.approx(peak, abs=0.1)
+    if what == BACK:
+        gc.collect()
+        assert on.used() < left + 0.05 and on.card.graph_bytes == 0
+
+
+@pytest.mark.parametrize(("like", "gib"), [(SD15, 12), (SDXL, 8), (SDXL, 16)])
+def test_in_bfloat16_which_is_the_default(open_card: Any, like: Proportions, gib: int) -> None:
+    on = open_card(gib, like, torch.bfloat16)
+    expected = on.stock()
+    assert on.unet.dtype == expected.dtype == torch.bfloat16
+    assert on.job(expected)["captures"] == 1
+    job = on.job(expected)
+    assert job["runs"] == STEPS and job["captures"] == 0
+
+
+def test_a_large_picture_gets_the_memory_of_plans(open_card: Any) -> None:
+    on = open_card(12, SDXL)
+    small = on.stock()
+    large = on.stock(width=64, height=64)
+    assert on.peak() > 6
+    on.job(small)
+    assert on.job(small)["memory_given_back"] == 0
+    assert on.job(large, width=64, height=64)["memory_given_back"] == 1
+    # the other size's graph went as well, and returns without a new plan
+    job = on.job(small)
+    assert (job["runs"], job["captures"], job["graph_captures"]) == (STEPS, 0, 1)
+    job = on.job(large, width=64, height=64)
+    assert (job["runs"], job["captures"], job["memory_given_back"]) == (STEPS, 0, 1)
+
+
+def test_a_hires_pass_is_accelerated_too(open_card: Any) -> None:
+    on = open_card(8, SDXL)
+    expected = on.stock(hires=True)
+    on.job(expected, hires=True)
+    job = on.job(expected, hires=True)
+    assert (job["runs"], job["captures"]) == (2 * STEPS, 0)
+
+
+@pytest.mark.parametrize("gib", [8, 12])
+def test_lora_is_followed_while_the_weights_come_and_go(open_card: Any, gib: int) -> None:
+    on = open_card(gib, SDXL)
+    layers = network(on.unet)
+    jobs: list[dict[str, Any]] = [{"network": layers, "multiplier": m} for m in (0.0, 1.0, 0.5, 0.0)]
+    expected = [on.stock(**job) for job in jobs]
+    assert (expected[1] - expected[0]).abs().max() > 0.01
+    for job, picture in zip(jobs, expected):
+        on.job(picture, **job)
+    assert on.host.captures() == 1
+
+
+@pytest.mark.parametrize(("like", "gib"), [(SD15, 12), (SDXL, 8), (SDXL, 12)])
+def test_a_checkpoint_of_the_same_architecture_keeps_the_plans(open_card: Any, like: Proportions, gib: int) -> None:
+    on = open_card(gib, like)
+    expected = [on.stock_of_a_fresh_one(seed) for seed in (0, 1)]
+    on.job(expected[0])
+    for seed in (1, 0):
+        on.host.sd_models.reload_model_weights(lambda seed=seed: on.pipeline(seed))
+        for _ in range(2):
+            job = on.job(expected[seed])
+            assert job["captures"] == 0 and job["runs"] == STEPS
+    assert on.host.captures() == 1
+
+
+def test_after_the_host_ran_out_of_memory_nothing_is_kept(open_card: Any) -> None:
+    on = open_card(12, SDXL)
+    expected = on.stock()
+    on.job(expected)
+    assert on.job(expected)["memory_given_back"] == 0
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        torch.empty(on.card.capacity, dtype=torch.uint8, device="cuda")
+    for _ in range(2):
+        job = on.job(expected)
+        assert (job["runs"], job["captures"], job["memory_given_back"]) == (STEPS, 0, 1)
+    assert "SD.Next ran out of GPU memory" in str(on.host.status()["events"])
+
+
+def test_a_model_for_captions_gets_the_memory_of_plans(open_card: Any) -> None:
+    on = open_card(12, SDXL)
+    expected = on.stock()
+    on.job(expected)
+    on.job(expected)
+    assert on.used() > 6
+    aux = on.host.sd_offload_aux
+    aux.register_aux("captions", torch.nn.Linear(int(9 * on.scale) // 4, 1, bias=False))
+    aux.move_aux_to_gpu("captions")
+    assert on.card.refused == 0 and on.used() < 11
+    aux.aux_models["captions"].model.to("cpu")
+    job = on.job(expected)
+    assert (job["runs"], job["captures"], job["graph_captures"]) == (STEPS, 0, 1)
+
+
+def test_a_unet_that_does_not_fit_is_left_to_the_host(open_card: Any) -> None:
+    on = open_card(12, SDXL)
+    expected = on.stock()
+    on.job(expected)
+    on.host.opts.diffusers_offload_max_gpu_memory = 0.3
+    for _ in range(2):
+        assert on.job(expected)["runs"] == 0
+    assert "do not fit on the GPU" in on.host.reasons()
+    assert on.peak() < 0.3 * 12 + 1.5
+    on.host.opts.diffusers_offload_max_gpu_memory = 0.6
+    on.host.sd_offload.apply_balanced_offload(on.host.modeldata.model_data.sd_model, force=True)
+    job = on.job(expected)
+    assert (job["runs"], job["captures"]) == (STEPS, 0)
+
+
+def test_a_controlnet_beside_it(open_card: Any) -> None:
+    on = open_card(16, SDXL)
+    pipe = on.host.modeldata.model_data.sd_model
+    pipe.controlnet = diffusers.ControlNetModel.from_unet(on.unet, conditioning_embedding_out_channels=(4, 4))
+    for parameter in pipe.controlnet.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    on.host.sd_offload.apply_balanced_offload(pipe, force=True)
+    expected = on.stock()
+    on.job(expected)
+    on.job(expected)
+    job = on.job(expected)
+    # each comes when it is called, and the other leaves: both are accelerated nevertheless
+    assert job["captures"] == 0 and job["runs"] >= 2 * STEPS - 1
+    assert {a["name"] for a in on.host.status()["accelerators"]} == {"unet", "controlnet"}
+
+
+@pytest.mark.parametrize("gib", [8, 12])
+def test_what_fails_while_weights_are_brought_is_no_failure_of_the_host(
+    open_card: Any, gib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = open_card(gib, SDXL)
+    expected = on.stock()
+    on.job(expected)
+    for kind in (WeightsAway, torch.cuda.OutOfMemoryError):
+        with monkeypatch.context() as patch:
+            fault = failing(patch, Planner, "fetch_weights", kind)
+            job = on.job(expected)
+            assert fault.times and job["runs"] == STEPS and job["captures"] == 0
+    assert "not brought to where plans read them: injected" in str(on.host.status()["events"])
+
+
+def test_everything_is_given_back(open_card: Any) -> None:
+    on = open_card(12, SDXL)
+    dispatch = accelerate.dispatch_model
+    pipe = on.host.modeldata.model_data.sd_model
+    expected = on.stock()
+    left = on.used()
+    before = {n: (p.device, p.stride(), p.clone()) for n, p in on.unet.named_parameters()}
+    on.job(expected)
+    assert pipe.vae.decoder._forward_pre_hooks and pipe.vae.encoder._forward_pre_hooks
+    on.stock()
+    gc.collect()
+    assert not pipe.vae.decoder._forward_pre_hooks and not pipe.vae.encoder._forward_pre_hooks
+    assert on.used() == pytest.approx(left, abs=1e-6)
+    for name, parameter in on.unet.named_parameters():
+        device, stride, value = before[name]
+        assert (parameter.device, parameter.stride()) == (device, stride) and torch.equal(parameter, value), name
+    on.job(expected)
+    on.host.script_callbacks.fire("script_unloaded")
+    assert accelerate.dispatch_model is dispatch.__wrapped__ and not pipe.vae.decoder._forward_pre_hooks
+
+
+def test_a_model_without_a_vae_or_with_another_kind(open_card: Any) -> None:
+    on = open_card(12, SD15)
+    pipe = on.host.modeldata.model_data.sd_model
+    plain = pipe.vae
+    pipe.vae = torch.nn.Linear(1, 1)
+    on.host.session.follow()
+    assert not plain.decoder._forward_pre_hooks
+    del pipe.vae
+    on.job()
+    pipe.vae = plain
+    on.job(on.stock())

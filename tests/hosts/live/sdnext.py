@@ -1,0 +1,314 @@
+"""What the tests of SD.Next share: its start, and rounds of requests played without the extension and with it.
+
+SFAST_SDNEXT_DIR      an SD.Next that starts without a network; nothing is written into it
+SFAST_SDNEXT_PYTHON   its interpreter; default: venv/bin/python in it
+SFAST_SDNEXT_FLAGS    how it computes; default: on the CPU (in fp32)
+
+Models are made by `sdnext_extras.py` and `sdnext_families.py`, tiny and random, and lie with settings and extensions in
+a data directory of the test's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("PIL")
+from PIL import Image
+
+from .webui import WebUI, difference, encoded
+
+HOST = os.environ.get("SFAST_SDNEXT_DIR")
+MARKS = [
+    pytest.mark.hosts,
+    pytest.mark.skipif(not HOST, reason="SFAST_SDNEXT_DIR names no SD.Next"),
+]
+HERE = Path(__file__).resolve().parent
+CHECKOUT = HERE.parents[2]
+FLAGS = os.environ.get("SFAST_SDNEXT_FLAGS", "--use-cpu all")
+WITHOUT_NETWORK = "--skip-all --skip-git --skip-requirements"
+TOLERANCE = 1.0  # of 255, mean over the picture; both sides compute in fp32 and differ by the order of additions only
+
+SETTINGS: dict[str, Any] = {
+    "offline_mode": True,
+    "sdnq_dequantize_compile": False,
+    "sd_model_checkpoint": "Diffusers/tiny-a",
+    "sd_checkpoint_autoload": True,
+    # its default mode leaves a residue of the last LoRA behind, with or without us
+    "lora_fuse_native": False,
+    "diffusers_offload_mode": "none",
+    "cuda_dtype": "FP32",
+    "show_progress_type": "None",
+    "samples_save": False,
+    "samples_format": "png",
+    "sfast_allow_cpu": True,
+}
+PLAIN: dict[str, Any] = {
+    "prompt": "a dog on a hill", "negative_prompt": "a cat", "seed": 1, "steps": 4, "cfg_scale": 6,
+    "width": 128, "height": 128, "save_images": False, "send_images": True,
+}  # fmt: skip
+GRADIENT = Image.linear_gradient("L").resize((128, 128)).convert("RGB")
+INIT = encoded(GRADIENT)
+HIRES = {
+    **PLAIN,
+    "enable_hr": True,
+    "hr_scale": 1.5,
+    "hr_upscaler": "Latent Bilinear",
+    "hr_force": True,
+    "hr_resize_mode": 1,
+}
+
+Step = tuple[str, str, Any]
+"""Name, what to do, and with what: see `do`."""
+
+
+def told(name: str, prompt: str, **more: Any) -> Step:
+    """A step: the plain picture with this added to its prompt."""
+    return name, "txt2img", {**PLAIN, "prompt": f"{PLAIN['prompt']} {prompt}", **more}
+
+
+def drawn(name: str, **more: Any) -> Step:
+    """A step: the plain picture, but for this."""
+    return name, "txt2img", {**PLAIN, **more}
+
+
+def redrawn(name: str, **more: Any) -> Step:
+    """A step: a picture made of another."""
+    return name, "img2img", {**PLAIN, "init_images": [INIT], "denoising_strength": 0.7, **more}
+
+
+def controlled(name: str, kind: str, *units: dict[str, Any], **more: Any) -> Step:
+    """A step: the plain picture under these control units, of one kind."""
+    payload = {key: value for key, value in {**PLAIN, **more}.items() if key not in ("width", "height")}
+    every = {"process": "None", "strength": 1.0, "override": INIT, "unit_type": kind}
+    sizes = {"width_before": PLAIN["width"], "height_before": PLAIN["height"]}
+    # without an empty "xyz" the route fails; its default of cfg_rescale is not that of txt2img
+    fixed = {"xyz": {}, "cfg_rescale": 0.0, "unit_type": kind}
+    return name, "control", {**payload, **sizes, **fixed, "control": [{**every, **unit} for unit in units]}
+
+
+def options(name: str, **values: Any) -> Step:
+    """A step: settings changed."""
+    return name, "options", values
+
+
+def to_checkpoint(name: str, checkpoint: str) -> Step:
+    """A step: another checkpoint, by the route for it."""
+    return name, "call", f"/sdapi/v1/checkpoint?sd_model_checkpoint=Diffusers/{checkpoint}"
+
+
+def python() -> str:
+    """SD.Next's interpreter."""
+    return os.environ.get("SFAST_SDNEXT_PYTHON") or str(Path(HOST or "") / "venv" / "bin" / "python")
+
+
+def make_models(folder: Path) -> None:
+    """Fill a folder with all of the tiny models."""
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    for script in ("sdnext_extras.py", "sdnext_families.py"):
+        command = [python(), str(HERE / script), str(folder)]
+        made = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=300, check=False)
+        assert made.returncode == 0, made.stderr
+
+
+_models: dict[Path, Path] = {}
+
+
+def make_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data directory with the models, which are made once for all modules, and the extensions of the tests."""
+    base = tmp_path_factory.getbasetemp()
+    if base not in _models:
+        _models[base] = tmp_path_factory.mktemp("sdnext-models")
+        make_models(_models[base])
+    folder = tmp_path_factory.mktemp("sdnext")
+    (folder / "models").symlink_to(_models[base], target_is_directory=True)
+    for name, script in (("test-fixes", "sdnext_fixes.py"), ("unknown-patches", "sdnext_patches.py")):
+        scripts = folder / "extensions" / name / "scripts"
+        scripts.mkdir(parents=True)
+        shutil.copy(HERE / script, scripts / script)
+    return folder
+
+
+def start(
+    data: Path, settings: dict[str, Any], *, extension: bool, flags: str = "", packages: Path | None = None
+) -> WebUI:
+    """SD.Next with these settings beside the common ones.
+
+    Args:
+        flags: of its command line, beside `FLAGS`.
+        packages: see `WebUI`.
+    """
+    (data / "config.json").write_text(json.dumps({**SETTINGS, **settings}))
+    link = data / "extensions" / "stable-fast"
+    link.unlink(missing_ok=True)
+    if extension:
+        link.symlink_to(CHECKOUT, target_is_directory=True)
+    models, log = data / "models", data / ("with.log" if extension else "without.log")
+    places = ["--data-dir", str(data), "--models-dir", str(models), "--log", str(data / "host.log")]
+    # diffusers reads it at its import, before SD.Next sets it
+    cache = f"HF_HUB_CACHE={models / 'huggingface'}"
+    command = ["env", cache, python(), "launch.py", *shlex.split(f"{WITHOUT_NETWORK} {FLAGS} {flags}"), *places]
+    return WebUI(command, Path(HOST or ""), log, ready="/sdapi/v1/status", packages=packages)
+
+
+def model_loaded(webui: WebUI, seconds: float = 120) -> None:
+    """Wait for the model: the server answers before it is there, and before all of its routes are."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with contextlib.suppress(urllib.error.HTTPError):
+            if webui.get("/sdapi/v1/checkpoint").get("type"):
+                return
+        time.sleep(0.2)
+    raise RuntimeError(f"no model was loaded:\n{webui.tail()}")
+
+
+def call(webui: WebUI, path: str) -> None:
+    """POST to a route that takes no body, and may answer with none."""
+    with urllib.request.urlopen(urllib.request.Request(webui.url + path, b"", method="POST"), timeout=120):
+        pass
+
+
+def do(webui: WebUI, kind: str, payload: Any) -> list[str]:
+    """The pictures of a step.
+
+    Args:
+        kind: "txt2img", "img2img" or "control"; "options", where `payload` are settings; "call", where it is a path;
+            "do", where it is a function of the WebUI that gives pictures.
+    """
+    if kind == "do":
+        return list(payload(webui))
+    if kind == "call":
+        call(webui, payload)
+        return []
+    if kind == "options":
+        webui.post("/sdapi/v1/options", payload)
+        if "sd_model_checkpoint" in payload:
+            model_loaded(webui)
+        return []
+    return list(webui.post(f"/sdapi/v1/{kind}", payload)["images"])
+
+
+@dataclass
+class Played:
+    """A WebUI after a round; its pictures, those of the stock WebUI, and the status after each step."""
+
+    webui: WebUI
+    stock: dict[str, list[str]]
+    pictures: dict[str, list[str]] = field(default_factory=dict)
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def before(self, name: str) -> dict[str, Any]:
+        """The status before a step."""
+        names = list(self.reports)
+        return self.reports[names[names.index(name) - 1]]
+
+    def gained(self, name: str, *counters: str) -> int:
+        """How much counters rose in a step."""
+        now, was = self.reports[name]["counters"], self.before(name)["counters"]
+        return sum(now.get(c, 0) - was.get(c, 0) for c in counters)
+
+    def ran(self, name: str) -> int:
+        """How many calls plans answered in a step."""
+        return self.gained(name, "replays", "eager_runs")
+
+    def reasons(self, name: str) -> dict[str, int]:
+        """Why calls of a step went to the original forward, and how many."""
+        was, now = (report["reasons_since_start"] for report in (self.before(name), self.reports[name]))
+        return {why: n - was.get(why, 0) for why, n in now.items() if n > was.get(why, 0)}
+
+    def equal(self, name: str, tolerance: float = TOLERANCE) -> None:
+        """Check that a step's pictures are those of the stock WebUI."""
+        pictures, stock = self.pictures[name], self.stock[name]
+        assert len(pictures) == len(stock) >= 1
+        for picture, other in zip(pictures, stock):
+            assert difference(picture, other) < tolerance
+
+    def accelerated(self, name: str) -> None:
+        """Check that plans ran in a step, that nothing stepped around, and that nothing of ours failed."""
+        report = self.reports[name]
+        assert self.ran(name) > 0, (self.reasons(name), report["events"][-6:])
+        assert not self.reasons(name)
+        assert report["last_error"] is None, report["last_error"]
+
+    def stepped_around(self, name: str, *words: str) -> None:
+        """Check that no plan ran in a step, that a reason with these words says why, and nothing of ours failed."""
+        assert self.ran(name) == 0
+        reasons = self.reasons(name)
+        assert any(all(word in reason for word in words) for reason in reasons), reasons
+        assert self.reports[name]["last_error"] is None, self.reports[name]["last_error"]
+
+    def apart(self, name: str, other: str) -> float:
+        """How far the first pictures of two steps of the stock WebUI are from each other, of 255."""
+        return difference(self.stock[name][0], self.stock[other][0])
+
+
+@contextlib.contextmanager
+def play(
+    tmp_path_factory: pytest.TempPathFactory,
+    steps: list[Step],
+    settings: dict[str, Any] | None = None,
+    prepare: Callable[[Path], None] | None = None,
+    flags: str = "",
+    packages: Path | None = None,
+) -> Iterator[Played]:
+    """Play steps on the stock SD.Next, then on one with the extension, which stays open.
+
+    Args:
+        prepare: puts what else is needed into the data directory.
+        flags, packages: see `start`.
+    """
+    data = make_data(tmp_path_factory)
+    if prepare is not None:
+        prepare(data)
+    assert len({name for name, _, _ in steps}) == len(steps)
+    with start(data, settings or {}, extension=False, flags=flags, packages=packages) as webui:
+        model_loaded(webui)
+        stock = {name: do(webui, kind, payload) for name, kind, payload in steps}
+    with start(data, settings or {}, extension=True, flags=flags, packages=packages) as webui:
+        model_loaded(webui)
+        played = Played(webui, stock)
+        played.reports[""] = webui.get("/sfast/v1/status")
+        for name, kind, payload in steps:
+            played.pictures[name] = do(webui, kind, payload)
+            played.reports[name] = webui.get("/sfast/v1/status")
+        yield played
+
+
+def pictured(steps: list[Step]) -> list[str]:
+    """The names of the steps that make pictures."""
+    return [name for name, kind, _ in steps if kind not in ("options", "call")]
+
+
+def playing(
+    steps: list[Step], settings: dict[str, Any] | None = None, tolerance: float = TOLERANCE, **more: Any
+) -> tuple[Any, Any]:
+    """A module's fixture `played`, for these steps, and its test that each picture is that of the stock SD.Next.
+
+    Args:
+        tolerance: of 255, mean over the picture.
+        more: see `play`.
+    """
+
+    @pytest.fixture(scope="module")
+    def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+        with play(tmp_path_factory, steps, settings, **more) as found:
+            yield found
+
+    @pytest.mark.parametrize("name", pictured(steps))
+    def test_picture_equals_the_one_without_the_extension(played: Played, name: str) -> None:
+        played.equal(name, tolerance)
+
+    return played, test_picture_equals_the_one_without_the_extension

@@ -1,0 +1,146 @@
+"""A real WebUI as a child process, driven through its HTTP API."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+XFORMERS = Path(__file__).resolve().parents[2] / "xformers_standin"
+
+
+class WebUI:
+    """Starts a WebUI in `cwd` and stops it at the end of the `with` block.
+
+    Args:
+        command: the interpreter, the script and its flags, without the port.
+        log: where its output goes; quoted when it does not come up.
+        ready: the path that answers 200 when it has.
+        packages: a folder with packages that it finds beside its own.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        cwd: Path,
+        log: Path,
+        ready: str = "/sdapi/v1/options",
+        timeout: float = 300,
+        packages: Path | None = None,
+    ) -> None:
+        self._command, self._cwd, self._log, self._ready, self._timeout = command, cwd, log, ready, timeout
+        self._packages = packages
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    def __enter__(self) -> WebUI:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        # a tiny model gains nothing from threads, and loses much where other work shares the cores
+        env.setdefault("OMP_NUM_THREADS", "1")
+        # the WebUI's interpreter has packages of its own
+        env.pop("PYTHONPATH", None)
+        if self._packages is not None:
+            env["PYTHONPATH"] = str(self._packages)
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*self._command, "--port", str(port)], cwd=self._cwd, env=env, stdout=log, stderr=subprocess.STDOUT
+            )
+        until = time.monotonic() + self._timeout
+        while time.monotonic() < until and self._process.poll() is None:
+            if self.up():
+                return self
+            time.sleep(0.5)
+        self.__exit__()
+        raise RuntimeError(f"the WebUI did not come up:\n{self.tail()}")
+
+    def __exit__(self, *exc: object) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def up(self) -> bool:
+        """Whether it answers."""
+        try:
+            self.get(self._ready)
+        except OSError:
+            return False
+        return True
+
+    def get(self, path: str) -> Any:
+        """The JSON that a GET answers."""
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return json.load(answer)
+
+    def post(self, path: str, payload: dict[str, Any], timeout: float = 600) -> Any:
+        """The JSON that a POST of `payload` answers."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(payload).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{path}: {error.code} {error.read()[:2000]!r}\n{self.tail()}") from error
+
+    def log(self) -> str:
+        """Its output so far."""
+        return self._log.read_text(errors="replace")
+
+    def tail(self) -> str:
+        """The end of its output."""
+        return self.log()[-6000:]
+
+
+def encoded(image: Image.Image) -> str:
+    """A picture as the API takes it."""
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def pixels(picture: str) -> np.ndarray:
+    """The pixels of a picture that the API gave."""
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB"), dtype=np.float32)
+
+
+def difference(a: str, b: str) -> float:
+    """Mean absolute difference of two pictures, of 255."""
+    one, other = pixels(a), pixels(b)
+    assert one.shape == other.shape
+    return float(np.abs(one - other).mean())
+
+
+def last_plan(report: dict[str, Any]) -> dict[str, Any]:
+    """The status of the UNet's plan that ran last."""
+    (unet,) = [accelerator for accelerator in report["accelerators"] if accelerator["name"] == "unet"]
+    assert unet["plans"], f"no plan: {report['reasons']}"
+    return unet["plans"][-1]
+
+
+def same_plan(plan: dict[str, Any], other: dict[str, Any]) -> None:
+    """Check that two plans run the same operations on the same inputs and weights."""
+    assert plan["signature"] == other["signature"], (plan["signature"], other["signature"])
+    ours, theirs = plan["operations"], other["operations"]
+    differ = {name: (ours.get(name, 0), theirs.get(name, 0)) for name in {**ours, **theirs}}
+    differ = {name: counts for name, counts in differ.items() if counts[0] != counts[1]}
+    assert not differ, f"operations and how often each plan has them: {differ}"
+    assert plan["digest"] == other["digest"], "the same operations with other arguments or in another order"

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from kernels.support import randn
+from sfast_ext.kernels.attention import attention
+
+# (batch, heads, queries, keys, head dimension)
+SHAPES = [(2, 8, 64, 77, 40), (1, 1, 63, 63, 17), (2, 3, 1, 5, 160), (1, 2, 100, 1, 64), (2, 2, 33, 33, 8)]
+SHAPES += [(2, 8, 64, 64, 160), (1, 8, 256, 77, 160), (2, 4, 100, 77, 80)]
+
+# Relative L2 error against float64; the probabilities are rounded to the dtype before the second product.
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # float32 may run as tf32
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def _half_on_cpu() -> bool:
+    x = torch.zeros(1, 1, 1, 8, dtype=torch.float16)
+    try:
+        attention.reference(x, x, x)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _check(q, k, v, **kwargs):
+    mask = kwargs.pop("mask", None)
+    wide = mask.double() if mask is not None and mask.is_floating_point() else mask
+    target = attention.reference(q.double(), k.double(), v.double(), wide, **kwargs)
+    y = attention.launch(q, k, v, mask, **kwargs)
+    assert y.dtype == q.dtype
+    assert y.shape == target.shape
+    assert ((y.double() - target).norm() / target.norm()).item() < TOLERANCE[q.dtype]
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(where, dtype, shape):
+    batch, heads, queries, keys, size = shape
+    device = torch.device(where)
+    if where == "cpu" and dtype == torch.float16 and not _half_on_cpu():
+        pytest.skip("this torch has no attention in float16 on a CPU")
+    # heads taken out of the last dimension of a packed product, as a UNet does
+    packed = randn(batch, queries, heads * size * 2, dtype=dtype, device=device)
+    q = packed[..., : heads * size].unflatten(-1, (heads, size)).transpose(1, 2)
+    packed = randn(batch, keys, heads * size * 2, dtype=dtype, device=device)
+    k, v = (part.unflatten(-1, (heads, size)).transpose(1, 2) for part in packed.chunk(2, -1))
+    _check(q, k, v)
+    _check(q, k, v, scale=0.3)
+    _check(q, k, v, is_causal=True)
+    _check(q, k, v, mask=randn(batch, 1, queries, keys, dtype=dtype, device=device))
+    keep = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    keep[:, 1::2] = False
+    _check(q, k, v, mask=keep)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_three_dimensions(where):
+    q, k, v = (randn(6, 9, 40, dtype=torch.float32, device=torch.device(where)) for _ in range(3))
+    _check(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "wanted"),
+    [
+        ((2, 8, 4096, 40), 4096, "cudnn"),
+        ((2, 8, 4096, 40), 77, "cudnn"),
+        ((2, 8, 1024, 80), 1024, "cudnn"),
+        ((2, 8, 1024, 80), 77, "flash"),
+        ((8, 8, 1024, 80), 77, "cudnn"),
+        ((2, 8, 256, 160), 77, "efficient"),
+        ((2, 8, 64, 160), 64, "efficient"),
+        ((2, 20, 1024, 64), 77, "cudnn"),
+    ],
+)
+def test_who_is_asked_first(queries, keys, wanted):
+    q, k = torch.empty(queries, device="meta"), torch.empty((*queries[:2], keys, queries[3]), device="meta")
+    assert attention.first(q, k) == wanted
+
+
+@pytest.mark.gpu
+def test_a_backend_that_fails_to_plan(monkeypatch):
+    calls = []
+
+    @contextlib.contextmanager
+    def refusing(backends, set_priority):
+        calls.append(backends)
+        raise RuntimeError("No execution plans support the graph.")
+        yield
+
+    monkeypatch.setattr(attention, "_PREFERENCE", (refusing, dict.fromkeys(["cudnn", "flash", "efficient"], ["any"])))
+    monkeypatch.setattr(attention, "_refused", set())
+    q = randn(1, 2, 16, 64, dtype=torch.float16, device=torch.device("cuda"))
+    for _ in range(2):
+        _check(q, q, q, is_causal=True)
+    assert len(calls) == 1
+
+
+@pytest.mark.gpu
+def test_torchs_own_choice_is_left_as_it_was():
+    flags = [getattr(torch.backends.cuda, f"{name}_sdp_enabled") for name in ("flash", "mem_efficient", "math")]
+    before = [flag() for flag in flags]
+    q = randn(1, 2, 16, 64, dtype=torch.float16, device=torch.device("cuda"))
+    attention.library(q, q, q)
+    assert [flag() for flag in flags] == before

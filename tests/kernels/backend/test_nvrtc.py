@@ -1,0 +1,316 @@
+"""Kernels in CUDA C++: compiled for real cards, which needs none."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kernels.support import needs_nvrtc
+from sfast_ext.kernels.attention import flash_attention, query_attention
+from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.conv import conv2d
+from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
+
+HOPPER = "sm_90a"
+REGISTERS = 65536  # of a multiprocessor
+SHARED = 227 << 10  # bytes of it for its blocks together
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path / "kernels"))
+    needs_nvrtc()
+
+
+def built(name: str, constants: dict[str, int], spilled: int = 0) -> tuple[int, int]:
+    """A kernel's registers, as they are given out, and bytes of shared memory beside those that a launch asks for."""
+    code, log = nvrtc.build((nvrtc.SOURCES / f"{name}.cu").read_bytes(), HOPPER, constants)
+    assert code[:4] == b"\x7fELF"
+    # products that the compiler serialises, or registers that it spills, cost more than the kernel gains
+    assert "Potential Performance Loss" not in log
+    assert "warning" not in log
+    assert int(re.search(r"(\d+) bytes spill stores", log)[1]) <= spilled
+    registers = -(-int(re.search(r"Used (\d+) registers", log)[1]) // 8) * 8
+    return registers, int(re.search(r"(\d+) bytes smem", log)[1])
+
+
+def constants(size: int) -> dict[str, int]:
+    return flash_attention.constants(size, flash_attention.SHAPES[size][0], torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("size", "shape"), [(n, s) for n, some in flash_attention.SHAPES.items() for s in some], ids=str
+)
+def test_flash_attention_compiles(size, shape, dtype):
+    given = flash_attention.constants(size, shape, dtype)
+    registers, fixed = built("flash_attention", given)
+    assert registers * 128 * shape.groups * shape.blocks <= REGISTERS
+    # the system takes 1 KB of each block's
+    asked = flash_attention.shared_bytes(given) + fixed
+    assert asked <= SHARED and shape.blocks * (1024 + asked) <= SHARED + 1024
+    assert shape.stages - shape.lag >= 2
+    # each group that shares rows has some of the keys
+    assert not shape.even or shape.fewest > 64 * (shape.groups - 1)
+
+
+CONVOLUTIONS = [(tile, torch.float16) for tile in conv2d.TILES] + [(conv2d.TILES[0], torch.bfloat16)]
+# with the statistics of groups: of 10, 20 and 40 channels, and of a whole tile
+CONVOLUTIONS += [
+    (conv2d.TILES[0]._replace(turns=turns), torch.float16, group)
+    for turns, group in product((False, True), (10, 20, 40, 160))
+]
+CONVOLUTIONS += [(conv2d.TILES[0]._replace(turns=turns, pair=1), torch.float16, 10) for turns in (False, True)]
+CONVOLUTIONS += [(conv2d.TILES[0]._replace(turns=False), torch.bfloat16, 40)]
+
+
+@pytest.mark.parametrize(
+    "given", [conv2d.constants(*some) for some in CONVOLUTIONS], ids=lambda given: "-".join(map(str, given.values()))
+)
+def test_conv2d_compiles(given):
+    # what comes once a tile, and has all its sums in registers, may lay a few aside
+    registers, fixed = built("conv2d", given, 64 if given["GROUP"] and given["TURNS"] else 0)
+    assert registers * 384 <= REGISTERS
+    assert conv2d.shared_bytes(given) + fixed <= SHARED
+
+
+GEGLUS = [linear_geglu.constants(tile, torch.float16) for tile in linear_geglu.TILES]
+GEGLUS += [linear_geglu.constants(linear_geglu.TILES[0], torch.bfloat16, True, "tanh")]
+
+
+@pytest.mark.parametrize("given", GEGLUS, ids=lambda given: "-".join(map(str, given.values())))
+def test_linear_geglu_compiles(given):
+    registers, fixed = built("linear_geglu", given)
+    assert registers * 384 <= REGISTERS
+    assert linear_geglu.shared_bytes(given) + fixed <= SHARED
+
+
+NORMED = [
+    (tile, columns)
+    for tile in linear_layer_norm.TILES
+    for columns in (320, 640, 1280)
+    if linear_layer_norm._fits(tile, columns)
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tile", "columns"), NORMED, ids=str)
+def test_linear_layer_norm_compiles(tile, columns, dtype):
+    given = linear_layer_norm.constants(tile, columns, dtype)
+    registers, fixed = built("linear_layer_norm", given)
+    blocks = max(1, 128 // tile.rows)  # which find room for each other, though not all are launched so
+    # warps share out anew what they begin with: those that multiply take what the four others give
+    source = (nvrtc.SOURCES / "linear_layer_norm.cu").read_text()
+    less = int(re.findall(r"setmaxnreg\.dec\.sync\.aligned\.u32 (\d+)", source)[0])
+    shares = map(int, re.findall(r"ROWS == 64 \? (\d+) : ROWS == 128 \? (\d+) : (\d+);", source)[0])
+    threads, more = 2 * tile.rows + 128, dict(zip((64, 128, 192), shares))[tile.rows]
+    assert registers * threads * blocks <= REGISTERS
+    assert less * 128 + more * 2 * tile.rows <= registers * threads
+    asked = linear_layer_norm.shared_bytes(given) + fixed
+    assert asked <= SHARED and blocks * (1024 + asked) <= SHARED + 1024
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_query_attention_compiles(dtype):
+    registers, fixed = built("query_attention", query_attention.constants(dtype))
+    # those that multiply take what the others give
+    source = (nvrtc.SOURCES / "query_attention.cu").read_text()
+    less, more = map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32 (\d+)", source))
+    assert less * 128 + more * 256 <= registers * 384 <= REGISTERS
+    assert query_attention.shared_bytes() + fixed <= SHARED
+
+
+def test_what_was_compiled_is_kept(monkeypatch, tmp_path):
+    code = flash_attention._KERNEL.compiled(HOPPER, constants(40))
+    assert flash_attention._KERNEL.compiled(HOPPER, constants(64)) != code
+    assert len(list((tmp_path / "kernels").iterdir())) == 2
+    monkeypatch.setattr(nvrtc, "build", None)
+    assert flash_attention._KERNEL.compiled(HOPPER, constants(40)) == code
+
+
+@pytest.mark.parametrize(
+    "spoilt", [lambda good: good[:-100], lambda good: b"", lambda good: good[:99] + b"x" + good[100:]]
+)
+def test_what_was_kept_and_is_spoilt_is_made_anew(spoilt, tmp_path):
+    code = flash_attention._KERNEL.compiled(HOPPER, constants(64))
+    (file,) = (tmp_path / "kernels").iterdir()
+    good = file.read_bytes()
+    file.write_bytes(spoilt(good))
+    assert flash_attention._KERNEL.compiled(HOPPER, constants(64)) == code
+    assert file.read_bytes() == good
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "kernels").write_text("no folder")
+    kernel = nvrtc.Source("flash_attention", flash_attention._prepared, ())
+    assert kernel.compiled(HOPPER, constants(40))[:4] == b"\x7fELF"
+    assert not kernel.kept
+    (tmp_path / "kernels").unlink()
+    kernel.compiled(HOPPER, constants(40))
+    assert kernel.kept
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """A compiler that says when it begins, and ends when it may."""
+    begun, may_end = threading.Semaphore(0), threading.Event()
+
+    def build(source, architecture, constants):
+        begun.release()
+        assert constants == {"N": 2} or may_end.wait(300)
+        return b"code %d" % constants["N"], ""
+
+    monkeypatch.setattr(nvrtc, "build", build)
+    yield begun, may_end
+    may_end.set()
+
+
+def test_what_two_threads_ask_for_is_made_once(held):
+    begun, may_end = held
+    kernel = nvrtc.Source("flash_attention", flash_attention._prepared, ())
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(kernel.compiled, HOPPER, {"N": 1})
+        assert begun.acquire(timeout=300)
+        other = pool.submit(kernel.compiled, HOPPER, {"N": 1})
+        assert not begun.acquire(timeout=0.5) and not other.done()
+        may_end.set()
+        assert one.result() == other.result() == b"code 1"
+    assert not begun.acquire(blocking=False)
+
+
+def test_one_compilation_does_not_wait_for_another(held):
+    begun, may_end = held
+    kernel = nvrtc.Source("flash_attention", flash_attention._prepared, ())
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(kernel.compiled, HOPPER, {"N": 1})
+        assert begun.acquire(timeout=300)
+        assert pool.submit(kernel.compiled, HOPPER, {"N": 2}).result(300) == b"code 2"
+        assert not one.done()
+        may_end.set()
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """What a stand-in of the driver was given, one after another."""
+    found = []
+
+    def load(self, index, constants, code):
+        assert self._lock.locked()
+        found.append(code or self.compiled(nvrtc.architecture(index), constants))
+        return found[-1]
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(nvrtc.Source, "_load", load)
+    return found
+
+
+def test_two_variants_of_a_kernel_warm_up_side_by_side(held, loaded):
+    begun, may_end = held
+    kernel = nvrtc.Source("flash_attention", flash_attention._prepared, ())
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(kernel.warmup, N=n) for n in (1, 3)]
+        together = [begun.acquire(timeout=300) for _ in both]
+        may_end.set()
+        assert all(together)
+        assert [one.result() for one in both] == [b"code 1", b"code 3"]
+    assert sorted(loaded) == [b"code 1", b"code 3"]
+    assert not begun.acquire(blocking=False)
+    assert kernel.warmup(N=1) == b"code 1" and len(loaded) == 2
+
+
+def test_a_launch_does_not_wait_for_what_is_warmed_up(held, loaded):
+    begun, may_end = held
+    kernel = nvrtc.Source("flash_attention", flash_attention._prepared, ())
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(kernel.warmup, N=1)
+        assert begun.acquire(timeout=300)
+        assert pool.submit(kernel._function, 0, {"N": 2}).result(300) == b"code 2"
+        assert not one.done()
+        may_end.set()
+
+
+def test_after_a_failure_it_may_be_tried_again(monkeypatch):
+    kernel = nvrtc.Source("flash_attention", flash_attention._prepared, ())
+    for _ in range(2):
+        with pytest.raises(nvrtc.Unavailable):
+            kernel.compiled("sm_1a", constants(40))
+    assert kernel.compiled(HOPPER, constants(40))[:4] == b"\x7fELF"
+
+
+def test_what_does_not_compile_says_why():
+    with pytest.raises(nvrtc.Unavailable, match="not_a_type"):
+        nvrtc.build(b"not_a_type x;", HOPPER, {})
+    with pytest.raises(nvrtc.Unavailable):
+        nvrtc.build(b"", "sm_1a", {})
+
+
+def test_a_kernel_that_failed_is_not_asked_again(monkeypatch, caplog):
+    kernel = nvrtc.Source("flash_attention", flash_attention._prepared, ())
+    device = torch.device("cuda", 0)
+    assert kernel.available(device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (1, 0))
+    with pytest.raises(nvrtc.Unavailable):
+        kernel.warmup(**constants(40))
+    assert not kernel.available(device)
+    assert kernel.available(torch.device("cuda", 1))
+    assert "flash_attention.cu is not used" in caplog.text
+
+
+def test_without_bindings_there_is_no_kernel(monkeypatch):
+    monkeypatch.setattr(nvrtc, "bindings", lambda: None)
+    assert not flash_attention._KERNEL.available(torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
+def test_loaded_in_a_thread_that_has_no_context_yet():
+    kernel = nvrtc.Source("flash_attention", flash_attention._prepared, ())
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(kernel.warmup, **constants(64)).result() is not None
+
+
+def test_what_a_launch_hands_over(monkeypatch):
+    """Addresses of tensors, null for None, and numbers as they are."""
+    handed = []
+
+    def launched(function, *rest):
+        table = (ctypes.c_void_p * 3).from_address(rest[-2])
+        handed.append([ctypes.c_uint64.from_address(place).value for place in table[:2]])
+        handed.append(ctypes.c_int.from_address(table[2]).value)
+        return (0,)
+
+    tensor = torch.ones(3)
+    source = nvrtc.Source("none", lambda *args: ([*args, ctypes.c_int(7)], 128, 0), ())
+    monkeypatch.setattr(nvrtc, "bindings", lambda: (SimpleNamespace(cuLaunchKernel=launched), None))
+    monkeypatch.setattr(source, "_function", lambda index, constants: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(nvrtc, "current_stream", lambda index: 0)
+    source[(1,)](tensor, None)
+    assert handed == [[tensor.data_ptr(), 0], 7]
+
+
+def test_each_thread_is_given_the_context_of_its_gpu(monkeypatch):
+    given = []
+    driver = SimpleNamespace(
+        cuDeviceGet=lambda index: (0, f"GPU {index}"),
+        cuDevicePrimaryCtxRetain=lambda device: (0, f"context of {device}"),
+        cuCtxSetCurrent=lambda context: given.append((threading.get_ident(), context)) or (0,),
+    )
+    monkeypatch.setattr(nvrtc, "bindings", lambda: (driver, None))
+    monkeypatch.setattr(nvrtc, "_bound", threading.local())
+    for index in (0, 0, 1, 1, 0):
+        nvrtc.bind(index)
+    here = threading.get_ident()
+    assert given == [(here, f"context of GPU {index}") for index in (0, 1, 0)]
+    other = threading.Thread(target=nvrtc.bind, args=(0,))
+    other.start()
+    other.join()
+    assert len(given) == 4 and given[3][0] != here

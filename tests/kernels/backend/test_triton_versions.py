@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sfast_ext import environment, kernels
+from sfast_ext.kernels.backend import triton_runtime, triton_versions
+
+GPU = torch.device("cuda", 0)
+TURING, AMPERE, HOPPER, BLACKWELL = (7, 5), (8, 6), (9, 0), (12, 0)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Lets a card and a Triton pass for those that are installed."""
+
+    def pretend(version, capability):
+        monkeypatch.setattr(triton_runtime, "AVAILABLE", True)
+        monkeypatch.setattr(triton_runtime, "VERSION", version)
+        monkeypatch.setattr(
+            triton_runtime, "capability", lambda device: capability if device.type == "cuda" else (0, 0)
+        )
+        monkeypatch.setattr(environment, "has_triton", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+
+    return pretend
+
+
+@pytest.mark.parametrize("version", [(2, 1), (2, 3), (3, 0), (3, 2), (3, 3), (3, 7)])
+def test_what_a_version_compiles(version):
+    later = version >= (3, 3)
+    for capability in (TURING, AMPERE, HOPPER):
+        assert triton_versions.refusal(version, capability) is None
+        assert triton_versions.refusal(version, capability, torch.float16) is None
+        refused = triton_versions.refusal(version, capability, torch.bfloat16)
+        assert (refused is None) == (later or capability != TURING)
+    assert (triton_versions.refusal(version, BLACKWELL) is None) == later
+
+
+def test_the_reason_names_both_and_what_to_install():
+    reason = triton_versions.refusal((2, 1), TURING, torch.bfloat16)
+    assert "Triton 2.1" in reason and "7.5" in reason and "bfloat16" in reason and "torch 2.7" in reason
+
+
+@pytest.mark.skipif(kernels.interpreted(), reason="a GPU's kernels are chosen")
+def test_launches_take_no_dtype_that_does_not_compile(card):
+    halves = {dtype: torch.empty(4, dtype=dtype, device="meta") for dtype in (torch.float16, torch.bfloat16)}
+    card((2, 1), TURING)
+    with triton_runtime.collecting(GPU):
+        assert triton_runtime.runs(halves[torch.float16]) and not triton_runtime.runs(halves[torch.bfloat16])
+        assert not triton_runtime.runs(halves[torch.float16], halves[torch.bfloat16])
+    card((2, 1), AMPERE)
+    with triton_runtime.collecting(GPU):
+        assert triton_runtime.runs(halves[torch.bfloat16])
+
+
+def test_a_card_that_triton_does_not_know_gets_none_of_its_kernels(card):
+    card((3, 2), BLACKWELL)
+    assert not environment.triton_runs_on(GPU)
+    card((3, 3), BLACKWELL)
+    assert environment.triton_runs_on(GPU) and environment.triton_refusal(GPU, torch.bfloat16) is None
+
+
+def test_bfloat16_alone_is_refused_on_turing(card):
+    card((3, 1), TURING)
+    assert environment.triton_runs_on(GPU)
+    assert environment.triton_refusal(GPU, torch.float16, torch.float32) is None
+    assert "bfloat16" in environment.triton_refusal(GPU, torch.float32, torch.bfloat16)
+
+
+def test_no_device_but_a_gpu_is_refused_anything(card):
+    card((2, 1), TURING)
+    assert environment.triton_refusal(torch.device("cpu"), torch.bfloat16) is None

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.support import close, each_dtype, expected, few_parts, half_dtype, randn
+from sfast_ext.kernels.group_norm import add_group_norm, group_norm
+
+SHAPES = [
+    ((2, 320, 8, 8), 32),
+    ((1, 640, 5, 7), 32),
+    ((2, 1280, 1, 1), 32),
+    ((1, 1920, 3, 3), 32),
+    ((1, 30, 9, 7), 3),
+    ((2, 30, 1, 1), 30),
+    ((1, 300, 3, 5), 1),
+    ((2, 1000, 2, 2), 8),
+    ((1, 8, 40, 25), 2),
+    ((3, 160, 9, 11), 8),
+    ((2, 96, 23, 17), 4),
+    ((2, 512, 16, 16), 4),
+    ((1, 16, 71, 70), 2),
+    ((1, 60, 129, 1), 6),
+]
+
+
+@pytest.fixture(params=["whole", "parts", "many parts", "none"])
+def path(request, monkeypatch):
+    """One path; what it does not take is done by kernels one after the other."""
+    name = request.param.removeprefix("many ")
+    monkeypatch.setattr(group_norm, "_PATHS", () if name == "none" else (name,))
+    if name != request.param:
+        few_parts(monkeypatch)
+
+
+each_path = pytest.mark.usefixtures("path")
+
+
+def operands(shape, dtype, device):
+    x, residual = (randn(*shape, dtype=dtype, device=device).to(memory_format=torch.channels_last) for _ in range(2))
+    bias, weight, term = (randn(shape[1], dtype=dtype, device=device) for _ in range(3))
+    return x, bias, residual, weight, term
+
+
+def check(got, target, dtype):
+    for y, exact in zip(got, target, strict=True):
+        assert y.dtype == dtype and y.is_contiguous(memory_format=torch.channels_last)
+        close(y, exact)
+
+
+@each_path
+@pytest.mark.parametrize(("shape", "groups"), SHAPES, ids=str)
+def test_shapes(device, shape, groups):
+    x, bias, residual, weight, term = operands(shape, torch.float32, device)
+    args = (x, bias, residual, 0.7, groups, weight, term, 1e-5)
+    check(add_group_norm.launch(*args), expected(add_group_norm, *args), torch.float32)
+
+
+@each_path
+@pytest.mark.parametrize("shape", [(2, 320, 8, 8), (1, 640, 5, 7), (2, 40, 16, 16)], ids=str)
+def test_patches(device, shape):
+    x, bias, residual, weight, term = operands(shape, torch.float32, device)
+    args = (x, bias, residual, 0.7, 8, weight, term, 1e-5, True, None, True)
+    for y, exact in zip(add_group_norm.launch(*args), expected(add_group_norm, *args), strict=True):
+        close(y, exact)
+
+
+@each_path
+@each_dtype
+@pytest.mark.parametrize("has", ["bias", "residual", "both", "neither"])
+def test_operands(device, dtype, has):
+    x, bias, residual, weight, term = operands((2, 48, 7, 9), dtype, device)
+    bias = bias if has in ("bias", "both") else None
+    residual = residual if has in ("residual", "both") else None
+    total, y = add_group_norm.launch(x, bias, residual, 1.0, 4, weight, term, 1e-5, silu=True)
+    exact, _ = expected(add_group_norm, x, bias, residual, 1.0, 4, weight, term, 1e-5, silu=True)
+    close(total, exact)
+    # the norm of the sum as it was stored: rounding it is part of the operation
+    close(y, expected(group_norm, total, 4, weight, term, 1e-5, silu=True))
+
+
+@each_path
+@half_dtype
+def test_mixed_dtypes_and_no_affine(device, dtype):
+    x, bias, residual, *_ = operands((1, 64, 5, 5), dtype, device)
+    weight = randn(64, dtype=torch.float32, device=device)
+    for out_dtype in (torch.float32, dtype):
+        total, y = add_group_norm.launch(x, bias.float(), residual, 1.0, 8, weight, None, 1e-6, out_dtype=out_dtype)
+        assert (total.dtype, y.dtype) == (dtype, out_dtype)
+        close(y, expected(group_norm, total, 8, weight, None, 1e-6))
+    wide = residual.float()  # the kernel reads both alike: the sum is made by the other one
+    total, y = add_group_norm.launch(x, bias, wide, 1.0, 8, None, None, 1e-6)
+    close(total, expected(add_group_norm, x, bias, wide, 1.0, 8, None, None, 1e-6)[0])
+    close(y, expected(group_norm, total, 8, None, None, 1e-6))
+
+
+@each_path
+def test_strided_inputs(device):
+    last = randn(3, 48, 6, 6, dtype=torch.float16, device=device).to(memory_format=torch.channels_last)
+    for x in (last[1:], last[:, 8:40], last[:, :, 1:], last[..., ::2], last.contiguous(), last.transpose(2, 3)):
+        residual = randn(*x.shape, dtype=torch.float16, device=device)
+        for a, b in ((x, residual), (residual, x)):
+            total, y = add_group_norm.launch(a, None, b, 1.0, 4, None, None, 1e-5)
+            close(total, expected(add_group_norm, a, None, b, 1.0, 4, None, None, 1e-5)[0])
+            close(y, expected(group_norm, total, 4, None, None, 1e-5))
+
+
+@each_path
+def test_results_repeat_and_large_means(device):
+    x, bias, residual, weight, term = operands((2, 96, 12, 12), torch.float32, device)
+    args = (x + 3000.0, bias, residual, 1.0, 8, weight, term, 1e-5)
+    first, again = add_group_norm.launch(*args), add_group_norm.launch(*args)
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    close(first[1], expected(group_norm, first[0], 8, weight, term, 1e-5), scale=200)
+
+
+def test_float64_and_empty(device):
+    x = torch.randn(1, 8, 3, 3, dtype=torch.float64, device=device)
+    args = (x, None, x, 1.0, 2, None, None, 1e-5)
+    for y, exact in zip(add_group_norm.launch(*args), add_group_norm.reference(*args)):
+        torch.testing.assert_close(y, exact)
+    total, y = add_group_norm.launch(x[:0].float(), None, None, 1.0, 2, None, None, 1e-5)
+    assert total.shape == y.shape == (0, 8, 3, 3)
+
+
+@pytest.mark.gpu
+@half_dtype
+@pytest.mark.parametrize(("channels", "size"), [(320, 64), (640, 32), (1280, 16), (1280, 8), (320, 128), (320, 192)])
+def test_unet_shapes(dtype, channels, size):
+    x, bias, residual, weight, term = operands((2, channels, size, size), dtype, torch.device("cuda"))
+    total, y = add_group_norm.launch(x, bias, residual, 1.0, 32, weight, term, 1e-5, silu=True)
+    close(total, expected(add_group_norm, x, bias, residual, 1.0, 32, weight, term, 1e-5)[0])
+    close(y, expected(group_norm, total, 32, weight, term, 1e-5, silu=True))

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sfast_ext.tools.lib import changes, models, pipelines
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_tiny_shapes_run_and_stay_sane(name, tiny_unet, unet_inputs):
+    unet = tiny_unet(name)
+    args, kwargs = unet_inputs(unet, 64, 72, 2)
+    with torch.no_grad():
+        output = unet(*args, **kwargs)[0]
+    assert output.shape == (4, 4, 9, 8)
+    assert 0.1 < float(output.std()) < 10
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_full_and_tiny_shapes_differ_in_size_only(name):
+    full, tiny = models.unet_config(name), models.unet_config(f"tiny-{name}")
+    sizes = {
+        "sample_size",
+        "norm_num_groups",
+        "layers_per_block",
+        "block_out_channels",
+        "cross_attention_dim",
+        "attention_head_dim",
+        "transformer_layers_per_block",
+        "addition_time_embed_dim",
+        "projection_class_embeddings_input_dim",
+    }
+    assert {k: v for k, v in full.items() if k not in sizes} == {k: v for k, v in tiny.items() if k not in sizes}
+    assert len(full["block_out_channels"]) == len(tiny["block_out_channels"])
+
+
+def test_an_unknown_name_is_named():
+    with pytest.raises(ValueError, match="sd99"):
+        models.unet_config("sd99")
+
+
+def test_the_same_seed_gives_the_same_weights(tiny_unet):
+    one, two, other = tiny_unet(), tiny_unet(), tiny_unet(seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters()))
+    assert not any(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()))
+    with torch.no_grad():
+        one.conv_in.weight.zero_()
+    assert not torch.equal(one.conv_in.weight, tiny_unet().conv_in.weight)
+
+
+def test_making_a_model_leaves_torch_as_it_was(tiny_unet):
+    models.random_unet("tiny-sd21")
+    assert not torch.equal(torch.nn.Linear(4, 4).weight, torch.nn.Linear(4, 4).weight)
+
+
+def test_a_lora_in_place_keeps_parameters_and_a_replaced_one_does_not(tiny_unet):
+    unet = tiny_unet()
+    before = [(weight, weight.clone()) for _, weight in changes.targets(unet)]
+    assert changes.lora_in_place(unet, seed=1) == len(before) > 10
+    for (_, now), (weight, values) in zip(changes.targets(unet), before):
+        assert now is weight and not torch.equal(now, values)
+    changes.lora_replaced(unet, seed=1)
+    assert not any(now is weight for (_, now), (weight, _) in zip(changes.targets(unet), before))
+
+
+def test_a_lora_of_diffusers_leaves_the_tree_as_it_was(tiny_unet, unet_inputs):
+    pytest.importorskip("peft")
+    unet = tiny_unet()
+    names = [name for name, _ in unet.named_modules()]
+    args, kwargs = unet_inputs(unet)
+    with torch.no_grad():
+        before = unet(*args, **kwargs)[0]
+    changes.lora_of_diffusers(unet, seed=1)
+    assert [name for name, _ in unet.named_modules()] == names
+    with torch.no_grad():
+        assert float((unet(*args, **kwargs)[0] - before).norm() / before.norm()) > 0.05
+
+
+def test_a_checkpoint_by_way_of_the_cpu_arrives(tiny_unet):
+    unet = tiny_unet()
+    state = models.random_state(unet, seed=5)
+    changes.load_checkpoint_by_cpu(unet, state)
+    assert all(torch.equal(v, state[k]) for k, v in unet.state_dict().items())
+
+
+def test_the_tokenizer_needs_no_download():
+    tokenizer = pipelines.byte_tokenizer()
+    one, two = (tokenizer(text, padding="max_length", max_length=77)["input_ids"] for text in ("a fox", "an ox"))
+    assert len(one) == len(two) == 77 and one != two
+
+
+def test_a_unet_comes_back_from_a_folder(tmp_path, tiny_unet):
+    unet = tiny_unet("sd15-inpaint")
+    unet.save_pretrained(tmp_path / "pipeline" / "unet")
+    for path in (tmp_path / "pipeline", tmp_path / "pipeline" / "unet"):
+        found = pipelines.load_unet(str(path), dtype=torch.float32, device=torch.device("cpu"))
+        assert all(torch.equal(a, b) for a, b in zip(unet.parameters(), found.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "context", "channels"),
+    [
+        ("sd15", 320, 768, 4),
+        ("sd15-inpaint", 320, 768, 9),
+        ("sd21", 320, 1024, 4),
+        ("sdxl", 320, 2048, 4),
+        ("sdxl-refiner", 384, 1280, 4),
+    ],
+)
+def test_a_checkpoint_is_known_by_its_shapes(tmp_path, name, width, context, channels):
+    from safetensors.torch import save_file
+
+    path = tmp_path / "model.safetensors"
+    prefix = "model.diffusion_model."
+    save_file(
+        {
+            f"{prefix}input_blocks.0.0.weight": torch.zeros(width, channels, 3, 3),
+            f"{prefix}input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": torch.zeros(8, context),
+        },
+        path,
+    )
+    assert pipelines.checkpoint_name(str(path)) == name
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    path = tmp_path / "lora.safetensors"
+    save_file({"lora_unet.lora_down.weight": torch.zeros(4, 4)}, path)
+    with pytest.raises(ValueError, match="no checkpoint"):
+        pipelines.checkpoint_name(str(path))
+    with pytest.raises(ValueError, match="neither"):
+        pipelines.checkpoint_name(str(tmp_path / "model.ckpt"))

@@ -1,0 +1,243 @@
+"""The commands themselves, as small as they go; they run the accelerator on real models."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks.fuzz import stress
+from sfast_ext import cli
+from sfast_ext.tools import bench, demo
+from sfast_ext.tools.lib import exact, models, pipelines
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(bench.machine, "device", lambda: torch.device("cpu"))
+
+
+def test_demo(tmp_path, capsys):
+    arguments = [
+        "demo",
+        "--out",
+        str(tmp_path),
+        "--steps",
+        "2",
+        "--size",
+        "64x64",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
+    assert cli.main(arguments) == 0, capsys.readouterr().out
+    result = json.loads((tmp_path / "r.json").read_text())
+    rows = {row["what"]: row for row in result["rows"]}
+    assert len(rows) >= 8 and not result["faults"]
+    for name in ("LoRA, as AUTOMATIC1111", "LoRA, as SD.Next", "another checkpoint", "the first checkpoint again"):
+        assert rows[name]["new_captures"] == 0 and rows[name]["changed"] > 10
+    assert rows["first picture"]["new_captures"] == 1
+    pictures = {
+        name: np.asarray(Image.open(tmp_path / f"{name}.png")) for name in ("original", "accelerated", "difference")
+    }
+    assert {picture.shape for picture in pictures.values()} == {(64, 64, 3)}
+    assert pictures["original"].std() > 10
+    out = capsys.readouterr().out
+    assert "amplified" in out and "group_norm" in out
+
+
+def test_demo_with_a_folder_of_diffusers(tmp_path, monkeypatch, capsys):
+    pipe = pipelines.random_pipeline(dtype=torch.float32, device=torch.device("cpu"))
+    pipe.save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("DEMO_MODEL", str(tmp_path / "model"))
+    assert cli.main(["demo", "--out", str(tmp_path), "--steps", "1", "--size", "64x64"]) == 0, capsys.readouterr().out
+
+
+def test_demo_tells_of_a_picture_that_differs(tmp_path, monkeypatch, capsys):
+    wrong = iter(range(1000))
+    difference = demo._difference
+    monkeypatch.setattr(demo, "_difference", lambda a, b: 50.0 if next(wrong) == 1 else difference(a, b))
+    assert cli.main(["demo", "--out", str(tmp_path), "--steps", "1", "--size", "64x64"]) == 1
+    assert "FAULT another prompt: the pictures differ by 50.00 of 255" in capsys.readouterr().out
+
+
+def test_amplified_difference(tmp_path):
+    one = np.full((8, 8, 3), 0.5)
+    assert demo.write_pictures(one, one + 0.004, tmp_path) == 100
+    assert np.asarray(Image.open(tmp_path / "difference.png")).max() == 102
+    assert demo.write_pictures(one, one, tmp_path) == 1
+
+
+class Seconds:
+    """In the place of `time`: a clock that is a second further at each reading."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        self.now += 1.0
+        return self.now
+
+
+def test_bench(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "time", Seconds())
+    file = tmp_path / "deep" / "bench.json"
+    arguments = [
+        "bench",
+        "--model",
+        "tiny-sdxl",
+        "--size",
+        "64x64,72x64",
+        "--against",
+        "eager,cudagraph,eager-channels-last",
+    ]
+    assert cli.main([*arguments, "--iterations", "3", "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert {"gpu", "driver", "torch", "triton", "cudnn", "commit"} <= set(result)
+    assert [(row["width"], row["engine"]) for row in result["rows"]] == [
+        (width, engine) for width in (64, 72) for engine in ("sfast", "eager", "eager-channels-last")
+    ]
+    for row in result["rows"]:
+        assert row["model"] == "tiny-sdxl" and row["height"] == 64 and row["images"] == 1
+        assert 0 < row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]
+        assert row["first_call_s"] == 1.0 and row["error_fp32"] < 1e-4
+    assert result["rows"][0]["plan"]["fused"]["packed_linear"] > 0
+    assert "tiny-sdxl 72×64" in capsys.readouterr().out
+
+
+def test_bench_in_full(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "time", Seconds())
+    file = tmp_path / "full.json"
+    arguments = [
+        "bench",
+        "--model",
+        "tiny-sd15",
+        "--size",
+        "64x64",
+        "--against",
+        "eager",
+        "--full",
+        "--iterations",
+        "2",
+    ]
+    assert cli.main([*arguments, "--json", str(file)]) == 0
+    ours, eager = json.loads(file.read_text())["rows"]
+    assert ours["flops"] == eager["flops"] > 1e7 and ours["matrix_tflops"] > 0
+    limit = 1e3 * ours["flops"] / (ours["matrix_tflops"] * 1e12)
+    assert ours["limit_ms"] == pytest.approx(limit, rel=1e-3)
+    for row in (ours, eager):
+        assert row["fraction_of_limit"] == pytest.approx(row["limit_ms"] / row["ms_p50"], rel=1e-3)
+    assert ours["further_size_s"] == 1.0 and "further_size_s" not in eager
+    assert "remark" not in ours and ours["weights_mb"] > 0
+    assert "of the limit" in capsys.readouterr().out
+
+
+def test_bench_counts_kernels_after_all_else_is_kept(monkeypatch):
+    class Counting(bench.Bench):
+        def _count_kernels(self, rows, running):
+            self.device = torch.device("cuda")
+            super()._count_kernels(rows, running)
+            self.device = torch.device("cpu")
+
+    def events(name, kernels, copies, at):
+        found = [bench.trace.Event(f"call {name}", bench.trace.RANGE, at, 100)]
+        found += [bench.trace.Event("k", bench.trace.KERNEL, at + i, 1) for i in range(kernels)]
+        return found + [bench.trace.Event("c", "gpu_memcpy", at + i, 1) for i in range(copies)]
+
+    kept = []
+    seen = [*events("sfast", 5, 2, 0), *events("eager", 9, 0, 10_000)]
+    monkeypatch.setattr(bench.trace, "record", lambda calls, device: seen)
+    options = cli.parser().parse_args(["bench"])
+    measured = Counting(
+        bench.Options("tiny-sd15", [(64, 64)], [1], ["sfast", "eager"], 1, options.tokens, False, False, None, True),
+        torch.device("cpu"),
+    )
+    rows = measured.measure(bench.Case(64, 64, 1), lambda rows: kept.append([dict(row) for row in rows]))
+    assert [(row["kernels"], row["copies"]) for row in rows] == [(5, 2), (9, 0)]
+    assert len(kept) == 1 and all("kernels" not in row and row["ms_p50"] > 0 for row in kept[0])
+    monkeypatch.setattr(bench.trace, "record", lambda calls, device: 1 / 0)
+    assert all("kernels" not in row for row in measured.measure(bench.Case(64, 64, 1)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model", ["tiny-sd15", "tiny-sdxl"])
+def test_the_output_in_fp32_is_of_two_rows_at_a_time(model):
+    unet, batches = models.tiny_unet(model), []
+    args, kwargs = models.unet_inputs(unet, 64, 64, 3, tokens=9)
+    hook = unet.register_forward_pre_hook(lambda module, given: batches.append(len(given[0])))
+    output = exact.Exact(unet)(args, kwargs)
+    hook.remove()
+    assert batches == [2, 2, 2]
+    torch.testing.assert_close(output, unet(*args, **kwargs)[0])
+
+
+def test_memory_of_graphs_counts_whole(monkeypatch):
+    segments = [
+        {"segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 40},
+        {"segment_pool_id": (0, 1), "total_size": 50, "allocated_size": 10},
+        {"segment_pool_id": (0, 2), "total_size": 7, "allocated_size": 7},
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert bench._idle_in_graphs() == 40
+
+
+def test_a_process_that_ends_without_a_result_is_told(monkeypatch, tmp_path):
+    options = bench.Options("tiny-sd15", [(64, 64)], [1], ["sfast"], 1, 77, False, False, None)
+    monkeypatch.setattr(bench.sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="ended with status 1 and no result"):
+        bench.in_process(options, bench.Case(64, 64, 1), tmp_path)
+
+
+def test_bench_says_where_an_engine_failed(monkeypatch, capsys):
+    def fails(self, args, kwargs):
+        raise RuntimeError("no such thing\nand more")
+
+    monkeypatch.setattr(bench.engines.EagerChannelsLast, "start", fails)
+    arguments = [
+        "bench",
+        "--model",
+        "tiny-sd15",
+        "--size",
+        "64x64",
+        "--against",
+        "eager-channels-last",
+        "--iterations",
+        "1",
+    ]
+    assert cli.main(arguments) == 0
+    assert "eager-channels-last: RuntimeError: no such thing" in capsys.readouterr().out
+
+
+def test_bench_ends_badly_where_no_plan_ran(monkeypatch, capsys):
+    monkeypatch.setattr(bench.engines.StableFast, "remark", lambda self: "the original forward ran: for a test")
+    assert (
+        cli.main(["bench", "--model", "tiny-sd15", "--size", "64x64", "--against", "eager", "--iterations", "1"]) == 1
+    )
+    assert "for a test" in capsys.readouterr().out
+
+
+def test_bench_cold_measures_in_processes_of_their_own(tmp_path):
+    file = tmp_path / "cold.json"
+    arguments = ["bench", "--model", "tiny-sd15", "--size", "64x64", "--against", "", "--iterations", "1", "--cold"]
+    assert cli.main([*arguments, "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert result["cold"] and [row["engine"] for row in result["rows"]] == ["sfast"]
+
+
+def test_stress(tmp_path, capsys):
+    file = tmp_path / "stress.json"
+    arguments = ["--tiny", "--lora", "6", "--sizes", "2", "--checkpoints", "4", "--json", str(file)]
+    assert stress.main(arguments) == 0, capsys.readouterr().out
+    result = json.loads(file.read_text())
+    kinds = [event["kind"] for event in result["events"]]
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "size": 4,
+        "lora in place": 3,
+        "lora replaced": 3,
+        "checkpoint in place": 2,
+        "checkpoint by the CPU": 2,
+    }
+    assert result["summary"]["captures_after_it"] == 0 and not result["faults"]
+    assert result["summary"]["least_effect_of_a_lora"] > 0.05

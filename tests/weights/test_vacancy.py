@@ -1,0 +1,175 @@
+"""Memory of weights that goes to the host and comes back, under plans that stay."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from faulty import failing
+from fuzz.nets import SmallNet
+from pretended_card import GPU, Card, pretended_card
+from torch import nn
+
+from sfast_ext import Config, accelerate
+from sfast_ext.weights.arena import WeightsAway
+from sfast_ext.weights.vacancy import Vacancy
+
+GRAPHS = Config(triton=False)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    with torch.no_grad(), pretended_card(monkeypatch, 1 << 20) as found:
+        yield found
+        assert not found.faults
+
+
+class Case:
+    """A model on the card, used twice, and its twin on the CPU."""
+
+    def __init__(self, card: Card, config: Config = GRAPHS) -> None:
+        torch.manual_seed(0)
+        self.card, self.twin = card, SmallNet().eval()
+        self.net = copy.deepcopy(self.twin)
+        self.to("cuda")
+        self.size = card.allocated
+        self.acc = accelerate(self.net, config)
+        for _ in range(2):
+            self.same()
+
+    def to(self, device: str) -> None:
+        self.net.to(device)
+        self.net.table = self.net.table.to(device)
+
+    def same(self) -> None:
+        args = torch.randn(2, 4, 8, 8), torch.tensor([5, 7]), torch.randn(2, 7, 8)
+        ours = self.net(*[x.to(self.net.conv_in.weight.device) for x in args])["sample"]
+        torch.testing.assert_close(ours.cpu(), self.twin(*args)["sample"], rtol=1e-4, atol=1e-4)
+
+    def counts(self, *names: str) -> list[int]:
+        return [self.acc.report.counter(name) for name in names]
+
+    def words(self) -> str:
+        return str(self.acc.report.as_dict())
+
+
+def test_nothing_is_given_back_where_the_module_lies_in_it(card: Card) -> None:
+    case = Case(card)
+    assert not case.acc.give_memory_back()
+    case.same()
+    assert case.counts("replays", "graph_captures") == [2, 1]
+
+
+@pytest.mark.parametrize("by", ["data", "parameters"])
+def test_plans_outlive_their_memory_and_graphs_are_captured_anew(card: Card, by: str) -> None:
+    case = Case(card)
+    case.to("cpu")
+    assert card.allocated >= case.size and card.graph_bytes
+    assert case.acc.give_memory_back()
+    gc.collect()
+    # an element of each tensor is left
+    assert card.used < case.size / 8 and case.acc.status()["weights"]["away"]
+    # once is enough
+    assert case.acc.give_memory_back() and case.counts("memory_given_back") == [1]
+    case.same()
+    assert "not on a GPU" in case.words() or "on the CPU" in case.words()
+    with torch.no_grad():
+        for each in (case.net, case.twin):
+            each.blocks[0].conv.weight.mul_(3)
+    if by == "data":
+        case.to("cuda")
+    else:
+        for module in case.net.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(parameter.to("cuda"), requires_grad=False)
+        case.to("cuda")
+    for _ in range(3):
+        case.same()
+    assert case.counts("captures", "graph_captures", "replays") == [1, 2, 4]
+    assert not case.acc.status()["weights"]["away"]
+    case.acc.release()
+    gc.collect()
+    assert card.allocated == case.size and card.graph_bytes == 0
+    case.to("cpu")
+    for (name, ours), (_, theirs) in zip(case.net.named_parameters(), case.twin.named_parameters()):
+        assert ours.stride() == theirs.stride() and torch.equal(ours, theirs), name
+
+
+def test_weights_are_fetched_without_a_second_copy(card: Card) -> None:
+    case = Case(card)
+    for vacated in (False, True, False):
+        case.to("cpu")
+        case.twin.conv_out.weight.mul_(2)
+        case.net.conv_out.weight.mul_(2)
+        if vacated:
+            assert case.acc.give_memory_back()
+        card.peak = held = card.used
+        assert case.acc.fetch_weights() > 10
+        weights = sum(p.nbytes for p in case.net.parameters())
+        assert card.peak - held <= (1.25 * weights if vacated else 0.1 * weights)
+        assert {p.device for p in case.net.parameters()} == {GPU}
+        case.same()
+        case.same()
+    assert case.counts("captures", "graph_captures", "replays") == [1, 2, 7]
+
+
+def test_a_plan_without_graphs_runs_again_too(card: Card) -> None:
+    case = Case(card, Config(triton=False, cuda_graphs=False))
+    case.to("cpu")
+    assert case.acc.give_memory_back()
+    case.to("cuda")
+    case.same()
+    assert case.counts("captures", "eager_runs") == [1, 2]
+
+
+def test_no_plan_runs_while_the_memory_is_away(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(card)
+    case.to("cpu")
+    assert case.acc.give_memory_back()
+    case.to("cuda")
+    # as if the weights had been looked at before another thread gave the memory back
+    monkeypatch.setattr(case.acc.arena, "sync", lambda: 0)
+    case.same()
+    assert "given back to the host" in case.words() and case.counts("replays") == [1]
+    monkeypatch.undo()
+
+
+def test_without_room_for_the_weights_the_original_runs(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(card)
+    case.to("cpu")
+    assert case.acc.give_memory_back()
+    case.to("cuda")
+    card.outside = card.capacity - card.used - 100
+    with pytest.raises(WeightsAway, match="no memory left for the weights"):
+        case.acc.arena.sync()
+    assert card.refused == 1
+    card.outside = 0
+    with monkeypatch.context() as patch:
+        failing(patch, Vacancy, "occupy", WeightsAway)
+        case.same()
+    assert case.counts("captures", "replays", "errors") == [1, 1, 0]
+    case.same()
+    assert case.counts("captures", "replays", "errors") == [1, 2, 0]
+
+
+def test_release_and_move_to_while_the_memory_is_away(card: Card) -> None:
+    case = Case(card)
+    case.to("cpu")
+    assert case.acc.give_memory_back()
+    other = SmallNet().eval()
+    case.twin = copy.deepcopy(other)
+    assert case.acc.move_to(other, case.acc.hooks)
+    case.net = other
+    case.to("cuda")
+    case.same()
+    assert case.counts("captures", "replays") == [1, 2]
+    case.to("cpu")
+    assert case.acc.give_memory_back()
+    case.acc.release()
+    gc.collect()
+    assert card.used == 0
+    for (name, ours), (_, theirs) in zip(other.named_parameters(), case.twin.named_parameters()):
+        assert ours.stride() == theirs.stride() and torch.equal(ours, theirs), name
