@@ -276,7 +276,7 @@ def plan_mode(device: torch.device) -> Iterator[None]:
     """The state plans run in: no autograd, no autocast (its casts are nodes).
 
     cuDNN picks its algorithms as the host has it pick them: measuring takes 0.5 to 1 s of a first call, and found none
-    quicker on an NVIDIA H200 at SD 1.5's 512x512 and for SDXL; elsewhere it is open (benchmarks/profile/profile.md).
+    quicker on an NVIDIA H200 at SD 1.5's 512x512 and for SDXL; elsewhere it is open (docs/engineering-log).
     """
     # tensors made in inference mode could not be written to outside of it
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
