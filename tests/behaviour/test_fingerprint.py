@@ -193,7 +193,7 @@ def test_patches_are_found_and_named(model):
     model[1].register_forward_pre_hook(foreign)
     found = {p.path: p for p in fingerprint(model).patches}
     assert set(found) == {"0.inner", "1"}
-    assert found["1"].kind == "hook" and "test_behaviour" in found["1"].words() and "foreign" in found["1"].words()
+    assert found["1"].kind == "hook" and "test_fingerprint" in found["1"].words() and "foreign" in found["1"].words()
 
 
 def test_wrappers_of_the_root_are_no_patches(model):

@@ -235,7 +235,7 @@ def test_under_a_hook_on_all_modules_the_original_runs_and_is_named(pre, model):
         for factor in (1.5, 2.5):  # noqa: B007 - the hook reads it
             assert torch.equal(model(x), Net.forward(model, x))
         (reason,) = acc.report.as_dict()["reasons"]
-        assert "hook on all modules" in reason and "louder in tests/behaviour/test_surroundings.py" in reason
+        assert "hook on all modules" in reason and "louder in behaviour/test_surroundings.py" in reason
     finally:
         handle.remove()
     torch.testing.assert_close(model(x), Net.forward(model, x), rtol=1e-4, atol=1e-4)

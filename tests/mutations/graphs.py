@@ -103,7 +103,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a node that could not be told", "runtime/input_copies.py",
-        "_cuda.checked(node())", "node()",
+        "nvrtc.checked(node())", "node()",
         ("runtime/test_input_copies.py::test_a_node_that_cannot_be_told_must_not_run",),
     ),
     Mutation(
