@@ -7,13 +7,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from sfast_ext.behaviour.fingerprint import structure
-from sfast_ext.behaviour.forward_slot import Slot, foreign_forward
+from sfast_ext.behaviour.forward_slot import Slot, foreign_forward, owner_of
 from sfast_ext.behaviour.key import BehaviourKeys
 from sfast_ext.call_signature import NotOurs, flatten_call
 from sfast_ext.config import Config
@@ -27,6 +27,7 @@ from sfast_ext.runtime.graph_pool import pool_of
 from sfast_ext.runtime.plan_builder import WARY, Found, OriginalFailed, Planner
 from sfast_ext.runtime.plan_cache import pool_for
 from sfast_ext.weights.arena import WeightsAway, WeightsChanged
+from sfast_ext.weights.weight import WeightsInUse
 
 _READING_KEY = "behaviour key"
 _STAND_ASIDE, _PREPARE, _KEY = "stand_aside of the host", "prepare of the host", "key of the host"
@@ -147,7 +148,7 @@ class Accelerator(Planner):
             self._release_parts()
             self._slot.release()
             self.module, self.hooks, self._released = module, hooks, False
-            self._slot, self._keys = Slot(module, self), self._new_keys(behaviour)
+            self._slot, self._keys = Slot(module, self, saving=self.whole is None), self._new_keys(behaviour)
             for key in [key for key, plan in self.plans.items() if plan.behaviour != behaviour]:
                 self._shelf.drop(key)
             self._shelf.pardon()
@@ -165,6 +166,16 @@ class Accelerator(Planner):
                 for step in (self._keys.clear, self.arena.release, self._clear, self._slot.release):
                     steps.callback(step)
                 self._release_parts()
+
+    def before_saving(self) -> None:
+        """Lay the parameters out as the host knows them, since savers refuse other strides."""
+        if not self.lends:
+            return
+        try:
+            self.arena.lend_home()
+        except WeightsInUse as exc:
+            # the values are right, and some savers take any strides
+            self.report.event("weights", f"they are saved as they lie: {exc}")
 
     def status(self) -> dict[str, Any]:
         """This accelerator's part of the status."""
@@ -435,3 +446,8 @@ def accelerate(module: nn.Module, config: Config | None = None, **options: Any) 
         The accelerator; its `release()` gives everything back.
     """
     return Accelerator(module, config, **options).install()
+
+
+def accelerator_of(module: nn.Module) -> Accelerator | None:
+    """The accelerator installed on a module, or None."""
+    return cast("Accelerator | None", owner_of(module))

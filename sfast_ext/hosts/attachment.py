@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.accelerator import Accelerator
+from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.behaviour.fingerprint import structure
 from sfast_ext.behaviour.foreign_code import described
-from sfast_ext.behaviour.forward_slot import accelerator_of, foreign_forward, forward_of
+from sfast_ext.behaviour.forward_slot import foreign_forward, forward_of
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import gpu_room

@@ -79,8 +79,8 @@ class Planner:
         self._recipes: dict[Hashable, set[Recipe]] = {}
         self._wary_of_weights = self._wary_of_behaviour = 0
         self.lends = True
-        """Whether `state_dict()` of the module lays its weights out as the host knows them; see `BeforeSaving`."""
-        self._slot = Slot(module, self)  # type: ignore[arg-type]
+        """Whether `state_dict()` of the module lays its weights out as the host knows them."""
+        self._slot = Slot(module, self, saving=whole is None)  # type: ignore[arg-type]
 
     @property
     def plans(self) -> OrderedDict[Hashable, Plan]:
