@@ -295,7 +295,7 @@ class Accelerator(Planner):
         whole = self.whole or self
         if not any(accelerator.plans for accelerator in (whole, *whole.parts)):
             try:
-                whole.arena.lay_back()
+                whole._all_weights.lay_back()
             except Exception as exc:
                 self.report.error("laying the weights back", exc)
 

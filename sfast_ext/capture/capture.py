@@ -23,7 +23,8 @@ from sfast_ext.capture.fake_trace import LIFTS, record, settle
 from sfast_ext.capture.live_trace import Watched
 from sfast_ext.capture.module_state import State
 from sfast_ext.report import words_of
-from sfast_ext.weights.arena import Weight, WeightArena
+from sfast_ext.weights.submodule_arena import Arena
+from sfast_ext.weights.weight import Weight
 
 aten = torch.ops.aten
 _READING = {aten._local_scalar_dense.default, aten.item.default, aten.nonzero.default}
@@ -58,7 +59,7 @@ def capture(
     function: Callable[..., Any],
     call: Call,
     inputs: Sequence[torch.Tensor],
-    arena: WeightArena,
+    arena: Arena,
     ignored: frozenset[str] = frozenset(),
 ) -> Captured:
     """Record `function` for one call.
@@ -79,7 +80,7 @@ def capture(
     return _settled(*recorded, _recipe(recorded[0]), arena, started)
 
 
-def capture_watched(watched: Watched, recipes: Container[Recipe], arena: WeightArena) -> Captured | None:
+def capture_watched(watched: Watched, recipes: Container[Recipe], arena: Arena) -> Captured | None:
     """The capture of a run that was watched, which takes no time of its own; None where it is not to be had, or its
     recipe is not among those that captures on fake tensors have given.
 
@@ -103,7 +104,7 @@ def _settled(
     tree: Any,
     strides: list[tuple[int, ...]],
     recipe: Recipe,
-    arena: WeightArena,
+    arena: Arena,
     started: float,
 ) -> Captured:
     _refuse_dynamic(graph_module)
@@ -127,7 +128,7 @@ def _recorded(
     function: Callable[..., Any],
     call: Call,
     inputs: Sequence[torch.Tensor],
-    arena: WeightArena,
+    arena: Arena,
     ignored: frozenset[str],
 ) -> tuple[fx.GraphModule, Any, list[tuple[int, ...]]]:
     arena.index()
@@ -154,7 +155,7 @@ def _recorded(
     return graph_module, found["tree"], found["strides"]
 
 
-def _adopt_weights(graph_module: fx.GraphModule, arena: WeightArena) -> None:
+def _adopt_weights(graph_module: fx.GraphModule, arena: Arena) -> None:
     by_weight: dict[Weight, fx.Node] = {}
     for node in list(graph_module.graph.nodes):
         if node.op != "get_attr":

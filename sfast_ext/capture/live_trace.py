@@ -28,7 +28,7 @@ from sfast_ext.capture.fake_trace import LIFTS, PLAIN, READS, fake_mode
 from sfast_ext.capture.interception import intercepted
 from sfast_ext.environment import TORCH
 from sfast_ext.report import logger
-from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.submodule_arena import Arena
 
 try:
     from torch._dispatch.python import enable_python_dispatcher
@@ -60,7 +60,7 @@ class Watched:
         device: the model's.
     """
 
-    def __init__(self, call: Call, arena: WeightArena, device: torch.device) -> None:
+    def __init__(self, call: Call, arena: Arena, device: torch.device) -> None:
         self._arena = arena
         self._device = device
         self._why_not: str | None = None

@@ -27,7 +27,9 @@ from sfast_ext.runtime.graph_pool import GraphPool, pool_of
 from sfast_ext.runtime.plan import Plan, comparable, relative_error
 from sfast_ext.runtime.plan_cache import Shelf, pool_for
 from sfast_ext.runtime.verify import prove, rewritten, too_far
-from sfast_ext.weights.arena import WeightArena, WeightsAway
+from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.submodule_arena import Arena, SubmoduleArena
+from sfast_ext.weights.weight import WeightsAway
 
 if TYPE_CHECKING:
     from sfast_ext.accelerator import Accelerator
@@ -70,7 +72,8 @@ class Planner:
         self.report = report
         self.whole = whole
         self.parts: list[Accelerator] = []
-        self.arena: WeightArena = WeightArena(module) if whole is None else whole.arena.part(module)
+        self._all_weights: WeightArena = WeightArena(module) if whole is None else whole._all_weights
+        self.arena: Arena = self._all_weights if whole is None else SubmoduleArena(self._all_weights, module)
         self._lock: threading.RLock = threading.RLock() if whole is None else whole._lock
         self._building: threading.Lock = threading.Lock() if whole is None else whole._building
         self._shelf = Shelf(self.arena, report, self._lock, config.max_plans)
@@ -118,7 +121,7 @@ class Planner:
             plans = [plan for each in (self, *self.parts) for plan in each.plans.values()]
             for pool in {id(pool): pool for plan in plans if (pool := pool_for(plan)) is not None}.values():
                 locks.enter_context(pool.lock)
-            given = self.arena.vacancies([weight for plan in plans for weight in plan.weights])
+            given = self._all_weights.vacancies([weight for plan in plans for weight in plan.weights])
             if not given:
                 return given is not None
             for plan in plans:
@@ -126,7 +129,7 @@ class Planner:
             for device in {plan.device for plan in plans if plan.device.type == "cuda"}:
                 # what was launched last may read it still
                 torch.cuda.synchronize(device)
-            self.arena.vacate(given)
+            self._all_weights.vacate(given)
         self.report.count("memory_given_back")
         return True
 
@@ -140,7 +143,7 @@ class Planner:
             WeightsAway, WeightsChanged: see `WeightArena.sync`; the module is as it was, or partly there.
         """
         with self._lock:
-            return self.arena.fetch()
+            return self._all_weights.fetch()
 
     def _run(self, found: Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan = found.plan

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from sfast_ext.report import Report
 from sfast_ext.runtime.graph_pool import GraphPool, pool_of
 from sfast_ext.runtime.plan import Plan
-from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.submodule_arena import Arena
 
 LAPSES = 4
 """Generations after which a key that was refused may be tried again; twice as many each further time."""
@@ -24,7 +24,7 @@ class Shelf:
         size: how many plans are kept.
     """
 
-    def __init__(self, arena: WeightArena, report: Report, lock: threading.RLock, size: int) -> None:
+    def __init__(self, arena: Arena, report: Report, lock: threading.RLock, size: int) -> None:
         self.plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self.size = size
         # the reason, and from which generation on it holds no longer

@@ -18,7 +18,7 @@ from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.layout_time import channels_last_pays
 from sfast_ext.report import at
 from sfast_ext.runtime.plan import Plan, comparable, milliseconds, relative_error
-from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.submodule_arena import Arena
 
 # a replay may measure this much slower than the original before it counts as slower
 NOISE = 1.03
@@ -26,7 +26,7 @@ NOISE = 1.03
 CLEARLY = 1.5
 
 
-def rewritten(captured: Captured, call: Call, arena: WeightArena, device: torch.device, config: Config) -> Plan:
+def rewritten(captured: Captured, call: Call, arena: Arena, device: torch.device, config: Config) -> Plan:
     """The plan of a captured forward: its graph after all passes, with the kernels that `device` and `config` allow."""
     at("choice of kernels")
     graph = captured.graph_module.graph

@@ -58,7 +58,8 @@ class WeightArena:
         self._live: list[Weight] = []
         self._watch = Watch([])
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-        self._epoch = 0
+        self.epoch = 0
+        """Counts how often the live tensors may have become others."""
         self._bound = 0  # how many plans there were
         self._homes = Homes()
         self._notes: dict[str, bool] = {}
@@ -192,14 +193,25 @@ class WeightArena:
                     w.plans -= 1
             self._refresh_live()
 
-    def sync(self) -> int:
+    def sync(self, watch: Watch | None = None) -> int:
         """Bring the live tensors up to date with the module's parameters; returns how many were copied.
+
+        Args:
+            watch: of `watch()`, to look at some of the parameters only.
 
         Raises:
             WeightsAway: a parameter is on another device, or on none; or another thread computes with them.
             WeightsChanged: a parameter changed its shape or dtype, or is no plain tensor any more.
         """
-        return self._bring(self._watch)
+        stale = (self._watch if watch is None else watch).stale()
+        if not stale:
+            return 0
+        with self.gate.alone(), self._lock:
+            return self._adopt(stale)
+
+    def watch(self, containers: set[int]) -> Watch:
+        """For `sync`: the places in the dictionaries of these ids. To be made anew when `epoch` is another."""
+        return self._watch_of(self._live, containers)
 
     @property
     def vacant(self) -> bool:
@@ -239,19 +251,6 @@ class WeightArena:
                 self._vacant.update((id(member.weight), vacancy) for member in vacancy.members)
             self._homes.sweep()
             self._rewatch()
-
-    def _bring(self, watch: Watch) -> int:
-        stale = watch.stale()
-        if not stale:
-            return 0
-        with self.gate.alone(), self._lock:
-            return self._adopt(stale)
-
-    def part(self, module: nn.Module) -> WeightArena:
-        """The weights of one submodule: they live where those of the whole do, and are synced by themselves."""
-        from sfast_ext.weights.submodule_arena import ArenaPart
-
-        return ArenaPart(self, module)
 
     def move_to(self, root: nn.Module) -> bool:
         """Follow the host to a module with parameters of the same names, shapes and dtypes, whose values `sync` takes.
@@ -392,7 +391,7 @@ class WeightArena:
 
     def _rewatch(self) -> None:
         self._watch = self._watch_of(self._live)
-        self._epoch += 1
+        self.epoch += 1
 
     def _watch_of(self, weights: list[Weight], containers: set[int] | None = None) -> Watch:
         watch = Watch(weights, containers)

@@ -116,7 +116,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights of a part that were laid out anew", "weights/submodule_arena.py",
-        "if self._seen != self._arena._epoch:", "if self._seen == -1:",
+        "if self._epoch != self._arena.epoch:", "if self._epoch == -1:",
         ("test_parts.py::test_whole_and_parts_share_the_weights_and_see_every_change",),
     ),
     Mutation(
