@@ -104,7 +104,7 @@ def launched(accelerator: Accelerator, call: Call) -> Launch:
     def replayed(plan: Plan, call: Call) -> list[torch.Tensor]:
         return plan.replay(call.leaves, pool)
 
-    accelerator._outputs = replayed  # type: ignore[method-assign]
+    accelerator._runner.outputs = replayed  # type: ignore[method-assign]
     return launch
 
 
@@ -158,7 +158,7 @@ def watched(accelerator: Accelerator, launch: Launch, pool: GraphPool) -> Iterat
         (pool, "leave", "order of streams", "replay"),
     ]
     with contextlib.ExitStack() as stack:
-        for module in ("accelerator", "runtime.plan_builder"):
+        for module in ("accelerator", "runtime.plan_finder", "runtime.plan_runner"):
             stack.enter_context(mock.patch(f"sfast_ext.{module}.at", line.mark))
         for home, name, stage, then in parts:
             stack.enter_context(mock.patch.object(home, name, line.around(getattr(home, name), stage, then)))
@@ -255,7 +255,7 @@ def stages(accelerator: Accelerator, args: tuple, kwargs: dict, device: torch.de
     """What the parts of a call take, each by itself."""
     call = flatten_call(args, kwargs, device)
     (key,) = accelerator.plans
-    plan, report, keys = accelerator.plans[key], Report(), accelerator._keys
+    plan, report, keys = accelerator.plans[key], Report(), accelerator._finder.keys
     assert plan._graph is not None and keys._scene is not None
     glance = keys._scene
     pool = pool_of(device) if device.type == "cuda" else _NoPool(CPU)
@@ -263,12 +263,12 @@ def stages(accelerator: Accelerator, args: tuple, kwargs: dict, device: torch.de
     def lookup() -> None:
         again = (call.signature, plan.behaviour, None, device)
         accelerator.plans.get(again)
-        accelerator._shelf.refusal(again)
-        accelerator._shelf.touch(again)
+        accelerator._cache.refusal(again)
+        accelerator._cache.touch(again)
 
     outputs = plan._graph.outputs
     parts: dict[str, Callable[[], Any]] = {
-        "device": accelerator._device,
+        "device": accelerator._context.device,
         "signature": lambda: flatten_call(args, kwargs, device),
         "lookup": lookup,
         "behaviour at each step": glance.looks_alike,

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import sfast_ext
-from sfast_ext import Config, Hooks, accelerate, accelerator, accelerator_of
+from sfast_ext import Config, Hooks, accelerate, accelerator_of
 from sfast_ext.behaviour import key
-from sfast_ext.runtime import plan_builder, verify
+from sfast_ext.runtime import plan_builder, plan_finder, verify
 from sfast_ext.runtime.plan import DROPPED
 from sfast_ext.runtime.plan_cache import LAPSES
 from sfast_ext.weights.arena import WeightArena
@@ -198,7 +198,7 @@ def test_a_foreign_patch_inside_means_the_original_and_is_named():
     assert "conv has a foreign forward" in reasons(acc) and "louder" in reasons(acc)
     del module.conv.forward
     close(module(x, 1), Net.forward(module, x, 1))
-    assert counters(acc) == {"captures": 1, "eager_runs": 2, "fallbacks": 1, "discarded": 1}
+    assert counters(acc) == {"captures": 1, "eager_runs": 2, "fallbacks": 1, "misspeculated": 1}
 
 
 def test_a_class_patched_by_foreign_code_with_state_in_its_closure_means_the_original(monkeypatch):
@@ -214,7 +214,7 @@ def test_a_class_patched_by_foreign_code_with_state_in_its_closure_means_the_ori
             assert torch.equal(module(x, 1), Net.forward(module, x, 1))
     assert "zz_scaler.make.<locals>.<lambda> in scripts/zz_scaler.py" in reasons(acc)
     close(module(x, 1), Net.forward(module, x, 1))
-    assert counters(acc) == {"captures": 1, "eager_runs": 2, "fallbacks": 3, "discarded": 1}
+    assert counters(acc) == {"captures": 1, "eager_runs": 2, "fallbacks": 3, "misspeculated": 1}
 
 
 def test_a_host_can_vouch_for_a_patch():
@@ -272,7 +272,7 @@ def test_a_plan_that_differs_is_discarded_and_the_original_goes_on(monkeypatch):
         gm.recompile()
         return {"spoil": 1}
 
-    monkeypatch.setattr(verify, "run_passes", spoil)
+    monkeypatch.setattr(plan_builder, "run_passes", spoil)
     module, plain = net(), net()
     acc = accelerate(module, CPU)
     x = picture()
@@ -324,8 +324,8 @@ def test_always_checking_catches_a_plan_gone_wrong_later():
     [
         (plan_builder, "capture"),
         (key, "fingerprint"),
-        (accelerator, "flatten_call"),
-        (verify, "run_passes"),
+        (plan_finder, "flatten_call"),
+        (plan_builder, "run_passes"),
         (verify, "relative_error"),
         (verify, "milliseconds"),
     ],

@@ -28,7 +28,7 @@ from fuzz.compare import places
 from fuzz.fault_events import spoil
 from torch import nn
 
-from sfast_ext import Hooks, accelerator, environment, kernels, passes
+from sfast_ext import Hooks, environment, kernels, passes
 from sfast_ext.behaviour import key
 from sfast_ext.behaviour.forward_slot import Slot
 from sfast_ext.capture import fake_trace
@@ -38,7 +38,7 @@ from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.backend import precompile
 from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.kernels.pointwise import geglu, layer_norm
-from sfast_ext.runtime import backoff, plan_builder, verify
+from sfast_ext.runtime import backoff, failures, plan_builder, plan_finder, verify
 from sfast_ext.runtime.plan import Plan
 from sfast_ext.weights.arena import WeightArena
 
@@ -54,7 +54,7 @@ def no_gradients():
 # on the way to a plan; the original forward is asked at each call, until the failures end
 DECIDING = {
     "the host's reason to stand aside": Stage(Hooks, "stand_aside", "stand_aside of the host"),
-    "the arguments": Stage(accelerator, "flatten_call", "arguments"),
+    "the arguments": Stage(plan_finder, "flatten_call", "arguments"),
     "the host's preparation": Stage(Hooks, "prepare", "prepare of the host"),
     "the behaviour key": Stage(key, "fingerprint", "behaviour key"),
     "the host's key": Stage(Hooks, "key", "key of the host"),
@@ -86,7 +86,7 @@ BUILDING = {
 # of a plan that has already run
 RUNNING = {
     "a run": Stage(Plan, "run_eagerly", "replay"),
-    "a run, without memory": Stage(Plan, "run_eagerly", "replay", OOM, tries=plan_builder.OUT_OF_MEMORY),
+    "a run, without memory": Stage(Plan, "run_eagerly", "replay", OOM, tries=failures.OUT_OF_MEMORY),
     "the outputs of a run": Stage(Plan, "_hand_out", "replay", done=True),
     "the result": Stage(Plan, "output", "result"),
 }
@@ -239,7 +239,7 @@ def test_a_real_unet_goes_on_too(monkeypatch):
 def test_another_size_is_tried_although_one_was_given_up(monkeypatch):
     pair = Pair()
     with monkeypatch.context() as patch:
-        failing(patch, verify, "run_passes")
+        failing(patch, plan_builder, "run_passes")
         pair.same(2)
     pair.plan_runs_again(2, width=16)
     before = pair.runs
@@ -301,7 +301,7 @@ def test_a_plan_is_not_given_up_because_the_key_could_not_be_read():
             raise faults.pop()
         return True
 
-    pair.acc.hooks.recognised = pair.acc._keys._recognised = vouches
+    pair.acc.hooks.recognised = pair.acc._finder.keys._recognised = vouches
     faults.append(Injected("injected"))
     pair.both(louder)
     pair.same()
@@ -381,7 +381,7 @@ def test_a_report_that_cannot_be_made_ends_no_generation(phase, how, monkeypatch
 
 def test_what_fails_at_every_call_is_said_once(monkeypatch, caplog):
     pair = Pair()
-    failing(monkeypatch, accelerator, "flatten_call")
+    failing(monkeypatch, plan_finder, "flatten_call")
     with caplog.at_level(logging.INFO, "sfast_ext"):
         pair.same(CALLS)
     assert pair.counter("errors") == CALLS and len(caplog.records) == 1
@@ -423,14 +423,14 @@ def test_where_no_plan_comes_of_it_the_weights_lie_as_before(stage, monkeypatch)
     pair.same(2)
 
 
-def wrong(graph_module, context, real=verify.run_passes):
+def wrong(graph_module, context, real=plan_builder.run_passes):
     counts = real(graph_module, context)
     spoil(graph_module.graph)
     return counts
 
 
 def test_a_wrong_plan_built_while_the_model_gives_nan_is_found_out(monkeypatch):
-    monkeypatch.setattr(verify, "run_passes", wrong)
+    monkeypatch.setattr(plan_builder, "run_passes", wrong)
     pair = Pair()
     pair.same(2, change=lambda sample: sample * float("nan"))
     pair.same(3)

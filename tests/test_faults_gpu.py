@@ -30,7 +30,7 @@ from sfast_ext import Config
 from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.kernels.pointwise import geglu, layer_norm
-from sfast_ext.runtime import graph_pool, plan_builder
+from sfast_ext.runtime import failures, graph_pool
 from sfast_ext.runtime.plan import Plan
 
 CALLS = 10
@@ -119,7 +119,7 @@ def test_out_of_memory_in_a_replay_gives_the_graphs_memory_away_and_is_tried_thr
         pair.same()
         assert len(pool) == 0 and "out of memory" in pair.words()
         pair.same(CALLS)
-        assert fault.times == plan_builder.OUT_OF_MEMORY and pair.counter("captures") == 2
+        assert fault.times == failures.OUT_OF_MEMORY and pair.counter("captures") == 2
     # the other size was not given up
     pair.plan_runs_again(1, width=16)
     pair.acc.configure(replace(GRAPHS, max_graphs=3))
@@ -237,7 +237,7 @@ def test_out_of_memory_in_a_run_goes_to_the_original_and_is_tried_thrice(home, n
     with monkeypatch.context() as patch:
         fault = failing(patch, home, name, kind)
         pair.same(CALLS)
-        assert fault.times == plan_builder.OUT_OF_MEMORY and pair.counter("captures") == 1, pair.words()
+        assert fault.times == failures.OUT_OF_MEMORY and pair.counter("captures") == 1, pair.words()
         assert "OutOfMemoryError" in pair.error()
     pair.acc.configure(replace(config, max_graphs=3))
     pair.plan_runs_again()

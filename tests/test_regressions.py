@@ -152,7 +152,7 @@ def test_a_copy_keeps_the_wrapper_that_was_there_before_us():
 
 
 def test_weights_that_are_away_while_a_plan_is_built_are_no_reason_to_refuse_for_ever(pair, monkeypatch):
-    pair.acc._drop_all("of this test")
+    pair.acc._model.forget_plans("of this test")
     layer, weight = attention(pair.ours).to_out, attention(pair.ours).to_out.weight
     original = pair.acc.original
 
@@ -338,7 +338,7 @@ def test_data_that_went_round_between_captures_is_given_back(pair):
         a.weight.data, b.weight.data, c.weight.data = c.weight.data, a.weight.data, b.weight.data
 
     pair.both(go_round)
-    pair.acc._drop_all("a test")
+    pair.acc._model.forget_plans("a test")
     pair.acc.arena.index()
     pair.acc.release()
     compare_modules(pair.ours, pair.twin)
@@ -384,8 +384,8 @@ def test_a_weight_that_nobody_keeps_is_not_copied_when_it_is_replaced(pair, monk
 def without_plans_for_a_while(pair, layer):
     """All is laid back, but for what the host took out of the module before."""
     pair.both(lambda net: setattr(layer(net), "weight", nn.Parameter(layer(net).weight.detach() * -1.5)))
-    pair.acc._drop_all("of this test")
-    pair.acc._lay_back()
+    pair.acc._model.forget_plans("of this test")
+    pair.acc._model.lay_back(pair.acc.report)
 
 
 @pytest.mark.parametrize("kept", ["parameter", "data", "computed"])

@@ -1,4 +1,4 @@
-"""From a captured graph to a plan, and the proof that it may be used: right on the user's own inputs, and faster."""
+"""The proof that a plan may be used: right on the user's own inputs, and faster."""
 
 from __future__ import annotations
 
@@ -6,50 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
 
-from sfast_ext import environment
 from sfast_ext.call_signature import Call, flatten_output
-from sfast_ext.capture.capture import Captured
 from sfast_ext.config import Config
-from sfast_ext.kernels.backend.precompile import precompile
-from sfast_ext.kernels.group_norm import group_norm
-from sfast_ext.passes import PassContext, run_passes
-from sfast_ext.passes.layout_time import channels_last_pays
 from sfast_ext.report import at
 from sfast_ext.runtime.plan import Plan, comparable, milliseconds, relative_error
-from sfast_ext.weights.submodule_arena import Arena
 
 # a replay may measure this much slower than the original before it counts as slower
 NOISE = 1.03
 # where the original takes this many times as long, one call of each has told enough
 CLEARLY = 1.5
-
-
-def rewritten(captured: Captured, call: Call, arena: Arena, device: torch.device, config: Config) -> Plan:
-    """The plan of a captured forward: its graph after all passes, with the kernels that `device` and `config` allow."""
-    at("choice of kernels")
-    graph = captured.graph_module.graph
-    triton = (
-        config.triton
-        and environment.triton_runs_on(device)
-        and environment.triton_refusal(device, *_dtypes(graph)) is None
-    )
-    context = PassContext(arena, device, triton)
-    if device.type == "cuda" and not context.serves(group_norm):
-        context.channels_last = arena.remembered("channels last", lambda: channels_last_pays(graph, device))
-    fused = run_passes(captured.graph_module, context)
-    if triton:
-        # before the plan takes the shapes out of the graph
-        precompile(graph, device)
-    at("binding of weights")
-    return Plan(call, captured.graph_module, captured.output_tree, captured.output_strides, device, fused)
-
-
-def _dtypes(graph: fx.Graph) -> set[torch.dtype]:
-    """Of the values of a captured graph."""
-    found = (node.meta.get("val") for node in graph.nodes)
-    return {val.dtype for val in found if isinstance(val, torch.Tensor)}
 
 
 def prove(

@@ -59,12 +59,12 @@ SIGNATURE = [
         ("test_accelerator.py::test_inference_mode_and_autocast",),
     ),
     Mutation(
-        "numbers that a forward branches on", "accelerator.py",
-        "if self._static_numbers and generic in self._static_numbers:", "if False:",
+        "numbers that a forward branches on", "runtime/plan_finder.py",
+        "if self._static_numbers and shape_signature in self._static_numbers:", "if False:",
         ("test_accelerator.py::test_a_forward_that_branches_on_a_number_gets_it_into_the_signature",),
     ),
     Mutation(
-        "gradients", "accelerator.py",
+        "gradients", "runtime/plan_finder.py",
         "if torch.is_grad_enabled():", "if False:",
         ("test_accelerator.py::test_gradients_go_to_the_original",),
     ),
@@ -329,60 +329,60 @@ BEHAVIOUR = [
 
 CALL = [
     Mutation(
-        "the signature of a plan", "accelerator.py",
+        "the signature of a plan", "runtime/plan_finder.py",
         "key = (call.signature, behaviour, host, device)", "key = (None, behaviour, host, device)",
         ("test_accelerator.py::test_plans_are_kept_up_to_a_number",),
     ),
     Mutation(
-        "the behaviour of a plan", "accelerator.py",
+        "the behaviour of a plan", "runtime/plan_finder.py",
         "key = (call.signature, behaviour, host, device)", "key = (call.signature, None, host, device)",
         ("test_accelerator.py::test_a_scalar_attribute_brings_another_plan_and_the_first_comes_back",),
     ),
     Mutation(
-        "the host's key", "accelerator.py",
+        "the host's key", "runtime/plan_finder.py",
         "key = (call.signature, behaviour, host, device)", "key = (call.signature, behaviour, None, device)",
         ("test_accelerator.py::test_hooks_of_the_host_are_asked_at_each_call",),
     ),
     Mutation(
-        "the device of a plan", "accelerator.py",
+        "the device of a plan", "runtime/plan_finder.py",
         "key = (call.signature, behaviour, host, device)", "key = (call.signature, behaviour, host, None)",
         ("test_stale.py::test_a_plan_of_one_device_does_not_run_on_another",),
     ),
     Mutation(
-        "the host stands aside", "accelerator.py",
-        "reason = self.hooks.stand_aside() if self.hooks.stand_aside else None", "reason = None",
+        "the host stands aside", "runtime/plan_finder.py",
+        "reason = hooks.stand_aside() if hooks.stand_aside else None", "reason = None",
         ("test_accelerator.py::test_hooks_of_the_host_are_asked_at_each_call",),
     ),
     Mutation(
-        "what another party patched", "accelerator.py",
+        "what another party patched", "runtime/plan_finder.py",
         "if foreign:\n            raise NotOurs(foreign)", "if False:\n            raise NotOurs(foreign)",
         ("test_accelerator.py::test_a_foreign_patch_inside_means_the_original_and_is_named",),
     ),
     Mutation(
-        "the behaviour after a replay", "accelerator.py",
-        "if behaviour != found.behaviour or foreign:", "if False:",
+        "the behaviour after a replay", "runtime/plan_finder.py",
+        "if behaviour != lookup.behaviour or foreign:", "if False:",
         ("test_speculation.py::test_a_change_before_any_call_is_in_its_result[scalar]",
          "test_speculation.py::test_a_change_before_any_call_is_in_its_result[layer]"),
     ),
     Mutation(
-        "the weights after a replay", "accelerator.py",
-        "if self._synced():\n                return False", "self._synced()",
+        "the weights after a replay", "runtime/plan_finder.py",
+        "if self._sync():\n                return False", "self._sync()",
         _AHEAD,
     ),
     Mutation(
-        "the behaviour before a plan is made or compared", "accelerator.py",
+        "the behaviour before a plan is made or compared", "runtime/plan_finder.py",
         "if now != behaviour or foreign:", "if False:",
         ("test_speculation.py::test_a_plan_is_not_compared_with_what_behaves_otherwise",
          "test_speculation.py::test_a_plan_for_weights_of_another_shape_has_the_key_of_its_own_behaviour"),
     ),
     Mutation(
-        "a refusal", "accelerator.py",
-        "refused = self._shelf.refusal(key)", "refused = None",
+        "a refusal", "runtime/plan_finder.py",
+        "refused = self._cache.refusal(key)", "refused = None",
         ("test_accelerator.py::test_what_is_refused_is_not_tried_again",),
     ),
     Mutation(
         "refusals that are over with other settings", "accelerator.py",
-        "self._shelf.pardon()\n                self._backoff.clear()", "self._backoff.clear()",
+        "self._cache.pardon()\n                self._backoff.clear()", "self._backoff.clear()",
         ("test_faults_gpu.py::test_a_plan_whose_replay_raises_is_given_up_until_the_settings_change",),
     ),
     Mutation(
@@ -391,8 +391,8 @@ CALL = [
         ("test_accelerator.py::test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone",),
     ),
     Mutation(
-        "back-off of captures", "accelerator.py",
-        "if plan is None and self._backoff.waits(generic, key):", "if False:",
+        "back-off of captures", "runtime/plan_finder.py",
+        "if plan is None and self._backoff.waits(shape_signature, key):", "if False:",
         ("runtime/test_backoff.py::test_a_number_that_changes_at_each_step_costs_two_captures",),
     ),
     Mutation(
@@ -417,7 +417,7 @@ CALL = [
     ),
     Mutation(
         "another forward in the module's place", "accelerator.py",
-        "if self._slot.install():\n", "if self._slot.install() and False:\n",
+        "if self._context.slot.install():\n", "if self._context.slot.install() and False:\n",
         ("test_stale.py::test_a_forward_that_takes_the_modules_place_ends_its_plans",),
     ),
     Mutation(

@@ -90,8 +90,8 @@ MUTATIONS = [
         ("weights/test_arena.py::test_weights_that_do_not_fit_are_not_packed",),
     ),
     Mutation(
-        "memory that was given back", "runtime/plan_builder.py",
-        "if self.arena.vacant:", "if False:",
+        "memory that was given back", "runtime/plan_runner.py",
+        "if context.arena.vacant:", "if False:",
         ("weights/test_vacancy.py::test_no_plan_runs_while_the_memory_is_away",),
     ),
     Mutation(
@@ -100,7 +100,7 @@ MUTATIONS = [
         ("weights/test_vacancy.py::test_nothing_is_given_back_where_the_module_lies_in_it",),
     ),
     Mutation(
-        "graphs of memory that is given back", "runtime/plan_builder.py",
+        "graphs of memory that is given back", "runtime/model_state.py",
         "for plan in plans:\n                plan.drop_graph(pool_for(plan))", "",
         ("weights/test_vacancy.py::test_plans_outlive_their_memory_and_graphs_are_captured_anew",),
     ),
@@ -121,7 +121,7 @@ MUTATIONS = [
     ),
     Mutation(
         "plans of parts before the whole's first", "runtime/plan_builder.py",
-        'part._forget_plans("the model is captured as a whole")', "pass",
+        'part.forget_plans("the model is captured as a whole")', "pass",
         ("test_parts.py::test_the_first_call_of_the_whole_runs_no_plan_of_a_part",),
     ),
     Mutation(
@@ -141,7 +141,7 @@ MUTATIONS = [
         ("weights/test_gate.py::test_others_enter_when_who_was_alone_has_ended",),
     ),
     Mutation(
-        "the gate around the original", "runtime/plan_builder.py",
+        "the gate around the original", "runtime/model_state.py",
         "with self.arena.gate:", "if True:",
         ("weights/test_gate.py::test_weights_lie_still_while_another_thread_computes",),
     ),

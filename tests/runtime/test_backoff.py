@@ -136,7 +136,7 @@ def test_a_number_that_changes_at_each_step_costs_two_captures(pictures):
     first, second = pictures(range(STEPS)), pictures(range(STEPS))
     assert first["captures"] == 2 and second["captures"] <= 1
     # one replay in vain tells that the next have to look first
-    assert first["discarded"] + second["discarded"] <= 2
+    assert first["misspeculated"] + second["misspeculated"] <= 2
     assert any("changes again and again" in reason for reason in pictures.report.as_dict()["reasons"])
 
 
@@ -150,4 +150,4 @@ def test_a_number_that_comes_to_rest_gets_a_plan(pictures):
 def test_numbers_that_alternate_waste_few_replays(pictures):
     pictures([0] * (PAYS + 2) + [1] * (PAYS + 2))
     again = pictures([0, 1] * STEPS)
-    assert again["captures"] == 0 and again["eager_runs"] >= 2 * STEPS and again["discarded"] <= 2
+    assert again["captures"] == 0 and again["eager_runs"] >= 2 * STEPS and again["misspeculated"] <= 2

@@ -289,8 +289,8 @@ def test_two_threads_get_right_results_while_plans_come_and_go(made):
         for x, y in zip(sizes[:2], expected):
             torch.testing.assert_close(module(x), y, rtol=1e-3, atol=1e-4)
         if i % 4 == 3:
-            acc._drop_all("a test drops them")
-            acc._lay_back()
+            acc._model.forget_plans("a test drops them")
+            acc._model.lay_back(acc.report)
     ended.set()
     thread.join(SOON)
     assert not thread.is_alive() and not wrong
