@@ -79,10 +79,10 @@ class Launch:
 class _NoPool(GraphPool):
     """Without streams to wait for."""
 
-    def enter(self) -> Any:
+    def begin_use(self) -> Any:
         return None
 
-    def leave(self, stream: Any = None) -> None:
+    def end_use(self, stream: Any = None) -> None:
         pass
 
 
@@ -98,7 +98,7 @@ def launched(accelerator: Accelerator, call: Call) -> Launch:
     launch = Launch()
     pool = launch.pool
     plan._graph = CapturedGraph(launch, outputs, 0)  # type: ignore[arg-type]
-    plan._take([leaf.clone() for leaf in call.tensors(CPU)])
+    plan._set_static_inputs([leaf.clone() for leaf in call.tensors(CPU)])
     pool._entries[id(plan._graph)] = (plan._graph, lambda: None)
 
     def replayed(plan: Plan, call: Call) -> list[torch.Tensor]:
@@ -151,11 +151,11 @@ def watched(accelerator: Accelerator, launch: Launch, pool: GraphPool) -> Iterat
     (plan,) = accelerator.plans.values()
     line = Timeline()
     parts = [
-        (pool, "enter", "order of streams", "replay"),
-        (plan, "_fill", "copies in", "replay"),
+        (pool, "begin_use", "order of streams", "replay"),
+        (plan, "_copy_inputs", "copies in", "replay"),
         (launch, "replay", THE_LAUNCH, "replay"),
-        (plan, "_hand_out", "copies out", "replay"),
-        (pool, "leave", "order of streams", "replay"),
+        (plan, "_copy_outputs", "copies out", "replay"),
+        (pool, "end_use", "order of streams", "replay"),
     ]
     with contextlib.ExitStack() as stack:
         for module in ("accelerator", "runtime.plan_finder", "runtime.plan_runner"):
@@ -263,7 +263,7 @@ def stages(accelerator: Accelerator, args: tuple, kwargs: dict, device: torch.de
     def lookup() -> None:
         again = (call.signature, plan.behaviour, None, device)
         accelerator.plans.get(again)
-        accelerator._cache.refusal(again)
+        accelerator._cache.rejection(again)
         accelerator._cache.touch(again)
 
     outputs = plan._graph.outputs
@@ -274,10 +274,10 @@ def stages(accelerator: Accelerator, args: tuple, kwargs: dict, device: torch.de
         "behaviour at each step": glance.looks_alike,
         "behaviour where no generations are told": glance.holds,
         "weights": accelerator.arena.sync,
-        "copies in": lambda: plan._fill(call.leaves),
+        "copies in": lambda: plan._copy_inputs(call.leaves),
         "copies in, one by one": lambda: [mine.copy_(leaf) for mine, leaf in zip(plan._inputs, call.leaves)],
-        "order of streams": lambda: pool.leave(pool.enter()),
-        "copies out": lambda: plan._hand_out(outputs),
+        "order of streams": lambda: pool.end_use(pool.begin_use()),
+        "copies out": lambda: plan._copy_outputs(outputs),
         "result": lambda: plan.output(outputs),
         "counters": lambda: report.count("replays"),
     }

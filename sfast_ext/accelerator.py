@@ -20,14 +20,14 @@ from sfast_ext.hooks import Hooks
 from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.backend.precompile import get_ready
 from sfast_ext.report import Report, at, stage
-from sfast_ext.runtime.backoff import Backoff
+from sfast_ext.runtime.backoff import CaptureBackoff
 from sfast_ext.runtime.failures import Failures
-from sfast_ext.runtime.gc_pause import uncollected
+from sfast_ext.runtime.gc_pause import gc_paused
 from sfast_ext.runtime.graph_pool import pool_of
 from sfast_ext.runtime.model_state import ModelState, ModuleContext
 from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.plan_builder import OriginalRun, PlanBuilder
-from sfast_ext.runtime.plan_cache import Shelf, pool_for
+from sfast_ext.runtime.plan_cache import PlanCache, pool_for
 from sfast_ext.runtime.plan_finder import HOST_STAGES, PlanFinder
 from sfast_ext.runtime.plan_runner import OriginalFailed, PlanRunner
 from sfast_ext.runtime.replay_state import Lookup, ReplayState
@@ -72,8 +72,8 @@ class Accelerator:
         self._context = context = ModuleContext(
             module, config, hooks, self.report, slot, self.arena, self._model, is_part=whole is not None
         )
-        self._cache = cache = Shelf(self.arena, self.report, self._model.lock, config.max_plans)
-        self._backoff = Backoff()
+        self._cache = cache = PlanCache(self.arena, self.report, self._model.lock, config.max_plans)
+        self._backoff = CaptureBackoff()
         self._runner = PlanRunner(context, cache)
         self._failures = Failures(context, cache)
         self._builder = PlanBuilder(context, cache, self._runner, self._failures, self._backoff)
@@ -127,13 +127,13 @@ class Accelerator:
             if not config.builds_like(was):
                 self._model.forget_plans("the settings changed")
             elif was != config:
-                self._cache.pardon()
+                self._cache.clear_rejected()
                 self._backoff.clear()
                 for plan in self.plans.values():
                     plan.no_graph_reason = None
                     if not config.cuda_graphs:
                         plan.drop_graph(pool_for(plan))
-                self._runner.refuse_what_is_too_far()
+                self._runner.reject_inaccurate()
             for part in self.parts:
                 part.configure(config)
 
@@ -196,7 +196,7 @@ class Accelerator:
             self._finder.follow(behaviour)
             for key in [key for key, plan in self.plans.items() if plan.behaviour != behaviour]:
                 self._cache.drop(key)
-            self._cache.pardon()
+            self._cache.clear_rejected()
         self.install()
         self.report.event("plans", f"{len(self.plans)} plans are kept for a model of the same architecture")
         return True
@@ -246,7 +246,7 @@ class Accelerator:
             at_once: whether new ones need not wait.
         """
         with self._model.lock:
-            (self._backoff.clear if at_once else self._backoff.interrupted)()
+            (self._backoff.clear if at_once else self._backoff.restart_counts)()
             self._builder.forget()
             self._cache.clear(reason)
 
@@ -284,8 +284,8 @@ class Accelerator:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # a part: within the original of the whole
-        aside = self._released or (self.whole is not None and getattr(_thread, "building", False))
-        if aside or getattr(self._inside, "busy", False) or not self.config.enabled:
+        bypass = self._released or (self.whole is not None and getattr(_thread, "building", False))
+        if bypass or getattr(self._inside, "busy", False) or not self.config.enabled:
             return self.original(*args, **kwargs)
         self.calls += 1
         self._inside.busy = True
@@ -305,11 +305,11 @@ class Accelerator:
                 result = self._run(lookup, args, kwargs)
                 launched, lookup = lookup, None
                 if self._finder.validate(launched):
-                    return self._used(launched, result)
+                    return self._record_use(launched, result)
                 self.report.count("misspeculated")
                 lookup = self._finder.find(args, kwargs, speculate=False)
             if lookup.state is not ReplayState.BUILD:
-                return self._used(lookup, self._run(lookup, args, kwargs))
+                return self._record_use(lookup, self._run(lookup, args, kwargs))
             state = ReplayState.BUILD
         except (NotOurs, WeightsAway) as exc:
             self.report.fallback(str(exc))
@@ -319,34 +319,34 @@ class Accelerator:
             raise exc.cause from None
         except Exception as exc:
             if lookup is None and stage() in HOST_STAGES:
-                return self._asked_in_vain(exc, args, kwargs)
+                return self._host_failed(exc, args, kwargs)
             self._failures.failed(exc, lookup, building=False)
 
         if state is ReplayState.BYPASS or lookup is None:
             return self.original(*args, **kwargs)
         mine = self._model.build_lock.acquire(blocking=False)
         if not mine:
-            return self._first(lookup, args, kwargs, build=False)
+            return self._run_original(lookup, args, kwargs, build=False)
         try:
-            with uncollected():
-                return self._first(lookup, args, kwargs, build=True)
+            with gc_paused():
+                return self._run_original(lookup, args, kwargs, build=True)
         finally:
             self._model.build_lock.release()
 
     def _run(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._runner.run(lookup, lambda: self.original(*args, **kwargs))
 
-    def _used(self, lookup: Lookup, result: Any) -> Any:
+    def _record_use(self, lookup: Lookup, result: Any) -> Any:
         plan = lookup.plan
         assert plan is not None
         at("keeping the plan")
         self._cache.touch(lookup.key)
         plan.replays += 1
-        self._backoff.replayed(lookup.shape_signature, plan.replays)
+        self._backoff.record_replay(lookup.shape_signature, plan.replays)
         self.report.count("replays" if plan.has_graph else "eager_runs")
         return result
 
-    def _first(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any], build: bool) -> Any:
+    def _run_original(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any], build: bool) -> Any:
         """The original's result for a call that no plan is for; and a plan, where one is to be built."""
         started = time.perf_counter()
         trace = self._builder.live_trace(lookup) if build else None
@@ -368,9 +368,9 @@ class Accelerator:
         except Exception as exc:
             self._failures.failed(exc, lookup, building=True)
         finally:
-            self._model.lay_back(self.report)
+            self._model.restore_layout(self.report)
 
-    def _asked_in_vain(self, exc: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _host_failed(self, exc: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The original's result, where the host raised what it was asked. One that it meets in its own forward too is
         its own error."""
         where = stage()

@@ -25,7 +25,7 @@ from torch import nn
 from sfast_ext import Config, Hooks, accelerate, accelerator_of, call_signature, passes
 from sfast_ext.kernels.backend import trial
 from sfast_ext.runtime import graph_pool, model_state, plan, plan_builder, verify
-from sfast_ext.runtime.plan import relative_error
+from sfast_ext.runtime.verify import relative_error
 
 CPU = Config(allow_cpu=True)
 # fp32 sums in another order

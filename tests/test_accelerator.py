@@ -14,7 +14,7 @@ from sfast_ext import Config, Hooks, accelerate, accelerator_of
 from sfast_ext.behaviour import key
 from sfast_ext.runtime import plan_builder, plan_finder, verify
 from sfast_ext.runtime.plan import DROPPED
-from sfast_ext.runtime.plan_cache import LAPSES
+from sfast_ext.runtime.plan_cache import REJECTED_FOR
 from sfast_ext.weights.arena import WeightArena
 
 CPU = Config(allow_cpu=True)
@@ -511,7 +511,7 @@ def test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone(monkeypatch
         laid.setitem(REGISTERED, "activation", lambda x: calls.append(1) or x * len(calls) ** 2)
         run_twice(module, *args)
     assert "differs from the original" in reasons(acc) and not acc.plans
-    for _ in range(LAPSES - 1):
+    for _ in range(REJECTED_FOR - 1):
         acc.new_generation()
         close(run_twice(module, *args), Layered.forward(module, *args))
     assert counters(acc)["captures"] == 1
@@ -526,13 +526,13 @@ def test_what_stays_refused_is_tried_ever_less_often(monkeypatch):
     acc = accelerate(module, CPU)
     args = picture(), torch.tensor([1, 2])
     tried = []
-    for generation in range(4 * LAPSES):
+    for generation in range(4 * REJECTED_FOR):
         acc.new_generation()
         before = len(acc.report.as_dict()["events"])
         run_twice(module, *args)
         if any(event["stage"] == "refused" for event in acc.report.as_dict()["events"][before:]):
             tried.append(generation)
-    assert tried == [0, LAPSES, 3 * LAPSES] and "reads a value" in reasons(acc)
+    assert tried == [0, REJECTED_FOR, 3 * REJECTED_FOR] and "reads a value" in reasons(acc)
 
 
 def test_another_function_in_the_place_of_pytorchs_attention_is_captured_anew(monkeypatch):

@@ -87,7 +87,7 @@ BUILDING = {
 RUNNING = {
     "a run": Stage(Plan, "run_eagerly", "replay"),
     "a run, without memory": Stage(Plan, "run_eagerly", "replay", OOM, tries=failures.OUT_OF_MEMORY),
-    "the outputs of a run": Stage(Plan, "_hand_out", "replay", done=True),
+    "the outputs of a run": Stage(Plan, "_copy_outputs", "replay", done=True),
     "the result": Stage(Plan, "output", "result"),
 }
 ALL = [
@@ -395,7 +395,7 @@ def test_weights_that_change_their_dtype_at_every_call_end_the_capturing():
         pair.both(partial(convert, dtype=dtype))
         pair.same(2, dtype=dtype)
     # of each signature, of which there were so many calls
-    assert pair.counter("captures") <= 2 * (backoff.FREE + math.log2(2 * CALLS))
+    assert pair.counter("captures") <= 2 * (backoff.MAX_UNUSED_CAPTURES + math.log2(2 * CALLS))
 
 
 def convert(net: nn.Module, dtype: torch.dtype) -> None:
@@ -407,7 +407,7 @@ def test_after_several_behaviours_that_failed_a_change_of_the_settings_helps_too
     pair = Pair()
     with monkeypatch.context() as patch:
         failing(patch, plan_builder, "capture")
-        for i in range(backoff.FREE + 2):
+        for i in range(backoff.MAX_UNUSED_CAPTURES + 2):
             pair.both(partial(nn.Module.__setattr__, name="s1", value=1 + i / 10))
             pair.same(2)
     pair.acc.configure(replace(CPU, max_graphs=3))

@@ -13,7 +13,7 @@ from fuzz.nets import Request, SmallNet, arguments, make
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.runtime.plan import relative_error
+from sfast_ext.runtime.verify import relative_error
 from sfast_ext.weights.arena import WeightArena
 from sfast_ext.weights.original_layout import Homes
 
@@ -385,7 +385,7 @@ def without_plans_for_a_while(pair, layer):
     """All is laid back, but for what the host took out of the module before."""
     pair.both(lambda net: setattr(layer(net), "weight", nn.Parameter(layer(net).weight.detach() * -1.5)))
     pair.acc._model.forget_plans("of this test")
-    pair.acc._model.lay_back(pair.acc.report)
+    pair.acc._model.restore_layout(pair.acc.report)
 
 
 @pytest.mark.parametrize("kept", ["parameter", "data", "computed"])

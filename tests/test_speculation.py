@@ -18,9 +18,10 @@ from torch import nn
 from sfast_ext import Config, accelerate
 from sfast_ext.call_signature import flatten_call
 from sfast_ext.runtime.graph_pool import CapturedGraph, GraphPool
-from sfast_ext.runtime.plan import Plan, relative_error
+from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.runtime.replay_state import SPECULATION_BACKOFF
+from sfast_ext.runtime.verify import relative_error
 
 CPU = Config(allow_cpu=True)
 
@@ -28,10 +29,10 @@ CPU = Config(allow_cpu=True)
 class Pool(GraphPool):
     """Without streams."""
 
-    def enter(self):
+    def begin_use(self):
         return None
 
-    def leave(self, stream):
+    def end_use(self, stream):
         pass
 
     def touch(self, captured):
@@ -44,7 +45,7 @@ def replayed(self: PlanRunner, plan: Plan, call):
         return plan.run_eagerly(call.leaves)
     if plan._graph is None:
         with torch.inference_mode(False), torch.no_grad():
-            plan._take([leaf.clone() for leaf in call.tensors(plan.device)])
+            plan._set_static_inputs([leaf.clone() for leaf in call.tensors(plan.device)])
             outputs = [output.clone() for output in plan._run_static()]
 
         def replay():

@@ -9,7 +9,7 @@ from sfast_ext.report import stage, words_of
 from sfast_ext.runtime.graph_pool import pool_of
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan import Plan
-from sfast_ext.runtime.plan_cache import Shelf
+from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_finder import READING_KEY
 from sfast_ext.runtime.replay_state import Lookup
 
@@ -20,7 +20,7 @@ OUT_OF_MEMORY = 3
 class Failures:
     """Deals with the exceptions of one module's calls."""
 
-    def __init__(self, context: ModuleContext, cache: Shelf) -> None:
+    def __init__(self, context: ModuleContext, cache: PlanCache) -> None:
         self._context = context
         self._cache = cache
 
@@ -35,9 +35,9 @@ class Failures:
             if plan is not None and self.put_down(exc, lookup.device):
                 self._cache.drop(lookup.key)
                 return
-            if not self._made_room(exc, plan):
+            if not self._evict_for_memory(exc, plan):
                 what = "no plan could be built" if building else "its plan failed"
-                self._cache.refuse(lookup.key, f"{what}: {where}: {words_of(exc)}")
+                self._cache.reject(lookup.key, f"{what}: {where}: {words_of(exc)}")
         except Exception as again:
             report.error("giving up a plan", again)
 
@@ -57,7 +57,7 @@ class Failures:
             report.event("kernel", f"{name} is put down, plans are made without it: {reasons[name]}")
         return bool(new)
 
-    def _made_room(self, exc: Exception, plan: Plan | None) -> bool:
+    def _evict_for_memory(self, exc: Exception, plan: Plan | None) -> bool:
         """Out of memory: the graphs' memory goes to the original's run. True where `plan` may be used again."""
         if not isinstance(exc, torch.cuda.OutOfMemoryError):
             return False

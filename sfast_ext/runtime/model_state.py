@@ -63,7 +63,7 @@ class ModelState(Generic[A]):
         for accelerator in self.accelerators():
             accelerator.forget_plans(reason, at_once=at_once)
 
-    def lay_back(self, report: Report) -> None:
+    def restore_layout(self, report: Report) -> None:
         """Where there are no plans, the original forward runs on weights that lie as its host knows them."""
         if not any(accelerator.plans for accelerator in self.accelerators()):
             try:

@@ -20,14 +20,14 @@ from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.layout_time import channels_last_pays
 from sfast_ext.report import at
-from sfast_ext.runtime.backoff import Backoff
+from sfast_ext.runtime.backoff import CaptureBackoff
 from sfast_ext.runtime.failures import Failures
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan import Plan
-from sfast_ext.runtime.plan_cache import Shelf
+from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.runtime.replay_state import Lookup
-from sfast_ext.runtime.verify import prove
+from sfast_ext.runtime.verify import verify_plan
 from sfast_ext.weights.submodule_arena import Arena
 
 
@@ -54,7 +54,7 @@ class PlanBuilder:
     """
 
     def __init__(
-        self, context: ModuleContext, cache: Shelf, runner: PlanRunner, failures: Failures, backoff: Backoff
+        self, context: ModuleContext, cache: PlanCache, runner: PlanRunner, failures: Failures, backoff: CaptureBackoff
     ) -> None:
         self._context = context
         self._cache = cache
@@ -87,7 +87,7 @@ class PlanBuilder:
             # not refused: they may be back at the next call
             context.report.fallback(f"some weights are on {away}, others on {device}")
             return
-        self._backoff.captured(lookup.shape_signature)
+        self._backoff.record_capture(lookup.shape_signature)
         if not self._cache.plans and not context.is_part:
             # theirs would keep the weights from being packed for all of it
             for part in context.model.parts:
@@ -112,7 +112,7 @@ class PlanBuilder:
         report = context.report
         at("capture")
         try:
-            plan = rewritten(self._captured(lookup, run), lookup.call, context.arena, device, context.config)
+            plan = make_plan(self._captured(lookup, run), lookup.call, context.arena, device, context.config)
             if device.type == "cuda":
                 for sentence in environment.left_out(device):
                     report.once("kernels", sentence)
@@ -125,7 +125,7 @@ class PlanBuilder:
                 return None
             if exc.details:
                 report.event("capture", exc.details)
-            self._cache.refuse(key, str(exc))
+            self._cache.reject(key, str(exc))
             return None
         plan.behaviour = lookup.behaviour
         at("binding of weights")
@@ -135,7 +135,7 @@ class PlanBuilder:
             report.event("passes", "the graph reads strides or unknown sizes, so nothing in it is rewritten")
         try:
             with self._runner.guard(plan):
-                refusal = prove(
+                refusal = verify_plan(
                     plan,
                     lambda: self._runner.outputs(plan, lookup.call),
                     run.again,
@@ -148,7 +148,7 @@ class PlanBuilder:
             self._cache.drop(key)
             raise
         if refusal:
-            self._cache.refuse(key, refusal)
+            self._cache.reject(key, refusal)
             return None
         return plan
 
@@ -163,7 +163,7 @@ class PlanBuilder:
         return captured
 
 
-def rewritten(captured: Captured, call: Call, arena: Arena, device: torch.device, config: Config) -> Plan:
+def make_plan(captured: Captured, call: Call, arena: Arena, device: torch.device, config: Config) -> Plan:
     """The plan of a captured forward: its graph after all passes, with the kernels that `device` and `config` allow."""
     at("choice of kernels")
     graph = captured.graph_module.graph

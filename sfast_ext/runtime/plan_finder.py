@@ -10,10 +10,10 @@ from sfast_ext.behaviour.key import BehaviourKeys
 from sfast_ext.call_signature import NotOurs, Signature, flatten_call
 from sfast_ext.environment import unserved
 from sfast_ext.report import at
-from sfast_ext.runtime.backoff import Backoff
+from sfast_ext.runtime.backoff import CaptureBackoff
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan import Plan
-from sfast_ext.runtime.plan_cache import Shelf
+from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.runtime.replay_state import SPECULATION_BACKOFF, Lookup, Speculation
 
@@ -34,10 +34,10 @@ class PlanFinder:
     def __init__(
         self,
         context: ModuleContext,
-        cache: Shelf,
+        cache: PlanCache,
         runner: PlanRunner,
         static_numbers: set[Signature],
-        backoff: Backoff,
+        backoff: CaptureBackoff,
     ) -> None:
         self._context = context
         self._cache = cache
@@ -102,10 +102,10 @@ class PlanFinder:
             if now != behaviour or foreign:
                 return self.find(args, kwargs, speculate=speculate)
             key_confirmed = True
-        refused = self._cache.refusal(key)
+        refused = self._cache.rejection(key)
         if refused is not None:
             raise NotOurs(refused)
-        if plan is None and self._backoff.waits(shape_signature, key):
+        if plan is None and self._backoff.must_wait(shape_signature, key):
             raise NotOurs("what the model computes changes again and again: a plan is made when it stays the same")
         if not speculate:
             self._sync()

@@ -11,10 +11,10 @@ from sfast_ext.call_signature import Call, flatten_output
 from sfast_ext.report import at
 from sfast_ext.runtime.graph_pool import GraphPool, pool_of
 from sfast_ext.runtime.model_state import ModuleContext
-from sfast_ext.runtime.plan import Plan, comparable, relative_error
-from sfast_ext.runtime.plan_cache import Shelf, pool_for
+from sfast_ext.runtime.plan import Plan
+from sfast_ext.runtime.plan_cache import PlanCache, pool_for
 from sfast_ext.runtime.replay_state import Lookup
-from sfast_ext.runtime.verify import too_far
+from sfast_ext.runtime.verify import comparable, relative_error, too_inaccurate
 from sfast_ext.weights.weight import WeightsAway
 
 
@@ -33,7 +33,7 @@ class PlanRunner:
         cache: refuses a plan that differs from the original.
     """
 
-    def __init__(self, context: ModuleContext, cache: Shelf) -> None:
+    def __init__(self, context: ModuleContext, cache: PlanCache) -> None:
         self._context = context
         self._cache = cache
 
@@ -63,7 +63,7 @@ class PlanRunner:
                 return result
             plan.error = relative_error(outputs, references)
             if not plan.error <= config.tolerance:
-                self._cache.refuse(lookup.key, too_far(plan.error, config))
+                self._cache.reject(lookup.key, too_inaccurate(plan.error, config))
             return result
         at("result")
         return plan.output(outputs)
@@ -73,14 +73,14 @@ class PlanRunner:
         check = self._context.config.check
         return check == "always" or (check == "first" and plan.error is None)
 
-    def refuse_what_is_too_far(self) -> None:
+    def reject_inaccurate(self) -> None:
         """Give up the plans whose error is known to be over the tolerance."""
         config = self._context.config
         if config.check == "never":
             return
         for key, plan in list(self._cache.plans.items()):
             if plan.error is not None and not plan.error <= config.tolerance:
-                self._cache.refuse(key, too_far(plan.error, config))
+                self._cache.reject(key, too_inaccurate(plan.error, config))
 
     def outputs(self, plan: Plan, call: Call) -> list[torch.Tensor]:
         """The flat outputs of a plan. The caller holds its guard."""

@@ -29,7 +29,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "packing": (sfast_ext.weights.arena.WeightArena, "pack"),
     "passes": (sfast_ext.runtime.plan_builder, "run_passes"),
     "binding": (sfast_ext.weights.arena.WeightArena, "bind"),
-    "check": (sfast_ext.runtime.plan_builder, "prove"),
+    "check": (sfast_ext.runtime.plan_builder, "verify_plan"),
     "plan": (sfast_ext.runtime.plan.Plan, "run_eagerly"),
     "output": (sfast_ext.runtime.plan.Plan, "output"),
 }
@@ -38,9 +38,9 @@ GPU_STAGES: dict[str, tuple[Any, str]] = {
     "warm-up": (sfast_ext.runtime.plan.Plan, "_warm_up"),
     "graph capture": (GraphPool, "_capture"),
     CAPTURING: (sfast_ext.runtime.plan.Plan, "_run_static"),
-    "inputs of a replay": (sfast_ext.runtime.plan.Plan, "_fill"),
+    "inputs of a replay": (sfast_ext.runtime.plan.Plan, "_copy_inputs"),
     "replay": (sfast_ext.runtime.plan.Plan, "replay"),
-    "outputs of a replay": (sfast_ext.runtime.plan.Plan, "_hand_out"),
+    "outputs of a replay": (sfast_ext.runtime.plan.Plan, "_copy_outputs"),
 }
 
 
@@ -118,7 +118,7 @@ def wrong_plan(w: World, rng: random.Random) -> None:
         spoil(graph_module.graph)
         return counts
 
-    _patch(w, sfast_ext.runtime.plan_builder, "rewritten", _with(sfast_ext.runtime.plan_builder.rewritten, wrong))
+    _patch(w, sfast_ext.runtime.plan_builder, "make_plan", _with(sfast_ext.runtime.plan_builder.make_plan, wrong))
     w.drop_plans()
 
 

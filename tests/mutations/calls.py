@@ -377,12 +377,12 @@ CALL = [
     ),
     Mutation(
         "a refusal", "runtime/plan_finder.py",
-        "refused = self._cache.refusal(key)", "refused = None",
+        "refused = self._cache.rejection(key)", "refused = None",
         ("test_accelerator.py::test_what_is_refused_is_not_tried_again",),
     ),
     Mutation(
         "refusals that are over with other settings", "accelerator.py",
-        "self._cache.pardon()\n                self._backoff.clear()", "self._backoff.clear()",
+        "self._cache.clear_rejected()\n                self._backoff.clear()", "self._backoff.clear()",
         ("test_faults_gpu.py::test_a_plan_whose_replay_raises_is_given_up_until_the_settings_change",),
     ),
     Mutation(
@@ -392,12 +392,12 @@ CALL = [
     ),
     Mutation(
         "back-off of captures", "runtime/plan_finder.py",
-        "if plan is None and self._backoff.waits(shape_signature, key):", "if False:",
+        "if plan is None and self._backoff.must_wait(shape_signature, key):", "if False:",
         ("runtime/test_backoff.py::test_a_number_that_changes_at_each_step_costs_two_captures",),
     ),
     Mutation(
         "an accelerator that was released", "accelerator.py",
-        "aside = self._released or (self.whole", "aside = (self.whole",
+        "bypass = self._released or (self.whole", "bypass = (self.whole",
         ("test_stale.py::test_an_accelerator_that_is_called_after_its_release_makes_no_plan",),
     ),
     Mutation(

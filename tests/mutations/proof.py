@@ -38,28 +38,28 @@ MUTATIONS = [
     ),
     Mutation(
         "another tolerance", "accelerator.py",
-        "self._runner.refuse_what_is_too_far()", "pass",
+        "self._runner.reject_inaccurate()", "pass",
         ("test_accelerator.py::test_a_plan_whose_known_error_is_over_a_new_tolerance_is_used_no_more",),
     ),
     Mutation(
-        "the number of results", "runtime/plan.py",
+        "the number of results", "runtime/verify.py",
         "if len(outputs) != len(references):", "if False:",
-        ("runtime/test_plan.py::test_other_shapes_dtypes_or_counts_are_infinitely_wrong",),
+        ("runtime/test_verify.py::test_other_shapes_dtypes_or_counts_are_infinitely_wrong",),
     ),
     Mutation(
-        "shapes and dtypes of results", "runtime/plan.py",
+        "shapes and dtypes of results", "runtime/verify.py",
         "if output.shape != reference.shape or output.dtype != reference.dtype:", "if False:",
-        ("runtime/test_plan.py::test_other_shapes_dtypes_or_counts_are_infinitely_wrong",),
+        ("runtime/test_verify.py::test_other_shapes_dtypes_or_counts_are_infinitely_wrong",),
     ),
     Mutation(
-        "NaN in a result", "runtime/plan.py",
+        "NaN in a result", "runtime/verify.py",
         "if not bool(torch.isfinite(ours[finite]).all()):", "if False:",
-        ("runtime/test_plan.py::test_nan_or_inf_where_the_original_has_none_is_infinitely_wrong",),
+        ("runtime/test_verify.py::test_nan_or_inf_where_the_original_has_none_is_infinitely_wrong",),
     ),
     Mutation(
-        "sums that overflow", "runtime/plan.py",
+        "sums that overflow", "runtime/verify.py",
         "vector_norm(values, dtype=torch.float64)", "vector_norm(values)",
-        ("runtime/test_plan.py::test_values_whose_squares_overflow_are_compared",),
+        ("runtime/test_verify.py::test_values_whose_squares_overflow_are_compared",),
     ),
     Mutation(
         "strides of results", "runtime/plan.py",

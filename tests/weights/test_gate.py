@@ -290,7 +290,7 @@ def test_two_threads_get_right_results_while_plans_come_and_go(made):
             torch.testing.assert_close(module(x), y, rtol=1e-3, atol=1e-4)
         if i % 4 == 3:
             acc._model.forget_plans("a test drops them")
-            acc._model.lay_back(acc.report)
+            acc._model.restore_layout(acc.report)
     ended.set()
     thread.join(SOON)
     assert not thread.is_alive() and not wrong
