@@ -12,8 +12,8 @@ from torch import fx
 
 from sfast_ext import environment
 from sfast_ext.call_signature import Call, Signature
-from sfast_ext.capture.capture import Captured, CaptureRefused, Recipe, capture, capture_watched
-from sfast_ext.capture.live_trace import WORKS, Watched
+from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capture, capture_live
+from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
 from sfast_ext.config import Config
 from sfast_ext.kernels.backend.precompile import precompile
 from sfast_ext.kernels.group_norm import group_norm
@@ -39,7 +39,7 @@ class OriginalRun:
     """Runs it once more on the same inputs."""
     result: Any
     seconds: float
-    trace: Watched | None
+    trace: LiveTrace | None
     """What was recorded meanwhile."""
 
 
@@ -61,18 +61,18 @@ class PlanBuilder:
         self._runner = runner
         self._failures = failures
         self._backoff = backoff
-        self._recipes: dict[Hashable, set[Recipe]] = {}
+        self._op_sequences: dict[Hashable, set[OpSequence]] = {}
         self.static_numbers: set[Signature] = set()
         """Signatures of forwards that may branch on a number: numbers are part of their keys."""
 
-    def live_trace(self, lookup: Lookup) -> Watched | None:
+    def live_trace(self, lookup: Lookup) -> LiveTrace | None:
         """What is to record the original's run for a plan, where the same behaviour was captured before."""
-        known = WORKS and lookup.key[1:] in self._recipes  # type: ignore[index]
-        return Watched(lookup.call, self._context.arena, lookup.device) if known else None
+        known = SUPPORTED and lookup.key[1:] in self._op_sequences  # type: ignore[index]
+        return LiveTrace(lookup.call, self._context.arena, lookup.device) if known else None
 
     def forget(self) -> None:
         """Forget what was captured before."""
-        self._recipes.clear()
+        self._op_sequences.clear()
 
     def build(self, lookup: Lookup, run: OriginalRun) -> None:
         """Build the plan of a call, and put it into the cache, or the reason why there is none.
@@ -154,12 +154,12 @@ class PlanBuilder:
 
     def _captured(self, lookup: Lookup, run: OriginalRun) -> Captured:
         context = self._context
-        recipes = self._recipes.setdefault(lookup.key[1:], set())  # type: ignore[index]
-        captured = capture_watched(run.trace, recipes, context.arena) if run.trace is not None else None
+        op_sequences = self._op_sequences.setdefault(lookup.key[1:], set())  # type: ignore[index]
+        captured = capture_live(run.trace, op_sequences, context.arena) if run.trace is not None else None
         if captured is None:
             inputs = lookup.call.tensors(lookup.device)
             captured = capture(context.slot.original, lookup.call, inputs, context.arena, context.hooks.ignored)
-            recipes.add(captured.recipe)
+            op_sequences.add(captured.op_sequence)
         return captured
 
 

@@ -93,7 +93,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recordings of another course", "capture/capture.py",
-        "if recipe in recipes else None", "if True else None",
+        "if op_sequence in op_sequences else None", "if True else None",
         ("capture/test_live_trace.py::test_a_size_that_runs_otherwise_is_captured_on_fake_tensors",),
     ),
     Mutation(
