@@ -64,7 +64,7 @@ class Accelerator:
         self.report = report or Report()
         self._model: ModelState[Accelerator] = ModelState(self, module) if whole is None else whole._model
         self.arena: Arena = self._model.arena if whole is None else SubmoduleArena(self._model.arena, module)
-        self.lends = True
+        self.restores_for_saving = True
         """Whether `state_dict()` of the module lays its weights out as the host knows them."""
         self.calls = 0
         """How often the module was called, but for calls within one of its own or while a plan of the whole is made."""
@@ -252,10 +252,10 @@ class Accelerator:
 
     def before_saving(self) -> None:
         """Lay the parameters out as the host knows them, since savers refuse other strides."""
-        if not self.lends:
+        if not self.restores_for_saving:
             return
         try:
-            self.arena.lend_home()
+            self.arena.restore_layout_temporarily()
         except WeightsInUse as exc:
             # the values are right, and some savers take any strides
             self.report.event("weights", f"they are saved as they lie: {exc}")

@@ -254,14 +254,14 @@ def test_another_size_is_tried_although_one_was_given_up(monkeypatch):
 def test_weights_of_which_half_were_taken_up_are_taken_up_at_the_next_call(monkeypatch):
     pair = Pair()
     pair.same(2)
-    honest = WeightArena._adopt
+    honest = WeightArena._copy_in
 
     def half(arena, stale):
-        monkeypatch.setattr(WeightArena, "_adopt", honest)
+        monkeypatch.setattr(WeightArena, "_copy_in", honest)
         honest(arena, stale[: len(stale) // 2])
         raise Injected("injected")
 
-    monkeypatch.setattr(WeightArena, "_adopt", half)
+    monkeypatch.setattr(WeightArena, "_copy_in", half)
     state = Pair().twin.state_dict()
     for i, name in enumerate(state):
         state[name] = state[name] * (1 + i % 3)

@@ -15,7 +15,7 @@ from torch import nn
 from sfast_ext import Config, accelerate
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.weights.arena import WeightArena
-from sfast_ext.weights.original_layout import Homes
+from sfast_ext.weights.original_layout import OriginalLayouts
 
 CPU = Config(allow_cpu=True)
 
@@ -232,7 +232,7 @@ def test_a_forward_of_ours_put_back_does_not_bring_a_class_patch_back(pair):
 
 def test_weights_that_change_places_while_only_half_is_taken_up(pair, monkeypatch):
     """One weight's tensor, already in its live place, goes to a layer that is not looked at in the same go."""
-    real = WeightArena._adopt
+    real = WeightArena._copy_in
 
     def half(self, stale):
         real(self, stale[: len(stale) // 2])
@@ -247,7 +247,7 @@ def test_weights_that_change_places_while_only_half_is_taken_up(pair, monkeypatc
         a.weight, b.weight = b.weight, a.weight
 
     with monkeypatch.context() as m:
-        m.setattr(WeightArena, "_adopt", half)
+        m.setattr(WeightArena, "_copy_in", half)
         for change in (load, exchange):
             pair.both(change)
             pair.same(1)
@@ -370,7 +370,7 @@ def test_two_weights_in_one_memory_of_which_one_is_replaced():
 
 
 def test_a_weight_that_nobody_keeps_is_not_copied_when_it_is_replaced(pair, monkeypatch):
-    monkeypatch.setattr(Homes, "bring", lambda *_: pytest.fail("it was copied"))
+    monkeypatch.setattr(OriginalLayouts, "bring", lambda *_: pytest.fail("it was copied"))
 
     def replace(net):
         for layer in (plain_layer(net), packed_layer(net)):

@@ -240,7 +240,7 @@ def test_a_weight_in_another_form_cannot_be_followed(now: Tensor) -> None:
     plain = now.layout is torch.strided
     net.first._parameters["weight"] = Packed(now, requires_grad=False) if plain else now  # type: ignore[assignment]
     with pytest.raises(WeightsChanged, match="is now a"):
-        arena._adopt([(arena._live[0], net.first._parameters["weight"])])
+        arena._copy_in([(arena._live[0], net.first._parameters["weight"])])
 
 
 def test_the_memory_of_a_weight_that_somebody_reads_is_not_written_to() -> None:

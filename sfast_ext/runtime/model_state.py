@@ -67,7 +67,7 @@ class ModelState(Generic[A]):
         """Where there are no plans, the original forward runs on weights that lie as its host knows them."""
         if not any(accelerator.plans for accelerator in self.accelerators()):
             try:
-                self.arena.lay_back()
+                self.arena.restore_layout()
             except Exception as exc:
                 report.error("laying the weights back", exc)
 

@@ -174,7 +174,7 @@ def make_plan(captured: Captured, call: Call, arena: Arena, device: torch.device
     )
     context = PassContext(arena, device, triton)
     if device.type == "cuda" and not context.serves(group_norm):
-        context.channels_last = arena.remembered("channels last", lambda: channels_last_pays(graph, device))
+        context.channels_last = arena.memoize("channels last", lambda: channels_last_pays(graph, device))
     fused = run_passes(captured.graph_module, context)
     if triton:
         # before the plan takes the shapes out of the graph

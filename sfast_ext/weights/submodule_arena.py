@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.change_detector import ChangeDetector
 from sfast_ext.weights.gate import Gate
-from sfast_ext.weights.weight import Watch, Weight
+from sfast_ext.weights.weight import Weight
 
 
 class SubmoduleArena:
@@ -24,7 +25,7 @@ class SubmoduleArena:
     def __init__(self, arena: WeightArena, root: nn.Module) -> None:
         self.root = root
         self._arena = arena
-        self._watch = Watch([])
+        self._detector = ChangeDetector([])
         self._epoch = -1
 
     @property
@@ -48,9 +49,9 @@ class SubmoduleArena:
         """See `WeightArena.channels_last`."""
         return self._arena.channels_last(weight)
 
-    def remembered(self, name: str, find: Callable[[], bool]) -> bool:
+    def memoize(self, name: str, find: Callable[[], bool]) -> bool:
         """See `WeightArena.remembered`."""
-        return self._arena.remembered(name, find)
+        return self._arena.memoize(name, find)
 
     def bind(self, weights: Sequence[Weight]) -> None:
         """See `WeightArena.bind`."""
@@ -65,8 +66,8 @@ class SubmoduleArena:
         if self._epoch != self._arena.epoch:
             self._epoch = self._arena.epoch
             own = {id(c) for m in self.root.modules() for c in (m._parameters, m._buffers, m.__dict__)}
-            self._watch = self._arena.watch(own)
-        return self._arena.sync(self._watch)
+            self._detector = self._arena.detector(own)
+        return self._arena.sync(self._detector)
 
     @property
     def vacant(self) -> bool:
@@ -77,9 +78,9 @@ class SubmoduleArena:
         """A part does not move by itself."""
         return False
 
-    def lend_home(self) -> None:
-        """See `WeightArena.lend_home`."""
-        self._arena.lend_home()
+    def restore_layout_temporarily(self) -> None:
+        """See `WeightArena.restore_layout_temporarily`."""
+        self._arena.restore_layout_temporarily()
 
     def release(self) -> None:
         """Nothing: parameters are given back with the whole."""
