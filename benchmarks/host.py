@@ -256,8 +256,8 @@ def stages(accelerator: Accelerator, args: tuple, kwargs: dict, device: torch.de
     call = flatten_call(args, kwargs, device)
     (key,) = accelerator.plans
     plan, report, keys = accelerator.plans[key], Report(), accelerator._finder.keys
-    assert plan._graph is not None and keys._scene is not None
-    glance = keys._scene
+    assert plan._graph is not None and keys._fingerprint is not None
+    fingerprint_read = keys._fingerprint
     pool = pool_of(device) if device.type == "cuda" else _NoPool(CPU)
 
     def lookup() -> None:
@@ -271,8 +271,8 @@ def stages(accelerator: Accelerator, args: tuple, kwargs: dict, device: torch.de
         "device": accelerator._context.device,
         "signature": lambda: flatten_call(args, kwargs, device),
         "lookup": lookup,
-        "behaviour at each step": glance.looks_alike,
-        "behaviour where no generations are told": glance.holds,
+        "behaviour at each step": fingerprint_read.unchanged_quick,
+        "behaviour where no generations are told": fingerprint_read.unchanged,
         "weights": accelerator.arena.sync,
         "copies in": lambda: plan._copy_inputs(call.leaves),
         "copies in, one by one": lambda: [mine.copy_(leaf) for mine, leaf in zip(plan._inputs, call.leaves)],

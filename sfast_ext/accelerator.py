@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import nn
 
 from sfast_ext.behaviour.fingerprint import structure
-from sfast_ext.behaviour.forward_slot import Slot, foreign_forward, owner_of
+from sfast_ext.behaviour.forward_slot import ForwardSlot, foreign_forward, owner_of
 from sfast_ext.call_signature import NotOurs
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
@@ -68,7 +68,7 @@ class Accelerator:
         """Whether `state_dict()` of the module lays its weights out as the host knows them."""
         self.calls = 0
         """How often the module was called, but for calls within one of its own or while a plan of the whole is made."""
-        slot = Slot(module, self, saving=whole is None)
+        slot = ForwardSlot(module, self, saving=whole is None)
         self._context = context = ModuleContext(
             module, config, hooks, self.report, slot, self.arena, self._model, is_part=whole is not None
         )
@@ -147,7 +147,7 @@ class Accelerator:
             self.report.new_generation()
         self._cache.new_generation()
         self._backoff.new_generation()
-        self._finder.keys.tick()
+        self._finder.keys.begin_generation()
         for part in self.parts:
             part.new_generation()
 
@@ -192,7 +192,7 @@ class Accelerator:
             context = self._context
             context.slot.release()
             context.module, context.hooks, self._released = module, hooks, False
-            context.slot = Slot(module, self, saving=self.whole is None)
+            context.slot = ForwardSlot(module, self, saving=self.whole is None)
             self._finder.follow(behaviour)
             for key in [key for key, plan in self.plans.items() if plan.behaviour != behaviour]:
                 self._cache.drop(key)

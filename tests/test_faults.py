@@ -30,7 +30,7 @@ from torch import nn
 
 from sfast_ext import Hooks, environment, kernels, passes
 from sfast_ext.behaviour import key
-from sfast_ext.behaviour.forward_slot import Slot
+from sfast_ext.behaviour.forward_slot import ForwardSlot
 from sfast_ext.capture import fake_trace
 from sfast_ext.capture.capture import CaptureRefused
 from sfast_ext.capture.module_state import ModuleState
@@ -339,7 +339,7 @@ def test_a_plan_that_cannot_be_given_up_ends_no_generation(home, name, done, mon
 
 
 @pytest.mark.parametrize(
-    ("home", "name", "done"), [(Plan, "close", False), (WeightArena, "unbind", False), (Slot, "release", True)]
+    ("home", "name", "done"), [(Plan, "close", False), (WeightArena, "unbind", False), (ForwardSlot, "release", True)]
 )
 def test_a_release_that_raises_gives_everything_back_all_the_same(home, name, done, monkeypatch):
     pair = Pair()

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from sfast_ext.behaviour.foreign_code import described
+from sfast_ext.behaviour.foreign_code import describe
 
 
 class SlotOwner(Protocol):
@@ -28,14 +28,14 @@ class AcceleratedForward:
     """What sits in the slot: calls its owner, looks like the forward it stands for."""
 
     # functools.update_wrapper, as accelerate calls it, copies what is in __dict__ to the wrapper, and deepcopy goes on
-    __slots__ = ("owner", "detached", "_module", "before", "__dict__")
+    __slots__ = ("owner", "detached", "_module", "previous", "__dict__")
 
     def __init__(
-        self, module: nn.Module, owner: SlotOwner, original: Callable[..., Any], before: Callable | None
+        self, module: nn.Module, owner: SlotOwner, original: Callable[..., Any], previous: Callable | None
     ) -> None:
         self.owner = owner
         self._module = module
-        self.before = before
+        self.previous = previous
         self.detached: Callable[..., Any] | None = None
         self.__wrapped__ = original
         self.__name__ = "forward"
@@ -57,13 +57,13 @@ class AcceleratedForward:
         module = memo.get(id(self._module))
         if module is None:
             return self.__wrapped__
-        if self.before is None:
+        if self.previous is None:
             return types.MethodType(type(module).forward, module)
-        return copy.deepcopy(self.before, memo)
+        return copy.deepcopy(self.previous, memo)
 
     def __reduce__(self) -> Any:
         # a loaded module runs what was there before, as a copied one does
-        return (_class_forward, (self._module,)) if self.before is None else (_as_it_is, (self.before,))
+        return (_class_forward, (self._module,)) if self.previous is None else (_as_it_is, (self.previous,))
 
 
 class BeforeSaving:
@@ -100,7 +100,7 @@ def _as_it_is(function: Any) -> Any:
     return function
 
 
-class Slot:
+class ForwardSlot:
     """The forward of one module: `_old_forward` under accelerate's hook, else the instance's `forward`.
 
     Args:
@@ -113,14 +113,14 @@ class Slot:
         self._owner = owner
         self._tells = saving
         self._forward: AcceleratedForward | None = None
-        self._before: Callable[..., Any] | None = None
+        self._previous: Callable[..., Any] | None = None
         self._saving: Any = None
 
     @property
     def original(self) -> Callable[..., Any]:
         """The forward that was there: an instance attribute, or the class's as it is now."""
-        if self._before is not None:
-            return self._before
+        if self._previous is not None:
+            return self._previous
         # looked up at each call: hosts patch the class after we are installed
         return types.MethodType(type(self._module).forward, self._module)
 
@@ -132,19 +132,19 @@ class Slot:
         """
         if self.installed():
             return False
-        last = self._before
+        last = self._previous
         attributes = self._module.__dict__
         name = "_old_forward" if "_old_forward" in attributes else "forward"
         there: Any = attributes.get(name)
         while isinstance(there, AcceleratedForward):
             # not what it wraps: that is the class's forward as it was when it was made
-            there = there.before
-        self._before = None if there is None or is_own_forward(there, self._module) else there
-        self._forward = AcceleratedForward(self._module, self._owner, self.original, self._before)
+            there = there.previous
+        self._previous = None if there is None or is_own_forward(there, self._module) else there
+        self._forward = AcceleratedForward(self._module, self._owner, self.original, self._previous)
         object.__setattr__(self._module, name, self._forward)
         if self._saving is None and self._tells:
             self._saving = self._module.register_state_dict_pre_hook(BeforeSaving(self._module, self._owner))
-        return last is not self._before
+        return last is not self._previous
 
     def installed(self) -> bool:
         """Whether our object is in one of the slots, at the top or under another's wrapper."""
@@ -158,8 +158,8 @@ class Slot:
         for name in ("forward", "_old_forward"):
             if self._forward is None or attributes.get(name) is not self._forward:
                 continue
-            if self._before is not None:
-                attributes[name] = self._before
+            if self._previous is not None:
+                attributes[name] = self._previous
             elif name == "forward":
                 del attributes[name]
             else:
@@ -167,7 +167,7 @@ class Slot:
                 attributes[name] = self.original
         if self._forward is not None:
             # whoever wrapped it may call it still, also from under the next one that is installed
-            self._forward.detached = self._before or functools.partial(_call_class, self._module)
+            self._forward.detached = self._previous or functools.partial(_call_class, self._module)
         self._forward = None
         if self._saving is not None:
             self._saving.remove()
@@ -188,7 +188,7 @@ def foreign_forward(module: nn.Module) -> str | None:
     function = forward_of(module)
     if function is None or owner_of(module) is not None or is_own_forward(function, module):
         return None
-    return described(function)
+    return describe(function)
 
 
 def forward_of(module: nn.Module) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
-from sfast_ext.behaviour.forward_slot import Slot
+from sfast_ext.behaviour.forward_slot import ForwardSlot
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.report import Report
@@ -109,7 +109,7 @@ class ModuleContext:
     config: Config
     hooks: Hooks
     report: Report
-    slot: Slot
+    slot: ForwardSlot
     arena: Arena
     model: ModelState[Any]
     is_part: bool

@@ -79,12 +79,12 @@ class PlanFinder:
             # first of all: it may give a layer a bias, which the key is to show
             at(_PREPARE)
             hooks.prepare()
-        known, due = self.keys.last, self.keys.due
+        known, due = self.keys.last, self.keys.stale
         key_confirmed = known is None
         behaviour, foreign = self._read_key() if known is None else known
         if not key_confirmed and (self.speculation.key_first() or foreign):
             at(READING_KEY)
-            behaviour, foreign = self.keys.now()
+            behaviour, foreign = self.keys.current()
             key_confirmed = True
         if foreign:
             raise NotOurs(foreign)
@@ -94,7 +94,7 @@ class PlanFinder:
         plan = self._cache.plans.get(key)
         # at the beginning of a generation weights are likely to be others
         speculate = speculate and plan is not None and not due and self._may_speculate(plan)
-        key_confirmed = key_confirmed or (not speculate and self.keys.sure)
+        key_confirmed = key_confirmed or (not speculate and self.keys.trusted)
         if not key_confirmed and (plan is None or self._runner.is_compared(plan)):
             # only a plan may run on the key of the last call: what keeps one away may be gone; and what a plan is
             # compared with must be what it was made for
@@ -119,7 +119,7 @@ class PlanFinder:
         """
         if not lookup.key_confirmed:
             at(READING_KEY)
-            behaviour, foreign = self.keys.now()
+            behaviour, foreign = self.keys.current()
             if behaviour != lookup.behaviour or foreign:
                 self.speculation.key_backoff = SPECULATION_BACKOFF
                 return False

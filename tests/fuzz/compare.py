@@ -71,7 +71,7 @@ def _stands_for(module: nn.Module, slot: str) -> str | None:
     function: Any = module.__dict__.get(slot)
     while isinstance(function, AcceleratedForward) and not function.owner.installed():
         # left where somebody's wrapper that held it put it back; it only passes calls on
-        function = function.before
+        function = function.previous
     # accelerate leaves the class's own forward on an instance
     if function is None or getattr(function, "__func__", None) is type(module).forward:
         return None

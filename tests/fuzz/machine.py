@@ -117,7 +117,7 @@ def generations(w: World, rng: random.Random) -> None:
     if w.ticks:
         w.acc.new_generation()
     else:
-        w.acc._finder.keys._ticks = False
+        w.acc._finder.keys._announced = False
 
 
 def calm(w: World, rng: random.Random) -> None:
