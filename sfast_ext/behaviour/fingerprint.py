@@ -26,23 +26,23 @@ from sfast_ext.behaviour.foreign_code import (
     PLAIN,
     Patch,
     Place,
-    brought,
     cells,
-    home_of,
-    kept,
+    foreign_layers,
+    free_values,
+    is_foreign,
     knowable,
     layers,
     methods,
+    overrides_method,
+    owning_extension,
     package,
     read_by,
-    shadows,
-    strangers,
     torchs_methods,
     written_by,
 )
 from sfast_ext.behaviour.forward_slot import AcceleratedForward, is_own_forward
 from sfast_ext.behaviour.reach import names_within
-from sfast_ext.behaviour.snapshot import LONGEST, NoScene, Scene
+from sfast_ext.behaviour.snapshot import LONGEST, NoSnapshot, Snapshot
 
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
 _FUNCTIONS = (
@@ -61,37 +61,37 @@ _MECHANICS = frozenset(nn.Module().__dict__) | {
 class Fingerprint:
     """The behaviour key of a module tree.
 
-    `key` names objects by address; `alive` and `scene` hold them, so that none can give its address to another while
+    `key` names objects by address; `alive` and `snapshot` hold them, so that none can give its address to another while
     the fingerprint is kept. `patches` are what others put on the instances below the root.
     """
 
     key: tuple[Hashable, ...]
     alive: list[object]
     patches: list[Patch]
-    scene: Scene
+    snapshot: Snapshot
     classes: dict[type, _Class]
     names: frozenset[str]
     around: surroundings.Surroundings
-    torchs: surroundings.Glance
+    torch_check: surroundings.TorchQuickCheck
 
-    def holds(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether everything that was read of instances, and of torch itself, is still the very same object: at a
         fraction of a reading's cost.
 
         True means that a reading would find the same in them. False does not say that it would not.
         """
-        if not self.scene.holds() or surroundings.look() != self.around:
+        if not self.snapshot.unchanged() or surroundings.look() != self.around:
             return False
-        if not self.torchs.holds():
+        if not self.torch_check.unchanged():
             # something came that says nothing, as a tracer's own
-            self.torchs = surroundings.Glance(self.names, self.classes, self.around)
+            self.torch_check = surroundings.TorchQuickCheck(self.names, self.classes, self.around)
         return True
 
-    def looks_alike(self) -> bool:
-        """A look for each call; see `Scene.looks_alike`."""
-        return self.scene.looks_alike() and self.torchs.holds()
+    def unchanged_quick(self) -> bool:
+        """A look for each call; see `Snapshot.unchanged_quick`."""
+        return self.snapshot.unchanged_quick() and self.torch_check.unchanged()
 
-    def classes_hold(self, root: nn.Module) -> bool:
+    def classes_unchanged(self, root: nn.Module) -> bool:
         """Whether a reading would find the same in the classes of all modules, and in what their methods call."""
         reader = _Reader(frozenset(), root)
         reader.names = self.names
@@ -141,13 +141,13 @@ class _Reader:
         self.skip = skip
         self.transparent = transparent
         # a network that an extension brings is made of its own classes
-        self.home = home_of(type(root))
+        self.extension = owning_extension(type(root))
         self.package = package(type(root).__module__)
         self.key: list[Hashable] = []
         self.alive: list[object] = []
         self.patches: list[Patch] = []
         self.seen: set[int] = set()
-        self.scene: Scene = Scene(skip)
+        self.snapshot: Snapshot = Snapshot(skip)
         self.classes: dict[type, _Class] = {}
         self.names: frozenset[str] = frozenset()
         # cells of what runs
@@ -159,9 +159,11 @@ class _Reader:
         self.functions: dict[int, Any] = {}
 
     def fingerprint(self, around: surroundings.Surroundings) -> Fingerprint:
-        scene = self.scene.seal(self.names, self.run)
-        torchs = surroundings.Glance(self.names, self.classes, around)
-        return Fingerprint(tuple(self.key), self.alive, self.patches, scene, self.classes, self.names, around, torchs)
+        snapshot = self.snapshot.seal(self.names, self.run)
+        torch_check = surroundings.TorchQuickCheck(self.names, self.classes, around)
+        return Fingerprint(
+            tuple(self.key), self.alive, self.patches, snapshot, self.classes, self.names, around, torch_check
+        )
 
     def read_all(self, root: nn.Module) -> None:
         """All modules, then the code that they run: which of it that is follows from all of it."""
@@ -184,27 +186,27 @@ class _Reader:
             if name == surroundings.ATTENTION and function is not None and knowable(function):
                 # no kernel calls it, and libraries of attention are put there
                 self.functions[id(function)] = function
-                self.key += [self.kept(place, value) for place, value in kept(function)]
+                self.key += [self.free_value(place, value) for place, value in free_values(function)]
             else:
                 self.patches.append(Patch(name, root, "replaced", function))
         for hook in around.hooks:
             self.key.append(("hook on all modules", self.function(hook)))
             self.patches.append(Patch("", root, "hook on all modules", hook))
 
-    def kept(self, place: Place, value: Any) -> Hashable:
+    def free_value(self, place: Place, value: Any) -> Hashable:
         if isinstance(place, types.CellType):
             self.run.append(place)
             return self.held(place)
-        self.scene.name(*place)
+        self.snapshot.name(*place)
         return value if isinstance(value, PLAIN) else self.identity(value)
 
     def kind(self, kind: Any, name: str) -> Hashable:
-        return self.identity(self.scene.kind(kind, name))
+        return self.identity(self.snapshot.kind(kind, name))
 
     def read(self, path: str, module: nn.Module, *, is_root: bool = False) -> None:
         if not self.first_sight(module):
             return
-        self.scene.module(module)
+        self.snapshot.module(module)
         kind: Any = type(module)
         self.called.append((path, module, kind))
         attributes = module.__dict__
@@ -216,8 +218,8 @@ class _Reader:
             if value is None or name in self.skip or isinstance(value, (torch.Tensor, AcceleratedForward)):
                 # a forward of ours may be stored by who laid another over it
                 continue
-            foreign = not isinstance(value, (type, nn.Module)) and brought(value, self.home)
-            if shadows(module, name, value):
+            foreign = not isinstance(value, (type, nn.Module)) and is_foreign(value, self.extension)
+            if overrides_method(module, name, value):
                 self.patches.append(Patch(path, module, "method", value))
             elif foreign:
                 self.patches.append(Patch(path, module, name, value))
@@ -237,7 +239,7 @@ class _Reader:
         found: list[tuple[str, Any]] = []
         if forward is not None:
             owner = next(owner for owner in kind.__mro__ if "forward" in vars(owner))
-            theirs = [forward] if brought(forward, self.home) else strangers(vars(owner)["forward"], owner)
+            theirs = [forward] if is_foreign(forward, self.extension) else foreign_layers(vars(owner)["forward"], owner)
             found = [("class", function) for function in theirs]
         for container, name, value in methods(kind, self.names):
             key.append(self.read_in(container, name, value))
@@ -249,22 +251,22 @@ class _Reader:
                 self.run += closure if name in self.names else []
             if value is forward:
                 continue
-            if brought(value, self.home):
+            if is_foreign(value, self.extension):
                 found.append(("function", value))
             elif isinstance(container, type):
-                foreign = strangers(value, container, imported=True)
+                foreign = foreign_layers(value, container, imported=True)
                 # where another's class calls the model's own code, it is its method that is foreign
                 theirs = [each for each in foreign if written_by(each) != self.package] or foreign and [value]
                 found += [("function", each) for each in theirs]
         for container, name, value in torchs_methods(kind):
-            self.scene.name(container, name)
+            self.snapshot.name(container, name)
             key.append(None if value is None else self.identity(value))
-            found += [("function", each) for each in strangers(value, container)]
+            found += [("function", each) for each in foreign_layers(value, container)]
         return _Class(key, found)
 
     def read_in(self, container: type | dict, name: str, value: Any) -> Hashable:
         """What a method found under a name."""
-        self.scene.name(container, name)
+        self.snapshot.name(container, name)
         if value is None or isinstance(value, PLAIN):
             return value
         return self.identity(value) if callable(value) else self.value(value)
@@ -282,7 +284,7 @@ class _Reader:
 
     def held(self, cell: types.CellType) -> Hashable:
         """What a function keeps in its closure."""
-        content = self.scene.cell(cell)
+        content = self.snapshot.cell(cell)
         if isinstance(content, torch.Tensor):
             return id(content)
         plain = not isinstance(content, (type, types.FunctionType))
@@ -295,7 +297,7 @@ class _Reader:
             function = attributes.get(slot)
             if isinstance(function, AcceleratedForward):
                 # one of ours, on a part of this module: what counts is what it stands for
-                function = function.before
+                function = function.previous
             if function is not None and not is_own_forward(function, module):
                 if slot != "forward" or self.transparent is None or not self.transparent(module, slot, function):
                     self.key.append((slot, self.function(function)))
@@ -306,7 +308,7 @@ class _Reader:
             hooks = attributes.get(slot)
             if hooks is None:
                 continue
-            self.scene.hooks(hooks)
+            self.snapshot.hooks(hooks)
             for hook in hooks.values():
                 self.key.append((slot, self.function(hook)))
                 self.functions[id(hook)] = hook
@@ -357,7 +359,7 @@ class _Reader:
             self.code(value)
         inner = settings if depth <= 1 and isinstance(settings, dict) else None
         if inner is not None:
-            self.scene.container(inner)
+            self.snapshot.container(inner)
         scalars = tuple((k, self.value(v, depth + 1)) for k, v in (inner or {}).items())
         return (self.function(value), self.kind(type(value), "__call__"), scalars)
 
@@ -366,7 +368,7 @@ class _Reader:
         if depth >= 2:
             return False
         short = len(container) <= LONGEST
-        (self.scene.container if short else self.scene.long)(container)
+        (self.snapshot.container if short else self.snapshot.long)(container)
         return short
 
 
@@ -376,7 +378,7 @@ class _Structure(_Reader):
     def __init__(self, skip: frozenset[str], root: nn.Module) -> None:
         super().__init__(skip, root)
         # nobody looks again
-        self.scene = NoScene()
+        self.snapshot = NoSnapshot()
         self.numbers: dict[int, int] = {}
 
     def first_sight(self, module: nn.Module) -> bool:

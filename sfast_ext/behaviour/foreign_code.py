@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.behaviour.glance import content_of
+from sfast_ext.behaviour.quick_check import content_of
 from sfast_ext.behaviour.snapshot import LONGEST
 
 _EXTENSIONS = ("extensions", "extensions-builtin")
@@ -38,12 +38,12 @@ class Patch:
     def words(self) -> str:
         """The patch and where it comes from, for the report."""
         if self.kind == "replaced":
-            return f"{self.path} is " + (f"replaced by {described(self.function)}" if self.function else "gone")
+            return f"{self.path} is " + (f"replaced by {describe(self.function)}" if self.function else "gone")
         what = {"class": "forward of its class", "function": "function in its class"}.get(self.kind, self.kind)
-        return f"{self.path or 'the model'} has a foreign {what}, {described(self.function)}"
+        return f"{self.path or 'the model'} has a foreign {what}, {describe(self.function)}"
 
 
-def described(function: Any) -> str:
+def describe(function: Any) -> str:
     """A function by its name, and where it comes from: the WebUI's extension whose folder it lies in, or its file."""
     function = _innermost(function)
     home = getattr(function, "__module__", None) or type(function).__module__
@@ -72,7 +72,7 @@ def _extension_in(file: str) -> tuple[str | None, bool]:
     return inside, _BUILT_IN in parts
 
 
-def home_of(kind: type) -> str | None:
+def owning_extension(kind: type) -> str | None:
     """The extension that a class comes from, told by the methods that were written with it; None for the host's."""
     own = (f for f in vars(kind).values() if getattr(f, "__module__", None) == kind.__module__)
     return next((extension for f in own if (extension := extension_of(f)) is not None), None)
@@ -96,7 +96,7 @@ def _code(function: Any) -> Any:
     return getattr(inner, "__code__", None)
 
 
-def shadows(module: nn.Module, name: str, value: Any) -> bool:
+def overrides_method(module: nn.Module, name: str, value: Any) -> bool:
     """Whether an attribute is a function laid over a method that the class brings, beyond those of every module."""
     method = getattr(type(module), name, None)
     if not callable(method) or not callable(value) or hasattr(nn.Module, name):
@@ -104,21 +104,21 @@ def shadows(module: nn.Module, name: str, value: Any) -> bool:
     return not (getattr(value, "__self__", None) is module and getattr(value, "__func__", None) is method)
 
 
-def brought(value: Any, home: str | None) -> bool:
-    """Whether a function or callable object, such as an attention processor, is of another extension than `home`.
+def is_foreign(value: Any, own: str | None) -> bool:
+    """Whether a function or callable object, such as an attention processor, is of another extension than `own`.
 
     What comes with the host in `extensions-builtin` is known to its adapter.
     """
     if not callable(value):
         return False
     extension, built_in = _extension_in(getattr(_code(value), "co_filename", ""))
-    return extension is not None and extension != home and not built_in
+    return extension is not None and extension != own and not built_in
 
 
 CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 """What runs when a module is called, before its forward."""
 # hosts patch these, and they compute nothing
-_KEEPS_BOOKS = frozenset({"_load_from_state_dict", "_save_to_state_dict", "reset_parameters", "extra_repr"})
+_BOOKKEEPING = frozenset({"_load_from_state_dict", "_save_to_state_dict", "reset_parameters", "extra_repr"})
 PLAIN = (bool, int, float, str)
 # calls within a package that are followed from a method
 _DEEPEST = 3
@@ -143,13 +143,13 @@ def layers(function: Any) -> Iterator[FunctionType]:
 
 
 def cells(function: Any, owner: type) -> Iterator[CellType]:
-    """The cells that the layers of a function have, but for those of another party's code; see `strangers`."""
+    """The cells that the layers of a function have, but for those of another party's code; see `foreign_layers`."""
     for layer in layers(function):
         if written_by(layer) == package(owner.__module__):
             yield from layer.__closure__ or ()
 
 
-def strangers(function: Any, owner: type, *, imported: bool = False) -> list[FunctionType]:
+def foreign_layers(function: Any, owner: type, *, imported: bool = False) -> list[FunctionType]:
     """The layers of a method that are neither of the package that its class comes from nor of torch's or Python's.
 
     Args:
@@ -168,13 +168,13 @@ def knowable(function: Any) -> bool:
 
     A library's attention is taken as knowable, whatever it looks up.
     """
-    return all(_stays(value) for _, value in kept(function))
+    return all(_stays(value) for _, value in free_values(function))
 
 
 Place = CellType | tuple[dict, str]
 
 
-def kept(function: Any) -> Iterator[tuple[Place, Any]]:
+def free_values(function: Any) -> Iterator[tuple[Place, Any]]:
     """What a function and those that it calls find outside themselves: (cell, or dictionary and name in it; value)."""
     seen: set[int] = set()
     waiting = [function]
@@ -227,10 +227,10 @@ def _comes_with_the_host(function: FunctionType) -> bool:
     return _extension_in(function.__code__.co_filename)[1]
 
 
-Found = tuple[type | dict, str, Any]
+Finding = tuple[type | dict, str, Any]
 
 
-def methods(kind: type, names: frozenset[str]) -> Iterator[Found]:
+def methods(kind: type, names: frozenset[str]) -> Iterator[Finding]:
     """The methods and plain values of a class, and what those methods find among the names of their module that are
     run: functions, plain values and containers of such.
 
@@ -258,12 +258,12 @@ def torchs_methods(kind: type) -> Iterator[tuple[type, str, Any]]:
             # a class that has none of its own may be given one
             yield from ((owner, name, vars(owner).get(name)) for name in CALLS)
         for name, value in vars(owner).items() if of_torch else ():
-            bookkeeping = name.startswith("__") or name in _KEEPS_BOOKS
+            bookkeeping = name.startswith("__") or name in _BOOKKEEPING
             if not bookkeeping and name != "forward" and isinstance(getattr(value, "__func__", value), FunctionType):
                 yield owner, name, value
 
 
-def read_by(function: Any, depth: int = 0) -> Iterator[Found]:
+def read_by(function: Any, depth: int = 0) -> Iterator[Finding]:
     """What a function, and those of its own package that it calls, find among the names of their modules."""
     code = getattr(function, "__code__", None)
     if code is None:
@@ -277,11 +277,11 @@ def read_by(function: Any, depth: int = 0) -> Iterator[Found]:
         if isinstance(found, ModuleType) and package(found.__name__) == own:
             # another module of the package: what is looked up in it by an attribute
             there = ((name, vars(found)[name]) for name in names & vars(found).keys())
-            yield from ((vars(found), name, value) for name, value in there if _is_told(value))
+            yield from ((vars(found), name, value) for name, value in there if _is_compared(value))
         if isinstance(found, (type, ModuleType, Logger)) or used.startswith("__"):
             # an attribute called __name__ is no global, and a logger computes nothing
             continue
-        if _is_told(found):
+        if _is_compared(found):
             yield around, used, found
             if isinstance(found, FunctionType) and depth < _DEEPEST and written_by(found) == own:
                 yield from read_by(found, depth + 1)
@@ -290,7 +290,7 @@ def read_by(function: Any, depth: int = 0) -> Iterator[Found]:
             yield from ((vars(found), attribute, vars(found).get(attribute)) for attribute in names)
 
 
-def _is_told(value: Any) -> bool:
+def _is_compared(value: Any) -> bool:
     """Whether a function or a value is told apart from others of its kind."""
     return not isinstance(value, type) and (callable(value) or isinstance(value, PLAIN) or _of_plain(value))
 

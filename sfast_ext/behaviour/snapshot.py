@@ -12,16 +12,16 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sfast_ext.behaviour.glance import (
+from sfast_ext.behaviour.quick_check import (
     HOOKS,
     Attributes,
-    Found,
-    Glance,
+    NameTable,
+    QuickCheck,
     addresses,
     attributes_of,
     content_of,
     namespace_of,
-    still,
+    same_content,
     values_in,
 )
 
@@ -32,7 +32,7 @@ _SLOTS = frozenset({"forward", "_old_forward"})
 _WRITERS = (dict.__setitem__, OrderedDict.__setitem__)
 
 
-class Scene:
+class Snapshot:
     """Everything that a reading met: modules, containers, hooks, and the names that methods find.
 
     Objects are held, so that none can give its address to another; but not tensors, of which some are large and
@@ -156,17 +156,17 @@ class Scene:
         function = self._kinds[kind, name] = getattr(kind, name)
         return function
 
-    def seal(self, names: frozenset[str], run: list[CellType]) -> Scene:
+    def seal(self, names: frozenset[str], run: list[CellType]) -> Snapshot:
         """To be called when all was read.
 
         Args:
             names: what the code that was read can look up; see `reach`.
             run: the cells of code that is run.
         """
-        self._found = Found(self._names.values())
+        self._found = NameTable(self._names.values())
         looked_at = {id(cell) for cell in run}
         cells = [each for each in zip(self._cells, self._contents) if id(each[0]) in looked_at]
-        self._glance = Glance(
+        self._quick_check = QuickCheck(
             modules=[_looked_at(each, names) for each in self._modules],
             hooks=self._hooks,
             no_hooks=self._no_hooks,
@@ -187,17 +187,17 @@ class Scene:
         _, names = self._names.get(id(kind), (kind, {}))
         return names.get(name) is not None
 
-    def looks_alike(self) -> bool:
-        """A look for each call; see `Glance`."""
-        return self._glance.holds()
+    def unchanged_quick(self) -> bool:
+        """A look for each call; see `QuickCheck`."""
+        return self._quick_check.unchanged()
 
-    def holds(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether everything is the very object that it was, but for parameters that took the place of others."""
         same = (
-            self._glance.holds_but_for_sizes()
-            and self._found.holds()
+            self._quick_check.unchanged_but_for_sizes()
+            and self._found.unchanged()
             and all(getattr(kind, name) is function for (kind, name), function in self._kinds.items())
-            and all(map(still, map(content_of, self._cells), self._contents))
+            and all(map(same_content, map(content_of, self._cells), self._contents))
             and not any(self._empty)
             and list(map(len, self._sized)) == self._lengths
             and all(map(operator.is_, chain.from_iterable(self._dicts), self._dict_keys))
@@ -208,11 +208,11 @@ class Scene:
             and all(len(container) > LONGEST for container in self._long)
         )
         if same:
-            self._glance.note_sizes()
+            self._quick_check.note_sizes()
         return same
 
 
-class NoScene(Scene):
+class NoSnapshot(Snapshot):
     """Notes nothing."""
 
     def module(self, module: nn.Module) -> None:

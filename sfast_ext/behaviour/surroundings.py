@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _modules
 
-from sfast_ext.behaviour.foreign_code import CALLS, layers, names_in, package, strangers
+from sfast_ext.behaviour.foreign_code import CALLS, foreign_layers, layers, names_in, package
 
 ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
 _HOOKS: tuple[dict[int, Any], ...] = (_modules._global_forward_hooks, _modules._global_forward_pre_hooks)
@@ -71,7 +71,7 @@ class Surroundings:
         self.hooks = _hooks()
         self.replaced = tuple(sorted(_replaced(), key=operator.itemgetter(0)))
 
-    def holds(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether nothing changed since; some microseconds."""
         try:
             return self.hooks == _hooks() and all(list(space.values()) == values for space, values in self._seen)
@@ -86,12 +86,12 @@ class Surroundings:
 def look() -> Surroundings:
     """What torch is now; the same object for as long as nothing changes."""
     global _last
-    if not _last.holds():
+    if not _last.unchanged():
         _last = Surroundings()
     return _last
 
 
-class Glance:
+class TorchQuickCheck:
     """A look for each call at the functions of torch that some code can reach, and at hooks on all modules.
 
     Args:
@@ -115,16 +115,16 @@ class Glance:
     def _now(self) -> list[Any]:
         return [each for get, space in self._gets for each in get(space)]
 
-    def holds(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether none of them changed; microseconds."""
         try:
-            still = self._true and self._hooks_hold() and len(vars(torch.Tensor)) == self._own
+            still = self._true and self._hooks_unchanged() and len(vars(torch.Tensor)) == self._own
             return still and self._now() == self._found
         except Exception:
             # one is gone, or cannot be compared
             return False
 
-    def _hooks_hold(self) -> bool:
+    def _hooks_unchanged(self) -> bool:
         """Whether the same hooks are on all modules."""
         return self._hooks == _hooks() if self._hooks else not any(_HOOKS)
 
@@ -182,5 +182,5 @@ def _of_a_tracer(name: str, function: Any) -> bool:
 
 _SPACES = _spaces()
 _STOCK = {home: {name: space[name] for name in names & space.keys()} for home, (space, names) in _SPACES.items()}
-_OWN = {home: {n for n, f in stock.items() if not strangers(f, nn.Module)} for home, stock in _STOCK.items()}
+_OWN = {home: {n for n, f in stock.items() if not foreign_layers(f, nn.Module)} for home, stock in _STOCK.items()}
 _last = Surroundings()

@@ -30,7 +30,7 @@ _CASTS = {
 }
 
 
-def materialise(graph_module: fx.GraphModule, device_type: str) -> int:
+def materialize_casts(graph_module: fx.GraphModule, device_type: str) -> int:
     """Insert the casts that autocast made on a device, and drop the borders of its regions; returns how many casts."""
     key = _DISPATCH_KEY[device_type]
     graph = graph_module.graph

@@ -30,17 +30,17 @@ except ImportError:
     get_proxy_slot = None
 
 # before, the mode that records cannot be left for a moment
-WORKS = get_proxy_slot is not None and TORCH >= (2, 6)
+SUPPORTED = get_proxy_slot is not None and TORCH >= (2, 6)
 # a module of fewer layers is recorded as quickly as it is compared
-LEAST = 5
+MIN_MODULES = 5
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format)
 
 
-class Unrepeatable(Exception):
+class ReuseFailed(Exception):
     """Copying went wrong half way: the capture is to be made without."""
 
 
-class _Unlike(Exception):
+class _NotComparable(Exception):
     """A call that cannot be told to be like another."""
 
 
@@ -56,43 +56,45 @@ class _Recording:
 
 
 @contextlib.contextmanager
-def copied(root: nn.Module, ignored: frozenset[str], tracer: fx.Tracer) -> Iterator[None]:
+def reuse_blocks(root: nn.Module, ignored: frozenset[str], tracer: fx.Tracer) -> Iterator[None]:
     """Within, calls of modules below `root` in this thread are recorded by `tracer` once for each kind.
 
     Args:
         ignored: attributes that say nothing about behaviour, see `Hooks.ignored`.
 
     Raises:
-        Unrepeatable: see there.
+        ReuseFailed: see there.
     """
-    if not WORKS:
+    if not SUPPORTED:
         yield
         return
-    copier = _Copier(ignored, tracer)
+    reuser = _BlockReuser(ignored, tracer)
     taken: list[tuple[dict, Any]] = []
     try:
         for module in _candidates(root):
             attributes = module.__dict__
-            taken.append((attributes, attributes.get("forward", _take)))
+            taken.append((attributes, attributes.get("forward", _absent)))
             inner = attributes.get("forward") or functools.partial(type(module).forward, module)
-            attributes["forward"] = functools.partial(copier.call, module, inner)
+            attributes["forward"] = functools.partial(reuser.call, module, inner)
         yield
     finally:
         for attributes, before in taken:
-            if before is _take:
+            if before is _absent:
                 attributes.pop("forward", None)
             else:
                 attributes["forward"] = before
 
 
-def _take() -> None:
+def _absent() -> None:
     """Stands for an attribute that was not there."""
 
 
 def _candidates(root: nn.Module) -> list[nn.Module]:
     sizes: dict[int, int] = {}
     _measure(root, sizes)
-    fit = [m for m in root.modules() if m is not root and sizes[id(m)] >= LEAST and not isinstance(m, nn.ModuleList)]
+    fit = [
+        m for m in root.modules() if m is not root and sizes[id(m)] >= MIN_MODULES and not isinstance(m, nn.ModuleList)
+    ]
     kinds = Counter((type(m), sizes[id(m)]) for m in fit)
     return [m for m in fit if kinds[type(m), sizes[id(m)]] > 1 and _is_plain(m)]
 
@@ -113,7 +115,7 @@ def _is_plain(module: nn.Module) -> bool:
     return not hooks and (plain or "_hf_hook" in module.__dict__)
 
 
-class _Copier:
+class _BlockReuser:
     def __init__(self, ignored: frozenset[str], tracer: fx.Tracer) -> None:
         self._ignored = ignored | {"forward", "_old_forward"}
         self._tracer = tracer
@@ -164,7 +166,7 @@ def _described(leaves: list[Any]) -> Hashable:
         elif type(leaf) in _PLAIN:
             found.append((type(leaf), leaf))
         else:
-            raise _Unlike
+            raise _NotComparable
     return tuple(found)
 
 
@@ -176,7 +178,7 @@ def _node(tracer: Any, x: torch.Tensor) -> fx.Node:
     slot = get_proxy_slot(x, tracer, None)
     proxy = getattr(slot, "proxy", slot)
     if not isinstance(proxy, fx.Proxy) or getattr(slot, "constant", None) is not None:
-        raise _Unlike
+        raise _NotComparable
     return proxy.node
 
 
@@ -209,7 +211,7 @@ def _recording(
         given.add(x.untyped_storage()._cdata)
         try:
             found.append((_node(tracer, x), x))
-        except _Unlike:
+        except _NotComparable:
             return None
     return _Recording(nodes, weights, arguments, found, tree)
 
@@ -236,4 +238,4 @@ def _copy(known: _Recording, module: nn.Module, tracer: Any, arguments: list[fx.
             results.append(result)
         return pytree.tree_unflatten(results, known.tree)
     except Exception as exc:
-        raise Unrepeatable(str(exc)) from exc
+        raise ReuseFailed(str(exc)) from exc

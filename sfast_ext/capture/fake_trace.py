@@ -61,7 +61,7 @@ def record(
     if root is not None:
         try:
             return _record(function, inputs, root, ignored)
-        except block_reuse.Unrepeatable:
+        except block_reuse.ReuseFailed:
             logger.debug("copying what was recorded failed", exc_info=True)
     return _record(function, inputs, None, ignored)
 
@@ -77,7 +77,7 @@ def _record(
         if tracer is None:
             return function(*leaves)
         _name_weights(tracer, mode)
-        with contextlib.nullcontext() if root is None else block_reuse.copied(root, ignored, tracer):
+        with contextlib.nullcontext() if root is None else block_reuse.reuse_blocks(root, ignored, tracer):
             return function(*leaves)
 
     # its first import under a fake mode would leave fake tensors in its modules
@@ -86,12 +86,12 @@ def _record(
     mode = fake_mode()
     lazily = _lazily(True) if _lazily is not None else contextlib.nullcontext()
     modes = mode if mode is not None else contextlib.nullcontext()
-    with lazily, modes, foreign_ops.recorded(), _much_memory(), imports.outside():
+    with lazily, modes, foreign_ops.recorded(), _report_much_memory(), imports.in_other_thread():
         # a mode that is active is the one that make_fx takes
         return make_fx(recorded, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
 
 
-def _much_memory() -> contextlib.AbstractContextManager[None]:
+def _report_much_memory() -> contextlib.AbstractContextManager[None]:
     """Hosts cut attention into slices by the memory that is free. A plan joins them: none need be recorded."""
     answer = functools.partial(_free_and_total, 1 << 60)
     return intercepted({torch.cuda.mem_get_info: answer})  # type: ignore[dict-item]
@@ -101,18 +101,18 @@ def _free_and_total(size: int, original: Any, *args: Any, **kwargs: Any) -> tupl
     return size, size
 
 
-def settle(graph_module: fx.GraphModule) -> None:
+def finish_lazy_codegen(graph_module: fx.GraphModule) -> None:
     """From here on code is written for the graph when `recompile` is called."""
     kind: Any = type(graph_module)  # each graph module has a class of its own
     if hasattr(kind, "real_recompile"):
         kind.recompile = fx.GraphModule.recompile
 
 
-class _Unlike(Exception):
+class _NotCacheable(Exception):
     """An argument of which the metadata do not tell all."""
 
 
-class _Remembering(FakeTensorMode):
+class _MemoFakeMode(FakeTensorMode):
     """Works out an operation once for arguments of equal metadata; lives as long as one capture."""
 
     def __init__(self, **options: Any) -> None:
@@ -138,8 +138,8 @@ class _Remembering(FakeTensorMode):
             )
             entry = self._known.get(key) if tensors else None
             if entry is not None:
-                return self._again(entry, tensors)
-        except _Unlike:
+                return self._replay_meta(entry, tensors)
+        except _NotCacheable:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except Exception:
             # torch is not as expected: from here on as if this class were not
@@ -179,9 +179,9 @@ class _Remembering(FakeTensorMode):
         if kind is FakeTensor or kind is Parameter or kind is torch.Tensor:
             real = kind is not FakeTensor
             if not real and (x.fake_mode is not self or x.constant is not None or x._has_symbolic_sizes_strides):
-                raise _Unlike
+                raise _NotCacheable
             if x.layout is not torch.strided or x.is_complex() or x.is_quantized:
-                raise _Unlike
+                raise _NotCacheable
             tensors.append(x)
             device = x.device if real else x.fake_device
             return real, x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), device
@@ -189,7 +189,7 @@ class _Remembering(FakeTensorMode):
             return kind, x
         if isinstance(x, (list, tuple)):
             return kind, *[self._described(item, tensors) for item in x]
-        raise _Unlike
+        raise _NotCacheable
 
     def _remember(self, key: Any, result: Any, tensors: list[torch.Tensor]) -> None:
         assert self._known is not None
@@ -213,7 +213,7 @@ class _Remembering(FakeTensorMode):
         kind = (list if isinstance(result, list) else tuple) if several else None
         self._known[key] = (kind, parts)
 
-    def _again(self, entry: Any, tensors: list[torch.Tensor]) -> Any:
+    def _replay_meta(self, entry: Any, tensors: list[torch.Tensor]) -> Any:
         kind, parts = entry
         results: list[Any] = []
         for device, what in parts:
@@ -238,7 +238,7 @@ def _depends_on_metadata(func: Any) -> bool:
     return not func._schema.is_mutable and _DATA.isdisjoint(func.tags)
 
 
-def fake_mode() -> _Remembering | None:
+def fake_mode() -> _MemoFakeMode | None:
     """The mode that captures are made in; None where torch is too old for it."""
     if _as_meta is None:
         return None
@@ -250,7 +250,7 @@ def fake_mode() -> _Remembering | None:
         if hasattr(config, "fake_tensor_allow_unsafe_data_ptr_access"):
             patch = config.patch(fake_tensor_allow_unsafe_data_ptr_access=False)
         with patch:
-            return _Remembering(
+            return _MemoFakeMode(
                 allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
             )
     except Exception:
@@ -269,7 +269,7 @@ def _tracer(frame: FrameType | None) -> fx.Tracer | None:
     return None
 
 
-def _name_weights(tracer: fx.Tracer, mode: _Remembering | None) -> None:
+def _name_weights(tracer: fx.Tracer, mode: _MemoFakeMode | None) -> None:
     """Let the tracer know a parameter by identity, where it goes through all that it has met."""
     names: dict[int, tuple[str, Parameter]] = {}
     create_arg = tracer.create_arg

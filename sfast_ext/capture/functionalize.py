@@ -9,7 +9,7 @@ from torch import fx
 aten = torch.ops.aten
 
 
-def functionalise(graph_module: fx.GraphModule) -> str | None:
+def functionalize(graph_module: fx.GraphModule) -> str | None:
     """Rewrite `a.add_(b)` to `a.add(b)` where nothing else shares a's memory; returns a reason to refuse, or None.
 
     Every node whose memory an in-place operation that stays can reach is marked with meta["mutated"].

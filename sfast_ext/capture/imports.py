@@ -19,17 +19,17 @@ _thread = threading.local()
 
 
 @contextlib.contextmanager
-def outside() -> Iterator[None]:
+def in_other_thread() -> Iterator[None]:
     """Within, what this thread imports for the first time is executed by another one, which has none of its modes."""
-    if getattr(_thread, "outside", False):
+    if getattr(_thread, "active", False):
         yield
         return
-    _thread.outside = True
+    _thread.active = True
     try:
         with _replaced(builtins, "__import__", _statement), _replaced(importlib, "import_module", _call):
             yield
     finally:
-        _thread.outside = False
+        _thread.active = False
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _elsewhere(run: Callable[[], Any]) -> Any:
     """The result of an import, which may be the first."""
-    if not getattr(_thread, "outside", False) or _within_an_import():
+    if not getattr(_thread, "active", False) or _within_an_import():
         return run()
     with ThreadPoolExecutor(1, "sfast: import") as other:
         return other.submit(run).result()

@@ -3,7 +3,7 @@
 What runs is recorded at the level of `tracing.record`, by a mode that passes each operation on unchanged: the result
 is the original's to the bit. A value that fake tensors refuse to tell is there to be read, so what was recorded counts
 only where fake tensors have given the same operations in the same order for another signature of the same behaviour
-(`Captured.recipe`), and an operation that hands values to Python, or to the CPU, ends the recording.
+(`Captured.op_sequence`), and an operation that hands values to Python, or to the CPU, ends the recording.
 
 It leans on torch's internals: where these are not as expected, nothing is recorded.
 """
@@ -28,7 +28,7 @@ from sfast_ext.capture.fake_trace import LIFTS, PLAIN, READS, fake_mode
 from sfast_ext.capture.interception import intercepted
 from sfast_ext.environment import TORCH
 from sfast_ext.report import logger
-from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.submodule_arena import Arena
 
 try:
     from torch._dispatch.python import enable_python_dispatcher
@@ -42,16 +42,16 @@ except ImportError:
     _modes_before = None
 
 # before, the modes of this level were kept in another way
-WORKS = _modes_before is not None and hasattr(torch._C, "_DisablePythonDispatcher")
-WORKS = WORKS and TORCH >= (2, 6)
+SUPPORTED = _modes_before is not None and hasattr(torch._C, "_DisablePythonDispatcher")
+SUPPORTED = SUPPORTED and TORCH >= (2, 6)
 aten = torch.ops.aten
 
 
-class _GivenUp(Exception):
+class _Unsupported(Exception):
     """The call is none that can be recorded as it runs."""
 
 
-class Watched:
+class LiveTrace:
     """One run of the original forward, and what it did.
 
     Args:
@@ -60,7 +60,7 @@ class Watched:
         device: the model's.
     """
 
-    def __init__(self, call: Call, arena: WeightArena, device: torch.device) -> None:
+    def __init__(self, call: Call, arena: Arena, device: torch.device) -> None:
         self._arena = arena
         self._device = device
         self._why_not: str | None = None
@@ -70,7 +70,7 @@ class Watched:
         # a tensor that is gone leaves its id to another
         self._nodes: dict[int, tuple[weakref.ref[torch.Tensor], fx.Node]] = {}
         self._held: dict[int, tuple[torch.Tensor, fx.Node]] = {}
-        self._mode = fake_mode() if WORKS else None
+        self._mode = fake_mode() if SUPPORTED else None
         self._output: tuple[Any, list[tuple[int, ...]]] | None = None
         try:
             self._begin(call)
@@ -83,7 +83,7 @@ class Watched:
             try:
                 recorders = foreign_ops.recorders()
                 whole = {function: functools.partial(self._as_a_whole, r) for function, r in recorders.items()}
-                with enable_python_dispatcher(), _Watching(self._note), intercepted(whole):
+                with enable_python_dispatcher(), _RecordingMode(self._note), intercepted(whole):
                     result = function(*args, **kwargs)
                 self._end(result)
                 return result
@@ -106,14 +106,14 @@ class Watched:
 
     def _begin(self, call: Call) -> None:
         if self._mode is None:
-            raise _GivenUp("this torch keeps its modes in another way")
+            raise _Unsupported("this torch keeps its modes in another way")
         if _modes() or _modes_before() or _function_modes():
-            raise _GivenUp("another mode is active")
+            raise _Unsupported("another mode is active")
         self._arena.index()
         for leaf in call.leaves:
             plain = isinstance(leaf, torch.Tensor) and leaf.device == self._device and leaf.is_contiguous()
             if not plain or id(leaf) in self._nodes:
-                raise _GivenUp("an argument is no contiguous tensor of its own on the model's device")
+                raise _Unsupported("an argument is no contiguous tensor of its own on the model's device")
             node = self._graph.placeholder(f"arg{len(self._nodes)}_1")
             node.meta["val"] = self._like(leaf)
             self._nodes[id(leaf)] = weakref.ref(leaf), node
@@ -129,7 +129,7 @@ class Watched:
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         known = func.namespace == "aten" or func is opaque.OPERATOR
         if not known or not READS.isdisjoint(func.tags):
-            raise _GivenUp(f"{func} reads values, or does what is not known")
+            raise _Unsupported(f"{func} reads values, or does what is not known")
         given: list[torch.Tensor] = []
         lifts = func in LIFTS
         nodes, named = self._argument(args, given, lifts), self._argument(kwargs, given, lifts)
@@ -140,9 +140,9 @@ class Watched:
         several = isinstance(result, (list, tuple))
         parts = list(result) if several else [result]
         if any(not isinstance(x, torch.Tensor) for x in parts):
-            raise _GivenUp(f"{func} gives what is no tensor")
+            raise _Unsupported(f"{func} gives what is no tensor")
         if any(x.device.type == "cpu" for x in parts) and any(x.device.type != "cpu" for x in given):
-            raise _GivenUp(f"{func} brings values to the CPU")
+            raise _Unsupported(f"{func} brings values to the CPU")
         fakes = [self._like(x) for x in parts]
         node.meta["val"] = fakes if several else fakes[0]
         for i, (x, fake) in enumerate(zip(parts, fakes)):
@@ -178,7 +178,7 @@ class Watched:
         real, expected = ([x] if isinstance(x, torch.Tensor) else list(x) for x in (result, fake_result))
         for x, fake in zip(real, expected, strict=True):
             if x.shape != fake.shape or x.dtype != fake.dtype:
-                raise _GivenUp(f"{recorder} gives {fake.shape}, {fake.dtype}, not {x.shape}, {x.dtype}")
+                raise _Unsupported(f"{recorder} gives {fake.shape}, {fake.dtype}, not {x.shape}, {x.dtype}")
             self._nodes[id(x)] = weakref.ref(x), self._node(fake, False)
 
     def _stand_in(self, x: Any) -> Any:
@@ -200,7 +200,7 @@ class Watched:
         if isinstance(x, dict):
             return {name: self._argument(item, given, lifts) for name, item in x.items()}
         if type(x) not in PLAIN:
-            raise _GivenUp(f"an argument is a {type(x).__name__}")
+            raise _Unsupported(f"an argument is a {type(x).__name__}")
         return x
 
     def _node(self, x: torch.Tensor, lifts: bool) -> fx.Node:
@@ -216,7 +216,7 @@ class Watched:
             # a literal of the forward's own, which it may write to
             held = x.detach().clone()
         else:
-            raise _GivenUp("a tensor of unknown owner is read")
+            raise _Unsupported("a tensor of unknown owner is read")
         name = f"held_{len(self._held)}"
         if isinstance(held, nn.Parameter):
             self._root.register_parameter(name, held)
@@ -232,7 +232,7 @@ class Watched:
         if isinstance(x, FakeTensor) and x.fake_mode is self._mode:
             return x
         if type(x) not in (torch.Tensor, nn.Parameter) or x.layout is not torch.strided or x.is_quantized:
-            raise _GivenUp(f"a tensor is a {type(x).__name__} with layout {x.layout}")
+            raise _Unsupported(f"a tensor is a {type(x).__name__} with layout {x.layout}")
         assert self._mode is not None
         return self._mode.made(x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), x.device)
 
@@ -248,7 +248,7 @@ class Watched:
         self._nodes.clear()
 
 
-class _Watching(ProxyTorchDispatchMode):
+class _RecordingMode(ProxyTorchDispatchMode):
     """Sees each operation before autograd and autocast do. Only modes of this class are let in there."""
 
     def __init__(self, note: Callable[..., None]) -> None:

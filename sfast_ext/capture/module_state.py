@@ -20,7 +20,7 @@ _NO_HOLDERS = (nn.Module, torch.Tensor, type, FunctionType, MethodType, ModuleTy
 _Record = tuple[str, Any, Any]
 
 
-class State:
+class ModuleState:
     """The attributes of all modules below `root`, and the items of the containers they hold, as they are now.
 
     Of other objects that modules hold, attention processors say, only fake tensors are noticed: what else changes in

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.accelerator import Accelerator
+from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.behaviour.fingerprint import structure
-from sfast_ext.behaviour.foreign_code import described
-from sfast_ext.behaviour.forward_slot import accelerator_of, foreign_forward, forward_of
+from sfast_ext.behaviour.foreign_code import describe
+from sfast_ext.behaviour.forward_slot import foreign_forward, forward_of
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import gpu_room
@@ -102,7 +102,7 @@ class Attachment:
                 return
             forward, calls = self._over[1], _calls(found)
             if before is not None and before[0] is forward and before[1] == calls:
-                self._idle = f"{described(forward)} is in place of the model's forward and calls none of its blocks"
+                self._idle = f"{describe(forward)} is in place of the model's forward and calls none of its blocks"
                 self._report.fallback(self._idle)
             if forward_of(found.module) is forward:
                 self._step_before = forward, calls

@@ -43,14 +43,14 @@ from . import (
 )
 
 if TYPE_CHECKING:
-    from sfast_ext.weights.arena import WeightArena
+    from sfast_ext.weights.submodule_arena import Arena
 
 
 @dataclass
 class PassContext:
     """What passes may make use of: kernels in Triton, and whether images are to lie channels-last."""
 
-    arena: WeightArena
+    arena: Arena
     device: torch.device
     triton: bool
     channels_last: bool = True

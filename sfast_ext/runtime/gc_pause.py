@@ -10,7 +10,7 @@ _YOUNG = 1  # the generations up to this one
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No collections within: a capture makes and keeps tens of thousands of objects, among which they find nothing.
 
     At the end what is garbage of them goes, and what stays counts as old: or they would bring about a collection of all

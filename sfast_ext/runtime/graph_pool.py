@@ -22,8 +22,8 @@ from sfast_ext.report import Report
 MB = 1 << 20
 # What a UNet needs of one block for what is alive at once, 1.09 to 1.19: the allocator fills the smallest gap that will
 # do. In a smaller block the largest values find none, and bring others of their size.
-_GAPS = 1.2
-KEEPS = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
+_FRAGMENTATION = 1.2
+CAN_UPDATE_GRAPH = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
 """Whether torch hands out the graphs that it captures."""
 
 
@@ -42,7 +42,7 @@ class CapturedGraph:
         self.share = 1.0
 
     def handles(self) -> tuple[int, int]:
-        """Of the graph as it was captured, and of what runs, for the driver; where torch KEEPS them."""
+        """Of the graph as it was captured, and of what runs, for the driver; see CAN_UPDATE_GRAPH."""
         return self.graph.raw_cuda_graph(), self.graph.raw_cuda_graph_exec()
 
 
@@ -134,14 +134,14 @@ class GraphPool:
         """Mark as used most recently."""
         self._entries.move_to_end(id(captured))
 
-    def enter(self) -> torch.cuda.Stream:
+    def begin_use(self) -> torch.cuda.Stream:
         """Order the current stream, which is returned, after the last use of the pool. The caller holds the lock."""
         stream = self._current_stream()
         if self._last is not None and self._last_stream != stream.cuda_stream:
             stream.wait_event(self._last)
         return stream
 
-    def leave(self, stream: torch.cuda.Stream | None = None) -> None:
+    def end_use(self, stream: torch.cuda.Stream | None = None) -> None:
         """Note that the current stream has used the pool. The caller holds the lock."""
         stream = stream or self._current_stream()
         if self._last is None:
@@ -163,7 +163,7 @@ class GraphPool:
                 self._evict_all(report, why)
             torch.cuda.empty_cache()
 
-    def discard(self, captured: CapturedGraph) -> None:
+    def drop(self, captured: CapturedGraph) -> None:
         """Give back one graph, without telling its owner."""
         with self.lock:
             if self._entries.pop(id(captured), None) is None:
@@ -181,7 +181,7 @@ class GraphPool:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
-        graph = torch.cuda.CUDAGraph(keep_graph=True) if KEEPS else torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True) if CAN_UPDATE_GRAPH else torch.cuda.CUDAGraph()
         collecting = gc.isenabled()
         # a collection in the midst of it could run anybody's destructors on the capturing stream
         gc.disable()
@@ -192,11 +192,11 @@ class GraphPool:
                     graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
                 try:
                     if not self._entries:
-                        self._lay_out(expected)
+                        self._reserve_arena(expected)
                     outputs = run()
                 finally:
                     graph.capture_end()
-            if KEEPS:
+            if CAN_UPDATE_GRAPH:
                 graph.instantiate()
         except BaseException:
             graph.reset()
@@ -211,11 +211,11 @@ class GraphPool:
         self._reserved += grown
         return CapturedGraph(graph, outputs, grown)
 
-    def _lay_out(self, expected: int) -> None:
+    def _reserve_arena(self, expected: int) -> None:
         """Let a new pool begin with one block for all, which is cut as it is needed: many would leave gaps."""
         free, _ = torch.cuda.mem_get_info(self.device)
         if 0 < 2 * expected < free:
-            torch.empty(int(_GAPS * expected), dtype=torch.uint8, device=self.device)
+            torch.empty(int(_FRAGMENTATION * expected), dtype=torch.uint8, device=self.device)
 
     def _evict_oldest(self, report: Report, why: str) -> None:
         _, (captured, on_evict) = self._entries.popitem(last=False)

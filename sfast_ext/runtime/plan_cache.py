@@ -10,13 +10,13 @@ from collections.abc import Hashable
 from sfast_ext.report import Report
 from sfast_ext.runtime.graph_pool import GraphPool, pool_of
 from sfast_ext.runtime.plan import Plan
-from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.submodule_arena import Arena
 
-LAPSES = 4
+REJECTED_FOR = 4
 """Generations after which a key that was refused may be tried again; twice as many each further time."""
 
 
-class Shelf:
+class PlanCache:
     """Keeps plans bound to the weights they read for as long as they are here.
 
     Args:
@@ -24,12 +24,12 @@ class Shelf:
         size: how many plans are kept.
     """
 
-    def __init__(self, arena: WeightArena, report: Report, lock: threading.RLock, size: int) -> None:
+    def __init__(self, arena: Arena, report: Report, lock: threading.RLock, size: int) -> None:
         self.plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self.size = size
         # the reason, and from which generation on it holds no longer
-        self._refused: OrderedDict[Hashable, tuple[str, int]] = OrderedDict()
-        self._lapsed: dict[Hashable, int] = {}
+        self._rejected: OrderedDict[Hashable, tuple[str, int]] = OrderedDict()
+        self._expired: dict[Hashable, int] = {}
         self._generation = 0
         self._arena, self._report, self._lock = arena, report, lock
 
@@ -58,33 +58,33 @@ class Shelf:
         function that no method calls itself: it may be tried again after some of them."""
         with self._lock:
             self._generation += 1
-            for key, (_, until) in list(self._refused.items()):
+            for key, (_, until) in list(self._rejected.items()):
                 if self._generation >= until:
-                    del self._refused[key]
-                    self._lapsed[key] = self._lapsed.pop(key, 0) + 1
-            while len(self._lapsed) > 4 * self.size:
-                del self._lapsed[next(iter(self._lapsed))]
+                    del self._rejected[key]
+                    self._expired[key] = self._expired.pop(key, 0) + 1
+            while len(self._expired) > 4 * self.size:
+                del self._expired[next(iter(self._expired))]
 
-    def refusal(self, key: Hashable) -> str | None:
+    def rejection(self, key: Hashable) -> str | None:
         """Why there is no plan for a key and none is to be built, or None."""
-        refused = self._refused.get(key) if self._refused else None
+        refused = self._rejected.get(key) if self._rejected else None
         return None if refused is None else refused[0]
 
-    def refuse(self, key: Hashable, reason: str) -> None:
+    def reject(self, key: Hashable, reason: str) -> None:
         """Drop the plan of a key, and build none for it until it is pardoned or the refusal lapses."""
         with self._lock:
             # first of all: should the plan's memory not come back, it is not run for that
-            self._refused[key] = reason, self._generation + LAPSES * 2 ** self._lapsed.get(key, 0)
-            while len(self._refused) > 4 * self.size:
-                self._refused.popitem(last=False)
+            self._rejected[key] = reason, self._generation + REJECTED_FOR * 2 ** self._expired.get(key, 0)
+            while len(self._rejected) > 4 * self.size:
+                self._rejected.popitem(last=False)
             self._report.event("refused", reason)
             self.drop(key)
 
-    def pardon(self) -> None:
+    def clear_rejected(self) -> None:
         """What was refused may be tried again."""
         with self._lock:
-            self._refused.clear()
-            self._lapsed.clear()
+            self._rejected.clear()
+            self._expired.clear()
 
     def drop(self, key: Hashable) -> None:
         """Close a plan and let go of its weights and memory."""
@@ -102,7 +102,7 @@ class Shelf:
         with self._lock:
             if reason and self.plans:
                 self._report.event("plans", f"all plans are dropped: {reason}")
-            self.pardon()
+            self.clear_rejected()
             with contextlib.ExitStack() as each:
                 # one that fails does not keep the others
                 for key in list(self.plans):

@@ -13,7 +13,7 @@ Strides = tuple[int, ...]
 Layout = tuple[torch.Size, Strides]
 
 
-class Homes:
+class OriginalLayouts:
     """The strides that the host knows tensors by.
 
     Known for all memory that the arena made or laid out and for all tensors that it moved there, as long as anybody
@@ -26,19 +26,19 @@ class Homes:
         self._moved: dict[int, tuple[weakref.ref[torch.Tensor], Layout, Strides]] = {}
         self._paths: dict[str, tuple[Layout, Strides]] = {}
 
-    def note(self, tensor: torch.Tensor, home: Strides, paths: Iterable[str]) -> None:
-        """The tensor of these paths lies as the arena wants it now; its host knows it by the strides `home`."""
+    def record(self, tensor: torch.Tensor, original: Strides, paths: Iterable[str]) -> None:
+        """The tensor of these paths lies as the arena wants it now; its host knows it by the strides `original`."""
         layout = _layout(tensor)
-        self.lay(tensor, home)
-        self._moved[id(tensor)] = (weakref.ref(tensor), layout, home)
-        self._paths.update((path, (layout, home)) for path in paths)
+        self.record_memory(tensor, original)
+        self._moved[id(tensor)] = (weakref.ref(tensor), layout, original)
+        self._paths.update((path, (layout, original)) for path in paths)
 
-    def lay(self, tensor: torch.Tensor, home: Strides) -> None:
-        """The memory of this tensor is the arena's, which the host knows by the strides `home` when it gets it."""
+    def record_memory(self, tensor: torch.Tensor, original: Strides) -> None:
+        """The memory of this tensor is the arena's, which the host knows by the strides `original` when it gets it."""
         _, places = self._memory.setdefault(memory_of(tensor), (StorageWeakRef(tensor.untyped_storage()), {}))
-        places[tensor.storage_offset(), _layout(tensor)] = home
+        places[tensor.storage_offset(), _layout(tensor)] = original
 
-    def of(self, tensor: torch.Tensor, paths: Iterable[str] = ()) -> Strides | None:
+    def strides_of(self, tensor: torch.Tensor, paths: Iterable[str] = ()) -> Strides | None:
         """The strides that the host knows the tensor of these paths by; None where the arena has no part in it."""
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
             return None
@@ -48,24 +48,24 @@ class Homes:
             # strides that the arena did not give it are the host's choice
             return memory[1].get((tensor.storage_offset(), layout), tensor.stride())
         # strides go on to what is computed from a tensor: to its new data, and to what takes its place
-        reference, moved, home = self._moved.get(id(tensor), (None, None, None))
+        reference, moved, original = self._moved.get(id(tensor), (None, None, None))
         if reference is not None and reference() is tensor and moved == layout:
-            return home
+            return original
         laid = [self._paths[path] for path in paths if path in self._paths]
-        return next((home for given, home in laid if given == layout), None)
+        return next((original for given, original in laid if given == layout), None)
 
-    def at_home(self, tensor: torch.Tensor, home: Strides) -> bool:
+    def is_original(self, tensor: torch.Tensor, original: Strides) -> bool:
         """Whether a tensor has these strides, in memory that is not the arena's."""
-        return tensor.stride() == home and memory_of(tensor) not in self._memory
+        return tensor.stride() == original and memory_of(tensor) not in self._memory
 
     def moved(self) -> list[torch.Tensor]:
         """The tensors that the arena moved and that somebody has still, in the module or not."""
         return [tensor for reference, _, _ in self._moved.values() if (tensor := reference()) is not None]
 
-    def bring(self, tensor: torch.Tensor, home: Strides) -> None:
+    def restore(self, tensor: torch.Tensor, original: Strides) -> None:
         """Lay a tensor out with these strides, in memory of its own."""
         with torch.inference_mode(False), torch.no_grad():
-            own = torch.empty_strided(tensor.shape, home, dtype=tensor.dtype, device=tensor.device)
+            own = torch.empty_strided(tensor.shape, original, dtype=tensor.dtype, device=tensor.device)
             own.copy_(tensor.detach())
             set_data(tensor, own)
         self._moved.pop(id(tensor), None)

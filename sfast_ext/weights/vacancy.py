@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sfast_ext.weights.original_layout import Homes, Strides, memory_of
+from sfast_ext.weights.original_layout import OriginalLayouts, Strides, memory_of
 from sfast_ext.weights.weight import Weight, WeightsAway
 
 # elements; offsets within a block keep their alignment for kernels that load 16 bytes at a time
@@ -20,7 +20,7 @@ class _Member:
     weight: Weight
     offset: int
     strides: Strides
-    home: Strides | None
+    original: Strides | None
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Vacancy:
                 member.weight.tensor.data = nothing.expand(member.weight.tensor.shape)
                 member.weight.bound, member.weight.pointer = None, nothing.data_ptr()
 
-    def occupy(self, homes: Homes) -> None:
+    def occupy(self, layouts: OriginalLayouts) -> None:
         """Take memory again; its values are yet to be copied.
 
         Raises:
@@ -56,11 +56,11 @@ class Vacancy:
                 tensor = member.weight.tensor
                 tensor.data = block.as_strided(tensor.shape, member.strides, member.offset)
                 member.weight.pointer = tensor.data_ptr()
-                if member.home is not None:
-                    homes.lay(tensor, member.home)
+                if member.original is not None:
+                    layouts.record_memory(tensor, member.original)
 
 
-def vacancies(live: Iterable[Weight], known: Iterable[Weight], homes: Homes) -> list[Vacancy] | None:
+def vacancies(live: Iterable[Weight], known: Iterable[Weight], layouts: OriginalLayouts) -> list[Vacancy] | None:
     """The blocks that live tensors lie in; None where a parameter of the module lies in one of them.
 
     Args:
@@ -77,10 +77,10 @@ def vacancies(live: Iterable[Weight], known: Iterable[Weight], homes: Homes) -> 
         return None
     if any(len({w.tensor.dtype for w in block.values()}) > 1 for block in blocks.values()):
         return None
-    return [_block(list(block.values()), homes) for block in blocks.values()]
+    return [_block(list(block.values()), layouts) for block in blocks.values()]
 
 
-def _block(weights: list[Weight], homes: Homes) -> Vacancy:
+def _block(weights: list[Weight], layouts: OriginalLayouts) -> Vacancy:
     first = weights[0].tensor
     begin = min(w.tensor.storage_offset() for w in weights) // _ALIGNED * _ALIGNED
     found = Vacancy(0, first.dtype, first.device)
@@ -89,5 +89,5 @@ def _block(weights: list[Weight], homes: Homes) -> Vacancy:
         offset = tensor.storage_offset() - begin
         reach = offset + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
         found.elements = max(found.elements, reach)
-        found.members.append(_Member(weight, offset, tensor.stride(), homes.of(tensor)))
+        found.members.append(_Member(weight, offset, tensor.stride(), layouts.strides_of(tensor)))
     return found

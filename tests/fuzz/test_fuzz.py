@@ -17,7 +17,7 @@ from fuzz.compare import Wrong
 from fuzz.world import World
 from sfast_ext.behaviour import fingerprint, surroundings
 from sfast_ext.behaviour.key import BehaviourKeys
-from sfast_ext.behaviour.snapshot import Scene
+from sfast_ext.behaviour.snapshot import Snapshot
 from sfast_ext.kernels.backend import health
 
 # an event that is listed more often comes more often
@@ -117,7 +117,7 @@ UNSEEN = {
     "function_of_torch_replaced": (surroundings, "look", lambda: STOCK),
     "hook_on_all": (surroundings, "look", lambda: STOCK),
     "class_forward": (fingerprint, "strangers", lambda *class_of_anybody, **options: []),
-    "attribute": (Scene, "looks_alike", lambda scene: True),
+    "attribute": (Snapshot, "unchanged_quick", lambda scene: True),
 }
 
 

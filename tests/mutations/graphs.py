@@ -53,7 +53,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the order of a replay", "runtime/plan.py",
-        "pool.leave(stream)", "pass",
+        "pool.end_use(stream)", "pass",
         (_PRETENDED + "test_plans_on_two_streams_wait_for_each_other",),
     ),
     Mutation(

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from sfast_ext.behaviour.foreign_code import described
+from sfast_ext.behaviour.foreign_code import describe
 
 MARKS = frozenset(
     {
@@ -70,7 +70,7 @@ def _units(hook: Any) -> Iterator[nn.Module]:
 def _hook(unet: nn.Module) -> Any:
     """The extension's own object for this pass, from the closure of the forward that it laid over the UNet's."""
     function = getattr(vars(unet).get("forward"), "__func__", None)
-    if function is None or ".hook" not in described(function):
+    if function is None or ".hook" not in describe(function):
         return None
     try:
         return inspect.getclosurevars(function).nonlocals.get("outer")

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sfast_ext.behaviour.foreign_code import brought, described
+from sfast_ext.behaviour.foreign_code import describe, is_foreign
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Switched:
         except Exception:
             on = True
         if on:
-            return f"{described(self.function)} is on"
+            return f"{describe(self.function)} is on"
         return None if self.below is None else self.below.on()
 
 
@@ -51,8 +51,8 @@ def switched(patch: Any) -> Switched | None:
     for name, original in originals.items():
         if not callable(original) or not _begins_like(function, _guard(function, name, switch)):
             continue
-        below = switched(original) if brought(original, None) else None
-        if below is not None or not brought(original, None):
+        below = switched(original) if is_foreign(original, None) else None
+        if below is not None or not is_foreign(original, None):
             return Switched(patch, switch, function.__globals__, below)
     return None
 

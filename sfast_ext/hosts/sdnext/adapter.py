@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from sfast_ext import environment
-from sfast_ext.behaviour.forward_slot import accelerator_of, is_own_forward
+from sfast_ext.accelerator import accelerator_of
+from sfast_ext.behaviour.forward_slot import is_own_forward
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import gpu_room

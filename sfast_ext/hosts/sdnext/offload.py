@@ -77,12 +77,12 @@ class Offload:
         for accelerator in ours:
             self._guarded(functools.partial(self._fetch, accelerator, set(places.values())))
             # it asks for the state dict, to read the names
-            accelerator.lends = False
+            accelerator.restores_for_saving = False
         try:
             return original(model, *args, **kwargs)
         finally:
             for accelerator in ours:
-                accelerator.lends = True
+                accelerator.restores_for_saving = True
 
     def _come_beside(self, original: Callable[..., Any], name: str) -> Any:
         """A model for captions and the like, which may be larger than the UNet."""

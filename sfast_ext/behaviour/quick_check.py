@@ -66,7 +66,7 @@ def attributes_of(module: nn.Module, ignored: frozenset[str]) -> Attributes:
     return Attributes(module, type(module), len(home), names, tuple(map(home.get, names)))
 
 
-class Glance:
+class QuickCheck:
     """What is looked at for each call.
 
     What took the place of another that it is equal to is not told apart, nor a name in a container that is not a
@@ -109,7 +109,7 @@ class Glance:
         self._homes = [each.module.__dict__ for each in modules]
         self._rows = _Rows(modules)
         self._classes, self._sizes = [vars(home) for home, _ in sizes], [size for _, size in sizes]
-        self._found = Found((home, _there(home, names)) for home, names in found)
+        self._found = NameTable((home, _there(home, names)) for home, names in found)
         self._methods = methods
         # empty ones, and tensors, which are told by address
         apart = [content is None or isinstance(content, torch.Tensor) for content in map(content_of, cells[0])]
@@ -135,22 +135,22 @@ class Glance:
         """To be called when classes were read: what came since is nothing that is looked at."""
         self._sizes = list(map(len, self._classes))
 
-    def holds(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether nobody added, took away or exchanged an attribute, a submodule or a hook, nor a class or a method."""
-        return list(map(len, self._classes)) == self._sizes and self.holds_but_for_sizes()
+        return list(map(len, self._classes)) == self._sizes and self.unchanged_but_for_sizes()
 
-    def holds_but_for_sizes(self) -> bool:
+    def unchanged_but_for_sizes(self) -> bool:
         """Whether it holds for all that was there."""
         try:
             return (
                 not any(self._bare)
                 and self._no_hooks_came()
-                and self._found.holds()
+                and self._found.unchanged()
                 and all(getattr(kind, name) is function for kind, name, function in self._methods)
                 and all(map(operator.is_, map(_CONTENT, self._cells), self._contents))
-                and all(still(content_of(cell), content) for cell, content in self._apart)
-                and self._children_hold()
-                and self._rows.holds()
+                and all(same_content(content_of(cell), content) for cell, content in self._apart)
+                and self._children_unchanged()
+                and self._rows.unchanged()
                 and list(chain.from_iterable(self._lists)) == self._items
                 and list(map(addresses, self._mixed)) == self._addresses
                 and all(list(map(get, each)).count(None) == len(each) for get, each in self._lacking)
@@ -159,7 +159,7 @@ class Glance:
             # an attribute is gone, or holds what cannot be compared
             return False
 
-    def _children_hold(self) -> bool:
+    def _children_unchanged(self) -> bool:
         now = list(chain.from_iterable(self._loose))
         return now == self._values and list(map(type, chain(now, self._roots))) == self._kinds
 
@@ -195,7 +195,7 @@ class _Rows:
                 self._gets.append((get, [each.module.__dict__ for each in row]))
                 self._values.append(values)
 
-    def holds(self) -> bool:
+    def unchanged(self) -> bool:
         return (
             list(map(len, self._homes)) == self._lengths
             and [list(map(get, homes)) for get, homes in self._gets] == self._values
@@ -208,7 +208,7 @@ def _there(home: type | dict, names: dict[str, Any]) -> dict[str, Any]:
     return {n: v for n, v in names.items() if n in vars(home)} if isinstance(home, type) else names
 
 
-class Found:
+class NameTable:
     """Names of namespaces, and what they stood for; those that were not there are to stay away."""
 
     def __init__(self, homes: Iterable[tuple[type | dict, dict[str, Any]]]) -> None:
@@ -236,7 +236,7 @@ class Found:
                 self._views.append(absent if few else namespace.keys())
         self._values = single + several
 
-    def holds(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether they stand for the same."""
         now = [namespace[name] for namespace, name in self._singles]
         for get, namespace in self._gets:
@@ -271,6 +271,6 @@ def content_of(cell: CellType) -> Any:
         return None
 
 
-def still(content: Any, noted: Any) -> bool:
+def same_content(content: Any, noted: Any) -> bool:
     """Whether a cell holds what was noted: a tensor by its address."""
     return content is noted or (isinstance(content, torch.Tensor) and id(content) == noted)
