@@ -20,12 +20,12 @@ ATTENTION = overloads("scaled_dot_product_attention")
 def attention(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not health.usable(kernel, ctx.device):
         return 0
-    untouchable, count = mutated(gm.graph), 0
+    pinned, count = mutated(gm.graph), 0
     function = kernel.launch if ctx.serves(kernel) else kernel.library
     for node in list(gm.graph.nodes):
-        if not is_op(node, ATTENTION) or not untouchable.isdisjoint([node, *node.all_input_nodes]):
+        if not is_op(node, ATTENTION) or not pinned.isdisjoint([node, *node.all_input_nodes]):
             continue
-        found = options(node)
+        found = kernel_options(node)
         if found is None:
             continue
         with gm.graph.inserting_before(node):
@@ -35,7 +35,7 @@ def attention(gm: fx.GraphModule, ctx: PassContext) -> int:
     return count
 
 
-def options(node: fx.Node) -> dict[str, Any] | None:
+def kernel_options(node: fx.Node) -> dict[str, Any] | None:
     """An attention's options as the kernels take them; None where it has others that say something."""
     if len(node.args) < 3 or argument(node, 4, "dropout_p", 0.0) != 0 or node.kwargs.get("enable_gqa", False):
         return None

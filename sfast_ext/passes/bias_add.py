@@ -11,7 +11,7 @@ from torch import fx
 
 from sfast_ext.kernels.pointwise import bias_add as kernel
 
-from .layer_norm import is_residual_add, summands
+from .layer_norm import is_residual_add, split_linear_bias
 from .rewrite import (
     ADD,
     CONV,
@@ -21,14 +21,14 @@ from .rewrite import (
     aten,
     call,
     dtype,
-    fake,
     is_number,
     is_op,
+    meta_like,
     mutated,
     only_user,
     overloads,
     replace,
-    same,
+    same_meta,
     shape,
     without_bias,
 )
@@ -44,29 +44,29 @@ LEAST_CHANNELS = 16  # with fewer, a tile of the kernel is mostly empty
 def bias_add(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not ctx.serves(kernel):
         return 0
-    untouchable, count = mutated(gm.graph), 0
+    pinned, count = mutated(gm.graph), 0
     for node in list(gm.graph.nodes):
-        if node._erased or not is_op(node, ADD) or node in untouchable or argument(node, 2, "alpha", 1) != 1:
+        if node._erased or not is_op(node, ADD) or node in pinned or argument(node, 2, "alpha", 1) != 1:
             continue
         # Of two convolutions the later one is taken: the other is done by then.
         conv, residual = node.args[1], node.args[0]
-        if not has_bias(conv, node):
+        if not is_biased_operand(conv, node):
             conv, residual = residual, conv
-        if not has_bias(conv, node) or not same(residual, node) or conv is residual:
+        if not is_biased_operand(conv, node) or not same_meta(residual, node) or conv is residual:
             continue
-        if conv in untouchable or residual in untouchable:
+        if conv in pinned or residual in pinned:
             continue
-        last, factor = scaled(node, untouchable)
+        last, factor = match_scale(node, pinned)
         with gm.graph.inserting_before(conv):
             bare = without_bias(conv)
         with gm.graph.inserting_before(node):
             new = call(gm.graph, kernel.launch, (bare, argument(conv, 2, "bias"), residual, factor), last)
         replace(last, new)
         count += 1
-    return count + alone(gm, untouchable) + tokens(gm, untouchable)
+    return count + fuse_bias(gm, pinned) + fuse_token_bias(gm, pinned)
 
 
-def tokens(gm: fx.GraphModule, untouchable: set[fx.Node]) -> int:
+def fuse_token_bias(gm: fx.GraphModule, pinned: set[fx.Node]) -> int:
     """Sums of tokens whose one part is a linear layer: its bias is added with the residual, as without it cuBLAS has
     quicker products."""
     graph, count = gm.graph, 0
@@ -74,14 +74,14 @@ def tokens(gm: fx.GraphModule, untouchable: set[fx.Node]) -> int:
         size = shape(add) or ()
         if len(size) != 3 or not is_residual_add(add) or dtype(add) not in HALF:
             continue
-        if not untouchable.isdisjoint([add, *add.args[:2]]):
+        if not pinned.isdisjoint([add, *add.args[:2]]):
             continue
         with graph.inserting_before(add):
-            x, residual, bias = summands(add, untouchable)
+            x, residual, bias = split_linear_bias(add, pinned)
             if bias is None:
                 continue
             # the kernel's channels are the second dimension, and lie last in memory: only views
-            outer = fake(add, (size[0], size[2], size[1]))
+            outer = meta_like(add, (size[0], size[2], size[1]))
             operands = [call(graph, aten.permute.default, (t, [0, 2, 1]), outer) for t in (x, residual)]
             total = call(graph, kernel.launch, (operands[0], bias, operands[1], 1.0), outer)
             new = call(graph, aten.permute.default, (total, [0, 2, 1]), add)
@@ -90,11 +90,11 @@ def tokens(gm: fx.GraphModule, untouchable: set[fx.Node]) -> int:
     return count
 
 
-def alone(gm: fx.GraphModule, untouchable: set[fx.Node]) -> int:
+def fuse_bias(gm: fx.GraphModule, pinned: set[fx.Node]) -> int:
     """Biases of convolutions that no residual is added to."""
     count = 0
     for conv in list(gm.graph.nodes):
-        if not biased(conv) or conv in untouchable or (shape(conv) or (0, 0))[1] < LEAST_CHANNELS:
+        if not is_biased_conv(conv) or conv in pinned or (shape(conv) or (0, 0))[1] < LEAST_CHANNELS:
             continue
         with gm.graph.inserting_before(conv):
             bare = without_bias(conv)
@@ -104,12 +104,12 @@ def alone(gm: fx.GraphModule, untouchable: set[fx.Node]) -> int:
     return count
 
 
-def has_bias(conv: Any, add: fx.Node) -> bool:
+def is_biased_operand(conv: Any, add: fx.Node) -> bool:
     """A convolution whose result only `add` sees, in `add`'s shape and dtype."""
-    return biased(conv) and only_user(conv) is add and same(conv, add)
+    return is_biased_conv(conv) and only_user(conv) is add and same_meta(conv, add)
 
 
-def biased(conv: Any) -> bool:
+def is_biased_conv(conv: Any) -> bool:
     """A convolution of pictures with a bias, in a dtype of the kernel's."""
     if not is_op(conv, CONV):
         return False
@@ -122,10 +122,10 @@ def biased(conv: Any) -> bool:
     )
 
 
-def scaled(add: fx.Node, untouchable: set[fx.Node]) -> tuple[fx.Node, float]:
+def match_scale(add: fx.Node, pinned: set[fx.Node]) -> tuple[fx.Node, float]:
     """The product of the sum with a number, if that is all the sum is for, and the factor."""
     user = only_user(add)
-    if user is None or user in untouchable or not same(user, add) or user.args[0] is not add:
+    if user is None or user in pinned or not same_meta(user, add) or user.args[0] is not add:
         return add, 1.0
     number = argument(user, 1, "other")
     if not is_number(number):

@@ -13,9 +13,9 @@ from .rewrite import (
     argument,
     aten,
     call,
-    fake,
     is_op,
     is_weight,
+    meta_like,
     mutated,
     overloads,
     replace,
@@ -55,11 +55,11 @@ def channels_last(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not ctx.channels_last:
         return 0
     graph, count = gm.graph, 0
-    untouchable = mutated(graph)
+    pinned = mutated(graph)
     convs = [node for node in graph.nodes if is_op(node, CONV)]
-    enter(graph, untouchable)
+    convert_inputs(graph, pinned)
     for conv in convs:
-        if len(shape(conv) or ()) != 4 or not untouchable.isdisjoint([conv, *conv.all_input_nodes]):
+        if len(shape(conv) or ()) != 4 or not pinned.isdisjoint([conv, *conv.all_input_nodes]):
             continue
         weight = under_cast(argument(conv, 1, "weight"))
         if is_pointwise(conv):
@@ -69,21 +69,21 @@ def channels_last(gm: fx.GraphModule, ctx: PassContext) -> int:
     return count
 
 
-def enter(graph: fx.Graph, untouchable: set[fx.Node]) -> None:
+def convert_inputs(graph: fx.Graph, pinned: set[fx.Node]) -> None:
     """Pictures from outside (latent, ControlNet residuals) are laid out once, before anything meets them."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for node in placeholders:
         val = value(node)
-        if val is None or val.dim() != 4 or not val.is_floating_point() or node in untouchable:
+        if val is None or val.dim() != 4 or not val.is_floating_point() or node in pinned:
             continue
-        if not meets_convolution(node):
+        if not reaches_convolution(node):
             continue
         with graph.inserting_after(placeholders[-1]):
             new = call(graph, aten.contiguous.default, (node,), node, {"memory_format": torch.channels_last})
         node.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
 
 
-def meets_convolution(node: fx.Node) -> bool:
+def reaches_convolution(node: fx.Node) -> bool:
     """The picture, or something made from it in its layout, enters a convolution or a group norm."""
     stack, seen = [node], {node}
     while stack:
@@ -115,17 +115,17 @@ def as_linear(conv: fx.Node) -> int:
     if not isinstance(x, fx.Node) or size is None:
         return 0
     with graph.inserting_before(conv):
-        pixels = call(graph, aten.permute.default, (x, [0, 2, 3, 1]), fake(x, (n, h, w, size[1])))
-        matrix = call(graph, aten.reshape.default, (weight, [out, size[1]]), fake(weight, (out, size[1])))
-    replace_by_product(conv, pixels, matrix)
+        pixels = call(graph, aten.permute.default, (x, [0, 2, 3, 1]), meta_like(x, (n, h, w, size[1])))
+        matrix = call(graph, aten.reshape.default, (weight, [out, size[1]]), meta_like(weight, (out, size[1])))
+    replace_with_linear(conv, pixels, matrix)
     return 1
 
 
-def replace_by_product(conv: fx.Node, pixels: fx.Node, matrix: fx.Node) -> None:
+def replace_with_linear(conv: fx.Node, pixels: fx.Node, matrix: fx.Node) -> None:
     """The convolution as a linear of what it reads for each pixel (N, H, W, K), by its weight (out, K)."""
     n, out, h, w = shape(conv) or (0, 0, 0, 0)
     with conv.graph.inserting_before(conv):
         args = (pixels, matrix, argument(conv, 2, "bias"))
-        product = call(conv.graph, aten.linear.default, args, fake(conv, (n, h, w, out)))
+        product = call(conv.graph, aten.linear.default, args, meta_like(conv, (n, h, w, out)))
         new = call(conv.graph, aten.permute.default, (product, [0, 3, 1, 2]), conv)
     replace(conv, new)

@@ -24,7 +24,7 @@ from .rewrite import (
     mutated,
     overloads,
     replace,
-    same,
+    same_meta,
     shape,
     widens,
 )
@@ -56,11 +56,11 @@ def same_value(node: fx.Node, x: fx.Node) -> fx.Node | None:
 
 def same_if_shape(node: fx.Node, x: fx.Node) -> fx.Node | None:
     # A slice of the whole has the whole's shape only when its step is 1.
-    return x if same(node, x) else None
+    return x if same_meta(node, x) else None
 
 
 def cast(node: fx.Node, x: fx.Node) -> fx.Node | None:
-    if same(node, x):
+    if same_meta(node, x):
         return x
     inner = x.args[0] if is_cast(x) else None
     if not is_cast(node) or not isinstance(inner, fx.Node) or not widens(dtype(inner), dtype(x)):
@@ -72,7 +72,7 @@ def cast(node: fx.Node, x: fx.Node) -> fx.Node | None:
 
 
 def reshape(node: fx.Node, x: fx.Node) -> fx.Node | None:
-    if same(node, x):
+    if same_meta(node, x):
         return x
     size = shape(node)
     if size is None or shape(x) is None:
@@ -80,7 +80,7 @@ def reshape(node: fx.Node, x: fx.Node) -> fx.Node | None:
     source = x
     while is_op(source, RESHAPE) and isinstance(source.args[0], fx.Node):
         source = source.args[0]
-    if same(node, source):
+    if same_meta(node, source):
         return source
     if source is x and node.target is not aten.view.default and node.target is not aten._unsafe_view.default:
         return None
@@ -126,17 +126,17 @@ def permutation(node: fx.Node) -> list[int] | None:
 def copy(node: fx.Node, x: fx.Node) -> fx.Node | None:
     # What was there before is overwritten.
     value = argument(node, 1, "src")
-    return value if isinstance(value, fx.Node) and same(node, value) else None
+    return value if isinstance(value, fx.Node) and same_meta(node, value) else None
 
 
 def scale(node: fx.Node, x: fx.Node) -> fx.Node | None:
     factor = argument(node, 1, "other")
-    return x if is_number(factor) and factor == 1 and same(node, x) else None
+    return x if is_number(factor) and factor == 1 and same_meta(node, x) else None
 
 
 def shift(node: fx.Node, x: fx.Node) -> fx.Node | None:
     term = argument(node, 1, "other")
-    return x if is_number(term) and term == 0 and same(node, x) else None
+    return x if is_number(term) and term == 0 and same_meta(node, x) else None
 
 
 RULES: list[tuple[frozenset, Rule]] = [
@@ -155,12 +155,12 @@ TABLE: dict[object, Rule] = {op: rule for ops, rule in RULES for op in ops}
 
 def cleanup(gm: fx.GraphModule, ctx: PassContext) -> int:
     graph, count = gm.graph, 0
-    count += forget_detach(graph) + forget_autocast(graph)
-    untouchable = mutated(graph)
+    count += drop_detach(graph) + drop_autocast(graph)
+    pinned = mutated(graph)
     for node in graph.nodes:
         rule = TABLE.get(node.target) if node.op == "call_function" else None
         x = node.args[0] if rule and node.args else None
-        if rule is None or not isinstance(x, fx.Node) or node in untouchable or x in untouchable:
+        if rule is None or not isinstance(x, fx.Node) or node in pinned or x in pinned:
             continue
         if node.target in FRESH and any(user.op == "output" for user in node.users):
             continue  # the caller may write to what it gets; it must not be an input or a weight
@@ -168,7 +168,7 @@ def cleanup(gm: fx.GraphModule, ctx: PassContext) -> int:
             new = rule(node, x)
         if new is None:
             continue
-        if new in untouchable or any(source in untouchable for source in new.all_input_nodes):
+        if new in pinned or any(source in pinned for source in new.all_input_nodes):
             erase(new)
             continue
         replace(node, new)
@@ -176,7 +176,7 @@ def cleanup(gm: fx.GraphModule, ctx: PassContext) -> int:
     return count + eliminate_dead(graph)
 
 
-def forget_detach(graph: fx.Graph) -> int:
+def drop_detach(graph: fx.Graph) -> int:
     """`detach_` counts as writing, but there is no gradient to write to."""
     count = 0
     for node in graph.nodes:
@@ -187,7 +187,7 @@ def forget_detach(graph: fx.Graph) -> int:
     return count
 
 
-def forget_autocast(graph: fx.Graph) -> int:
+def drop_autocast(graph: fx.Graph) -> int:
     """Regions without autocast are all there is: its casts have become operations, plans run without it."""
     count = 0
     for node in graph.nodes:

@@ -23,12 +23,12 @@ def conv_group_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
     """After conv2d, whose kernel takes the statistics."""
     if not ctx.serves(kernel):
         return 0
-    untouchable, count = mutated(gm.graph), 0
+    pinned, count = mutated(gm.graph), 0
     for norm in list(gm.graph.nodes):
-        if not is_op(norm, (group_norm.launch, add_group_norm.launch)) or norm in untouchable:
+        if not is_op(norm, (group_norm.launch, add_group_norm.launch)) or norm in pinned:
             continue
         found = operands(norm)
-        if found is None or found[0] in untouchable:
+        if found is None or found[0] in pinned:
             continue
         conv, rest = found
         options = {name: norm.kwargs[name] for name in OPTIONS if name in norm.kwargs}

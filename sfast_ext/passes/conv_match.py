@@ -10,11 +10,11 @@ from .channels_last import all_are
 from .rewrite import CONV, HALF, argument, dtype, is_op, is_weight, shape
 
 
-def plain_convolutions(graph: fx.Graph, untouchable: set[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
-    """Plain ones of a weight of the arena, of which nothing is untouchable that they read or give: the convolution, the
+def plain_convolutions(graph: fx.Graph, pinned: set[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
+    """Plain ones of a weight of the arena, of which nothing is pinned that they read or give: the convolution, the
     picture and the weight. The convolution may be taken out of the graph while others are still to come."""
     for conv in list(graph.nodes):
-        if not is_op(conv, CONV) or not untouchable.isdisjoint([conv, *conv.all_input_nodes]) or not is_plain(conv):
+        if not is_op(conv, CONV) or not pinned.isdisjoint([conv, *conv.all_input_nodes]) or not is_plain(conv):
             continue
         x, weight = conv.args[0], argument(conv, 1, "weight")
         if is_weight(weight) and dtype(x) == dtype(weight) == dtype(conv):

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .rewrite import fake, is_kernel, is_pure, mutated, overloads, replace, shape, value
+from .rewrite import is_kernel, is_pure, meta_like, mutated, overloads, replace, shape, value
 
 if TYPE_CHECKING:
     from . import PassContext
@@ -25,39 +25,39 @@ UNINITIALISED = overloads(
 )
 
 
-def common_subexpressions(gm: fx.GraphModule, ctx: PassContext) -> int:
+def cse(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Of equal operations on equal inputs the first stays; so the 22 silu(emb) of a UNet become one."""
-    untouchable, count = mutated(gm.graph), 0
+    pinned, count = mutated(gm.graph), 0
     seen: dict[Any, fx.Node] = {}
     for node in gm.graph.nodes:
-        if node.op not in ("call_function", "get_attr") or not is_pure(node) or node in untouchable:
+        if node.op not in ("call_function", "get_attr") or not is_pure(node) or node in pinned:
             continue
-        if node.target in UNINITIALISED or any(x in untouchable for x in node.all_input_nodes):
+        if node.target in UNINITIALISED or any(x in pinned for x in node.all_input_nodes):
             continue
-        first = seen.setdefault(identity(node), node)
+        first = seen.setdefault(key(node), node)
         if first is not node:
             replace(node, first)
             count += 1
     return count
 
 
-def identity(node: fx.Node) -> Any:
+def key(node: fx.Node) -> Any:
     if node.op == "get_attr":
         weight = node.meta.get("weight")
         return ("get_attr", node.target if weight is None else weight)
-    return node.target, frozen(node.args), frozen(node.kwargs)
+    return node.target, hashable(node.args), hashable(node.kwargs)
 
 
-def frozen(x: Any) -> Any:
+def hashable(x: Any) -> Any:
     """Hashable, and as strict as operators are: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
     if isinstance(x, fx.Node):
         return x
     if isinstance(x, (list, tuple)):
-        return tuple(frozen(item) for item in x)
+        return tuple(hashable(item) for item in x)
     if isinstance(x, dict):
-        return tuple((key, frozen(x[key])) for key in sorted(x))
+        return tuple((key, hashable(x[key])) for key in sorted(x))
     if isinstance(x, slice):
-        return "slice", frozen((x.start, x.stop, x.step))
+        return "slice", hashable((x.start, x.stop, x.step))
     return type(x), repr(x) if isinstance(x, (float, complex)) else x
 
 
@@ -68,10 +68,10 @@ def fold_constants(gm: fx.GraphModule, ctx: PassContext) -> int:
     them.
     """
     graph = gm.graph
-    untouchable = mutated(graph)
+    pinned = mutated(graph)
     known: dict[fx.Node, torch.Tensor] = {}
     for node in graph.nodes:
-        if node in untouchable or not is_pure(node) or is_kernel(node.target):
+        if node in pinned or not is_pure(node) or is_kernel(node.target):
             continue
         if node.op == "get_attr":
             if node.meta.get("weight") is None:
@@ -86,7 +86,7 @@ def fold_constants(gm: fx.GraphModule, ctx: PassContext) -> int:
         gm.register_buffer(name, constant, persistent=False)
         with graph.inserting_before(node):
             new = graph.create_node("get_attr", name)
-        new.meta["val"] = fake(node, constant.shape)
+        new.meta["val"] = meta_like(node, constant.shape)
         replace(node, new)
         count += 1
     return count

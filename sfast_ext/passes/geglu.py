@@ -35,15 +35,15 @@ SLICE = overloads("slice.Tensor")
 def geglu(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not ctx.serves(kernel):
         return 0
-    untouchable, count = mutated(gm.graph), 0
+    pinned, count = mutated(gm.graph), 0
     for node in list(gm.graph.nodes):
-        if node._erased or not is_op(node, GELU) or node in untouchable:
+        if node._erased or not is_op(node, GELU) or node in pinned:
             continue
         mul = only_user(node)
-        if mul is None or not is_op(mul, MUL) or mul in untouchable:
+        if mul is None or not is_op(mul, MUL) or mul in pinned:
             continue
         halves = match(node, mul)
-        if halves is None or halves[0] in untouchable:
+        if halves is None or halves[0] in pinned:
             continue
         x, gate_first = halves
         approximate = argument(node, 1, "approximate", "none")

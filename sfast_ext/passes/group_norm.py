@@ -18,19 +18,19 @@ from .rewrite import (
     aten,
     call,
     dtype,
-    fake,
     hoist_weights,
     inputs,
     is_cast,
     is_op,
     is_weight,
+    meta_like,
     mutated,
     only_user,
     overloads,
-    peel,
     replace,
     reshaped,
     shape,
+    strip_lossless_casts,
     weight_node,
     without_bias,
 )
@@ -47,28 +47,28 @@ def group_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
         return 0
     graph, count = gm.graph, 0
     hoist_weights(graph)
-    untouchable = mutated(graph)
+    pinned = mutated(graph)
     shifts: list[fx.Node] = []
     for node in list(graph.nodes):
         if not node._erased and is_op(node, GROUP_NORM):
-            count += fuse(node, untouchable, shifts)
+            count += fuse(node, pinned, shifts)
     pack_shifts(gm, ctx, shifts)
     return count
 
 
-def fuse(norm: fx.Node, untouchable: set[fx.Node], shifts: list[fx.Node]) -> int:
+def fuse(norm: fx.Node, pinned: set[fx.Node], shifts: list[fx.Node]) -> int:
     x, groups = norm.args[0], argument(norm, 1, "num_groups")
     weight, bias, eps = argument(norm, 2, "weight"), argument(norm, 3, "bias"), argument(norm, 4, "eps", 1e-5)
     size = shape(norm)
-    if not isinstance(x, fx.Node) or size is None or len(size) not in (3, 4) or norm in untouchable:
+    if not isinstance(x, fx.Node) or size is None or len(size) not in (3, 4) or norm in pinned:
         return 0
     # The kernel computes in fp32 whatever it reads, so casts that lose nothing are not needed before it.
-    source, weight, bias = peel(x), peel(weight), peel(bias)
-    if dtype(source) not in KERNEL_DTYPES or source in untouchable or dtype(norm) not in KERNEL_DTYPES:
+    source, weight, bias = strip_lossless_casts(x), strip_lossless_casts(weight), strip_lossless_casts(bias)
+    if dtype(source) not in KERNEL_DTYPES or source in pinned or dtype(norm) not in KERNEL_DTYPES:
         return 0
-    last, silu = tail(norm, untouchable)
+    last, silu = trailing_ops(norm, pinned)
     with norm.graph.inserting_before(norm):
-        source, shift = take_shift(source, untouchable) if only_use(x, source) else (source, None)
+        source, shift = take_shift(source, pinned) if only_use(x, source) else (source, None)
         if shift is not None and is_op(shift, ADD):
             shifts.append(shift)
         new = call(
@@ -91,14 +91,14 @@ def only_use(x: fx.Node, source: fx.Node) -> bool:
     return len(source.users) == 1
 
 
-def tail(node: fx.Node, untouchable: set[fx.Node]) -> tuple[fx.Node, bool]:
+def trailing_ops(node: fx.Node, pinned: set[fx.Node]) -> tuple[fx.Node, bool]:
     """The last of [cast] [SiLU] [cast] after `node`, each the only user, and whether SiLU was there.
 
     SiLU in the kernel's fp32 is at least as precise as after the cast.
     """
     silu, last = False, node
     user = only_user(node)
-    while user is not None and user not in untouchable:
+    while user is not None and user not in pinned:
         if is_op(user, SILU) and not silu:
             silu = True
         elif not is_cast(user) or dtype(user) not in KERNEL_DTYPES or is_cast(last):
@@ -107,29 +107,29 @@ def tail(node: fx.Node, untouchable: set[fx.Node]) -> tuple[fx.Node, bool]:
     return last, silu
 
 
-def take_shift(x: fx.Node, untouchable: set[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
+def take_shift(x: fx.Node, pinned: set[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
     """What `x` is made from when a sum per channel and a bias are left to the kernel, and these two."""
     size = shape(x) or ()
     shift = None
     if is_op(x, ADD) and len(size) == 4 and argument(x, 2, "alpha", 1) == 1:
         for source, term in (x.args[:2], x.args[1::-1]):
             if per_channel(term, size) and shape(source) == size and dtype(source) == dtype(term) == dtype(x):
-                if source in untouchable or term in untouchable:
+                if source in pinned or term in pinned:
                     return x, None
-                shift = rows(term, size)
+                shift = as_rows(term, size)
                 x = source
                 break
     only = len(x.users) == 1
-    if not only or not is_op(x, CONV) or x in untouchable or len(size) != 4:
+    if not only or not is_op(x, CONV) or x in pinned or len(size) != 4:
         return x, shift
     bias = argument(x, 2, "bias")
     if not isinstance(bias, fx.Node) or dtype(bias) != dtype(x):
         return x, shift
     graph = x.graph
     if shift is None:
-        shift = call(graph, aten.expand.default, (bias, [size[0], size[1]]), fake(bias, size[:2]))
+        shift = call(graph, aten.expand.default, (bias, [size[0], size[1]]), meta_like(bias, size[:2]))
     else:
-        shift = call(graph, aten.add.Tensor, (shift, bias), fake(bias, size[:2]))
+        shift = call(graph, aten.add.Tensor, (shift, bias), meta_like(bias, size[:2]))
     return without_bias(x), shift
 
 
@@ -139,12 +139,12 @@ def per_channel(term: Any, size: tuple[int, ...]) -> bool:
     return given is not None and len(given) == 4 and given[0] in (1, size[0]) and given[1:] == (size[1], 1, 1)
 
 
-def rows(term: fx.Node, size: tuple[int, ...]) -> fx.Node:
+def as_rows(term: fx.Node, size: tuple[int, ...]) -> fx.Node:
     given = shape(term) or ()
     flat = reshaped(term.graph, term, given[:2])
     if given[0] == size[0]:
         return flat
-    return call(term.graph, aten.expand.default, (flat, list(size[:2])), fake(flat, size[:2]))
+    return call(term.graph, aten.expand.default, (flat, list(size[:2])), meta_like(flat, size[:2]))
 
 
 def pack_shifts(gm: fx.GraphModule, ctx: PassContext, shifts: list[fx.Node]) -> None:
@@ -152,7 +152,7 @@ def pack_shifts(gm: fx.GraphModule, ctx: PassContext, shifts: list[fx.Node]) -> 
     groups: dict[fx.Node, list[tuple[int, int, fx.Node, fx.Node, fx.Node]]] = defaultdict(list)
     for shift in shifts:
         part, bias = inputs(shift.args)
-        span = columns(part)
+        span = column_range(part)
         if span is not None and is_weight(bias) and len(part.users) == 1 and len(bias.users) == 1:
             groups[next(inputs(part.args))].append((*span, part, bias, shift))
     for product, rows in groups.items():
@@ -174,7 +174,7 @@ def pack_shifts(gm: fx.GraphModule, ctx: PassContext, shifts: list[fx.Node]) -> 
             replace(shift, part)
 
 
-def columns(part: fx.Node) -> tuple[int, int] | None:
+def column_range(part: fx.Node) -> tuple[int, int] | None:
     """From where to where `part` is a slice of the columns of a matrix."""
     if not is_op(part, SLICE) or len(shape(part) or ()) != 2 or argument(part, 1, "dim", 0) != 1:
         return None

@@ -14,13 +14,13 @@ from torch import fx
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_norm
 
-from .channels_last import replace_by_product
+from .channels_last import replace_with_linear
 from .conv_match import plain_convolutions
 from .rewrite import (
     aten,
     call,
-    fake,
     is_op,
+    meta_like,
     mutated,
     only_user,
     shape,
@@ -32,32 +32,34 @@ if TYPE_CHECKING:
 
 
 def im2col(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """After sum_group_norm and bias_add; only where there is Triton, as otherwise nobody writes patches for less."""
+    """After group_norm_inputs and bias_add; only where there is Triton, as otherwise nobody writes patches for less."""
     if not ctx.serves(group_norm):
         return 0
     graph, count = gm.graph, 0
     for conv, picture, weight in plain_convolutions(graph, mutated(graph)):
         if only_user(picture) is not conv:
             continue
-        writer = writes_patches(picture)
-        if writer is None or not few(picture) or not ctx.arena.channels_last(weight.meta["weight"]):
+        writer = patches_writer(picture)
+        if writer is None or not few_pixels(picture) or not ctx.arena.channels_last(weight.meta["weight"]):
             continue
         n, channels, height, width = shape(picture) or (0, 0, 0, 0)
         out = (shape(conv) or (0, 0))[1]
         writer.kwargs = {**writer.kwargs, "patches": True}
-        patches = fake(picture, (n, height, width, 9 * channels))
+        patches = meta_like(picture, (n, height, width, 9 * channels))
         picture.meta["val"] = patches
         if writer is not picture:
             writer.meta["val"] = (writer.meta["val"][0], patches)
         with graph.inserting_before(conv):
-            rows = call(graph, aten.permute.default, (weight, [0, 2, 3, 1]), fake(weight, (out, 3, 3, channels)))
-            matrix = call(graph, aten.reshape.default, (rows, [out, 9 * channels]), fake(weight, (out, 9 * channels)))
-        replace_by_product(conv, picture, matrix)
+            rows = call(graph, aten.permute.default, (weight, [0, 2, 3, 1]), meta_like(weight, (out, 3, 3, channels)))
+            matrix = call(
+                graph, aten.reshape.default, (rows, [out, 9 * channels]), meta_like(weight, (out, 9 * channels))
+            )
+        replace_with_linear(conv, picture, matrix)
         count += 1
     return count
 
 
-def writes_patches(picture: Any) -> fx.Node | None:
+def patches_writer(picture: Any) -> fx.Node | None:
     """The norm that makes `picture`, where its kernel can write patches in its place."""
     val = value(picture)
     if val is None:
@@ -74,6 +76,6 @@ def writes_patches(picture: Any) -> fx.Node | None:
     return writer if group_norm.takes_patches(val, groups) else None
 
 
-def few(picture: fx.Node) -> bool:
+def few_pixels(picture: fx.Node) -> bool:
     n, _, height, width = shape(picture) or (0, 0, 0, 0)
     return n * height * width <= conv2d.MOST_AS_PRODUCT

@@ -23,10 +23,10 @@ from .rewrite import (
     mutated,
     only_user,
     overloads,
-    peel,
     replace,
-    same,
+    same_meta,
     shape,
+    strip_lossless_casts,
     without_linear_bias,
 )
 
@@ -36,44 +36,44 @@ if TYPE_CHECKING:
 LAYER_NORM = overloads("layer_norm")
 
 
-class Norm(NamedTuple):
+class LayerNormMatch(NamedTuple):
     x: fx.Node  # under casts that lost nothing: the kernel computes in fp32 whatever it reads
     params: tuple[Any, Any, float]
     last: fx.Node  # the norm, or the cast of its result
 
 
-def match(node: fx.Node, untouchable: set[fx.Node]) -> Norm | None:
-    if node._erased or not is_op(node, LAYER_NORM) or node in untouchable:
+def match(node: fx.Node, pinned: set[fx.Node]) -> LayerNormMatch | None:
+    if node._erased or not is_op(node, LAYER_NORM) or node in pinned:
         return None
     size, normalized = shape(node), argument(node, 1, "normalized_shape")
     if size is None or list(normalized) != [size[-1]]:
         return None
-    x = peel(node.args[0])
-    if x in untouchable or dtype(x) not in KERNEL_DTYPES or dtype(node) not in KERNEL_DTYPES:
+    x = strip_lossless_casts(node.args[0])
+    if x in pinned or dtype(x) not in KERNEL_DTYPES or dtype(node) not in KERNEL_DTYPES:
         return None
     user = only_user(node)
-    weight, bias = peel(argument(node, 2, "weight")), peel(argument(node, 3, "bias"))
+    weight, bias = strip_lossless_casts(argument(node, 2, "weight")), strip_lossless_casts(argument(node, 3, "bias"))
     params = (weight, bias, argument(node, 4, "eps", 1e-5))
-    if user is not None and is_cast(user) and dtype(user) in KERNEL_DTYPES and user not in untouchable:
-        return Norm(x, params, user)
-    return Norm(x, params, node)
+    if user is not None and is_cast(user) and dtype(user) in KERNEL_DTYPES and user not in pinned:
+        return LayerNormMatch(x, params, user)
+    return LayerNormMatch(x, params, node)
 
 
 def add_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not ctx.serves(add_kernel):
         return 0
     hoist_weights(gm.graph)
-    untouchable, count = mutated(gm.graph), 0
+    pinned, count = mutated(gm.graph), 0
     for node in list(gm.graph.nodes):
-        norm = match(node, untouchable)
-        if norm is None or not is_residual_add(norm.x) or any(a in untouchable for a in norm.x.args):
+        norm = match(node, pinned)
+        if norm is None or not is_residual_add(norm.x) or any(a in pinned for a in norm.x.args):
             continue
         if any(isinstance(x, fx.Node) and x.op != "get_attr" for x in norm.params):
             continue  # it may not be there yet where the sum is made
         add, graph = norm.x, gm.graph
         # Where the sum was made: others may use it before the norm is due. The norm's weights are at the top.
         with graph.inserting_before(add):
-            x, residual, shift = summands(add, untouchable)
+            x, residual, shift = split_linear_bias(add, pinned)
             options = {"out_dtype": dtype(norm.last), "shift": shift}
             pair = call(graph, add_kernel.launch, (x, residual, *norm.params), None, options)
             total = call(graph, operator.getitem, (pair, 0), add)
@@ -85,12 +85,12 @@ def add_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
     return count
 
 
-def summands(add: fx.Node, untouchable: set[fx.Node]) -> tuple[Any, Any, Any]:
+def split_linear_bias(add: fx.Node, pinned: set[fx.Node]) -> tuple[Any, Any, Any]:
     """What is added, and the bias of a linear layer whose result goes nowhere else: without it cuBLAS has quicker
     products."""
     for x, residual in (add.args[:2], add.args[1::-1]):
         bias = argument(x, 2, "bias") if is_op(x, LINEAR) else None
-        if bias is None or x in untouchable or bias in untouchable or only_user(x) is not add or x is residual:
+        if bias is None or x in pinned or bias in pinned or only_user(x) is not add or x is residual:
             continue
         if dtype(bias) == dtype(x) and shape(bias) == (shape(x) or ())[-1:]:
             return without_linear_bias(x), residual, bias
@@ -101,15 +101,15 @@ def is_residual_add(node: fx.Node) -> bool:
     """No broadcast, no promotion, no factor."""
     if not is_op(node, ADD) or argument(node, 2, "alpha", 1) != 1:
         return False
-    return same(node.args[0], node) and same(node.args[1], node)
+    return same_meta(node.args[0], node) and same_meta(node.args[1], node)
 
 
 def layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not ctx.serves(kernel):
         return 0
-    untouchable, count = mutated(gm.graph), 0
+    pinned, count = mutated(gm.graph), 0
     for node in list(gm.graph.nodes):
-        norm = match(node, untouchable)
+        norm = match(node, pinned)
         if norm is None:
             continue
         with gm.graph.inserting_before(node):

@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from . import PassContext
 
 
-def linear_onto(gm: fx.GraphModule, ctx: PassContext) -> int:
+def linear_accumulate(gm: fx.GraphModule, ctx: PassContext) -> int:
     """After add_layer_norm, whose kernel it gives a bias, and before bias_add, which takes what is left."""
     if not ctx.serves(kernel, add_layer_norm):
         return 0
-    untouchable, count = mutated(gm.graph), 0
+    pinned, count = mutated(gm.graph), 0
     for add in list(gm.graph.nodes):
         if add._erased or not is_residual_add(add) or dtype(add) not in HALF or len(shape(add) or ()) != 3:
             continue
-        if not untouchable.isdisjoint([add, *add.args[:2]]):
+        if not pinned.isdisjoint([add, *add.args[:2]]):
             continue
         for linear, total in (add.args[:2], add.args[1::-1]):
-            if fits(linear, total, add, untouchable):
+            if fits(linear, total, add, pinned):
                 break
         else:
             continue
@@ -47,17 +47,17 @@ def linear_onto(gm: fx.GraphModule, ctx: PassContext) -> int:
     return count
 
 
-def fits(linear: fx.Node, total: fx.Node, add: fx.Node, untouchable: set[fx.Node]) -> bool:
+def fits(linear: fx.Node, total: fx.Node, add: fx.Node, pinned: set[fx.Node]) -> bool:
     """A product that nobody but `add` sees, and a sum that add_layer_norm made and nobody but `add` still needs."""
     if not is_op(linear, LINEAR) or only_user(linear) is not add or only_user(total) is not add:
         return False
     if not is_op(total, (operator.getitem,)) or total.args[1] != 0:
         return False
     pair = total.args[0]
-    if not is_op(pair, (add_layer_norm.launch,)) or pair.kwargs.get("after") is not None or pair in untouchable:
+    if not is_op(pair, (add_layer_norm.launch,)) or pair.kwargs.get("after") is not None or pair in pinned:
         return False
     operands = [*linear.args[:2], argument(linear, 2, "bias")]
-    if any(x is not None and (x in untouchable or dtype(x) != dtype(add)) for x in operands):
+    if any(x is not None and (x in pinned or dtype(x) != dtype(add)) for x in operands):
         return False
     bias = operands[2]
     # what is computed, as a cast is, may not be there yet where the sum is made

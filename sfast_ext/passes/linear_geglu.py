@@ -19,17 +19,17 @@ def linear_geglu(gm: fx.GraphModule, ctx: PassContext) -> int:
     """After geglu, whose kernel it takes the place of; only where there is Triton, as nothing else would gain."""
     if not ctx.serves(kernel):
         return 0
-    untouchable, count = mutated(gm.graph), 0
+    pinned, count = mutated(gm.graph), 0
     for node in list(gm.graph.nodes):
-        if not is_op(node, (geglu.launch,)) or node in untouchable:
+        if not is_op(node, (geglu.launch,)) or node in pinned:
             continue
         product, options = node.args[0], dict(node.kwargs)
-        if not is_op(product, LINEAR) or product in untouchable or only_user(product) is not node:
+        if not is_op(product, LINEAR) or product in pinned or only_user(product) is not node:
             continue
         operands = (*product.args[:2], argument(product, 2, "bias"))
         if len(shape(operands[1]) or ()) != 2 or dtype(product) not in HALF:
             continue
-        if any(x is not None and (x in untouchable or dtype(x) != dtype(product)) for x in operands):
+        if any(x is not None and (x in pinned or dtype(x) != dtype(product)) for x in operands):
             continue
         with gm.graph.inserting_before(node):
             new = call(gm.graph, kernel.launch, operands, node, options)

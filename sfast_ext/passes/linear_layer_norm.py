@@ -21,8 +21,8 @@ from .rewrite import (
     aten,
     call,
     dtype,
-    fake,
     is_op,
+    meta_like,
     mutated,
     only_user,
     replace,
@@ -38,7 +38,7 @@ Sizes = tuple[int, int, int]
 """Rows, columns, terms of a sum."""
 
 
-class Match(NamedTuple):
+class LinearLayerNormMatch(NamedTuple):
     linear: fx.Node
     moved: fx.Node  # the linear, or its rows in another shape
     rest: tuple[Any, ...]  # the kernel's operands from the bias on
@@ -46,18 +46,18 @@ class Match(NamedTuple):
 
 
 def linear_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """After linear_onto, which gives the sums of some norms a bias."""
+    """After linear_accumulate, which gives the sums of some norms a bias."""
     if not ctx.serves(kernel):
         return 0
     graph = gm.graph
-    untouchable = mutated(graph)
-    found = [(norm, match) for norm in graph.nodes if (match := operands(norm, untouchable)) is not None]
+    pinned = mutated(graph)
+    found = [(norm, match) for norm in graph.nodes if (match := match_norm(norm, pinned)) is not None]
     quicker = [s for s in dict.fromkeys(match.sizes for _, match in found) if kernel.pays(*s, ctx.device)]
     if not quicker:
         return 0
     records, count = shared_records(gm, ctx, quicker, found[0][1].linear), 0
     for norm, _ in found:
-        match = operands(norm, untouchable)  # anew: what was made so far took the place of others' operands
+        match = match_norm(norm, pinned)  # anew: what was made so far took the place of others' operands
         if match is None or match.sizes not in records:
             continue  # another norm of the same rows was first, or two kernels are quicker
         linear, moved, rest, sizes = match
@@ -90,19 +90,21 @@ def shared_records(gm: fx.GraphModule, ctx: PassContext, found: list[Sizes], lik
     head = next(node for node in gm.graph.nodes if node.op == "call_function")
     with gm.graph.inserting_before(head):
         options = {"dtype": torch.int64, "device": ctx.device}
-        zeros = call(gm.graph, aten.zeros.default, ([sum(counts)],), fake(like, (sum(counts),), torch.int64), options)
+        zeros = call(
+            gm.graph, aten.zeros.default, ([sum(counts)],), meta_like(like, (sum(counts),), torch.int64), options
+        )
         begin = 0
         for count, sizes in zip(counts, alike.values(), strict=True):
-            part = fake(like, (count,), torch.int64)
+            part = meta_like(like, (count,), torch.int64)
             node = call(gm.graph, aten.slice.Tensor, (zeros, 0, begin, begin + count), part)
             parts.update(dict.fromkeys(sizes, node))
             begin += count
     return parts
 
 
-def operands(norm: fx.Node, untouchable: set[fx.Node]) -> Match | None:
+def match_norm(norm: fx.Node, pinned: set[fx.Node]) -> LinearLayerNormMatch | None:
     """The product that a norm's rows come from, and what else the kernel is to know."""
-    if norm in untouchable:
+    if norm in pinned:
         return None
     residual = shift = after = None
     if is_op(norm, (add_layer_norm.launch,)):
@@ -116,14 +118,14 @@ def operands(norm: fx.Node, untouchable: set[fx.Node]) -> Match | None:
         linear = under_reshape(x)
     else:
         return None
-    if not is_op(linear, LINEAR) or x in untouchable or norm.kwargs.get("out_dtype") not in (None, dtype(linear)):
+    if not is_op(linear, LINEAR) or x in pinned or norm.kwargs.get("out_dtype") not in (None, dtype(linear)):
         return None
     rows, weight, bias = linear.args[0], linear.args[1], argument(linear, 2, "bias")
     if bias is not None and shift is not None or dtype(linear) not in HALF or len(shape(weight) or ()) != 2:
         return None
     vectors = [bias if shift is None else shift, factor, offset, after]
     nodes = [n for n in (linear, rows, weight, residual, *vectors) if n is not None]
-    if any(n in untouchable or dtype(n) != dtype(linear) for n in nodes):
+    if any(n in pinned or dtype(n) != dtype(linear) for n in nodes):
         return None
     # where the kernel goes others of the graph's values may not be there yet
     if any(n is not None and n.op != "get_attr" for n in vectors):
@@ -132,7 +134,7 @@ def operands(norm: fx.Node, untouchable: set[fx.Node]) -> Match | None:
     if size is None or terms is None:
         return None
     rest = (vectors[0], residual, factor, offset, eps, after)
-    return Match(linear, x, rest, (math.prod(size[:-1]), size[-1], terms[-1]))
+    return LinearLayerNormMatch(linear, x, rest, (math.prod(size[:-1]), size[-1], terms[-1]))
 
 
 def under_reshape(x: fx.Node) -> Any:

@@ -1,4 +1,4 @@
-"""A UNet's first and last convolution, from and to a few channels, with their biases, by kernels of our own."""
+"""A UNet's first and last convolution, from and to a narrow channels, with their biases, by kernels of our own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def narrow_conv(gm: fx.GraphModule, ctx: PassContext) -> int:
         if not ctx.arena.channels_last(weight.meta["weight"]):
             continue
         with gm.graph.inserting_before(conv):
-            new = call(gm.graph, kernel.launch, (as_given(x), weight, bias), conv)
+            new = call(gm.graph, kernel.launch, (before_copy(x), weight, bias), conv)
         replace(conv, new)
         count += 1
     return count
@@ -39,8 +39,8 @@ def is_narrow(weight: fx.Node) -> bool:
     return channels <= kernel.MOST_IN or columns in kernel.OUT
 
 
-def as_given(x: fx.Node) -> fx.Node:
-    """The picture before it was laid out anew for this: few channels are read as they lie."""
-    few = (shape(x) or (0, 0))[1] <= kernel.MOST_IN
+def before_copy(x: fx.Node) -> fx.Node:
+    """The picture before it was laid out anew for this: narrow channels are read as they lie."""
+    narrow = (shape(x) or (0, 0))[1] <= kernel.MOST_IN
     laid_out = is_op(x, (aten.contiguous.default,)) and x.kwargs.get("memory_format") == torch.channels_last
-    return x.args[0] if few and laid_out else x  # type: ignore[return-value]
+    return x.args[0] if narrow and laid_out else x  # type: ignore[return-value]

@@ -17,11 +17,11 @@ from .rewrite import (
     aten,
     call,
     dtype,
-    fake,
     hoist_weights,
     is_cast,
     is_op,
     is_weight,
+    meta_like,
     mutated,
     replace,
     shape,
@@ -31,7 +31,7 @@ from .rewrite import (
 if TYPE_CHECKING:
     from . import PassContext
 
-MOST_COLUMNS = 81920
+MAX_N = 81920
 """A wider product is much memory for long: SDXL's keys and values of the prompt have 166,400, and 49 MB nearly all of a
 call. Half of those that are 1280 wide, 76,800, fill an NVIDIA H200 better than a third. Not told by bytes: plans of all
 batches share the packed weights."""
@@ -40,28 +40,28 @@ batches share the packed weights."""
 def packed_linear(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Counts the packed groups."""
     hoist_weights(gm.graph)
-    untouchable, uses = mutated(gm.graph), weight_uses(gm.graph)
+    pinned, uses = mutated(gm.graph), weight_uses(gm.graph)
     siblings: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in gm.graph.nodes:
-        if is_op(node, LINEAR) and untouchable.isdisjoint([node, *node.all_input_nodes]):
+        if is_op(node, LINEAR) and pinned.isdisjoint([node, *node.all_input_nodes]):
             key = sibling_key(node, uses)
             if key is not None:
                 siblings[key].append(node)
-    groups = [part for group in siblings.values() for part in parted(group)]
+    groups = [part for group in siblings.values() for part in split_wide(group)]
     return sum(pack(gm, ctx, group) for group in groups if len(group) > 1)
 
 
-def parted(group: list[fx.Node]) -> list[list[fx.Node]]:
+def split_wide(group: list[fx.Node]) -> list[list[fx.Node]]:
     """The group; where that is too wide, its linears of each width, which stand in one part of a UNet, by as many at a
     time as are not."""
     widths: dict[int, list[fx.Node]] = defaultdict(list)
     for node in group:
         widths[(shape(node) or (0,))[-1]].append(node)
-    if sum(width * len(some) for width, some in widths.items()) <= MOST_COLUMNS:
+    if sum(width * len(some) for width, some in widths.items()) <= MAX_N:
         return [group]
     parts = []
     for width, some in widths.items():
-        count = -(-width * len(some) // MOST_COLUMNS)
+        count = -(-width * len(some) // MAX_N)
         each = -(-len(some) // count)
         parts += [some[start : start + each] for start in range(0, len(some), each)]
     return parts
@@ -115,13 +115,13 @@ def pack(gm: fx.GraphModule, ctx: PassContext, group: list[fx.Node]) -> int:
         if is_cast(params[0]):
             with gm.graph.inserting_before(first):
                 size = tuple(weight.tensor.shape)
-                new = call(gm.graph, aten.to.dtype, (new, dtype(params[0])), fake(params[0], size))
+                new = call(gm.graph, aten.to.dtype, (new, dtype(params[0])), meta_like(params[0], size))
         packed.append(new)
     # Where the first sibling stands the input is known, weights are at the top, and all users follow.
     widths = [(shape(node) or ())[-1] for node in group]
     size = (*(shape(first) or ())[:-1], sum(widths))
     with gm.graph.inserting_before(first):
-        product = call(gm.graph, aten.linear.default, (first.args[0], *packed), fake(first, size))
+        product = call(gm.graph, aten.linear.default, (first.args[0], *packed), meta_like(first, size))
         start, slices = 0, []
         for node, width in zip(group, widths, strict=True):
             args = (product, len(size) - 1, start, start + width)

@@ -8,7 +8,7 @@ from torch import fx
 
 from sfast_ext.kernels.attention import query_attention as kernel
 
-from .attention import ATTENTION, options
+from .attention import ATTENTION, kernel_options
 from .rewrite import (
     HALF,
     LINEAR,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _TRANSPOSE = (aten.transpose.int,)
 
 
-class Match(NamedTuple):
+class QueryAttentionMatch(NamedTuple):
     x: fx.Node
     weight: fx.Node
     k: fx.Node
@@ -43,9 +43,9 @@ def query_attention(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Before attention, whose nodes it takes, and after what makes use of linear layers in other ways."""
     if not ctx.serves(kernel):
         return 0
-    untouchable, count = mutated(gm.graph), 0
+    pinned, count = mutated(gm.graph), 0
     for node in list(gm.graph.nodes):
-        match = operands(node, ctx, untouchable)
+        match = operands(node, ctx, pinned)
         if match is None:
             continue
         with gm.graph.inserting_before(node):
@@ -57,9 +57,9 @@ def query_attention(gm: fx.GraphModule, ctx: PassContext) -> int:
     return count
 
 
-def operands(node: fx.Node, ctx: PassContext, untouchable: set[fx.Node]) -> Match | None:
+def operands(node: fx.Node, ctx: PassContext, pinned: set[fx.Node]) -> QueryAttentionMatch | None:
     """Of an attention whose queries nobody else sees, made by a linear layer without a bias; None of others."""
-    found = options(node) if is_op(node, ATTENTION) else None
+    found = kernel_options(node) if is_op(node, ATTENTION) else None
     if found is None or found["mask"] is not None or found["is_causal"]:
         return None
     chain, (q, k, v) = [node], node.args[:3]
@@ -73,7 +73,7 @@ def operands(node: fx.Node, ctx: PassContext, untouchable: set[fx.Node]) -> Matc
     if argument(linear, 2, "bias") is not None or sorted(d % 4 for d in heads.args[1:]) != [1, 2]:
         return None
     nodes = [*chain, k, v, x, weight]
-    if any(n in untouchable or dtype(n) not in HALF or dtype(n) != dtype(linear) for n in nodes):
+    if any(n in pinned or dtype(n) not in HALF or dtype(n) != dtype(linear) for n in nodes):
         return None
     size, keys, out, terms = shape(cut), shape(k), shape(linear), shape(x)
     if size is None or keys is None or out is None or terms is None or len(size) != 4 or len(keys) != 4:
@@ -83,4 +83,4 @@ def operands(node: fx.Node, ctx: PassContext, untouchable: set[fx.Node]) -> Matc
         return None
     if not kernel.pays(images, rows, keys[1:], terms[-1], ctx.device):
         return None
-    return Match(x, weight, k, v, (images, rows, terms[-1]))
+    return QueryAttentionMatch(x, weight, k, v, (images, rows, terms[-1]))

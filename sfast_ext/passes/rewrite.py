@@ -102,7 +102,7 @@ def dtype(node: Any) -> torch.dtype | None:
     return None if val is None else val.dtype
 
 
-def same(a: Any, b: Any) -> bool:
+def same_meta(a: Any, b: Any) -> bool:
     """Equal shape, dtype and device: one can stand for the other."""
     x, y = value(a), value(b)
     return (
@@ -149,7 +149,7 @@ def widens(old: torch.dtype | None, new: torch.dtype | None) -> bool:
     return new in wide.get(old, ()) if old is not None else False
 
 
-def peel(node: Any) -> Any:
+def strip_lossless_casts(node: Any) -> Any:
     """The value under casts that lost nothing."""
     while is_cast(node) and widens(dtype(node.args[0]), dtype(node)):
         node = node.args[0]
@@ -259,7 +259,7 @@ def mutated(graph: fx.Graph) -> set[fx.Node]:
 # --- replace ---
 
 
-def fake(like: Any, size: Iterable[int], dtype: torch.dtype | None = None) -> torch.Tensor | None:
+def meta_like(like: Any, size: Iterable[int], dtype: torch.dtype | None = None) -> torch.Tensor | None:
     """A value for `meta["val"]`: the device (and fake mode) of node `like`, another shape or dtype."""
     val = value(like)
     if val is None:
@@ -346,7 +346,7 @@ def weight_node(gm: fx.GraphModule, weight: Any, like: fx.Node) -> fx.Node:
     with gm.graph.inserting_before(top(gm.graph)):
         node = gm.graph.create_node("get_attr", name)
     node.meta["weight"] = weight
-    node.meta["val"] = fake(like, weight.tensor.shape)
+    node.meta["val"] = meta_like(like, weight.tensor.shape)
     cache[id(weight)] = node
     return node
 
@@ -368,4 +368,4 @@ def reshaped(graph: fx.Graph, node: fx.Node, size: tuple[int, ...]) -> fx.Node:
         node = node.args[0]
     if shape(node) == size:
         return node
-    return call(graph, aten.reshape.default, (node, list(size)), fake(node, size))
+    return call(graph, aten.reshape.default, (node, list(size)), meta_like(node, size))

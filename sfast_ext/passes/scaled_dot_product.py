@@ -19,9 +19,9 @@ from .rewrite import (
     aten,
     call,
     dtype,
-    fake,
     is_number,
     is_op,
+    meta_like,
     mutated,
     only_user,
     overloads,
@@ -41,7 +41,7 @@ MUL = overloads("mul.Tensor", "mul.Scalar")
 DIV = overloads("div.Tensor", "div.Scalar")
 
 
-class Scores(NamedTuple):
+class ScoresMatch(NamedTuple):
     """softmax's operand: scale * q @ k^T + mask."""
 
     q: fx.Node  # (..., queries, channels)
@@ -53,29 +53,29 @@ class Scores(NamedTuple):
 
 def scaled_dot_product(gm: fx.GraphModule, ctx: PassContext) -> int:
     """After cleanup; before all that looks for attention."""
-    untouchable, count = mutated(gm.graph), 0
+    pinned, count = mutated(gm.graph), 0
     for node in list(gm.graph.nodes):
         if node._erased or not is_op(node, SOFTMAX):
             continue
-        scores = scores_of(node, untouchable)
-        found = values_of(node, untouchable) if scores is not None else None
+        scores = match_scores(node, pinned)
+        found = match_values(node, pinned) if scores is not None else None
         if scores is None or found is None:
             continue
         product, v = found
-        if fits(scores, v, product):
+        if are_valid(scores, v, product):
             attend(product, scores, v)
             count += 1
     return count
 
 
-def scores_of(softmax: fx.Node, untouchable: set[fx.Node]) -> Scores | None:
+def match_scores(softmax: fx.Node, pinned: set[fx.Node]) -> ScoresMatch | None:
     """What a softmax over the last dimension is taken of; None where others see it on the way."""
     size = shape(softmax)
-    if not size or argument(softmax, 1, "dim") not in (-1, len(size) - 1) or softmax in untouchable:
+    if not size or argument(softmax, 1, "dim") not in (-1, len(size) - 1) or softmax in pinned:
         return None
     scale, mask = 1.0, None
     user, node = softmax, softmax.args[0]
-    while isinstance(node, fx.Node) and node not in untouchable and only_user(node) is user:
+    while isinstance(node, fx.Node) and node not in pinned and only_user(node) is user:
         user = node
         if is_float_cast(node):
             node = node.args[0]
@@ -86,8 +86,8 @@ def scores_of(softmax: fx.Node, untouchable: set[fx.Node]) -> Scores | None:
             scale *= number if is_op(node, MUL) else 1 / number
             node = node.args[0]
         elif is_op(node, ADD) and argument(node, 2, "alpha", 1) == 1 and mask is None and scale == 1.0:
-            term, mask = operands_of_sum(node)
-            if mask is None or mask in untouchable:
+            term, mask = split_mask(node)
+            if mask is None or mask in pinned:
                 return None
             node = term
         elif is_op(node, BADDBMM):
@@ -96,20 +96,20 @@ def scores_of(softmax: fx.Node, untouchable: set[fx.Node]) -> Scores | None:
             if beta != 0 and (beta != 1 or mask is not None or scale != 1.0):
                 return None
             mask = term if beta != 0 else mask
-            return product_of(a, b, scale * argument(node, 4, "alpha", 1), mask, untouchable)
+            return match_bmm(a, b, scale * argument(node, 4, "alpha", 1), mask, pinned)
         elif is_op(node, BMM):
-            return product_of(node.args[0], node.args[1], scale, mask, untouchable)
+            return match_bmm(node.args[0], node.args[1], scale, mask, pinned)
         elif is_op(node, EINSUM):
             equation, operands = node.args[:2]
-            if not is_scores_equation(equation) or len(operands) != 2 or not untouchable.isdisjoint(operands):
+            if not is_scores_equation(equation) or len(operands) != 2 or not pinned.isdisjoint(operands):
                 return None
-            return Scores(operands[0], operands[1], None, scale, mask)
+            return ScoresMatch(operands[0], operands[1], None, scale, mask)
         else:
             return None
     return None
 
 
-def operands_of_sum(node: fx.Node) -> tuple[Any, fx.Node | None]:
+def split_mask(node: fx.Node) -> tuple[Any, fx.Node | None]:
     """Scores and their mask: of the two the one that is a product, moved or scaled perhaps, has the sum's shape."""
     for term, mask in (node.args[:2], node.args[1::-1]):
         if isinstance(term, fx.Node) and isinstance(mask, fx.Node) and shape(term) == shape(node):
@@ -121,10 +121,10 @@ def operands_of_sum(node: fx.Node) -> tuple[Any, fx.Node | None]:
     return None, None
 
 
-def product_of(a: Any, b: Any, scale: float, mask: Any, untouchable: set[fx.Node]) -> Scores | None:
+def match_bmm(a: Any, b: Any, scale: float, mask: Any, pinned: set[fx.Node]) -> ScoresMatch | None:
     """Of queries (..., L, D) and keys that lie as (..., D, S)."""
     size = shape(b)
-    if a in untouchable or not isinstance(a, fx.Node) or size is None or len(size) < 3:
+    if a in pinned or not isinstance(a, fx.Node) or size is None or len(size) < 3:
         return None
     order, source = list(range(len(size))), b
     if is_op(b, PERMUTE):
@@ -133,18 +133,18 @@ def product_of(a: Any, b: Any, scale: float, mask: Any, untouchable: set[fx.Node
             return None
         order = found
     order[-2:] = order[:-3:-1]
-    if b in untouchable or source in untouchable:
+    if b in pinned or source in pinned:
         return None
-    return Scores(a, source, None if order == sorted(order) else order, scale, mask)
+    return ScoresMatch(a, source, None if order == sorted(order) else order, scale, mask)
 
 
-def values_of(softmax: fx.Node, untouchable: set[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
+def match_values(softmax: fx.Node, pinned: set[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
     """The product of the probabilities with the values, and these."""
     node = softmax
     user = only_user(node)
-    while user is not None and is_float_cast(user) and user not in untouchable:
+    while user is not None and is_float_cast(user) and user not in pinned:
         node, user = user, only_user(user)
-    if user is None or user in untouchable:
+    if user is None or user in pinned:
         return None
     if is_op(user, BMM):
         probabilities, v = user.args[:2]
@@ -152,7 +152,7 @@ def values_of(softmax: fx.Node, untouchable: set[fx.Node]) -> tuple[fx.Node, fx.
         probabilities, v = user.args[1]
     else:
         return None
-    if probabilities is not node or v is node or not isinstance(v, fx.Node) or v in untouchable:
+    if probabilities is not node or v is node or not isinstance(v, fx.Node) or v in pinned:
         return None
     return user, v
 
@@ -204,7 +204,7 @@ def labels(equation: Any) -> tuple[str, str, str] | None:
     return operands[0], operands[1], out
 
 
-def fits(scores: Scores, v: fx.Node, product: fx.Node) -> bool:
+def are_valid(scores: ScoresMatch, v: fx.Node, product: fx.Node) -> bool:
     """Shapes and dtypes as SDPA takes them, nothing broadcast but the mask."""
     q, k, values, out = shape(scores.q), shape(scores.k), shape(v), shape(product)
     if not (q and k and values and out) or not len(q) == len(k) == len(values) == len(out) >= 3:
@@ -227,18 +227,18 @@ def fits(scores: Scores, v: fx.Node, product: fx.Node) -> bool:
     return all(a in (1, b) for a, b in zip(mask[::-1], wanted[::-1]))
 
 
-def attend(product: fx.Node, scores: Scores, v: fx.Node) -> None:
+def attend(product: fx.Node, scores: ScoresMatch, v: fx.Node) -> None:
     """SDPA in place of `product`; where dtypes differ, as they do where scores alone are in fp32, in the widest."""
     graph, q, k, mask = product.graph, scores.q, scores.k, scores.mask
     with graph.inserting_before(product):
         if scores.order is not None:
             size = shape(k) or ()
-            k = call(graph, aten.permute.default, (k, scores.order), fake(k, [size[dim] for dim in scores.order]))
+            k = call(graph, aten.permute.default, (k, scores.order), meta_like(k, [size[dim] for dim in scores.order]))
         wide = widest(*(kind for x in (q, k, v) if (kind := dtype(x)) is not None))
         q, k, v, mask = (x if x is None else cast(x, wide) for x in (q, k, v, mask))
         options = scale_option(scores.scale, (shape(q) or (1,))[-1])
         args = (q, k, v) if mask is None else (q, k, v, mask)
-        out = call(graph, aten.scaled_dot_product_attention.default, args, fake(q, shape(product) or ()), options)
+        out = call(graph, aten.scaled_dot_product_attention.default, args, meta_like(q, shape(product) or ()), options)
         out = cast(out, dtype(product))
     replace(product, out)
 
@@ -258,4 +258,4 @@ def widest(*kinds: torch.dtype) -> torch.dtype:
 def cast(x: Any, kind: Any) -> fx.Node:
     if dtype(x) == kind:
         return x
-    return call(x.graph, aten.to.dtype, (x, kind), fake(x, shape(x) or (), kind))
+    return call(x.graph, aten.to.dtype, (x, kind), meta_like(x, shape(x) or (), kind))

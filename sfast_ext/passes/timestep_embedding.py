@@ -32,7 +32,7 @@ SIN, COS = overloads("sin"), overloads("cos")
 MUL = overloads("mul.Tensor")
 
 
-class Embedding(NamedTuple):
+class TimestepEmbeddingMatch(NamedTuple):
     t: fx.Node
     frequency: fx.Node
     sine_first: bool
@@ -41,15 +41,15 @@ class Embedding(NamedTuple):
 def timestep_embedding(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not ctx.serves(kernel):
         return 0
-    untouchable, count = mutated(gm.graph), 0
+    pinned, count = mutated(gm.graph), 0
     for node in list(gm.graph.nodes):
-        found = None if node._erased or node in untouchable else match(node)
-        if found is None or not untouchable.isdisjoint([found.t, found.frequency, *node.all_input_nodes]):
+        found = None if node._erased or node in pinned else match(node)
+        if found is None or not pinned.isdisjoint([found.t, found.frequency, *node.all_input_nodes]):
             continue
-        last = exchanged(node, untouchable)
+        last = match_swap(node, pinned)
         sine_first = found.sine_first if last is node else not found.sine_first
         user = only_user(last)
-        if user is not None and is_cast(user) and user not in untouchable and dtype(user) in KERNEL_DTYPES:
+        if user is not None and is_cast(user) and user not in pinned and dtype(user) in KERNEL_DTYPES:
             last = user
         with gm.graph.inserting_before(last):
             options = {"sine_first": sine_first, "out_dtype": dtype(last)}
@@ -59,9 +59,9 @@ def timestep_embedding(gm: fx.GraphModule, ctx: PassContext) -> int:
     return count
 
 
-def match(node: fx.Node) -> Embedding | None:
+def match(node: fx.Node) -> TimestepEmbeddingMatch | None:
     """cat of sine and cosine of one product in float32, of timesteps (N, 1) and frequencies (1, F)."""
-    parts = joined(node)
+    parts = match_pair(node)
     if parts is None:
         return None
     first, second = parts
@@ -81,21 +81,21 @@ def match(node: fx.Node) -> Embedding | None:
         t = t.args[0]
     # their product, its sine and its cosine are float32 then
     alike = dtype(frequency) == torch.float32 and dtype(t) in kernel.TIMES
-    return Embedding(t, frequency, sine_first) if alike else None
+    return TimestepEmbeddingMatch(t, frequency, sine_first) if alike else None
 
 
-def exchanged(node: fx.Node, untouchable: set[fx.Node]) -> fx.Node:
+def match_swap(node: fx.Node, pinned: set[fx.Node]) -> fx.Node:
     """The cat of the second half and the first, if that is all that `node` is for, else `node`."""
     slices = list(node.users)
     users = {only_user(part) for part in slices}
     last = users.pop() if len(slices) == 2 and len(users) == 1 else None
-    parts = None if last is None or last in untouchable or not untouchable.isdisjoint(slices) else joined(last)
+    parts = None if last is None or last in pinned or not pinned.isdisjoint(slices) else match_pair(last)
     if last is None or parts is None or half(parts[0]) != (node, 1) or half(parts[1]) != (node, 0):
         return node
     return last
 
 
-def joined(node: Any) -> tuple[fx.Node, fx.Node] | None:
+def match_pair(node: Any) -> tuple[fx.Node, fx.Node] | None:
     """Two tensors (N, F) beside each other."""
     if not is_op(node, CAT) or len(node.args[0]) != 2 or len(shape(node) or ()) != 2:
         return None

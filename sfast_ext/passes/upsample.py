@@ -24,15 +24,15 @@ NEAREST = overloads("upsample_nearest2d.vec", "upsample_nearest2d")
 def upsample(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not ctx.serves(kernel):
         return 0
-    untouchable, count = mutated(gm.graph), 0
+    pinned, count = mutated(gm.graph), 0
     for node in list(gm.graph.nodes):
-        if not is_op(node, NEAREST) or not untouchable.isdisjoint([node, node.args[0]]):
+        if not is_op(node, NEAREST) or not pinned.isdisjoint([node, node.args[0]]):
             continue
         before, after = shape(node.args[0]), shape(node)
         if before is None or after is None or dtype(node) not in KERNEL_DTYPES:
             continue
         x, options = node.args[0], {}
-        if only_user(x) is node and is_residual_add(x) and untouchable.isdisjoint(x.args[:2]):
+        if only_user(x) is node and is_residual_add(x) and pinned.isdisjoint(x.args[:2]):
             x, options = x.args[0], {"residual": x.args[1]}
         with gm.graph.inserting_before(node):
             new = call(gm.graph, kernel.launch, (x, tuple(after[2:]), steps(node)), node, options)

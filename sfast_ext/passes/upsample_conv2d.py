@@ -12,7 +12,7 @@ from sfast_ext.kernels.conv.upsample import places
 from sfast_ext.kernels.pointwise import bias_add
 
 from .conv_match import plain_convolutions
-from .group_norm_inputs import SUMS, summands
+from .group_norm_inputs import SUMS, match_sum
 from .rewrite import argument, call, is_op, mutated, only_user, replace, shape
 from .upsample import NEAREST, steps
 
@@ -24,12 +24,12 @@ def upsample_conv2d(gm: fx.GraphModule, ctx: PassContext) -> int:
     """After bias_add, which takes the biases; before conv2d and upsample, which take either by itself."""
     if not ctx.serves(kernel):
         return 0
-    untouchable, count, sums = mutated(gm.graph), 0, ctx.serves(bias_add)
-    for conv, large, weight in plain_convolutions(gm.graph, untouchable):
+    pinned, count, sums = mutated(gm.graph), 0, ctx.serves(bias_add)
+    for conv, large, weight in plain_convolutions(gm.graph, pinned):
         if argument(conv, 2, "bias") is not None or not is_op(large, NEAREST) or only_user(large) is not conv:
             continue
-        x, cut = large.args[0], cut_of(large)
-        if cut is None or x in untouchable or min((shape(weight) or (0, 0))[:2]) < kernel.LEAST_CHANNELS:
+        x, cut = large.args[0], match_doubling(large)
+        if cut is None or x in pinned or min((shape(weight) or (0, 0))[:2]) < kernel.LEAST_CHANNELS:
             continue
         if not ctx.arena.channels_last(weight.meta["weight"]):
             continue
@@ -37,12 +37,12 @@ def upsample_conv2d(gm: fx.GraphModule, ctx: PassContext) -> int:
             new = call(gm.graph, kernel.launch, (x, weight, cut), conv)
         replace(conv, new)
         if sums:
-            make(x, untouchable)
+            materialize_sum(x, pinned)
         count += 1
     return count
 
 
-def cut_of(large: fx.Node) -> tuple[int, int] | None:
+def match_doubling(large: fx.Node) -> tuple[int, int] | None:
     """Whether the last row and the last column are left out of a picture that has each pixel of another twice, across
     and down; None for what is enlarged otherwise."""
     before, after = shape(large.args[0]), shape(large)
@@ -56,9 +56,9 @@ def cut_of(large: fx.Node) -> tuple[int, int] | None:
     return cut if twice and {*cut} <= {0, 1} else None
 
 
-def make(total: Any, untouchable: set[fx.Node]) -> None:
+def materialize_sum(total: Any, pinned: set[fx.Node]) -> None:
     """A sum that nobody makes on the way any more: by one kernel, with a linear layer's bias."""
-    operands = None if is_op(total, SUMS) else summands(total, untouchable)
+    operands = None if is_op(total, SUMS) else match_sum(total, pinned)
     if operands is None:
         return
     with total.graph.inserting_before(total):
