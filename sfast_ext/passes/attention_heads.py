@@ -1,7 +1,7 @@
-"""Attention over (batch * heads, tokens, channels) as attention over (batch, heads, tokens, channels).
+"""Attention over (batch * heads, tokens, channels), rewritten as one over (batch, heads, tokens, channels).
 
-The heads lie beside each other where the projections leave them: no copy is needed to take them apart, and kernels read
-them there. What a host multiplies queries or keys by beforehand is the attention's scale.
+The projections leave the heads next to each other: splitting them needs no copy, and kernels read them in place. A
+number by which a host multiplies queries or keys first becomes the attention's scale.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import fx
 
 from .attention import ATTENTION, kernel_options
 from .cleanup import PERMUTE, permutation
+from .fusion import rewrite_each
 from .rewrite import (
     RESHAPE,
     argument,
@@ -39,22 +40,31 @@ Heads = tuple[int, int, int, int]
 
 
 def attention_heads(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """After sliced_attention. Counts the attentions whose heads were taken apart."""
-    pinned, count = mutated(gm.graph), 0
-    for node in list(gm.graph.nodes):
-        given = kernel_options(node) if is_op(node, ATTENTION) and node not in pinned else None
-        if given is None or not pinned.isdisjoint(node.all_input_nodes):
-            continue
-        fold_scale(node, pinned)
-        count += split_heads(node, given["mask"], pinned)
+    """Splits heads, and gives equal views equal operators. Returns the number of attentions whose heads were split.
+
+    Pattern: scaled_dot_product_attention(merge(q) * number, merge(k), merge(v), ...)
+    Replacement: merge(scaled_dot_product_attention(q, k, v, ..., scale=number * ...))
+
+    `merge` makes (batch * heads, tokens, channels) of (batch, heads, tokens, channels).
+    """
+    pinned = mutated(gm.graph)
+    count = rewrite_each(gm.graph, ATTENTION, pinned, lambda node: rewrite(node, pinned))
     for node in gm.graph.nodes:
         if node not in pinned and pinned.isdisjoint(node.all_input_nodes):
             canonicalize(node)
     return count
 
 
+def rewrite(node: fx.Node, pinned: set[fx.Node]) -> int:
+    options = kernel_options(node)
+    if options is None or not pinned.isdisjoint(node.all_input_nodes):
+        return 0
+    fold_scale(node, pinned)
+    return split_heads(node, options["mask"], pinned)
+
+
 def fold_scale(node: fx.Node, pinned: set[fx.Node]) -> None:
-    """Numbers that only this attention's queries or keys are multiplied by become its scale."""
+    """Folds numbers by which only this attention's queries or keys are multiplied into its scale."""
     size = shape(node.args[0])
     if size is None:
         return
@@ -72,7 +82,7 @@ def fold_scale(node: fx.Node, pinned: set[fx.Node]) -> None:
 
 
 def match_scale(operand: Any, user: fx.Node, pinned: set[fx.Node]) -> fx.Node | None:
-    """The product with a number on the way to an operand, where nobody else sees what comes of it."""
+    """Matches a multiplication by a number under views and casts of an operand, all with one user."""
     node = operand
     while isinstance(node, fx.Node) and node not in pinned and only_user(node) is user:
         source = node.args[0] if node.args else None
@@ -85,9 +95,11 @@ def match_scale(operand: Any, user: fx.Node, pinned: set[fx.Node]) -> fx.Node | 
 
 
 def split_heads(node: fx.Node, mask: Any, pinned: set[fx.Node]) -> int:
-    """The attention over its operands as they are before batch and heads become one dimension; where they never were
-    two, over one head, as few kernels take three dimensions."""
-    sources = [unsplit_source(operand, pinned) for operand in node.args[:3]]
+    """Replaces an attention by one over the operands before batch and heads were merged.
+
+    Where they never were two dimensions, it becomes one over a single head: few kernels take three dimensions.
+    """
+    sources = [unmerged_source(operand, pinned) for operand in node.args[:3]]
     sizes: list[Any] = [shape(x) for x in sources]
     graph, before = node.graph, shape(node) or ()
     if None in sources or len({size[:2] for size in sizes}) != 1:
@@ -100,13 +112,13 @@ def split_heads(node: fx.Node, mask: Any, pinned: set[fx.Node]) -> int:
     with graph.inserting_before(node):
         args: tuple[Any, ...] = tuple(cast(x, dtype(like)) for x, like in zip(sources, node.args[:3]))
         if mask is not None:
-            apart = split_mask(mask, batch, heads)
-            if apart is None:
+            split = split_mask(mask, batch, heads)
+            if split is None:
                 return 0
-            args = (*args, apart)
+            args = (*args, split)
         out = call(graph, node.target, args, meta_like(node, (batch, heads, count, before[-1])), dict(node.kwargs))
-        together = call(graph, aten.reshape.default, (out, list(before)), node)
-    replace(node, together)
+        merged = call(graph, aten.reshape.default, (out, list(before)), node)
+    replace(node, merged)
     return 1
 
 
@@ -115,9 +127,11 @@ def reshaped_before(node: fx.Node, x: Any, size: Heads) -> fx.Node:
         return call(node.graph, aten.reshape.default, (x, list(size)), meta_like(x, size))
 
 
-def unsplit_source(operand: Any, pinned: set[fx.Node]) -> fx.Node | None:
-    """The value (batch, heads, tokens, channels) that an operand (batch * heads, tokens, channels) was made of, or
-    (batch * heads, 1, tokens, channels), by reshapes and casts that lose nothing."""
+def unmerged_source(operand: Any, pinned: set[fx.Node]) -> fx.Node | None:
+    """Finds the value (batch, heads, tokens, channels) under reshapes and lossless casts of an operand.
+
+    The operand is (batch * heads, tokens, channels) or (batch * heads, 1, tokens, channels).
+    """
     size = shape(operand)
     if size is None or len(size) not in (3, 4) or (len(size) == 4 and size[1] != 1):
         return None
@@ -134,7 +148,7 @@ def unsplit_source(operand: Any, pinned: set[fx.Node]) -> fx.Node | None:
 
 
 def is_trivial_permute(node: Any) -> bool:
-    """A permutation that leaves the elements in order, as only dimensions of one element change places."""
+    """Whether a permutation keeps the order of elements, because it moves only dimensions of size 1."""
     order = permutation(node) if is_op(node, PERMUTE) else None
     size = shape(node.args[0]) if order is not None else None
     if order is None or size is None:
@@ -144,7 +158,7 @@ def is_trivial_permute(node: Any) -> bool:
 
 
 def split_mask(mask: fx.Node, batch: int, heads: int) -> fx.Node | None:
-    """A mask as it meets (batch, heads, queries, keys)."""
+    """Returns a mask that broadcasts to (batch, heads, queries, keys); None if there is no such view."""
     size = shape(mask) or ()
     if len(size) <= 2:
         return mask
@@ -157,8 +171,14 @@ def split_mask(mask: fx.Node, batch: int, heads: int) -> fx.Node | None:
 
 
 def canonicalize(node: fx.Node) -> None:
-    """One name for one thing: what exchanges the second and third of four dimensions is a transposition, what keeps the
-    order of elements a reshape."""
+    """Gives equal views equal operators.
+
+    Pattern: permute(x, [0, 2, 1, 3])
+    Replacement: transpose(x, 1, 2)
+
+    Pattern: any view that keeps the order of elements
+    Replacement: reshape(x, size)
+    """
     size = shape(node)
     if size is None:
         return

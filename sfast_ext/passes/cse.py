@@ -1,4 +1,4 @@
-"""The same value is computed once; what depends on nothing is computed now."""
+"""Common subexpression elimination and constant folding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ UNINITIALISED = overloads(
 
 
 def cse(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Of equal operations on equal inputs the first stays; so the 22 silu(emb) of a UNet become one."""
+    """Replaces operations by an earlier one of the same operator on the same inputs.
+
+    Pattern: y = op(x, ...); z = op(x, ...)
+    Replacement: y = op(x, ...), read in place of z
+
+    The 22 silu(emb) of a UNet become one. The loop is not that of `fusion`: any pure operator is visited.
+    """
     pinned, count = mutated(gm.graph), 0
     seen: dict[Any, fx.Node] = {}
     for node in gm.graph.nodes:
@@ -49,7 +55,7 @@ def key(node: fx.Node) -> Any:
 
 
 def hashable(x: Any) -> Any:
-    """Hashable, and as strict as operators are: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    """Returns a hashable key that is as strict as operators are: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
     if isinstance(x, fx.Node):
         return x
     if isinstance(x, (list, tuple)):
@@ -62,10 +68,13 @@ def hashable(x: Any) -> Any:
 
 
 def fold_constants(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Evaluates what depends on no input and no weight, such as the frequencies of the timestep embedding.
+    """Evaluates operations that depend on no input and no weight, such as the frequencies of the timestep embedding.
 
-    Tensors of the graph that are no weights are literals of the forward, torch.tensor(0.5): nobody else has
-    them.
+    Pattern: op(constant, ...), where an operation that is not folded reads it
+    Replacement: a buffer of the graph module with the result
+
+    Tensors of the graph that are not weights are literals of the forward, such as torch.tensor(0.5): nothing else
+    refers to them.
     """
     graph = gm.graph
     pinned = mutated(graph)
@@ -81,7 +90,7 @@ def fold_constants(gm: fx.GraphModule, ctx: PassContext) -> int:
     count = 0
     for node, constant in list(known.items()):
         if node.op == "get_attr" or all(user in known for user in node.users):
-            continue  # a constant already, or only a step towards one
+            continue  # a constant already, or only read by other folded operations
         name = f"_constant{count}"
         gm.register_buffer(name, constant, persistent=False)
         with graph.inserting_before(node):
@@ -101,7 +110,7 @@ def foldable(node: fx.Node) -> bool:
 
 def evaluate(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
-    # Under no fake mode and no autocast of the caller's: casts are nodes of their own.
+    # Without the caller's fake mode and autocast: casts are nodes of the graph.
     autocast = torch.autocast(node.meta["val"].device.type, enabled=False)
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), autocast:
         return node.target(*args, **kwargs)
