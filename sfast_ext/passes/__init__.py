@@ -64,8 +64,8 @@ Pass = Callable[[fx.GraphModule, PassContext], int]
 
 PASSES: list[tuple[str, Pass]] = [
     ("cleanup", cleanup.cleanup),
-    ("common", cse.common_subexpressions),  # makes siblings of what was computed again and again
-    ("constants", cse.fold_constants),
+    ("cse", cse.cse),  # makes siblings of what was computed again and again
+    ("fold_constants", cse.fold_constants),
     ("scaled_dot_product", scaled_dot_product.scaled_dot_product),
     ("sliced_attention", sliced_attention.sliced_attention),
     ("attention_heads", attention_heads.attention_heads),
@@ -79,10 +79,10 @@ PASSES: list[tuple[str, Pass]] = [
     ("layer_norm", layer_norm.layer_norm),
     ("geglu", geglu.geglu),
     ("linear_geglu", linear_geglu.linear_geglu),
-    ("linear_onto", linear_accumulate.linear_onto),
+    ("linear_accumulate", linear_accumulate.linear_accumulate),
     ("linear_layer_norm", linear_layer_norm.linear_layer_norm),
     ("bias_add", bias_add.bias_add),
-    ("sum_group_norm", group_norm_inputs.sum_group_norm),  # joins what group_norm and bias_add have made
+    ("group_norm_inputs", group_norm_inputs.group_norm_inputs),  # joins what group_norm and bias_add have made
     ("im2col", im2col.im2col),  # takes what the norms and bias_add have left of a convolution
     ("upsample_conv2d", upsample_conv2d.upsample_conv2d),
     ("conv2d", conv2d.conv2d),  # what is left to cuDNN

@@ -13,7 +13,7 @@ from sfast_ext.passes.bias_add import bias_add
 from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.conv2d import conv2d
 from sfast_ext.passes.group_norm import group_norm
-from sfast_ext.passes.group_norm_inputs import sum_group_norm
+from sfast_ext.passes.group_norm_inputs import group_norm_inputs
 from sfast_ext.passes.im2col import im2col
 
 from .support import OTHER_CONVOLUTIONS, Traced, randn
@@ -38,7 +38,7 @@ def rewritten(
     module = Block(forward, **options).to(x.dtype)
     traced = Traced(module, x)
     traced.ctx.triton = triton
-    return traced, traced.rewrite(channels_last, group_norm, bias_add, sum_group_norm, im2col, conv2d), module
+    return traced, traced.rewrite(channels_last, group_norm, bias_add, group_norm_inputs, im2col, conv2d), module
 
 
 PLAIN: Callable[..., Any] = lambda m, x: m.conv(x.sin())

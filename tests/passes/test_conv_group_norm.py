@@ -15,7 +15,7 @@ from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.conv2d import conv2d
 from sfast_ext.passes.conv_group_norm import conv_group_norm
 from sfast_ext.passes.group_norm import group_norm
-from sfast_ext.passes.group_norm_inputs import sum_group_norm
+from sfast_ext.passes.group_norm_inputs import group_norm_inputs
 from sfast_ext.passes.im2col import im2col
 from sfast_ext.passes.rewrite import is_weight, shape
 
@@ -23,7 +23,7 @@ from .support import Traced, randn, relative
 
 HALF = torch.bfloat16
 X = randn(2, 32, 9, 11).to(HALF)
-BEFORE = channels_last, group_norm, bias_add, sum_group_norm, im2col, conv2d
+BEFORE = channels_last, group_norm, bias_add, group_norm_inputs, im2col, conv2d
 
 
 class Block(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from sfast_ext.passes.group_norm_inputs import Product, forth, match
+from sfast_ext.passes.group_norm_inputs import LinearMatch, match_linear, reapply
 from sfast_ext.passes.layer_norm import is_residual_add
 from sfast_ext.passes.rewrite import LINEAR, is_op, mutated
 
@@ -35,21 +35,21 @@ def traced(forward: Callable[..., Any], *inputs: Tensor, dtype: torch.dtype = HA
     return Traced(Block(forward, **options).to(dtype), *(x.to(dtype) for x in inputs or (X,)))
 
 
-def products(found: Traced) -> list[tuple[fx.Node, fx.Node, Product]]:
+def products(found: Traced) -> list[tuple[fx.Node, fx.Node, LinearMatch]]:
     """Of each sum: it, its operand, and the product that this is; the later of two operands first."""
-    untouchable = mutated(found.graph)
+    pinned = mutated(found.graph)
     pairs = [(add, x) for add in found.graph.nodes if is_residual_add(add) for x in add.args[1::-1]]
-    matches = [(add, x, match(x, add, untouchable)) for add, x in pairs]
+    matches = [(add, x, match_linear(x, add, pinned)) for add, x in pairs]
     return [(add, x, product) for add, x, product in matches if product is not None]
 
 
 def moved_again(found: Traced) -> None:
-    """The moves of each product, again of the same linear, in the place of those that there were."""
+    """The views of each product, again of the same linear, in the place of those that there were."""
     for add, x, product in products(found):
         with found.graph.inserting_before(add):
             moved = product.linear
-            for move in product.moves:
-                moved = forth(found.graph, moved, move)
+            for move in product.views:
+                moved = reapply(found.graph, moved, move)
         add.replace_input_with(x, moved)
     found.graph.eliminate_dead_code()
     found.graph.lint()
@@ -98,8 +98,8 @@ def test_tokens_that_become_a_picture(swapped: bool) -> None:
 
     found = traced(forward, X, PICTURE)
     ((_, x, product),) = products(found)
-    shapes = [tuple(move.meta["val"].shape) for move in product.moves]
-    assert shapes == [(2, 2, 3, 8), (2, 8, 2, 3)] and product.moves[-1] is x
+    shapes = [tuple(move.meta["val"].shape) for move in product.views]
+    assert shapes == [(2, 2, 3, 8), (2, 8, 2, 3)] and product.views[-1] is x
     moved_again(found)
     assert found.error() == 0
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from sfast_ext.passes.bias_add import bias_add
 from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.group_norm import group_norm
-from sfast_ext.passes.group_norm_inputs import sum_group_norm
+from sfast_ext.passes.group_norm_inputs import group_norm_inputs
 from sfast_ext.passes.im2col import im2col
 from sfast_ext.passes.rewrite import argument
 
@@ -40,7 +40,7 @@ def rewritten(
     module = Block(forward, **options).to(x.dtype)
     traced = Traced(module, x)
     traced.ctx.triton = triton
-    return traced, traced.rewrite(channels_last, group_norm, bias_add, sum_group_norm, im2col), module
+    return traced, traced.rewrite(channels_last, group_norm, bias_add, group_norm_inputs, im2col), module
 
 
 REWRITTEN: dict[str, tuple[Callable[..., Any], str]] = {

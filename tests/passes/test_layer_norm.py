@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sfast_ext.passes.cse import common_subexpressions
+from sfast_ext.passes.cse import cse
 from sfast_ext.passes.layer_norm import add_layer_norm, layer_norm
 
 from .support import Traced, randn
@@ -62,7 +62,7 @@ def test_three_casts_of_one_result() -> None:
     """Q, K and V each cast what they read; equal casts are one before this pass runs."""
     half = torch.bfloat16
     traced = Traced(Block(lambda m, x: [m.norm(x).to(half).sin() for _ in range(3)]), X)
-    assert traced.rewrite(common_subexpressions, layer_norm) == 1
+    assert traced.rewrite(cse, layer_norm) == 1
     assert traced.ops() == {"layer_norm": 1, "sin": 1}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sfast_ext.passes.layer_norm import add_layer_norm
-from sfast_ext.passes.linear_accumulate import linear_onto
+from sfast_ext.passes.linear_accumulate import linear_accumulate
 from sfast_ext.runtime import peak_memory
 
 from .support import Traced, randn
@@ -40,7 +40,7 @@ def the_other_way_round(m: Block, x: Tensor) -> Any:
 def rewritten(body: Callable[..., Any], bias: bool = True, triton: bool = True) -> tuple[Traced, int]:
     traced = Traced(Block(body, bias).to(HALF), X)
     traced.ctx.triton = triton
-    return traced, traced.rewrite(add_layer_norm, linear_onto)
+    return traced, traced.rewrite(add_layer_norm, linear_accumulate)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -49,7 +49,7 @@ def test_the_product_goes_onto_the_sum(body: Callable[..., Any], bias: bool) -> 
     traced, count = rewritten(body, bias)
     assert count == 1
     assert traced.ops()["add"] == 0
-    (pair,), (onto,) = traced.find("add_layer_norm"), traced.find("linear_onto")
+    (pair,), (onto,) = traced.find("add_layer_norm"), traced.find("linear_accumulate")
     assert ("after" in pair.kwargs) == bias
     assert onto.args[2].args[0] is pair
     assert traced.error() < 1e-2
@@ -81,7 +81,7 @@ def with_a_factor(m: Block, x: Tensor) -> Any:
 def test_left_alone(body: Callable[..., Any]) -> None:
     traced, count = rewritten(body)
     assert count == 0
-    assert traced.ops()["linear_onto"] == 0
+    assert traced.ops()["linear_accumulate"] == 0
     assert traced.error() < 1e-2
 
 

@@ -12,7 +12,7 @@ from sfast_ext.kernels.linear import linear_layer_norm as kernel
 from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.cleanup import cleanup
 from sfast_ext.passes.layer_norm import add_layer_norm, layer_norm
-from sfast_ext.passes.linear_accumulate import linear_onto
+from sfast_ext.passes.linear_accumulate import linear_accumulate
 from sfast_ext.passes.linear_layer_norm import linear_layer_norm
 from sfast_ext.passes.rewrite import is_weight, shape
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 HALF = torch.bfloat16
 X = randn(2, 6, 16).to(HALF)
 PICTURE = randn(2, 16, 2, 3).to(HALF).to(memory_format=torch.channels_last)
-BEFORE = add_layer_norm, layer_norm, linear_onto
+BEFORE = add_layer_norm, layer_norm, linear_accumulate
 NARROW, OTHER = kernel.Tile(64, 8, 0.0, 0.0), kernel.Tile(128, 16, 0.0, 0.0, pair=2)
 
 
@@ -160,7 +160,7 @@ def test_a_block_of_a_transformer() -> None:
     traced, count = rewritten(Block.of_tokens)
     one, two, three = traced.launches(kernel)
     assert count == 3
-    onto = traced.find("linear_onto")
+    onto = traced.find("linear_accumulate")
     sums = [next(user for user in node.users if user.args[1] == 0) for node in (one, two, three)]
     assert one.args[3] is None and [two.args[3], three.args[3]] == sums[:2]
     assert onto[0].args[2] is sums[2]
@@ -344,5 +344,5 @@ def test_all_norms_of_a_unet(model: str) -> None:
     assert not left & {"add_layer_norm", "layer_norm"}
     blocks = sum(type(module).__name__ == "Transformer2DModel" for module in unet.modules())
     assert sum(node.args[3] is None for node in launched) == blocks  # what goes into them
-    assert sum(node.args[7] is not None for node in launched) == blocks == counts["linear_onto"]  # and out
+    assert sum(node.args[7] is not None for node in launched) == blocks == counts["linear_accumulate"]  # and out
     assert whole.error() < 1.2 * whole.error_before + 1e-3

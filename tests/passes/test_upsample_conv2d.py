@@ -13,7 +13,7 @@ from sfast_ext.passes.bias_add import bias_add
 from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.conv2d import conv2d
 from sfast_ext.passes.group_norm import group_norm
-from sfast_ext.passes.group_norm_inputs import sum_group_norm
+from sfast_ext.passes.group_norm_inputs import group_norm_inputs
 from sfast_ext.passes.upsample import upsample
 from sfast_ext.passes.upsample_conv2d import upsample_conv2d
 
@@ -40,7 +40,7 @@ def rewritten(
     module = Block(forward, **options).to(x.dtype)
     traced = Traced(module, x)
     traced.ctx.triton = triton
-    count = traced.rewrite(channels_last, group_norm, bias_add, sum_group_norm, upsample_conv2d)
+    count = traced.rewrite(channels_last, group_norm, bias_add, group_norm_inputs, upsample_conv2d)
     return traced, count, module
 
 
