@@ -5,22 +5,20 @@ from __future__ import annotations
 import importlib.util
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from sfast_ext import environment
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.a1111 import controlnet
 from sfast_ext.hosts.a1111.dormant_patches import Switches
 from sfast_ext.hosts.a1111.memory import HostMemory
 from sfast_ext.hosts.attachment import Attachment, of_the_host, wrap
-from sfast_ext.report import Report
-from sfast_ext.ui import api, settings
+from sfast_ext.hosts.session import Session
 
 LORA_LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAttention)
 """The classes whose forward the built-in Lora extension replaces."""
@@ -30,9 +28,6 @@ LORA_MARKS = frozenset({"network_layer_name", "network_current_names", "network_
 
 LEFT_BEHIND = frozenset({"_tome_info", "_deepcache_hooked"})
 """What token merging and DeepCache leave on modules when they go; while they are on, we stand aside for other signs."""
-
-
-_session: Session | None = None
 
 
 def detect() -> bool:
@@ -158,73 +153,57 @@ class UnetHooks:
         return self._switches.vouch(function)
 
 
-class Session:
-    """The extension in one run of the WebUI's scripts, from their loading to their unloading."""
+class A1111Session(Session):
+    """The extension in one run of the WebUI's scripts."""
+
+    HOST = "AUTOMATIC1111 WebUI"
 
     def __init__(self, version: str) -> None:
-        self.version = version
-        self.report = Report()
+        super().__init__(version)
         self._hooks: weakref.WeakKeyDictionary[nn.Module, UnetHooks] = weakref.WeakKeyDictionary()
         self._unets = Attachment(self._hooks_for, self.report, parts=controlnet.blocks)
         self._controlnets = Attachment(self._hooks_for, self.report, name="controlnet")
+        self.attachments = (self._unets, self._controlnets)
         self._denoiser: weakref.ref[object] | None = None
         self._memory = HostMemory(self._unets, _unet_of, self.report)
-        self._unwrap: list[Callable[[], None]] = []
         self._host_version = _host_version()
 
-    def register(self) -> None:
-        """Give the WebUI our callbacks and settings."""
-        from modules import script_callbacks, sd_models, shared
+    def install(self) -> list[Callable[[], object]]:
+        """Register callbacks; wrap what makes memory free, for which there is none."""
+        from modules import script_callbacks, sd_models
 
-        # At once, not in on_ui_settings alone: that one comes after the model is loaded, and never with --nowebui.
-        settings.register(shared.opts, shared.OptionInfo)
-        script_callbacks.on_ui_settings(lambda: settings.register(shared.opts, shared.OptionInfo))
-        script_callbacks.on_model_loaded(self.on_model_loaded)
-        script_callbacks.on_cfg_denoiser(self.on_cfg_denoiser)
-        script_callbacks.on_script_unloaded(self.release)
-        # there is no callback for the API's unload, which is to make memory free
-        self._unwrap = [wrap(sd_models, "unload_model_weights", self._unload), *self._memory.install()]
-        script_callbacks.on_app_started(lambda _demo, app: api.register(app, self.status, _api_passwords))
+        # a model was loaded, or other weights or another VAE into the one there is
+        script_callbacks.on_model_loaded(self.callback(self._follow))
+        # before each step: the one occasion that comes after every switch, the refiner's and the hires fix's too
+        script_callbacks.on_cfg_denoiser(self.callback(self._step))
+        return [wrap(sd_models, "unload_model_weights", self._unload), *self._memory.install()]
 
-    def on_model_loaded(self, sd_model: Any) -> None:
-        """A model was loaded, or other weights or another VAE into the one there is."""
-        self._guarded(lambda: self._follow(sd_model))
+    def show_error(self, exc: Exception) -> None:
+        """Once for each kind, where the WebUI would log an exception at every step."""
+        from modules import errors
 
-    def on_cfg_denoiser(self, params: Any) -> None:
-        """Before each step: the one occasion that comes after every switch, the refiner's and the hires fix's too."""
-        self._guarded(lambda: self._step(params))
+        errors.display_once(exc, "Stable Fast")
 
-    def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._guarded(self._give_back)
-        return original(*args, **kwargs)
+    def host_version(self) -> str:
+        """Its tag in git."""
+        return self._host_version
 
-    def _give_back(self) -> None:
-        self._unets.release()
-        self._controlnets.release()
-
-    def release(self) -> None:
-        """Give everything back; the scripts are unloaded, and loaded again perhaps."""
-        for unwrap in self._unwrap:
-            unwrap()
-        self._unwrap = []
-        self._give_back()
-
-    def status(self) -> dict[str, Any]:
-        """What GET /sfast/v1/status answers."""
-        from modules import shared
+    def model_name(self) -> str | None:
+        """The title of the checkpoint."""
         from modules.sd_models import model_data
 
-        model = model_data.sd_model
-        info = getattr(model, "sd_checkpoint_info", None)
-        return {
-            "version": self.version,
-            "host": {"name": "AUTOMATIC1111 WebUI", "version": self._host_version},
-            "environment": environment.describe(),
-            "enabled": settings.config_from(shared.opts, self.report).enabled,
-            "model": getattr(info, "title", None),
-            "accelerators": [*self._unets.status(), *self._controlnets.status()],
-            **self.report.as_dict(),
-        }
+        return getattr(getattr(model_data.sd_model, "sd_checkpoint_info", None), "title", None)
+
+    def api_passwords(self) -> Mapping[str, str]:
+        """What --api-auth asks for, by user, as the WebUI reads it."""
+        from modules import shared
+
+        pairs = [pair.partition(":") for pair in (getattr(shared.cmd_opts, "api_auth", None) or "").split(",") if pair]
+        return {user: password for user, _, password in pairs}
+
+    def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.guarded(self.release_models)
+        return original(*args, **kwargs)
 
     def _hooks_for(self, unet: nn.Module) -> Hooks:
         hooks = self._hooks.get(unet)
@@ -246,12 +225,12 @@ class Session:
         self._follow(shared.sd_model)
 
     def _follow(self, sd_model: Any) -> None:
-        from modules import sd_unet, shared
+        from modules import sd_unet
 
         self.report.new_generation()
         # A TensorRT engine or the like has sent the stock UNet to the CPU for its memory: ours goes too.
         unet = None if sd_unet.current_unet is not None else _unet_of(sd_model)
-        config = settings.config_from(shared.opts, self.report)
+        config = self.config()
         accelerator = self._unets.follow(unet, config, keep=list(_resident()))
         self._memory.watch(sd_model)
         networks = [] if unet is None else controlnet.networks(unet)
@@ -263,33 +242,11 @@ class Session:
                     hooks.new_pass()
                 each.new_generation()
 
-    def _guarded(self, action: Any) -> None:
-        # The WebUI would log an exception at every step; ours goes to the report once, and the picture goes on.
-        try:
-            action()
-        except Exception as exc:
-            self.report.error("host", exc)
-            from modules import errors
-
-            errors.display_once(exc, "Stable Fast")
-
 
 def start(version: str) -> None:
     """Called by the script that the WebUI loads; a second call, of reloaded scripts, replaces the first."""
-    global _session
-    if _session is not None:
-        _session.release()
-    _session = Session(version)
-    _session.register()
+    A1111Session.start(version)
     print(f"Stable Fast {version}: ready; Settings > Stable Fast, report at /sfast/v1/status")
-
-
-def _api_passwords() -> dict[str, str]:
-    """What --api-auth asks for, by user, as the WebUI reads it."""
-    from modules import shared
-
-    pairs = [pair.partition(":") for pair in (getattr(shared.cmd_opts, "api_auth", None) or "").split(",") if pair]
-    return {user: password for user, _, password in pairs}
 
 
 def _unet_of(sd_model: Any) -> nn.Module | None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.attachment import Attachment, wrap
+from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.report import Report
 from sfast_ext.runtime import graph_pool
@@ -67,8 +68,4 @@ class HostMemory:
         self._guarded(lambda: gpu_room.make_room(needed, givers))
 
     def _guarded(self, action: Callable[[], object]) -> None:
-        # in the midst of the host's work, which goes on whatever becomes of ours
-        try:
-            action()
-        except Exception as exc:
-            self._report.error("memory", exc)
+        guarded(self._report, "memory", action)

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from sfast_ext import environment
 from sfast_ext.behaviour.forward_slot import accelerator_of, is_own_forward
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
@@ -19,8 +18,7 @@ from sfast_ext.hosts.attachment import Attachment, of_the_host, wrap
 from sfast_ext.hosts.sdnext.ip_adapters import Adapters
 from sfast_ext.hosts.sdnext.offload import Offload
 from sfast_ext.hosts.sdnext.refusals import COMPILED, keeps_weights, passing_reason, standing_reason
-from sfast_ext.report import Report
-from sfast_ext.ui import api, settings
+from sfast_ext.hosts.session import Session
 
 BOOKKEEPING = frozenset(
     {
@@ -44,8 +42,6 @@ BOOKKEEPING = frozenset(
 )
 """What LoRA and the offload note on modules; what they say of the weights, the weights themselves say."""
 
-_session: Session | None = None
-
 
 def detect() -> bool:
     """Whether this process is SD.Next."""
@@ -58,11 +54,7 @@ def detect() -> bool:
 
 def start(version: str) -> None:
     """Called by the script that SD.Next loads; a second call, of reloaded scripts, replaces the first."""
-    global _session
-    if _session is not None:
-        _session.release()
-    _session = Session(version)
-    _session.register()
+    SDNextSession.start(version)
     logging.getLogger("sfast_ext").info(
         "Stable Fast %s: ready; Settings > Stable Fast, report at /sfast/v1/status", version
     )
@@ -144,35 +136,33 @@ class Watch:
             self._tell(pipe)
 
 
-class Session:
-    """The extension in one run of SD.Next's scripts, from their loading to their unloading."""
+class SDNextSession(Session):
+    """The extension in one run of SD.Next's scripts."""
+
+    HOST = "SD.Next"
 
     def __init__(self, version: str) -> None:
-        self.version = version
-        self.report = Report()
-        self.attachment = Attachment(lambda unet: Watch(unet, _pipeline, self._follow_beside).hooks(), self.report)
+        super().__init__(version)
+        self._unets = Attachment(lambda unet: Watch(unet, _pipeline, self._follow_beside).hooks(), self.report)
         self._refiner = Attachment(lambda unet: Watch(unet, _refiner).hooks(), self.report, name="refiner")
         self._beside = Attachment(lambda network: Watch(network, _pipeline).hooks(), self.report, name="controlnet")
-        self._offload = Offload((self._refiner, self._beside, self.attachment), self.report)
-        self._adapters = Adapters(self.attachment.holds, self._guarded)
+        self.attachments = (self._unets, self._refiner, self._beside)
+        self._offload = Offload((self._refiner, self._beside, self._unets), self.report)
+        self._adapters = Adapters(self._unets.holds, self.guarded)
         self._reloading = False
-        self._unwrap: list[Callable[[], None]] = []
-        self._log_parent: logging.Logger | None = None
 
     def register(self) -> None:
-        """Give SD.Next our callbacks and settings, and watch where it throws the model away."""
-        from modules import ipadapter, script_callbacks, sd_models, shared
-
+        """Join SD.Next's log first, so that whatever happens is in it."""
         self._join_log()
-        # At once: the model may be loaded, or a request answered, before the settings page is built.
-        settings.register(shared.opts, shared.OptionInfo)
-        script_callbacks.on_ui_settings(lambda: settings.register(shared.opts, shared.OptionInfo))
-        script_callbacks.on_model_loaded(lambda _model: self._guarded(self.follow))
-        script_callbacks.on_before_process(lambda _p: self._guarded(self.follow))
-        script_callbacks.on_script_unloaded(self.release)
-        script_callbacks.on_app_started(lambda _demo, app: api.register(app, self.status))
-        # There is no callback for any of these, and they happen to make memory free.
-        self._unwrap = [
+        super().register()
+
+    def install(self) -> list[Callable[[], object]]:
+        """Register callbacks; wrap what has none: loading, throwing away and moving models."""
+        from modules import ipadapter, script_callbacks, sd_models
+
+        script_callbacks.on_model_loaded(self.callback(lambda _model: self.follow()))
+        script_callbacks.on_before_process(self.callback(lambda _p: self.follow()))
+        return [
             wrap(sd_models, "reload_model_weights", self._reload),
             wrap(sd_models, "unload_model_weights", self._unload),
             wrap(ipadapter, "apply", self._adapters.apply),
@@ -181,11 +171,9 @@ class Session:
 
     def follow(self) -> None:
         """Look again at which UNets are loaded and whether they may be accelerated; before each job."""
-        from modules import shared
-
         self.report.new_generation()
-        config = settings.config_from(shared.opts, self.report)
-        for attachment, pipe in ((self.attachment, _pipeline()), (self._refiner, _refiner())):
+        config = self.config()
+        for attachment, pipe in ((self._unets, _pipeline()), (self._refiner, _refiner())):
             unet = _unet(pipe)
             reason = self._refused(pipe, unet, config)
             if reason is not None:
@@ -194,30 +182,23 @@ class Session:
             attachment.follow(unet, config)
         self._offload.watch(getattr(pipe, "vae", None) for pipe in (_pipeline(), _refiner()) if config.enabled)
 
-    def release(self) -> None:
-        """Give everything back; the scripts are unloaded, and loaded again perhaps."""
-        self._give_back()
-        self._offload.release()
-        while self._unwrap:
-            self._unwrap.pop()()
-        logger = logging.getLogger("sfast_ext")
-        if self._log_parent is not None:
-            logger.parent, self._log_parent = self._log_parent, None
+    def release_models(self) -> None:
+        """The objects that are kept of IP-Adapters too."""
+        super().release_models()
+        self._adapters.clear()
 
-    def status(self) -> dict[str, Any]:
-        """What GET /sfast/v1/status answers."""
-        from modules import shared
+    def host_version(self) -> str:
+        """Its commit."""
+        try:
+            from installer import version
 
-        info = getattr(_pipeline(), "sd_checkpoint_info", None)
-        return {
-            "version": self.version,
-            "host": {"name": "SD.Next", "version": _host_version()},
-            "environment": environment.describe(),
-            "enabled": settings.config_from(shared.opts, self.report).enabled,
-            "model": getattr(info, "name", None),
-            "accelerators": [*self.attachment.status(), *self._refiner.status(), *self._beside.status()],
-            **self.report.as_dict(),
-        }
+            return str(version.get("commit") or version.get("updated") or "unknown")
+        except Exception:
+            return "unknown"
+
+    def model_name(self) -> str | None:
+        """The name of the checkpoint."""
+        return getattr(getattr(_pipeline(), "sd_checkpoint_info", None), "name", None)
 
     def _refused(self, pipe: Any, unet: nn.Module | None, config: Config) -> str | None:
         from modules import sd_models_compile, shared
@@ -241,12 +222,7 @@ class Session:
         from modules import shared
 
         networks = [n for n in _controlnets(pipe) if standing_reason(n, shared.opts) is None]
-        self._guarded(lambda: self._beside.follow_all(networks, settings.config_from(shared.opts, self.report)))
-
-    def _give_back(self) -> None:
-        for attachment in (self.attachment, self._refiner, self._beside):
-            attachment.release()
-        self._adapters.clear()
+        self.guarded(lambda: self._beside.follow_all(networks, self.config()))
 
     def _reload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._reloading = True
@@ -255,16 +231,16 @@ class Session:
         finally:
             self._reloading = False
             # nothing was loaded, or what has no plans to take over
-            self._guarded(self.follow)
+            self.guarded(self.follow)
 
     def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         op = args[0] if args else kwargs.get("op", "model")
-        attachment = self._refiner if op == "refiner" else self.attachment
+        attachment = self._refiner if op == "refiner" else self._unets
         # Before the parameters lose their storage, so that ours are given back and not left behind; but where
         # another model comes at once, and there is room for both, the plans wait for it.
-        self._guarded(attachment.leave if self._reloading else attachment.release)
+        self.guarded(attachment.leave if self._reloading else attachment.release)
         if op != "refiner":
-            self._guarded(self._beside.release)
+            self.guarded(self._beside.release)
             self._adapters.clear()
         return original(*args, **kwargs)
 
@@ -273,14 +249,12 @@ class Session:
 
         # SD.Next silences the root logger.
         logger = logging.getLogger("sfast_ext")
-        self._log_parent, logger.parent = logger.parent, log
+        before, logger.parent = logger.parent, log
 
-    def _guarded(self, action: Callable[[], Any]) -> None:
-        # SD.Next prints a traceback for each exception of a callback; ours goes to the report.
-        try:
-            action()
-        except Exception as exc:
-            self.report.error("host", exc)
+        def leave_log() -> None:
+            logger.parent = before
+
+        self._undo.append(leave_log)
 
 
 def _pipeline() -> Any:
@@ -306,12 +280,3 @@ def _controlnets(pipe: Any) -> list[nn.Module]:
     nets = getattr(held, "nets", held)
     found = list(nets) if isinstance(nets, (list, tuple, nn.ModuleList)) else [nets]
     return [net for net in found if isinstance(net, nn.Module)]
-
-
-def _host_version() -> str:
-    try:
-        from installer import version
-
-        return str(version.get("commit") or version.get("updated") or "unknown")
-    except Exception:
-        return "unknown"

@@ -17,6 +17,7 @@ from torch import nn
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.attachment import Attachment, wrap
+from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.report import Report
 from sfast_ext.runtime import graph_pool
@@ -47,6 +48,7 @@ class Offload:
             # by this the host brings a module, under its name in the package
             wrap(accelerate, "dispatch_model", self._come),
             wrap(sd_offload_aux, "move_aux_to_gpu", self._come_beside),
+            self._vaes.release,
         ]
 
     def watch(self, vaes: Iterable[Any]) -> None:
@@ -55,10 +57,6 @@ class Offload:
             return
         self._notice_failures()
         self._vaes.watch(vaes)
-
-    def release(self) -> None:
-        """Take every hook off the VAEs."""
-        self._vaes.release()
 
     def _leave(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         ours = self._ours(module)
@@ -121,11 +119,7 @@ class Offload:
         return [a for attachment in self._attachments for a in attachment.within(module)]
 
     def _guarded(self, action: Callable[[], object]) -> None:
-        # in the midst of the host's work, which goes on whatever becomes of ours
-        try:
-            action()
-        except Exception as exc:
-            self._report.error("memory", exc)
+        guarded(self._report, "memory", action)
 
 
 def _device(place: Any) -> torch.device | None:

@@ -34,8 +34,8 @@ class Running:
         return self.host.model_data.sd_model.model.diffusion_model
 
     def counter(self, name: str) -> int:
-        assert a1111._session is not None
-        return int(a1111._session.report.counter(name))
+        assert a1111.A1111Session.running is not None
+        return int(a1111.A1111Session.running.report.counter(name))
 
     def picture(self, expected: torch.Tensor) -> int:
         """Make a picture, which is to be this; how many plans ran."""
@@ -68,8 +68,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
         on = Running(host, card)
         assert on.picture(expected) > 0 and card.holds(on.unet.out[2].weight)
         yield on
-        a1111._session.release()
-        a1111._session = None
+        a1111.A1111Session.stop()
         assert host.errors == []
 
 
@@ -157,7 +156,7 @@ def test_a_vae_of_another_model_is_not_watched(on):
     on.host.generate()
     assert not vae.decoder._forward_pre_hooks and not vae.encoder._forward_pre_hooks
     vae = on.host.model_data.sd_model.first_stage_model
-    a1111._session.release()
+    a1111.A1111Session.running.release()
     assert not vae.decoder._forward_pre_hooks
 
 
@@ -167,6 +166,6 @@ def test_the_functions_are_the_hosts_again_after_release(on):
     originals = [getattr(module, name).__wrapped__ for name in ("send_model_to_cpu", "send_model_to_trash")]
     upscaler = sys.modules["modules.upscaler"].Upscaler
     assert upscaler.upscale is not standin.upscale
-    a1111._session.release()
+    a1111.A1111Session.running.release()
     assert [module.send_model_to_cpu, module.send_model_to_trash] == originals
     assert upscaler.upscale is standin.upscale

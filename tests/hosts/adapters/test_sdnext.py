@@ -65,7 +65,7 @@ def test_another_size_is_another_plan(host: Host) -> None:
 def test_unticking_gives_the_forward_and_the_weights_back(host: Host) -> None:
     host.sd_models.load_model(pipeline())
     unet = host.modeldata.model_data.sd_model.unet
-    host.session.attachment.release()
+    host.session.release_models()
     before = forwards(unet), {n: (p.stride(), p.clone()) for n, p in unet.named_parameters()}
     host.picture()
     assert host.adapter.accelerator_of(unet) is not None
