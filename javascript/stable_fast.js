@@ -29,7 +29,7 @@
         if (plans.length > 0) {
             return ['on', 'Stable Fast: on, no graph'];
         }
-        return ['waiting', Object.keys(status.reasons).length > 0 ? 'Stable Fast: standing aside' : 'Stable Fast: ready'];
+        return ['waiting', Object.keys(status.reasons).length > 0 ? 'Stable Fast: bypassed' : 'Stable Fast: ready'];
     }
 
     function line(parent, text, bold) {
@@ -69,7 +69,7 @@
         }
         const reasons = Object.entries(status.reasons);
         if (reasons.length > 0) {
-            line(panel, 'Calls of the original forward in the last pictures', true);
+            line(panel, 'Bypassed calls in the last images', true);
             reasons.forEach(([reason, count]) => line(panel, count + ' × ' + reason));
         }
         if (status.last_error) {

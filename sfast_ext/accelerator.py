@@ -29,7 +29,7 @@ from sfast_ext.runtime.plan_cache import pool_for
 from sfast_ext.weights.arena import WeightsAway, WeightsChanged
 
 _READING_KEY = "behaviour key"
-_STAND_ASIDE, _PREPARE, _KEY = "stand_aside of the host", "prepare of the host", "key of the host"
+_BYPASS, _PREPARE, _KEY = "bypass_reason of the host", "prepare of the host", "key of the host"
 
 
 class Accelerator(Planner):
@@ -120,7 +120,7 @@ class Accelerator(Planner):
             for name, module in parts:
                 foreign = foreign_forward(module)
                 if foreign is not None:
-                    self.report.fallback(f"{foreign} is in place of the forward of {name}")
+                    self.report.bypassed(f"{foreign} is in place of the forward of {name}")
                     continue
                 part = known.get(id(module))
                 if part is None:
@@ -216,7 +216,7 @@ class Accelerator(Planner):
             if found.plan is not None:
                 return self._used(found, self._run(found, args, kwargs))
         except (NotOurs, WeightsAway) as exc:
-            self.report.fallback(str(exc))
+            self.report.bypassed(str(exc))
             found = None
         except WeightsChanged as exc:
             self._weights_changed(exc)
@@ -224,7 +224,7 @@ class Accelerator(Planner):
         except OriginalFailed as exc:
             raise exc.cause from None
         except Exception as exc:
-            if found is None and stage() in (_STAND_ASIDE, _PREPARE, _KEY):
+            if found is None and stage() in (_BYPASS, _PREPARE, _KEY):
                 return self._asked_in_vain(exc, args, kwargs)
             self._failed(exc, found, building=False)
             found = None
@@ -254,7 +254,7 @@ class Accelerator(Planner):
             with _building():
                 self._build(found, *told)
         except WeightsAway as exc:
-            self.report.fallback(str(exc))
+            self.report.bypassed(str(exc))
         except WeightsChanged as exc:
             self._weights_changed(exc)
         except Exception as exc:
@@ -331,8 +331,8 @@ class Accelerator(Planner):
         """
         if torch.is_grad_enabled():
             raise NotOurs("gradients are being recorded")
-        at(_STAND_ASIDE)
-        reason = self.hooks.stand_aside() if self.hooks.stand_aside else None
+        at(_BYPASS)
+        reason = self.hooks.bypass_reason() if self.hooks.bypass_reason else None
         if reason:
             raise NotOurs(reason)
         device = self._device()

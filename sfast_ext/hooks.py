@@ -13,8 +13,8 @@ from torch import nn
 class Hooks:
     """What a host adds to an accelerator. Each is optional."""
 
-    stand_aside: Callable[[], str | None] | None = None
-    """At each call: why the original forward must run, or None. Microseconds."""
+    bypass_reason: Callable[[], str | None] | None = None
+    """At each call: why it is bypassed, which is that the original forward must run; or None. Microseconds."""
     prepare: Callable[[], None] | None = None
     """At each call, before the weights are looked at: bring lazy weights up to date."""
     key: Callable[[], Hashable] | None = None

@@ -18,7 +18,7 @@ REASONS_KEPT = 100
 LONGEST = 500
 """Characters of an event's message."""
 
-# counters of what calls do that go to no fallback
+# counters of calls that are not bypassed
 _CALLS = frozenset({"captures", "eager_runs", "replays"})
 _ADDRESS = re.compile(r"(?: at)? 0x[0-9a-fA-F]+")
 # a number on its own; not that of a block ("blocks.3"), a device ("cuda:1") or a line of code
@@ -50,7 +50,7 @@ def one_line(text: str) -> str:
 
 
 class _Reasons:
-    """Reasons and how many calls each sent to the original forward; those that differ in a size are one."""
+    """Reasons and how many calls were bypassed for each; those that differ in a size are one."""
 
     def __init__(self, *, latest: bool) -> None:
         self._latest = latest
@@ -96,8 +96,8 @@ class Report:
             if self._called:
                 self._before, self._now, self._called = self._now, _Reasons(latest=True), False
 
-    def fallback(self, reason: str) -> None:
-        """Note that a call went to the original forward, and why."""
+    def bypassed(self, reason: str) -> None:
+        """Note that a call was bypassed, which is that the original forward ran, and why."""
         reason = one_line(reason)
         with self._lock:
             self._called = True
@@ -105,7 +105,7 @@ class Report:
             new = self._since_start.add(reason)
             self._counters["fallbacks"] += 1
         if new is not None:
-            self.event("fallback", f"the original forward runs: {new}")
+            self.event("bypassed", new)
 
     def event(self, stage: str, message: str) -> None:
         """Note what happened at a stage, in the ring of the last events and in the log."""

@@ -121,7 +121,7 @@ def test_it_asks_again_only_while_the_panel_is_open():
     [
         ({"enabled": False}, "Stable Fast: off"),
         ({"accelerators": [], "reasons": {}}, "Stable Fast: ready"),
-        ({"accelerators": []}, "Stable Fast: standing aside"),
+        ({"accelerators": []}, "Stable Fast: bypassed"),
         (
             {"accelerators": [{"plans": [{"signature": "x", "state": "running without a graph"}]}]},
             "Stable Fast: on, no graph",
@@ -157,7 +157,7 @@ def test_what_another_forward_runs_past_is_not_on():
     part = {"name": "unet.0", "plans": 1, "calls": 3, "replays": 2}
     accelerator = {"name": "unet", "parts": [part], "idle": "cached.forward calls no blocks"}
     shown = show({**STATUS, "accelerators": [{**STATUS["accelerators"][0], **accelerator}]})
-    assert shown["badge"] == "Stable Fast: standing aside"
+    assert shown["badge"] == "Stable Fast: bypassed"
     assert "unet: cached.forward calls no blocks" in shown["panel"]
 
 

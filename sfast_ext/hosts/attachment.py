@@ -48,11 +48,11 @@ class Attachment:
         self._parts = parts
         self._lock = threading.RLock()
         self._accelerators: list[Accelerator] = []
-        self._told: tuple[int, str] | None = None
-        self._over: tuple[nn.Module, Any] | None = None
+        self._announced: tuple[int, str] | None = None
+        self._laid_over: tuple[nn.Module, Any] | None = None
         # of the step before: the forward that lay over the module, and the calls that its parts had had
-        self._step_before: tuple[Any, int] | None = None
-        self._idle: str | None = None
+        self._last_step: tuple[Any, int] | None = None
+        self._idle_reason: str | None = None
 
     def follow(self, module: nn.Module | None, config: Config, *, keep: Iterable[nn.Module] = ()) -> Accelerator | None:
         """See to it that `module` is accelerated as `config` says, and that every other module is given back.
@@ -79,37 +79,43 @@ class Attachment:
                 self.release()
                 return [None for _ in modules]
             left = [a for a in self._accelerators if not any(a.module is m for m in kept)]
-            followed = [self._follow(module, config, left) for module in modules]
+            followed = [self._follow_one(module, config, left) for module in modules]
             for accelerator in left:
-                self._let_go(accelerator)
+                self._release(accelerator)
             return followed
 
-    def settled(self, module: nn.Module | None) -> bool:
+    def unchanged(self, module: nn.Module | None) -> bool:
         """Whether nothing changed about the forward of a module since it was followed. Microseconds."""
         with self._lock:
             found = next((a for a in self._accelerators if a.module is module), None)
             if found is None or found.installed():
                 return found is not None
-            return self._over is not None and self._over[0] is module and self._over[1] is forward_of(found.module)
+            return (
+                self._laid_over is not None
+                and self._laid_over[0] is module
+                and self._laid_over[1] is forward_of(found.module)
+            )
 
-    def look_at_parts(self) -> None:
+    def check_parts(self) -> None:
         """Before each step, and before `follow`: whether the forward that lay over the module in the last one called
         it, or any of the parts that are accelerated one by one. Where it called none, that is a reason."""
         with self._lock:
-            before, self._step_before, self._idle = self._step_before, None, None
-            found = self._beneath()
-            if found is None or self._parts is None or self._over is None:
+            before, self._last_step, self._idle_reason = self._last_step, None, None
+            found = self._replaced()
+            if found is None or self._parts is None or self._laid_over is None:
                 return
-            forward, calls = self._over[1], _calls(found)
+            forward, calls = self._laid_over[1], _calls(found)
             if before is not None and before[0] is forward and before[1] == calls:
-                self._idle = f"{described(forward)} is in place of the model's forward and calls none of its blocks"
-                self._report.fallback(self._idle)
+                self._idle_reason = (
+                    f"{described(forward)} is in place of the model's forward and calls none of its blocks"
+                )
+                self._report.bypassed(self._idle_reason)
             if forward_of(found.module) is forward:
-                self._step_before = forward, calls
+                self._last_step = forward, calls
 
-    def _beneath(self) -> Accelerator | None:
+    def _replaced(self) -> Accelerator | None:
         """The accelerator of the module that another's forward was found over."""
-        over = self._over
+        over = self._laid_over
         return None if over is None else next((a for a in self._accelerators if a.module is over[0]), None)
 
     def holds(self, module: nn.Module) -> bool:
@@ -131,7 +137,7 @@ class Attachment:
             for accelerator in self._accelerators:
                 accelerator.give_memory_back()
 
-    def leave(self, module: nn.Module | None = None) -> None:
+    def suspend(self, module: nn.Module | None = None) -> None:
         """The host exchanges its model: plans stay for one of the same architecture, with their memory where there is
         room for another, and without it where the weights are elsewhere.
 
@@ -140,30 +146,30 @@ class Attachment:
         """
         with self._lock:
             for accelerator in list(self._accelerators) if module is None else self.within(module):
-                stays = gpu_room.may_wait(accelerator.module) or accelerator.give_memory_back()
+                stays = gpu_room.has_room_to_wait(accelerator.module) or accelerator.give_memory_back()
                 if not accelerator.plans or not stays:
-                    self._let_go(accelerator)
+                    self._release(accelerator)
 
     def release(self) -> None:
         """Give back every module; may be called at any time, any number of times."""
         with self._lock:
             for accelerator in list(self._accelerators):
-                self._let_go(accelerator)
-            self._told = self._over = self._step_before = self._idle = None
+                self._release(accelerator)
+            self._announced = self._laid_over = self._last_step = self._idle_reason = None
 
     def status(self) -> list[dict[str, Any]]:
         """The accelerators' parts of the status."""
         with self._lock:
-            accelerators, beneath, idle = list(self._accelerators), self._beneath(), self._idle
-        standing = [idle if accelerator is beneath else None for accelerator in accelerators]
-        return [{**accelerator.status(), "idle": why} for accelerator, why in zip(accelerators, standing)]
+            accelerators, replaced, idle = list(self._accelerators), self._replaced(), self._idle_reason
+        reasons = [idle if accelerator is replaced else None for accelerator in accelerators]
+        return [{**accelerator.status(), "idle": why} for accelerator, why in zip(accelerators, reasons)]
 
-    def _follow(self, module: nn.Module, config: Config, left: list[Accelerator]) -> Accelerator | None:
+    def _follow_one(self, module: nn.Module, config: Config, left: list[Accelerator]) -> Accelerator | None:
         found = next((a for a in self._accelerators if a.module is module), None)
         if found is None:
             found = self._attach(module, config, left)
         elif not found.installed():
-            self._return_to(found)
+            self._reinstall(found)
         if found is not None and found.config != config:
             found.configure(config)
         return found
@@ -177,76 +183,76 @@ class Attachment:
         hooks, foreign = self._hooks_for(module), foreign_forward(module)
         if foreign is None:
             for accelerator in left:
-                if self._moved(accelerator, module, hooks):
+                if self._move_plans(accelerator, module, hooks):
                     left.remove(accelerator)
                     return accelerator
         elif self._parts is None:
-            self._tell(module, f"{foreign} is in place of the model's forward: not installed while it is")
+            self._announce(module, f"{foreign} is in place of the model's forward: not installed while it is")
             return None
         accelerator = Accelerator(module, config, hooks=hooks, report=self._report, name=self._name)
         self._accelerators.append(accelerator)
-        self._told = None
-        self._return_to(accelerator)
+        self._announced = None
+        self._reinstall(accelerator)
         return accelerator
 
-    def _moved(self, accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> bool:
+    def _move_plans(self, accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> bool:
         try:
-            _separate(accelerator, module, hooks)
+            _give_own_weights(accelerator, module, hooks)
             return accelerator.move_to(module, hooks)
         except Exception as exc:
             self._report.error("moving plans to another model", exc)
             return False
 
-    def _return_to(self, accelerator: Accelerator) -> None:
+    def _reinstall(self, accelerator: Accelerator) -> None:
         module = accelerator.module
         foreign = foreign_forward(module)
-        self._over = None
+        self._laid_over = None
         if foreign is None:
             # New, or whoever was over us put the class's own forward back, not ours.
             accelerator.install()
             return
         # It may hold our forward as its original and restore it: to install over it would make a ring.
-        self._over = (module, forward_of(module))
+        self._laid_over = (module, forward_of(module))
         if self._parts is None:
-            self._tell(module, f"{foreign} is in place of the model's forward: standing aside while it is")
+            self._announce(module, f"{foreign} is in place of the model's forward: bypassed while it is")
         else:
             what = "those of its blocks that it calls are accelerated one by one"
-            self._tell(module, f"{foreign} is in place of the model's forward: {what}")
+            self._announce(module, f"{foreign} is in place of the model's forward: {what}")
             accelerator.accelerate_parts(self._parts(module))
-            self._step_before = forward_of(module), _calls(accelerator)
+            self._last_step = forward_of(module), _calls(accelerator)
 
-    def _let_go(self, accelerator: Accelerator) -> None:
+    def _release(self, accelerator: Accelerator) -> None:
         self._accelerators.remove(accelerator)
         try:
             accelerator.release()
         except Exception as exc:
             self._report.error("release", exc)
 
-    def _tell(self, module: nn.Module, message: str) -> None:
+    def _announce(self, module: nn.Module, message: str) -> None:
         # Asked before each step; said once.
-        if self._told != (id(module), message):
-            self._told = (id(module), message)
-            self._report.event("standing aside", message)
+        if self._announced != (id(module), message):
+            self._announced = (id(module), message)
+            self._report.event("forward replaced", message)
 
 
 def _calls(accelerator: Accelerator) -> int:
     return accelerator.calls + sum(part.calls for part in accelerator.parts)
 
 
-def of_the_host(function: Any) -> bool:
+def is_host_code(function: Any) -> bool:
     """Whether a function is the WebUI's own code, of its package `modules`: what it does is known to the adapters."""
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
     folders = getattr(sys.modules.get("modules"), "__path__", ())
     return any(Path(folder) in Path(file).parents for folder in folders)
 
 
-def _separate(accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> None:
+def _give_own_weights(accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> None:
     """Give the module that plans may leave for another of its kind weights of its own: somebody may hold it still."""
     left = accelerator.module
     here = {plan.device for plan in list(accelerator.plans.values())}
     tensors = [t for t in (*left.parameters(), *left.buffers()) if t.device in here]
     alike = tensors and structure(left, accelerator.hooks.ignored) == structure(module, hooks.ignored)
-    if not alike or not gpu_room.may_be_joined(left):
+    if not alike or not gpu_room.has_room_for_second(left):
         return
     with torch.inference_mode(False), torch.no_grad():
         for tensor in tensors:

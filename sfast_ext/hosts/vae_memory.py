@@ -28,7 +28,7 @@ class VaeMemory:
         """Look after these VAEs, and no others."""
         found = {id(vae): vae for vae in vaes if isinstance(vae, nn.Module)}
         for key in [key for key, (vae, _) in self._vaes.items() if vae() is None or key not in found]:
-            self._let_go(key)
+            self._unwatch(key)
         for key, vae in found.items():
             if key not in self._vaes:
                 self._vaes[key] = weakref.ref(vae), self._hooks(vae)
@@ -36,9 +36,9 @@ class VaeMemory:
     def release(self) -> None:
         """Take every hook off."""
         for key in list(self._vaes):
-            self._let_go(key)
+            self._unwatch(key)
 
-    def _let_go(self, key: int) -> None:
+    def _unwatch(self, key: int) -> None:
         for handle in self._vaes.pop(key)[1]:
             handle.remove()
 
@@ -47,7 +47,7 @@ class VaeMemory:
         parts = getattr(vae, "decoder", None), getattr(vae, "encoder", None)
         if not widths or not all(isinstance(part, nn.Module) for part in parts):
             return []
-        needs = (functools.partial(gpu_room.decoding, widths), functools.partial(gpu_room.encoding, widths))
+        needs = (functools.partial(gpu_room.decoder_bytes, widths), functools.partial(gpu_room.encoder_bytes, widths))
         return [part.register_forward_pre_hook(self._before(need)) for part, need in zip(parts, needs)]  # type: ignore[union-attr]
 
     def _before(self, need: Callable[[torch.Tensor], float]) -> Callable[[nn.Module, Any], None]:

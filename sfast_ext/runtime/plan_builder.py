@@ -226,7 +226,7 @@ class Planner:
         away = next((p.device for p in self.module.parameters() if p.device != device), None)
         if away is not None:
             # not refused: they may be back at the next call
-            self.report.fallback(f"some weights are on {away}, others on {device}")
+            self.report.bypassed(f"some weights are on {away}, others on {device}")
             return
         self._backoff.captured(found.generic)
         if not self.plans:

@@ -16,7 +16,7 @@ SECTION = ("stable_fast", "Stable Fast")
 
 logger = logging.getLogger("sfast_ext")
 
-CHECKS = {"first use": "first", "always": "always", "never": "never"}
+CHECK_LABELS = {"first use": "first", "always": "always", "never": "never"}
 """What the user reads, and what Config calls it."""
 
 
@@ -31,7 +31,7 @@ class Setting:
     slider: tuple[float, float, float] | None = None
     """Least, greatest and step; None for a checkbox or a choice."""
     choices: tuple[str, ...] = ()
-    takes: str = "true or false"
+    valid: str = "true or false"
     """The values that it can have, in words."""
 
 
@@ -57,7 +57,7 @@ SETTINGS = (
         "over it the graphs used longest ago are given back and recorded again when needed; less leaves more for large "
         "pictures and other models, 0 sets no limit",
         slider=(0, 32768, 256),
-        takes="a number of MB, 0 (no limit) or more",
+        valid="a number of MB, 0 (no limit) or more",
     ),
     Setting(
         "sfast_max_graphs",
@@ -66,7 +66,7 @@ SETTINGS = (
         "one for each combination of size, batch and prompt length; more saves recording again when you go back and "
         "forth between sizes, and costs memory",
         slider=(1, 64, 1),
-        takes="a number, 1 or more",
+        valid="a number, 1 or more",
     ),
     Setting(
         "sfast_triton",
@@ -81,8 +81,8 @@ SETTINGS = (
         "Compare with the WebUI's own forward",
         "first use: one extra call for each new plan, and a plan that differs is thrown away. always: each call is "
         "made twice, for finding faults. never: saves that one call and trusts the plan",
-        choices=tuple(CHECKS),
-        takes=", ".join(CHECKS),
+        choices=tuple(CHECK_LABELS),
+        valid=", ".join(CHECK_LABELS),
     ),
     Setting(
         "sfast_tolerance",
@@ -91,7 +91,7 @@ SETTINGS = (
         "rounding in half precision stays well under the default; smaller throws away more plans and their gain, "
         "larger lets more difference through",
         slider=(0.001, 0.1, 0.001),
-        takes="a number above 0",
+        valid="a number above 0",
     ),
     Setting(
         "sfast_allow_cpu",
@@ -105,9 +105,9 @@ KEYS = tuple(setting.key for setting in SETTINGS)
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
-_told: dict[str, str] = {}
+_announced: dict[str, str] = {}
 """By setting: the value that was last said to be none that it takes."""
-_good: dict[str, Any] = {}
+_last_valid: dict[str, Any] = {}
 """By setting: the last value that it takes, as it is in Config."""
 
 
@@ -115,16 +115,16 @@ def default_of(setting: Setting) -> Any:
     """The value that the WebUI shows before the user has chosen one."""
     value = getattr(Config(), setting.field)
     if setting.field == "graph_memory_mb":
-        value = _share_of_the_gpu(value, setting)
-    return _shown(setting, value)
+        value = _share_of_gpu_memory(value, setting)
+    return _displayed(setting, value)
 
 
-def _shown(setting: Setting, value: Any) -> Any:
+def _displayed(setting: Setting, value: Any) -> Any:
     """A value of Config as the WebUI has it."""
-    return next(name for name, check in CHECKS.items() if check == value) if setting.choices else value
+    return next(name for name, check in CHECK_LABELS.items() if check == value) if setting.choices else value
 
 
-def _share_of_the_gpu(most: int, setting: Setting) -> int:
+def _share_of_gpu_memory(most: int, setting: Setting) -> int:
     """A quarter of the GPU's memory in MB, in the steps of the slider, and no more than `most`."""
     total = environment.gpu_memory()
     assert setting.slider is not None
@@ -179,12 +179,12 @@ def config_from(opts: Any, report: Report | None = None) -> Config:
             converted = _converted(setting, value)
             config = replace(config, **{setting.field: converted})
         except (TypeError, ValueError, OverflowError):
-            kept = _good.get(setting.key, getattr(config, setting.field))
+            kept = _last_valid.get(setting.key, getattr(config, setting.field))
             config = replace(config, **{setting.field: kept})
-            _tell(setting, value, kept, report)
+            _announce(setting, value, kept, report)
         else:
-            _good[setting.key] = converted
-            _told.pop(setting.key, None)
+            _last_valid[setting.key] = converted
+            _announced.pop(setting.key, None)
     return config
 
 
@@ -201,9 +201,9 @@ def _converted(setting: Setting, value: Any) -> Any:
     if setting.choices:
         if not isinstance(value, str):
             raise TypeError(type(value).__name__)
-        if value not in CHECKS:
+        if value not in CHECK_LABELS:
             raise ValueError(value)
-        return CHECKS[value]
+        return CHECK_LABELS[value]
     if kind is bool:
         word = value.strip().lower() if isinstance(value, str) else None
         if word in _YES or word in _NO:
@@ -220,13 +220,13 @@ def _converted(setting: Setting, value: Any) -> Any:
     return int(number) if kind is int else number
 
 
-def _tell(setting: Setting, value: Any, kept: Any, report: Report | None) -> None:
+def _announce(setting: Setting, value: Any, kept: Any, report: Report | None) -> None:
     said = repr(value)
-    if _told.get(setting.key) == said:
+    if _announced.get(setting.key) == said:
         return
-    _told[setting.key] = said
-    used = _shown(setting, kept)
-    message = f"{setting.key} ({setting.label}) = {said} is not used, {used!r} stays: it takes {setting.takes}"
+    _announced[setting.key] = said
+    used = _displayed(setting, kept)
+    message = f"{setting.key} ({setting.label}) = {said} is not used, {used!r} stays: it takes {setting.valid}"
     if report is not None:
         report.event("settings", message)
     else:

@@ -349,8 +349,8 @@ CALL = [
         ("test_stale.py::test_a_plan_of_one_device_does_not_run_on_another",),
     ),
     Mutation(
-        "the host stands aside", "accelerator.py",
-        "reason = self.hooks.stand_aside() if self.hooks.stand_aside else None", "reason = None",
+        "the host's reason to bypass a call", "accelerator.py",
+        "reason = self.hooks.bypass_reason() if self.hooks.bypass_reason else None", "reason = None",
         ("test_accelerator.py::test_hooks_of_the_host_are_asked_at_each_call",),
     ),
     Mutation(

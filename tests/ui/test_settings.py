@@ -56,8 +56,8 @@ def gradio(monkeypatch):
     for name in ("Checkbox", "Slider", "Radio"):
         setattr(stand_in, name, type(name, (), {}))
     monkeypatch.setitem(sys.modules, "gradio", stand_in)
-    monkeypatch.setattr(settings, "_told", {})
-    monkeypatch.setattr(settings, "_good", {})
+    monkeypatch.setattr(settings, "_announced", {})
+    monkeypatch.setattr(settings, "_last_valid", {})
     return stand_in
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.a1111 import controlnet
-from sfast_ext.hosts.a1111.dormant_patches import Switches
-from sfast_ext.hosts.a1111.memory import HostMemory
-from sfast_ext.hosts.attachment import Attachment, of_the_host, wrap
+from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
+from sfast_ext.hosts.a1111.memory import A1111Memory
+from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
 from sfast_ext.hosts.session import Session
 
 LORA_LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAttention)
@@ -26,8 +26,8 @@ LORA_LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAtt
 LORA_MARKS = frozenset({"network_layer_name", "network_current_names", "network_weights_backup", "network_bias_backup"})
 """What that extension notes on each layer; what it says of the weights, the weights themselves say."""
 
-LEFT_BEHIND = frozenset({"_tome_info", "_deepcache_hooked"})
-"""What token merging and DeepCache leave on modules when they go; while they are on, we stand aside for other signs."""
+LEFTOVER_MARKS = frozenset({"_tome_info", "_deepcache_hooked"})
+"""What token merging and DeepCache leave on modules when they go; while they are on, other signs bypass the call."""
 
 
 def detect() -> bool:
@@ -42,7 +42,7 @@ def detect() -> bool:
     return has("modules.sd_samplers_cfg_denoiser") and has("modules.sd_hijack_unet") and not has("modules_forge")
 
 
-class UnetHooks:
+class A1111Hooks:
     """What the accelerator of one UNet asks the WebUI at each call; every answer takes microseconds."""
 
     def __init__(self, unet: nn.Module) -> None:
@@ -52,17 +52,17 @@ class UnetHooks:
         # Weak: the model may be thrown away while its accelerator is still waiting to be told.
         self._unet = weakref.ref(unet)
         self._layers: list[nn.Module] = []
-        self._tiled: list[Any] = []
-        self._wanted: tuple[Any, ...] | None = None
-        self._biases = b""
-        self._moves: str | None = None
-        self._switches = Switches()
+        self._hypertile: list[Any] = []
+        self._applied: tuple[Any, ...] | None = None
+        self._bias_mask = b""
+        self._offloaded: str | None = None
+        self._dormant = DormantPatches()
         self.new_pass()
 
     def hooks(self) -> Hooks:
         """In the shape that the accelerator takes."""
-        ignored = LORA_MARKS | LEFT_BEHIND | controlnet.MARKS
-        return Hooks(self.stand_aside, self.prepare, self.key, self.recognised, ignored=ignored)
+        ignored = LORA_MARKS | LEFTOVER_MARKS | controlnet.MARKS
+        return Hooks(self.bypass_reason, self.prepare, self.key, self.recognised, ignored=ignored)
 
     def new_pass(self) -> None:
         """Look over the whole UNet: once for each pass of a sampler, a millisecond."""
@@ -70,28 +70,28 @@ class UnetHooks:
         modules = [] if unet is None else list(unet.modules())
         # Lora names the layers of its model; those of a ControlNet are not among them
         self._layers = [m for m in modules if isinstance(m, LORA_LAYERS) and hasattr(m, "network_layer_name")]
-        self._tiled = [p for p in (vars(m).get("__webui_hypertile_params") for m in modules) if p is not None]
-        self._wanted = None
-        self._switches.new_pass()
-        self._moves = None if unet is None else self._moving(unet)
+        self._hypertile = [p for p in (vars(m).get("__webui_hypertile_params") for m in modules) if p is not None]
+        self._applied = None
+        self._dormant.new_pass()
+        self._offloaded = None if unet is None else self._offload_reason(unet)
 
-    def _moving(self, unet: nn.Module) -> str | None:
+    def _offload_reason(self, unet: nn.Module) -> str | None:
         if not getattr(self._shared.sd_model, "lowvram", False):
             return None
         if getattr(self._shared.cmd_opts, "lowvram", False):
             return "--lowvram brings the weights in block by block"
-        if not gpu_room.may_stay(unet):
+        if not gpu_room.has_room_to_stay(unet):
             return "--medvram moves the UNet off the GPU, which has no room to keep it beside what comes next"
         return None
 
-    def stand_aside(self) -> str | None:
+    def bypass_reason(self) -> str | None:
         """Why the WebUI's own forward has to run, in words for its user; None where ours may."""
         shared = self._shared
         if self._sd_unet.current_unet is not None:
             option = getattr(self._sd_unet.current_unet, "option", None)
             return f"another UNet is active: {getattr(option, 'label', 'an SD Unet')} (Settings, SD Unet)"
-        if self._moves is not None:
-            return self._moves
+        if self._offloaded is not None:
+            return self._offloaded
         if getattr(self._devices, "fp8", False):
             return "FP8 weight storage is on (Settings, Optimizations): the weights are not what is computed with"
         if shared.loaded_hypernetworks:
@@ -102,9 +102,9 @@ class UnetHooks:
         if getattr(shared.sd_model, "applied_token_merged_ratio", 0):
             # tomesd makes new classes for each picture: a plan would live for one
             return "token merging is on (Settings, Optimizations): it rebuilds the layers for each picture"
-        if any(params.enabled for params in self._tiled):
+        if any(params.enabled for params in self._hypertile):
             return "Hypertile is on (Settings, Hypertile): its tiles are drawn at random in each layer"
-        return self._switches.on()
+        return self._dormant.active()
 
     def prepare(self) -> None:
         """Bring the weights up to the Lora set that is wanted.
@@ -118,13 +118,13 @@ class UnetHooks:
         # The first and the last layer tell of what happened without us: a checkpoint loaded into the same modules,
         # which resets every layer, and a call of the original forward that was interrupted half way.
         ends = self._layers[0], self._layers[-1]
-        if wanted == self._wanted and all(getattr(layer, "network_current_names", ()) == wanted for layer in ends):
+        if wanted == self._applied and all(getattr(layer, "network_current_names", ()) == wanted for layer in ends):
             return
         with torch.no_grad():
             for layer in self._layers:
                 networks.network_apply_weights(layer)
-        self._wanted = wanted
-        self._biases = bytes(getattr(layer, "bias", None) is not None for layer in self._layers)
+        self._applied = wanted
+        self._bias_mask = bytes(getattr(layer, "bias", None) is not None for layer in self._layers)
 
     def key(self) -> Hashable:
         """What changes the UNet's forward and shows neither in its arguments nor in its modules."""
@@ -138,19 +138,19 @@ class UnetHooks:
             self._devices.unet_needs_upcast,
             self._devices.dtype_unet,
             self._hijack.model_hijack.circular_enabled,
-            self._biases,
+            self._bias_mask,
         )
 
     def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
         """Vouch for what the WebUI does to classes and to torch, and for patches that stay in place and only pass on
         while they are off, Hypertile's among them."""
-        if kind in ("class", "function", "replaced") and of_the_host(function):
+        if kind in ("class", "function", "replaced") and is_host_code(function):
             return True
-        # While one is on that was off before, we stand aside before this is asked.
+        # While one is on that was off before, the call is bypassed before this is asked.
         params = vars(module).get("__webui_hypertile_params")
         if kind == "forward" and params is not None and getattr(function, "__wrapped__", None) == params.forward:
             return True
-        return self._switches.vouch(function)
+        return self._dormant.vouch(function)
 
 
 class A1111Session(Session):
@@ -160,12 +160,12 @@ class A1111Session(Session):
 
     def __init__(self, version: str) -> None:
         super().__init__(version)
-        self._hooks: weakref.WeakKeyDictionary[nn.Module, UnetHooks] = weakref.WeakKeyDictionary()
-        self._unets = Attachment(self._hooks_for, self.report, parts=controlnet.blocks)
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, A1111Hooks] = weakref.WeakKeyDictionary()
+        self._unets = Attachment(self._hooks_for, self.report, parts=controlnet.unet_blocks)
         self._controlnets = Attachment(self._hooks_for, self.report, name="controlnet")
         self.attachments = (self._unets, self._controlnets)
         self._denoiser: weakref.ref[object] | None = None
-        self._memory = HostMemory(self._unets, _unet_of, self.report)
+        self._memory = A1111Memory(self._unets, _unet_of, self.report)
         self._host_version = _host_version()
 
     def install(self) -> list[Callable[[], object]]:
@@ -208,18 +208,18 @@ class A1111Session(Session):
     def _hooks_for(self, unet: nn.Module) -> Hooks:
         hooks = self._hooks.get(unet)
         if hooks is None:
-            hooks = self._hooks[unet] = UnetHooks(unet)
+            hooks = self._hooks[unet] = A1111Hooks(unet)
         return hooks.hooks()
 
     def _step(self, params: Any) -> None:
         from modules import shared
 
-        self._unets.look_at_parts()
+        self._unets.check_parts()
         denoiser = getattr(params, "denoiser", None)
         seen = self._denoiser() if self._denoiser is not None else None
         new_pass = denoiser is None or denoiser is not seen or getattr(params, "sampling_step", 0) == 0
         # Identities are compared at each step; settings are read and the UNet is looked over once for each pass.
-        if not new_pass and self._unets.settled(_unet_of(shared.sd_model)):
+        if not new_pass and self._unets.unchanged(_unet_of(shared.sd_model)):
             return
         self._denoiser = weakref.ref(denoiser) if denoiser is not None else None
         self._follow(shared.sd_model)
@@ -231,11 +231,13 @@ class A1111Session(Session):
         # A TensorRT engine or the like has sent the stock UNet to the CPU for its memory: ours goes too.
         unet = None if sd_unet.current_unet is not None else _unet_of(sd_model)
         config = self.config()
-        accelerator = self._unets.follow(unet, config, keep=list(_resident()))
+        accelerator = self._unets.follow(unet, config, keep=list(_resident_unets()))
         self._memory.watch(sd_model)
-        networks = [] if unet is None else controlnet.networks(unet)
-        beside = self._controlnets.follow_all(networks, config, keep=[] if unet is None else controlnet.kept(unet))
-        for each in (accelerator, *beside):
+        networks = [] if unet is None else controlnet.active_networks(unet)
+        networks_followed = self._controlnets.follow_all(
+            networks, config, keep=[] if unet is None else controlnet.cached_networks(unet)
+        )
+        for each in (accelerator, *networks_followed):
             if each is not None:
                 hooks = self._hooks.get(each.module)
                 if hooks is not None:
@@ -254,7 +256,7 @@ def _unet_of(sd_model: Any) -> nn.Module | None:
     return unet if isinstance(unet, nn.Module) else None
 
 
-def _resident() -> Iterator[nn.Module]:
+def _resident_unets() -> Iterator[nn.Module]:
     """UNets of the other models that stay where they are while another is used: theirs keep their plans."""
     from modules import shared
     from modules.sd_models import model_data

@@ -29,7 +29,7 @@ MARKS = frozenset(
 """What it notes on the UNet's modules for functions of its own, which mean the original forward where they are laid."""
 
 
-def blocks(unet: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def unet_blocks(unet: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The parts of an ldm or sgm UNet that a forward laid over it may run one by one; none lies in another."""
     for group in ("input_blocks", "output_blocks"):
         for i, block in enumerate(getattr(unet, group, ())):
@@ -41,16 +41,16 @@ def blocks(unet: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield "middle_block", middle
 
 
-def networks(unet: nn.Module) -> list[nn.Module]:
+def active_networks(unet: nn.Module) -> list[nn.Module]:
     """The ControlNets that run beside the UNet in this pass, where they stay on the GPU for all of it."""
-    hook = _hook(unet)
-    return [] if hook is None or getattr(hook, "lowvram", False) else list(_units(hook))
+    hook = _hook_of(unet)
+    return [] if hook is None or getattr(hook, "lowvram", False) else list(_controlnets_of(hook))
 
 
-def kept(unet: nn.Module) -> list[nn.Module]:
+def cached_networks(unet: nn.Module) -> list[nn.Module]:
     """The ControlNets that the extension keeps loaded for its next use, less those that leave the GPU in this pass."""
-    hook = _hook(unet)
-    leaving = list(_units(hook)) if getattr(hook, "lowvram", False) else []
+    hook = _hook_of(unet)
+    leaving = list(_controlnets_of(hook)) if getattr(hook, "lowvram", False) else []
     for data in getattr(sys.modules.get("modules.scripts"), "scripts_data", ()):
         cache = getattr(getattr(data, "script_class", None), "model_cache", None)
         if isinstance(cache, dict):
@@ -59,7 +59,7 @@ def kept(unet: nn.Module) -> list[nn.Module]:
     return []
 
 
-def _units(hook: Any) -> Iterator[nn.Module]:
+def _controlnets_of(hook: Any) -> Iterator[nn.Module]:
     for unit in getattr(hook, "control_params", None) or ():
         kind = getattr(unit, "control_model_type", None)
         network = getattr(getattr(unit, "control_model", None), "control_model", None)
@@ -67,7 +67,7 @@ def _units(hook: Any) -> Iterator[nn.Module]:
             yield network
 
 
-def _hook(unet: nn.Module) -> Any:
+def _hook_of(unet: nn.Module) -> Any:
     """The extension's own object for this pass, from the closure of the forward that it laid over the UNet's."""
     function = getattr(vars(unet).get("forward"), "__func__", None)
     if function is None or ".hook" not in described(function):

@@ -20,44 +20,44 @@ from sfast_ext.behaviour.foreign_code import brought, described
 
 
 @dataclass(frozen=True)
-class Switched:
+class DormantPatch:
     """A patch that is not there while its switch is off."""
 
     function: Any
     switch: tuple[str, ...]
-    around: dict[str, Any]
-    below: Switched | None
+    globals: dict[str, Any]
+    passes_to: DormantPatch | None
     """The patch that it passes on to, where that is one of the same kind."""
 
-    def on(self) -> str | None:
+    def active(self) -> str | None:
         """The patch in words where it is on, or cannot be asked; else None. Read as the patch itself does."""
         try:
-            on = bool(functools.reduce(getattr, self.switch[1:], self.around[self.switch[0]]))
+            on = bool(functools.reduce(getattr, self.switch[1:], self.globals[self.switch[0]]))
         except Exception:
             on = True
         if on:
             return f"{described(self.function)} is on"
-        return None if self.below is None else self.below.on()
+        return None if self.passes_to is None else self.passes_to.active()
 
 
-def switched(patch: Any) -> Switched | None:
+def read_patch(patch: Any) -> DormantPatch | None:
     """Read whether a patch does nothing while a switch is off, and neither does what it passes on to."""
-    function, originals = _taken_apart(patch)
+    function, originals = _parts_of(patch)
     if function is None:
         return None
     switch = _switch(function)
     if switch is None:
         return None
     for name, original in originals.items():
-        if not callable(original) or not _begins_like(function, _guard(function, name, switch)):
+        if not callable(original) or not _starts_with(function, _guard(function, name, switch)):
             continue
-        below = switched(original) if brought(original, None) else None
+        below = read_patch(original) if brought(original, None) else None
         if below is not None or not brought(original, None):
-            return Switched(patch, switch, function.__globals__, below)
+            return DormantPatch(patch, switch, function.__globals__, below)
     return None
 
 
-def _taken_apart(patch: Any) -> tuple[types.FunctionType | None, dict[str, Any]]:
+def _parts_of(patch: Any) -> tuple[types.FunctionType | None, dict[str, Any]]:
     """The function, and what may be the one that was there before, by the name that it has in it."""
     if isinstance(patch, functools.partial) and isinstance(patch.func, types.FunctionType):
         if patch.args or len(patch.keywords) != 1:
@@ -121,7 +121,7 @@ def _inner(code: types.CodeType) -> types.CodeType:
     return next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
 
 
-def _begins_like(function: types.FunctionType, guard: types.CodeType | None) -> bool:
+def _starts_with(function: types.FunctionType, guard: types.CodeType | None) -> bool:
     """Whether the code of a function is the guard, up to the end of the guard's return."""
     if guard is None:
         return False
@@ -139,28 +139,28 @@ def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
     return (instruction for instruction in dis.get_instructions(code) if instruction.opname != "COPY_FREE_VARS")
 
 
-class Switches:
-    """The switches of the patches of one model that were vouched for, once off: asked before a plan may run again."""
+class DormantPatches:
+    """The dormant of the patches of one model that were vouched for, once off: asked before a plan may run again."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Switched] = {}
-        self._before: dict[int, Switched] = {}
+        self._this_pass: dict[int, DormantPatch] = {}
+        self._last_pass: dict[int, DormantPatch] = {}
 
     def new_pass(self) -> None:
         """What is not vouched for again in this pass is forgotten with the next: it is no longer laid."""
-        if self._known:
-            self._before, self._known = self._known, {}
+        if self._this_pass:
+            self._last_pass, self._this_pass = self._this_pass, {}
 
-    def on(self) -> str | None:
+    def active(self) -> str | None:
         """At each call: a patch that was off and is on, in words. Microseconds."""
-        known = (*self._before.values(), *self._known.values())
-        return next((words for each in known if (words := each.on()) is not None), None)
+        known = (*self._last_pass.values(), *self._this_pass.values())
+        return next((words for each in known if (words := each.active()) is not None), None)
 
     def vouch(self, patch: Any) -> bool:
-        """Whether a patch does nothing now; if so, `on` follows its switch from here on."""
+        """Whether a patch does nothing now; if so, `active` follows its switch from here on."""
         # what is kept keeps its patch, so that none has its address
-        found = self._known.get(id(patch)) or self._before.get(id(patch)) or switched(patch)
-        if found is None or found.on() is not None:
+        found = self._this_pass.get(id(patch)) or self._last_pass.get(id(patch)) or read_patch(patch)
+        if found is None or found.active() is not None:
             return False
-        self._known[id(patch)] = found
+        self._this_pass[id(patch)] = found
         return True

@@ -18,7 +18,7 @@ from sfast_ext.runtime import graph_pool
 _WHY = "the WebUI needs the memory"
 
 
-class HostMemory:
+class A1111Memory:
     """Gives the WebUI the memory that it counts on.
 
     It sends its model to the CPU, or throws it away, before it loads another. Plans stay for a checkpoint of the same
@@ -40,8 +40,8 @@ class HostMemory:
 
         names = ("send_model_to_cpu", "send_model_to_trash")
         return [
-            *(wrap(sd_models, name, self._sent) for name in names),
-            wrap(upscaler.Upscaler, "upscale", self._upscaled),
+            *(wrap(sd_models, name, self._send_away) for name in names),
+            wrap(upscaler.Upscaler, "upscale", self._upscale),
             self._vaes.release,
         ]
 
@@ -50,16 +50,16 @@ class HostMemory:
         if torch.cuda.is_available():
             self._vaes.watch([getattr(model, "first_stage_model", None)])
 
-    def _sent(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    def _send_away(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         unet = self._unet_of(model)
         was_there = unet is not None and gpu_room.on_gpu(unet)
         result = original(model, *args, **kwargs)
         if unet is not None and was_there and not gpu_room.on_gpu(unet):
-            self._guarded(lambda: self._attachment.leave(unet))
+            self._guarded(lambda: self._attachment.suspend(unet))
         return result
 
-    def _upscaled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._make_room(gpu_room.AT_REST)
+    def _upscale(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._make_room(gpu_room.IDLE_RESERVE)
         return original(*args, **kwargs)
 
     def _make_room(self, needed: float) -> None:

@@ -14,10 +14,10 @@ from sfast_ext.behaviour.forward_slot import accelerator_of, is_own_forward
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import gpu_room
-from sfast_ext.hosts.attachment import Attachment, of_the_host, wrap
-from sfast_ext.hosts.sdnext.ip_adapters import Adapters
+from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
+from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
-from sfast_ext.hosts.sdnext.refusals import COMPILED, keeps_weights, passing_reason, standing_reason
+from sfast_ext.hosts.sdnext.refusals import COMPILED, keeps_weights, model_bypass_reason, run_bypass_reason
 from sfast_ext.hosts.session import Session
 
 BOOKKEEPING = frozenset(
@@ -36,7 +36,7 @@ BOOKKEEPING = frozenset(
         "to",
         "cuda",
         "hf_device_map",
-        # ToDo leaves it and a hook that writes to it behind; while its processors are there, we stand aside
+        # ToDo leaves it and a hook that writes to it behind; while its processors are there, calls are bypassed
         "_tome_info",
     }
 )
@@ -60,7 +60,7 @@ def start(version: str) -> None:
     )
 
 
-class Watch:
+class SDNextHooks:
     """What the accelerator of one network asks at each call; microseconds, but for the first of a pass.
 
     Args:
@@ -79,16 +79,16 @@ class Watch:
         self._state = shared.state
         self._pass: int | None = None
         self._reason: str | None = None
-        self._scaled: list[Any] = []
+        self._scaled_processors: list[Any] = []
         self._blocks: list[nn.Module] = []
 
     def hooks(self) -> Hooks:
         """In the shape that the accelerator takes."""
         # all that is vouched for computes what the module's own forward does
         vouch = self.recognised
-        return Hooks(self.stand_aside, key=self.key, recognised=vouch, transparent=vouch, ignored=BOOKKEEPING)
+        return Hooks(self.bypass_reason, key=self.key, recognised=vouch, transparent=vouch, ignored=BOOKKEEPING)
 
-    def stand_aside(self) -> str | None:
+    def bypass_reason(self) -> str | None:
         """Why SD.Next's own forward has to run, or None."""
         # Modifiers come and go with each run of the pipeline (base, hires, detailer), after every script
         # callback; this counter is the host's own mark that such a run began.
@@ -100,7 +100,7 @@ class Watch:
 
     def key(self) -> Hashable:
         """IP-Adapter scales, which may change at each step, and FreeU's factors."""
-        scales = tuple(tuple(s) if isinstance(s, list) else s for s in (p.scale for p in self._scaled))
+        scales = tuple(tuple(s) if isinstance(s, list) else s for s in (p.scale for p in self._scaled_processors))
         return scales, tuple(getattr(b, name, None) for b in self._blocks for name in ("s1", "s2", "b1", "b2"))
 
     def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
@@ -110,7 +110,7 @@ class Watch:
         """
         if kind in ("class", "function", "replaced"):
             # what SD.Next itself does to classes and to torch
-            return of_the_host(function)
+            return is_host_code(function)
         if kind != "forward":
             return False
         if is_own_forward(function, module):
@@ -125,9 +125,9 @@ class Watch:
         if unet is None:
             return
         pipe = self._pipeline()
-        self._reason = passing_reason(pipe, unet)
+        self._reason = run_bypass_reason(pipe, unet)
         processors = (m.__dict__.get("processor", m._modules.get("processor")) for m in unet.modules())
-        self._scaled = [p for p in processors if isinstance(getattr(p, "scale", None), (list, float, int))]
+        self._scaled_processors = [p for p in processors if isinstance(getattr(p, "scale", None), (list, float, int))]
         self._blocks = list(getattr(unet, "up_blocks", None) or ())
         accelerator = accelerator_of(unet)
         if accelerator is not None:
@@ -143,12 +143,16 @@ class SDNextSession(Session):
 
     def __init__(self, version: str) -> None:
         super().__init__(version)
-        self._unets = Attachment(lambda unet: Watch(unet, _pipeline, self._follow_beside).hooks(), self.report)
-        self._refiner = Attachment(lambda unet: Watch(unet, _refiner).hooks(), self.report, name="refiner")
-        self._beside = Attachment(lambda network: Watch(network, _pipeline).hooks(), self.report, name="controlnet")
-        self.attachments = (self._unets, self._refiner, self._beside)
-        self._offload = Offload((self._refiner, self._beside, self._unets), self.report)
-        self._adapters = Adapters(self._unets.holds, self.guarded)
+        self._unets = Attachment(
+            lambda unet: SDNextHooks(unet, _pipeline, self._follow_controlnets).hooks(), self.report
+        )
+        self._refiner = Attachment(lambda unet: SDNextHooks(unet, _refiner).hooks(), self.report, name="refiner")
+        self._controlnets = Attachment(
+            lambda network: SDNextHooks(network, _pipeline).hooks(), self.report, name="controlnet"
+        )
+        self.attachments = (self._unets, self._refiner, self._controlnets)
+        self._offload = Offload((self._refiner, self._controlnets, self._unets), self.report)
+        self._ip_adapters = IPAdapterReuse(self._unets.holds, self.guarded)
         self._reloading = False
 
     def register(self) -> None:
@@ -165,7 +169,7 @@ class SDNextSession(Session):
         return [
             wrap(sd_models, "reload_model_weights", self._reload),
             wrap(sd_models, "unload_model_weights", self._unload),
-            wrap(ipadapter, "apply", self._adapters.apply),
+            wrap(ipadapter, "apply", self._ip_adapters.apply),
             *self._offload.install(),
         ]
 
@@ -175,17 +179,17 @@ class SDNextSession(Session):
         config = self.config()
         for attachment, pipe in ((self._unets, _pipeline()), (self._refiner, _refiner())):
             unet = _unet(pipe)
-            reason = self._refused(pipe, unet, config)
+            reason = self._bypass_reason(pipe, unet, config)
             if reason is not None:
-                self.report.fallback(reason)
+                self.report.bypassed(reason)
                 unet = None
             attachment.follow(unet, config)
         self._offload.watch(getattr(pipe, "vae", None) for pipe in (_pipeline(), _refiner()) if config.enabled)
 
     def release_models(self) -> None:
-        """The objects that are kept of IP-Adapters too."""
+        """The objects that are kept of IP-IPAdapterReuse too."""
         super().release_models()
-        self._adapters.clear()
+        self._ip_adapters.clear()
 
     def host_version(self) -> str:
         """Its commit."""
@@ -200,7 +204,7 @@ class SDNextSession(Session):
         """The name of the checkpoint."""
         return getattr(getattr(_pipeline(), "sd_checkpoint_info", None), "name", None)
 
-    def _refused(self, pipe: Any, unet: nn.Module | None, config: Config) -> str | None:
+    def _bypass_reason(self, pipe: Any, unet: nn.Module | None, config: Config) -> str | None:
         from modules import sd_models_compile, shared
 
         if pipe is None or not config.enabled:
@@ -211,18 +215,18 @@ class SDNextSession(Session):
             return COMPILED
         if sd_models_compile.deepcache_worker is not None:
             return "DeepCache skips parts of the UNet on some steps"
-        reason = standing_reason(unet, shared.opts)
+        reason = model_bypass_reason(unet, shared.opts)
         moves = pipe is _refiner() and getattr(shared.opts, "diffusers_move_refiner", False)
-        if reason is None and moves and not gpu_room.may_stay(unet):
+        if reason is None and moves and not gpu_room.has_room_to_stay(unet):
             reason = "the refiner is moved off the GPU after each picture, which has no room to keep it there"
         return reason
 
-    def _follow_beside(self, pipe: Any) -> None:
+    def _follow_controlnets(self, pipe: Any) -> None:
         """The ControlNets of a pipeline that has begun a run: called before the UNet, so from the next step on."""
         from modules import shared
 
-        networks = [n for n in _controlnets(pipe) if standing_reason(n, shared.opts) is None]
-        self.guarded(lambda: self._beside.follow_all(networks, self.config()))
+        networks = [n for n in _controlnets_of(pipe) if model_bypass_reason(n, shared.opts) is None]
+        self.guarded(lambda: self._controlnets.follow_all(networks, self.config()))
 
     def _reload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._reloading = True
@@ -238,10 +242,10 @@ class SDNextSession(Session):
         attachment = self._refiner if op == "refiner" else self._unets
         # Before the parameters lose their storage, so that ours are given back and not left behind; but where
         # another model comes at once, and there is room for both, the plans wait for it.
-        self.guarded(attachment.leave if self._reloading else attachment.release)
+        self.guarded(attachment.suspend if self._reloading else attachment.release)
         if op != "refiner":
-            self.guarded(self._beside.release)
-            self._adapters.clear()
+            self.guarded(self._controlnets.release)
+            self._ip_adapters.clear()
         return original(*args, **kwargs)
 
     def _join_log(self) -> None:
@@ -275,7 +279,7 @@ def _unet(pipe: Any) -> nn.Module | None:
     return unet if isinstance(unet, nn.Module) else None
 
 
-def _controlnets(pipe: Any) -> list[nn.Module]:
+def _controlnets_of(pipe: Any) -> list[nn.Module]:
     held = getattr(pipe, "controlnet", None)
     nets = getattr(held, "nets", held)
     found = list(nets) if isinstance(nets, (list, tuple, nn.ModuleList)) else [nets]

@@ -19,16 +19,16 @@ from sfast_ext.weights.original_layout import set_data
 SCALE = frozenset({"scale"})
 
 
-class Adapters:
+class IPAdapterReuse:
     """The attention processors and the projection that each UNet had last, with an adapter and without one.
 
     Args:
-        wanted: whether a UNet has plans.
+        has_plans: whether a UNet has plans.
         guarded: runs what must not disturb the host.
     """
 
-    def __init__(self, wanted: Callable[[nn.Module], bool], guarded: Callable[[Callable[[], Any]], None]) -> None:
-        self._wanted, self._guarded = wanted, guarded
+    def __init__(self, has_plans: Callable[[nn.Module], bool], guarded: Callable[[Callable[[], Any]], None]) -> None:
+        self._has_plans, self._guarded = has_plans, guarded
         self._last: weakref.WeakKeyDictionary[nn.Module, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
     def apply(self, original: Callable[..., Any], pipe: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,14 +44,14 @@ class Adapters:
         self._last.clear()
 
     def _reuse(self, unet: Any, loaded: bool) -> None:
-        if not self._wanted(unet):
+        if not self._has_plans(unet):
             self._last.pop(unet, None)
             return
         last = self._last.setdefault(unet, {})
         had, projected = last.get(loaded, ({}, None))
         now, projection = unet.attn_processors, getattr(unet, "encoder_hid_proj", None)
-        processors = {name: _in_place_of(new, had.get(name)) for name, new in now.items()}
-        projected = _in_place_of(projection, projected)
+        processors = {name: _reused(new, had.get(name)) for name, new in now.items()}
+        projected = _reused(projection, projected)
         if projected is not projection:
             unet.encoder_hid_proj = projected
         if any(processors[name] is not new for name, new in now.items()):
@@ -59,7 +59,7 @@ class Adapters:
         last[loaded] = processors, projected
 
 
-def _in_place_of(now: Any, last: Any) -> Any:
+def _reused(now: Any, last: Any) -> Any:
     """`last` with the weights of `now`, where the two differ in nothing else; or `now`."""
     if last is now or type(last) is not type(now) or not type(now).__module__.startswith("diffusers."):
         return now

@@ -35,8 +35,8 @@ class Offload:
     def __init__(self, attachments: Sequence[Attachment], report: Report) -> None:
         self._attachments, self._report = attachments, report
         self._vaes = VaeMemory(lambda needed: self._guarded(lambda: self._make_room(needed)))
-        self._ran_out: int | None = None
-        self._tight = False
+        self._oom_count: int | None = None
+        self._release_always = False
 
     def install(self) -> list[Callable[[], None]]:
         """Watch the functions that move modules; returns what takes that away again."""
@@ -44,10 +44,10 @@ class Offload:
         from modules import sd_offload, sd_offload_aux
 
         return [
-            wrap(sd_offload, "move_module_to_cpu", self._leave),
+            wrap(sd_offload, "move_module_to_cpu", self._move_to_cpu),
             # by this the host brings a module, under its name in the package
-            wrap(accelerate, "dispatch_model", self._come),
-            wrap(sd_offload_aux, "move_aux_to_gpu", self._come_beside),
+            wrap(accelerate, "dispatch_model", self._dispatch),
+            wrap(sd_offload_aux, "move_aux_to_gpu", self._move_aux_to_gpu),
             self._vaes.release,
         ]
 
@@ -55,25 +55,25 @@ class Offload:
         """Look after these VAEs, and no others: they take more than their weights. Called before each job."""
         if not torch.cuda.is_available():
             return
-        self._notice_failures()
+        self._notice_out_of_memory()
         self._vaes.watch(vaes)
 
-    def _leave(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        ours = self._ours(module)
+    def _move_to_cpu(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        ours = self._accelerators_in(module)
         was_there = ours and gpu_room.on_gpu(module)
         result = original(module, *args, **kwargs)
         if was_there and not gpu_room.on_gpu(module):
             self._report.count("weights_away")
-            self._guarded(lambda: self._make_room(math.inf if self._tight else gpu_room.AT_REST))
+            self._guarded(lambda: self._make_room(math.inf if self._release_always else gpu_room.IDLE_RESERVE))
         return result
 
-    def _come(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    def _dispatch(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         places: Any = args[0] if args else kwargs.get("device_map")
-        ours = self._ours(model) if isinstance(model, nn.Module) and isinstance(places, dict) else []
+        ours = self._accelerators_in(model) if isinstance(model, nn.Module) and isinstance(places, dict) else []
         if not ours and isinstance(model, nn.Module):
-            self._guarded(lambda: self._make_room(gpu_room.coming(model)))
+            self._guarded(lambda: self._make_room(gpu_room.load_bytes(model)))
         for accelerator in ours:
-            self._guarded(functools.partial(self._fetch, accelerator, set(places.values())))
+            self._guarded(functools.partial(self._fetch_weights, accelerator, set(places.values())))
             # it asks for the state dict, to read the names
             accelerator.lends = False
         try:
@@ -82,16 +82,16 @@ class Offload:
             for accelerator in ours:
                 accelerator.lends = True
 
-    def _come_beside(self, original: Callable[..., Any], name: str) -> Any:
+    def _move_aux_to_gpu(self, original: Callable[..., Any], name: str) -> Any:
         """A model for captions and the like, which may be larger than the UNet."""
         from modules import sd_offload_aux
 
         model = getattr(sd_offload_aux.aux_models.get(name), "model", None)
         if isinstance(model, nn.Module):
-            self._guarded(lambda: self._make_room(gpu_room.coming(model) + gpu_room.AT_REST))
+            self._guarded(lambda: self._make_room(gpu_room.load_bytes(model) + gpu_room.IDLE_RESERVE))
         return original(name)
 
-    def _fetch(self, accelerator: Accelerator, places: set[Any]) -> None:
+    def _fetch_weights(self, accelerator: Accelerator, places: set[Any]) -> None:
         """The host is about to bring a module: its weights go where plans read them, and are there when it looks."""
         planned = {plan.device for plan in list(accelerator.plans.values())}
         try:
@@ -107,15 +107,15 @@ class Offload:
         givers = [lambda: graph_pool.make_room(self._report, _WHY), *(a.give_memory_back for a in self._attachments)]
         gpu_room.make_room(needed, givers)
 
-    def _notice_failures(self) -> None:
+    def _notice_out_of_memory(self) -> None:
         """Where the host ran out of memory, nothing is kept any more that it believes free."""
-        ran_out = torch.cuda.memory_stats().get("num_ooms", 0) - self._report.counter("out_of_memory")
-        if self._ran_out is not None and ran_out > self._ran_out and not self._tight:
-            self._tight = True
+        oom_count = torch.cuda.memory_stats().get("num_ooms", 0) - self._report.counter("out_of_memory")
+        if self._oom_count is not None and oom_count > self._oom_count and not self._release_always:
+            self._release_always = True
             self._report.event("memory", "SD.Next ran out of GPU memory: from now on the weights leave when it says so")
-        self._ran_out = ran_out
+        self._oom_count = oom_count
 
-    def _ours(self, module: nn.Module) -> list[Accelerator]:
+    def _accelerators_in(self, module: nn.Module) -> list[Accelerator]:
         return [a for attachment in self._attachments for a in attachment.within(module)]
 
     def _guarded(self, action: Callable[[], object]) -> None:

@@ -26,7 +26,7 @@ COMPILERS = ("onediff", "oneflow", "sfast.")
 COMPILED = "SD.Next has compiled this model itself (Settings, Model Compile); one of the two is enough"
 
 
-def standing_reason(unet: nn.Module, opts: Any) -> str | None:
+def model_bypass_reason(unet: nn.Module, opts: Any) -> str | None:
     """Why this UNet cannot be accelerated as it was loaded, in words for the user; None where it can.
 
     These hold from one job to the next, so nothing of the UNet is kept while one does.
@@ -34,7 +34,7 @@ def standing_reason(unet: nn.Module, opts: Any) -> str | None:
     mode = getattr(opts, "diffusers_offload_mode", "none")
     if mode in OFFLOADS:
         return f"offload mode '{mode}' {OFFLOADS[mode]} (Settings, Model Offloading: 'balanced' or 'none')"
-    if mode == "model" and not gpu_room.may_stay(unet):
+    if mode == "model" and not gpu_room.has_room_to_stay(unet):
         return "offload mode 'model' moves the UNet off the GPU, which has no room to keep it beside what comes next"
     if _compiled(unet):
         return COMPILED
@@ -44,7 +44,7 @@ def standing_reason(unet: nn.Module, opts: Any) -> str | None:
     return None
 
 
-def passing_reason(pipe: Any, unet: nn.Module) -> str | None:
+def run_bypass_reason(pipe: Any, unet: nn.Module) -> str | None:
     """Why the original forward must run in this pass of the pipeline; None where ours may. Milliseconds."""
     kind = type(pipe).__name__
     for part, what in PIPELINES.items():
@@ -67,7 +67,7 @@ def passing_reason(pipe: Any, unet: nn.Module) -> str | None:
         if "_diffusers_hook" in attributes:
             return "layers have hooks of diffusers (group offload, layerwise casting or a cache)"
         if module is not unet and not keeps_weights(attributes.get("_hf_hook")):
-            # on the UNet itself it is the offload by models, see standing_reason
+            # on the UNet itself it is the offload by models, see model_bypass_reason
             return (
                 "parts of the UNet do not fit on the GPU and are brought in layer by layer "
                 "(Settings, Model Offloading: with a higher high watermark more of it stays)"

@@ -293,10 +293,10 @@ def test_an_sdunet_runs_instead_and_our_memory_goes(host):
 
 def test_an_sdunet_that_comes_within_a_pass_is_seen_at_the_call(host):
     started(host)
-    hooks = a1111.UnetHooks(unet_of(host))
-    assert hooks.stand_aside() is None
+    hooks = a1111.A1111Hooks(unet_of(host))
+    assert hooks.bypass_reason() is None
     host.sd_unet.current_unet = SimpleNamespace(option=SimpleNamespace(label="[TRT] engine"))
-    assert "[TRT] engine" in (hooks.stand_aside() or "")
+    assert "[TRT] engine" in (hooks.bypass_reason() or "")
 
 
 def hypertile(host: Any) -> None:
@@ -354,7 +354,7 @@ def test_medvram_is_lived_with_where_there_is_room(host, monkeypatch):
     started(host)
     host.model_data.sd_model.lowvram = True
     for room, runs in ((64 << 30, 5), (0, 0)):
-        monkeypatch.setattr(gpu_room, "free", lambda room=room: room)
+        monkeypatch.setattr(gpu_room, "free_bytes", lambda room=room: room)
         before = count("plans run")
         for _ in range(2):
             assert same(host.generate(), reference(1))

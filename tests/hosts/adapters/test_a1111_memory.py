@@ -56,9 +56,9 @@ def of(seed: int, channels: int = 32) -> torch.Tensor:
 @pytest.fixture
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """On a GPU with room for so many UNets; another model is said to take as much as two."""
-    for name in ("AT_REST", "WORKSPACE", "DECODING"):
+    for name in ("IDLE_RESERVE", "WORKSPACE", "DECODING_RESERVE"):
         monkeypatch.setattr(gpu_room, name, SIZE // 10)
-    monkeypatch.setattr(gpu_room, "ANOTHER_MODEL", 2 * SIZE)
+    monkeypatch.setattr(gpu_room, "NEXT_MODEL_RESERVE", 2 * SIZE)
     expected = of(1)
     running = standin.running(sfast_triton=False)
     with running as host, pretended_card(monkeypatch, int(request.param * SIZE)) as card:
@@ -116,7 +116,7 @@ def test_a_model_that_is_thrown_away_leaves_nothing(on, channels, monkeypatch):
     monkeypatch.setattr(host, "send_model_to_trash", thrown)
     if channels != 32:
         on.card.capacity *= 6
-        monkeypatch.setattr(gpu_room, "ANOTHER_MODEL", 40 * SIZE)
+        monkeypatch.setattr(gpu_room, "NEXT_MODEL_RESERVE", 40 * SIZE)
     captures = on.counter("captures")
     on.host.load(3, channels)
     assert held[0] < SMALL
@@ -133,7 +133,7 @@ def test_graphs_go_where_the_host_needs_the_memory(on, what, room, monkeypatch):
     latent, picture = torch.zeros(1, 4, 8, 8).to(GPU), torch.zeros(1, 3, 32, 32).to(GPU)
     # of its second width, 32 channels, in the decoder, of the first in the encoder
     needs = {"decode": 1.5 * 3 * 32 * 32 * 32 * 4, "encode": 1.5 * 5 * 16 * 32 * 32 * 4, "upscale": 0}
-    needed = int(needs[what] + (gpu_room.AT_REST if what == "upscale" else gpu_room.WORKSPACE))
+    needed = int(needs[what] + (gpu_room.IDLE_RESERVE if what == "upscale" else gpu_room.WORKSPACE))
     assert on.card.graph_bytes
     free = needed + (0 if room else -1)
     on.card.capacity = on.card.used - on.card.graph_bytes + free + (on.card.graph_bytes if room else 0)
