@@ -21,13 +21,13 @@
         // between jobs the host may have the memory of weights and graphs
         const away = accelerators.some((accelerator) => accelerator.weights && accelerator.weights.away);
         if (away || plans.some((plan) => plan.state === 'replaying')) {
-            return ['on', 'Stable Fast: on'];
+            return ['on', 'Stable Fast: accelerated'];
         }
         if (accelerators.some((accelerator) => inParts(accelerator).length > 0)) {
-            return ['on', 'Stable Fast: on, block by block'];
+            return ['on', 'Stable Fast: accelerated, block by block'];
         }
         if (plans.length > 0) {
-            return ['on', 'Stable Fast: on, no graph'];
+            return ['on', 'Stable Fast: accelerated, no CUDA graph'];
         }
         return ['waiting', Object.keys(status.reasons).length > 0 ? 'Stable Fast: bypassed' : 'Stable Fast: ready'];
     }
@@ -83,7 +83,7 @@
             const answer = await fetch('./sfast/v1/status');
             if (answer.status === 401) {
                 badge.dataset.state = 'unknown';
-                badge.textContent = 'Stable Fast: log in to see';
+                badge.textContent = 'Stable Fast: log in for status';
                 return;
             }
             if (!answer.ok) {
@@ -98,7 +98,7 @@
             }
         } catch (error) {
             badge.dataset.state = 'unknown';
-            badge.textContent = 'Stable Fast: no answer';
+            badge.textContent = 'Stable Fast: no status';
         }
     }
 
@@ -149,7 +149,7 @@
         badge = document.createElement('button');
         badge.id = 'stable_fast_badge';
         badge.type = 'button';
-        badge.title = 'What Stable Fast does; click for more';
+        badge.title = 'Stable Fast status; click for details';
         style(badge, '8px');
         badge.addEventListener('click', toggle);
         panel = document.createElement('div');

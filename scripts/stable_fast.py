@@ -6,6 +6,6 @@ from sfast_ext import __version__, hosts
 
 adapter = hosts.find()
 if adapter is None:
-    print(f"Stable Fast {__version__}: this WebUI is not known; it is left as it is")
+    print(f"Stable Fast {__version__} does nothing: this WebUI is not supported. AUTOMATIC1111 1.10 and SD.Next are.")
 else:
     adapter.start(__version__)

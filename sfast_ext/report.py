@@ -134,7 +134,7 @@ class Report:
             if not again:
                 self._events.append({"time": time.time(), "stage": stage, "message": text})
         level = logging.DEBUG if again else logging.WARNING
-        _log(level, "%s failed, the original forward goes on: %s\n%s", stage, text, trace)
+        _log(level, "%s failed, the original forward runs instead: %s\n%s", stage, text, trace)
 
     def count(self, name: str, n: int = 1) -> None:
         """Add to a named counter."""

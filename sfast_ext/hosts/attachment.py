@@ -106,9 +106,8 @@ class Attachment:
                 return
             forward, calls = self._laid_over[1], _calls(found)
             if before is not None and before[0] is forward and before[1] == calls:
-                self._idle_reason = (
-                    f"{described(forward)} is in place of the model's forward and calls none of its blocks"
-                )
+                what = f"{described(forward)} replaces the model's forward and calls none of its blocks"
+                self._idle_reason = f"{what}; turn that extension off to accelerate"
                 self._report.bypassed(self._idle_reason)
             if forward_of(found.module) is forward:
                 self._last_step = forward, calls
@@ -187,7 +186,7 @@ class Attachment:
                     left.remove(accelerator)
                     return accelerator
         elif self._parts is None:
-            self._announce(module, f"{foreign} is in place of the model's forward: not installed while it is")
+            self._announce(module, _bypassed_by(foreign))
             return None
         accelerator = Accelerator(module, config, hooks=hooks, report=self._report, name=self._name)
         self._accelerators.append(accelerator)
@@ -214,10 +213,10 @@ class Attachment:
         # It may hold our forward as its original and restore it: to install over it would make a ring.
         self._laid_over = (module, forward_of(module))
         if self._parts is None:
-            self._announce(module, f"{foreign} is in place of the model's forward: bypassed while it is")
+            self._announce(module, _bypassed_by(foreign))
         else:
-            what = "those of its blocks that it calls are accelerated one by one"
-            self._announce(module, f"{foreign} is in place of the model's forward: {what}")
+            what = f"{foreign} replaces the model's forward"
+            self._announce(module, f"{what}; the blocks that it calls are accelerated one by one")
             accelerator.accelerate_parts(self._parts(module))
             self._last_step = forward_of(module), _calls(accelerator)
 
@@ -233,6 +232,10 @@ class Attachment:
         if self._announced != (id(module), message):
             self._announced = (id(module), message)
             self._report.event("forward replaced", message)
+
+
+def _bypassed_by(foreign: str) -> str:
+    return f"{foreign} replaces the model's forward: bypassed; turn that extension off to accelerate"
 
 
 def _calls(accelerator: Accelerator) -> int:

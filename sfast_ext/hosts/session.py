@@ -86,7 +86,7 @@ class Session:
 
     def guarded(self, action: Callable[[], object]) -> None:
         """Do something in the host's thread. What it raises goes to the report, and the host goes on."""
-        guarded(self.report, "host", action, self.show_error)
+        guarded(self.report, "host callback", action, self.show_error)
 
     def show_error(self, exc: Exception) -> None:
         """Tell the user of an exception in the host's own way, beside the report."""
@@ -120,6 +120,11 @@ class Session:
     def api_passwords(self) -> Mapping[str, str]:
         """The passwords of the host's API, by user; empty where it asks for none."""
         return {}
+
+
+def ready(version: str) -> str:
+    """The line that an adapter writes to the host's log once it has started."""
+    return f"Stable Fast {version} is ready. Settings: Settings > Stable Fast. Status: {api.STATUS}"
 
 
 def guarded(

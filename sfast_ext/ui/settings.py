@@ -40,56 +40,56 @@ SETTINGS = (
         "sfast_enabled",
         "enabled",
         "Accelerate the UNet",
-        "the same pictures up to the rounding of half precision, in less time; the first picture of a new size takes "
-        "some seconds more. Off gives the WebUI's own forward back",
+        "Images stay the same up to half-precision rounding. The first image of a new size takes a few seconds "
+        "longer. Off: the WebUI's own forward runs",
     ),
     Setting(
         "sfast_cuda_graphs",
         "cuda_graphs",
         "Replay CUDA graphs",
-        "takes the launching of kernels off the CPU, most of the gain at small sizes; costs GPU memory for each size "
-        "in use",
+        "Removes the CPU time for launching kernels, which is most of the gain at small sizes. Takes GPU memory for "
+        "each size in use",
     ),
     Setting(
         "sfast_graph_memory_mb",
         "graph_memory_mb",
-        "GPU memory for CUDA graphs, MB",
-        "over it the graphs used longest ago are given back and recorded again when needed; less leaves more for large "
-        "pictures and other models, 0 sets no limit",
+        "GPU memory for CUDA graphs (MB)",
+        "Above this limit the least recently used graphs are freed, and captured again when needed. A lower value "
+        "leaves more memory for large images and other models. 0: no limit",
         slider=(0, 32768, 256),
         valid="a number of MB, 0 (no limit) or more",
     ),
     Setting(
         "sfast_max_graphs",
         "max_graphs",
-        "Number of CUDA graphs kept",
-        "one for each combination of size, batch and prompt length; more saves recording again when you go back and "
-        "forth between sizes, and costs memory",
+        "Maximum number of CUDA graphs",
+        "Each combination of size, batch and prompt length has its own graph. A higher value avoids new captures when "
+        "you switch between sizes, and takes more memory",
         slider=(1, 64, 1),
         valid="a number, 1 or more",
     ),
     Setting(
         "sfast_triton",
         "triton",
-        "Fused kernels written in Triton",
-        "fewer passes over memory in norms and activations; costs some seconds of compiling once, kept on disk. "
-        "Without Triton, PyTorch's kernels run",
+        "Use fused Triton kernels",
+        "They read and write memory fewer times in norms and activations. They are compiled once, which takes some "
+        "seconds, and cached on disk. Without Triton, PyTorch's kernels run",
     ),
     Setting(
         "sfast_check",
         "check",
-        "Compare with the WebUI's own forward",
-        "first use: one extra call for each new plan, and a plan that differs is thrown away. always: each call is "
-        "made twice, for finding faults. never: saves that one call and trusts the plan",
+        "Compare plans with the WebUI's own forward",
+        "first use: one extra call for each new plan; a plan that differs is discarded. always: every call runs twice, "
+        "for troubleshooting. never: no extra call, plans are not checked",
         choices=tuple(CHECK_LABELS),
         valid=", ".join(CHECK_LABELS),
     ),
     Setting(
         "sfast_tolerance",
         "tolerance",
-        "Largest relative error in that comparison",
-        "rounding in half precision stays well under the default; smaller throws away more plans and their gain, "
-        "larger lets more difference through",
+        "Maximum relative error in that comparison",
+        "Half-precision rounding stays well below the default. A lower value discards more plans and their speed-up. "
+        "A higher value accepts larger differences",
         slider=(0.001, 0.1, 0.001),
         valid="a number above 0",
     ),
@@ -97,7 +97,7 @@ SETTINGS = (
         "sfast_allow_cpu",
         "allow_cpu",
         "Also run on the CPU",
-        "for trying the extension without a GPU: no gain in speed is to be expected there",
+        "For trying the extension without a GPU. It is not faster there",
     ),
 )
 
@@ -226,7 +226,7 @@ def _announce(setting: Setting, value: Any, kept: Any, report: Report | None) ->
         return
     _announced[setting.key] = said
     used = _displayed(setting, kept)
-    message = f"{setting.key} ({setting.label}) = {said} is not used, {used!r} stays: it takes {setting.valid}"
+    message = f"{setting.key} ({setting.label}) = {said} is not valid; {used!r} stays in use. Valid: {setting.valid}"
     if report is not None:
         report.event("settings", message)
     else:

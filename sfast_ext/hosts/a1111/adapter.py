@@ -18,7 +18,7 @@ from sfast_ext.hosts.a1111 import controlnet
 from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
 from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
-from sfast_ext.hosts.session import Session
+from sfast_ext.hosts.session import Session, ready
 
 LORA_LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAttention)
 """The classes whose forward the built-in Lora extension replaces."""
@@ -79,9 +79,12 @@ class A1111Hooks:
         if not getattr(self._shared.sd_model, "lowvram", False):
             return None
         if getattr(self._shared.cmd_opts, "lowvram", False):
-            return "--lowvram brings the weights in block by block"
+            return "--lowvram moves the weights to the GPU block by block; start the WebUI without it to accelerate"
         if not gpu_room.has_room_to_stay(unet):
-            return "--medvram moves the UNet off the GPU, which has no room to keep it beside what comes next"
+            return (
+                "--medvram moves the UNet off the GPU, and there is not enough free memory to keep it there; "
+                "start the WebUI without it if your images fit"
+            )
         return None
 
     def bypass_reason(self) -> str | None:
@@ -89,21 +92,26 @@ class A1111Hooks:
         shared = self._shared
         if self._sd_unet.current_unet is not None:
             option = getattr(self._sd_unet.current_unet, "option", None)
-            return f"another UNet is active: {getattr(option, 'label', 'an SD Unet')} (Settings, SD Unet)"
+            label = getattr(option, "label", "an SD Unet")
+            return f"another UNet is active: {label}; set Settings > Stable Diffusion > SD Unet to None to accelerate"
         if self._offloaded is not None:
             return self._offloaded
         if getattr(self._devices, "fp8", False):
-            return "FP8 weight storage is on (Settings, Optimizations): the weights are not what is computed with"
+            return "FP8 weight storage is on; disable FP8 weight in Settings > Optimizations to accelerate"
         if shared.loaded_hypernetworks:
-            return f"a hypernetwork is active: {', '.join(str(h.name) for h in shared.loaded_hypernetworks)}"
+            names = ", ".join(str(h.name) for h in shared.loaded_hypernetworks)
+            return f"a hypernetwork is active: {names}; remove it from the prompt to accelerate"
         networks = _lora()
         if networks is not None and networks.loaded_networks and getattr(shared.opts, "lora_functional", False):
-            return "Lora is computed inside the layers (Settings, Compatibility, the old method for Lora)"
+            return (
+                "LoRA is computed inside the layers; "
+                "turn off 'Lora/Networks: use old method' in Settings > Compatibility to accelerate"
+            )
         if getattr(shared.sd_model, "applied_token_merged_ratio", 0):
             # tomesd makes new classes for each picture: a plan would live for one
-            return "token merging is on (Settings, Optimizations): it rebuilds the layers for each picture"
+            return "token merging is on; set its ratio to 0 in Settings > Optimizations to accelerate"
         if any(params.enabled for params in self._hypertile):
-            return "Hypertile is on (Settings, Hypertile): its tiles are drawn at random in each layer"
+            return "Hypertile is on and draws its tiles at random; turn it off in Settings > Hypertile to accelerate"
         return self._dormant.active()
 
     def prepare(self) -> None:
@@ -248,7 +256,7 @@ class A1111Session(Session):
 def start(version: str) -> None:
     """Called by the script that the WebUI loads; a second call, of reloaded scripts, replaces the first."""
     A1111Session.start(version)
-    print(f"Stable Fast {version}: ready; Settings > Stable Fast, report at /sfast/v1/status")
+    print(ready(version))
 
 
 def _unet_of(sd_model: Any) -> nn.Module | None:

@@ -36,7 +36,7 @@ class DormantPatch:
         except Exception:
             on = True
         if on:
-            return f"{described(self.function)} is on"
+            return f"{described(self.function)} is on; turn it off to accelerate"
         return None if self.passes_to is None else self.passes_to.active()
 
 

@@ -15,7 +15,7 @@ from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.report import Report
 from sfast_ext.runtime import graph_pool
 
-_WHY = "the WebUI needs the memory"
+_WHY = "the WebUI needs the GPU memory"
 
 
 class A1111Memory:

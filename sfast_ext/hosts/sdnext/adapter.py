@@ -18,7 +18,7 @@ from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
 from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
 from sfast_ext.hosts.sdnext.refusals import COMPILED, keeps_weights, model_bypass_reason, run_bypass_reason
-from sfast_ext.hosts.session import Session
+from sfast_ext.hosts.session import Session, ready
 
 BOOKKEEPING = frozenset(
     {
@@ -55,9 +55,7 @@ def detect() -> bool:
 def start(version: str) -> None:
     """Called by the script that SD.Next loads; a second call, of reloaded scripts, replaces the first."""
     SDNextSession.start(version)
-    logging.getLogger("sfast_ext").info(
-        "Stable Fast %s: ready; Settings > Stable Fast, report at /sfast/v1/status", version
-    )
+    logging.getLogger("sfast_ext").info("%s", ready(version))
 
 
 class SDNextHooks:
@@ -210,15 +208,18 @@ class SDNextSession(Session):
         if pipe is None or not config.enabled:
             return None
         if unet is None:
-            return f"{type(pipe).__name__} has no UNet: Stable Diffusion 1, 2 and XL are what is accelerated"
+            return f"{type(pipe).__name__} has no UNet; load a Stable Diffusion 1, 2 or XL model to accelerate"
         if getattr(pipe, "sfast", False):
             return COMPILED
         if sd_models_compile.deepcache_worker is not None:
-            return "DeepCache skips parts of the UNet on some steps"
+            return "DeepCache skips parts of the UNet; turn it off in Settings > Model Compile to accelerate"
         reason = model_bypass_reason(unet, shared.opts)
         moves = pipe is _refiner() and getattr(shared.opts, "diffusers_move_refiner", False)
         if reason is None and moves and not gpu_room.has_room_to_stay(unet):
-            reason = "the refiner is moved off the GPU after each picture, which has no room to keep it there"
+            reason = (
+                "the refiner is moved off the GPU after each image, and there is no room to keep it there; "
+                "turn off the option diffusers_move_refiner if both models fit"
+            )
         return reason
 
     def _follow_controlnets(self, pipe: Any) -> None:

@@ -22,7 +22,7 @@ from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.report import Report
 from sfast_ext.runtime import graph_pool
 
-_WHY = "the host needs the memory"
+_WHY = "SD.Next needs the GPU memory"
 
 
 class Offload:
@@ -99,7 +99,8 @@ class Offload:
                 accelerator.fetch_weights()
                 return
         except Exception as exc:
-            self._report.event("memory", f"the weights are not brought to where plans read them: {exc}")
+            what = "the weights could not be moved to where plans read them, SD.Next moves them itself"
+            self._report.event("memory", f"{what}: {exc}")
         # in parts, elsewhere, or without room: a second copy would be in the host's way
         accelerator.give_memory_back()
 
@@ -112,7 +113,8 @@ class Offload:
         oom_count = torch.cuda.memory_stats().get("num_ooms", 0) - self._report.counter("out_of_memory")
         if self._oom_count is not None and oom_count > self._oom_count and not self._release_always:
             self._release_always = True
-            self._report.event("memory", "SD.Next ran out of GPU memory: from now on the weights leave when it says so")
+            what = "from now on no weights stay on the GPU that it moves off"
+            self._report.event("memory", f"SD.Next ran out of GPU memory: {what}")
         self._oom_count = oom_count
 
     def _accelerators_in(self, module: nn.Module) -> list[Accelerator]:

@@ -11,19 +11,21 @@ from torch import nn
 from sfast_ext.hosts import gpu_room
 
 OFFLOADS = {
-    "sequential": "brings the weights in layer by layer",
-    "group": "brings the weights in group by group",
+    "sequential": "moves the weights to the GPU layer by layer",
+    "group": "moves the weights to the GPU group by group",
 }
 """Offload modes under which a plan would hold the very memory that the user wants free."""
 
+OTHER_OFFLOAD = "choose 'balanced' or 'none' in Settings > Model Offloading to accelerate"
+
 PIPELINES = {
-    "PAG": "perturbed attention guidance exchanges attention processors between steps",
-    "Reference": "the Reference unit makes its layers remember what they saw",
+    "PAG": "perturbed attention guidance (PAG) replaces attention processors between steps; turn it off to accelerate",
+    "Reference": "the Reference unit keeps state in the layers; turn it off to accelerate",
 }
 """Parts of pipeline class names, and what such a pipeline does to the UNet while it runs."""
 
 COMPILERS = ("onediff", "oneflow", "sfast.")
-COMPILED = "SD.Next has compiled this model itself (Settings, Model Compile); one of the two is enough"
+COMPILED = "SD.Next has compiled this model; turn off Compile Model in Settings > Model Compile to accelerate"
 
 
 def model_bypass_reason(unet: nn.Module, opts: Any) -> str | None:
@@ -33,14 +35,15 @@ def model_bypass_reason(unet: nn.Module, opts: Any) -> str | None:
     """
     mode = getattr(opts, "diffusers_offload_mode", "none")
     if mode in OFFLOADS:
-        return f"offload mode '{mode}' {OFFLOADS[mode]} (Settings, Model Offloading: 'balanced' or 'none')"
+        return f"offload mode '{mode}' {OFFLOADS[mode]}; {OTHER_OFFLOAD}"
     if mode == "model" and not gpu_room.has_room_to_stay(unet):
-        return "offload mode 'model' moves the UNet off the GPU, which has no room to keep it beside what comes next"
+        what = "moves the UNet off the GPU, and there is not enough free memory to keep it there"
+        return f"offload mode 'model' {what}; {OTHER_OFFLOAD}"
     if _compiled(unet):
         return COMPILED
     quantised = _quantised(unet)
     if quantised is not None:
-        return f"the model is quantised ({quantised}): its weights are not plain numbers"
+        return f"the model is quantised ({quantised}); load one that is not quantised to accelerate"
     return None
 
 
@@ -51,26 +54,32 @@ def run_bypass_reason(pipe: Any, unet: nn.Module) -> str | None:
         if part in kind:
             return what
     if hasattr(pipe, "tgate"):
-        return "T-Gate computes less from some step on"
+        return "T-Gate skips computations after some step; turn it off to accelerate"
     if getattr(unet, "peft_config", None):
-        return "LoRA is loaded by diffusers, which adds layers (Settings, Networks)"
+        return (
+            "LoRA is loaded by diffusers, which adds layers; "
+            "turn off 'LoRA load using Diffusers method' in Settings > Networks to accelerate"
+        )
     for module in unet.modules():
         attributes = module.__dict__
         if "_original_forward" in attributes:
-            return "HyperTile draws its tiles at random in each layer"
+            return "HyperTile draws its tiles at random; turn it off in Settings > Pipeline Modifiers to accelerate"
         if hasattr(type(module), "_parent"):
-            return "token merging (ToMe) or HiDiffusion has exchanged the classes of layers"
+            return "token merging (ToMe) or HiDiffusion replaces the classes of layers; turn it off to accelerate"
         if type(attributes.get("processor")).__name__ == "TokenMergeAttentionProcessor":
-            return "token merging (ToDo) looks at the number of the step"
+            return "token merging (ToDo) depends on the number of the step; turn it off to accelerate"
         if type(module).__name__ == "GeneralizedLinearAttention":
-            return "LinFusion has exchanged the attention layers"
+            return "LinFusion replaces the attention layers; turn it off and load the model again to accelerate"
         if "_diffusers_hook" in attributes:
-            return "layers have hooks of diffusers (group offload, layerwise casting or a cache)"
+            return (
+                "diffusers has put hooks on layers (group offload, layerwise casting or a cache); "
+                "turn that feature off and load the model again to accelerate"
+            )
         if module is not unet and not keeps_weights(attributes.get("_hf_hook")):
             # on the UNet itself it is the offload by models, see model_bypass_reason
             return (
-                "parts of the UNet do not fit on the GPU and are brought in layer by layer "
-                "(Settings, Model Offloading: with a higher high watermark more of it stays)"
+                "parts of the UNet do not fit on the GPU and are moved there layer by layer; "
+                "raise the high watermark in Settings > Model Offloading to accelerate"
             )
     return None
 

@@ -243,7 +243,7 @@ def test_a_forward_laid_over_ours_is_left_alone(host):
     before = count("plans run")
     host.generate()
     assert count("plans run") == before and unet.forward is not ours
-    assert any("in place of the model's forward" in event["message"] for event in status()["events"])
+    assert any("replaces the model's forward" in event["message"] for event in status()["events"])
     unet.forward = ours
     assert same(host.generate(), reference(1))
     assert count("plans run") == before + 3 and count("captures") == 1
@@ -328,7 +328,7 @@ REASONS = {
     "lowvram": (lowvram, "--lowvram"),
     "fp8": (lambda host: setattr(host.devices, "fp8", True), "FP8"),
     "hypernetwork": (hypernetwork, "hypernetwork is active: anime"),
-    "functional lora": (functional_lora, "Lora is computed"),
+    "functional lora": (functional_lora, "LoRA is computed"),
     "token merging": (
         lambda host: setattr(host.model_data.sd_model, "applied_token_merged_ratio", 0.5),
         "token merging",

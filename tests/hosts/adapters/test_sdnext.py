@@ -274,7 +274,7 @@ def test_its_own_compile_and_quantised_weights_are_bypassed(host: Host) -> None:
     unet = host.modeldata.model_data.sd_model.unet
     unet.mid_block._compiled_call_impl = lambda *a, **k: None
     host.session.follow()
-    assert "compiled this model itself" in host.reasons()
+    assert "SD.Next has compiled this model" in host.reasons()
     del unet.mid_block._compiled_call_impl
     unet.mid_block.attentions[0].proj_in.sdnq_dequantizer = object()
     host.session.follow()

@@ -17,7 +17,7 @@ BYPASSED = {
     "--opt-sub-quad-attention": "",
     "--upcast-sampling": "",
     "--medvram": "",
-    "--lowvram": "--lowvram brings the weights in block by block",
+    "--lowvram": "--lowvram moves the weights to the GPU block by block",
 }
 
 

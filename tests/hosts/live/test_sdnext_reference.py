@@ -133,7 +133,7 @@ def test_picture_equals_the_one_without_the_extension(played: Played, name: str)
 
 @pytest.mark.parametrize("name", UNIT)
 def test_under_a_unit_the_original_runs_and_the_reason_says_why(played: Played, name: str) -> None:
-    played.bypassed(name, "the Reference unit makes its layers remember what they saw")
+    played.bypassed(name, "the Reference unit keeps state in the layers")
 
 
 @pytest.mark.parametrize("name", [name for name in AFTER if name != NETWORK])
