@@ -1,4 +1,4 @@
-"""What the WebUI loads: finds out which WebUI it is and starts its adapter."""
+"""The script that the WebUI loads: it finds the adapter of this WebUI and starts it."""
 
 from __future__ import annotations
 

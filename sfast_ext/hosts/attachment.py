@@ -1,4 +1,4 @@
-"""What the adapters share: accelerators that follow the model their host has loaded."""
+"""Keeps accelerators on the networks that a host has loaded; shared by all adapters."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ Parts = Callable[[nn.Module], Iterable[tuple[str, nn.Module]]]
 
 
 class Attachment:
-    """Keeps an accelerator on whatever modules the host is about to use, and on no other.
+    """Keeps an accelerator on each module that the host is about to use, and on no other module.
 
-    Hosts load, switch and unload models from several threads and not always with a callback: `follow` is told what is
-    about to be used as often as the host gives an occasion, and acts only on a difference.
+    Hosts load, switch and unload models from several threads, and not always with a callback. The adapter therefore
+    calls `follow` at every occasion that the host gives, and `follow` acts only where something changed.
 
     Args:
-        parts: what to accelerate one by one where another's forward lies over a module and may call them itself.
+        hooks_for: makes the hooks of a module's accelerator.
+        name: how the report calls the module.
+        parts: gives the submodules to accelerate one by one, with their names, where another extension's forward
+            replaces the module's and may call them itself.
     """
 
     def __init__(
@@ -49,20 +52,21 @@ class Attachment:
         self._lock = threading.RLock()
         self._accelerators: list[Accelerator] = []
         self._announced: tuple[int, str] | None = None
+        # a module, and the forward of another extension that replaces the module's
         self._laid_over: tuple[nn.Module, Any] | None = None
-        # of the step before: the forward that lay over the module, and the calls that its parts had had
+        # in the last step: that forward, and how many calls the module and its parts had had by then
         self._last_step: tuple[Any, int] | None = None
         self._idle_reason: str | None = None
 
     def follow(self, module: nn.Module | None, config: Config, *, keep: Iterable[nn.Module] = ()) -> Accelerator | None:
-        """See to it that `module` is accelerated as `config` says, and that every other module is given back.
+        """Accelerate `module` as `config` says, and release every other module.
 
         Args:
-            keep: modules that the host still holds where they are, whose accelerators stay for their next turn.
+            keep: modules that the host keeps on their device. Their accelerators stay for when they are used again.
 
         Returns:
-            The accelerator of `module`; None where there is none: nothing is loaded, `config` says no, or another
-            extension's forward is in the place.
+            The accelerator of `module`. None where nothing is loaded, `config` disables acceleration, or another
+            extension's forward replaces the module's.
         """
         if module is None:
             self.release()
@@ -72,7 +76,7 @@ class Attachment:
     def follow_all(
         self, modules: Sequence[nn.Module], config: Config, *, keep: Iterable[nn.Module] = ()
     ) -> list[Accelerator | None]:
-        """`follow`, for several modules that are used side by side."""
+        """`follow` for several modules that are used together."""
         with self._lock:
             kept = [*modules, *keep]
             if not kept or not config.enabled:
@@ -85,7 +89,7 @@ class Attachment:
             return followed
 
     def unchanged(self, module: nn.Module | None) -> bool:
-        """Whether nothing changed about the forward of a module since it was followed. Microseconds."""
+        """Whether a module is followed and its forward is the one of the last `follow`. Takes microseconds."""
         with self._lock:
             found = next((a for a in self._accelerators if a.module is module), None)
             if found is None or found.installed():
@@ -97,8 +101,9 @@ class Attachment:
             )
 
     def check_parts(self) -> None:
-        """Before each step, and before `follow`: whether the forward that lay over the module in the last one called
-        it, or any of the parts that are accelerated one by one. Where it called none, that is a reason."""
+        """Check whether another extension's forward called the module or any of its parts in the last step. If it
+        called none, nothing was accelerated, and the report gets the reason. Call it before each step and before
+        `follow`."""
         with self._lock:
             before, self._last_step, self._idle_reason = self._last_step, None, None
             found = self._replaced()
@@ -113,17 +118,17 @@ class Attachment:
                 self._last_step = forward, calls
 
     def _replaced(self) -> Accelerator | None:
-        """The accelerator of the module that another's forward was found over."""
+        """The accelerator of the module whose forward another extension replaced."""
         over = self._laid_over
         return None if over is None else next((a for a in self._accelerators if a.module is over[0]), None)
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether plans may read the weights of a module."""
+        """Whether a module has an accelerator, whose plans may read its weights."""
         with self._lock:
             return any(a.module is module for a in self._accelerators)
 
     def within(self, module: nn.Module) -> list[Accelerator]:
-        """The accelerators of a module and of those in it."""
+        """The accelerators of a module and of its submodules."""
         with self._lock:
             if not self._accelerators:
                 return []
@@ -131,17 +136,17 @@ class Attachment:
             return [a for a in self._accelerators if id(a.module) in inner]
 
     def give_memory_back(self) -> None:
-        """Give back what plans hold of modules whose weights the host has elsewhere, see the accelerator's."""
+        """Free the memory that plans hold of modules whose weights the host has moved; see `Accelerator`."""
         with self._lock:
             for accelerator in self._accelerators:
                 accelerator.give_memory_back()
 
     def suspend(self, module: nn.Module | None = None) -> None:
-        """The host exchanges its model: plans stay for one of the same architecture, with their memory where there is
-        room for another, and without it where the weights are elsewhere.
+        """Prepare for the host to exchange its model. Plans are kept for a model of the same architecture: with their
+        memory where there is room for another model beside it, and without it where the weights are on another device.
 
         Args:
-            module: what leaves; by default all that is accelerated.
+            module: what the host removes; all accelerated modules where None.
         """
         with self._lock:
             for accelerator in list(self._accelerators) if module is None else self.within(module):
@@ -150,14 +155,14 @@ class Attachment:
                     self._release(accelerator)
 
     def release(self) -> None:
-        """Give back every module; may be called at any time, any number of times."""
+        """Release every module. May be called at any time, any number of times."""
         with self._lock:
             for accelerator in list(self._accelerators):
                 self._release(accelerator)
             self._announced = self._laid_over = self._last_step = self._idle_reason = None
 
     def status(self) -> list[dict[str, Any]]:
-        """The accelerators' parts of the status."""
+        """The status of each accelerator. "idle" is the reason why nothing of it ran in the last step."""
         with self._lock:
             accelerators, replaced, idle = list(self._accelerators), self._replaced(), self._idle_reason
         reasons = [idle if accelerator is replaced else None for accelerator in accelerators]
@@ -176,8 +181,8 @@ class Attachment:
     def _attach(self, module: nn.Module, config: Config, left: list[Accelerator]) -> Accelerator | None:
         left_over = accelerator_of(module)
         if left_over is not None:
-            # Another extension that had stored our forward put it back after our release, or scripts were loaded anew
-            # without the unload callback.
+            # After our release another extension restored our forward, which it had stored; or the host reloaded its
+            # scripts without the unload callback.
             left_over.release()
         hooks, foreign = self._hooks_for(module), foreign_forward(module)
         if foreign is None:
@@ -207,10 +212,10 @@ class Attachment:
         foreign = foreign_forward(module)
         self._laid_over = None
         if foreign is None:
-            # New, or whoever was over us put the class's own forward back, not ours.
+            # A new module; or another extension removed its forward and restored the class's own, not ours.
             accelerator.install()
             return
-        # It may hold our forward as its original and restore it: to install over it would make a ring.
+        # That extension may hold our forward as the original and call it: to install over it would make a cycle.
         self._laid_over = (module, forward_of(module))
         if self._parts is None:
             self._announce(module, _bypassed_by(foreign))
@@ -228,7 +233,7 @@ class Attachment:
             self._report.error("release", exc)
 
     def _announce(self, module: nn.Module, message: str) -> None:
-        # Asked before each step; said once.
+        # Checked before each step, reported once.
         if self._announced != (id(module), message):
             self._announced = (id(module), message)
             self._report.event("forward replaced", message)
@@ -243,14 +248,15 @@ def _calls(accelerator: Accelerator) -> int:
 
 
 def is_host_code(function: Any) -> bool:
-    """Whether a function is the WebUI's own code, of its package `modules`: what it does is known to the adapters."""
+    """Whether a function is the host's own code, in its package `modules`. The adapters know what that code does."""
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
     folders = getattr(sys.modules.get("modules"), "__path__", ())
     return any(Path(folder) in Path(file).parents for folder in folders)
 
 
 def _give_own_weights(accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> None:
-    """Give the module that plans may leave for another of its kind weights of its own: somebody may hold it still."""
+    """Give a module weights of its own before its plans, and the memory they read, go to another module of the same
+    architecture: somebody may still hold it."""
     left = accelerator.module
     here = {plan.device for plan in list(accelerator.plans.values())}
     tensors = [t for t in (*left.parameters(), *left.buffers()) if t.device in here]
@@ -263,14 +269,15 @@ def _give_own_weights(accelerator: Accelerator, module: nn.Module, hooks: Hooks)
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
-    """Lay a function around one of the host's, for which it has no callback.
+    """Wrap a function of the host, where the host has no callback.
 
     Args:
-        owner: the module or object whose attribute `name` it is.
-        around: called in its place, with the original before the arguments.
+        owner: the module or object that has the function as its attribute `name`.
+        around: called instead of it, with the original in front of the arguments.
 
     Returns:
-        What takes it away again. Where another extension wrapped ours in turn, it stays there and only passes on.
+        A function that removes the wrapper. Where another extension has wrapped ours in turn, ours stays and only calls
+        the original.
     """
     original = getattr(owner, name)
     there = True

@@ -1,4 +1,4 @@
-"""What every host adapter does alike: start and stop, settings, status, and callbacks that raise nothing."""
+"""What all adapters do the same way: start and stop, settings, status, and callbacks that raise nothing."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ class Session:
     """The extension in one run of a host's scripts, from their loading to their unloading.
 
     An adapter derives from it. It sets `HOST`, fills `attachments`, and defines `install`, `host_version` and
-    `model_name`; the other methods are there to be extended.
+    `model_name`. It may extend the other methods.
     """
 
     HOST: ClassVar[str]
     """The host's name in the status."""
     running: ClassVar[Session | None] = None
-    """The session of the scripts that are loaded; each adapter's class has its own."""
+    """The session of the loaded scripts. Each adapter's class has its own."""
 
     def __init__(self, version: str) -> None:
         self.version = version
         self.report = Report()
         self.attachments: tuple[Attachment, ...] = ()
-        """What keeps accelerators on the host's networks; the status lists them in this order."""
+        """They keep accelerators on the host's networks. The status lists them in this order."""
         self._undo: list[Callable[[], object]] = []
 
     @classmethod
     def start(cls, version: str) -> None:
-        """Start a session; the one of the scripts that were loaded before is released first."""
+        """Start a session, after releasing the one of the scripts that were loaded before."""
         if cls.running is not None:
             cls.running.release()
         cls.running = cls(version)
@@ -42,17 +42,17 @@ class Session:
 
     @classmethod
     def stop(cls) -> None:
-        """Release the session, and forget it."""
+        """Release the running session."""
         if cls.running is not None:
             cls.running.release()
             cls.running = None
 
     def register(self) -> None:
-        """Give the host our settings and callbacks."""
+        """Register settings and callbacks with the host."""
         from modules import script_callbacks, shared
 
-        # Now, and not only in on_ui_settings: the model may be loaded, or a request answered, before the settings page
-        # is built, and a host without its page never builds it.
+        # At once, and not only in on_ui_settings: the host may load its model, or answer a request, before it builds
+        # the settings page; and with --nowebui it never builds the page.
         settings.register(shared.opts, shared.OptionInfo)
         script_callbacks.on_ui_settings(self.callback(lambda: settings.register(shared.opts, shared.OptionInfo)))
         script_callbacks.on_script_unloaded(self.callback(self.release))
@@ -62,22 +62,22 @@ class Session:
         self._undo.extend(self.install())
 
     def install(self) -> Iterable[Callable[[], object]]:
-        """Register the adapter's own callbacks and wrap functions of the host; returns what takes these away again."""
+        """Register the adapter's own callbacks and wrap functions of the host; returns what removes the wrappers."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Give everything back; the scripts are unloaded, and loaded again perhaps."""
+        """Release everything. Called when the host unloads its scripts, which it may load again."""
         self.release_models()
         while self._undo:
             self._undo.pop()()
 
     def release_models(self) -> None:
-        """Give back every network that is accelerated."""
+        """Release every network that is accelerated."""
         for attachment in self.attachments:
             attachment.release()
 
     def callback(self, action: Callable[..., object]) -> Callable[..., None]:
-        """The same function, of which no exception reaches the host."""
+        """A function that does the same, and whose exceptions do not reach the host."""
 
         def guarded_action(*args: Any, **kwargs: Any) -> None:
             self.guarded(lambda: action(*args, **kwargs))
@@ -85,14 +85,14 @@ class Session:
         return guarded_action
 
     def guarded(self, action: Callable[[], object]) -> None:
-        """Do something in the host's thread. What it raises goes to the report, and the host goes on."""
+        """Run an action in the host's thread. An exception goes to the report, and the host continues."""
         guarded(self.report, "host callback", action, self.show_error)
 
     def show_error(self, exc: Exception) -> None:
-        """Tell the user of an exception in the host's own way, beside the report."""
+        """Show an exception to the user in the host's own way, in addition to the report."""
 
     def config(self) -> Config:
-        """What the user has chosen in the host's settings."""
+        """The configuration that the user has chosen in the host's settings."""
         from modules import shared
 
         return settings.config_from(shared.opts, self.report)
@@ -114,11 +114,11 @@ class Session:
         raise NotImplementedError
 
     def model_name(self) -> str | None:
-        """The name of the model that is loaded."""
+        """The name of the loaded model; None where none is loaded."""
         raise NotImplementedError
 
     def api_passwords(self) -> Mapping[str, str]:
-        """The passwords of the host's API, by user; empty where it asks for none."""
+        """The passwords of the host's API by user; empty where it requires none."""
         return {}
 
 
@@ -130,11 +130,11 @@ def ready(version: str) -> str:
 def guarded(
     report: Report, stage: str, action: Callable[[], object], show: Callable[[Exception], object] | None = None
 ) -> None:
-    """Do something in the midst of the host's work, which goes on whatever becomes of ours.
+    """Run an action inside the host's work. An exception goes to the report, and the host continues.
 
     Args:
-        stage: what the report says was done.
-        show: told of an exception beside the report; what it raises itself is dropped.
+        stage: how the report calls the action.
+        show: called with the exception after the report; an exception of its own is dropped.
     """
     try:
         action()

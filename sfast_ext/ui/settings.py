@@ -1,4 +1,4 @@
-"""Settings → Stable Fast: one table, the options a WebUI shows for it, and the configuration read back from them."""
+"""Settings > Stable Fast: the table of settings, the options made from it, and the configuration read from them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ SECTION = ("stable_fast", "Stable Fast")
 logger = logging.getLogger("sfast_ext")
 
 CHECK_LABELS = {"first use": "first", "always": "always", "never": "never"}
-"""What the user reads, and what Config calls it."""
+"""The choices as the user reads them, with the values that Config has for them."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One option: its name in the WebUI's settings, the field of Config that it sets, and what it says of itself."""
+    """One option: its name in the WebUI's settings, the field of Config that it sets, its label and its explanation."""
 
     key: str
     field: str
     label: str
     info: str
     slider: tuple[float, float, float] | None = None
-    """Least, greatest and step; None for a checkbox or a choice."""
+    """Minimum, maximum and step; None for a checkbox or a choice."""
     choices: tuple[str, ...] = ()
     valid: str = "true or false"
-    """The values that it can have, in words."""
+    """The valid values, in words."""
 
 
 SETTINGS = (
@@ -106,13 +106,13 @@ KEYS = tuple(setting.key for setting in SETTINGS)
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 _announced: dict[str, str] = {}
-"""By setting: the value that was last said to be none that it takes."""
+"""The invalid value of each setting that was reported last."""
 _last_valid: dict[str, Any] = {}
-"""By setting: the last value that it takes, as it is in Config."""
+"""The last valid value of each setting, as Config has it."""
 
 
 def default_of(setting: Setting) -> Any:
-    """The value that the WebUI shows before the user has chosen one."""
+    """The value that the WebUI shows until the user chooses one."""
     value = getattr(Config(), setting.field)
     if setting.field == "graph_memory_mb":
         value = _share_of_gpu_memory(value, setting)
@@ -120,7 +120,7 @@ def default_of(setting: Setting) -> Any:
 
 
 def _displayed(setting: Setting, value: Any) -> Any:
-    """A value of Config as the WebUI has it."""
+    """A value of Config as the WebUI shows it."""
     return next(name for name, check in CHECK_LABELS.items() if check == value) if setting.choices else value
 
 
@@ -133,7 +133,7 @@ def _share_of_gpu_memory(most: int, setting: Setting) -> int:
 
 
 def register(opts: Any, option_info: Callable[..., Any]) -> None:
-    """Add the settings to a WebUI's; may be called again after its scripts were reloaded.
+    """Add the settings to those of a WebUI. May be called again.
 
     Args:
         opts: `shared.opts` of AUTOMATIC1111 or SD.Next.
@@ -141,8 +141,8 @@ def register(opts: Any, option_info: Callable[..., Any]) -> None:
     """
     for setting in SETTINGS:
         component, arguments = _component(setting)
-        # SD.Next has .info() but shows it nowhere; gradio's own line under the label it does show. `validate` is what
-        # only SD.Next's OptionInfo has.
+        # SD.Next has .info() but does not show it; it does show gradio's own line under the label. Only SD.Next's
+        # OptionInfo has `validate`.
         comments_are_shown = hasattr(option_info, "info") and not hasattr(option_info, "validate")
         if not comments_are_shown:
             arguments["info"] = setting.info
@@ -164,11 +164,11 @@ def _component(setting: Setting) -> tuple[Any, dict[str, Any]]:
 
 
 def config_from(opts: Any, report: Report | None = None) -> Config:
-    """What the user has chosen. A value that a setting does not take is said once, and the last one that it took, or
-    the default, stays in use.
+    """The configuration that the user has chosen. An invalid value is reported once, and the last valid value, or the
+    default, stays in use.
 
     Options that are not registered yet have their default: a WebUI may load its model before it asks for settings.
-    Text that says true or false, as requests to the API hold, is read as it is meant.
+    Text such as "false", which requests to the API may contain, is converted.
     """
     config = Config()
     for setting in SETTINGS:
@@ -195,7 +195,7 @@ def _converted(setting: Setting, value: Any) -> Any:
     """An option's value as Config has it.
 
     Raises:
-        TypeError, ValueError, OverflowError: it is none that the setting takes.
+        TypeError, ValueError, OverflowError: the value is not valid.
     """
     kind = _TYPES[setting.field]
     if setting.choices:
@@ -216,7 +216,7 @@ def _converted(setting: Setting, value: Any) -> Any:
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(value)
-    # sliders hand over 16.0 for 16
+    # a slider gives 16.0 for 16
     return int(number) if kind is int else number
 
 

@@ -1,4 +1,4 @@
-"""AUTOMATIC1111 WebUI 1.10: where its UNet is, when it changes, and what it does to it behind one's back."""
+"""AUTOMATIC1111 WebUI 1.10: where its UNet is, when it changes, and which of its features change the forward."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ LORA_LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAtt
 """The classes whose forward the built-in Lora extension replaces."""
 
 LORA_MARKS = frozenset({"network_layer_name", "network_current_names", "network_weights_backup", "network_bias_backup"})
-"""What that extension notes on each layer; what it says of the weights, the weights themselves say."""
+"""What that extension notes on each layer. The weights themselves show what changed in them."""
 
 LEFTOVER_MARKS = frozenset({"_tome_info", "_deepcache_hooked"})
-"""What token merging and DeepCache leave on modules when they go; while they are on, other signs bypass the call."""
+"""What token merging and DeepCache leave on modules after they are off. While they are on, other signs show it."""
 
 
 def detect() -> bool:
-    """Whether this process is AUTOMATIC1111's WebUI; its fork Forge has another model and is not."""
+    """Whether this process is AUTOMATIC1111's WebUI. Its fork Forge is not: it has another model."""
 
     def has(name: str) -> bool:
         try:
@@ -43,13 +43,13 @@ def detect() -> bool:
 
 
 class A1111Hooks:
-    """What the accelerator of one UNet asks the WebUI at each call; every answer takes microseconds."""
+    """What the accelerator of one UNet or ControlNet asks the WebUI at each call. Each answer takes microseconds."""
 
     def __init__(self, unet: nn.Module) -> None:
         from modules import devices, sd_hijack, sd_unet, shared
 
         self._devices, self._hijack, self._sd_unet, self._shared = devices, sd_hijack, sd_unet, shared
-        # Weak: the model may be thrown away while its accelerator is still waiting to be told.
+        # Weak: the WebUI may drop the model before its accelerator is released.
         self._unet = weakref.ref(unet)
         self._layers: list[nn.Module] = []
         self._hypertile: list[Any] = []
@@ -60,15 +60,15 @@ class A1111Hooks:
         self.new_pass()
 
     def hooks(self) -> Hooks:
-        """In the shape that the accelerator takes."""
+        """The hooks as the accelerator takes them."""
         ignored = LORA_MARKS | LEFTOVER_MARKS | controlnet.MARKS
         return Hooks(self.bypass_reason, self.prepare, self.key, self.recognised, ignored=ignored)
 
     def new_pass(self) -> None:
-        """Look over the whole UNet: once for each pass of a sampler, a millisecond."""
+        """Read the whole UNet. Called once for each pass of a sampler; takes a millisecond."""
         unet = self._unet()
         modules = [] if unet is None else list(unet.modules())
-        # Lora names the layers of its model; those of a ControlNet are not among them
+        # Lora names the layers of the model, and not those of a ControlNet
         self._layers = [m for m in modules if isinstance(m, LORA_LAYERS) and hasattr(m, "network_layer_name")]
         self._hypertile = [p for p in (vars(m).get("__webui_hypertile_params") for m in modules) if p is not None]
         self._applied = None
@@ -88,7 +88,7 @@ class A1111Hooks:
         return None
 
     def bypass_reason(self) -> str | None:
-        """Why the WebUI's own forward has to run, in words for its user; None where ours may."""
+        """Why the call must be bypassed, in words for the user; None where it need not."""
         shared = self._shared
         if self._sd_unet.current_unet is not None:
             option = getattr(self._sd_unet.current_unet, "option", None)
@@ -108,23 +108,23 @@ class A1111Hooks:
                 "turn off 'Lora/Networks: use old method' in Settings > Compatibility to accelerate"
             )
         if getattr(shared.sd_model, "applied_token_merged_ratio", 0):
-            # tomesd makes new classes for each picture: a plan would live for one
+            # tomesd makes new classes for each image, so a plan would last for one image
             return "token merging is on; set its ratio to 0 in Settings > Optimizations to accelerate"
         if any(params.enabled for params in self._hypertile):
             return "Hypertile is on and draws its tiles at random; turn it off in Settings > Hypertile to accelerate"
         return self._dormant.active()
 
     def prepare(self) -> None:
-        """Bring the weights up to the Lora set that is wanted.
+        """Apply the active LoRAs to the weights.
 
-        The WebUI does it in the forward of each layer, which a plan skips.
+        The WebUI does this in the forward of each layer, which a plan does not call.
         """
         networks = _lora()
         if networks is None or getattr(self._shared.opts, "lora_functional", False) or not self._layers:
             return
         wanted = tuple((n.name, n.te_multiplier, n.unet_multiplier, n.dyn_dim) for n in networks.loaded_networks)
-        # The first and the last layer tell of what happened without us: a checkpoint loaded into the same modules,
-        # which resets every layer, and a call of the original forward that was interrupted half way.
+        # The first and the last layer show what happened outside plans: a checkpoint loaded into the same modules,
+        # which resets every layer, or a call of the original forward that was interrupted.
         ends = self._layers[0], self._layers[-1]
         if wanted == self._applied and all(getattr(layer, "network_current_names", ()) == wanted for layer in ends):
             return
@@ -135,26 +135,25 @@ class A1111Hooks:
         self._bias_mask = bytes(getattr(layer, "bias", None) is not None for layer in self._layers)
 
     def key(self) -> Hashable:
-        """What changes the UNet's forward and shows neither in its arguments nor in its modules."""
-        # A Lora may give a bias to a layer that has none, and take it away; the key is asked for before prepare().
-        self.prepare()
+        """What changes the UNet's forward and appears neither in its arguments nor in its modules."""
         attention = (sys.modules.get(name) for name in ("ldm.modules.attention", "sgm.modules.attention"))
         return (
-            # replaced by the cross attention optimization, which may be changed with no callback
+            # replaced by the cross attention optimization, which can change without a callback
             *(getattr(getattr(module, "CrossAttention", None), "forward", None) for module in attention),
             bool(getattr(self._shared.opts, "upcast_attn", False)),
             self._devices.unet_needs_upcast,
             self._devices.dtype_unet,
             self._hijack.model_hijack.circular_enabled,
+            # A LoRA may give a bias to a layer that has none, and take it away: prepare() has run before this is asked.
             self._bias_mask,
         )
 
     def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
-        """Vouch for what the WebUI does to classes and to torch, and for patches that stay in place and only pass on
-        while they are off, Hypertile's among them."""
+        """Vouch for what the WebUI itself does to classes and to torch, and for patches that stay in place while they
+        are off and then only call the original, such as Hypertile's."""
         if kind in ("class", "function", "replaced") and is_host_code(function):
             return True
-        # While one is on that was off before, the call is bypassed before this is asked.
+        # A patch that was switched on meanwhile bypasses the call before this is asked.
         params = vars(module).get("__webui_hypertile_params")
         if kind == "forward" and params is not None and getattr(function, "__wrapped__", None) == params.forward:
             return True
@@ -162,7 +161,7 @@ class A1111Hooks:
 
 
 class A1111Session(Session):
-    """The extension in one run of the WebUI's scripts."""
+    """The extension in one run of the WebUI's scripts; see `Session`."""
 
     HOST = "AUTOMATIC1111 WebUI"
 
@@ -177,23 +176,23 @@ class A1111Session(Session):
         self._host_version = _host_version()
 
     def install(self) -> list[Callable[[], object]]:
-        """Register callbacks; wrap what makes memory free, for which there is none."""
+        """Register callbacks, and wrap the functions that free memory, for which there are none."""
         from modules import script_callbacks, sd_models
 
-        # a model was loaded, or other weights or another VAE into the one there is
+        # a model was loaded; or other weights, or another VAE, into the model that is loaded
         script_callbacks.on_model_loaded(self.callback(self._follow))
-        # before each step: the one occasion that comes after every switch, the refiner's and the hires fix's too
+        # before each step: the only callback after every switch of the model, those of refiner and hires fix too
         script_callbacks.on_cfg_denoiser(self.callback(self._step))
         return [wrap(sd_models, "unload_model_weights", self._unload), *self._memory.install()]
 
     def show_error(self, exc: Exception) -> None:
-        """Once for each kind, where the WebUI would log an exception at every step."""
+        """Show an exception once, where the WebUI would log it at every step."""
         from modules import errors
 
         errors.display_once(exc, "Stable Fast")
 
     def host_version(self) -> str:
-        """Its tag in git."""
+        """The git tag."""
         return self._host_version
 
     def model_name(self) -> str | None:
@@ -203,7 +202,7 @@ class A1111Session(Session):
         return getattr(getattr(model_data.sd_model, "sd_checkpoint_info", None), "title", None)
 
     def api_passwords(self) -> Mapping[str, str]:
-        """What --api-auth asks for, by user, as the WebUI reads it."""
+        """The passwords of --api-auth by user, parsed as the WebUI parses them."""
         from modules import shared
 
         pairs = [pair.partition(":") for pair in (getattr(shared.cmd_opts, "api_auth", None) or "").split(",") if pair]
@@ -226,7 +225,7 @@ class A1111Session(Session):
         denoiser = getattr(params, "denoiser", None)
         seen = self._denoiser() if self._denoiser is not None else None
         new_pass = denoiser is None or denoiser is not seen or getattr(params, "sampling_step", 0) == 0
-        # Identities are compared at each step; settings are read and the UNet is looked over once for each pass.
+        # Each step compares identities. Settings and the UNet are read once for each pass.
         if not new_pass and self._unets.unchanged(_unet_of(shared.sd_model)):
             return
         self._denoiser = weakref.ref(denoiser) if denoiser is not None else None
@@ -236,7 +235,7 @@ class A1111Session(Session):
         from modules import sd_unet
 
         self.report.new_generation()
-        # A TensorRT engine or the like has sent the stock UNet to the CPU for its memory: ours goes too.
+        # A TensorRT engine or the like has moved the stock UNet to the CPU to free memory: plans are released too.
         unet = None if sd_unet.current_unet is not None else _unet_of(sd_model)
         config = self.config()
         accelerator = self._unets.follow(unet, config, keep=list(_resident_unets()))
@@ -254,7 +253,7 @@ class A1111Session(Session):
 
 
 def start(version: str) -> None:
-    """Called by the script that the WebUI loads; a second call, of reloaded scripts, replaces the first."""
+    """Start the extension; after the WebUI reloaded its scripts, in place of the session before."""
     A1111Session.start(version)
     print(ready(version))
 
@@ -265,12 +264,12 @@ def _unet_of(sd_model: Any) -> nn.Module | None:
 
 
 def _resident_unets() -> Iterator[nn.Module]:
-    """UNets of the other models that stay where they are while another is used: theirs keep their plans."""
+    """UNets of loaded models that stay on their device while another model is used. They keep their plans."""
     from modules import shared
     from modules.sd_models import model_data
 
     if getattr(shared.opts, "sd_checkpoints_keep_in_cpu", True) and str(shared.device) != "cpu":
-        # They are sent to the CPU for the GPU's memory, which is not ours to hold then.
+        # The WebUI moves them to the CPU to free GPU memory, so plans must not hold it.
         return
     for model in model_data.loaded_sd_models:
         unet = _unet_of(model)
@@ -279,7 +278,7 @@ def _resident_unets() -> Iterator[nn.Module]:
 
 
 def _lora() -> ModuleType | None:
-    """The built-in Lora extension's module, where it is loaded."""
+    """The module of the built-in Lora extension; None where it is not loaded."""
     networks = sys.modules.get("networks")
     return networks if hasattr(networks, "network_apply_weights") and hasattr(networks, "loaded_networks") else None
 

@@ -1,9 +1,9 @@
-"""Patches that an extension lays for good, and that only pass on what they are given while its switch is off.
+"""Patches that an extension installs for good, and that only call the original while the extension's switch is off.
 
-FreeU lays one over `cat` when it is loaded. That such a patch does nothing is read from the code that runs, never told
-by its name: its first statement must be
+FreeU installs one over `cat` when it is loaded. That such a patch does nothing is read from its code, never inferred
+from its name: the first statement must be
 
-    if not <global>.<attribute>...: return <what was there before>(<all that it was given, as it was given>)
+    if not <global>.<attribute>...: return <original>(<all arguments, unchanged>)
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from sfast_ext.behaviour.foreign_code import brought, described
 
 @dataclass(frozen=True)
 class DormantPatch:
-    """A patch that is not there while its switch is off."""
+    """A patch that has no effect while its switch is off."""
 
     function: Any
     switch: tuple[str, ...]
     globals: dict[str, Any]
     passes_to: DormantPatch | None
-    """The patch that it passes on to, where that is one of the same kind."""
+    """The patch that it calls as its original, where that is a dormant patch too."""
 
     def active(self) -> str | None:
-        """The patch in words where it is on, or cannot be asked; else None. Read as the patch itself does."""
+        """A reason where the patch is on or its switch cannot be read; else None. Reads what the patch reads."""
         try:
             on = bool(functools.reduce(getattr, self.switch[1:], self.globals[self.switch[0]]))
         except Exception:
@@ -41,7 +41,7 @@ class DormantPatch:
 
 
 def read_patch(patch: Any) -> DormantPatch | None:
-    """Read whether a patch does nothing while a switch is off, and neither does what it passes on to."""
+    """The patch as a dormant one; None where it, or what it calls as its original, may have an effect while off."""
     function, originals = _parts_of(patch)
     if function is None:
         return None
@@ -58,7 +58,7 @@ def read_patch(patch: Any) -> DormantPatch | None:
 
 
 def _parts_of(patch: Any) -> tuple[types.FunctionType | None, dict[str, Any]]:
-    """The function, and what may be the one that was there before, by the name that it has in it."""
+    """The function of a patch, and the candidates for its original by their names in it."""
     if isinstance(patch, functools.partial) and isinstance(patch.func, types.FunctionType):
         if patch.args or len(patch.keywords) != 1:
             return None, {}
@@ -74,7 +74,7 @@ def _parts_of(patch: Any) -> tuple[types.FunctionType | None, dict[str, Any]]:
 
 
 def _switch(function: types.FunctionType) -> tuple[str, ...] | None:
-    """The names of the value that the function's first branch asks for."""
+    """The names of the value that the function's first branch tests."""
     names: list[str] = []
     for instruction in _instructions(function.__code__):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_ATTR"):
@@ -85,7 +85,7 @@ def _switch(function: types.FunctionType) -> tuple[str, ...] | None:
 
 
 def _guard(function: types.FunctionType, original: str, switch: tuple[str, ...]) -> types.CodeType | None:
-    """A function of the same arguments that is nothing but the guard, compiled by this very interpreter."""
+    """A function with the same arguments that consists of the guard, compiled by this interpreter."""
     taken: list[str] = []
     passed: list[str] = []
     starred = False
@@ -122,7 +122,7 @@ def _inner(code: types.CodeType) -> types.CodeType:
 
 
 def _starts_with(function: types.FunctionType, guard: types.CodeType | None) -> bool:
-    """Whether the code of a function is the guard, up to the end of the guard's return."""
+    """Whether a function's code is that of the guard, up to the guard's return."""
     if guard is None:
         return False
     compared = zip(_instructions(guard), _instructions(function.__code__))
@@ -135,30 +135,30 @@ def _starts_with(function: types.FunctionType, guard: types.CodeType | None) -> 
 
 
 def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
-    # how many variables are captured says nothing about what is done with them
+    # the number of captured variables says nothing about what the code does
     return (instruction for instruction in dis.get_instructions(code) if instruction.opname != "COPY_FREE_VARS")
 
 
 class DormantPatches:
-    """The dormant of the patches of one model that were vouched for, once off: asked before a plan may run again."""
+    """The dormant patches of one model that were vouched for. Their switches are read before a plan may run again."""
 
     def __init__(self) -> None:
         self._this_pass: dict[int, DormantPatch] = {}
         self._last_pass: dict[int, DormantPatch] = {}
 
     def new_pass(self) -> None:
-        """What is not vouched for again in this pass is forgotten with the next: it is no longer laid."""
+        """Begin a pass. A patch that no pass vouches for again is no longer installed, and is forgotten."""
         if self._this_pass:
             self._last_pass, self._this_pass = self._this_pass, {}
 
     def active(self) -> str | None:
-        """At each call: a patch that was off and is on, in words. Microseconds."""
+        """The reason of a patch that has been switched on; None where none has. Takes microseconds."""
         known = (*self._last_pass.values(), *self._this_pass.values())
         return next((words for each in known if (words := each.active()) is not None), None)
 
     def vouch(self, patch: Any) -> bool:
-        """Whether a patch does nothing now; if so, `active` follows its switch from here on."""
-        # what is kept keeps its patch, so that none has its address
+        """Whether a patch has no effect now. If so, `active` reads its switch from here on."""
+        # an entry holds its patch, so no other object can get its id
         found = self._this_pass.get(id(patch)) or self._last_pass.get(id(patch)) or read_patch(patch)
         if found is None or found.active() is not None:
             return False

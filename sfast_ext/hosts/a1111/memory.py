@@ -1,4 +1,4 @@
-"""AUTOMATIC1111's GPU memory: what the WebUI makes free, or is about to take, is not to stay with plans."""
+"""AUTOMATIC1111's GPU memory: plans must not hold what the WebUI frees or is about to use."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ _WHY = "the WebUI needs the GPU memory"
 
 
 class A1111Memory:
-    """Gives the WebUI the memory that it counts on.
+    """Frees the memory that the WebUI relies on.
 
-    It sends its model to the CPU, or throws it away, before it loads another. Plans stay for a checkpoint of the same
-    architecture; what they read is copied anew at the next call, when the weights are back. Before a VAE decodes or
-    encodes, and before an upscaler, CUDA graphs go where there is not room beside them; they are captured anew.
+    The WebUI moves its model to the CPU, or drops it, before it loads another. Plans are kept for a checkpoint of the
+    same architecture; the weights that they read are copied again at the next call, when the model is back. Before a
+    VAE decodes or encodes, and before an upscaler runs, CUDA graphs are freed where there is no room beside them; they
+    are captured again.
 
     Args:
-        attachment: what holds plans of the models' UNets.
-        unet_of: the UNet of one of the WebUI's models.
+        attachment: has the accelerators of the UNets.
+        unet_of: gives the UNet of one of the WebUI's models.
     """
 
     def __init__(self, attachment: Attachment, unet_of: Callable[[Any], nn.Module | None], report: Report) -> None:
@@ -35,7 +36,7 @@ class A1111Memory:
         self._vaes = VaeMemory(self._make_room)
 
     def install(self) -> list[Callable[[], None]]:
-        """Lay our functions around the WebUI's; returns what takes them away again."""
+        """Wrap functions of the WebUI; returns what removes the wrappers."""
         from modules import sd_models, upscaler
 
         names = ("send_model_to_cpu", "send_model_to_trash")
@@ -46,7 +47,7 @@ class A1111Memory:
         ]
 
     def watch(self, model: Any) -> None:
-        """Look after the VAE of the model that is used, and no other."""
+        """Make room for the VAE of the model that is used, and for no other."""
         if torch.cuda.is_available():
             self._vaes.watch([getattr(model, "first_stage_model", None)])
 
@@ -63,7 +64,7 @@ class A1111Memory:
         return original(*args, **kwargs)
 
     def _make_room(self, needed: float) -> None:
-        # the weights that plans read are the model's own, but under --medvram
+        # the weights that plans read are the model's own, except with --medvram
         givers = (lambda: graph_pool.make_room(self._report, _WHY), self._attachment.give_memory_back)
         self._guarded(lambda: gpu_room.make_room(needed, givers))
 

@@ -1,4 +1,4 @@
-"""SD.Next: where its UNet is, when it changes, and what its features do to it."""
+"""SD.Next: where its UNet is, when it changes, and which of its features change the forward."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ BOOKKEEPING = frozenset(
         "has_accelerate",
         "balanced_offload_device_map",
         "balanced_offload_max_memory",
-        # accelerate lays new ones over the UNet at each dispatch, which warn and pass on
+        # accelerate puts new ones on the UNet at each dispatch, which warn and call the original
         "to",
         "cuda",
         "hf_device_map",
-        # ToDo leaves it and a hook that writes to it behind; while its processors are there, calls are bypassed
+        # ToDo leaves it behind, and a hook that writes to it. While ToDo's processors are there, calls are bypassed
         "_tome_info",
     }
 )
-"""What LoRA and the offload note on modules; what they say of the weights, the weights themselves say."""
+"""What LoRA and the offload note on modules. The weights themselves show what changed in them."""
 
 
 def detect() -> bool:
@@ -53,17 +53,18 @@ def detect() -> bool:
 
 
 def start(version: str) -> None:
-    """Called by the script that SD.Next loads; a second call, of reloaded scripts, replaces the first."""
+    """Start the extension; after SD.Next reloaded its scripts, in place of the session before."""
     SDNextSession.start(version)
     logging.getLogger("sfast_ext").info("%s", ready(version))
 
 
 class SDNextHooks:
-    """What the accelerator of one network asks at each call; microseconds, but for the first of a pass.
+    """What the accelerator of one network asks SD.Next at each call. Takes microseconds; the first call of a pass takes
+    milliseconds.
 
     Args:
-        pipeline: gives the pipeline that runs it.
-        new_pass: told that pipeline at the first call of each of its runs.
+        pipeline: gives the pipeline that runs the network.
+        new_pass: called with that pipeline at the first call of each of its runs.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class SDNextHooks:
         from modules import shared
 
         self._pipeline, self._tell = pipeline, new_pass
-        # Weak: the model may be thrown away while its accelerator is still waiting to be told.
+        # Weak: SD.Next may drop the model before its accelerator is released.
         self._unet = weakref.ref(unet)
         self._state = shared.state
         self._pass: int | None = None
@@ -81,15 +82,15 @@ class SDNextHooks:
         self._blocks: list[nn.Module] = []
 
     def hooks(self) -> Hooks:
-        """In the shape that the accelerator takes."""
-        # all that is vouched for computes what the module's own forward does
+        """The hooks as the accelerator takes them."""
+        # every forward that is vouched for computes what the module's own does
         vouch = self.recognised
         return Hooks(self.bypass_reason, key=self.key, recognised=vouch, transparent=vouch, ignored=BOOKKEEPING)
 
     def bypass_reason(self) -> str | None:
-        """Why SD.Next's own forward has to run, or None."""
-        # Modifiers come and go with each run of the pipeline (base, hires, detailer), after every script
-        # callback; this counter is the host's own mark that such a run began.
+        """Why the call must be bypassed, in words for the user; None where it need not."""
+        # Modifiers are applied and removed in each run of the pipeline (base, hires, detailer), after every script
+        # callback. SD.Next raises this counter when such a run begins.
         now = self._state.total_jobs
         if now != self._pass:
             self._pass = now
@@ -97,17 +98,17 @@ class SDNextHooks:
         return self._reason
 
     def key(self) -> Hashable:
-        """IP-Adapter scales, which may change at each step, and FreeU's factors."""
+        """The scales of IP-Adapters, which may change at each step, and the factors of FreeU."""
         scales = tuple(tuple(s) if isinstance(s, list) else s for s in (p.scale for p in self._scaled_processors))
         return scales, tuple(getattr(b, name, None) for b in self._blocks for name in ("s1", "s2", "b1", "b2"))
 
     def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
-        """Vouch for accelerate's hook on a submodule where it only moves arguments; offload sets hundreds.
+        """Vouch for what SD.Next itself does to classes and to torch.
 
-        And for the module's own forward as a bound method: accelerate and HyperTile leave that when they go.
+        Also for accelerate's hook on a submodule where it only moves arguments (offload sets hundreds), and for the
+        module's own forward as a bound method, which accelerate and HyperTile leave behind.
         """
         if kind in ("class", "function", "replaced"):
-            # what SD.Next itself does to classes and to torch
             return is_host_code(function)
         if kind != "forward":
             return False
@@ -135,7 +136,7 @@ class SDNextHooks:
 
 
 class SDNextSession(Session):
-    """The extension in one run of SD.Next's scripts."""
+    """The extension in one run of SD.Next's scripts; see `Session`."""
 
     HOST = "SD.Next"
 
@@ -154,12 +155,12 @@ class SDNextSession(Session):
         self._reloading = False
 
     def register(self) -> None:
-        """Join SD.Next's log first, so that whatever happens is in it."""
+        """Connect to SD.Next's log before anything else is done."""
         self._join_log()
         super().register()
 
     def install(self) -> list[Callable[[], object]]:
-        """Register callbacks; wrap what has none: loading, throwing away and moving models."""
+        """Register callbacks, and wrap the functions that load, unload and move models, for which there are none."""
         from modules import ipadapter, script_callbacks, sd_models
 
         script_callbacks.on_model_loaded(self.callback(lambda _model: self.follow()))
@@ -172,7 +173,7 @@ class SDNextSession(Session):
         ]
 
     def follow(self) -> None:
-        """Look again at which UNets are loaded and whether they may be accelerated; before each job."""
+        """Find which UNets are loaded and whether they can be accelerated. Called before each job."""
         self.report.new_generation()
         config = self.config()
         for attachment, pipe in ((self._unets, _pipeline()), (self._refiner, _refiner())):
@@ -185,12 +186,12 @@ class SDNextSession(Session):
         self._offload.watch(getattr(pipe, "vae", None) for pipe in (_pipeline(), _refiner()) if config.enabled)
 
     def release_models(self) -> None:
-        """The objects that are kept of IP-IPAdapterReuse too."""
+        """Release every network, and what is kept of IP-Adapters."""
         super().release_models()
         self._ip_adapters.clear()
 
     def host_version(self) -> str:
-        """Its commit."""
+        """The commit."""
         try:
             from installer import version
 
@@ -223,7 +224,8 @@ class SDNextSession(Session):
         return reason
 
     def _follow_controlnets(self, pipe: Any) -> None:
-        """The ControlNets of a pipeline that has begun a run: called before the UNet, so from the next step on."""
+        """Accelerate the ControlNets of a pipeline that has begun a run. They are called before the UNet, so it takes
+        effect from the next step on."""
         from modules import shared
 
         networks = [n for n in _controlnets_of(pipe) if model_bypass_reason(n, shared.opts) is None]
@@ -235,14 +237,14 @@ class SDNextSession(Session):
             return original(*args, **kwargs)
         finally:
             self._reloading = False
-            # nothing was loaded, or what has no plans to take over
+            # nothing may have been loaded, or a model that has no use for the plans that were kept
             self.guarded(self.follow)
 
     def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         op = args[0] if args else kwargs.get("op", "model")
         attachment = self._refiner if op == "refiner" else self._unets
-        # Before the parameters lose their storage, so that ours are given back and not left behind; but where
-        # another model comes at once, and there is room for both, the plans wait for it.
+        # Before the parameters lose their storage, so that the memory of plans is freed, not left behind. Where another
+        # model is loaded at once, and there is room for both, the plans are kept for it.
         self.guarded(attachment.suspend if self._reloading else attachment.release)
         if op != "refiner":
             self.guarded(self._controlnets.release)
@@ -263,7 +265,7 @@ class SDNextSession(Session):
 
 
 def _pipeline() -> Any:
-    # shared.sd_model would load a model where there is none
+    # shared.sd_model would load a model if none is loaded
     from modules.modeldata import model_data
 
     return model_data.sd_model

@@ -1,8 +1,8 @@
-"""IP-Adapters, which SD.Next loads anew for each picture and takes away after it.
+"""IP-Adapters, which SD.Next loads for each image and removes after it.
 
-Plans know modules by identity, so each picture would have plans of its own, at seconds each, and hold the weights of
-the last ones; a picture without an adapter too, as new processors come when one is taken away. Here the objects of the
-last picture take the place of the new ones, with the weights of the new.
+Plans identify modules by object identity. Each image would therefore need new plans, at seconds each, and the old plans
+would hold the weights of the image before; this concerns images without an adapter too, because removing one creates
+new processors. Here the objects of the last image are put back in place of the new ones, with the new weights.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SCALE = frozenset({"scale"})
 
 
 class IPAdapterReuse:
-    """The attention processors and the projection that each UNet had last, with an adapter and without one.
+    """Holds the attention processors and the projection that each UNet had last, with an adapter and without.
 
     Args:
         has_plans: whether a UNet has plans.
-        guarded: runs what must not disturb the host.
+        guarded: runs a function whose exceptions must not reach the host.
     """
 
     def __init__(self, has_plans: Callable[[nn.Module], bool], guarded: Callable[[Callable[[], Any]], None]) -> None:
@@ -32,7 +32,7 @@ class IPAdapterReuse:
         self._last: weakref.WeakKeyDictionary[nn.Module, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
     def apply(self, original: Callable[..., Any], pipe: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around the host's function that loads what a picture asks for, and says whether that was anything."""
+        """Wraps SD.Next's function that loads the adapters of an image and returns whether there are any."""
         loaded = original(pipe, *args, **kwargs)
         unet = getattr(pipe, "unet", None)
         if isinstance(unet, nn.Module) and hasattr(unet, "attn_processors"):
@@ -40,7 +40,7 @@ class IPAdapterReuse:
         return loaded
 
     def clear(self) -> None:
-        """Hold nothing any more."""
+        """Drop everything that is held."""
         self._last.clear()
 
     def _reuse(self, unet: Any, loaded: bool) -> None:
@@ -60,7 +60,7 @@ class IPAdapterReuse:
 
 
 def _reused(now: Any, last: Any) -> Any:
-    """`last` with the weights of `now`, where the two differ in nothing else; or `now`."""
+    """`last` with the weights of `now`, where the two differ in nothing else; otherwise `now`."""
     if last is now or type(last) is not type(now) or not type(now).__module__.startswith("diffusers."):
         return now
     if not isinstance(now, nn.Module):
@@ -70,7 +70,7 @@ def _reused(now: Any, last: Any) -> Any:
     if next(shapes) != next(shapes) or structure(last, SCALE) != structure(now, SCALE):
         return now
     for (_, ours), (_, theirs) in zip(old, new):
-        # what plans read is brought up to date by the next call, as after any exchange of weights
+        # the next call copies these weights to where plans read them, as after any change of weights
         set_data(ours, theirs.detach())
     if hasattr(now, "scale"):
         last.scale = now.scale

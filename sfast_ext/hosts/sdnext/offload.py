@@ -1,7 +1,8 @@
-"""SD.Next's balanced offload: modules that leave the GPU and come back, and what wants its memory in between.
+"""SD.Next's balanced offload: modules that leave the GPU and come back, and what needs the memory in between.
 
-What plans read stays on the GPU when the host moves the weights to the CPU, for as long as what comes next has room
-beside it. Where it has not, the memory goes: that of the CUDA graphs first, then that of the weights. Plans stay.
+The weights that plans read stay on the GPU when SD.Next moves the model to the CPU, as long as what runs next has room
+beside them. Where there is no room, memory is freed: that of the CUDA graphs first, then that of the weights. The plans
+are kept.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _WHY = "SD.Next needs the GPU memory"
 
 
 class Offload:
-    """Gives the host the memory that it counts on.
+    """Frees the memory that SD.Next relies on.
 
     Args:
-        attachments: whose weights it moves.
+        attachments: have the accelerators of the networks that it moves.
     """
 
     def __init__(self, attachments: Sequence[Attachment], report: Report) -> None:
@@ -39,20 +40,20 @@ class Offload:
         self._release_always = False
 
     def install(self) -> list[Callable[[], None]]:
-        """Watch the functions that move modules; returns what takes that away again."""
+        """Wrap the functions that move modules; returns what removes the wrappers."""
         import accelerate
         from modules import sd_offload, sd_offload_aux
 
         return [
             wrap(sd_offload, "move_module_to_cpu", self._move_to_cpu),
-            # by this the host brings a module, under its name in the package
+            # SD.Next moves a module to the GPU with this, and looks it up in the package
             wrap(accelerate, "dispatch_model", self._dispatch),
             wrap(sd_offload_aux, "move_aux_to_gpu", self._move_aux_to_gpu),
             self._vaes.release,
         ]
 
     def watch(self, vaes: Iterable[Any]) -> None:
-        """Look after these VAEs, and no others: they take more than their weights. Called before each job."""
+        """Make room for these VAEs, which need more memory than their weights, and for no others. Before each job."""
         if not torch.cuda.is_available():
             return
         self._notice_out_of_memory()
@@ -74,7 +75,7 @@ class Offload:
             self._guarded(lambda: self._make_room(gpu_room.load_bytes(model)))
         for accelerator in ours:
             self._guarded(functools.partial(self._fetch_weights, accelerator, set(places.values())))
-            # it asks for the state dict, to read the names
+            # dispatch_model calls state_dict() to read the names
             accelerator.lends = False
         try:
             return original(model, *args, **kwargs)
@@ -83,7 +84,7 @@ class Offload:
                 accelerator.lends = True
 
     def _move_aux_to_gpu(self, original: Callable[..., Any], name: str) -> Any:
-        """A model for captions and the like, which may be larger than the UNet."""
+        """Make room for an auxiliary model, such as one for captions, which may be larger than the UNet."""
         from modules import sd_offload_aux
 
         model = getattr(sd_offload_aux.aux_models.get(name), "model", None)
@@ -92,7 +93,7 @@ class Offload:
         return original(name)
 
     def _fetch_weights(self, accelerator: Accelerator, places: set[Any]) -> None:
-        """The host is about to bring a module: its weights go where plans read them, and are there when it looks."""
+        """Move a module's weights to where plans read them, just before SD.Next moves the module to the GPU."""
         planned = {plan.device for plan in list(accelerator.plans.values())}
         try:
             if len(places) == 1 and planned == {_device(*places)}:
@@ -101,7 +102,7 @@ class Offload:
         except Exception as exc:
             what = "the weights could not be moved to where plans read them, SD.Next moves them itself"
             self._report.event("memory", f"{what}: {exc}")
-        # in parts, elsewhere, or without room: a second copy would be in the host's way
+        # in parts, to another device, or without room: SD.Next needs the memory of the second copy
         accelerator.give_memory_back()
 
     def _make_room(self, needed: float) -> None:
@@ -109,7 +110,7 @@ class Offload:
         gpu_room.make_room(needed, givers)
 
     def _notice_out_of_memory(self) -> None:
-        """Where the host ran out of memory, nothing is kept any more that it believes free."""
+        """After SD.Next ran out of memory, stop keeping weights on the GPU that it has moved off."""
         oom_count = torch.cuda.memory_stats().get("num_ooms", 0) - self._report.counter("out_of_memory")
         if self._oom_count is not None and oom_count > self._oom_count and not self._release_always:
             self._release_always = True
@@ -125,7 +126,7 @@ class Offload:
 
 
 def _device(place: Any) -> torch.device | None:
-    """The device of an entry in a device map; None where weights are brought from when they are needed."""
+    """The device of an entry in a device map; None where weights are moved from there when they are needed."""
     if place in ("cpu", "disk", "meta"):
         return None
     device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)

@@ -1,4 +1,4 @@
-"""Why SD.Next's own forward has to run, in words for its user."""
+"""Reasons to bypass calls in SD.Next, in words for its user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OFFLOADS = {
     "sequential": "moves the weights to the GPU layer by layer",
     "group": "moves the weights to the GPU group by group",
 }
-"""Offload modes under which a plan would hold the very memory that the user wants free."""
+"""Offload modes with which a plan would hold the memory that the user wants free, and what each does."""
 
 OTHER_OFFLOAD = "choose 'balanced' or 'none' in Settings > Model Offloading to accelerate"
 
@@ -22,16 +22,16 @@ PIPELINES = {
     "PAG": "perturbed attention guidance (PAG) replaces attention processors between steps; turn it off to accelerate",
     "Reference": "the Reference unit keeps state in the layers; turn it off to accelerate",
 }
-"""Parts of pipeline class names, and what such a pipeline does to the UNet while it runs."""
+"""Parts of the class names of pipelines, and why such a pipeline cannot be accelerated."""
 
 COMPILERS = ("onediff", "oneflow", "sfast.")
 COMPILED = "SD.Next has compiled this model; turn off Compile Model in Settings > Model Compile to accelerate"
 
 
 def model_bypass_reason(unet: nn.Module, opts: Any) -> str | None:
-    """Why this UNet cannot be accelerated as it was loaded, in words for the user; None where it can.
+    """Why a UNet cannot be accelerated as it is loaded; None where it can.
 
-    These hold from one job to the next, so nothing of the UNet is kept while one does.
+    Such a reason lasts from one job to the next, so nothing is kept for the UNet meanwhile.
     """
     mode = getattr(opts, "diffusers_offload_mode", "none")
     if mode in OFFLOADS:
@@ -48,7 +48,7 @@ def model_bypass_reason(unet: nn.Module, opts: Any) -> str | None:
 
 
 def run_bypass_reason(pipe: Any, unet: nn.Module) -> str | None:
-    """Why the original forward must run in this pass of the pipeline; None where ours may. Milliseconds."""
+    """Why calls must be bypassed in this run of a pipeline; None where they need not. Takes milliseconds."""
     kind = type(pipe).__name__
     for part, what in PIPELINES.items():
         if part in kind:
@@ -111,7 +111,7 @@ def _weights(unet: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def keeps_weights(hook: Any) -> bool:
-    """Whether an accelerate hook leaves the weights where they are; None is no hook."""
+    """Whether an accelerate hook, or None for no hook, leaves the weights on their device."""
     if hook is None:
         return True
     inner = getattr(hook, "hooks", None)
