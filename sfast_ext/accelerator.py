@@ -164,7 +164,7 @@ class Accelerator:
             for name, module in parts:
                 foreign = foreign_forward(module)
                 if foreign is not None:
-                    self.report.fallback(f"{foreign} is in place of the forward of {name}")
+                    self.report.bypassed(f"{foreign} is in place of the forward of {name}")
                     continue
                 part = known.get(id(module))
                 if part is None:
@@ -312,7 +312,7 @@ class Accelerator:
                 return self._record_use(lookup, self._run(lookup, args, kwargs))
             state = ReplayState.BUILD
         except (NotOurs, WeightsAway) as exc:
-            self.report.fallback(str(exc))
+            self.report.bypassed(str(exc))
         except WeightsChanged as exc:
             self._weights_changed(exc)
         except OriginalFailed as exc:
@@ -362,7 +362,7 @@ class Accelerator:
             with _building():
                 self._builder.build(lookup, run)
         except WeightsAway as exc:
-            self.report.fallback(str(exc))
+            self.report.bypassed(str(exc))
         except WeightsChanged as exc:
             self._weights_changed(exc)
         except Exception as exc:

@@ -18,25 +18,25 @@ REASONS_KEPT = 100
 LONGEST = 500
 """Characters of an event's message."""
 
-# counters of what calls do that go to no fallback
+# counters of calls that are not bypassed
 _CALLS = frozenset({"captures", "eager_runs", "replays"})
 _ADDRESS = re.compile(r"(?: at)? 0x[0-9a-fA-F]+")
-# a number on its own; not that of a block ("blocks.3"), a device ("cuda:1") or a line of code
+# a number by itself; not that of a block ("blocks.3"), a device ("cuda:1") or a line of code
 _NUMBER = re.compile(r"(?<![\w.:-])\d+(?:\.\d+)?(?:e[-+]?\d+)?(?!\w)")
 
 
 def at(stage: str) -> None:
-    """Say what this thread is about to do: an exception from then on is one of that stage."""
+    """Set the stage of this thread: an exception from now on belongs to it."""
     _thread.stage = stage
 
 
 def stage() -> str:
-    """What this thread was last about to do."""
+    """The stage of this thread."""
     return getattr(_thread, "stage", "decision")
 
 
 def words_of(exc: BaseException) -> str:
-    """An exception's type and message; its type alone where it cannot say more."""
+    """An exception's type and message; its type alone where the message cannot be read."""
     try:
         return f"{type(exc).__name__}: {exc}".strip()
     except Exception:
@@ -50,14 +50,14 @@ def one_line(text: str) -> str:
 
 
 class _Reasons:
-    """Reasons and how many calls each sent to the original forward; those that differ in a size are one."""
+    """Reasons and how many calls were bypassed for each; those that differ in a size are one."""
 
     def __init__(self, *, latest: bool) -> None:
         self._latest = latest
         self._counted: dict[str, tuple[str, int]] = {}
 
     def add(self, reason: str) -> str | None:
-        """Count a reason; returns its text where it is new."""
+        """Count a reason. Returns its text where it is new."""
         kind = _NUMBER.sub("#", reason)
         first = kind not in self._counted
         if first and len(self._counted) >= REASONS_KEPT:
@@ -68,7 +68,7 @@ class _Reasons:
         return reason if first else None
 
     def merged(self, other: _Reasons) -> dict[str, int]:
-        """The calls by reason, together with those of a later record."""
+        """The calls by reason, with those of a later record added."""
         found = dict(self._counted)
         for kind, (text, n) in other._counted.items():
             found[kind] = (text, n + found.get(kind, ("", 0))[1])
@@ -76,7 +76,7 @@ class _Reasons:
 
 
 class Report:
-    """Counts, reasons and the last events; safe to use from several threads, and raises nothing."""
+    """Counters, reasons and the last events. Safe to use from several threads; raises nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -90,14 +90,14 @@ class Report:
         self._said: set[str] = set()
 
     def new_generation(self) -> None:
-        """Tell that a generation begins: reasons are those of the present one and of the last before it that made a
-        call. Told by nobody, they are those since the start."""
+        """Begin a generation. Reasons are those of this generation and of the last one before it that made a call.
+        Where this is never called, they are those since the start."""
         with self._lock:
             if self._called:
                 self._before, self._now, self._called = self._now, _Reasons(latest=True), False
 
-    def fallback(self, reason: str) -> None:
-        """Note that a call went to the original forward, and why."""
+    def bypassed(self, reason: str) -> None:
+        """Note that a call was bypassed (the original forward ran), and why."""
         reason = one_line(reason)
         with self._lock:
             self._called = True
@@ -105,17 +105,17 @@ class Report:
             new = self._since_start.add(reason)
             self._counters["fallbacks"] += 1
         if new is not None:
-            self.event("fallback", f"the original forward runs: {new}")
+            self.event("bypassed", new)
 
     def event(self, stage: str, message: str) -> None:
-        """Note what happened at a stage, in the ring of the last events and in the log."""
+        """Note what happened at a stage, in the list of the last events and in the log."""
         message = one_line(message)
         with self._lock:
             self._events.append({"time": time.time(), "stage": stage, "message": message})
         _log(logging.INFO, "%s: %s", stage, message)
 
     def once(self, stage: str, message: str) -> None:
-        """Note what holds for as long as the process lives; a second time nothing is noted."""
+        """Note an event that holds while the process lives; the same message is noted once."""
         with self._lock:
             if message in self._said or len(self._said) >= REASONS_KEPT:
                 return
@@ -123,18 +123,18 @@ class Report:
         self.event(stage, message)
 
     def error(self, stage: str, exc: BaseException) -> None:
-        """Note an exception of ours; the generation goes on without it."""
+        """Note an exception of the extension's. The generation continues with the original forward."""
         text = one_line(words_of(exc))
         trace = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__)[-8:])
         with self._lock:
             self._counters["errors"] += 1
-            # One that comes at every call must not push everything else out, nor one that fails several stages.
+            # An exception at every call, or at several stages, must not push all other events out.
             again = any(event["message"] == text for event in self._events)
             self._last_error = {"time": time.time(), "stage": stage, "message": text, "traceback": trace}
             if not again:
                 self._events.append({"time": time.time(), "stage": stage, "message": text})
         level = logging.DEBUG if again else logging.WARNING
-        _log(level, "%s failed, the original forward goes on: %s\n%s", stage, text, trace)
+        _log(level, "%s failed, the original forward runs instead: %s\n%s", stage, text, trace)
 
     def count(self, name: str, n: int = 1) -> None:
         """Add to a named counter."""
@@ -143,12 +143,12 @@ class Report:
             self._counters[name] += n
 
     def counter(self, name: str) -> int:
-        """The value of a named counter; 0 where it was never counted."""
+        """The value of a named counter; 0 where it does not exist."""
         with self._lock:
             return self._counters[name]
 
     def as_dict(self) -> dict[str, Any]:
-        """A snapshot that JSON can carry."""
+        """A snapshot that can be written as JSON."""
         with self._lock:
             return {
                 "reasons": self._before.merged(self._now),
@@ -163,4 +163,4 @@ def _log(level: int, message: str, *args: Any) -> None:
     try:
         logger.log(level, message, *args)
     except Exception:
-        pass  # somebody's handler or filter; a generation does not end for it
+        pass  # a log handler or filter of another extension failed; the generation must not

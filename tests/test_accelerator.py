@@ -247,7 +247,7 @@ def test_hooks_of_the_host_are_asked_at_each_call():
         module.conv.bias.fill_(state["prepared"])
 
     module, plain = net(), net()
-    hooks = Hooks(stand_aside=lambda: state["reason"], prepare=prepare, key=lambda: state["key"])
+    hooks = Hooks(bypass_reason=lambda: state["reason"], prepare=prepare, key=lambda: state["key"])
     acc = accelerate(module, CPU, hooks=hooks)
     x = picture()
     for _ in range(3):

@@ -53,7 +53,7 @@ def no_gradients():
 
 # on the way to a plan; the original forward is asked at each call, until the failures end
 DECIDING = {
-    "the host's reason to stand aside": Stage(Hooks, "stand_aside", "stand_aside of the host"),
+    "the host's reason to bypass a call": Stage(Hooks, "bypass_reason", "bypass_reason of the host"),
     "the arguments": Stage(plan_finder, "flatten_call", "arguments"),
     "the host's preparation": Stage(Hooks, "prepare", "prepare of the host"),
     "the behaviour key": Stage(key, "fingerprint", "behaviour key"),

@@ -85,7 +85,7 @@ class PlanBuilder:
         away = next((p.device for p in context.module.parameters() if p.device != device), None)
         if away is not None:
             # not refused: they may be back at the next call
-            context.report.fallback(f"some weights are on {away}, others on {device}")
+            context.report.bypassed(f"some weights are on {away}, others on {device}")
             return
         self._backoff.record_capture(lookup.shape_signature)
         if not self._cache.plans and not context.is_part:

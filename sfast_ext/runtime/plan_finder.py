@@ -18,8 +18,8 @@ from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.runtime.replay_state import SPECULATION_BACKOFF, Lookup, Speculation
 
 READING_KEY = "behaviour key"
-_STAND_ASIDE, _PREPARE, _KEY = "stand_aside of the host", "prepare of the host", "key of the host"
-HOST_STAGES = (_STAND_ASIDE, _PREPARE, _KEY)
+_BYPASS, _PREPARE, _KEY = "bypass_reason of the host", "prepare of the host", "key of the host"
+HOST_STAGES = (_BYPASS, _PREPARE, _KEY)
 """Stages at which the host is asked."""
 
 
@@ -65,8 +65,8 @@ class PlanFinder:
         hooks = self._context.hooks
         if torch.is_grad_enabled():
             raise NotOurs("gradients are being recorded")
-        at(_STAND_ASIDE)
-        reason = hooks.stand_aside() if hooks.stand_aside else None
+        at(_BYPASS)
+        reason = hooks.bypass_reason() if hooks.bypass_reason else None
         if reason:
             raise NotOurs(reason)
         device = self._served_device()

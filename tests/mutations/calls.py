@@ -350,8 +350,8 @@ CALL = [
         ("test_stale.py::test_a_plan_of_one_device_does_not_run_on_another",),
     ),
     Mutation(
-        "the host stands aside", "runtime/plan_finder.py",
-        "reason = hooks.stand_aside() if hooks.stand_aside else None", "reason = None",
+        "the host's reason to bypass a call", "runtime/plan_finder.py",
+        "reason = hooks.bypass_reason() if hooks.bypass_reason else None", "reason = None",
         ("test_accelerator.py::test_hooks_of_the_host_are_asked_at_each_call",),
     ),
     Mutation(

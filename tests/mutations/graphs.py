@@ -108,7 +108,7 @@ MUTATIONS = [
     ),
     Mutation(
         "room for a VAE", "hosts/gpu_room.py",
-        "DECODING = 6 << 30", "DECODING = 0",
+        "DECODING_RESERVE = 6 << 30", "DECODING_RESERVE = 0",
         ("hosts/adapters/test_gpu_room.py::test_weights_stay_where_decoding_finds_room_beside_them",),
     ),
 ]  # fmt: skip

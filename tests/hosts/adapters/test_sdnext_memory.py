@@ -190,7 +190,9 @@ def test_what_fails_while_weights_are_brought_is_no_failure_of_the_host(
             fault = failing(patch, Accelerator, "fetch_weights", kind)
             job = on.job(expected)
             assert fault.times and job["runs"] == STEPS and job["captures"] == 0
-    assert "not brought to where plans read them: injected" in str(on.host.status()["events"])
+    assert "could not be moved to where plans read them, SD.Next moves them itself: injected" in str(
+        on.host.status()["events"]
+    )
 
 
 def test_everything_is_given_back(open_card: Any) -> None:
