@@ -1,5 +1,7 @@
-"""The accelerator stands in for one module's forward: for each call it decides which plan runs, or that the original
-does. It knows a callable and tensors; what a WebUI adds comes in through `Hooks`."""
+"""The accelerator replaces the forward of one module. For each call it decides between a plan and the original forward.
+
+It knows a callable and tensors, nothing of Stable Diffusion or of a WebUI. A host adds its knowledge through `Hooks`.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,11 @@ class Accelerator:
     Args:
         module: the network, e.g. a UNet. Its tree is not touched.
         config: see `Config`.
-        hooks: what a host knows.
-        report: where decisions are noted; one of its own where None.
-        name: how the report calls the module.
-        whole: the accelerator of a network that `module` is a part of, see `accelerate_parts`. Weights and locks are
-            shared with it.
+        hooks: callbacks of the host.
+        report: records decisions and errors. A new one if None.
+        name: the name of the module in the report.
+        whole: the accelerator of the network that `module` is a part of, see `accelerate_parts`. The part shares its
+            weights and locks.
     """
 
     def __init__(
@@ -65,9 +67,9 @@ class Accelerator:
         self._model: ModelState[Accelerator] = ModelState(self, module) if whole is None else whole._model
         self.arena: Arena = self._model.arena if whole is None else SubmoduleArena(self._model.arena, module)
         self.restores_for_saving = True
-        """Whether `state_dict()` of the module lays its weights out as the host knows them."""
+        """Whether `state_dict()` of the module restores the original layout of the weights."""
         self.calls = 0
-        """How often the module was called, but for calls within one of its own or while a plan of the whole is made."""
+        """Calls of the module. Nested calls, and calls while a plan of the whole is built, are not counted."""
         slot = ForwardSlot(module, self, saving=whole is None)
         self._context = context = ModuleContext(
             module, config, hooks, self.report, slot, self.arena, self._model, is_part=whole is not None
@@ -93,12 +95,12 @@ class Accelerator:
 
     @property
     def hooks(self) -> Hooks:
-        """What the host knows."""
+        """Callbacks of the host."""
         return self._context.hooks
 
     @property
     def plans(self) -> OrderedDict[Hashable, Plan]:
-        """The plans there are, least recently used first."""
+        """All plans, least recently used first."""
         return self._cache.plans
 
     @property
@@ -107,7 +109,7 @@ class Accelerator:
         return self._model.parts if self.whole is None else []
 
     def install(self) -> Accelerator:
-        """Take the module's forward; under accelerate's hook where there is one. Idempotent."""
+        """Replace the forward of the module, below accelerate's hook if there is one. Idempotent."""
         self._released = False
         if self.config.triton:
             get_ready()
@@ -116,11 +118,11 @@ class Accelerator:
         return self
 
     def installed(self) -> bool:
-        """Whether the module's forward is (still) ours."""
+        """Whether our forward is in the module."""
         return self._context.slot.installed()
 
     def configure(self, config: Config) -> None:
-        """Change the settings; effective at the next call. Plans are kept where they would be built alike."""
+        """Change the settings, from the next call on. Plans are kept if the new settings would build the same ones."""
         with self._model.lock:
             was, self._context.config = self.config, config
             self._cache.size = config.max_plans
@@ -138,10 +140,10 @@ class Accelerator:
                 part.configure(config)
 
     def new_generation(self) -> None:
-        """Tell that a generation begins: the behaviour key is read anew at the next call.
+        """A generation begins: the next call reads the behaviour key.
 
-        A host that calls this before each generation spares the calls in between; until it is first called, the key
-        is read at every call. The report's reasons are those of the last generations from then on.
+        After that, calls within the generation only do a quick check. If a host never calls this, every call reads the
+        key. From the first call of this method on, the report lists the reasons of the last generations only.
         """
         if self.whole is None:
             self.report.new_generation()
@@ -152,12 +154,13 @@ class Accelerator:
             part.new_generation()
 
     def accelerate_parts(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
-        """Accelerate submodules one by one, for a forward laid over this module's that calls them itself.
+        """Accelerate submodules one by one. For a third party's forward on this module that calls them itself.
 
-        Their plans read the weights where this module's do, and give way to its first. Idempotent.
+        The parts share the weight arena of this accelerator. Their plans are dropped when it builds its first one.
+        Idempotent.
 
         Args:
-            parts: names for the report, and submodules of which none lies in another.
+            parts: (name for the report, submodule). No submodule may contain another.
         """
         with self._model.lock:
             known = {id(part.module): part for part in self.parts}
@@ -174,10 +177,11 @@ class Accelerator:
                 part.install()
 
     def move_to(self, module: nn.Module, hooks: Hooks) -> bool:
-        """Follow the host to another module that computes alike, whose weights the plans take up in place.
+        """Move to another module of the same structure. The plans stay; the next call copies its weights in.
 
-        The module left behind must hold none of the plans' memory any more: its weights are on another device, or
-        gone. Returns False, with nothing changed, where that is not so or the modules differ in more than values.
+        Precondition: the current module does not use the memory of the plans any more, because its weights are on
+        another device or deleted. Returns False and changes nothing if that does not hold, or if the modules differ in
+        more than the values of their weights.
         """
         with self._model.lock:
             behaviour, _ = self._finder.keys.read()
@@ -202,24 +206,24 @@ class Accelerator:
         return True
 
     def release(self) -> None:
-        """Give back the forward, the parameters and the memory. Idempotent."""
+        """Restore the forward and the parameters, and free the memory. Idempotent."""
         with self._model.lock:
-            # somebody may hold our forward still, and call it
+            # a third party may still hold our forward, and call it
             self._released = True
             with contextlib.ExitStack() as steps:
-                # last in, first out; one that fails keeps none from its turn
+                # runs them in reverse order, all of them even if one raises
                 for step in (self._finder.keys.clear, self.arena.release, self._clear, self._context.slot.release):
                     steps.callback(step)
                 self._release_parts()
 
     def give_memory_back(self) -> bool:
-        """Give back the GPU memory of the plans, while the host has the weights of the module on another device.
+        """Free the GPU memory of the plans, while the host has the weights of the module on another device.
 
-        The plans stay. At the next call for which the weights are back, they are copied to memory that is taken anew,
-        and the CUDA graphs, which read the old addresses, are captured again.
+        The plans stay. The next call for which the weights are back allocates new memory and copies them there. CUDA
+        graphs are captured again, as they hold the old addresses.
 
         Returns:
-            Whether they hold none of it now: False where the module's own parameters lie in that memory.
+            False if the module's own parameters use that memory; then nothing is freed.
         """
         given = self._model.give_memory_back()
         if given:
@@ -227,23 +231,23 @@ class Accelerator:
         return given is not None
 
     def fetch_weights(self) -> int:
-        """Copy the weights of the module from another device into the memory that plans read; see `WeightArena.fetch`.
+        """Copy the weights of the module from another device into the memory of the plans; see `WeightArena.fetch`.
 
         Returns:
-            How many were copied.
+            The number of weights copied.
 
         Raises:
-            WeightsAway, WeightsChanged: see `WeightArena.sync`; the module is as it was, or partly there.
+            WeightsAway, WeightsChanged: see `WeightArena.sync`. Some weights may have been copied.
         """
         with self._model.lock:
             return self._model.arena.fetch()
 
     def forget_plans(self, reason: str | None, *, at_once: bool = True) -> None:
-        """Drop the plans.
+        """Drop all plans.
 
         Args:
-            reason: for the report, where a plan was lost.
-            at_once: whether new ones need not wait.
+            reason: reported if there were any plans.
+            at_once: whether new plans may be built without backoff.
         """
         with self._model.lock:
             (self._backoff.clear if at_once else self._backoff.restart_counts)()
@@ -251,17 +255,17 @@ class Accelerator:
             self._cache.clear(reason)
 
     def before_saving(self) -> None:
-        """Lay the parameters out as the host knows them, since savers refuse other strides."""
+        """Restore the original layout of the parameters: libraries that save weights refuse other strides."""
         if not self.restores_for_saving:
             return
         try:
             self.arena.restore_layout_temporarily()
         except WeightsInUse as exc:
-            # the values are right, and some savers take any strides
+            # the values are right, and some libraries accept any strides
             self.report.event("weights", f"they are saved as they lie: {exc}")
 
     def status(self) -> dict[str, Any]:
-        """This accelerator's part of the status."""
+        """The state of this accelerator, for the status page."""
         with self._model.lock:
             device = self._context.device()
             return {
@@ -277,13 +281,13 @@ class Accelerator:
             }
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that was there before, down to its parts: these are accelerated for a forward laid over this one
-        that calls them itself, and need no plans for a call that goes to this one."""
+        """Run the original forward. Parts run their original forwards too: they are accelerated for a third party's
+        forward that calls them itself."""
         with _building() if self.parts else contextlib.nullcontext():
             return self._context.original(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # a part: within the original of the whole
+        # a part is bypassed inside the original forward of the whole
         bypass = self._released or (self.whole is not None and getattr(_thread, "building", False))
         if bypass or getattr(self._inside, "busy", False) or not self.config.enabled:
             return self.original(*args, **kwargs)
@@ -296,12 +300,12 @@ class Accelerator:
 
     def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         lookup: Lookup | None = None
-        # what an exception leaves it at
+        # an exception leaves it so
         state = ReplayState.BYPASS
         try:
             lookup = self._finder.find(args, kwargs)
             if lookup.state is ReplayState.REPLAY_SPECULATIVE:
-                # the key and the weights are looked at while the GPU is busy
+                # validated while the GPU works
                 result = self._run(lookup, args, kwargs)
                 launched, lookup = lookup, None
                 if self._finder.validate(launched):
@@ -347,7 +351,7 @@ class Accelerator:
         return result
 
     def _run_original(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any], build: bool) -> Any:
-        """The original's result for a call that no plan is for; and a plan, where one is to be built."""
+        """The original forward's result for a call without a plan. With `build`, also builds the plan."""
         started = time.perf_counter()
         trace = self._builder.live_trace(lookup) if build else None
         result = self.original(*args, **kwargs) if trace is None else trace.run(self.original, args, kwargs)
@@ -371,8 +375,8 @@ class Accelerator:
             self._model.restore_layout(self.report)
 
     def _host_failed(self, exc: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The original's result, where the host raised what it was asked. One that it meets in its own forward too is
-        its own error."""
+        """A callback of the host raised: return the original forward's result. If that raises the same type of
+        exception, it is the host's own error, and is not reported as ours."""
         where = stage()
         try:
             result = self.original(*args, **kwargs)
@@ -385,7 +389,7 @@ class Accelerator:
 
     def _weights_changed(self, exc: WeightsChanged) -> None:
         try:
-            # what was captured for nothing stays counted, or weights that change at every call would have no end of it
+            # the backoff keeps its counts: weights that change at every call must not be captured for ever
             self._model.forget_plans(str(exc), at_once=False)
         except Exception as again:
             self.report.error("giving up a plan", again)
@@ -410,6 +414,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def _building() -> Iterator[None]:
+    """Marks this thread as building a plan: parts run their original forwards."""
     before = getattr(_thread, "building", False)
     _thread.building = True
     try:
@@ -423,10 +428,10 @@ def accelerate(module: nn.Module, config: Config | None = None, **options: Any) 
 
     Args:
         module: the network, e.g. `pipe.unet`.
-        config: see `Config`; options are those of `Accelerator`.
+        config: see `Config`. Further options are those of `Accelerator`.
 
     Returns:
-        The accelerator; its `release()` gives everything back.
+        The accelerator. `release()` undoes everything.
     """
     return Accelerator(module, config, **options).install()
 

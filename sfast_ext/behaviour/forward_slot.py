@@ -1,4 +1,4 @@
-"""The place of a module's forward, and the object that sits in it."""
+"""The slot of a module's forward, and the object that we put there."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ class SlotOwner(Protocol):
     """What a slot needs of an accelerator."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A call of the module."""
+        """Called in place of the forward."""
 
     def before_saving(self) -> None:
-        """The module's parameters are about to be saved. Raises nothing."""
+        """Called before the module's parameters are saved. Raises nothing."""
 
 
 class AcceleratedForward:
-    """What sits in the slot: calls its owner, looks like the forward it stands for."""
+    """The object in the slot. It calls its owner, and looks like the forward that it replaces."""
 
-    # functools.update_wrapper, as accelerate calls it, copies what is in __dict__ to the wrapper, and deepcopy goes on
+    # slots: functools.update_wrapper, which accelerate uses, copies __dict__ to the wrapper, and deepcopy would follow
+    # it
     __slots__ = ("owner", "detached", "_module", "previous", "__dict__")
 
     def __init__(
@@ -53,7 +54,7 @@ class AcceleratedForward:
         return self.owner(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # a copied module must run its own weights, not the plans of the one it was copied from
+        # a copied module must run on its own weights, not on the plans of the original
         module = memo.get(id(self._module))
         if module is None:
             return self.__wrapped__
@@ -62,13 +63,12 @@ class AcceleratedForward:
         return copy.deepcopy(self.previous, memo)
 
     def __reduce__(self) -> Any:
-        # a loaded module runs what was there before, as a copied one does
+        # a loaded module runs the previous forward, like a copied one
         return (_class_forward, (self._module,)) if self.previous is None else (_as_it_is, (self.previous,))
 
 
 class BeforeSaving:
-    """A hook that runs before the module's `state_dict()`: its parameters are laid out as the host knows them, since
-    savers refuse other strides."""
+    """A hook that runs before `state_dict()` of the module, or before it is pickled."""
 
     def __init__(self, module: nn.Module, owner: SlotOwner) -> None:
         self._module = module
@@ -83,13 +83,13 @@ class BeforeSaving:
         return _no_hook
 
     def __reduce__(self) -> Any:
-        # the whole module is being saved: its parts, with the weights, come after its hooks
+        # the whole module is pickled: weights are pickled after hooks
         self._owner.before_saving()
         return _hook_of_others, ()
 
 
 def _no_hook(*_: Any) -> None:
-    """What a copied or loaded module has in place of the hook."""
+    """Replaces the hook in a copied or loaded module."""
 
 
 def _hook_of_others() -> Callable[..., None]:
@@ -101,11 +101,11 @@ def _as_it_is(function: Any) -> Any:
 
 
 class ForwardSlot:
-    """The forward of one module: `_old_forward` under accelerate's hook, else the instance's `forward`.
+    """The forward of one module: `_old_forward` below accelerate's hook, otherwise `forward` of the instance.
 
     Args:
-        owner: called in the forward's place.
-        saving: whether the owner is told before the module is saved.
+        owner: called in place of the forward.
+        saving: whether the owner is notified before the module is saved.
     """
 
     def __init__(self, module: nn.Module, owner: SlotOwner, *, saving: bool) -> None:
@@ -118,17 +118,17 @@ class ForwardSlot:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The forward that was there: an instance attribute, or the class's as it is now."""
+        """The original forward: an instance attribute, or the current one of the class."""
         if self._previous is not None:
             return self._previous
-        # looked up at each call: hosts patch the class after we are installed
+        # looked up for each call: hosts patch the class after we are installed
         return types.MethodType(type(self._module).forward, self._module)
 
     def install(self) -> bool:
-        """Take the slot. What lies over it (accelerate's hook) stays over it.
+        """Put our object into the slot. A wrapper around it (accelerate's hook) stays.
 
         Returns:
-            Whether the original forward is another than it was when the slot was last taken.
+            Whether the original forward differs from that of the last installation.
         """
         if self.installed():
             return False
@@ -137,7 +137,7 @@ class ForwardSlot:
         name = "_old_forward" if "_old_forward" in attributes else "forward"
         there: Any = attributes.get(name)
         while isinstance(there, AcceleratedForward):
-            # not what it wraps: that is the class's forward as it was when it was made
+            # not __wrapped__: that is the forward of the class at the time
             there = there.previous
         self._previous = None if there is None or is_own_forward(there, self._module) else there
         self._forward = AcceleratedForward(self._module, self._owner, self.original, self._previous)
@@ -147,13 +147,14 @@ class ForwardSlot:
         return last is not self._previous
 
     def installed(self) -> bool:
-        """Whether our object is in one of the slots, at the top or under another's wrapper."""
+        """Whether our object is in one of the slots."""
         attributes = self._module.__dict__
         ours = self._forward
         return ours is not None and (attributes.get("forward") is ours or attributes.get("_old_forward") is ours)
 
     def release(self) -> None:
-        """Put back what was there. Where another's wrapper holds our object, it goes on to the original through it."""
+        """Restore the previous forward. If a third party's wrapper holds our object, that calls the original from now
+        on."""
         attributes = self._module.__dict__
         for name in ("forward", "_old_forward"):
             if self._forward is None or attributes.get(name) is not self._forward:
@@ -163,10 +164,10 @@ class ForwardSlot:
             elif name == "forward":
                 del attributes[name]
             else:
-                # accelerate calls what it finds here, so it cannot be empty
+                # must not be empty: accelerate calls it
                 attributes[name] = self.original
         if self._forward is not None:
-            # whoever wrapped it may call it still, also from under the next one that is installed
+            # a wrapper may still call it, even below the next installation
             self._forward.detached = self._previous or functools.partial(_call_class, self._module)
         self._forward = None
         if self._saving is not None:
@@ -175,7 +176,7 @@ class ForwardSlot:
 
 
 def owner_of(module: nn.Module) -> SlotOwner | None:
-    """Who is called in the place of a module's forward, or None."""
+    """The owner of a module's slot, or None."""
     for name in ("forward", "_old_forward"):
         function = module.__dict__.get(name)
         if isinstance(function, AcceleratedForward):
@@ -184,7 +185,7 @@ def owner_of(module: nn.Module) -> SlotOwner | None:
 
 
 def foreign_forward(module: nn.Module) -> str | None:
-    """Who replaced the forward of this very object; None where nobody did, or only accelerate's hook, or we."""
+    """A description of a foreign forward on this instance. None if there is only our own, or accelerate's hook."""
     function = forward_of(module)
     if function is None or owner_of(module) is not None or is_own_forward(function, module):
         return None
@@ -192,18 +193,18 @@ def foreign_forward(module: nn.Module) -> str | None:
 
 
 def forward_of(module: nn.Module) -> Any:
-    """What lies in the place that an accelerator would take; None where it is the class's forward."""
+    """The contents of the slot that an accelerator would use. None if the class's forward is in effect."""
     return vars(module).get("_old_forward" if "_old_forward" in vars(module) else "forward")
 
 
 def is_own_forward(function: Any, module: nn.Module) -> bool:
-    """The class's own forward, that accelerate leaves on an instance when it takes its hook away."""
+    """Whether a function is the class's own forward. Accelerate leaves that on an instance when it removes its hook."""
     cls: Any = type(module)
     return getattr(function, "__self__", None) is module and getattr(function, "__func__", None) is cls.forward
 
 
 def _call_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # the class's forward as it is now
+    # the current forward of the class
     return type(module).forward(module, *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""The behaviour keys of one module as its calls go on: read when something changed, trusted in between."""
+"""The behaviour keys of one module over time: read after a change, trusted in between."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sfast_ext.behaviour.fingerprint import Fingerprint, Vouch, fingerprint
 
 
 class BehaviourKeys:
-    """Numbers the behaviours of one module, so that a key of thousands of entries is compared once for each reading.
+    """Numbers the behaviours of one module, so that a key with thousands of entries is only compared once per reading.
 
     Args:
         recognised, transparent: see `Hooks`.
-        kept: how many behaviours are remembered.
-        first: the number of the first.
+        kept: the number of behaviours to remember.
+        first: the number of the first behaviour.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class BehaviourKeys:
         self._announced = False
         self._read_in_generation = False
         self.last: tuple[int, str | None] | None = None
-        """What the last reading gave; None before the first."""
+        """The result of the last reading. None before the first."""
 
     def begin_generation(self) -> None:
-        """A generation begins. From the first tick on, a reading is sure until the next."""
+        """A generation begins. From the first call on, one reading is trusted for a generation."""
         self._announced = True
         self._read_in_generation = False
 
@@ -50,7 +50,7 @@ class BehaviourKeys:
 
     @property
     def trusted(self) -> bool:
-        """Whether `last` may be trusted without another reading."""
+        """Whether `last` is valid without another reading."""
         return (
             self._announced
             and self._read_in_generation
@@ -59,17 +59,17 @@ class BehaviourKeys:
         )
 
     def current(self) -> tuple[int, str | None]:
-        """What a reading gives, without one where `last` may be trusted."""
+        """`last` if it is trusted, otherwise a new reading."""
         return self.last if self.last is not None and self.trusted else self.read()
 
     def read(self) -> tuple[int, str | None]:
-        """A number for what the module computes now, and the foreign patch that keeps us away, in words, if any."""
+        """The number of the current behaviour, and a description of a foreign patch that forbids a plan, or None."""
         previous = self._fingerprint
         if self.last is not None and previous is not None and previous.unchanged():
             if not self._announced:
                 return self.last
             if previous.classes_unchanged(self._module):
-                # once a generation the host is asked again what it vouches for
+                # the host vouches again once per generation
                 self.last = (self.last[0], self._foreign_patch(previous))
                 self._read_in_generation = True
                 return self.last
@@ -81,7 +81,7 @@ class BehaviourKeys:
             while len(self._numbers) > self._kept:
                 self._numbers.popitem(last=False)
         self._numbers.move_to_end(read.key)
-        # together, and after the host was asked: it may raise
+        # set together, and after the host's callback, which may raise
         foreign = self._foreign_patch(read)
         self._fingerprint, self.last = read, (known[0], foreign)
         self._read_in_generation = True
@@ -93,6 +93,6 @@ class BehaviourKeys:
         return next((p.words() for p in patches), None)
 
     def clear(self) -> None:
-        """Forget everything read."""
+        """Forget all readings."""
         self._numbers.clear()
         self.last = self._fingerprint = None

@@ -1,7 +1,7 @@
-"""Capture: the host's real forward, run once on fake tensors and recorded as an FX graph.
+"""Capture: run the host's real forward once on fake tensors and record it as an FX graph.
 
-`make_fx` with `pre_dispatch=True` records whatever the host really runs, at the level of linear, conv2d, group_norm
-and scaled_dot_product_attention. Autocast acts below that level: `autocast.materialize_casts` makes its casts explicit.
+`make_fx` with `pre_dispatch=True` records whatever the host runs, at the level of linear, conv2d, group_norm and
+scaled_dot_product_attention. Autocast acts below that level, so `autocast.materialize_casts` adds its casts as nodes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _READING = {aten._local_scalar_dense.default, aten.item.default, aten.nonzero.de
 
 
 class CaptureRefused(Exception):
-    """The forward cannot be a plan; the message says why, in a user's words, and `details` in a developer's."""
+    """There can be no plan of the forward. The message says why, in a user's words; `details` is for developers."""
 
     def __init__(self, reason: str, *, reads_value: bool = False, details: str | None = None) -> None:
         super().__init__(reason)
@@ -40,13 +40,12 @@ class CaptureRefused(Exception):
 
 
 OpSequence = tuple[Any, ...]
-"""The operations of a recorded forward, in order."""
+"""The operators of a recorded forward, in order."""
 
 
 @dataclass
 class Captured:
-    """A recorded forward: flat tensors in, flat tensors out. `op_sequence` is what was recorded, before any of it was
-    rewritten."""
+    """A recorded forward, with flat tensors as inputs and outputs. `op_sequence` was taken before any rewrite."""
 
     graph_module: fx.GraphModule
     output_tree: Any
@@ -66,10 +65,10 @@ def capture(
 
     Args:
         function: the original forward.
-        call: its arguments, flattened.
-        inputs: the call's leaves as tensors on the model's device, see `Call.tensors`.
-        arena: knows the weights of the module; every other tensor the forward reads is refused.
-        ignored: attributes of modules that say nothing about behaviour, see `Hooks.ignored`.
+        call: the flattened arguments.
+        inputs: the leaves of the call as tensors on the model's device, see `Call.tensors`.
+        arena: identifies weights. Any other tensor that the forward reads is refused.
+        ignored: attributes of modules without influence on behaviour, see `Hooks.ignored`.
 
     Raises:
         CaptureRefused: the forward writes to a parameter or an argument, reads a value from the device, draws random
@@ -81,8 +80,8 @@ def capture(
 
 
 def capture_live(trace: LiveTrace, op_sequences: Container[OpSequence], arena: Arena) -> Captured | None:
-    """The capture of a run that was trace, which takes no time of its own; None where it is not to be had, or its
-    op_sequence is not among those that captures on fake tensors have given.
+    """The capture of a run that was recorded live, at no extra cost. None if there is no record, or if its operators
+    are not a sequence that a capture on fake tensors gave before.
 
     Raises:
         CaptureRefused: see `capture`.
@@ -163,7 +162,7 @@ def _bind_weights(graph_module: fx.GraphModule, arena: Arena) -> None:
         tensor = getattr(graph_module, node.target)
         weight = arena.locate(tensor) if isinstance(tensor, torch.Tensor) else None
         if weight is None:
-            # a literal of the forward's own, torch.tensor(0.5), is lifted; all else belongs to somebody we cannot watch
+            # a literal of the forward, as torch.tensor(0.5), is lifted; changes of any other tensor cannot be detected
             if isinstance(tensor, torch.Tensor) and node.users and all(u.target in LIFTS for u in node.users):
                 node.meta.setdefault("val", tensor)
                 continue
@@ -179,7 +178,7 @@ def _bind_weights(graph_module: fx.GraphModule, arena: Arena) -> None:
 
 
 def _fake_like(tensor: torch.Tensor, graph_module: fx.GraphModule) -> torch.Tensor:
-    # torch before 2.5 leaves attributes without metadata
+    # before torch 2.5 attributes have no metadata
     for node in graph_module.graph.nodes:
         val = node.meta.get("val")
         if isinstance(val, FakeTensor):
@@ -188,7 +187,7 @@ def _fake_like(tensor: torch.Tensor, graph_module: fx.GraphModule) -> torch.Tens
 
 
 def _refuse_dynamic(graph_module: fx.GraphModule) -> None:
-    # newer torch goes on with a symbol where older torch raises
+    # newer torch continues with a symbol where older torch raises
     for node in graph_module.graph.nodes:
         val = node.meta.get("val")
         values = val if isinstance(val, (list, tuple)) else [val]

@@ -1,11 +1,11 @@
-"""A capture made while the original forward runs in earnest, as it does for each new signature anyway.
+"""Capture while the original forward runs on real tensors, as it does for each new signature anyway.
 
-What runs is recorded at the level of `tracing.record`, by a mode that passes each operation on unchanged: the result
-is the original's to the bit. A value that fake tensors refuse to tell is there to be read, so what was recorded counts
-only where fake tensors have given the same operations in the same order for another signature of the same behaviour
-(`Captured.op_sequence`), and an operation that hands values to Python, or to the CPU, ends the recording.
+A dispatch mode records at the level of `fake_trace.record` and passes each operation on unchanged, so the result is
+bitwise the original's. Unlike a fake tensor, a real one can be read by Python. So the trace is only used if fake
+tensors gave the same operations in the same order for another signature of the same behaviour (`Captured.op_sequence`).
+And an operation that returns values to Python or to the CPU ends the trace.
 
-It leans on torch's internals: where these are not as expected, nothing is recorded.
+This depends on internals of torch. If they are not as expected, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ except ImportError:
     ProxyTorchDispatchMode = TorchDispatchMode  # type: ignore[misc]
     _modes_before = None
 
-# before, the modes of this level were kept in another way
+# earlier versions keep modes of this level in another way
 SUPPORTED = _modes_before is not None and hasattr(torch._C, "_DisablePythonDispatcher")
 SUPPORTED = SUPPORTED and TORCH >= (2, 6)
 aten = torch.ops.aten
 
 
 class _Unsupported(Exception):
-    """The call is none that can be recorded as it runs."""
+    """This call cannot be recorded."""
 
 
 class LiveTrace:
-    """One run of the original forward, and what it did.
+    """Records one run of the original forward.
 
     Args:
-        call: its arguments, flattened.
-        arena: knows the weights.
-        device: the model's.
+        call: the flattened arguments.
+        arena: identifies weights.
+        device: the device of the model.
     """
 
     def __init__(self, call: Call, arena: Arena, device: torch.device) -> None:
         self._arena = arena
         self._device = device
         self._why_not: str | None = None
-        self._silent = False  # while a function runs that is recorded as a whole
+        self._silent = False  # inside a function that is recorded as one operation
         self._root = nn.Module()
         self._graph = fx.Graph()
-        # a tensor that is gone leaves its id to another
+        # weak references: the id of a deleted tensor may be reused
         self._nodes: dict[int, tuple[weakref.ref[torch.Tensor], fx.Node]] = {}
         self._held: dict[int, tuple[torch.Tensor, fx.Node]] = {}
         self._mode = fake_mode() if SUPPORTED else None
@@ -78,7 +78,7 @@ class LiveTrace:
             self._give_up(exc)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of `function`; what it raises under the mode counts only where it raises it without as well."""
+        """The result of `function`. If it raises under the mode, it is called again without."""
         if self._why_not is None:
             try:
                 recorders = foreign_ops.recorders()
@@ -92,12 +92,12 @@ class LiveTrace:
         return function(*args, **kwargs)
 
     def recorded(self) -> tuple[fx.GraphModule, Any, list[tuple[int, ...]]] | None:
-        """What `tracing.record` would give, the result's tree, and the strides of its tensors; None where it is not
-        to be had."""
+        """The graph as `fake_trace.record` returns it, the tree of the result, and the strides of its tensors. None if
+        the call was not recorded."""
         if self._output is None:
             logger.debug("the original's run was not recorded: %s", self._why_not)
             return None
-        # lazy: the passes change it before anybody runs it, and its code takes a tenth of a second to write
+        # lazy: passes change it before it runs, and code generation takes a tenth of a second
         return _LazyGraphModule(self._root, self._graph), *self._output
 
     def _give_up(self, why: Exception) -> None:
@@ -134,7 +134,7 @@ class LiveTrace:
         lifts = func in LIFTS
         nodes, named = self._argument(args, given, lifts), self._argument(kwargs, given, lifts)
         if func is aten.lift_fresh.default:
-            # as make_fx does: the literal itself is not to be written to
+            # as make_fx does: the literal itself must not be written
             func = aten.lift_fresh_copy.default
         node = self._graph.create_node("call_function", func, nodes, named, name=func.overloadpacket.__name__)
         several = isinstance(result, (list, tuple))
@@ -155,7 +155,7 @@ class LiveTrace:
     def _as_a_whole(
         self, recorder: foreign_ops.Recorder, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Another library's function: it runs in earnest, and what is recorded is what `recorder` does on fakes."""
+        """A function of another library: it runs on real tensors, and the recorder runs on fake ones for the graph."""
         inside, self._silent = self._silent, True
         try:
             result = original(*args, **kwargs)
@@ -182,7 +182,7 @@ class LiveTrace:
             self._nodes[id(x)] = weakref.ref(x), self._node(fake, False)
 
     def _stand_in(self, x: Any) -> Any:
-        """A fake tensor of its own for a tensor, known by the same node."""
+        """A new fake tensor for a tensor, with the same node."""
         if type(x) not in (torch.Tensor, nn.Parameter):
             return x
         assert self._mode is not None
@@ -213,7 +213,7 @@ class LiveTrace:
         if self._arena.locate(x) is not None:
             held = x
         elif lifts:
-            # a literal of the forward's own, which it may write to
+            # a literal of the forward, which it may write to
             held = x.detach().clone()
         else:
             raise _Unsupported("a tensor of unknown owner is read")
@@ -228,7 +228,7 @@ class LiveTrace:
         return node
 
     def _like(self, x: torch.Tensor) -> FakeTensor:
-        """A fake tensor of the same metadata, one for all that have them."""
+        """A fake tensor with the same metadata, shared by all tensors with these metadata."""
         if isinstance(x, FakeTensor) and x.fake_mode is self._mode:
             return x
         if type(x) not in (torch.Tensor, nn.Parameter) or x.layout is not torch.strided or x.is_quantized:
@@ -249,7 +249,7 @@ class LiveTrace:
 
 
 class _RecordingMode(ProxyTorchDispatchMode):
-    """Sees each operation before autograd and autocast do. Only modes of this class are let in there."""
+    """Sees each operation before autograd and autocast. Torch accepts only this class of modes there."""
 
     def __init__(self, note: Callable[..., None]) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
@@ -257,7 +257,7 @@ class _RecordingMode(ProxyTorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # else operations written in Python would run in place of the ones that run without this mode
+        # otherwise Python implementations of operations would replace those that run without this mode
         with torch._C._DisablePythonDispatcher():
             result = func(*args, **kwargs)
             self._note(func, args, kwargs, result)

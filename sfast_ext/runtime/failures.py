@@ -1,4 +1,4 @@
-"""Exceptions of ours: they are noted, and what they came from is put aside. The call goes on with the original."""
+"""Handling of our own exceptions: report, then drop the plan, reject the key or disable the kernel that raised."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_finder import READING_KEY
 from sfast_ext.runtime.replay_state import Lookup
 
-# times that one plan may run out of memory before it is given up
+# a plan that ran out of memory this many times is rejected
 OUT_OF_MEMORY = 3
 
 
 class Failures:
-    """Deals with the exceptions of one module's calls."""
+    """Handles the exceptions of one module's calls."""
 
     def __init__(self, context: ModuleContext, cache: PlanCache) -> None:
         self._context = context
         self._cache = cache
 
     def failed(self, exc: Exception, lookup: Lookup | None, *, building: bool) -> None:
-        """Note an exception of ours, and put aside what it came from. Raises nothing."""
+        """Report an exception, and disable what raised it. Raises nothing."""
         report, where = self._context.report, stage()
         report.error(where, exc)
         if lookup is None or (lookup.plan is None and not building) or where == READING_KEY:
@@ -42,9 +42,9 @@ class Failures:
             report.error("giving up a plan", again)
 
     def put_down(self, exc: Exception, device: torch.device) -> bool:
-        """Take the kernel that an exception came from out of use, and with it those that did not compile.
+        """Disable the kernel that raised an exception, and all kernels that failed to compile if it is one of them.
 
-        False where the exception came from no kernel, or from one that is out of use already.
+        Returns False if the exception came from no kernel, or from one that is disabled already.
         """
         report = self._context.report
         reasons = health.blamed(exc)
@@ -58,7 +58,7 @@ class Failures:
         return bool(new)
 
     def _evict_for_memory(self, exc: Exception, plan: Plan | None) -> bool:
-        """Out of memory: the graphs' memory goes to the original's run. True where `plan` may be used again."""
+        """Out of memory: evict all CUDA graphs, so that the original can run. True if `plan` may be used again."""
         if not isinstance(exc, torch.cuda.OutOfMemoryError):
             return False
         device = self._context.device()

@@ -1,6 +1,7 @@
-"""A graph as a list of calls, which is made in a tenth of the time that Python takes to compile its code.
+"""Runs an FX graph as a flat list of calls.
 
-What is captured as a CUDA graph runs three times; what runs more often becomes code.
+To build the list takes a tenth of the time that Python needs to compile the graph's code. A plan with a CUDA graph runs
+its graph three times. A graph that runs more often is compiled.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-_COMPILE_AFTER = 8  # runs after which code pays
+_COMPILE_AFTER = 8  # runs
 
 Registers = list[Any]
 
@@ -24,21 +25,21 @@ class _Step(NamedTuple):
     names: tuple[str, ...]  # of keyword arguments
     values: Callable[[Registers], Sequence[Any]]
     register: int  # of the result
-    dead: tuple[int, ...]  # registers that nobody reads any more
+    dead: tuple[int, ...]  # registers that are not read again
 
 
 class Interpreter:
-    """Runs a graph module's graph as it is now.
+    """Runs the current graph of a graph module.
 
     Args:
-        graph_module: of call_function nodes; its attributes are read now.
+        graph_module: has call_function nodes only. Its attributes are read now.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self._graph_module = graph_module
         self._runs = 0
         self._code: Callable[..., Any] = _no_code
-        self._registers: Registers = []  # weights and constants, and room for the rest
+        self._registers: Registers = []  # weights, constants, and space for values
         self._inputs: list[int] = []
         steps: list[_Step] = []
         self._output: Callable[[Registers], Any] = _nothing
@@ -56,7 +57,7 @@ class Interpreter:
         if self._runs == _COMPILE_AFTER + 1:
             self._graph_module.recompile()
             self._code, self._listed = self._graph_module.forward, None
-        listed = self._listed  # of which another thread may make code
+        listed = self._listed  # another thread may set it to None
         if listed is None:
             return self._code(*inputs)
         kept, steps = listed
@@ -93,7 +94,7 @@ class Interpreter:
         return len(self._registers) - 1
 
     def _together(self, args: Sequence[Any]) -> Callable[[Registers], Sequence[Any]]:
-        """Finds all arguments of a call."""
+        """A function that reads all arguments of a call."""
         places = [place for place in map(self._place, args) if place is not None]
         if len(places) < len(args):
             makers = [self._maker(arg) for arg in args]
@@ -106,7 +107,7 @@ class Interpreter:
         return operator.itemgetter(*places)
 
     def _place(self, arg: Any) -> int | None:
-        """Where an argument lies; None where it is to be made of several."""
+        """The register of an argument. None if it has to be built of several values."""
         if isinstance(arg, fx.Node):
             return self._places[arg]
         return None if _nodes(arg) else self._keep(arg)
@@ -140,7 +141,7 @@ def _nodes(arg: Any) -> list[fx.Node]:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """By node, whose results nobody reads after it; its own, where nobody does at all."""
+    """By node: the nodes whose results are not read after it, itself included if nobody reads it."""
     seen: set[fx.Node] = set()
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):

@@ -1,4 +1,4 @@
-"""What the objects around a model share: `ModelState` for all of it, `ModuleContext` for one accelerated module."""
+"""Shared state: `ModelState` of a model and its parts, `ModuleContext` of one accelerated module."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from sfast_ext.weights.submodule_arena import Arena
 
 
 class HasPlans(Protocol):
-    """What a model's state needs of each of its accelerators."""
+    """What `ModelState` needs of an accelerator."""
 
     @property
     def plans(self) -> OrderedDict[Hashable, Plan]:
-        """Its plans by key."""
+        """All plans by key."""
 
     def forget_plans(self, reason: str | None, *, at_once: bool = True) -> None:
-        """Drop them."""
+        """Drop all plans."""
 
 
 A = TypeVar("A", bound=HasPlans)
 
 
 class ModelState(Generic[A]):
-    """What the accelerators of a model and of its parts share.
+    """State shared by the accelerators of a model and of its parts.
 
     Attributes:
         whole: the accelerator of the model.
-        parts: those of submodules that are accelerated one by one.
-        arena: the weights of the model. Parts read them where the whole does.
-        lock: held while plans come and go.
-        build_lock: held by the thread that builds a plan; one at a time.
+        parts: the accelerators of submodules.
+        arena: the weights of the model, used by parts as well.
+        lock: held while plans are added or removed.
+        build_lock: held by the thread that builds a plan. One plan is built at a time.
     """
 
     def __init__(self, whole: A, module: nn.Module) -> None:
@@ -55,16 +55,16 @@ class ModelState(Generic[A]):
         self.build_lock = threading.Lock()
 
     def accelerators(self) -> tuple[A, ...]:
-        """The whole's and the parts'."""
+        """That of the whole and those of the parts."""
         return (self.whole, *self.parts)
 
     def forget_plans(self, reason: str, *, at_once: bool = True) -> None:
-        """Drop the plans of all of it: they share their weights."""
+        """Drop the plans of all accelerators: they share their weights."""
         for accelerator in self.accelerators():
             accelerator.forget_plans(reason, at_once=at_once)
 
     def restore_layout(self, report: Report) -> None:
-        """Where there are no plans, the original forward runs on weights that lie as its host knows them."""
+        """Restore the original layout of the weights if there are no plans."""
         if not any(accelerator.plans for accelerator in self.accelerators()):
             try:
                 self.arena.restore_layout()
@@ -72,11 +72,10 @@ class ModelState(Generic[A]):
                 report.error("laying the weights back", exc)
 
     def give_memory_back(self) -> bool | None:
-        """Give back the GPU memory of all plans, while the host has the weights of the model on another device.
+        """Free the GPU memory of all plans, while the host has the weights of the model on another device.
 
         Returns:
-            True where memory was given back, False where plans hold none, and None where the module's own parameters
-            lie in it.
+            True if memory was freed, False if plans hold none, None if the module's own parameters use it.
         """
         with self.lock, contextlib.ExitStack() as locks:
             plans = [plan for each in self.accelerators() for plan in each.plans.values()]
@@ -88,7 +87,7 @@ class ModelState(Generic[A]):
             for plan in plans:
                 plan.drop_graph(pool_for(plan))
             for device in {plan.device for plan in plans if plan.device.type == "cuda"}:
-                # what was launched last may read it still
+                # the last launch may still read it
                 torch.cuda.synchronize(device)
             self.arena.vacate(given)
         return True
@@ -96,13 +95,13 @@ class ModelState(Generic[A]):
 
 @dataclass
 class ModuleContext:
-    """One module that is accelerated, for those that look up, run and build its plans.
+    """One accelerated module: read by the finder, the runner and the builder of its plans.
 
     Attributes:
-        slot: the place of the module's forward.
+        slot: where the forward of the module is replaced.
         arena: the weights of the module.
-        model: what is shared with the model that the module is, or is a part of.
-        is_part: whether it is a part.
+        model: shared with the other accelerators of the model.
+        is_part: whether the module is a part of the model.
     """
 
     module: nn.Module
@@ -115,18 +114,18 @@ class ModuleContext:
     is_part: bool
 
     def device(self) -> torch.device | None:
-        """That of the module's first parameter."""
+        """The device of the first parameter. None if there is none."""
         first = _first_parameter(self.module)
         return first.device if first is not None else None
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that was there before."""
+        """Run the original forward."""
         with self.arena.gate:
             return self.slot.original(*args, **kwargs)
 
 
 def _first_parameter(module: nn.Module) -> torch.Tensor | None:
-    """What `module.parameters()` gives first, without what that takes for itself."""
+    """The first of `module.parameters()`, without the overhead of that generator."""
     for parameter in module._parameters.values():
         if parameter is not None:
             return parameter

@@ -1,4 +1,4 @@
-"""A plan: what runs for one signature. The rewritten graph, its kernels bound to shapes, and its CUDA graph."""
+"""A plan: the rewritten graph of one signature, its kernels bound to shapes, and its CUDA graph."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Plan:
     """Runs the rewritten graph of one signature.
 
     Args:
-        call: the call that it was captured from.
-        graph_module: flat tensors in, flat tensors out; already rewritten.
-        output_tree, output_strides: how the original forward's result looks, see `signature.flatten_output`.
-        fused: how often each pass matched.
+        call: the call that was captured.
+        graph_module: the rewritten graph. Takes and returns flat tensors.
+        output_tree, output_strides: structure and strides of the original result, see `call_signature.flatten_output`.
+        fused: the number of matches of each pass.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Plan:
         self.fused = fused
         self.state = NO_GRAPH
         self.behaviour = 0
-        """The number of the behaviour it was captured under, see `BehaviourKeys`."""
+        """The number of the captured behaviour, see `BehaviourKeys`."""
         self.no_graph_reason: str | None = None
         self.captures = 1
         self.replays = 0
@@ -69,19 +69,19 @@ class Plan:
 
     @property
     def has_graph(self) -> bool:
-        """Whether a CUDA graph is at hand."""
+        """Whether a CUDA graph is captured."""
         return self._graph is not None
 
     def run_eagerly(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
-        """Run the rewritten graph operation by operation; returns the flat outputs, in memory of their own."""
+        """Run the graph operation by operation. Returns the flat outputs as new tensors."""
         with plan_mode(self.device):
             outputs = self._function(*[as_tensor(leaf, self.device) for leaf in leaves])
             return self._copy_outputs(outputs)
 
     def replay(self, leaves: Sequence[Any], pool: GraphPool) -> list[torch.Tensor]:
-        """Copy the inputs in, replay the CUDA graph, copy the outputs out. The caller holds the pool's lock."""
+        """Copy the inputs, replay the CUDA graph, copy the outputs to new tensors. The caller holds the pool's lock."""
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            # a look takes a fraction of what a switch does
+            # checking costs a fraction of switching
             with torch.inference_mode(False), torch.no_grad():
                 return self._replay(leaves, pool)
         return self._replay(leaves, pool)
@@ -98,7 +98,7 @@ class Plan:
         return outputs
 
     def output(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """The flat outputs in the form the original forward returns."""
+        """The flat outputs in the structure of the original result."""
         return rebuild_output(self._output_tree, outputs)
 
     def capture_graph(
@@ -110,9 +110,10 @@ class Plan:
         budget_mb: int,
         share: float = 1.0,
     ) -> bool:
-        """Capture the CUDA graph; False where it cannot be, with the reason in `no_graph_reason`.
+        """Capture the CUDA graph. Returns False, with the reason in `no_graph_reason`, if that fails.
 
-        `share` is what it counts for among `max_graphs`: less than one for a part of a model.
+        Args:
+            share: its weight in `max_graphs`, less than one for a part of a model.
         """
         with pool.lock, torch.inference_mode(False), torch.no_grad():
             if not self._inputs:
@@ -142,14 +143,14 @@ class Plan:
             return True
 
     def drop_graph(self, pool: GraphPool | None) -> None:
-        """Give the CUDA graph and the static inputs back."""
+        """Free the CUDA graph and the static inputs."""
         graph = self._graph
         self._on_evict()
         if graph is not None and pool is not None:
             pool.drop(graph)
 
     def close(self, pool: GraphPool | None) -> None:
-        """Let go of everything; the graph module is a ring of references that would wait for the collector."""
+        """Free everything. The graph module is a reference cycle, so its tensors are removed explicitly."""
         self._function = _closed
         try:
             self.drop_graph(pool)
@@ -187,12 +188,12 @@ class Plan:
     def _run_captured(self) -> list[torch.Tensor]:
         if CAN_UPDATE_GRAPH:
             self._copies.begin()
-        # weights change between replays, if they do
+        # weights only change between replays
         with beginning_early(weight.tensor for weight in self.weights):
             return self._run_static()
 
     def _warm_up(self, pool: GraphPool) -> None:
-        # outside the capture: kernels compile, libraries pick algorithms and allocate workspaces
+        # before the capture: kernels compile, libraries choose algorithms and allocate workspaces
         side, current = pool.side_stream(), torch.cuda.current_stream(self.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
@@ -200,7 +201,7 @@ class Plan:
         current.wait_stream(side)
 
     def _set_static_inputs(self, inputs: list[torch.Tensor]) -> None:
-        """What the CUDA graph reads, none where there is no graph."""
+        """Set the tensors that the CUDA graph reads. Empty without a graph."""
         self._inputs, self._copies = inputs, Copies(inputs)
 
     def _copy_inputs(self, leaves: Sequence[Any]) -> None:
@@ -210,7 +211,7 @@ class Plan:
                 static.fill_(leaf)
                 leaf = None
             elif leaf.device != self.device and leaf.numel() == 1:
-                # a copy from pageable memory would wait for the GPU
+                # a copy from pageable memory would synchronize
                 static.fill_(leaf.item())
                 leaf = None
             sources.append(leaf)
@@ -235,7 +236,7 @@ def _closed(*_: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _bind_attributes(graph_module: fx.GraphModule) -> list[Weight]:
-    """Let the graph's attributes be the live tensors of the arena; returns the weights it reads."""
+    """Make the graph's attributes the live tensors of the arena. Returns the weights that it reads."""
     weights: dict[int, Weight] = {}
     used = set()
     for node in graph_module.graph.nodes:
@@ -250,13 +251,13 @@ def _bind_attributes(graph_module: fx.GraphModule) -> list[Weight]:
             _plain_attribute(graph_module, node.target, getattr(graph_module, node.target).detach())
     for name in [*graph_module._parameters, *graph_module._buffers]:
         if name not in used:
-            # a weight that was packed away; holding it here would keep its old memory
+            # a weight that was packed: this reference would keep its old memory
             delattr(graph_module, name)
     for name, value in list(graph_module.__dict__.items()):
         if isinstance(value, torch.Tensor) and name not in used:
             delattr(graph_module, name)
     for node in graph_module.graph.nodes:
-        # fake tensors are of no more use, and keep the whole fake mode
+        # fake tensors are not needed any more, and keep the whole fake mode alive
         node.meta.clear()
     return list(weights.values())
 
@@ -269,11 +270,12 @@ def _plain_attribute(graph_module: fx.GraphModule, name: str, tensor: torch.Tens
 
 @contextlib.contextmanager
 def plan_mode(device: torch.device) -> Iterator[None]:
-    """The state plans run in: no autograd, no autocast (its casts are nodes).
+    """The modes under which plans run: no autograd, and no autocast, as its casts are nodes of the graph.
 
-    cuDNN picks its algorithms as the host has it pick them: measuring takes 0.5 to 1 s of a first call, and found none
-    quicker on an NVIDIA H200 at SD 1.5's 512x512 and for SDXL; elsewhere it is open (docs/engineering-log).
+    cuDNN's benchmark mode stays as the host set it. Benchmarking takes 0.5 to 1 s of a first call and found no faster
+    algorithm on an NVIDIA H200, for SD 1.5 at 512x512 and for SDXL. Other cards were not measured
+    (docs/engineering-log).
     """
-    # tensors made in inference mode could not be written to outside of it
+    # inference tensors could not be written to outside of inference mode
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield

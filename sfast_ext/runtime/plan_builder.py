@@ -1,4 +1,4 @@
-"""From a call without a plan to a plan that may be used: capture, passes, binding, verification."""
+"""Builds plans: capture, passes, binding of weights, verification."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from sfast_ext.weights.submodule_arena import Arena
 
 @dataclass
 class OriginalRun:
-    """The run of the original forward for a call that gets a plan."""
+    """The run of the original forward for a call whose plan is built."""
 
     again: Callable[[], Any]
-    """Runs it once more on the same inputs."""
+    """Runs it again on the same inputs."""
     result: Any
     seconds: float
     trace: LiveTrace | None
-    """What was recorded meanwhile."""
+    """Recorded meanwhile, if live tracing is possible."""
 
 
 class PlanBuilder:
     """Builds the plans of one module.
 
     Args:
-        cache: takes a new plan, or the reason why there is none.
-        runner: runs a new plan as it will be run.
-        failures: takes kernels that fail out of use.
-        backoff: is told of each capture.
+        cache: takes the new plan, or the reason why there is none.
+        runner: runs the new plan in the way it will be run later.
+        failures: disables kernels that fail.
+        backoff: counts captures.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class PlanBuilder:
         self._backoff = backoff
         self._op_sequences: dict[Hashable, set[OpSequence]] = {}
         self.static_numbers: set[Signature] = set()
-        """Signatures of forwards that may branch on a number: numbers are part of their keys."""
+        """Signatures of forwards that may branch on a number. Their numbers are part of the key."""
 
     def live_trace(self, lookup: Lookup) -> LiveTrace | None:
-        """What is to record the original's run for a plan, where the same behaviour was captured before."""
+        """A recorder for the original's run, if the same behaviour was captured before. Otherwise None."""
         known = SUPPORTED and lookup.key[1:] in self._op_sequences  # type: ignore[index]
         return LiveTrace(lookup.call, self._context.arena, lookup.device) if known else None
 
     def forget(self) -> None:
-        """Forget what was captured before."""
+        """Forget all known op sequences."""
         self._op_sequences.clear()
 
     def build(self, lookup: Lookup, run: OriginalRun) -> None:
-        """Build the plan of a call, and put it into the cache, or the reason why there is none.
+        """Build the plan of a call and put it into the cache. If there can be none, reject the key with the reason.
 
         Raises:
             WeightsAway, WeightsChanged: see `WeightArena.sync`.
@@ -84,12 +84,12 @@ class PlanBuilder:
         context, device = self._context, lookup.device
         away = next((p.device for p in context.module.parameters() if p.device != device), None)
         if away is not None:
-            # not refused: they may be back at the next call
+            # the key is not rejected: they may be back at the next call
             context.report.bypassed(f"some weights are on {away}, others on {device}")
             return
         self._backoff.record_capture(lookup.shape_signature)
         if not self._cache.plans and not context.is_part:
-            # theirs would keep the weights from being packed for all of it
+            # their plans bind weights, which then cannot be packed for the whole
             for part in context.model.parts:
                 part.forget_plans("the model is captured as a whole")
         at("weights")
@@ -101,13 +101,13 @@ class PlanBuilder:
             except Exception as exc:
                 if not self._failures.put_down(exc, device):
                     raise
-            run.trace = None  # it was used up
+            run.trace = None  # consumed by the attempt
         if plan is not None:
             plan.first_call_s = round(run.seconds + time.perf_counter() - started, 3)
             context.report.event("plan", f"{plan.state}: {plan.signature.words()}, built in {plan.first_call_s} s")
 
     def _attempt(self, lookup: Lookup, run: OriginalRun) -> Plan | None:
-        """A plan of the kernels that are in use; None, with the reason noted, where the call gets none."""
+        """A plan with the enabled kernels. None, with the reason reported, if there can be none."""
         context, key, device = self._context, lookup.key, lookup.device
         report = context.report
         at("capture")
@@ -119,7 +119,7 @@ class PlanBuilder:
         except CaptureRefused as exc:
             has_numbers = any(not isinstance(leaf, torch.Tensor) for leaf in lookup.call.leaves)
             if exc.reads_value and has_numbers and lookup.shape_signature not in self.static_numbers:
-                # it may be one of the numbers that it looks at: next time they are part of the signature
+                # it may read one of the numbers: from now on they are part of the signature
                 self.static_numbers.add(lookup.shape_signature)
                 report.event("capture", f"numbers become part of the signature: {exc}")
                 return None
@@ -164,7 +164,7 @@ class PlanBuilder:
 
 
 def make_plan(captured: Captured, call: Call, arena: Arena, device: torch.device, config: Config) -> Plan:
-    """The plan of a captured forward: its graph after all passes, with the kernels that `device` and `config` allow."""
+    """The plan of a captured forward: its graph after all passes, with the kernels that device and config allow."""
     at("choice of kernels")
     graph = captured.graph_module.graph
     triton = (
@@ -177,13 +177,13 @@ def make_plan(captured: Captured, call: Call, arena: Arena, device: torch.device
         context.channels_last = arena.memoize("channels last", lambda: channels_last_pays(graph, device))
     fused = run_passes(captured.graph_module, context)
     if triton:
-        # before the plan takes the shapes out of the graph
+        # needs shapes, which the plan removes from the graph
         precompile(graph, device)
     at("binding of weights")
     return Plan(call, captured.graph_module, captured.output_tree, captured.output_strides, device, fused)
 
 
 def _dtypes(graph: fx.Graph) -> set[torch.dtype]:
-    """Of the values of a captured graph."""
+    """The dtypes of all values of a captured graph."""
     found = (node.meta.get("val") for node in graph.nodes)
     return {val.dtype for val in found if isinstance(val, torch.Tensor)}

@@ -1,4 +1,4 @@
-"""Finds the plan of a call, and says whether a replay that was launched computed what is wanted."""
+"""Looks up the plan of a call, and validates a speculative replay."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from sfast_ext.runtime.replay_state import SPECULATION_BACKOFF, Lookup, Speculat
 READING_KEY = "behaviour key"
 _BYPASS, _PREPARE, _KEY = "bypass_reason of the host", "prepare of the host", "key of the host"
 HOST_STAGES = (_BYPASS, _PREPARE, _KEY)
-"""Stages at which the host is asked."""
+"""Stages at which callbacks of the host run."""
 
 
 class PlanFinder:
     """Looks up the calls of one module.
 
     Args:
-        static_numbers: the signatures whose numbers are part of the key.
-        backoff: says whether a call without a plan is to have none yet.
+        static_numbers: signatures whose numbers are part of the key.
+        backoff: delays captures.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class PlanFinder:
         self.keys = self._new_keys(0)
 
     def follow(self, behaviour: int) -> None:
-        """The context's module is another one, which behaves as the number `behaviour` says."""
+        """The context has another module now. It has the behaviour with this number."""
         self.keys = self._new_keys(behaviour)
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, speculate: bool = True) -> Lookup:
-        """The call, its key and its plan, None where one is to be built.
+        """Look up a call.
 
         Args:
-            speculate: whether its weights may be looked at after the replay. The key may be in either case: where the
-                caller looks a call up again, it was read a moment ago.
+            speculate: whether the weights may be confirmed after the replay. If False, they are confirmed here. The key
+                may be unconfirmed in both cases: a caller that looks up again has read it a moment ago.
 
         Raises:
-            NotOurs: the original forward is to run.
+            NotOurs: the call is bypassed.
             WeightsAway, WeightsChanged: see `WeightArena.sync`.
         """
         hooks = self._context.hooks
@@ -76,7 +76,7 @@ class PlanFinder:
         if self._static_numbers and shape_signature in self._static_numbers:
             call = flatten_call(args, kwargs, device, static_numbers=True)
         if hooks.prepare is not None:
-            # first of all: it may give a layer a bias, which the key is to show
+            # before the key is read: it may add a bias to a layer
             at(_PREPARE)
             hooks.prepare()
         known, due = self.keys.last, self.keys.stale
@@ -92,12 +92,12 @@ class PlanFinder:
         host = hooks.key() if hooks.key else None
         key = (call.signature, behaviour, host, device)
         plan = self._cache.plans.get(key)
-        # at the beginning of a generation weights are likely to be others
+        # weights often change between generations
         speculate = speculate and plan is not None and not due and self._may_speculate(plan)
         key_confirmed = key_confirmed or (not speculate and self.keys.trusted)
         if not key_confirmed and (plan is None or self._runner.is_compared(plan)):
-            # only a plan may run on the key of the last call: what keeps one away may be gone; and what a plan is
-            # compared with must be what it was made for
+            # An unconfirmed key is good enough to run a plan, but not to refuse one: the obstacle may be gone.
+            # And a plan may only be compared with the behaviour that it was built for.
             now, foreign = self._read_key()
             if now != behaviour or foreign:
                 return self.find(args, kwargs, speculate=speculate)
@@ -112,7 +112,7 @@ class PlanFinder:
         return Lookup(call, shape_signature, key, plan, behaviour, device, key_confirmed, not speculate)
 
     def validate(self, lookup: Lookup) -> bool:
-        """Whether a replay that was launched computes what is wanted: what was put off is looked at now.
+        """Whether a speculative replay was valid: confirms the key and the weights if the lookup did not.
 
         Raises:
             WeightsAway, WeightsChanged: see `WeightArena.sync`.
@@ -124,7 +124,7 @@ class PlanFinder:
                 self.speculation.key_backoff = SPECULATION_BACKOFF
                 return False
         if not lookup.weights_confirmed:
-            # also where it raises
+            # set first, as sync may raise
             self.speculation.weights_backoff = SPECULATION_BACKOFF
             if self._sync():
                 return False
@@ -143,10 +143,10 @@ class PlanFinder:
         return device
 
     def _may_speculate(self, plan: Plan) -> bool:
-        """Whether a replay may be launched before the weights are looked at: they lie still for the GPU to read, and
-        where a look at them says that others are wanted, the result goes to nobody.
+        """Whether a replay may be launched before the weights are confirmed. It reads valid memory in any case, and its
+        result is discarded if the weights changed.
 
-        Not where the result is about to be compared with the original's, which would blame the plan for old weights.
+        Not if the result is compared with the original's: the plan would be blamed for old weights.
         """
         if not (plan.has_graph and self._context.config.cuda_graphs) or self._runner.is_compared(plan):
             return False

@@ -1,4 +1,4 @@
-"""Runs the plans of one module: by their CUDA graphs where they have one, compared with the original where due."""
+"""Runs the plans of one module, by CUDA graph if possible, and compares results with the original forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sfast_ext.weights.weight import WeightsAway
 
 
 class OriginalFailed(Exception):
-    """The original forward itself raised: the host's error, to be passed on as it is."""
+    """The original forward raised. This is the host's error, and is passed on unchanged."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -30,7 +30,7 @@ class PlanRunner:
     """Runs plans of one module.
 
     Args:
-        cache: refuses a plan that differs from the original.
+        cache: takes the keys of plans that differ from the original.
     """
 
     def __init__(self, context: ModuleContext, cache: PlanCache) -> None:
@@ -38,14 +38,14 @@ class PlanRunner:
         self._cache = cache
 
     def run(self, lookup: Lookup, original: Callable[[], Any]) -> Any:
-        """The result of a call by its plan, or by the original where the two are compared.
+        """The result of a call. It is the plan's, or the original's if the two are compared.
 
         Args:
             original: runs the original forward on the same inputs.
 
         Raises:
-            OriginalFailed: see there.
-            WeightsAway: the memory of the weights was given back meanwhile.
+            OriginalFailed: the original forward raised.
+            WeightsAway: another thread freed the memory of the weights.
         """
         plan, config = lookup.plan, self._context.config
         assert plan is not None
@@ -69,12 +69,12 @@ class PlanRunner:
         return plan.output(outputs)
 
     def is_compared(self, plan: Plan) -> bool:
-        """Whether the plan's next result is compared with the original's."""
+        """Whether the next result of the plan is compared with the original's."""
         check = self._context.config.check
         return check == "always" or (check == "first" and plan.error is None)
 
     def reject_inaccurate(self) -> None:
-        """Give up the plans whose error is known to be over the tolerance."""
+        """Reject the plans whose known error exceeds the tolerance."""
         config = self._context.config
         if config.check == "never":
             return
@@ -83,21 +83,20 @@ class PlanRunner:
                 self._cache.reject(key, too_inaccurate(plan.error, config))
 
     def outputs(self, plan: Plan, call: Call) -> list[torch.Tensor]:
-        """The flat outputs of a plan. The caller holds its guard."""
+        """The flat outputs of a plan. The caller holds `guard`."""
         context = self._context
         if context.arena.vacant:
-            # another thread gave it back since the weights were looked at
+            # freed by another thread since the last sync
             raise WeightsAway("the memory of the weights was given back to the host")
         if plan.device.type == "cuda" and context.config.cuda_graphs:
             pool = pool_of(plan.device)
-            # evicted since: the plan is still good, its graph comes back
+            # a graph that was evicted is captured again
             if plan.has_graph or (plan.no_graph_reason is None and self._capture_graph(plan, call, pool)):
                 return plan.replay(call.leaves, pool)
         return plan.run_eagerly(call.leaves)
 
     def guard(self, plan: Plan) -> Any:
-        """What is held while a plan runs."""
-        # graphs of one pool share memory; on a CPU only the plan's own state is at stake
+        """The lock to hold while a plan runs. Graphs of one pool share memory; on a CPU only the plan is protected."""
         pool = pool_for(plan)
         return pool.lock if pool is not None else self._context.model.lock
 

@@ -1,4 +1,4 @@
-"""The state of one call, and when a replay is launched before it is known to be valid.
+"""The state of one call, and when a replay may be launched before it is validated.
 
     call -> PlanFinder.find
       |
@@ -15,7 +15,7 @@
                |            REPLAY_CONFIRMED or BUILD
                '-- NotOurs, WeightsAway, WeightsChanged, an error: BYPASS
 
-A call that was looked up again is not validated a second time: its key was read a moment ago.
+The second lookup of a call confirms the weights. The key is not validated again: it was read a moment ago.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from sfast_ext.call_signature import Call, Signature
 from sfast_ext.runtime.plan import Plan
 
 SPECULATION_BACKOFF = 200
-"""Calls that confirm the weights, or the behaviour key, before their replay, after one was discarded: few are wasted
-where these change in the middle of generations."""
+"""After a replay was discarded, this many calls confirm the weights, or the behaviour key, before the launch. So few
+replays are wasted if these change in the middle of generations."""
 
 
 class ReplayState(enum.Enum):
-    """What becomes of a call; see the diagram."""
+    """How a call is served; see the diagram."""
 
     BYPASS = "the original forward runs"
     REPLAY_CONFIRMED = "replay of a valid plan"
@@ -45,23 +45,23 @@ class ReplayState(enum.Enum):
 
 @dataclass
 class Lookup:
-    """A call that was looked up: its key and its plan, None where one is to be built."""
+    """The result of looking up a call: its key and its plan, None if one is to be built."""
 
     call: Call
     shape_signature: Signature
-    """The signature before numbers became constants."""
+    """The signature before numbers become constants."""
     key: Hashable
     plan: Plan | None
     behaviour: int
     device: torch.device
     key_confirmed: bool
-    """Whether the behaviour key is known to hold. Otherwise it is that of the last reading."""
+    """Whether the behaviour key is known to be current. Otherwise it is that of the last reading."""
     weights_confirmed: bool
-    """Whether the weights that the plan reads are those of the module."""
+    """Whether the plan reads the current weights of the module."""
 
     @property
     def state(self) -> ReplayState:
-        """Never BYPASS: for a call that is bypassed nothing was found."""
+        """Never BYPASS: a call that is bypassed has no lookup."""
         if self.plan is None:
             return ReplayState.BUILD
         confirmed = self.key_confirmed and self.weights_confirmed
@@ -69,14 +69,14 @@ class Lookup:
 
 
 class Speculation:
-    """Counts the calls that have to look before their replay, since the last replay that was discarded."""
+    """Backoff counters: the calls that still have to confirm before the launch."""
 
     def __init__(self) -> None:
         self.key_backoff = 0
         self.weights_backoff = 0
 
     def key_first(self) -> bool:
-        """Whether a call confirms the behaviour key before its replay; asked once for each call."""
+        """Whether this call confirms the behaviour key before its replay. Counts down: call it once for each call."""
         if not self.key_backoff:
             return False
         self.key_backoff -= 1

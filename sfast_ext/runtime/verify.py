@@ -1,4 +1,4 @@
-"""The proof that a plan may be used: right on the user's own inputs, and faster."""
+"""Verification of a new plan on the user's own inputs: accuracy and speed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sfast_ext.report import at
 from sfast_ext.runtime.plan import Plan
 from sfast_ext.timing import timer
 
-# measurements of which the median counts
+# measurements, of which the median is taken
 TIMED_RUNS = 3
-# a replay may measure this much slower than the original before it counts as slower
+# a replay counts as slower only above this ratio to the original
 TIMING_NOISE = 1.03
-# where the original takes this many times as long, one call of each has told enough
+# above this ratio one measurement of each is enough
 CLEARLY_FASTER = 1.5
 
 
@@ -34,16 +34,16 @@ def verify_plan(
     """Check and time a new plan.
 
     Args:
-        run: runs the plan as it will be run, by its CUDA graph where it may have one.
+        run: runs the plan as it will be run later, by CUDA graph if possible.
         original: runs the original forward on the same inputs.
-        result: what the original forward returned for them.
-        original_s: seconds that took.
+        result: the original forward's result for them.
+        original_s: the time of that run in seconds.
 
     Returns:
-        The reason to drop the plan, or None.
+        The reason to reject the plan, or None.
     """
     references = flatten_output(result)[1]
-    # of a result that is nowhere finite nothing can be said: the plan is not relied upon until it was compared
+    # a result without finite values cannot be compared; the plan is compared at a later call
     checked = config.check != "never" and comparable(references)
     at("first run")
     outputs = run()
@@ -54,10 +54,10 @@ def verify_plan(
             return too_inaccurate(plan.error, config)
     at("timing")
     if plan.device.type != "cuda":
-        # run once: a clock of coarse steps may not have moved
+        # original_s is of one run: a coarse clock may not have moved
         plan.ms_before, plan.ms_after = 1000 * original_s or None, milliseconds(run, plan.device, 1)
         return None
-    # calls of their own: the first ones paid for their warm-up
+    # new calls: the first ones included warm-up
     plan.ms_after, plan.ms_before = milliseconds(run, plan.device, 1), milliseconds(original, plan.device, 1)
     if plan.ms_before < CLEARLY_FASTER * plan.ms_after:
         plan.ms_after, plan.ms_before = milliseconds(run, plan.device), milliseconds(original, plan.device)
@@ -67,13 +67,16 @@ def verify_plan(
 
 
 def too_inaccurate(error: float, config: Config) -> str:
-    """Why a plan of this error is not used."""
+    """Why a plan with this error is not used."""
     return f"its plan differs from the original by {error:.2g}, more than the tolerance of {config.tolerance:g}"
 
 
 def relative_error(outputs: Sequence[torch.Tensor], references: Sequence[torch.Tensor]) -> float:
-    """The largest relative L2 error of a list of tensors, in fp32; infinite where a value is NaN or Inf and the
-    reference's is not, or where shapes differ. Values that the reference itself has not finite do not count."""
+    """The largest relative L2 error of a list of tensors, in fp32.
+
+    Infinite if shapes or dtypes differ, or if a value is not finite where the reference is. Values where the reference
+    is not finite are ignored.
+    """
     worst = 0.0
     if len(outputs) != len(references):
         return math.inf
@@ -95,17 +98,17 @@ def relative_error(outputs: Sequence[torch.Tensor], references: Sequence[torch.T
 
 
 def _norm(values: torch.Tensor) -> float:
-    # squares of float32 overflow from 2e19 on, and where both norms are infinite there is no error to be told
+    # float64: squares of float32 overflow from 2e19 on, and the ratio of two infinite norms is no error
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def comparable(references: Sequence[torch.Tensor]) -> bool:
-    """Whether there is a value that another result can be compared with: a model may give NaN and nothing else."""
+    """Whether any value can be compared: a model may return NaN only."""
     return any(not r.is_floating_point() or bool(torch.isfinite(r).any()) for r in references)
 
 
 def milliseconds(run: Callable[[], Any], device: torch.device, times: int = TIMED_RUNS) -> float:
-    """The median of so many times of a call: on a GPU by events, which waits for it; on a CPU by `timing.timer`."""
+    """The median time of a call. On a GPU by events, which synchronizes; on a CPU by `timing.timer`."""
     if device.type != "cuda":
         return sorted(timer.milliseconds(run) for _ in range(times))[times // 2]
     taken = []

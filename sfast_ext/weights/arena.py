@@ -1,10 +1,10 @@
-"""The weight arena: the one place where the weights that plans read live.
+"""The weight arena: all weights that plans read.
 
-A plan reads a *live* tensor, whose address never changes while a plan is bound to it. Most live tensors are simply
-the module's own parameters. Packed weights (Q, K, V; all prompt keys and values; all time projections) are single
-tensors of which the module's parameters become views, so there is no second copy and an update in place reaches the
-packed tensor by itself. `sync()` sees parameters that were replaced or moved, copies their values into the live
-tensors and re-binds the parameters.
+A plan reads a *live* tensor, whose address is fixed while a plan is bound to it. Most live tensors are the module's own
+parameters. Packed weights (Q, K, V; all prompt keys and values; all time projections) are single tensors. The module's
+parameters become views of them, so there is no second copy, and an in-place update reaches the packed tensor by itself.
+`sync()` detects parameters that were replaced or moved, copies their values into the live tensors, and makes the
+parameters views of those.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = ["Weight", "WeightArena", "WeightsAway", "WeightsChanged"]
 
 
 RESTORE_WAIT_S = 10.0
-"""How long `state_dict()` waits for other threads that compute with the weights."""
+"""How long `state_dict()` waits for other threads that use the weights."""
 
 
 class WeightArena:
     """Tracks the weights of one module.
 
-    They are laid out only while no other thread runs the original forward, see `gate`.
+    Layouts are only changed while no other thread runs the original forward, see `gate`.
 
     Args:
         root: the module whose parameters, buffers and tensor attributes plans may read.
@@ -62,25 +62,25 @@ class WeightArena:
         self._detector = ChangeDetector([])
         self._detectors: weakref.WeakSet[ChangeDetector] = weakref.WeakSet()
         self.epoch = 0
-        """Counts how often the live tensors may have become others."""
-        self._bound = 0  # how many plans there were
+        """Incremented whenever the set of live tensors may have changed."""
+        self._bound = 0  # plans bound so far
         self._layouts = OriginalLayouts()
         self._memo: dict[str, bool] = {}
-        self._vacant: dict[int, Vacancy] = {}  # by the ids of their weights
+        self._vacant: dict[int, Vacancy] = {}  # by id of the weight
         self.copied = 0
 
     @property
     def gate(self) -> Gate:
-        """Where each run of the original forward is told of."""
+        """The lock to hold around each run of the original forward."""
         return gate_of(self.root)
 
     def index(self) -> None:
-        """Learn the module's tensors by identity, before a capture. O(parameters)."""
+        """Index the module's tensors by identity, before a capture. O(parameters)."""
         with self._lock:
             self._layouts.sweep()
             known = {(id(container), name): w for w in self._weights.values() for container, name in w.slots}
             fresh = {key: self._indexed(*held, known) for key, held in tensors_of(self.root).items()}
-            # what plans read stays tracked even where the module let go of it: sync() reports that
+            # what plans read stays indexed even if the module dropped it: sync() reports that
             for w in self._live:
                 if w.bound is not None:
                     fresh.setdefault(id(w.bound), w)
@@ -89,11 +89,11 @@ class WeightArena:
     def _indexed(
         self, value: torch.Tensor, paths: list[str], slots: list[WeightSlot], known: dict[tuple[int, str], Weight]
     ) -> Weight:
-        """The weight that these slots hold: one that is known where it still is that tensor, else a new one."""
+        """The weight in these slots: the known one if it still is that tensor, else a new one."""
         were = [w for container, name in slots if (w := known.get((id(container), name))) is not None]
         for w in were:
             if w.plans or w.is_current(value):
-                # what it was tied to may have changed since, but what a plan reads is watched until sync() says so
+                # its ties may have changed; slots that a plan reads stay until sync() reports that
                 here = {(id(container), name) for container, name in slots}
                 w.slots = slots + [s for s in w.slots if w.plans and (id(s[0]), s[1]) not in here]
                 return w
@@ -106,26 +106,27 @@ class WeightArena:
         return new_weight(paths[0], value, slots)
 
     def locate(self, tensor: torch.Tensor) -> Weight | None:
-        """The weight that this very tensor object is, or None. `index()` must have run since it was assigned."""
+        """The weight of this tensor object, or None. `index()` must have run since it was assigned."""
         weight = self._weights.get(id(tensor))
         return weight if weight is not None and weight.bound is tensor else None
 
     def pack(self, weights: Sequence[Weight]) -> Weight | None:
-        """One tensor with the rows (dim 0) of all `weights`, which become views of it or are neighbours in a larger.
+        """One tensor with the rows (dim 0) of all `weights`, which become views of it.
 
-        Returns None, and changes nothing, where they do not fit together, or a plan already reads one elsewhere.
+        The result may be part of a larger pack in which they are neighbours. Returns None and changes nothing if they
+        are incompatible, or if a plan already reads one elsewhere.
 
         Raises:
-            WeightsInUse: another thread computes with them.
+            WeightsInUse: another thread uses them.
         """
         with self.gate.exclusive(), self._lock:
             return self._packs.make(weights, self._move_to)
 
     def channels_last(self, weight: Weight) -> bool:
-        """Lay a 4-D weight out as channels-last; the same logical values. False where a plan holds it otherwise.
+        """Change the layout of a 4-D weight to channels-last. False if a plan reads it in another layout.
 
         Raises:
-            WeightsInUse: another thread computes with it.
+            WeightsInUse: another thread uses it.
         """
         with self.gate.exclusive(), self._lock:
             if weight.tensor.dim() != 4 or not weight.slots:
@@ -140,26 +141,26 @@ class WeightArena:
             return True
 
     def memoize(self, name: str, find: Callable[[], bool]) -> bool:
-        """What holds for all plans of these weights, found when it is first asked for."""
+        """The result of `find`, computed once for all plans of these weights."""
         if name not in self._memo:
             self._memo[name] = find()
         return self._memo[name]
 
     def bind(self, weights: Sequence[Weight]) -> None:
-        """A plan reads these from now on: their addresses stay."""
+        """A plan reads these from now on: their addresses are fixed."""
         with self._lock:
             self._bound += 1
             for weight in weights:
                 for w in weight.parts or (weight,):
                     w.plans += 1
             self._refresh_live()
-            # what no plan reads is not ours to keep alive (a host's backups among it)
+            # what no plan reads must not be kept alive; it may be a host's backup
             self._weights = {
                 k: w for k, w in self._weights.items() if w.plans or self._layouts.strides_of(w.tensor) is not None
             }
 
     def unbind(self, weights: Sequence[Weight]) -> None:
-        """The plan that read these is gone."""
+        """The plan that reads these is dropped."""
         with self._lock:
             for weight in weights:
                 for w in weight.parts or (weight,):
@@ -167,14 +168,14 @@ class WeightArena:
             self._refresh_live()
 
     def sync(self, detector: ChangeDetector | None = None) -> int:
-        """Bring the live tensors up to date with the module's parameters; returns how many were copied.
+        """Update the live tensors from the module's parameters. Returns the number of weights copied.
 
         Args:
-            detector: of `detector`, to look at some of the parameters only.
+            detector: checks a subset of the parameters, see `detector()`. All by default.
 
         Raises:
-            WeightsAway: a parameter is on another device, or on none; or another thread computes with them.
-            WeightsChanged: a parameter changed its shape or dtype, or is no plain tensor any more.
+            WeightsAway: a parameter is on another device or on none, or another thread uses the weights.
+            WeightsChanged: the shape or dtype of a parameter changed, or it is not a plain tensor.
         """
         changed = (self._detector if detector is None else detector).changed()
         if not changed:
@@ -183,18 +184,18 @@ class WeightArena:
             return self._copy_in(changed)
 
     def detector(self, containers: set[int]) -> ChangeDetector:
-        """For `sync`: the places in the dictionaries of these ids. To be made anew when `epoch` is another."""
+        """A detector for the slots in the dictionaries with these ids. It is outdated once `epoch` changes."""
         return self._new_detector(self._live, containers)
 
     @property
     def vacant(self) -> bool:
-        """Whether live tensors have no memory: until `sync` has returned, no plan may run."""
+        """Whether any live tensor has no memory. Then no plan may run before the next successful `sync`."""
         return bool(self._vacant)
 
     def fetch(self) -> int:
-        """Copy the parameters into the live tensors from the device they are on, and let them be views of those.
+        """Copy the parameters from their device into the live tensors, and make them views of those.
 
-        For a module that the host is about to bring: there is no second copy of its weights at any time.
+        For a module that the host is about to move to the GPU. There is no second copy of its weights at any time.
 
         Raises:
             WeightsAway, WeightsChanged: see `sync`.
@@ -204,17 +205,17 @@ class WeightArena:
             return self._copy_in(changed, anywhere=True) if changed else 0
 
     def vacancies(self, weights: Sequence[Weight]) -> list[Vacancy] | None:
-        """The memory of `weights` that could be given back; None where a parameter of the module lies in it.
+        """The blocks of memory of `weights` that could be freed. None if a parameter of the module uses one.
 
         Args:
-            weights: all that plans read.
+            weights: all weights that plans read.
         """
         with self._lock:
             live = [w for w in weights if id(w) not in self._vacant]
             return vacancies(live, [*self._known_weights(), *self._packs.all()], self._layouts)
 
     def vacate(self, given: Sequence[Vacancy]) -> None:
-        """Give the memory of live tensors back. The next `sync` for which the weights are there takes it again.
+        """Free the memory of live tensors. The next `sync` with weights on the GPU allocates it again.
 
         No plan may be running.
         """
@@ -226,13 +227,13 @@ class WeightArena:
             self._reset_detector()
 
     def move_to(self, root: nn.Module) -> bool:
-        """Follow the host to a module with parameters of the same names, shapes and dtypes, whose values `sync` takes.
+        """Track another module with parameters of the same names, shapes and dtypes. The next `sync` copies its values.
 
-        False, and nothing is changed, where it has others, or where the module left behind still holds live tensors:
-        it may be in use by somebody.
+        Returns False and changes nothing if the parameters differ, or if the previous module still uses live tensors:
+        it may be in use.
 
         Raises:
-            WeightsInUse: another thread computes with those of the module left behind.
+            WeightsInUse: another thread uses the weights of the previous module.
         """
         with self.gate.exclusive(), self._lock:
             places = places_of(root)
@@ -252,17 +253,17 @@ class WeightArena:
             for w in self._live:
                 w.slots, w.bound = slots[id(w)], None
             self.root = root
-            # what no plan reads belongs to the module left behind
+            # what no plan reads belongs to the previous module
             self._weights = {id(w): w for w in self._live}
             self._packs.drop_unread()
             self._reset_detector()
             return True
 
     def restore_layout_temporarily(self) -> None:
-        """Lay every parameter out as before, for somebody who looks at strides; the next `sync` takes them back.
+        """Restore the original strides of all parameters, for code that checks strides. The next `sync` undoes it.
 
         Raises:
-            WeightsInUse: another thread computes with them, for longer than `RESTORE_WAIT_S`.
+            WeightsInUse: another thread used them for longer than `RESTORE_WAIT_S`.
         """
         with self.gate.exclusive(RESTORE_WAIT_S), self._lock:
             for tensor, original in self._relaid():
@@ -270,25 +271,25 @@ class WeightArena:
                     self._layouts.restore(tensor, original)
 
     def release(self) -> None:
-        """Give every parameter back with the strides it had, in memory of its own, with the values it has now.
+        """Restore the original strides of all parameters, in memory of their own, with their current values.
 
-        Where another thread computes with them, that is done when it has ended.
+        If another thread uses them, it happens when that thread is done.
         """
         self._when_exclusive(lambda: self._restore_layout(forget=True))
 
     def restore_layout(self) -> None:
-        """As `release`, for the time in which there are no plans."""
+        """Like `release`, but original layouts stay recorded: plans may follow."""
         self._when_exclusive(self._restore_layout)
 
     def _when_exclusive(self, restore_layout: Callable[[], None]) -> None:
         bound = self._bound
-        # of no use where plans were made since it was put off
+        # skipped if plans were bound since it was deferred
         self.gate.when_exclusive(lambda: restore_layout() if self._bound == bound else None)
 
     def _restore_layout(self, *, forget: bool = False) -> None:
         with self._lock:
             laid = self._relaid()
-            # nothing of it is to keep the memory that is left behind
+            # no reference may keep the old memory alive
             self._weights, self._live, self._vacant = {}, [], {}
             self._packs.clear()
             self._memo.clear()
@@ -311,7 +312,7 @@ class WeightArena:
             }
 
     def _relaid(self) -> list[tuple[torch.Tensor, Strides]]:
-        """Each tensor that lies where or as the arena laid one, with the strides that its host knows it by."""
+        """All tensors in memory or layout of the arena, with their original strides."""
         found = {id(tensor): (tensor, self._layouts.strides_of(tensor)) for tensor in self._layouts.moved()}
         held = tensors_of(self.root)
         found |= {key: (value, self._layouts.strides_of(value, paths)) for key, (value, paths, _) in held.items()}
@@ -338,9 +339,9 @@ class WeightArena:
         return detector
 
     def _move_to(self, weight: Weight, place: torch.Tensor) -> None:
-        # values are in `place` already, or about to be the same: callers build it from weight.tensor
+        # `place` has the same values already: callers build it from weight.tensor
         assert weight.bound is not None
-        # the module's own tensor object stays, so that the host's references to it stay good
+        # the tensor object stays the same, so that the host's references to it stay valid
         original = self._layouts.strides_of(weight.tensor)
         set_data(weight.bound, place)
         original = weight.tensor.stride() if original is None else original
@@ -358,17 +359,17 @@ class WeightArena:
                 bound = weight
             other = arriving.setdefault(id(now), bound)
             if other is not weight:
-                # each has a live tensor of its own, and one parameter cannot be a view of both
+                # one parameter cannot be a view of two live tensors
                 raise WeightsChanged(f"{weight.path} is now the tensor of {other.path}")
         arrived = [(weight, now) for weight, now in changed if now is not None]
-        # a tied weight is there once for each of its places
+        # a tied weight is listed once for each of its slots
         new = {id(weight): (weight, now) for weight, now in arrived if not same_place(now, weight.tensor)}
         written = list(new.values())
         occupied = [(weight, now) for weight, now in written if id(weight) not in self._vacant]
         if occupied:
             self._protect_readers(arrived, occupied)
         memory = {memory_of(weight.tensor) for weight, _ in occupied}
-        # two may have changed places by their data: one is read where the other is about to be written
+        # two weights may have swapped their data: a source in memory that is written is cloned first
         sources = {id(w): now.detach().clone() if memory_of(now) in memory else now.detach() for w, now in written}
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -383,9 +384,9 @@ class WeightArena:
         return len(written)
 
     def _copy_one_in(self, weight: Weight, now: torch.Tensor, source: torch.Tensor | None) -> None:
-        """Let the parameter be the live tensor, which takes its values from `source` where there is one.
+        """Make the parameter a view of the live tensor, after copying `source` into it if given.
 
-        One after the other: where a block is taken again there is never a second copy of all weights.
+        One weight at a time, so that there is never a second copy of all weights when blocks are allocated again.
         """
         if (vacancy := self._vacant.get(id(weight))) is not None:
             vacancy.occupy(self._layouts)
@@ -394,7 +395,7 @@ class WeightArena:
         if source is not None:
             weight.tensor.copy_(source)
         if not same_place(now, weight.tensor):
-            # laid out anew by the host: that is what it gets back
+            # the host's new layout becomes the original one
             paths = paths_of(self.root, weight)
             original, was = self._layouts.strides_of(now, paths), self._layouts.strides_of(weight.tensor)
             original = now.stride() if original is None else original
@@ -407,10 +408,10 @@ class WeightArena:
     def _protect_readers(
         self, arrived: list[tuple[Weight, torch.Tensor]], written: list[tuple[Weight, torch.Tensor]]
     ) -> None:
-        """Live tensors are about to be written to: who else reads that memory is to keep the values that he has.
+        """Live tensors are about to be written: give other readers of that memory a copy of the current values.
 
         Raises:
-            WeightsChanged: somebody does who cannot be given memory of his own.
+            WeightsChanged: there is a reader that cannot be moved.
         """
         left: list[tuple[Weight, weakref.ref[torch.Tensor]]] = []
         for weight, now in written:
@@ -422,7 +423,7 @@ class WeightArena:
         coming = {id(now) for _, now in arrived}
         for weight, reference in left:
             old = reference()
-            # in another place of the module, or with somebody who will put it back; where nobody has it, it is gone
+            # still referenced: it is in another slot, or a host keeps it to put it back
             if old is not None and id(old) not in coming and memory_of(old) == memory_of(weight.tensor):
                 original = self._layouts.strides_of(old)
                 self._layouts.restore(old, old.stride() if original is None else original)

@@ -1,4 +1,4 @@
-"""Which parameters of a module were replaced or moved since the live tensors last held their values."""
+"""Detects parameters that were replaced or moved since the last sync."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from sfast_ext.weights.weight import Weight
 
 
 class ChangeDetector:
-    """Places of modules, and what was in them when the live tensors were last known to hold its values.
+    """The slots of weights, and their contents when the live tensors last had their values.
 
-    One list a property, so that looking at thousands of places is a handful of calls.
+    There is one list for each property, so that thousands of slots are checked in a handful of calls.
     """
 
     def __init__(self, weights: Iterable[Weight], containers: Container[int] | None = None) -> None:
-        """The slots of `weights`, or of those only that lie in dictionaries of these ids."""
+        """Check the slots of `weights`. With `containers`, only slots in dictionaries with these ids."""
         slots = [(w, c, n) for w in weights for c, n in w.slots if containers is None or id(c) in containers]
         self.weights = [w for w, _, _ in slots]
         self._containers = [container for _, container, _ in slots]
         self._names = [name for _, _, name in slots]
-        # one that is bound to nothing yet is changed whatever is in its slots
+        # a weight that is not bound counts as changed, whatever is in its slots
         self._bound = [w.tensor if w.bound is None else w.bound for w in self.weights]
         self._pointers = [w.pointer for w in self.weights]
         self._strides = [w.tensor.stride() for w in self.weights]
 
     def changed(self) -> list[tuple[Weight, Any]]:
-        """Each weight of which something changed, with what is in its place now. Microseconds where nothing is."""
+        """The weights that changed, with the current contents of their slots. Microseconds if nothing changed."""
         now = list(map(dict.get, self._containers, self._names))
         if (
             all(map(operator.is_, now, self._bound))
@@ -45,7 +45,7 @@ class ChangeDetector:
         ]
 
     def forget(self, weights: Container[int]) -> None:
-        """Hold no more what was in the places of the weights of these ids: until looked at anew, they are changed."""
+        """Drop the references to what was in the slots of these weights. They count as changed from now on."""
         for i, weight in enumerate(self.weights):
             if id(weight) in weights:
                 self._bound[i] = weight.tensor

@@ -1,4 +1,4 @@
-"""Who else reads the memory of a live tensor: a host's backup, or a tensor in another weight's place."""
+"""External references to the memory of live tensors, such as a host's backups."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from sfast_ext.weights.weight import Weight, same_place
 def external_reader(
     everything: Iterable[Weight], arrived: Iterable[tuple[Weight, torch.Tensor]], written: Iterable[Weight]
 ) -> Weight | None:
-    """One of `written` in whose memory there is a tensor that is none of `everything`, nor has arrived; or None.
+    """One of `written` whose memory is shared with a tensor that is neither in `everything` nor in `arrived`, or None.
 
-    It may be what a host keeps to put back (`weight.data`, a state dict), or what it put in another weight's place.
+    Such a tensor may be one that a host keeps to put back (`weight.data`, a state dict), or one that it put in the slot
+    of another weight.
     """
     first: dict[int, Weight] = {}
     for w in written:
@@ -31,7 +32,7 @@ def external_reader(
     writing = {id(w) for w in written}
     for w in everything:
         if type(w.tensor) is not torch.Tensor:
-            # no plan reads it, see `check_compatible`, and it may have no memory to speak of
+            # no plan reads it, see `check_compatible`, and it may have no storage
             continue
         note(w.tensor)
         note(w.tensor._base)
@@ -56,11 +57,11 @@ def external_reader(
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    # torch before 2.6 counts where it is built for GPUs only
+    # before torch 2.6 it exists in GPU builds only
     count = getattr(torch._C, "_storage_Use_Count", None)
     storage = tensor.untyped_storage()
     return 0 if count is None else count(storage._cdata)
 
 
-# of a tensor that has its memory to itself
+# the use count of memory with a single tensor
 _ALONE = _uses(torch.empty(0, device="cpu"))

@@ -1,7 +1,7 @@
-"""Who computes with a module's weights: they are laid out anew only while no other thread does.
+"""A readers-writer lock around the weights of a module.
 
-A readers-writer lock: the original forward may run in any number of threads; laying out weights needs all others to be
-outside. A thread never waits for itself.
+The original forward is a reader and may run in any number of threads. Changing the layout of weights needs exclusive
+access. The lock is reentrant: a thread never waits for itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class Gate:
-    """Of one module; `with gate:` around each run of its original forward."""
+    """The lock of one module. Use `with gate:` around each run of its original forward."""
 
     def __init__(self) -> None:
         self._free = threading.Condition(threading.Lock())
@@ -53,18 +53,18 @@ class Gate:
             try:
                 self.when_exclusive(each)
             except Exception:
-                # the forward that has ended here has nothing to do with it
+                # not an error of the forward that ends here
                 _log.exception("laying weights out failed")
 
     @contextlib.contextmanager
     def exclusive(self, wait_s: float = 0.0) -> Iterator[None]:
-        """Keep the other threads out; reentrant.
+        """Exclusive access. Reentrant.
 
         Args:
-            wait_s: for how many seconds to wait until they are.
+            wait_s: how long to wait for the other threads, in seconds.
 
         Raises:
-            WeightsInUse: they are not.
+            WeightsInUse: they are still inside.
         """
         me = threading.get_ident()
         until = time.monotonic() + wait_s
@@ -86,7 +86,7 @@ class Gate:
                     self._free.notify_all()
 
     def when_exclusive(self, action: Callable[[], None]) -> None:
-        """Run an action now, or when the last of the other threads has left, in that one."""
+        """Run an action with exclusive access, now or in the thread that is the last to leave."""
         while True:
             try:
                 with self.exclusive():
@@ -98,7 +98,7 @@ class Gate:
                 if self._inside.keys() - {threading.get_ident()}:
                     self._deferred.append(action)
                     return
-                # another thread lays weights out, for an instant
+                # another thread has exclusive access, for a moment
                 self._free.wait_for(lambda: self._owner is None)
 
 
@@ -107,6 +107,6 @@ _making = threading.Lock()
 
 
 def gate_of(module: nn.Module) -> Gate:
-    """The gate of a module, whoever asks."""
+    """The gate of a module. There is one for each module."""
     with _making:
         return _gates.setdefault(module, Gate())

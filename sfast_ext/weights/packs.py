@@ -1,4 +1,4 @@
-"""The packed tensors of a weight arena: several weights as the rows of one."""
+"""Packed weights of a weight arena: several weights are the rows of one tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sfast_ext.weights.weight import Weight
 
 
 class Packs:
-    """The packs there are, by the weights in them."""
+    """All packs, by the weights in them."""
 
     def __init__(self) -> None:
         self._packs: dict[tuple[int, ...], Weight] = {}
@@ -19,10 +19,10 @@ class Packs:
         return len(self._packs)
 
     def make(self, weights: Sequence[Weight], move: Callable[[Weight, torch.Tensor], None]) -> Weight | None:
-        """The pack of these weights, or the rows of a larger one that they are; see `WeightArena.pack`.
+        """The pack of these weights, or their rows of a larger pack; see `WeightArena.pack`.
 
         Args:
-            move: lets a weight be a view of the pack.
+            move: makes a weight a view of the given rows.
         """
         known = self._packs.get(_key(weights))
         if known is not None:
@@ -51,29 +51,29 @@ class Packs:
         return pack
 
     def all(self) -> list[Weight]:
-        """Every pack."""
+        """All packs."""
         return list(self._packs.values())
 
     def dissolve(self, pack: Weight) -> None:
-        """Its parameters stay where they are, but may be packed anew."""
+        """Drop a pack. Its parameters keep their memory, but may be packed again."""
         for part in pack.parts:
             part.pack = None
-        # rows of it that were packs of their own are so no more, but for those that a plan reads
+        # packs that are rows of it are dropped as well, unless a plan reads them
         gone = [p for p in self._packs.values() if p is pack or not {*p.parts}.isdisjoint(pack.parts)]
         self._packs = {
             k: p for k, p in self._packs.items() if p not in gone or (p is not pack and all(w.plans for w in p.parts))
         }
 
     def drop_unread(self) -> None:
-        """Keep only those of which plans read all parts."""
+        """Drop the packs that no plan reads completely."""
         self._packs = {k: p for k, p in self._packs.items() if all(part.plans for part in p.parts)}
 
     def clear(self) -> None:
-        """Forget them."""
+        """Drop all packs."""
         self._packs = {}
 
     def _rows_of_pack(self, weights: Sequence[Weight]) -> Weight | None:
-        """The rows of a larger pack that `weights` are, one after the other; None where they are not."""
+        """The rows of a larger pack in which `weights` are neighbours in this order, or None."""
         pack = weights[0].pack
         if pack is None or any(w.pack is not pack for w in weights):
             return None
@@ -88,12 +88,12 @@ class Packs:
 
 
 def _packed(weights: Sequence[Weight], tensor: torch.Tensor) -> Weight:
-    """A tensor of the rows of `weights`, as a weight."""
+    """The weight of a tensor with the rows of `weights`."""
     return Weight("+".join(w.path for w in weights), tensor, parts=tuple(weights))
 
 
 def _stackable(weights: Sequence[Weight]) -> bool:
-    """Whether weights can be the rows of one tensor."""
+    """Whether weights can be rows of one tensor."""
     first = weights[0].tensor
     alike = all(
         w.tensor.dtype == first.dtype and w.tensor.device == first.device and w.tensor.shape[1:] == first.shape[1:]

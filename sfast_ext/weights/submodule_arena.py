@@ -1,4 +1,4 @@
-"""The weights of a submodule that is accelerated by itself: they live in the weight arena of the whole model."""
+"""The weights of a submodule that has an accelerator of its own. They are in the weight arena of the model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sfast_ext.weights.weight import Weight
 
 
 class SubmoduleArena:
-    """What the plans of one submodule need of the arena of the whole. It changes and gives back nothing by itself.
+    """A view of the model's arena for the plans of one submodule. It releases nothing by itself.
 
     Args:
-        arena: of the whole model.
+        arena: the arena of the model.
         root: the submodule.
     """
 
@@ -30,7 +30,7 @@ class SubmoduleArena:
 
     @property
     def gate(self) -> Gate:
-        """That of the whole."""
+        """The gate of the model."""
         return self._arena.gate
 
     def index(self) -> None:
@@ -62,7 +62,7 @@ class SubmoduleArena:
         self._arena.unbind(weights)
 
     def sync(self) -> int:
-        """See `WeightArena.sync`; looks at the weights of the submodule only."""
+        """See `WeightArena.sync`. Checks the weights of the submodule only."""
         if self._epoch != self._arena.epoch:
             self._epoch = self._arena.epoch
             own = {id(c) for m in self.root.modules() for c in (m._parameters, m._buffers, m.__dict__)}
@@ -75,7 +75,7 @@ class SubmoduleArena:
         return self._arena.vacant
 
     def move_to(self, root: nn.Module) -> bool:
-        """A part does not move by itself."""
+        """A submodule does not move by itself."""
         return False
 
     def restore_layout_temporarily(self) -> None:
@@ -83,7 +83,7 @@ class SubmoduleArena:
         self._arena.restore_layout_temporarily()
 
     def release(self) -> None:
-        """Nothing: parameters are given back with the whole."""
+        """Does nothing: parameters are released with the model."""
 
     def status(self) -> dict[str, Any]:
         """See `WeightArena.status`."""

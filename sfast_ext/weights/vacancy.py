@@ -1,4 +1,4 @@
-"""Live tensors without memory: what is left of them while the host has the weights elsewhere and needs the room."""
+"""Live tensors whose memory was freed while the host has the weights on another device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from sfast_ext.weights.original_layout import OriginalLayouts, Strides, memory_of
 from sfast_ext.weights.weight import Weight, WeightsAway
 
-# elements; offsets within a block keep their alignment for kernels that load 16 bytes at a time
+# in elements; offsets in a block keep their alignment, for kernels that load 16 bytes at a time
 _ALIGNED = 256
 
 
@@ -25,7 +25,7 @@ class _Member:
 
 @dataclass
 class Vacancy:
-    """A block of memory to be given back, or that was, and how the tensors of its weights lie in it."""
+    """A block of memory that can be freed, or is freed, and the layout of the weights in it."""
 
     elements: int
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class Vacancy:
     members: list[_Member] = field(default_factory=list)
 
     def vacate(self) -> None:
-        """Let go of the block. Its tensors keep shape, dtype and device, over a single element that is NaN."""
+        """Free the block. Its tensors keep shape, dtype and device, as an expanded single NaN."""
         with torch.inference_mode(False), torch.no_grad():
             fill = math.nan if self.dtype.is_floating_point else 0
             for member in self.members:
@@ -42,10 +42,10 @@ class Vacancy:
                 member.weight.bound, member.weight.pointer = None, nothing.data_ptr()
 
     def occupy(self, layouts: OriginalLayouts) -> None:
-        """Take memory again; its values are yet to be copied.
+        """Allocate the block again. Its values are not copied yet.
 
         Raises:
-            WeightsAway: the GPU has none.
+            WeightsAway: the GPU is out of memory.
         """
         with torch.inference_mode(False), torch.no_grad():
             try:
@@ -61,11 +61,11 @@ class Vacancy:
 
 
 def vacancies(live: Iterable[Weight], known: Iterable[Weight], layouts: OriginalLayouts) -> list[Vacancy] | None:
-    """The blocks that live tensors lie in; None where a parameter of the module lies in one of them.
+    """The blocks of live tensors. None if a parameter of the module uses one of them.
 
     Args:
         live: the weights that plans read.
-        known: all others that may lie in the same blocks.
+        known: all other weights that may use the same blocks.
     """
     blocks: dict[int, dict[int, Weight]] = {memory_of(w.tensor): {} for w in live}
     for weight in (*live, *known):

@@ -1,4 +1,4 @@
-"""One weight that plans may read, and what may become of it."""
+"""A weight that plans may read, and lookups of tensors in a module."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ from torch import nn
 from sfast_ext.weights.original_layout import live_tensor
 
 WeightSlot = tuple[dict, str]
+"""A place in a module that holds a tensor: a dictionary of a submodule, and a name in it."""
 
 
 class WeightsAway(Exception):
-    """Weights are not where plans read them for now (offloaded); the original forward runs, plans are kept."""
+    """Weights are temporarily not where plans read them (offloaded). The call is bypassed, plans are kept."""
 
 
 class WeightsInUse(WeightsAway):
-    """Another thread computes with the weights, so they cannot be laid out anew now."""
+    """Another thread uses the weights, so their layout cannot be changed now."""
 
 
 class WeightsChanged(Exception):
-    """Weights changed in a way that no copy can follow (shape, dtype, removed); plans must be built anew."""
+    """Weights changed in a way that no copy can follow (shape, dtype, removed). Plans must be built again."""
 
 
 @dataclass(eq=False)
 class Weight:
     """A parameter, buffer or packed tensor that plans may read.
 
-    `tensor` is the live tensor. `slots` are the dictionaries of modules that hold the parameter (several where it is
-    tied); empty for a packed tensor.
+    `tensor` is the live tensor. `slots` are the places in modules that hold the parameter: several if it is tied, none
+    for a packed tensor.
     """
 
     path: str
     tensor: torch.Tensor
     slots: list[WeightSlot] = field(default_factory=list)
     bound: torch.Tensor | None = None
-    """The very object that was in the slots when the live tensor was last known to hold its values."""
+    """The object in the slots when the live tensor was last known to have its values."""
     pointer: int = 0
     pack: Weight | None = None
     parts: tuple[Weight, ...] = ()
     plans: int = 0
-    """How many plans read it; its address must not change while there is one."""
+    """The number of plans that read it. Its address is fixed while there is one."""
 
     def is_current(self, value: torch.Tensor) -> bool:
-        """Whether the module still holds the tensor that the live one was bound to, where and as it was."""
+        """Whether the module still holds the bound tensor, with unchanged memory, strides, device and dtype."""
         if id(self.bound) != id(value):
             return False
         live = self.tensor
@@ -54,7 +55,7 @@ class Weight:
 
 
 def places_of(root: nn.Module) -> dict[str, WeightSlot]:
-    """Where a module holds the tensor of each name."""
+    """The slot of each tensor of a module, by path."""
     places: dict[str, WeightSlot] = {}
     for prefix, module in root.named_modules():
         for container in (module._parameters, module._buffers, module.__dict__):
@@ -65,14 +66,14 @@ def places_of(root: nn.Module) -> dict[str, WeightSlot]:
 
 
 def slots_at(paths: Sequence[str], places: Mapping[str, WeightSlot]) -> list[WeightSlot]:
-    """The places of these paths; none where one is missing, or where they do not hold one and the same tensor."""
+    """The slots of these paths. Empty if one is missing, or if they do not all hold the same tensor."""
     found = [places[path] for path in paths if path in places]
     same = len({id(container[name]) for container, name in found}) == 1
     return found if same and len(found) == len(paths) else []
 
 
 def tensors_of(root: nn.Module) -> dict[int, tuple[torch.Tensor, list[str], list[WeightSlot]]]:
-    """Each tensor of a module by its id, with its paths."""
+    """Each tensor of a module by its id: (tensor, paths, slots)."""
     held: dict[int, tuple[torch.Tensor, list[str], list[WeightSlot]]] = {}
     for path, slot in places_of(root).items():
         value = slot[0][slot[1]]
@@ -83,7 +84,7 @@ def tensors_of(root: nn.Module) -> dict[int, tuple[torch.Tensor, list[str], list
 
 
 def paths_of(root: nn.Module, weight: Weight) -> list[str]:
-    # a weight is called after its first slot; tied ones have more
+    # weight.path is that of its first slot; a tied weight has more
     held = {(id(c), n) for c, n in weight.slots}
     if len(held) == 1:
         return [weight.path]
@@ -103,10 +104,10 @@ def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_compatible(weight: Weight, now: torch.Tensor | None, *, anywhere: bool = False) -> None:
-    """Raise `WeightsAway` or `WeightsChanged` where the live tensor cannot take the values of `now`.
+    """Raise `WeightsAway` or `WeightsChanged` if the live tensor cannot take the values of `now`.
 
     Args:
-        anywhere: it may be on another device.
+        anywhere: `now` may be on another device.
     """
     live = weight.tensor
     if not isinstance(now, torch.Tensor):
@@ -116,7 +117,7 @@ def check_compatible(weight: Weight, now: torch.Tensor | None, *, anywhere: bool
     if now.device != live.device and not (anywhere and now.device.type != "meta"):
         raise WeightsAway(f"the weights are on {now.device}, the plans on {live.device}")
     if live.data_ptr() != weight.pointer:
-        # its storage was resized, and CUDA graphs read where it was
+        # its storage was resized; CUDA graphs read the old address
         raise WeightsChanged(f"the memory of {weight.path} was exchanged")
     if now.shape != live.shape or now.dtype != live.dtype:
         raise WeightsChanged(

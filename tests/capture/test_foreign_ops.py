@@ -196,7 +196,7 @@ def test_nothing_stays_patched(xformers):
         assert attend.__code__ is not code
         raise KeyError("mine")
 
-    assert "KeyError (capture/test_foreign_ops.py" in refused(broken)
+    assert "KeyError (test_foreign_ops.py" in refused(broken)
     assert attend.__code__ is code
     captured(attend)
     assert attend.__code__ is code
