@@ -176,7 +176,7 @@ def test_the_extension_changes_the_picture(stock, name):
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_it_is_accelerated_or_stepped_around_by_name(played, name):
+def test_it_is_accelerated_or_bypassed_by_name(played, name):
     words = WORDS[name]
     if words is not None:
         bypassed(played, name, words)
