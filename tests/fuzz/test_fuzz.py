@@ -117,7 +117,7 @@ UNSEEN = {
     "function_of_torch_replaced": (surroundings, "look", lambda: STOCK),
     "hook_on_all": (surroundings, "look", lambda: STOCK),
     "class_forward": (fingerprint, "strangers", lambda *class_of_anybody, **options: []),
-    "attribute": (Snapshot, "unchanged_quick", lambda scene: True),
+    "attribute": (Snapshot, "unchanged_quick", lambda snapshot: True),
 }
 
 
