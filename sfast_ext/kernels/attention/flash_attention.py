@@ -33,7 +33,7 @@ class Shape(NamedTuple):
     blocks: int  # on a multiprocessor
     stages: int
     lag: int
-    sum_by_product: bool
+    sum_by_mma: bool
     even: bool = False  # as many blocks as multiprocessors, with as much to do each
     fewest: int = 0  # keys for which it is an answer
     round: float = 1.0  # what a round takes, of time and energy, beside those of the other shapes for the same size
@@ -150,7 +150,7 @@ def constants(size: int, shape: Shape, dtype: torch.dtype) -> dict[str, int]:
         "BLOCKS": shape.blocks,
         "STAGES": shape.stages,
         "LAG": shape.lag,
-        "SUM_BY_PRODUCT": int(shape.sum_by_product),
+        "SUM_BY_MMA": int(shape.sum_by_mma),
         "EVEN": int(shape.even),
         "BF16": int(dtype == torch.bfloat16),
     }

@@ -45,14 +45,14 @@ class Tile(NamedTuple):
     step: float  # of 64 terms of the sum, in a round of blocks
     load: float  # of 64 terms, times the share of multiprocessors that a round keeps busy
     start: float  # and end, of a round
-    turns: bool = False  # whether one group of warps finishes a tile while the other multiplies
+    pingpong: bool = False  # one warpgroup in its epilogue while the other is in its mainloop
     split: int = 1  # blocks that share a sum
     pair: int = 1  # blocks that share what they load of the weight
 
 
 _UNSPLIT = [
-    Tile(160, 0.340, 0.112, 0.8, turns=True),
-    Tile(128, 0.243, 0.135, 4.0, turns=True),
+    Tile(160, 0.340, 0.112, 0.8, pingpong=True),
+    Tile(128, 0.243, 0.135, 4.0, pingpong=True),
     Tile(224, 0.410, 0.190, 13.0),
 ]
 TILES = [
@@ -206,7 +206,7 @@ def with_statistics(
     tile = best(x, columns)
     all_at_once = _tiles_down(x) * columns // tile.width <= multiprocessors(device_of(x))
     if all_at_once or x.dtype != torch.float16:  # in turns the compiler runs out of registers for bfloat16
-        tile = tile._replace(turns=False)
+        tile = tile._replace(pingpong=False)
     if _tiles_down(x) % tile.pair:  # of the shift of an image that is not there nothing may be read
         tile = tile._replace(pair=1)
     out = _launch(x, weight, tile, columns // groups, shift, residual, partial)
@@ -240,7 +240,7 @@ def constants(tile: Tile, dtype: torch.dtype, group: int = 0) -> dict[str, int]:
     """What the kernel is compiled for."""
     return {
         "WIDTH": tile.width,
-        "TURNS": int(tile.turns),
+        "PINGPONG": int(tile.pingpong),
         "STAGES": smem_ring.stages(tile.width, tile.split == 1),
         "PAIR": tile.pair,
         "SPLIT": tile.split,
@@ -253,13 +253,13 @@ def siblings(given: dict[str, int]) -> list[dict[str, int]]:
     """What another size of picture may ask for where this one asks for the given constants: what `best` finds, and what
     `with_statistics` makes of it."""
     dtype = torch.bfloat16 if given["BF16"] else torch.float16
-    turns = (True, False) if dtype == torch.float16 else (False,)
+    pingpong = (True, False) if dtype == torch.float16 else (False,)
     found = []
     for group in dict.fromkeys((given["GROUP"], 0, *_GROUPS)):
         tiles = TILES
         if group:
             pairs = group * _USUAL_GROUPS >= _MANY_COLUMNS
-            tiles = [t._replace(turns=turn) for turn in turns for t in _WITH_STATISTICS if pairs or t.pair == 1]
+            tiles = [t._replace(pingpong=each) for each in pingpong for t in _WITH_STATISTICS if pairs or t.pair == 1]
         found += [constants(tile, dtype, group) for tile in tiles]
     return found
 

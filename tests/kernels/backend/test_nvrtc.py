@@ -64,11 +64,11 @@ def test_flash_attention_compiles(size, shape, dtype):
 CONVOLUTIONS = [(tile, torch.float16) for tile in conv2d.TILES] + [(conv2d.TILES[0], torch.bfloat16)]
 # with the statistics of groups: of 10, 20 and 40 channels, and of a whole tile
 CONVOLUTIONS += [
-    (conv2d.TILES[0]._replace(turns=turns), torch.float16, group)
-    for turns, group in product((False, True), (10, 20, 40, 160))
+    (conv2d.TILES[0]._replace(pingpong=pingpong), torch.float16, group)
+    for pingpong, group in product((False, True), (10, 20, 40, 160))
 ]
-CONVOLUTIONS += [(conv2d.TILES[0]._replace(turns=turns, pair=1), torch.float16, 10) for turns in (False, True)]
-CONVOLUTIONS += [(conv2d.TILES[0]._replace(turns=False), torch.bfloat16, 40)]
+CONVOLUTIONS += [(conv2d.TILES[0]._replace(pingpong=pingpong, pair=1), torch.float16, 10) for pingpong in (False, True)]
+CONVOLUTIONS += [(conv2d.TILES[0]._replace(pingpong=False), torch.bfloat16, 40)]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ CONVOLUTIONS += [(conv2d.TILES[0]._replace(turns=False), torch.bfloat16, 40)]
 )
 def test_conv2d_compiles(given):
     # what comes once a tile, and has all its sums in registers, may lay a few aside
-    registers, fixed = built("conv2d", given, 64 if given["GROUP"] and given["TURNS"] else 0)
+    registers, fixed = built("conv2d", given, 64 if given["GROUP"] and given["PINGPONG"] else 0)
     assert registers * 384 <= REGISTERS
     assert conv2d.shared_bytes(given) + fixed <= SHARED
 

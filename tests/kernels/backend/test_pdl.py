@@ -148,17 +148,15 @@ def test_which_cuda_keeps_beginnings(monkeypatch, built, runs, kept):
 def test_who_begins_early_waits(module):
     """In each role of its threads, and says which arguments it reads before."""
     text = (nvrtc.SOURCES / f"{module._KERNEL.name}.cu").read_text()
-    roles = 3 if "kHelpers" in text else 2 if "setmaxnreg" in text else 1
-    assert text.count("after_previous();") == roles and text.count("next_may_begin();") == 1
-    early = text.partition("after_previous();")[0]
-    assert ("bring_weight(" in early) == (module._KERNEL.reads_early == ("weight",))
+    roles = 3 if "kHelperThreads" in text else 2 if "setmaxnreg" in text else 1
+    assert text.count("pdl_wait();") == roles and text.count("pdl_launch_dependents();") == 1
+    early = text.partition("pdl_wait();")[0]
+    assert ("load_weight(" in early) == (module._KERNEL.reads_early == ("weight",))
     assert set(module._KERNEL.reads_early) <= set(module._KERNEL.arg_names)
 
 
 def test_a_kernel_that_says_nothing_does_not_wait():
-    assert (
-        input_copies._KERNEL.reads_early is None and "after_previous" not in (nvrtc.SOURCES / "copies.cu").read_text()
-    )
+    assert input_copies._KERNEL.reads_early is None and "pdl_wait" not in (nvrtc.SOURCES / "copies.cu").read_text()
 
 
 def slow(x, times=20):

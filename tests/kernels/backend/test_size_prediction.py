@@ -49,7 +49,7 @@ def test_a_further_size_finds_its_kernels_compiled(nvrtc_calls):
     finish()
     compiled = list(nvrtc_calls.asked)
     names = {str(given) for given in compiled}
-    families = [(conv2d if "TURNS" in given else linear_geglu).siblings(given) for given in asked_by(first)]
+    families = [(conv2d if "PINGPONG" in given else linear_geglu).siblings(given) for given in asked_by(first)]
     assert others < names == {str(given) for family in families for given in family}
     assert len(names) == len(compiled)
     assert sum(precompile.precompile(graph, GPU) for graph in further) == len(others)
@@ -175,7 +175,7 @@ def test_python_ends_after_the_compilation_at_hand(tmp_path):
     script = """
         import threading, time
         import torch
-        from sfast_ext.kernels import _cuda, _precompile
+        from sfast_ext.kernels.backend import nvrtc, precompile
         begun = threading.Event()
         class Nvrtc:
             nvrtcVersion = lambda self: (0, 13, 0)
@@ -186,11 +186,11 @@ def test_python_ends_after_the_compilation_at_hand(tmp_path):
                 time.sleep(0.01)
             print("done", flush=True)
             return b"code", ""
-        _cuda.bindings, _cuda.build = lambda: (None, Nvrtc()), build
+        nvrtc.bindings, nvrtc.build = lambda: (None, Nvrtc()), build
         torch.cuda.get_device_capability = lambda index: (9, 0)
-        source = _cuda.Source("conv2d", None, (), lambda given: [{"N": n} for n in range(100)])
-        launch = _precompile.Launch(source, (), {"N": 0})
-        _precompile._later.add([launch], torch.device("cuda", 0))
+        source = nvrtc.Source("conv2d", None, (), lambda given: [{"N": n} for n in range(100)])
+        launch = precompile.Launch(source, (), {"N": 0})
+        precompile._later.add([launch], torch.device("cuda", 0))
         begun.wait()
     """
     ran = subprocess.run(

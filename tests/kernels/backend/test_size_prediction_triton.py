@@ -351,7 +351,7 @@ def test_python_ends_after_the_kernel_of_triton_at_hand(pause, printed):
     script = f"""
         import contextlib, threading, time
         import torch
-        from sfast_ext.kernels import _further, _precompile, _triton
+        from sfast_ext.kernels.backend import precompile, size_prediction, triton_runtime
         begun = threading.Event()
         class Kernel:
             arg_names = ("x",)
@@ -363,13 +363,13 @@ def test_python_ends_after_the_kernel_of_triton_at_hand(pause, printed):
                 print("done", flush=True)
         kernel = Kernel()
         def launch(x):
-            _triton.start(kernel, (1,), x, N=x.shape[-1])
+            triton_runtime.start(kernel, (1,), x, N=x.shape[-1])
         torch.cuda.device = lambda device: contextlib.nullcontext()
-        _precompile._PAUSE = {pause}
-        x = _further.Shape((2, 4, 64, 64), (16384, 4096, 64, 1), torch.float16)
-        calls = [_further.Call(launch, (x,), {{}})]
-        _precompile._later.add([], torch.device("cuda", 0), calls, (64, 64))
-        begun.wait(0 if _precompile._PAUSE else None)
+        precompile._PAUSE = {pause}
+        x = size_prediction.Shape((2, 4, 64, 64), (16384, 4096, 64, 1), torch.float16)
+        calls = [size_prediction.Call(launch, (x,), {{}})]
+        precompile._later.add([], torch.device("cuda", 0), calls, (64, 64))
+        begun.wait(0 if precompile._PAUSE else None)
     """
     ran = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],

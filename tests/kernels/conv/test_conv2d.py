@@ -21,7 +21,7 @@ ODD = [(1, 64, 5, 7, 80), (2, 64, 33, 57, 88), (3, 128, 9, 11, 168), (5, 64, 1, 
 ODD += [(7, 192, 13, 1, 328), (1, 64, 1, 1, 80), (1, 64, 300, 3, 232), (9, 128, 3, 130, 1288), (4, 64, 65, 40, 1280)]
 ODD += [(2, 64, 128, 131, 160)]
 UNETS = [(2, 320, 64, 64, 320), (2, 1280, 16, 16, 1280), (2, 640, 33, 57, 640), (2, 2560, 12, 12, 1280)]
-each_tile = pytest.mark.parametrize("tile", conv2d.TILES, ids=lambda t: f"{t.width}, {t.turns}, {t.split}, {t.pair}")
+each_tile = pytest.mark.parametrize("tile", conv2d.TILES, ids=lambda t: f"{t.width}, {t.pingpong}, {t.split}, {t.pair}")
 
 
 def operands(shape, dtype, device):
@@ -344,7 +344,7 @@ def test_slots_fit_a_block(tile):
     assert tile.width // given["PAIR"] % 8 == 0 and tile.width <= 256
     # sums that are put together lie where the slots were
     if tile.split > 1:
-        assert not tile.turns
+        assert not tile.pingpong
         assert 4 * 128 * (tile.width + 8) <= conv2d.shared_bytes(given) - 1024
 
 

@@ -296,7 +296,7 @@ def test_elsewhere_those_that_follow_each_other_are(monkeypatch, added):
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 9))
     found = precompile.launches(graph_of(SIZES[0], NHWC, added), torch.device("cuda", 0)).values()
     homes = [launch.kernel.fn.__module__.rpartition(".")[2] for launch in found]
-    assert homes == ["_sum_group_norm" if added else "_group_norm", "_group_parts"]
+    assert homes == ["fused_inputs" if added else "one_pass", "two_pass"]
 
 
 def test_no_block_of_a_pair_is_beyond_the_images(monkeypatch):
