@@ -21,7 +21,7 @@ def attention(gm: fx.GraphModule, ctx: PassContext) -> int:
     if not health.usable(kernel, ctx.device):
         return 0
     untouchable, count = mutated(gm.graph), 0
-    function = kernel.launch if ctx.serves(kernel) else kernel.library
+    function = kernel.launch if ctx.serves(kernel) else kernel.fallback
     for node in list(gm.graph.nodes):
         if not is_op(node, ATTENTION) or not untouchable.isdisjoint([node, *node.all_input_nodes]):
             continue

@@ -71,7 +71,7 @@ def writes_patches(picture: Any) -> fx.Node | None:
         groups = writer.args[4]
     else:
         return None
-    return writer if group_norm.takes_patches(val, groups) else None
+    return writer if group_norm.supports_patches(val, groups) else None
 
 
 def few(picture: fx.Node) -> bool:

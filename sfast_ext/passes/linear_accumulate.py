@@ -39,7 +39,7 @@ def linear_onto(gm: fx.GraphModule, ctx: PassContext) -> int:
         bias = argument(linear, 2, "bias")
         if bias is not None:
             pair = total.args[0]
-            pair.kwargs = {**pair.kwargs, "after": bias}
+            pair.kwargs = {**pair.kwargs, "post_bias": bias}
         with gm.graph.inserting_before(add):
             new = call(gm.graph, kernel.launch, (*linear.args[:2], total), add)
         replace(add, new)
@@ -54,7 +54,7 @@ def fits(linear: fx.Node, total: fx.Node, add: fx.Node, untouchable: set[fx.Node
     if not is_op(total, (operator.getitem,)) or total.args[1] != 0:
         return False
     pair = total.args[0]
-    if not is_op(pair, (add_layer_norm.launch,)) or pair.kwargs.get("after") is not None or pair in untouchable:
+    if not is_op(pair, (add_layer_norm.launch,)) or pair.kwargs.get("post_bias") is not None or pair in untouchable:
         return False
     operands = [*linear.args[:2], argument(linear, 2, "bias")]
     if any(x is not None and (x in untouchable or dtype(x) != dtype(add)) for x in operands):

@@ -52,7 +52,7 @@ def linear_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
     graph = gm.graph
     untouchable = mutated(graph)
     found = [(norm, match) for norm in graph.nodes if (match := operands(norm, untouchable)) is not None]
-    quicker = [s for s in dict.fromkeys(match.sizes for _, match in found) if kernel.pays(*s, ctx.device)]
+    quicker = [s for s in dict.fromkeys(match.sizes for _, match in found) if kernel.profitable(*s, ctx.device)]
     if not quicker:
         return 0
     records, count = shared_records(gm, ctx, quicker, found[0][1].linear), 0
@@ -107,7 +107,7 @@ def operands(norm: fx.Node, untouchable: set[fx.Node]) -> Match | None:
     residual = shift = after = None
     if is_op(norm, (add_layer_norm.launch,)):
         x, residual, factor, offset, eps = norm.args
-        shift, after = norm.kwargs.get("shift"), norm.kwargs.get("after")
+        shift, after = norm.kwargs.get("shift"), norm.kwargs.get("post_bias")
         if only_user(x) is not norm or x is residual or shape(residual) != shape(x):
             return None
         linear = x

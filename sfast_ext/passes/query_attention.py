@@ -81,6 +81,6 @@ def operands(node: fx.Node, ctx: PassContext, untouchable: set[fx.Node]) -> Matc
     images, rows, count, width = size
     if out[-1] != count * width or keys != shape(v) or keys[:2] != (images, count) or keys[3] != width:
         return None
-    if not kernel.pays(images, rows, keys[1:], terms[-1], ctx.device):
+    if not kernel.profitable(images, rows, keys[1:], terms[-1], ctx.device):
         return None
     return Match(x, weight, k, v, (images, rows, terms[-1]))

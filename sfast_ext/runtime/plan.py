@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from sfast_ext.call_signature import Call, as_tensor, rebuild_output
-from sfast_ext.kernels.backend.nvrtc import beginning_early
+from sfast_ext.kernels.backend.pdl import pdl_capture
 from sfast_ext.report import Report
 from sfast_ext.runtime import operations
 from sfast_ext.runtime.graph_pool import KEEPS, CapturedGraph, GraphPool, NoGraph
@@ -192,7 +192,7 @@ class Plan:
         if KEEPS:
             self._copies.begin()
         # weights change between replays, if they do
-        with beginning_early(weight.tensor for weight in self.weights):
+        with pdl_capture(weight.tensor for weight in self.weights):
             return self._run_static()
 
     def _warm_up(self, pool: GraphPool) -> None:

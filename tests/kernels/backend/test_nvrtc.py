@@ -128,22 +128,22 @@ def test_query_attention_compiles(dtype):
 
 
 def test_what_was_compiled_is_kept(monkeypatch, tmp_path):
-    code = flash_attention._KERNEL.compiled(HOPPER, constants(40))
-    assert flash_attention._KERNEL.compiled(HOPPER, constants(64)) != code
+    code = flash_attention._SOURCE.compiled(HOPPER, constants(40))
+    assert flash_attention._SOURCE.compiled(HOPPER, constants(64)) != code
     assert len(list((tmp_path / "kernels").iterdir())) == 2
     monkeypatch.setattr(nvrtc, "build", None)
-    assert flash_attention._KERNEL.compiled(HOPPER, constants(40)) == code
+    assert flash_attention._SOURCE.compiled(HOPPER, constants(40)) == code
 
 
 @pytest.mark.parametrize(
     "spoilt", [lambda good: good[:-100], lambda good: b"", lambda good: good[:99] + b"x" + good[100:]]
 )
 def test_what_was_kept_and_is_spoilt_is_made_anew(spoilt, tmp_path):
-    code = flash_attention._KERNEL.compiled(HOPPER, constants(64))
+    code = flash_attention._SOURCE.compiled(HOPPER, constants(64))
     (file,) = (tmp_path / "kernels").iterdir()
     good = file.read_bytes()
     file.write_bytes(spoilt(good))
-    assert flash_attention._KERNEL.compiled(HOPPER, constants(64)) == code
+    assert flash_attention._SOURCE.compiled(HOPPER, constants(64)) == code
     assert file.read_bytes() == good
 
 
@@ -267,7 +267,7 @@ def test_a_kernel_that_failed_is_not_asked_again(monkeypatch, caplog):
 
 def test_without_bindings_there_is_no_kernel(monkeypatch):
     monkeypatch.setattr(nvrtc, "bindings", lambda: None)
-    assert not flash_attention._KERNEL.available(torch.device("cuda", 0))
+    assert not flash_attention._SOURCE.available(torch.device("cuda", 0))
 
 
 @pytest.mark.gpu
