@@ -1,47 +1,46 @@
-// A 3x3 convolution of NHWC pictures with a row of zeros around them, for Hopper: a product of pixels by channels, whose
-// sum runs over nine neighbours and the channels of each (an implicit GEMM).
+// 3x3 convolution of NHWC images, padding 1, for Hopper: an implicit GEMM with M = pixels, N = output channels and
+// K = 9 taps x input channels.
 //
-// Tiles are 128 pixels, a box of some columns, rows and images, by WIDTH channels of the result. One warp sends the copy
-// engine for them, 64 terms of the sum at a time, into a ring of STAGES slots: a neighbour's box is the same box moved by a
-// pixel, and what lies outside of the picture comes as zeros. Two groups of four warps multiply; blocks compute tiles until
-// there are none left.
+// Tiles are 128 pixels (a box of columns, rows and images) by WIDTH output channels. A producer warp fills a ring of
+// STAGES shared memory stages by TMA, 64 of K at a time: the box of a tap is the tile's box shifted by a pixel, and TMA
+// fills what is out of bounds with zeros. Two consumer warpgroups run the mma mainloop. Blocks are persistent.
 //
-// What is given: WIDTH; TURNS, whether the groups take tiles in turn, so that one finishes its tile while the other
-// multiplies (CUTLASS calls it ping-pong), or share each; STAGES; PAIR, how many blocks, with pixels next to each other,
-// share what they load of the weight, 1 or 2; SPLIT, how many blocks share the sum of a tile, which is put together
-// through shared memory, with PAIR 1, no TURNS and a block for each part of a tile; GROUP, how many channels of the result
-// a group norm takes together, which divide WIDTH, or 0: then, with TURNS, what is added to the result goes in here, and
-// the statistics of each tile's groups come out; BF16.
+// Compile-time parameters: WIDTH; PINGPONG, whether the consumer warpgroups alternate tiles, one in its epilogue while
+// the other is in its mainloop (CUTLASS' ping-pong schedule), or share each tile (cooperative); STAGES; PAIR, 1 or 2,
+// blocks of a cluster with neighbouring pixels that share the weight by TMA multicast; SPLIT, blocks of a cluster that
+// split K, reduced through distributed shared memory, with PAIR 1, no PINGPONG and one tile per cluster; GROUP,
+// channels of a group of the group norm that follows, which divide WIDTH, or 0: otherwise the epilogue adds shift and
+// residual, and writes the group statistics of each tile; BF16.
 
 #include "hopper.h"
 #if GROUP > 0
-#include "group_sums.h"
+#include "group_reduce.h"
 #endif
 
-// Pixels of a tile: 1 << across columns of 1 << down rows of the images that are left; and how many boxes wide and high
-// an image is.
+// A tile's pixels: 1 << across columns by 1 << down rows by 128 >> (across + down) images. An image is wide x high
+// boxes.
 struct Boxes {
   int across, down, wide, high, width, height, images;
 };
 
-constexpr int kTaps = 9, kDepth = 64, kRows = 128;  // kDepth: terms of the sum in a slot, 128 bytes
+constexpr int kTaps = 9, kBlockK = 64, kBlockM = 128;  // kBlockK: of a stage, 128 bytes
 constexpr int kThreads = 3 * 128;
-constexpr int kHalves = TURNS ? 2 : 1;  // of a tile's pixels, for each group that has it
+constexpr int kHalves = PINGPONG ? 2 : 1;  // 64-row mma tiles of a warpgroup
 constexpr int kCluster = PAIR * SPLIT;
-constexpr int kPictureBytes = kRows * 128, kWeightBytes = WIDTH * 128, kStage = kPictureBytes + kWeightBytes;
-constexpr int kSums = WIDTH / 2;  // of a thread, for 64 pixels
+constexpr int kInputBytes = kBlockM * 128, kWeightBytes = WIDTH * 128, kStageBytes = kInputBytes + kWeightBytes;
+constexpr int kSums = WIDTH / 2;  // accumulators of a thread for 64 pixels
 #if SPLIT > 1
-constexpr int kPitch = WIDTH + 8;  // floats from row to row where blocks put sums together
+constexpr int kPitch = WIDTH + 8;  // floats between rows of partial sums
 #else
-constexpr int kChunk = 32, kPitch = 2 * kChunk + 16;  // columns that a warp writes at a time, bytes from row to row
+constexpr int kChunk = 32, kPitch = 2 * kChunk + 16;  // columns a warp writes at a time; bytes between rows
 #endif
 
-// picture: a map over (images, height, width, channels), boxes of a tile's pixels by 64 channels. weight: over (columns,
-// 9 channels), boxes of WIDTH / PAIR by 64. out (images, height, width, columns). chunks: channels / 64. tiles_down: of
-// pixels, by PAIR; tiles_across: of columns. With GROUP: shift (images, columns) and its rows' stride, or null; residual like
-// out, or null; partial (2, images, boxes of one, groups): means and sums of squared deviations.
+// x_map: tensor map over (images, height, width, channels), boxes of a tile's pixels by 64 channels. weight_map: over
+// (columns, 9 channels), boxes of WIDTH / PAIR by 64. out (images, height, width, columns). chunks: channels / 64.
+// tiles_down: M tiles / PAIR; tiles_across: N tiles. With GROUP: shift (images, columns) with its row stride, or null;
+// residual like out, or null; partial (2, images, boxes of an image, groups): means and sums of squared deviations.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster, 1, 1)
-    conv2d(unsigned short* out, const __grid_constant__ TensorMap picture, const __grid_constant__ TensorMap weight,
+    conv2d(unsigned short* out, const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map,
            int chunks, int columns, int tiles_down, int tiles_across, const __grid_constant__ Boxes boxes
 #if GROUP > 0
            ,
@@ -50,144 +49,144 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
     ) {
   extern __shared__ unsigned char shared[];
   __shared__ alignas(8) u64 barriers[2 * STAGES + 2];
-  const u32 base = (address(shared) + 1023) & ~1023u;
-  const u32 full = address(barriers), free = full + 8 * STAGES, order = free + 8 * STAGES;
+  const u32 base = (smem_address(shared) + 1023) & ~1023u;
+  const u32 full = smem_address(barriers), empty = full + 8 * STAGES, order = empty + 8 * STAGES;
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   u32 rank = 0;
   if (kCluster > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
 
   if (threadIdx.x == 0) {
-    initialise_ring(full, free, STAGES, (TURNS ? 4 : 8) * PAIR);
-    initialise(order, 4);
-    initialise(order + 8, 4);
-    initialised();
-    next_may_begin();
+    mbarrier_init_ring(full, empty, STAGES, (PINGPONG ? 4 : 8) * PAIR);
+    mbarrier_init(order, 4);
+    mbarrier_init(order + 8, 4);
+    fence_barrier_init();
+    pdl_launch_dependents();
   }
   if (kCluster > 1)
-    meet();
+    cluster_sync_relaxed();
   else
     __syncthreads();
 
   const int all_steps = kTaps * chunks, tiles = tiles_down * tiles_across;
   const int first_step = SPLIT > 1 ? all_steps * rank / SPLIT : 0;
   const int last_step = SPLIT > 1 ? all_steps * (rank + 1) / SPLIT : all_steps;
-  // tiles of the same pixels follow each other
+  // consecutive tiles share their pixels
   auto down = [&](int tile) { return tile / tiles_across * PAIR + (PAIR > 1 ? int(rank) : 0); };
 
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (warp == 8) {
-      const u32 mine = elected();
-      u32 slot = 0, parity = 1;
-      auto bring_weight = [&](int tile, int step, u32 slot) {
-        const u32 barrier = full + 8 * slot, to = base + slot * kStage + kPictureBytes;
+      const u32 elected = elect_one();
+      u32 stage = 0, parity = 1;
+      auto load_weight = [&](int tile, int step, u32 stage) {
+        const u32 barrier = full + 8 * stage, to = base + stage * kStageBytes + kInputBytes;
         const int column = tile % tiles_across * WIDTH, part = rank * (WIDTH / PAIR);
-        expect(mine, barrier, kStage);
+        mbarrier_arrive_expect_tx(elected, barrier, kStageBytes);
         if (PAIR > 1)
-          copy_to_both(mine, to + part * 128, &weight, barrier, step * kDepth, column + part);
+          tma_load_multicast(elected, to + part * 128, &weight_map, barrier, step * kBlockK, column + part);
         else
-          copy(mine, to, &weight, barrier, step * kDepth, column);
+          tma_load(elected, to, &weight_map, barrier, step * kBlockK, column);
       };
       const int first_tile = blockIdx.x / kCluster, ahead = min(STAGES, last_step - first_step);
-      for (int step = 0; step < ahead; ++step) bring_weight(first_tile, first_step + step, step);
-      after_previous();
+      for (int step = 0; step < ahead; ++step) load_weight(first_tile, first_step + step, step);
+      pdl_wait();
       for (int tile = first_tile; tile < tiles; tile += gridDim.x / kCluster) {
         const int box = down(tile);
         const int x = box % boxes.wide << boxes.across, y = box / boxes.wide % boxes.high << boxes.down;
-        const int image = box / (boxes.wide * boxes.high) * (kRows >> (boxes.across + boxes.down));
+        const int image = box / (boxes.wide * boxes.high) * (kBlockM >> (boxes.across + boxes.down));
         int tap = first_step / chunks, chunk = first_step % chunks;
         for (int step = first_step; step < last_step; ++step) {
           if (tile != first_tile || step - first_step >= ahead) {
-            wait(free + 8 * slot, parity);
-            bring_weight(tile, step, slot);
+            mbarrier_wait(empty + 8 * stage, parity);
+            load_weight(tile, step, stage);
           }
-          copy(mine, base + slot * kStage, &picture, full + 8 * slot, chunk * kDepth, x + tap % 3 - 1, y + tap / 3 - 1,
-               image);
+          tma_load(elected, base + stage * kStageBytes, &x_map, full + 8 * stage, chunk * kBlockK, x + tap % 3 - 1,
+                   y + tap / 3 - 1, image);
           if (++chunk == chunks) {
             chunk = 0;
             ++tap;
           }
-          if (++slot == STAGES) {
-            slot = 0;
+          if (++stage == STAGES) {
+            stage = 0;
             parity ^= 1;
           }
         }
       }
     }
 #if SPLIT > 1
-    meet_written();
+    cluster_sync();
 #endif
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    after_previous();
-    const int group = __shfl_sync(~0u, warp >> 2, 0);
+    pdl_wait();
+    const int warpgroup = __shfl_sync(~0u, warp >> 2, 0);
     const u32 target = PAIR > 1 ? lane : rank;
     float sum[kHalves][kSums];
-    u32 used = 0, previous = 0;  // slots so far
-    int turn = 0, done = 0;      // whose tile it is; tiles of this group
+    u32 used = 0, previous = 0;  // stages so far
+    int turn = 0, done = 0;      // whose tile it is; tiles this warpgroup has done
     for (int tile = blockIdx.x / kCluster; tile < tiles; tile += gridDim.x / kCluster, turn ^= 1) {
-      u32 slot = used % STAGES, parity = used / STAGES & 1;
+      u32 stage = used % STAGES, parity = used / STAGES & 1;
       used += last_step - first_step;
-      if (TURNS) {
-        if (turn != group) continue;
-        // a slot's barrier tells two fillings apart, no more: whoever waits at one must be next
-        if (group > 0 || done > 0) wait(order + 8 * group, (done - 1 + group) & 1);
+      if (PINGPONG) {
+        if (turn != warpgroup) continue;
+        // an mbarrier's parity tells two phases apart, no more: only the next in order may wait on it
+        if (warpgroup > 0 || done > 0) mbarrier_wait(order + 8 * warpgroup, (done - 1 + warpgroup) & 1);
         ++done;
       }
       for (int step = first_step; step < last_step; ++step) {
-        wait(full + 8 * slot, parity);
-        pin(sum);
-        open();
+        mbarrier_wait(full + 8 * stage, parity);
+        fence_operand(sum);
+        wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kDepth / 16; ++k)
+        for (int k = 0; k < kBlockK / 16; ++k)
 #pragma unroll
           for (int half = 0; half < kHalves; ++half)
-            multiply(sum[half], operand(base + slot * kStage + (TURNS ? half : group) * 64 * 128 + 32 * k),
-                     operand(base + slot * kStage + kPictureBytes + 32 * k), step - first_step + k);
-        close();
-        await<1>();
-        if (step > first_step && lane < PAIR) arrive(free + 8 * previous, target);
-        previous = slot;
-        if (++slot == STAGES) {
-          slot = 0;
+            wgmma(sum[half],
+                  wgmma_descriptor(base + stage * kStageBytes + (PINGPONG ? half : warpgroup) * 64 * 128 + 32 * k),
+                  wgmma_descriptor(base + stage * kStageBytes + kInputBytes + 32 * k), step - first_step + k);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (step > first_step && lane < PAIR) mbarrier_arrive(empty + 8 * previous, target);
+        previous = stage;
+        if (++stage == STAGES) {
+          stage = 0;
           parity ^= 1;
         }
       }
-      if (TURNS && lane == 0) arrive(order + 8 * (1 - group), rank);
-      await<0>();
-      pin(sum);
-      if (lane < PAIR) arrive(free + 8 * previous, target);
+      if (PINGPONG && lane == 0) mbarrier_arrive(order + 8 * (1 - warpgroup), rank);
+      wgmma_wait<0>();
+      fence_operand(sum);
+      if (lane < PAIR) mbarrier_arrive(empty + 8 * previous, target);
 
       const int box = down(tile), column = tile % tiles_across * WIDTH;
       const int x = box % boxes.wide << boxes.across, y = box / boxes.wide % boxes.high << boxes.down;
-      const int image = box / (boxes.wide * boxes.high) * (kRows >> (boxes.across + boxes.down));
-      auto pixel = [&](int row) {  // of the tile, in all of `out`; -1 where there is none
+      const int image = box / (boxes.wide * boxes.high) * (kBlockM >> (boxes.across + boxes.down));
+      auto pixel = [&](int row) {  // index in `out` of a pixel of the tile; -1 if out of bounds
         const int px = x + (row & ((1 << boxes.across) - 1)), py = y + (row >> boxes.across & ((1 << boxes.down) - 1));
         const int pn = image + (row >> (boxes.across + boxes.down));
         const bool there = px < boxes.width && py < boxes.height && pn < boxes.images;
         return there ? (pn * boxes.height + py) * boxes.width + px : -1;
       };
 #if GROUP == 0
-      auto store = [&](int row, int at, uint4 eight) {  // columns at to at + 7 of a pixel of the tile
+      auto store = [&](int row, int at, uint4 eight) {  // 8 columns from `at` on, of a row of the tile
         const int to = pixel(row);
         if (to >= 0 && column + at < columns) *(uint4*)(out + (long long)to * columns + column + at) = eight;
       };
 #endif
 #if SPLIT > 1
-      // each block puts its sums where its slots were, then adds a share of the rows of all
+      // each block writes its partial sums over its stages, then reduces a share of the rows of all blocks
       asm volatile("bar.sync 1, %0;" ::"n"(2 * 128) : "memory");
-      float* own = (float*)(shared + (base - address(shared)));
+      float* own = (float*)(shared + (base - smem_address(shared)));
 #pragma unroll
       for (int half = 0; half < kHalves; ++half)
 #pragma unroll
         for (int i = 0; i < kSums; i += 2) {
-          const int row = group * 64 + (warp & 3) * 16 + (lane >> 2) + 8 * (i >> 1 & 1);
-          *(float2*)(own + row * kPitch + 8 * (i >> 2) + 2 * (lane & 3)) =
-              make_float2(sum[half][i], sum[half][i + 1]);
+          const int row = warpgroup * 64 + (warp & 3) * 16 + (lane >> 2) + 8 * (i >> 1 & 1);
+          *(float2*)(own + row * kPitch + 8 * (i >> 2) + 2 * (lane & 3)) = make_float2(sum[half][i], sum[half][i + 1]);
         }
-      meet_written();
-      constexpr int kAcross = WIDTH / 8, kShare = kRows / SPLIT, kTimes = (kShare * kAcross + 255) / 256;
-      float part[kTimes][SPLIT][8];  // all under way before the first is waited for: it is far to another block
+      cluster_sync();
+      constexpr int kAcross = WIDTH / 8, kShare = kBlockM / SPLIT, kTimes = (kShare * kAcross + 255) / 256;
+      float part[kTimes][SPLIT][8];  // all loads in flight before the first use: DSMEM latency is high
 #pragma unroll
       for (int time = 0; time < kTimes; ++time) {
         const int i = min(time * 256 + int(threadIdx.x), kShare * kAcross - 1);
@@ -209,34 +208,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
 #pragma unroll
       for (int time = 0; time < kTimes; ++time) {
         const int i = time * 256 + threadIdx.x;
-        float total[8];
+        float acc[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          total[j] = part[time][0][j];
+          acc[j] = part[time][0][j];
 #pragma unroll
-          for (int other = 1; other < SPLIT; ++other) total[j] += part[time][other][j];
+          for (int other = 1; other < SPLIT; ++other) acc[j] += part[time][other][j];
         }
         if (i < kShare * kAcross)
           store(rank * kShare + i / kAcross, i % kAcross * 8,
-                make_uint4(packed(total[0], total[1]), packed(total[2], total[3]), packed(total[4], total[5]),
-                           packed(total[6], total[7])));
+                make_uint4(pack(acc[0], acc[1]), pack(acc[2], acc[3]), pack(acc[4], acc[5]), pack(acc[6], acc[7])));
       }
 #elif GROUP > 0
-      const u32 own = base + STAGES * kStage + warp * 16 * kPitch;
-      constexpr int kLanes = kChunk / 8, kEach = 32 / kLanes, kLoads = 16 / kEach;  // lanes of a row, rows that a warp moves
-      constexpr int kMoves = WIDTH / kChunk * kHalves, kAhead = TURNS ? 2 : 3;  // loads of the residual that are under way
+      const u32 own = base + STAGES * kStageBytes + warp * 16 * kPitch;
+      constexpr int kLanes = kChunk / 8, kEach = 32 / kLanes,
+                    kLoads = 16 / kEach;  // lanes per row, rows per warp access
+      constexpr int kMoves = WIDTH / kChunk * kHalves, kAhead = PINGPONG ? 2 : 3;  // residual loads in flight
       const int pair = column + 2 * (lane & 3);
       const unsigned short* added = shift == nullptr ? nullptr : shift + (long long)image * shift_stride + pair;
-      int rows[kHalves][kLoads];  // the pixels that this lane moves a part of; -1 where there is none
+      int rows[kHalves][kLoads];  // pixels this lane moves a part of; -1 if out of bounds
 #pragma unroll
       for (int half = 0; half < kHalves; ++half)
 #pragma unroll
         for (int i = 0; i < kLoads; ++i)
-          rows[half][i] = pixel((TURNS ? half : group) * 64 + (warp & 3) * 16 + i * kEach + lane / kLanes);
+          rows[half][i] = pixel((PINGPONG ? half : warpgroup) * 64 + (warp & 3) * 16 + i * kEach + lane / kLanes);
       const int eighth = column + lane % kLanes * 8;
       uint4 ahead[kAhead][kLoads];
       u32 more[2][kChunk / 8];
-      auto fetch = [&](int move) {  // columns are the outer loop, as both halves have the same shift
+      auto fetch = [&](int move) {  // columns in the outer loop: both halves use the same shift
         const int first = move / kHalves * kChunk;
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
@@ -263,8 +262,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
 #pragma unroll
           for (int i = 0; i < kLoads; ++i) {
             const uint4 eight = ahead[move % kAhead][i];
-            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(
-                             own + (i * kEach + lane / kLanes) * kPitch + lane % kLanes * 16),
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(own + (i * kEach + lane / kLanes) * kPitch +
+                                                                          lane % kLanes * 16),
                          "r"(eight.x), "r"(eight.y), "r"(eight.z), "r"(eight.w)
                          : "memory");
           }
@@ -283,9 +282,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             float* of = sum[half] + 4 * (first / 8 + j + (i >> 1)) + 2 * (i & 1);
-            const float2 one = unpacked(two[i]), other = unpacked(more[chunk % 2][j + (i >> 1)]);
-            two[i] = packed(of[0] + (one.x + other.x), of[1] + (one.y + other.y));
-            const float2 rounded = unpacked(two[i]);  // what is normalised
+            const float2 one = unpack(two[i]), other = unpack(more[chunk % 2][j + (i >> 1)]);
+            two[i] = pack(of[0] + (one.x + other.x), of[1] + (one.y + other.y));
+            const float2 rounded = unpack(two[i]);  // the norm is of the rounded sum
             of[0] = rounded.x;
             of[1] = rounded.y;
           }
@@ -305,40 +304,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
         }
       }
 
-      // means first, then deviations from them: exact, and what lies in registers is read twice for nothing
-      __shared__ float totals[2][8][kGroups], squares[2][8][kGroups], means[8][kGroups];
-      constexpr int kWarps = TURNS ? 4 : 8;  // that have a part of the tile
-      const int set = TURNS ? group : 0, member = TURNS ? warp & 3 : warp;
+      // two passes, mean then squared deviations: exact, and rereading registers is free
+      __shared__ float group_sums[2][8][kGroups], squares[2][8][kGroups], means[8][kGroups];
+      constexpr int kWarps = PINGPONG ? 4 : 8;  // that share the tile
+      const int set = PINGPONG ? warpgroup : 0, member = PINGPONG ? warp & 3 : warp;
       bool there[2 * kHalves];
 #pragma unroll
       for (int i = 0; i < 2 * kHalves; ++i)
-        there[i] = pixel((TURNS ? i >> 1 : group) * 64 + (warp & 3) * 16 + (i & 1) * 8 + (lane >> 2)) >= 0;
+        there[i] = pixel((PINGPONG ? i >> 1 : warpgroup) * 64 + (warp & 3) * 16 + (i & 1) * 8 + (lane >> 2)) >= 0;
       const float count = float(GROUP * max(min(1 << boxes.across, boxes.width - x), 0) *
                                 max(min(1 << boxes.down, boxes.height - y), 0));
-      by_groups(totals[set][member], lane, [&](int j) {
-        float total = 0.f;
+      group_reduce(group_sums[set][member], lane, [&](int j) {
+        float part_sum = 0.f;
 #pragma unroll
         for (int i = 0; i < 2 * kHalves; ++i)
-          total += there[i] ? sum[i >> 1][4 * j + 2 * (i & 1)] + sum[i >> 1][4 * j + 2 * (i & 1) + 1] : 0.f;
-        return total;
+          part_sum += there[i] ? sum[i >> 1][4 * j + 2 * (i & 1)] + sum[i >> 1][4 * j + 2 * (i & 1) + 1] : 0.f;
+        return part_sum;
       });
       asm volatile("bar.sync %0, %1;" ::"r"(2 + set), "n"(32 * kWarps) : "memory");
       if (lane < kGroups) {
         float mean = 0.f;
 #pragma unroll
-        for (int i = 0; i < kWarps; ++i) mean += totals[set][i][lane];
+        for (int i = 0; i < kWarps; ++i) mean += group_sums[set][i][lane];
         means[warp][lane] = mean / count;
       }
       __syncwarp();
-      by_groups(squares[set][member], lane, [&](int j) {
+      group_reduce(squares[set][member], lane, [&](int j) {
         const float mean = means[warp][(4 * j + (lane & 3)) / (GROUP / 2)];
-        float total = 0.f;
+        float part_sum = 0.f;
 #pragma unroll
         for (int i = 0; i < 4 * kHalves; ++i) {
           const float d = sum[i >> 2][4 * j + (i & 3)] - mean;
-          total += there[i >> 1] ? d * d : 0.f;
+          part_sum += there[i >> 1] ? d * d : 0.f;
         }
-        return total;
+        return part_sum;
       });
       asm volatile("bar.sync %0, %1;" ::"r"(2 + set), "n"(32 * kWarps) : "memory");
       if (member == 0 && lane < kGroups && image < boxes.images) {
@@ -351,8 +350,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
         to[(long long)boxes.images * parts * groups] = deviations;
       }
 #else
-      const u32 own = base + STAGES * kStage + warp * 16 * kPitch;
-      constexpr int kLanes = kChunk / 8, kEach = 32 / kLanes;  // lanes of a row; rows that a warp writes at once
+      const u32 own = base + STAGES * kStageBytes + warp * 16 * kPitch;
+      constexpr int kLanes = kChunk / 8, kEach = 32 / kLanes;  // lanes per row; rows per warp store
 #pragma unroll
       for (int half = 0; half < kHalves; ++half)
 #pragma unroll
@@ -363,8 +362,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
             const float* of = sum[half] + 4 * (first / 8 + j);
             const u32 to = own + (lane & 15) * kPitch + (j + (lane >> 4)) * 16;
             asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-                         "r"(packed(of[0], of[1])), "r"(packed(of[2], of[3])), "r"(packed(of[4], of[5])),
-                         "r"(packed(of[6], of[7]))
+                         "r"(pack(of[0], of[1])), "r"(pack(of[2], of[3])), "r"(pack(of[4], of[5])),
+                         "r"(pack(of[6], of[7]))
                          : "memory");
           }
           __syncwarp();
@@ -376,11 +375,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClus
                          : "=r"(eight.x), "=r"(eight.y), "=r"(eight.z), "=r"(eight.w)
                          : "r"(own + row * kPitch + 2 * at)
                          : "memory");
-            if (first + at < WIDTH) store((TURNS ? half : group) * 64 + (warp & 3) * 16 + row, first + at, eight);
+            if (first + at < WIDTH)
+              store((PINGPONG ? half : warpgroup) * 64 + (warp & 3) * 16 + row, first + at, eight);
           }
         }
 #endif
     }
   }
-  if (kCluster > 1) meet();  // none ends while others still send to it, or read from it
+  if (kCluster > 1) cluster_sync_relaxed();  // no block may exit while others multicast to it or read its shared memory
 }

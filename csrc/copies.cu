@@ -1,6 +1,6 @@
-// Copies some tensors at once: what a call brings, to where a graph reads it.
+// Copies several tensors in one launch: a call's inputs to the static inputs of a CUDA graph.
 //
-// What is given: MOST, how many at most.
+// Compile-time parameter: MOST, the capacity of the table.
 
 struct Copy {
   char* to;
@@ -19,7 +19,7 @@ __device__ void copy(const Copy& one) {
     ((Word*)one.to)[i] = ((const Word*)one.from)[i];
 }
 
-// A row of blocks for each.
+// blockIdx.y selects the tensor, blockIdx.x strides over its words; bytes = 0 copies nothing.
 extern "C" __global__ void copies(const __grid_constant__ Copies copies) {
   const Copy one = copies.of[blockIdx.y];
   const unsigned long long all = (unsigned long long)one.to | (unsigned long long)one.from | one.bytes;

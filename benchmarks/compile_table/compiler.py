@@ -21,7 +21,7 @@ SHARED = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448
 _BROUGHT: dict[tuple[int, int], tuple[int, ...]] = {(2, 1): (75, 80, 86, 89, 90), (3, 3): (100, 120)}
 _OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
 _OWN = ("launch_pdl", "enable_fp_fusion")  # of these each Triton tells for itself
-_EARLY = 90  # the least capability on which a kernel may begin before the one in front of it has ended
+_PDL_SINCE = 90  # least capability with programmatic dependent launch
 
 
 class Compiled(NamedTuple):
@@ -42,14 +42,14 @@ def capabilities(of: tuple[int, int]) -> tuple[int, ...]:
     return tuple(each for since, brought in _BROUGHT.items() if of >= since for each in brought)
 
 
-def multiplies(of: tuple[int, int], capability: int) -> bool:
-    """Whether a version of Triton compiles every product of matrices (`tl.dot`) for a card: for Turing since 3.4."""
+def compiles_mma(of: tuple[int, int], capability: int) -> bool:
+    """Whether a version of Triton compiles every `tl.dot` for a card: for Turing since 3.4."""
     return capability >= 80 or of >= (3, 4)
 
 
-def begins_early(capability: int) -> bool:
-    """Whether kernels are compiled to begin early on such a card, by this Triton."""
-    return triton_runtime.HAS_EARLY and capability >= _EARLY
+def pdl_enabled(capability: int) -> bool:
+    """Whether this Triton compiles kernels with programmatic dependent launch for a compute capability."""
+    return triton_runtime.HAS_PDL and capability >= _PDL_SINCE
 
 
 def compiled(
@@ -64,7 +64,7 @@ def compiled(
     Args:
         kernel: a function under `triton.jit`.
         types: of its arguments by name, as Triton writes them ("*fp16", "i32"), but of those in `constants`.
-        constants: of its arguments by name, and options of the launch. EARLY and what goes with it need not be there.
+        constants: of its arguments by name, and options of the launch. PDL and what goes with it need not be there.
             An argument that is no constexpr may be here with the value 1: Triton compiles that as a constant.
         capability: of the card, such as 89.
         divisible: the arguments that are multiples of 16.
@@ -74,9 +74,9 @@ def compiled(
     """
     values = {name: value for name, value in constants.items() if name not in _OPTIONS}
     options = {name: value for name, value in constants.items() if name in _OPTIONS and name not in _OWN}
-    if "EARLY" in kernel.arg_names:
-        values["EARLY"] = begins_early(capability)
-        options |= triton_runtime.FUSES | ({"launch_pdl": True} if values["EARLY"] else {})
+    if "PDL" in kernel.arg_names:
+        values["PDL"] = pdl_enabled(capability)
+        options |= triton_runtime.FP_FUSION | ({"launch_pdl": True} if values["PDL"] else {})
     places = {name: place for place, name in enumerate(kernel.arg_names)}
     told = {name: types[name] for name in kernel.arg_names if name not in values}
     aligned = {name for name in divisible if name in told}

@@ -113,7 +113,7 @@ def described(launch: size_prediction.Launch) -> dict[str, Any]:
         else:
             raise TypeError(f"{kernel} is launched with {name} = {value!r}, of which no type is known")
     # as this Triton launches it: each tells for itself
-    for name in ("EARLY", "launch_pdl", "enable_fp_fusion"):
+    for name in ("PDL", "launch_pdl", "enable_fp_fusion"):
         constants.pop(name, None)
     function = kernel.fn
     return {

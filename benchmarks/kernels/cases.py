@@ -337,12 +337,12 @@ def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[
     for images, channels, height, width, columns in CONVOLUTIONS if "conv2d" in only else ():
         weight = randn(columns, channels, 3, 3) * (9 * channels) ** -0.5
         operands = [x.to(memory_format=torch.channels_last) for x in (randn(images, channels, height, width), weight)]
-        yield _case("conv2d", f"{images}x{channels}x{height}x{width}x{columns}", conv2d.library, operands, {})
+        yield _case("conv2d", f"{images}x{channels}x{height}x{width}x{columns}", conv2d.fallback, operands, {})
     for images, channels, height, width, columns in NARROW_CONVOLUTIONS if "narrow_conv" in only else ():
         weight = randn(columns, channels, 3, 3) * (9 * channels) ** -0.5
         operands = [x.to(memory_format=torch.channels_last) for x in (randn(images, channels, height, width), weight)]
         shape, operands = f"{images}x{channels}x{height}x{width}x{columns}", [*operands, randn(columns)]
-        yield _case("narrow_conv", shape, narrow_conv.library, operands, {})
+        yield _case("narrow_conv", shape, narrow_conv.fallback, operands, {})
     for images, channels, height, width, columns in NORMED_CONVOLUTIONS if "conv_group_norm" in only else ():
         pictures = randn(images, channels, height, width), randn(images, columns, height, width)
         weight = randn(columns, channels, 3, 3) * (9 * channels) ** -0.5

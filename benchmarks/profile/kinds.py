@@ -83,10 +83,10 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _flops(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """By shapes alone: a kernel's reference is run without memory, or its `products`, which are fewer."""
+    """By shapes alone: a kernel's reference is run without memory, or its `flop_reference`, which has fewer."""
     if getattr(target, "__module__", "").startswith(_KERNELS):
         home = sys.modules[target.__module__]
-        target = getattr(home, "products", None) or getattr(home, "reference", target)
+        target = getattr(home, "flop_reference", None) or getattr(home, "reference", target)
 
     def bare(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

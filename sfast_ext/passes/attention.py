@@ -23,12 +23,12 @@ def attention(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces an attention without dropout.
 
     Pattern: scaled_dot_product_attention(q, k, v, ...)
-    Replacement: kernel.launch(q, k, v, mask=..., is_causal=..., scale=...), or kernel.library without Triton
+    Replacement: kernel.launch(q, k, v, mask=..., is_causal=..., scale=...), or kernel.fallback without Triton
     """
     options = kernel_options(node) if health.usable(kernel, ctx.device) else None
     if options is None:
         return False
-    function = kernel.launch if ctx.serves(kernel) else kernel.library
+    function = kernel.launch if ctx.serves(kernel) else kernel.fallback
     with node.graph.inserting_before(node):
         new = call(node.graph, function, node.args[:3], node, options)
     replace(node, new)

@@ -69,7 +69,7 @@ def patches_writer(image: Any) -> fx.Node | None:
         groups = writer.args[4]
     else:
         return None
-    return writer if group_norm.takes_patches(val, groups) else None
+    return writer if group_norm.supports_patches(val, groups) else None
 
 
 def few_pixels(image: fx.Node) -> bool:

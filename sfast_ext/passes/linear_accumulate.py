@@ -42,7 +42,7 @@ def linear_accumulate(add: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> b
     linear, total, bias = found
     if bias is not None:
         pair: Any = total.args[0]
-        pair.kwargs = {**pair.kwargs, "after": bias}
+        pair.kwargs = {**pair.kwargs, "post_bias": bias}
     with add.graph.inserting_before(add):
         new = call(add.graph, kernel.launch, (*linear.args[:2], total), add)
     replace(add, new)
@@ -66,7 +66,7 @@ def is_match(linear: Any, total: Any, add: fx.Node, pinned: set[fx.Node]) -> boo
     if not is_op(total, (operator.getitem,)) or total.args[1] != 0:
         return False
     pair = total.args[0]
-    if not is_op(pair, (add_layer_norm.launch,)) or pair.kwargs.get("after") is not None or pair in pinned:
+    if not is_op(pair, (add_layer_norm.launch,)) or pair.kwargs.get("post_bias") is not None or pair in pinned:
         return False
     operands = [*linear.args[:2], argument(linear, 2, "bias")]
     if any(x is not None and (x in pinned or dtype(x) != dtype(add)) for x in operands):

@@ -62,7 +62,7 @@ def linear_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
     graph = gm.graph
     pinned = mutated(graph)
     found = [(norm, matched) for norm in graph.nodes if (matched := match(norm, pinned)) is not None]
-    faster = [s for s in dict.fromkeys(matched.sizes for _, matched in found) if kernel.pays(*s, ctx.device)]
+    faster = [s for s in dict.fromkeys(matched.sizes for _, matched in found) if kernel.profitable(*s, ctx.device)]
     if not faster:
         return 0
     records, count = shared_records(gm, ctx, faster, found[0][1].linear), 0
@@ -119,7 +119,7 @@ def match(norm: fx.Node, pinned: set[fx.Node]) -> LinearLayerNormMatch | None:
     residual = shift = post_bias = None
     if is_op(norm, (add_layer_norm.launch,)):
         x, residual, norm_weight, norm_bias, eps = norm.args
-        shift, post_bias = norm.kwargs.get("shift"), norm.kwargs.get("after")
+        shift, post_bias = norm.kwargs.get("shift"), norm.kwargs.get("post_bias")
         if only_user(x) is not norm or x is residual or shape(residual) != shape(x):
             return None
         linear = x

@@ -72,6 +72,6 @@ def match(node: fx.Node, ctx: PassContext, pinned: set[fx.Node]) -> QueryAttenti
     batch, tokens, count, width = size
     if out[-1] != count * width or keys != shape(v) or keys[:2] != (batch, count) or keys[3] != width:
         return None
-    if not kernel.pays(batch, tokens, keys[1:], rows[-1], ctx.device):
+    if not kernel.profitable(batch, tokens, keys[1:], rows[-1], ctx.device):
         return None
     return QueryAttentionMatch(x, weight, k, v, (batch, tokens, rows[-1]))

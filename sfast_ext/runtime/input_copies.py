@@ -51,7 +51,7 @@ class Copies:
     def _found(self) -> Any:
         with torch.cuda.device(self._index):
             try:
-                return _KERNEL.warmup(MOST=_MOST) if _KERNEL.available(self._targets[0].device) else None
+                return _SOURCE.warmup(MOST=_MOST) if _SOURCE.available(self._targets[0].device) else None
             except nvrtc.Unavailable:
                 return None  # the log has it
 
@@ -145,4 +145,4 @@ def _alike(source: Tensor, kind: tuple[torch.dtype, int], index: int) -> bool:
     return plain and source.is_contiguous() and not source.is_neg()
 
 
-_KERNEL = nvrtc.Source("copies", lambda *args, **constants: ([], _THREADS, 0), ("copies",))
+_SOURCE = nvrtc.Source("copies", lambda *args, **constants: ([], _THREADS, 0), ("copies",))

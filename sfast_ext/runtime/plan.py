@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from sfast_ext.call_signature import Call, as_tensor, rebuild_output
-from sfast_ext.kernels.backend.nvrtc import beginning_early
+from sfast_ext.kernels.backend.pdl import pdl_capture
 from sfast_ext.report import Report
 from sfast_ext.runtime import operations
 from sfast_ext.runtime.graph_pool import CAN_UPDATE_GRAPH, CapturedGraph, GraphPool, NoGraph
@@ -189,7 +189,7 @@ class Plan:
         if CAN_UPDATE_GRAPH:
             self._copies.begin()
         # weights only change between replays
-        with beginning_early(weight.tensor for weight in self.weights):
+        with pdl_capture(weight.tensor for weight in self.weights):
             return self._run_static()
 
     def _warm_up(self, pool: GraphPool) -> None:

@@ -16,7 +16,7 @@ from sfast_ext.kernels.backend.size_prediction import Launch
 
 LAUNCH = {
     "home": "sfast_ext.kernels.pointwise.layer_norm",
-    "name": "_kernel",
+    "name": "layer_norm_kernel",
     "types": {},
     "constants": {},
     "divisible": [],
@@ -53,7 +53,7 @@ def test_what_does_not_fit_a_card_is_a_failure_there(compiler):
     compiler.result = triton_compiler.Compiled("ptx", 69632)
     found = compile_table.compile_all(EVERY)["float16"]
     assert [each["compiled"] for each in found.values()] == [0, 1, 1, 1, 1]
-    assert "69632 bytes of shared memory" in found["75"]["failed"]["layer_norm._kernel"]
+    assert "69632 bytes of shared memory" in found["75"]["failed"]["layer_norm.layer_norm_kernel"]
 
 
 def test_what_a_version_is_not_used_for_is_no_failure(compiler):
@@ -69,7 +69,7 @@ def test_what_a_version_is_not_used_for_is_no_failure(compiler):
 def test_a_version_that_compiles_nothing_fails_the_command(compiler, monkeypatch, tmp_path, capsys):
     compiler.result = ValueError("not this one\n  refused  ")
     dtypes = compile_table.compile_all(EVERY)
-    assert dtypes["float16"]["90"]["failed"] == {"layer_norm._kernel": "ValueError: refused"}
+    assert dtypes["float16"]["90"]["failed"] == {"layer_norm.layer_norm_kernel": "ValueError: refused"}
     page = tmp_path / "page.md"
     page.write_text(f"head\n{compile_table.BEGIN}\nold\n{compile_table.END}\nfoot\n", encoding="utf-8")
     monkeypatch.setattr(compile_table, "PAGE", page)
@@ -80,7 +80,7 @@ def test_a_version_that_compiles_nothing_fails_the_command(compiler, monkeypatch
     assert "nothing compiles: Triton 2.1.0, capability 75, float16" in capsys.readouterr().err
     text = page.read_text(encoding="utf-8")
     assert text.startswith("head\n") and text.endswith("foot\n") and "old" not in text
-    assert "| 2.1.0 | 2.1 | 0 of 1, not layer_norm._kernel |" in text
+    assert "| 2.1.0 | 2.1 | 0 of 1, not layer_norm.layer_norm_kernel |" in text
     assert json.loads((tmp_path / "results.json").read_text())["2.1.0"]["cases"] == {"float16": ["sd15:512x512"]}
 
 
@@ -91,12 +91,12 @@ def test_the_versions_that_compile_nothing():
 
 def test_a_launch_as_json():
     kernel = SimpleNamespace(
-        arg_names=["x", "rows", "one", "many", "scale", "BLOCK", "EARLY"],
+        arg_names=["x", "rows", "one", "many", "scale", "BLOCK", "PDL"],
         do_not_specialize=["rows"],
         fn=test_a_launch_as_json,
     )
     options = {"launch_pdl": True, "enable_fp_fusion": True}
-    launch = Launch(kernel, (torch.float16, 32, 1, 2**40, 0.5), {"BLOCK": 64, "EARLY": True, **options})
+    launch = Launch(kernel, (torch.float16, 32, 1, 2**40, 0.5), {"BLOCK": 64, "PDL": True, **options})
     told = launches.described(launch)
     assert told["types"] == {"x": "*fp16", "rows": "i32", "one": "i32", "many": "i64", "scale": "fp32"}
     assert told["constants"] == {"BLOCK": 64, "one": 1} and told["divisible"] == ["x", "many"]

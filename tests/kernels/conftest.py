@@ -52,10 +52,10 @@ def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """The grid, arguments and constants of launches of the module's `kernel`, of which there are none then."""
     found: list[Any] = []
 
-    def start(source: Any, grid: Any, *args: Any, **constants: Any) -> None:
+    def launch_kernel(source: Any, grid: Any, *args: Any, **constants: Any) -> None:
         found.append((grid, args, constants))
 
-    monkeypatch.setattr(request.module.kernel, "start", start)
+    monkeypatch.setattr(request.module.kernel, "launch_kernel", launch_kernel)
     return found
 
 
@@ -84,15 +84,15 @@ def nvrtc_calls(monkeypatch, tmp_path):
     )
     for module in (conv2d, linear_geglu):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-        monkeypatch.setattr(module._KERNEL, "_functions", {})
-        monkeypatch.setattr(module._KERNEL, "_refused", set())
-        monkeypatch.setattr(module._KERNEL, "kept", True)
+        monkeypatch.setattr(module._SOURCE, "_functions", {})
+        monkeypatch.setattr(module._SOURCE, "_refused", set())
+        monkeypatch.setattr(module._SOURCE, "kept", True)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(precompile, "_done", set())
-    monkeypatch.setattr(precompile, "_later", precompile.Later())
+    monkeypatch.setattr(precompile, "_background", precompile.BackgroundCompiler())
     monkeypatch.setattr(precompile, "_PAUSE", 0)
     monkeypatch.setattr(precompile, "_LOOK", 0.01)
     yield compiler

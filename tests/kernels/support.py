@@ -85,7 +85,7 @@ half_dtype = pytest.mark.parametrize("dtype", HALF, ids=lambda dtype: str(dtype)
 
 def finish() -> None:
     """Waits for what is compiled beside all else."""
-    thread = precompile._later._thread
+    thread = precompile._background._thread
     if thread is not None:
         thread.join(300)
         assert not thread.is_alive()

@@ -50,7 +50,7 @@ def test_the_product_goes_onto_the_sum(body: Callable[..., Any], bias: bool) -> 
     assert count == 1
     assert traced.ops()["add"] == 0
     (pair,), (onto,) = traced.find("add_layer_norm"), traced.find("linear_accumulate")
-    assert ("after" in pair.kwargs) == bias
+    assert ("post_bias" in pair.kwargs) == bias
     assert onto.args[2].args[0] is pair
     assert traced.error() < 1e-2
     # its result is no memory of its own

@@ -29,7 +29,7 @@ NARROW, OTHER = kernel.Tile(64, 8, 0.0, 0.0), kernel.Tile(128, 16, 0.0, 0.0, pai
 @pytest.fixture(autouse=True)
 def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel where it would not pay, in tiles that there are none of; long sums by those of another kind."""
-    monkeypatch.setattr(kernel, "pays", lambda rows, columns, depth, device: True)
+    monkeypatch.setattr(kernel, "profitable", lambda rows, columns, depth, device: True)
     monkeypatch.setattr(kernel, "best", lambda rows, columns, depth, device: OTHER if depth > 100 else NARROW)
 
 
@@ -319,16 +319,16 @@ def test_weights_in_float32_stay(body: Callable[..., Any]) -> None:
 def test_what_would_not_pay_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def pays(*sizes: Any) -> bool:
+    def profitable(*sizes: Any) -> bool:
         asked.append(sizes)
         return sizes[2] == 128
 
-    monkeypatch.setattr(kernel, "pays", pays)
+    monkeypatch.setattr(kernel, "profitable", profitable)
     traced, count = rewritten(lambda m, x: m.norm(m.down(m.up(m.norm2(m.first(x) + x))) + x))
     assert asked == [(12, 16, 16, CPU), (12, 16, 128, CPU)]
     assert count == 1 and traced.ops()["add_layer_norm"] == 1
     assert traced.error() < 1e-2
-    monkeypatch.setattr(kernel, "pays", lambda *sizes: False)
+    monkeypatch.setattr(kernel, "profitable", lambda *sizes: False)
     traced, count = rewritten(Block.of_tokens)
     assert count == 0 and traced.ops()["zeros"] == 0
 

@@ -24,7 +24,7 @@ X, PROMPT = randn(4, 4, 16).to(HALF), randn(4, 5, 24).to(HALF)
 @pytest.fixture(autouse=True)
 def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel where it would not pay."""
-    monkeypatch.setattr(kernel, "pays", lambda images, rows, keys, depth, device: True)
+    monkeypatch.setattr(kernel, "profitable", lambda images, rows, keys, depth, device: True)
 
 
 class Block(nn.Module):
@@ -235,11 +235,11 @@ def test_where_it_is_not_there(dtype: torch.dtype, triton: bool) -> None:
 def test_what_would_not_pay_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def pays(*sizes: Any) -> bool:
+    def profitable(*sizes: Any) -> bool:
         asked.append(sizes)
         return sizes[2][1] == 3
 
-    monkeypatch.setattr(kernel, "pays", pays)
+    monkeypatch.setattr(kernel, "profitable", profitable)
     traced = traced_as(lambda m, x, k, v: (attend(m, x, k, v), attend(m, x.sin(), k[:, :, 2:], v[:, :, 2:])))
     assert traced.rewrite(query_attention) == 1
     assert asked == [(4, 4, (4, 5, 4), 16, CPU), (4, 4, (4, 3, 4), 16, CPU)]

@@ -143,7 +143,7 @@ def test_without_the_kernel(monkeypatch):
     def broken(*args, **kwargs):
         raise nvrtc.Unavailable("no")
 
-    monkeypatch.setattr(input_copies._KERNEL, "_function", broken)
+    monkeypatch.setattr(input_copies._SOURCE, "_function", broken)
     sources = some(CUDA)
     targets = poisoned(sources)
     Copies(targets)(sources)

@@ -64,11 +64,11 @@ def test_a_gpu_passes_for_another_in_all_threads_and_is_itself_again(monkeypatch
         thread.start()
         thread.join()
         assert triton_runtime.capability(GPU) == (8, 9) and not triton_runtime.hopper(GPU)
-        assert triton_runtime.capability(CPU) == (0, 0) and not triton_runtime.begins_early(GPU)
+        assert triton_runtime.capability(CPU) == (0, 0) and not triton_runtime.pdl_enabled(GPU)
         # float16 on Hopper alone; the interpreter multiplies anywhere
         x = torch.empty(2, dtype=torch.float16, device="meta")
-        with triton_runtime.collecting(GPU):
-            assert triton_runtime.multiplies(x) == triton_runtime.INTERPRETED
+        with triton_runtime.dry_run(GPU):
+            assert triton_runtime.mma_supported(x) == triton_runtime.INTERPRETED
     assert seen == {"hopper": False}
     assert triton_runtime.capability is before
     with ways.passing_for(None):

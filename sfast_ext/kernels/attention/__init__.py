@@ -1,1 +1,1 @@
-"""Attention, and the projection of its queries."""
+"""Attention, and its fusion with the projection of queries."""

@@ -1,4 +1,4 @@
-"""Scaled dot product attention by kernels of our own, or through the fastest of the backends torch ships."""
+"""Scaled dot product attention by our kernels, or by the fastest of torch's backends."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from sfast_ext.kernels.attention import flash_attention, short_attention, xformers_choice
 from sfast_ext.kernels.backend.nvrtc import Unavailable
 
-# So few keys, and so few rows of queries in all, take longest to plan: cuDNN needs 40 ms for each shape and a launch
-# that clears its counters. For wide heads the others are quicker even without.
+# With so few keys and so few rows of queries in all, cuDNN's planning (40 ms per shape) and its launch that clears
+# counters weigh most. For wide heads the other backends are faster even without those.
 _FEW_KEYS = 128
 _FEW_ROWS = 16384
 _WIDE = 64
@@ -20,7 +20,8 @@ _WIDEST_OF_FLASH = 128
 
 
 def _preference() -> tuple[Any, dict[str, list[Any]]] | None:
-    """torch's sdpa_kernel and the backends by who is first; None where this torch takes no priority."""
+    """torch's sdpa_kernel and the backends in order of priority, by the first; None where this torch has no
+    priority."""
     try:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -37,14 +38,14 @@ def _preference() -> tuple[Any, dict[str, list[Any]]] | None:
 
 
 _PREFERENCE = _preference()
-# not F.scaled_dot_product_attention, which SD.Next and others replace by functions of their own
+# not F.scaled_dot_product_attention, which SD.Next and others replace
 _sdpa = torch._C._nn.scaled_dot_product_attention
 _choices = xformers_choice.Choices()
-_refused: set[tuple[Any, ...]] = set()  # what a preferred backend took and then raised on
+_refused: set[tuple[Any, ...]] = set()  # shapes that a preferred backend accepted and then raised on
 
 
 def first(q: Tensor, k: Tensor) -> str:
-    """Which backend is asked first: "cudnn", "flash" or "efficient"; by measurements on an NVIDIA H200."""
+    """The backend tried first, "cudnn", "flash" or "efficient", by measurements on an NVIDIA H200."""
     rows, size = q.numel() // q.shape[-1], q.shape[-1]
     if k.shape[-2] > _FEW_KEYS or rows > _FEW_ROWS or size <= _WIDE:
         return "cudnn"
@@ -71,19 +72,19 @@ def launch(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """`reference` by a kernel of ours where there is one that pays, else by `library`."""
+    """`reference` by one of our kernels where it is applicable, else by `fallback`."""
     if mask is None and not is_causal:
-        if short_attention.takes(q, k, v, scale):
+        if short_attention.applicable(q, k, v, scale):
             return short_attention.launch(q, k, v, scale)
-        if flash_attention.takes(q, k, v, scale):
+        if flash_attention.applicable(q, k, v, scale):
             try:
                 return flash_attention.launch(q, k, v, scale)
             except Unavailable:
-                pass  # the log has it; it is not asked again
-    return library(q, k, v, mask, is_causal, scale)
+                pass  # logged; `available` is False from now on
+    return fallback(q, k, v, mask, is_causal, scale)
 
 
-def library(
+def fallback(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -91,8 +92,8 @@ def library(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """`reference` by the backend of `first`, then the others, math last; or by a kernel of xformers where the host has
-    imported that and it is quicker. Any strides; no synchronisation but where times are taken, for each shape once.
+    """`reference` by torch's backends in the order of `first`, math last; or by a kernel of xformers where the host has
+    imported that and it is faster. Any strides; synchronises only to measure times, once for each shape.
     """
     if not q.is_cuda:
         return reference(q, k, v, mask, is_causal, scale)
@@ -127,8 +128,8 @@ def _preferred(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """PyTorch's. A backend may accept a shape and then fail to plan it: then, and from then on, PyTorch's own choice
-    runs it."""
+    """By torch's backends. One may accept a shape and then fail to plan it: from then on torch's own choice runs that
+    shape."""
     if _PREFERENCE is None or key in _refused:
         return reference(q, k, v, mask, is_causal, scale)
     sdpa_kernel, orders = _PREFERENCE

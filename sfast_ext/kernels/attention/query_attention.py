@@ -1,6 +1,6 @@
-"""Attention over few keys, with the linear layer that makes its queries: csrc/query_attention.cu, for Hopper.
+"""Cross-attention over few keys fused with its query projection: csrc/query_attention.cu, for Hopper.
 
-Queries never reach memory. Heads of 64 columns, five to a tile, as Stable Diffusion XL's and 2.1's are.
+The queries never reach global memory. Head dimension 64, five heads to a tile, as in Stable Diffusion XL and 2.1.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from sfast_ext.kernels.attention.operands import can_be_mapped, heads_map, in_ba
 from sfast_ext.kernels.backend import nvrtc, smem_ring
 from sfast_ext.kernels.backend.triton_runtime import (
     INTERPRETED,
-    are_collected,
     cdiv,
     device_of,
     hopper,
+    is_dry_run,
+    launch_kernel,
     multiprocessors,
-    runs,
-    start,
+    supported,
 )
 
 USES = (attention,)
 
-_SIZE, _HEADS, _ROWS = 64, 5, 64  # columns of a head, heads and rows of a tile
+_SIZE, _HEADS, _ROWS = 64, 5, 64  # head dimension; heads and rows of a tile
 _MOST_KEYS = 80
-_WIDTH = _SIZE * _HEADS // 2  # columns of a group of warps
+_WIDTH = _SIZE * _HEADS // 2  # N of a consumer warpgroup
 _STAGES = 4
 
-# Microseconds of a round of blocks on an NVIDIA H200: its start and end, and 64 terms of the sum
+# Microseconds of a wave on an NVIDIA H200: its start and end, and a step of 64 of K
 _START, _STEP = 3.7, 0.535
-# Of a product by cuBLAS and attention: their starts, and for a million results an attention's, and a term's of a sum
-_APART, _ATTENTION, _TERM = 2.4, 1.54, 0.00295
-_IN_DOUBT = 1.1  # where the two are that near, the kernel was the quicker one
+# Microseconds of cuBLAS's GEMM and attention: their starts; per million results, attention's and each of K's
+_APART, _ATTENTION, _PER_K = 2.4, 1.54, 0.00295
+_IN_DOUBT = 1.1  # ratio of the two models up to which the kernel was the faster one
 
 
 def reference(x: Tensor, weight: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """softmax(q k^T * scale) v, q the heads of x @ weight.T, rounded to x's dtype.
+    """softmax(q k^T * scale) v, with q the heads of x @ weight.T, rounded to x's dtype.
 
     x (B, L, K), weight (64 H, K), k and v (B, H, S, 64) -> (B, H, L, 64), in the memory of (B, L, H, 64). Computes in
     float32 (float64 where x is).
@@ -53,12 +53,12 @@ def reference(x: Tensor, weight: Tensor, k: Tensor, v: Tensor, scale: float | No
 
 
 def launch(x: Tensor, weight: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """`reference` by the kernel where it is there and the quicker way, else by two."""
-    if takes(x, weight, k, v, scale):
+    """`reference` by the kernel where `applicable`, else as GEMM and attention."""
+    if applicable(x, weight, k, v, scale):
         try:
             return _launch(x, weight, k, v, scale)
         except nvrtc.Unavailable:
-            pass  # the log has it; it is not asked again
+            pass  # logged; `available` is False from now on
     return attention.launch(_heads(F.linear(x, weight), k), k, v, scale=scale)
 
 
@@ -66,34 +66,36 @@ def _heads(q: Tensor, k: Tensor) -> Tensor:
     return q.view(*q.shape[:2], k.shape[1], k.shape[3]).transpose(1, 2)
 
 
-def takes(x: Tensor, weight: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> bool:
-    """Whether the kernel can read the operands, on this GPU, and is the faster way."""
-    if x.dim() != 3 or weight.dim() != 2 or k.dim() != 4 or INTERPRETED or not runs(x, weight, k, v):
+def applicable(x: Tensor, weight: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> bool:
+    """Whether the kernel can read the operands on this GPU, and is `profitable`."""
+    if x.dim() != 3 or weight.dim() != 2 or k.dim() != 4 or INTERPRETED or not supported(x, weight, k, v):
         return False
     (images, rows, depth), (_, heads, keys, size) = x.shape, k.shape
     if weight.shape != (heads * size, depth) or k.shape[0] != images or not x.numel():
         return False
     if not weight.dtype == k.dtype == x.dtype:
         return False
-    if not operands.takes(k, k, v, scale) or not can_be_mapped(k, v):  # queries would be like keys
+    if not operands.readable(k, k, v, scale) or not can_be_mapped(k, v):  # the queries would be laid out like keys
         return False
-    read = [weight, x] if x.is_contiguous() else [weight]  # x is laid out anew where that is wanted
-    if not are_collected() and not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in read):
+    read = [weight, x] if x.is_contiguous() else [weight]  # x is made contiguous
+    if not is_dry_run() and not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in read):
         return False
-    return pays(images, rows, (heads, keys, size), depth, device_of(x))
+    return profitable(images, rows, (heads, keys, size), depth, device_of(x))
 
 
-def pays(images: int, rows: int, keys: tuple[int, int, int], depth: int, device: torch.device) -> bool:
-    """Whether the kernel runs on this GPU, can take operands of these sizes, and is the quicker way.
+def profitable(images: int, rows: int, keys: tuple[int, int, int], depth: int, device: torch.device) -> bool:
+    """Whether the kernel is available on this GPU, fits these sizes, and is faster than a GEMM and attention.
 
-    keys: heads, keys, columns of a head.
+    Args:
+        keys: (heads, keys, head dimension).
+        depth: K of the linear layer.
     """
-    if not hopper(device) or not _KERNEL.available(device) or not _fits(keys, depth):
+    if not hopper(device) or not _SOURCE.available(device) or not _fits(keys, depth):
         return False
     columns = keys[0] * keys[2]
-    rounds = cdiv(_tiles(images, rows, columns), multiprocessors(device))
-    apart = _APART + 1e-6 * images * rows * columns * (_ATTENTION + _TERM * depth)
-    return rounds * (_START + _STEP * cdiv(depth, smem_ring.DEPTH)) < _IN_DOUBT * apart
+    waves = cdiv(_tiles(images, rows, columns), multiprocessors(device))
+    apart = _APART + 1e-6 * images * rows * columns * (_ATTENTION + _PER_K * depth)
+    return waves * (_START + _STEP * cdiv(depth, smem_ring.DEPTH)) < _IN_DOUBT * apart
 
 
 def _fits(keys: tuple[int, int, int], depth: int) -> bool:
@@ -110,22 +112,22 @@ def _launch(x: Tensor, weight: Tensor, k: Tensor, v: Tensor, scale: float | None
     out = torch.empty((*x.shape[:2], weight.shape[0]), dtype=x.dtype, device=x.device)
     grid = min(_tiles(*out.shape), multiprocessors(device_of(x)))
     operands = out, x.contiguous(), weight, k, v, in_base_2(scale, _SIZE)
-    start(_KERNEL, (grid,), *operands, **constants(x.dtype))
+    launch_kernel(_SOURCE, (grid,), *operands, **constants(x.dtype))
     return _heads(out, k)
 
 
 def constants(dtype: torch.dtype) -> dict[str, int]:
-    """What the kernel is compiled for."""
+    """The kernel's compile-time parameters."""
     return {"WIDTH": _WIDTH, "STAGES": _STAGES, "BF16": int(dtype == torch.bfloat16)}
 
 
-def siblings(given: dict[str, int]) -> list[dict[str, int]]:
-    """What another size of picture may ask for where this one asks for the given constants."""
+def variants(given: dict[str, int]) -> list[dict[str, int]]:
+    """Constants that other image sizes may need where one needs the given ones."""
     return [given]
 
 
 def shared_bytes() -> int:
-    """What a block asks for: 1 KB to begin at, and slots."""
+    """Dynamic shared memory of a block in bytes: alignment and stages."""
     return 1024 + _STAGES * 2 * smem_ring.DEPTH * (_ROWS + 2 * _WIDTH)
 
 
@@ -155,4 +157,4 @@ def _prepared(
     return [*maps, ctypes.c_float(scale), *map(ctypes.c_int, numbers)], smem_ring.THREADS, shared_bytes()
 
 
-_KERNEL = nvrtc.Source("query_attention", _prepared, ("out", "x", "weight", "k", "v", "scale"), siblings, ("weight",))
+_SOURCE = nvrtc.Source("query_attention", _prepared, ("out", "x", "weight", "k", "v", "scale"), variants, ("weight",))

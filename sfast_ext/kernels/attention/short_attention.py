@@ -1,4 +1,4 @@
-"""Attention over few keys, as a prompt has: a program holds all of them, so that no sum is ever scaled anew."""
+"""Cross-attention over few keys (a prompt's): a program holds all of them, so that softmax needs no rescaling."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from sfast_ext.kernels.attention import operands
 from sfast_ext.kernels.attention.operands import blocks, in_base_2, like_queries, strides
 from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.backend.triton_runtime import (
-    begin_early,
     cdiv,
     constexpr,
     device_of,
     jit,
+    launch_kernel,
     multiprocessors,
-    start,
+    pdl_wait,
     tl,
 )
 
-_MOST_KEYS, _MOST_OF_WIDE, _WIDE = 160, 80, 128  # more of heads wider than that take long to compile
+_MOST_KEYS, _MOST_OF_WIDE, _WIDE = 160, 80, 128  # more keys of heads wider than _WIDE take long to compile
 _WIDEST = 160
 _ROWS, _WARPS = 64, 4
-_AT_ONCE = (5, 3)  # programs that a multiprocessor holds where a head is one block, and two
+_AT_ONCE = (5, 3)  # programs per multiprocessor, where a head is one block and where it is two
 
 
 @jit(do_not_specialize=["tiles", "heads", "queries", "keys"])
-def _kernel(
+def short_attention_kernel(
     out,
     q,
     k,
@@ -53,9 +53,9 @@ def _kernel(
     KEYS_A: constexpr,
     KEYS_B: constexpr,
     ROWS: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
-    begin_early(EARLY)
+    pdl_wait(PDL)
     image, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     q += image * q_image + head * q_head
     k += image * k_image + head * k_head
@@ -90,7 +90,7 @@ def _kernel(
             most = tl.maximum(most, tl.max(b, 1))
         most *= scale
         a = tl.math.exp2(a * scale - most[:, None])
-        total = tl.sum(a, 1)
+        row_sum = tl.sum(a, 1)
         p = a.to(v_aa.dtype)
         sum_a = tl.dot(p, v_aa)
         sum_b = sum_a
@@ -98,17 +98,17 @@ def _kernel(
             sum_b = tl.dot(p, v_ab)
         if KEYS_B:
             b = tl.math.exp2(b * scale - most[:, None])
-            total += tl.sum(b, 1)
+            row_sum += tl.sum(b, 1)
             p_b = b.to(v_aa.dtype)
             sum_a += tl.dot(p_b, v_ba)
             if SIZE_B:
                 sum_b += tl.dot(p_b, v_bb)
-        over = (1.0 / total)[:, None]
+        inverse = (1.0 / row_sum)[:, None]
         inside = (row < queries)[:, None]
         to = out + row[:, None] * out_row
-        tl.store(to + left[None, :], (sum_a * over).to(q_a.dtype), mask=inside & (left < SIZE)[None, :])
+        tl.store(to + left[None, :], (sum_a * inverse).to(q_a.dtype), mask=inside & (left < SIZE)[None, :])
         if SIZE_B:
-            tl.store(to + right[None, :], (sum_b * over).to(q_a.dtype), mask=inside & (right < SIZE)[None, :])
+            tl.store(to + right[None, :], (sum_b * inverse).to(q_a.dtype), mask=inside & (right < SIZE)[None, :])
 
 
 @jit()
@@ -117,25 +117,25 @@ def _block(x, row, column, rows, stride, SIZE: constexpr):
     return tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
-    """Whether there are few enough keys, of heads narrow enough to be held, and `launch` can read them."""
+def applicable(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
+    """Whether keys are few and heads narrow enough, and `launch` can read the operands."""
     if health.reason("short_attention", device_of(q)) is not None:
         return False
     most = _MOST_KEYS if q.shape[-1] <= _WIDE else _MOST_OF_WIDE
-    return k.shape[-2] <= most and q.shape[-1] <= _WIDEST and operands.takes(q, k, v, scale)
+    return k.shape[-2] <= most and q.shape[-1] <= _WIDEST and operands.readable(q, k, v, scale)
 
 
 def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """`attention.reference` without a mask, of operands that `takes` takes."""
+    """`attention.reference` without a mask, for operands that are `applicable`."""
     images, heads, queries, size = q.shape
     out = like_queries(q)
     keys_a, keys_b = blocks(k.shape[2])
     size_a, size_b = blocks(size)
-    # all programs at once, each with as many blocks of rows as that takes: a second wave would be a small one
+    # a single wave of programs, each with several blocks of rows: a second wave would be small
     programs = _AT_ONCE[bool(size_b)] * multiprocessors(device_of(q))
     tiles = cdiv(images * heads * cdiv(queries, _ROWS), programs)
-    start(
-        _kernel,
+    launch_kernel(
+        short_attention_kernel,
         (cdiv(queries, _ROWS * tiles), images * heads),
         out,
         q,

@@ -1,7 +1,7 @@
-"""xformers' kernels for attention beside PyTorch's own: the quickest of those that take a shape runs it.
+"""xformers' attention kernels beside PyTorch's: the fastest of those that accept a shape runs it.
 
-They matter where PyTorch's are few: before 2.2 it takes no order of priority, and on Windows it has no FlashAttention
-since. Where the host has not imported xformers nothing is timed.
+They matter where PyTorch has few: before 2.2 backends have no priority, and on Windows there is no FlashAttention
+since. Nothing is timed where the host has not imported xformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 logger = logging.getLogger("sfast_ext")
 
 OWN = "torch"
-# a candidate is taken where it needs less than this share of the time of PyTorch's own
+# a candidate must take less than this fraction of PyTorch's time
 MARGIN = 0.98
 # relative L2 error against PyTorch's own, beyond rounding in bfloat16: versions of xformers that do not fit the GPU
 # have given zeros and NaN
@@ -25,7 +25,7 @@ LIMIT = 2e-2
 
 _HALF = (torch.float16, torch.bfloat16)
 _ROUNDS, _RUNS = 3, 4
-# clock cycles of a GPU that waits, about a millisecond: all runs of a round are queued by then
+# clock cycles the GPU sleeps, about a millisecond: all runs of a round are queued by then
 _HEAD_START = 2_000_000
 
 Run = Callable[[], Tensor]
@@ -34,8 +34,8 @@ Run = Callable[[], Tensor]
 def candidates(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> dict[str, Run]:
-    """xformers' kernels that may take q (B, H, L, D), k and v (B, H, S, D), by name; what they are given is not checked
-    by them before they are run. Empty where the host has not imported xformers."""
+    """xformers' kernels that may accept q (B, H, L, D), k and v (B, H, S, D), by name; they check their operands only
+    when run. Empty where the host has not imported xformers."""
     fmha: Any = sys.modules.get("xformers.ops.fmha")
     if fmha is None or q.dim() != 4 or q.dtype not in _HALF or q.shape[:2] != k.shape[:2]:
         return {}
@@ -60,7 +60,7 @@ def candidates(
 
 
 class Choices:
-    """Which of several functions runs a shape, by their times when it was first met.
+    """Which of several functions runs a shape, by their times when it is first met.
 
     Args:
         clock: the milliseconds of a call.
@@ -124,7 +124,7 @@ def _outside_of_captures() -> bool:
 
 
 def _milliseconds(run: Run) -> float:
-    """Of a GPU that need not wait for the CPU, as in a CUDA graph: the least of a few rounds."""
+    """GPU milliseconds of a run without waiting for the CPU, as in a CUDA graph: the least of a few rounds."""
     least = float("inf")
     for _ in range(_ROUNDS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

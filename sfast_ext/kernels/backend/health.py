@@ -1,5 +1,5 @@
-"""Which kernels serve an operation on this machine. One that fails is put down by name, with its reason: plans are made
-without it from then on, as long as the process lives."""
+"""Kernels that failed on this machine. A failed kernel is disabled by name with its reason: plans do without it for the
+rest of the process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 _HOME = "sfast_ext.kernels."
-_LAUNCHES = ("launch", "library")
+_LAUNCHES = ("launch", "fallback")
 _down: dict[tuple[str, str], str] = {}
 _lock = threading.Lock()
 
 
 class KernelFailed(Exception):
-    """Kernels that do not compile or do not run; `reasons` by name. They are not put down yet."""
+    """Kernels that do not compile or run; `reasons` by name. They are not disabled yet."""
 
     def __init__(self, reasons: dict[str, str]) -> None:
         super().__init__("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
@@ -25,7 +25,7 @@ class KernelFailed(Exception):
 
 
 def put_down(name: str, device: torch.device, reason: str) -> bool:
-    """Take a kernel out of use on a device. False where it was already."""
+    """Disable a kernel on a device. False where it was already."""
     with _lock:
         known = (name, str(device)) in _down
         _down.setdefault((name, str(device)), reason)
@@ -33,18 +33,18 @@ def put_down(name: str, device: torch.device, reason: str) -> bool:
 
 
 def reason(name: str, device: torch.device) -> str | None:
-    """Why a kernel is put down on a device, or None."""
+    """Why a kernel is disabled on a device, or None."""
     return _down.get((name, str(device))) if _down else None
 
 
 def all_down(device: torch.device) -> dict[str, str]:
-    """The kernels put down on a device, with their reasons."""
+    """The kernels disabled on a device, with their reasons."""
     with _lock:
         return {name: why for (name, where), why in _down.items() if where == str(device)}
 
 
 def clear() -> None:
-    """Use all kernels again."""
+    """Enable all kernels again."""
     with _lock:
         _down.clear()
 
@@ -66,8 +66,8 @@ def _with_used(module: ModuleType) -> Iterator[ModuleType]:
 
 
 def blamed(exc: BaseException) -> dict[str, str]:
-    """The kernel that an exception came from, and its reason; nothing where it came from elsewhere, or where memory ran
-    out, for which no kernel is to blame."""
+    """The kernel that raised an exception, and its reason; empty for exceptions from elsewhere, and where memory ran
+    out, which is no kernel's fault."""
     if isinstance(exc, KernelFailed):
         return exc.reasons
     if isinstance(exc, torch.cuda.OutOfMemoryError) or "out of memory" in str(exc):
@@ -77,13 +77,14 @@ def blamed(exc: BaseException) -> dict[str, str]:
 
 
 def describe(exc: BaseException) -> str:
-    """An exception in a line. Compilers quote the whole kernel: the cause comes last."""
+    """An exception in one line: the last of its text, as compilers quote the whole kernel first."""
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
     return f"{type(exc).__name__}: {lines[-1][:200]}" if lines else type(exc).__name__
 
 
 def disturbed(exc: BaseException | None) -> bool:
-    """Whether Python gave up parsing, "AST constructor recursion depth mismatch", as 3.11 may where threads do so."""
+    """Whether Python's parser failed with "AST constructor recursion depth mismatch", as 3.11 may where threads
+    parse."""
     while exc is not None and not isinstance(exc, SystemError):
         exc = exc.__cause__ or exc.__context__
     return exc is not None

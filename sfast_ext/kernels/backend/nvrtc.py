@@ -1,23 +1,20 @@
-"""Kernels in CUDA C++, compiled where they run by NVRTC, for what Triton has no words for.
+"""CUDA C++ kernels of csrc, compiled by NVRTC at run time, for what Triton cannot express.
 
-Through NVIDIA's own bindings, the package cuda-bindings, which newer versions of torch bring with them; without it the
-kernels are not there, and their callers have another way. What was compiled is kept in the user's cache.
+They need the package cuda-bindings, which torch brings from 2.10 on; without it the kernels are unavailable and callers
+fall back. Compiled kernels are kept in the user's cache.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import ctypes
 import functools
 import hashlib
-import importlib
 import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,10 @@ import torch
 from torch import Tensor
 
 from sfast_ext import cache_folder
+from sfast_ext.kernels.backend import pdl
+from sfast_ext.kernels.backend.cuda_bindings import Unavailable, bindings, checked
+
+__all__ = ["Source", "Unavailable", "bindings", "checked"]
 
 logger = logging.getLogger("sfast_ext")
 
@@ -32,21 +33,17 @@ SOURCES = Path(__file__).parents[3] / "csrc"
 _SEAL = hashlib.sha256().digest_size
 
 Prepare = Callable[..., tuple[list[Any], int, int]]
-"""From arguments and constants of a launch: the kernel's own arguments (tensors or None for their addresses, ctypes'
-numbers, tensor maps), threads of a block, bytes of shared memory."""
-Siblings = Callable[[dict[str, int]], Iterable[dict[str, int]]]
-"""From constants of a launch: those that another size of picture may ask for, the likeliest first, these among them."""
-# where memory begins and ends that nothing captured writes, in order; None where kernels begin one after another
-_still: ContextVar[list[tuple[int, int]] | None] = ContextVar("still", default=None)
-# CUDA's version from which a capture keeps what a launch says of its beginning
-_KEEPS_BEGINNINGS = 12, 3
-# one for each file: what two threads ask for at once is made once
-_making: dict[Path, threading.Lock] = {}
+"""Maps arguments and constants of a launch to the kernel's parameters (tensors or None for addresses, ctypes numbers,
+tensor maps), threads per block, and bytes of dynamic shared memory."""
+Variants = Callable[[dict[str, int]], Iterable[dict[str, int]]]
+"""Maps constants of a launch to those that other image sizes may need, most likely first, the given ones among them."""
+# one lock per cache file: two threads compile a kernel once
+_locks: dict[Path, threading.Lock] = {}
 _bound = threading.local()
 
 
 def folder() -> Path:
-    """Where compiled kernels are kept: $SFAST_CACHE_DIR, or a folder in $TORCH_EXTENSIONS_DIR or the user's cache."""
+    """The cache of compiled kernels: $SFAST_CACHE_DIR, or a folder in $TORCH_EXTENSIONS_DIR or the user's cache."""
     chosen = os.environ.get("SFAST_CACHE_DIR")
     if chosen:
         return Path(chosen)
@@ -55,33 +52,19 @@ def folder() -> Path:
 
 
 def folder_refusal() -> str | None:
-    """Why no compiled kernel is kept, where the folder for them is not the user's alone; else None."""
+    """Why compiled kernels are not cached: others can write the folder; else None."""
     return cache_folder.refusal(folder(), folder())
 
 
-class Unavailable(RuntimeError):
-    """A kernel cannot be had here; says what would not do."""
-
-
 def architecture(index: int | None) -> str:
-    """What a GPU's kernels are compiled for; from Hopper on with what later ones may be without."""
+    """The target of a GPU, such as "sm_90a": from Hopper on with architecture-specific features."""
     major, minor = torch.cuda.get_device_capability(index)
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
 @functools.lru_cache(maxsize=None)
-def bindings() -> tuple[Any, Any] | None:
-    """cuda.bindings' driver and nvrtc; None where they are not installed, or do not load."""
-    try:
-        return importlib.import_module("cuda.bindings.driver"), importlib.import_module("cuda.bindings.nvrtc")
-    except Exception:  # a broken installation raises anything
-        return None
-
-
-@functools.lru_cache(maxsize=None)
 def _known() -> tuple[str, tuple[int, ...]] | None:
-    """NVRTC's version, and the compute capabilities that it compiles for, times ten, in order; None where it says
-    nothing of them."""
+    """NVRTC's version and the compute capabilities it supports, times ten, sorted; None where it does not tell."""
     found = bindings()
     if found is None:
         return None
@@ -94,8 +77,8 @@ def _known() -> tuple[str, tuple[int, ...]] | None:
 
 
 def refusal(device: torch.device) -> str | None:
-    """Why NVRTC compiles nothing for a GPU, whose architecture it does not know; None where it does, as far as it says,
-    and where no GPU or no NVRTC is there."""
+    """Why NVRTC cannot compile for a GPU (it does not know the architecture); None where it can or does not tell, and
+    without a GPU or NVRTC."""
     told = _known() if device.type == "cuda" and torch.cuda.is_available() else None
     if told is None or not told[1]:
         return None
@@ -110,24 +93,16 @@ def refusal(device: torch.device) -> str | None:
     )
 
 
-def checked(result: tuple[Any, ...]) -> Any:
-    """What a call of the bindings returned beside its error; Unavailable where there is one."""
-    error, *values = result
-    if int(error):
-        raise Unavailable(f"{type(error).__name__}.{getattr(error, 'name', error)}")
-    return values[0] if len(values) == 1 else values
-
-
 def bind(index: int) -> None:
-    """A GPU's context is this thread's: what the driver launches wants one, and torch may not have asked for it yet."""
+    """Make a GPU's primary context current in this thread: the driver API needs one, torch may not have set
+    it yet."""
     if getattr(_bound, "index", None) != index:
         _use_context(index)
         _bound.index = index
 
 
 def _use_context(index: int) -> Any:
-    """A GPU, for the driver."""
-    # the runtime's own context, which a thread that has called nothing of it yet is without
+    """Make a GPU's primary context, the one the CUDA runtime uses, current; returns the driver's device."""
     driver = bindings()[0]  # type: ignore[index]
     device = checked(driver.cuDeviceGet(index))
     checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(device))))
@@ -135,48 +110,20 @@ def _use_context(index: int) -> Any:
 
 
 def current_stream(index: int) -> int:
-    """The handle of a GPU's current stream: torch takes microseconds to make an object of it."""
+    """The handle of a GPU's current stream, without the microseconds that torch's Stream object takes."""
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return torch.cuda.current_stream(index).cuda_stream if raw is None else raw(index)
 
 
-@contextlib.contextmanager
-def beginning_early(still: Iterable[Tensor]) -> Iterator[None]:
-    """Within, in this thread, while it captures: a kernel may begin as the one in front of it ends, and read, before it
-    waits for that, the memory of `still`, which nothing that is captured writes ("programmatic dependent launch")."""
-    token = _still.set(_spans(still) if beginnings_are_kept() else None)
-    try:
-        yield
-    finally:
-        _still.reset(token)
-
-
-@functools.lru_cache(maxsize=None)
-def beginnings_are_kept() -> bool:
-    try:
-        built = tuple(int(part) for part in str(torch.version.cuda).split(".")[:2])
-        runs = checked(bindings()[0].cuDriverGetVersion())  # type: ignore[index]
-    except Exception:
-        return False
-    major, minor = _KEEPS_BEGINNINGS
-    return built >= _KEEPS_BEGINNINGS and runs >= 1000 * major + 10 * minor
-
-
-def _spans(still: Iterable[Tensor]) -> list[tuple[int, int]]:
-    return sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in still if t.is_cuda)
-
-
-def _lies_still(x: Tensor, spans: list[tuple[int, int]]) -> bool:
-    """Whether all memory of a dense tensor lies within one of the spans."""
-    dense = x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
-    begin = x.data_ptr()
-    place = bisect.bisect_right(spans, begin, key=lambda span: span[0]) - 1
-    return dense and place >= 0 and begin + x.nbytes <= spans[place][1]
-
-
 def tensor_map(x: Tensor, sizes: list[int], strides: list[int], box: list[int]) -> Any:
-    """A map for the copy engine over x's memory: `sizes`, innermost first; `strides` in bytes, of all but that; rows of
-    boxes are 32, 64 or 128 bytes in shared memory, swizzled over that width, with zeros where there is no more of x."""
+    """A TMA tensor map over x's memory.
+
+    Args:
+        sizes: of the dimensions, innermost first.
+        strides: in bytes, of all dimensions but the innermost.
+        box: elements of a box; its rows are 32, 64 or 128 bytes, swizzled over that width in shared memory. What is out
+            of bounds is loaded as zeros.
+    """
     driver = bindings()[0]  # type: ignore[index]
     kind = "BFLOAT16" if x.dtype == torch.bfloat16 else "FLOAT16"
     return checked(
@@ -199,12 +146,16 @@ def tensor_map(x: Tensor, sizes: list[int], strides: list[int], box: list[int]) 
 class Source:
     """A file of csrc with one kernel of the same name: Source("flash_attention", ...).
 
-    As kernels of Triton do, it compiles for its constants, here what the file's macros are to be: `warmup` does so
-    ahead, `self[grid](*args, **constants)` launches on the current stream.
+    It has the interface of a Triton kernel: constants are compile-time parameters (macros), `warmup` compiles,
+    `self[grid](*args, **constants)` launches on the current stream.
 
     Args:
-        reads_early: which arguments its kernel reads before it waits for the kernels in front, see `beginning_early`;
-            None for a kernel that does not wait.
+        name: of the file without ".cu", and of the kernel.
+        prepare: see `Prepare`.
+        arg_names: of the arguments of a launch.
+        variants: see `Variants`.
+        reads_before_wait: arguments that the kernel reads before `pdl_wait`, see `pdl`; None for a kernel that never
+            waits and so is launched without PDL.
     """
 
     def __init__(
@@ -212,27 +163,31 @@ class Source:
         name: str,
         prepare: Prepare,
         arg_names: tuple[str, ...],
-        siblings: Siblings | None = None,
-        reads_early: tuple[str, ...] | None = None,
+        variants: Variants | None = None,
+        reads_before_wait: tuple[str, ...] | None = None,
     ) -> None:
         self.name, self.prepare, self.arg_names = name, prepare, arg_names
-        self.reads_early = reads_early
-        self.siblings: Siblings = siblings or (lambda given: ())
-        self.kept = True  # whether the user's cache took what was compiled last
+        self.reads_before_wait = reads_before_wait
+        self.variants: Variants = variants or (lambda constants: ())
+        self.kept = True  # whether the cache took the last compiled kernel
         self._functions: dict[Any, Any] = {}
         self._refused: set[int | None] = set()
         self._lock = threading.Lock()
 
     def available(self, device: torch.device) -> bool:
-        """Whether it may be had on a device: NVRTC knows that, and nothing has failed there so far."""
+        """Whether it can be used on a device: NVRTC supports the device and nothing has failed there so far."""
         return bindings() is not None and device.index not in self._refused and refusal(device) is None
 
     def warmup(self, *args: Any, grid: Any = None, **constants: int) -> Any:
-        """Compiles and loads it for the current device."""
+        """Compile and load it for the current device; returns the driver's function.
+
+        Raises:
+            Unavailable: that failed; it is logged, and `available` is False from then on.
+        """
         index = torch.cuda.current_device()
         code = None
-        with contextlib.suppress(Exception):  # which the next line meets, and tells
-            code = self.compiled(architecture(index), constants)  # beside others, which load one after another
+        with contextlib.suppress(Exception):  # the next line raises it again
+            code = self.compiled(architecture(index), constants)  # compilation runs in parallel, loading does not
         return self._function(index, constants, code)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -249,16 +204,15 @@ class Source:
         stream = current_stream(index)
         driver = bindings()[0]  # type: ignore[index]
         at = ctypes.addressof(table)
-        if self._begins_early(args):
-            checked(driver.cuLaunchKernelEx(_early(driver, blocks, threads, shared, stream), function, at, 0))
+        if self._uses_pdl(args):
+            config = pdl.launch_config(driver, blocks, threads, shared, stream)
+            checked(driver.cuLaunchKernelEx(config, function, at, 0))
         else:
             checked(driver.cuLaunchKernel(function, *blocks, threads, 1, 1, shared, stream, at, 0))
 
-    def _begins_early(self, args: tuple[Any, ...]) -> bool:
-        spans = _still.get()
-        if spans is None or self.reads_early is None or not torch.cuda.is_current_stream_capturing():
-            return False
-        return all(_lies_still(args[self.arg_names.index(name)], spans) for name in self.reads_early)
+    def _uses_pdl(self, args: tuple[Any, ...]) -> bool:
+        names = self.reads_before_wait
+        return names is not None and pdl.allowed(args[self.arg_names.index(name)] for name in names)
 
     def _function(self, index: int, constants: dict[str, int], code: bytes | None = None) -> Any:
         key = index, *constants.items()
@@ -287,48 +241,35 @@ class Source:
         return function
 
     def compiled(self, architecture: str, constants: dict[str, int]) -> bytes:
-        """The machine code, from the user's cache or made now."""
+        """The cubin, from the user's cache or compiled now; Unavailable where it does not compile."""
         source = (SOURCES / f"{self.name}.cu").read_bytes()
         included = b"".join(_headers().values())
         nvrtc = bindings()[1]  # type: ignore[index]
         key = repr((checked(nvrtc.nvrtcVersion()), architecture, sorted(constants.items()))).encode()
         file = folder() / f"{self.name}-{hashlib.sha256(key + included + source).hexdigest()[:16]}.cubin"
-        with _making.setdefault(file, threading.Lock()):
+        with _locks.setdefault(file, threading.Lock()):
             try:
                 kept = cache_folder.read(file, folder())
                 code, seal = kept[:-_SEAL], kept[-_SEAL:]
-                if seal == hashlib.sha256(code).digest():  # of a spoilt file the driver may make an end of the process
+                if seal == hashlib.sha256(code).digest():  # a corrupt cubin can crash the driver
                     return code
             except OSError:
-                pass  # not there yet, or not to be trusted
+                pass  # not cached yet, or not trusted
             code, _ = build(source, architecture, constants)
             self.kept = self._keep(file, code)
             return code
 
     def _keep(self, file: Path, code: bytes) -> bool:
-        """Whether the user's cache took it."""
+        """Write to the user's cache; returns whether that worked."""
         try:
             cache_folder.make(file.parent, folder())
             with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as made:
                 made.write(code + hashlib.sha256(code).digest())
-            os.replace(made.name, file)  # two at once: either will do, half a file will not
+            os.replace(made.name, file)  # atomic: two writers may race
         except OSError as exc:
             logger.debug("%s is compiled anew each time: %s", self.name, exc)
             return False
         return True
-
-
-def _early(driver: Any, blocks: tuple[int, ...], threads: int, shared: int, stream: int) -> Any:
-    """A launch that begins as the kernel in front of it ends."""
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes, config.hStream = shared, stream
-    config.attrs, config.numAttrs = [attribute], 1
-    return config
 
 
 def _address(x: Tensor | None) -> ctypes.c_void_p:
@@ -336,12 +277,16 @@ def _address(x: Tensor | None) -> ctypes.c_void_p:
 
 
 def _headers() -> dict[bytes, bytes]:
-    """What sources may include, by name."""
+    """The headers of csrc by name."""
     return {file.name.encode(): file.read_bytes() for file in sorted(SOURCES.glob("*.h"))}
 
 
 def build(source: bytes, architecture: str, constants: dict[str, int]) -> tuple[bytes, str]:
-    """(machine code, what the compiler had to say); Unavailable with its words where it does not compile."""
+    """Compile CUDA C++ for an architecture with macros; returns (cubin, log).
+
+    Raises:
+        Unavailable: it does not compile; the message is the compiler's log.
+    """
     nvrtc = bindings()[1]  # type: ignore[index]
     headers = _headers()
     program = checked(

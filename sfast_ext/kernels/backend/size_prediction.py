@@ -1,6 +1,6 @@
-"""What the kernels of a rewritten graph will be launched with, for its own size of picture and for further ones.
+"""Predicts the kernel launches of a rewritten graph, at its own image size and at other likely sizes.
 
-Nothing is launched to know that: launch functions get tensors without memory, and what they launch is only noted.
+Launch functions are called in a dry run with tensors without memory; nothing is executed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.fx.node import map_aggregate
 from sfast_ext.kernels.backend import triton_runtime
 
 _KERNELS = "sfast_ext.kernels."
-# Of heights and widths, the likeliest first. With these Stable Diffusion 1.5 after 512x512 and XL after 1024x1024 find
-# all that sizes from 384x384 to 1536x1536 launch; no four such scales leave out less after other sizes.
+# Factors of height and width, most likely first. With these, Stable Diffusion 1.5 after 512x512 and XL after 1024x1024
+# compile all that sizes from 384x384 to 1536x1536 launch; no other four factors miss less after other sizes.
 _SCALES = ((1, 9 / 8), (3 / 2, 3 / 2), (3 / 4, 3 / 4), (1 / 2, 1 / 2))
-_STEP = 8  # of a latent's height and width: pictures are mostly multiples of 64 pixels
+_STEP = 8  # of a latent's height and width: images are mostly multiples of 64 pixels
 
 Size = tuple[int, int]
 """Height and width: of a latent, or of a level of the UNet below it."""
@@ -28,16 +28,16 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a launch function asks of a tensor."""
+    """What a launch function reads of a tensor."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    weight: bool = False  # of the same size whatever the picture's
+    weight: bool = False  # its size does not depend on the image's
 
 
 class Call(NamedTuple):
-    """Of a launch function, with shapes in place of tensors, so that it keeps nothing of a model."""
+    """A call of a launch function, with shapes in place of tensors so that it keeps no tensor alive."""
 
     function: Any
     args: tuple[Any, ...]
@@ -45,8 +45,8 @@ class Call(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel and what it is compiled for: dtypes for its tensors, numbers, constants. `owner` is the module whose
-    launch function launches it."""
+    """A kernel and what it is compiled for: arguments, with dtypes in place of tensors, and constants. `owner` is the
+    name of the kernel file whose launch function launches it."""
 
     kernel: Any
     args: tuple[Any, ...]
@@ -55,7 +55,7 @@ class Launch(NamedTuple):
 
 
 def calls(graph: fx.Graph) -> list[Call]:
-    """Those of launch functions that differ, told by the shapes and dtypes in the nodes' metadata."""
+    """The distinct calls of launch functions in a graph, from the shapes and dtypes in the nodes' metadata."""
     found: dict[str, Call] = {}
     for node in graph.nodes:
         if node.op == "call_function" and _launches_triton(node.target):
@@ -65,15 +65,15 @@ def calls(graph: fx.Graph) -> list[Call]:
 
 
 def launched(calls: Iterable[Call], device: torch.device | None = None) -> dict[Any, Launch]:
-    """What calls will launch on a device, by what makes Triton compile a kernel anew; nothing of a call that raises."""
+    """The launches of calls on a device, by `key`; none of a call that raises."""
     found: dict[Any, Launch] = {}
     for function, args, kwargs in calls:
         try:
-            with torch.no_grad(), triton_runtime.collecting(device) as collected:
+            with torch.no_grad(), triton_runtime.dry_run(device) as recorded:
                 function(*map_aggregate(args, _stand_in), **map_aggregate(kwargs, _stand_in))
         except Exception:
-            continue  # compiled when it is first launched
-        for kernel, operands, constants, owner in collected:
+            continue  # compiled at its first launch
+        for kernel, operands, constants, owner in recorded:
             kinds = tuple(x.dtype if isinstance(x, torch.Tensor) else x for x in operands)
             launch = Launch(kernel, kinds, constants, owner)
             found.setdefault(key(launch), launch)
@@ -81,29 +81,29 @@ def launched(calls: Iterable[Call], device: torch.device | None = None) -> dict[
 
 
 def key(launch: Launch) -> Any:
-    """Equal for launches that share a compilation: of numbers Triton looks at some, and at what they are."""
+    """Equal for launches that share a compilation: Triton specializes integers on width, 1 and divisibility by 16."""
     kernel = launch.kernel
-    unlooked = set(getattr(kernel, "do_not_specialize", None) or ())  # names, or their places in older versions
+    unspecialized = set(getattr(kernel, "do_not_specialize", None) or ())  # names; positions in older versions
     seen: list[Any] = []
     for place, (name, value) in enumerate(zip(kernel.arg_names, launch.args)):
         if type(value) is not int:
             seen.append(value if isinstance(value, torch.dtype) else type(value))
             continue
         wide = not -(2**31) <= value < 2**31
-        plain = name in unlooked or place in unlooked
+        plain = name in unspecialized or place in unspecialized
         seen.append(wide if plain else (wide, value == 1, value % 16 == 0))
     return id(kernel), tuple(seen), tuple(sorted(launch.constants.items()))
 
 
 def latent(graph: fx.Graph) -> Size | None:
-    """The size of the largest picture (N, C, H, W) that goes into a graph; None where there is none."""
+    """Height and width of the largest placeholder (N, C, H, W) of a graph; None where there is none."""
     shapes = [_described(node) for node in graph.nodes if node.op == "placeholder"]
-    pictures = [shape.size[2:] for shape in shapes if isinstance(shape, Shape) and len(shape.size) == 4]
-    return max(pictures, key=lambda size: size[0] * size[1], default=None)
+    sizes = [shape.size[2:] for shape in shapes if isinstance(shape, Shape) and len(shape.size) == 4]
+    return max(sizes, key=lambda size: size[0] * size[1], default=None)
 
 
-def further(latent: Size) -> list[Size]:
-    """A few other sizes, the likeliest first, that together launch nearly all that any other size does."""
+def likely_sizes(latent: Size) -> list[Size]:
+    """Other sizes, most likely first, that together launch nearly all that any other size does."""
     found = [(_rounded(latent[0] * down), _rounded(latent[1] * across)) for down, across in _SCALES]
     return [size for size in dict.fromkeys(found) if size != latent]
 
@@ -113,10 +113,10 @@ def _rounded(pixels: float) -> int:
 
 
 def resized(calls: Iterable[Call], latent: Size, other: Size) -> list[Call]:
-    """Calls as a latent of another size brings them about. A guess: numbers are left as they are, and what is no
-    picture's is taken for one where it is as large."""
+    """Calls at another size of the latent. A guess: numbers are left as they are, and anything as large as a feature
+    map passes for one."""
     given = list(calls)
-    seen = _pictures(given)
+    seen = _feature_map_sizes(given)
     levels = {size: to for size, to in zip(_levels(latent), _levels(other)) if size in seen}
 
     def scaled(x: Any) -> Any:
@@ -125,8 +125,8 @@ def resized(calls: Iterable[Call], latent: Size, other: Size) -> list[Call]:
     return [Call(call.function, *map_aggregate((call.args, call.kwargs), scaled)) for call in given]
 
 
-def _pictures(calls: list[Call]) -> set[tuple[int, ...]]:
-    """The sizes of what may be pictures among the operands."""
+def _feature_map_sizes(calls: list[Call]) -> set[tuple[int, ...]]:
+    """Heights and widths of 4D operands that are no weights."""
     found: set[tuple[int, ...]] = set()
 
     def look(x: Any) -> Any:
@@ -139,18 +139,17 @@ def _pictures(calls: list[Call]) -> set[tuple[int, ...]]:
 
 
 def _levels(size: Size) -> Iterator[Size]:
-    """A size, and those that convolutions of stride 2 with padding 1 make of it one after another."""
+    """The sizes of a UNet's levels: a size, halved repeatedly by convolutions of stride 2 with padding 1."""
     while min(size) > 1:
         yield size
         size = (size[0] + 1) // 2, (size[1] + 1) // 2
 
 
 def _scaled(shape: Shape, levels: dict[Size, Size]) -> Shape:
-    """A picture (N, C, H, W), or its pixels in the second dimension from the end, (N, L, C) and (N, heads, L, D), in
-    another size; other shapes as they are.
+    """A feature map (N, C, H, W), or one flattened to (N, L, C) or (N, heads, L, D), at another size; other shapes as
+    they are.
 
-    Strides that pass over all pixels then pass over as many as there are; what lies within a pixel, as queries beside
-    keys and values do, stays where it is.
+    Strides over all pixels are scaled; strides within a pixel, as of queries beside keys and values, stay.
     """
     size, stride = list(shape.size), list(shape.stride)
     if len(size) == 4 and (to := levels.get((size[2], size[3]))) and stride[2] == size[3] * stride[3]:
@@ -182,7 +181,7 @@ def _launches_triton(target: Any) -> bool:
 
 
 def _described(x: Any) -> Any:
-    """Shapes in place of a node, or of a tensor."""
+    """Shapes in place of a node's value, or of a tensor."""
     if isinstance(x, fx.Node):
         return map_aggregate(x.meta.get("val"), _weight if x.op == "get_attr" else _value)
     return _weight(x)

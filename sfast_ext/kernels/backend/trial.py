@@ -1,5 +1,5 @@
-"""Whether Triton works at all on a GPU. It imports where there is no C compiler or no Python.h, and compiles nothing
-there: what starts its kernels is made in C."""
+"""Whether Triton works at all on a GPU, tried once with a small kernel. Triton also imports without a C compiler or
+Python.h, but compiles nothing there: it builds its launchers in C."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pathlib import Path
 import torch
 
 from sfast_ext.kernels.backend import health, triton_runtime
-from sfast_ext.kernels.backend.triton_runtime import begin_early, constexpr, jit, start, tl
+from sfast_ext.kernels.backend.triton_runtime import constexpr, jit, launch_kernel, pdl_wait, tl
 
 logger = logging.getLogger("sfast_ext")
 
 PATIENCE_S = 60.0
-"""Seconds that a plan waits for the trial. It takes a fraction of one, or a few where C is compiled first."""
+"""Seconds that a plan waits for the trial, which takes a fraction of one, or a few where C is compiled first."""
 
 _VALUE = 20
 _WHAT_TO_DO = "install a C compiler and Python's headers (python3-dev)"
 _trials: dict[int, _Trial] = {}
 _lock = threading.Lock()
-# held by a trial and by captures: a kernel that is loaded spoils a CUDA graph that another thread captures at the time
+# held by a trial and by captures: loading a kernel invalidates a CUDA graph capture of another thread
 _quiet = threading.Lock()
 
 
 @jit(do_not_specialize=["value"])
-def _kernel(out, value, EARLY: constexpr):
-    begin_early(EARLY)
+def trial_kernel(out, value, PDL: constexpr):
+    pdl_wait(PDL)
     tl.store(out, value)
 
 
@@ -122,7 +122,7 @@ def run(device: torch.device) -> None:
     """
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         out = torch.zeros(1, dtype=torch.int32, device=device)
-        start(_kernel, (1,), out, _VALUE)
+        launch_kernel(trial_kernel, (1,), out, _VALUE)
         if out.item() != _VALUE:
             raise RuntimeError("a kernel ran and wrote something else than it should")
 

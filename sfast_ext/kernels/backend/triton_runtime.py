@@ -1,4 +1,5 @@
-"""Triton where it is installed, stand-ins where it is not, and what all launchers ask before they launch."""
+"""Triton where it is installed, stand-ins where it is not, and what launch functions share: can a kernel be launched
+with these tensors (`supported`), launching (`launch_kernel`), and dry runs that only record launches (`dry_run`)."""
 
 from __future__ import annotations
 
@@ -16,37 +17,37 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import health, nvrtc, triton_versions
+from sfast_ext.kernels.backend import health, pdl, triton_versions
 
 triton: Any = None
 tl: Any = None
 try:
     triton = importlib.import_module("triton")
     tl = importlib.import_module("triton.language")
-except Exception:  # a broken wheel raises anything; environment.triton_error() tells what
+except Exception:  # a broken wheel raises anything; environment.triton_error() reports it
     triton = tl = None
 
 AVAILABLE = triton is not None
 VERSION: tuple[int, ...] = tuple(map(int, triton.__version__.split(".")[:2])) if AVAILABLE else ()
 """Major and minor version; empty without Triton."""
-# The interpreter on NumPy came with Triton 3.0; what the variable turned on before that is another thing.
+# Triton's interpreter on NumPy exists since 3.0; before, the variable meant something else.
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1" and VERSION >= (3, 0)
 
-# What a kernel says that begins as the one in front of it ends, since Triton 3.5: 3.4 has the functions, and the option
-# to launch it so, but calls them with a word, "_semantic", that they do not take.
-_next_may_begin: Any = None
-_after_previous: Any = None
-_options: Any = {}  # what a launch may say beside a kernel's own constants, from Triton 3.0 on
+# Programmatic dependent launch, see pdl.py: griddepcontrol.launch_dependents and griddepcontrol.wait. Since Triton 3.5:
+# 3.4 has both and the launch option, but passes them "_semantic", which they do not take.
+_gdc_launch_dependents: Any = None
+_gdc_wait: Any = None
+_options: Any = {}  # launch options of the NVIDIA backend, from Triton 3.0 on
 if AVAILABLE and not INTERPRETED:
     with contextlib.suppress(Exception):
         _options = importlib.import_module("triton.backends.nvidia.compiler").CUDAOptions.__dataclass_fields__
         _extra = importlib.import_module("triton.language.extra.cuda")
-        _taken = inspect.signature(_extra.gdc_wait).parameters
-        if "launch_pdl" in _options and "_semantic" in _taken:
-            _next_may_begin, _after_previous = _extra.gdc_launch_dependents, _extra.gdc_wait
-HAS_EARLY = _after_previous is not None
-FUSES: dict[str, bool] = {"enable_fp_fusion": True} if "enable_fp_fusion" in _options else {}
-"""What each launch says of a product and a sum in one rounding: all versions do so, up to 3.9 without being told."""
+        _parameters = inspect.signature(_extra.gdc_wait).parameters
+        if "launch_pdl" in _options and "_semantic" in _parameters:
+            _gdc_launch_dependents, _gdc_wait = _extra.gdc_launch_dependents, _extra.gdc_wait
+HAS_PDL = _gdc_wait is not None
+FP_FUSION: dict[str, bool] = {"enable_fp_fusion": True} if "enable_fp_fusion" in _options else {}
+"""Launch option for fused multiply-add: the default of all versions up to 3.9, and stated for later ones."""
 
 if TYPE_CHECKING:
     from typing import Any as constexpr
@@ -58,24 +59,24 @@ else:
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (*HALF, torch.float32)
-MAX_BLOCK = 16384  # elements of the widest row that one program keeps in registers
-_HOPPER = 9  # its compute capability
+MAX_BLOCK = 16384  # elements of the widest row one program keeps in registers
+_HOPPER = 9  # major compute capability
 MAX_GRID_YZ = 65535  # CUDA's limit for the second and third dimension of a grid
 
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """triton.jit(**options); without Triton, a decorator that leaves alone a function never to be called."""
+    """triton.jit(**options); without Triton a decorator that returns the function, which is never called."""
     if AVAILABLE:
         return triton.jit(**options)
     return lambda function: function
 
 
 @jit()
-def begin_early(EARLY):
-    """The first statement of every kernel, in all of its programs: see `begins_early`."""
-    if EARLY:
-        _next_may_begin()
-        _after_previous()
+def pdl_wait(PDL):
+    """The first statement of every kernel: with PDL, let the next kernel be scheduled and wait for the previous one."""
+    if PDL:
+        _gdc_launch_dependents()
+        _gdc_wait()
 
 
 def cdiv(x: int, y: int) -> int:
@@ -88,35 +89,37 @@ def next_power_of_2(x: int) -> int:
 
 @functools.lru_cache(maxsize=None)
 def multiprocessors(device: torch.device) -> int:
-    """How many the GPU has; in the interpreter a few, so that tests are quick and still split the work."""
+    """Number of multiprocessors of a GPU; 8 in the interpreter, so that tests are fast and still split work."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
-Noted = list[tuple[Any, tuple[Any, ...], dict[str, Any], str]]
-_collected: ContextVar[tuple[Noted, torch.device | None] | None] = ContextVar("collected", default=None)
+Recorded = list[tuple[Any, tuple[Any, ...], dict[str, Any], str]]
+"""Launches: (kernel, arguments, constants, name of the kernel file whose launch function it was)."""
+_dry_run: ContextVar[tuple[Recorded, torch.device | None] | None] = ContextVar("dry_run", default=None)
 
 
 @contextlib.contextmanager
-def collecting(device: torch.device | None = None) -> Iterator[Noted]:
-    """Within, in this thread, tensors of any device are taken for some of `device`, and launches only noted: kernel,
-    arguments, constants, and the name of the module whose launch function it was."""
-    found: Noted = []
-    token = _collected.set((found, device))
+def dry_run(device: torch.device | None = None) -> Iterator[Recorded]:
+    """Within, in this thread, launches are recorded instead of executed, and tensors of any device (also meta) pass for
+    tensors of `device`."""
+    recorded: Recorded = []
+    token = _dry_run.set((recorded, device))
     try:
-        yield found
+        yield recorded
     finally:
-        _collected.reset(token)
+        _dry_run.reset(token)
 
 
-def are_collected() -> bool:
-    """Whether launches are only noted: strides are those of the original forward then, not of the rewritten graph."""
-    return _collected.get() is not None
+def is_dry_run() -> bool:
+    """Whether launches are only recorded: strides are then those of the original forward, not of the rewritten
+    graph."""
+    return _dry_run.get() is not None
 
 
 def device_of(x: Tensor) -> torch.device:
-    """Where a launch with `x` runs, or would run while launches are collected."""
-    collected = _collected.get()
-    return x.device if collected is None or collected[1] is None else collected[1]
+    """The device of a launch with `x`: its own, or that of the dry run."""
+    state = _dry_run.get()
+    return x.device if state is None or state[1] is None else state[1]
 
 
 @functools.lru_cache(maxsize=None)
@@ -126,22 +129,22 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def refusal(device: torch.device, dtype: torch.dtype | None = None) -> str | None:
-    """Why the installed Triton compiles nothing for a GPU, or nothing with values of a dtype there; None where it
-    does, and where there is no GPU to compile for."""
+    """Why the installed Triton cannot compile for a GPU, or not with a dtype there; None where it can, and without a
+    GPU or Triton."""
     if not AVAILABLE or device.type != "cuda":
         return None
     return triton_versions.refusal(VERSION, capability(device), dtype)
 
 
-def runs(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether a kernel can take these tensors; where not, a launch calls its reference.
+def supported(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a Triton kernel can be launched with these tensors; where not, launch functions call their reference.
 
-    Not taken: no Triton, a device Triton cannot use, or a dtype it cannot use there (`refusal`), float64 and what is no
-    float, several devices, and subclasses of Tensor (fake, quantised), which mean more than their memory says. While
-    launches are collected, tensors without memory stand in for those of a GPU.
+    Not supported: no Triton, a device or a dtype that it cannot use (`refusal`), dtypes other than `DTYPES`, tensors of
+    several devices, and subclasses of Tensor (fake, quantised), whose meaning is not their memory alone. In a dry run
+    tensors without memory stand in for those of a GPU.
     """
-    device, collected = x.device, are_collected()
-    if not collected and (not AVAILABLE or not (INTERPRETED or capability(device) >= (7, 0))):
+    device, dry = x.device, is_dry_run()
+    if not dry and (not AVAILABLE or not (INTERPRETED or capability(device) >= (7, 0))):
         return False
     where = device_of(x)
     for tensor in (x, *others):
@@ -149,14 +152,14 @@ def runs(x: Tensor, *others: Tensor | None) -> bool:
             continue
         if tensor.dtype not in DTYPES or refusal(where, tensor.dtype) is not None:
             return False
-        if not collected and (tensor.device != device or type(tensor) not in (Tensor, torch.nn.Parameter)):
+        if not dry and (tensor.device != device or type(tensor) not in (Tensor, torch.nn.Parameter)):
             return False
     return True
 
 
-def multiplies(x: Tensor) -> bool:
-    """Whether kernels with matrix products of ours run where x lies: on Hopper, as they were measured nowhere else; and
-    in float16 in the interpreter, which of bfloat16 multiplies the bits."""
+def mma_supported(x: Tensor) -> bool:
+    """Whether our kernels with matrix products (mma) are used for x: in half precision on Hopper, as they were measured
+    nowhere else, and in float16 in the interpreter, which multiplies bfloat16 wrongly."""
     if INTERPRETED:
         return x.dtype == torch.float16
     return x.dtype in HALF and hopper(device_of(x))
@@ -166,26 +169,28 @@ def hopper(device: torch.device) -> bool:
     return capability(device)[0] == _HOPPER
 
 
-def begins_early(device: torch.device) -> bool:
-    """Whether kernels of Triton may begin there as the kernel in front of them ends ("programmatic dependent launch").
+def pdl_enabled(device: torch.device) -> bool:
+    """Whether Triton kernels are launched with PDL on a device, see pdl.py.
 
-    In captures and out of them alike: how a kernel is launched is a part of what Triton compiles, and there shall be
-    one compilation. It is right anywhere, because every program waits before it reads or writes anything, until the
-    kernel in front has ended and what that wrote can be read. A kernel that has ended thus had all in front of it end,
-    which is what kernels of others, copies and events behind it rely on.
+    The same inside and outside of captures: the launch option is part of what Triton compiles, and one compilation is
+    to serve both. It is always correct: every program waits, before it reads or writes anything, until the previous
+    kernel has completed and its writes are visible. So a completed kernel implies that all before it completed, which
+    foreign kernels, copies and events behind it rely on.
     """
-    return HAS_EARLY and nvrtc.beginnings_are_kept() and capability(device)[0] >= _HOPPER
+    return HAS_PDL and pdl.capture_keeps_pdl() and capability(device)[0] >= _HOPPER
 
 
-def start(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constants: Any) -> None:
-    """Launches on x's device: Triton itself would take the current one. A kernel of Triton is told EARLY here,
-    and `FUSES`."""
-    if "EARLY" in kernel.arg_names:
-        early = begins_early(device_of(x))
-        constants |= FUSES | ({"EARLY": True, "launch_pdl": True} if early else {"EARLY": False})
-    collected = _collected.get()
-    if collected is not None:
-        collected[0].append((kernel, (x, *args), constants, _launcher(sys._getframe(1))))
+def launch_kernel(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constants: Any) -> None:
+    """Launch a kernel on x's device (Triton itself would use the current one), or record it in a dry run.
+
+    Triton kernels, which have an argument PDL, also get the options for PDL and `FP_FUSION`.
+    """
+    if "PDL" in kernel.arg_names:
+        enabled = pdl_enabled(device_of(x))
+        constants |= FP_FUSION | ({"PDL": True, "launch_pdl": True} if enabled else {"PDL": False})
+    state = _dry_run.get()
+    if state is not None:
+        state[0].append((kernel, (x, *args), constants, _launcher(sys._getframe(1))))
         return
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):

@@ -1,4 +1,4 @@
-"""What a version of Triton can compile for no card of a kind, whatever the kernel."""
+"""GPUs and dtypes that a version of Triton cannot compile for, whatever the kernel."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ _AMPERE = (8, 0)
 
 
 def refusal(version: tuple[int, ...], capability: tuple[int, int], dtype: torch.dtype | None = None) -> str | None:
-    """Why a version of Triton compiles nothing for a compute capability, or nothing that reads or writes a dtype there;
-    None where it does, as far as is known.
+    """Why a version of Triton cannot compile for a compute capability, or not with a dtype there; None where it can, as
+    far as is known.
 
     Args:
         version: major and minor.
-        dtype: None asks for the capability alone.
+        capability: compute capability of the GPU, major and minor.
+        dtype: None asks about the capability alone.
     """
     if version < _BLACKWELL_SINCE and capability > _LAST_BEFORE_BLACKWELL:
         what = "does not know"

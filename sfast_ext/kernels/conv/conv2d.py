@@ -1,7 +1,7 @@
-"""3x3 convolutions of NHWC pictures: csrc/conv2d.cu, for Hopper.
+"""3x3 convolutions of NHWC images: csrc/conv2d.cu, for Hopper.
 
-An implicit GEMM whose tiles fit Stable Diffusion's channels, multiples of 160: of 320 cuDNN computes 384, by tiles of
-192.
+An implicit GEMM whose tiles divide Stable Diffusion's channels, multiples of 160; cuDNN computes 384 instead of 320, by
+tiles of 192.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from torch.nn import functional as F
 from sfast_ext.kernels.backend import nvrtc, smem_ring
 from sfast_ext.kernels.backend.triton_runtime import (
     INTERPRETED,
-    are_collected,
     cdiv,
     device_of,
-    multiplies,
+    is_dry_run,
+    launch_kernel,
+    mma_supported,
     multiprocessors,
-    runs,
-    start,
+    supported,
 )
 
-_MANY_COLUMNS = 1280  # from which pairs of blocks share what they load of the weight, rather than not
-_FITTING = 160  # channels of the result that tiles fit; those of a VAE, powers of 2, are cuDNN's
-MOST_AS_PRODUCT = 128  # pixels up to which one product of patches is quicker, where a norm writes them
-_IN_PARTS = 384, 1024  # between so many pixels cuDNN's sums in parts are as quick
-# cuDNN's tiles, pixels by channels: TFLOP/s where they fill an NVIDIA H200, fitted to 33 sizes; and microseconds beside
+_MANY_COLUMNS = 1280  # output channels from which pairs of blocks share the weight by multicast
+_FITTING = 160  # divides the output channels; cuDNN is left a VAE's, which are powers of 2
+MOST_AS_PRODUCT = 128  # pixels up to which an im2col GEMM is faster, where a norm writes the patches
+_IN_PARTS = 384, 1024  # pixels between which cuDNN's split K is as fast
+# model of cuDNN: TFLOP/s by tile (pixels, channels) that fill an NVIDIA H200, fitted to 33 sizes; constant microseconds
 _CUDNN = {(128, 192): 797, (128, 128): 624, (64, 128): 468, (256, 64): 532}
 _CUDNN_START = 3.6
-_IN_DOUBT = 1.1  # where the two are that near, the kernel was the quicker one
+_IN_DOUBT = 1.1  # ratio of the two models up to which the kernel was the faster one
 
 
 class Tile(NamedTuple):
-    """What a block computes, 128 pixels and so many channels of the result, and the microseconds it takes on an NVIDIA
-    H200, by which the quickest is chosen."""
+    """A tile, 128 pixels by `width` output channels, and the model of its time on an NVIDIA H200 in microseconds, by
+    which the fastest is chosen."""
 
-    width: int  # channels of the result
-    step: float  # of 64 terms of the sum, in a round of blocks
-    load: float  # of 64 terms, times the share of multiprocessors that a round keeps busy
-    start: float  # and end, of a round
-    turns: bool = False  # whether one group of warps finishes a tile while the other multiplies
-    split: int = 1  # blocks that share a sum
-    pair: int = 1  # blocks that share what they load of the weight
+    width: int  # output channels (N)
+    step: float  # of 64 of K, in a wave
+    load: float  # of 64 of K, times the share of multiprocessors a wave keeps busy
+    start: float  # and end, of a wave
+    pingpong: bool = False  # one warpgroup in its epilogue while the other is in its mainloop
+    split: int = 1  # blocks that split K
+    pair: int = 1  # blocks that share the weight by multicast
 
 
 _UNSPLIT = [
-    Tile(160, 0.340, 0.112, 0.8, turns=True),
-    Tile(128, 0.243, 0.135, 4.0, turns=True),
+    Tile(160, 0.340, 0.112, 0.8, pingpong=True),
+    Tile(128, 0.243, 0.135, 4.0, pingpong=True),
     Tile(224, 0.410, 0.190, 13.0),
 ]
 TILES = [
@@ -62,45 +62,45 @@ TILES = [
     Tile(80, 0.173, 0.172, 3.7, split=2),
     Tile(80, 0.171, 0.083, 6.9, split=4),
 ]
-_WITH_GROUPS = 160  # the width of tiles that also take statistics
+_WITH_GROUPS = 160  # width of the tiles that also compute group statistics
 _WITH_STATISTICS = [tile for tile in TILES if tile.width == _WITH_GROUPS and tile.split == 1]
 _USUAL_GROUPS = 32  # of a group norm
 _GROUPS = (10, 20, 40)  # channels of such a group, of 320, 640 and 1280
 
 
 class Boxes(ctypes.Structure):
-    """How an image is cut into boxes of a tile's pixels, for the kernel; see csrc/conv2d.cu."""
+    """How an image is divided into boxes of a tile's pixels: the struct of csrc/conv2d.cu."""
 
     _fields_ = [(name, ctypes.c_int) for name in ("across", "down", "wide", "high", "width", "height", "images")]
 
 
 def reference(x: Tensor, weight: Tensor) -> Tensor:
-    """x (N, C, H, W), weight (K, C, 3, 3) -> (N, K, H, W), with a row of zeros around x.
+    """x (N, C, H, W), weight (K, C, 3, 3) -> (N, K, H, W); padding 1.
 
-    Computes in float32 (float64 where x is), rounds once.
+    Computes in float32 (float64 where x is) and rounds once.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     return F.conv2d(x.to(compute), weight.to(compute), padding=1).to(x.dtype)
 
 
-def library(x: Tensor, weight: Tensor) -> Tensor:
-    """`reference` as PyTorch does it, for CUDA by cuDNN."""
+def fallback(x: Tensor, weight: Tensor) -> Tensor:
+    """`reference` by PyTorch, on CUDA by cuDNN."""
     return F.conv2d(x, weight, padding=1)
 
 
 def launch(x: Tensor, weight: Tensor) -> Tensor:
-    """`reference` by the kernel where it is there and the quicker way, else by `library`."""
-    if takes(x, weight):
+    """`reference` by the kernel where `applicable`, else by `fallback`."""
+    if applicable(x, weight):
         try:
             return _launch(x, weight, best(x, weight.shape[0]))
         except nvrtc.Unavailable:
-            pass  # the log has it; it is not asked again
-    return library(x, weight)
+            pass  # logged; `available` is False from now on
+    return fallback(x, weight)
 
 
-def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel can read the operands, on this GPU, and is the faster way."""
-    if not reads(x, weight):
+def applicable(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel can read the operands on this GPU, and is faster than cuDNN."""
+    if not readable(x, weight):
         return False
     pixels, columns = x.shape[0] * x.shape[2] * x.shape[3], weight.shape[0]
     if columns % _FITTING or pixels <= MOST_AS_PRODUCT or _IN_PARTS[0] < pixels <= _IN_PARTS[1]:
@@ -108,9 +108,9 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     return _microseconds(x, columns, best(x, columns)) < _IN_DOUBT * _cudnn(x, columns)
 
 
-def reads(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel can read the operands, on this GPU."""
-    if INTERPRETED or x.dim() != 4 or weight.dim() != 4 or not runs(x, weight) or not multiplies(x):
+def readable(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel can read the operands on this GPU."""
+    if INTERPRETED or x.dim() != 4 or weight.dim() != 4 or not supported(x, weight) or not mma_supported(x):
         return False
     columns, channels = weight.shape[:2]
     if weight.dtype != x.dtype or weight.shape[1:] != (x.shape[1], 3, 3) or not x.numel():
@@ -118,15 +118,15 @@ def reads(x: Tensor, weight: Tensor) -> bool:
     if channels % smem_ring.DEPTH or columns % 8:
         return False
     layout = torch.channels_last
-    if not are_collected() and not all(t.is_contiguous(memory_format=layout) for t in (x, weight)):
+    if not is_dry_run() and not all(t.is_contiguous(memory_format=layout) for t in (x, weight)):
         return False
     if x.data_ptr() % 16 or weight.data_ptr() % 16:
         return False
-    return _KERNEL.available(device_of(x))
+    return _SOURCE.available(device_of(x))
 
 
 def best(x: Tensor, columns: int) -> Tile:
-    """What takes the shortest time for x (N, C, H, W) and so many channels of the result."""
+    """The fastest tile for x (N, C, H, W) and so many output channels, by the model."""
     return min(TILES, key=lambda tile: _microseconds(x, columns, tile))
 
 
@@ -135,20 +135,20 @@ def _microseconds(x: Tensor, columns: int, tile: Tile) -> float:
         return math.inf
     blocks = cdiv(_tiles_down(x), tile.pair) * cdiv(columns, tile.width)
     clusters = _clusters(x, tile.split * tile.pair)
-    rounds = math.ceil(blocks / clusters)
-    if tile.split > 1 and rounds > 1:
+    waves = math.ceil(blocks / clusters)
+    if tile.split > 1 and waves > 1:
         return math.inf
     steps = 9 * x.shape[1] / smem_ring.DEPTH / tile.split
-    return rounds * (steps * tile.step + tile.start) + blocks / clusters * steps * tile.load
+    return waves * (steps * tile.step + tile.start) + blocks / clusters * steps * tile.load
 
 
 def _cudnn(x: Tensor, columns: int) -> float:
-    """The microseconds of the quickest of cuDNN's tiles."""
+    """The model's microseconds of cuDNN with its fastest tile."""
     pixels, count = x.shape[0] * x.shape[2] * x.shape[3], multiprocessors(device_of(x))
 
     def microseconds(down: int, across: int, rate: int) -> float:
-        rounds = cdiv(cdiv(pixels, down) * cdiv(columns, across), count)
-        return rounds * count * 2 * down * across * 9 * x.shape[1] / (rate * 1e6)
+        waves = cdiv(cdiv(pixels, down) * cdiv(columns, across), count)
+        return waves * count * 2 * down * across * 9 * x.shape[1] / (rate * 1e6)
 
     return min(microseconds(*tile, rate) for tile, rate in _CUDNN.items()) + _CUDNN_START
 
@@ -158,14 +158,14 @@ def _tiles_down(x: Tensor) -> int:
 
 
 def _clusters(x: Tensor, size: int) -> int:
-    """Clusters of so many blocks that run at once: groups of multiprocessors are not all multiples of four."""
+    """Clusters of so many blocks that run at once: not all GPCs have a multiple of four multiprocessors."""
     count = multiprocessors(device_of(x))
     return count // size if size <= 2 else count * 15 // (16 * size)
 
 
 def _boxes(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int]]:
-    """The logarithms of a box's columns and rows, and how many boxes there are across, down and over the images: the
-    fewest, and the widest of these."""
+    """(log2 of a box's columns, log2 of its rows), (boxes across, down, over the images): the division with the fewest
+    boxes, and of these with the widest."""
     return _cut(x.shape[0], *x.shape[2:])
 
 
@@ -181,13 +181,13 @@ def _cut(images: int, height: int, width: int) -> tuple[tuple[int, int], tuple[i
     return chosen, count(*chosen)
 
 
-def sums_groups(x: Tensor, weight: Tensor, groups: int) -> bool:
-    """Whether the kernel takes the operands, and can hand out the statistics of the result's groups."""
+def supports_statistics(x: Tensor, weight: Tensor, groups: int) -> bool:
+    """Whether the kernel is `applicable` and can compute the statistics of the result's groups in its epilogue."""
     columns = weight.shape[0]
-    if columns % groups or columns % _WITH_GROUPS or not takes(x, weight):
+    if columns % groups or columns % _WITH_GROUPS or not applicable(x, weight):
         return False
     width = columns // groups
-    # lanes hold columns by twos, and share out sums by halves
+    # lanes hold pairs of columns, and the reduction over lanes halves
     if width % 2 or _WITH_GROUPS % width or _WITH_GROUPS // width not in (1, 2, 4, 8, 16):
         return False
     (across, down), _ = _boxes(x)
@@ -197,17 +197,20 @@ def sums_groups(x: Tensor, weight: Tensor, groups: int) -> bool:
 def with_statistics(
     x: Tensor, weight: Tensor, groups: int, shift: Tensor | None, residual: Tensor | None
 ) -> tuple[Tensor, Tensor, tuple[int, int, int, int]]:
-    """Of operands of which it `sums_groups`: x convolved, plus shift (N, K) or (K,), plus residual like the result,
-    rounded once; partial (2, N, boxes, groups), means and sums of squared deviations of each box; how many boxes are
-    side by side and above each other, and their columns and rows."""
+    """Convolution with group statistics, of operands of which it `supports_statistics`.
+
+    Returns:
+        x convolved plus shift (N, K) or (K,) plus residual like the result, rounded once; partial (2, N, boxes,
+        groups), means and sums of squared deviations of each box; boxes across and down, and their columns and rows.
+    """
     images, columns = x.shape[0], weight.shape[0]
     (across, down), (wide, high, _) = _boxes(x)
     partial = torch.empty((2, images, wide * high, groups), dtype=torch.float32, device=x.device)
     tile = best(x, columns)
     all_at_once = _tiles_down(x) * columns // tile.width <= multiprocessors(device_of(x))
-    if all_at_once or x.dtype != torch.float16:  # in turns the compiler runs out of registers for bfloat16
-        tile = tile._replace(turns=False)
-    if _tiles_down(x) % tile.pair:  # of the shift of an image that is not there nothing may be read
+    if all_at_once or x.dtype != torch.float16:  # ping-pong spills registers for bfloat16
+        tile = tile._replace(pingpong=False)
+    if _tiles_down(x) % tile.pair:  # the shift of an image that does not exist must not be read
         tile = tile._replace(pair=1)
     out = _launch(x, weight, tile, columns // groups, shift, residual, partial)
     return out, partial, (wide, high, 1 << across, 1 << down)
@@ -230,17 +233,17 @@ def _launch(
     )
     tiles = cdiv(_tiles_down(x), tile.pair) * cdiv(weight.shape[0], tile.width)
     clusters = _clusters(x, tile.pair * tile.split)
-    assert tile.split == 1 or tiles <= clusters, "blocks that share a sum have one tile"
+    assert tile.split == 1 or tiles <= clusters, "blocks that split K have one tile"
     grid = min(tiles, clusters) * tile.pair * tile.split
-    start(_KERNEL, (grid,), out, x, weight, shift, residual, partial, **constants(tile, x.dtype, group))
+    launch_kernel(_SOURCE, (grid,), out, x, weight, shift, residual, partial, **constants(tile, x.dtype, group))
     return out
 
 
 def constants(tile: Tile, dtype: torch.dtype, group: int = 0) -> dict[str, int]:
-    """What the kernel is compiled for."""
+    """The kernel's compile-time parameters."""
     return {
         "WIDTH": tile.width,
-        "TURNS": int(tile.turns),
+        "PINGPONG": int(tile.pingpong),
         "STAGES": smem_ring.stages(tile.width, tile.split == 1),
         "PAIR": tile.pair,
         "SPLIT": tile.split,
@@ -249,23 +252,23 @@ def constants(tile: Tile, dtype: torch.dtype, group: int = 0) -> dict[str, int]:
     }
 
 
-def siblings(given: dict[str, int]) -> list[dict[str, int]]:
-    """What another size of picture may ask for where this one asks for the given constants: what `best` finds, and what
-    `with_statistics` makes of it."""
+def variants(given: dict[str, int]) -> list[dict[str, int]]:
+    """Constants that other image sizes may need where one needs the given ones: those of `best` and of
+    `with_statistics`, most likely first."""
     dtype = torch.bfloat16 if given["BF16"] else torch.float16
-    turns = (True, False) if dtype == torch.float16 else (False,)
+    pingpong = (True, False) if dtype == torch.float16 else (False,)
     found = []
     for group in dict.fromkeys((given["GROUP"], 0, *_GROUPS)):
         tiles = TILES
         if group:
             pairs = group * _USUAL_GROUPS >= _MANY_COLUMNS
-            tiles = [t._replace(turns=turn) for turn in turns for t in _WITH_STATISTICS if pairs or t.pair == 1]
+            tiles = [t._replace(pingpong=each) for each in pingpong for t in _WITH_STATISTICS if pairs or t.pair == 1]
         found += [constants(tile, dtype, group) for tile in tiles]
     return found
 
 
 def shared_bytes(constants: dict[str, int]) -> int:
-    """What a block asks for."""
+    """Dynamic shared memory of a block in bytes."""
     return smem_ring.shared_bytes(constants["WIDTH"], constants["STAGES"], constants["SPLIT"] == 1)
 
 
@@ -284,17 +287,17 @@ def _prepared(
     (across, down), (wide, high, deep) = _boxes(x)
     box = [smem_ring.DEPTH, 1 << across, 1 << down, 1 << (7 - across - down)]
     size = x.element_size()
-    picture = nvrtc.tensor_map(
+    x_map = nvrtc.tensor_map(
         x,
         [channels, width, height, images],
         [size * n for n in (channels, width * channels, height * width * channels)],
         box,
     )
-    terms = 9 * channels
-    matrix = nvrtc.tensor_map(weight, [terms, columns], [size * terms], [smem_ring.DEPTH, width_of_tile // pair])
+    depth = 9 * channels
+    weight_map = nvrtc.tensor_map(weight, [depth, columns], [size * depth], [smem_ring.DEPTH, width_of_tile // pair])
     numbers = channels // smem_ring.DEPTH, columns, cdiv(wide * high * deep, pair), cdiv(columns, width_of_tile)
     boxes = Boxes(across, down, wide, high, width, height, images)
-    args = [out, picture, matrix, *map(ctypes.c_int, numbers), boxes]
+    args = [out, x_map, weight_map, *map(ctypes.c_int, numbers), boxes]
     if constants["GROUP"]:
         stride = 0 if shift is None or shift.dim() == 1 else shift.stride(0)
         args += [shift, ctypes.c_int(stride), residual, partial]
@@ -302,4 +305,4 @@ def _prepared(
 
 
 _NAMES = ("out", "x", "weight", "shift", "residual", "partial")
-_KERNEL = nvrtc.Source("conv2d", _prepared, _NAMES, siblings, ("weight",))
+_SOURCE = nvrtc.Source("conv2d", _prepared, _NAMES, variants, ("weight",))

@@ -1,7 +1,7 @@
-"""3x3 convolutions of NHWC pictures from a few channels or to a few: the first and the last of a UNet.
+"""3x3 convolutions of NHWC images with few input or few output channels: the first and the last of a UNet.
 
-cuDNN has no tiles for them. From a few, the patches are read as one small product wants them; to a few, the products
-with all nine taps of the filter are one product over the pixels, which reads the picture once, and then added up.
+cuDNN has no tiles for them. Few input channels: an implicit GEMM with K = 9 taps x channels in one step. Few output
+channels: one GEMM of pixels by 9 taps x channels, which reads the input once, and a kernel that adds up the taps.
 """
 
 from __future__ import annotations
@@ -11,45 +11,45 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend.triton_runtime import (
-    are_collected,
-    begin_early,
     cdiv,
     channels_inner,
     channels_outer,
     constexpr,
+    is_dry_run,
     jit,
-    multiplies,
+    launch_kernel,
+    mma_supported,
     next_power_of_2,
-    runs,
-    start,
+    pdl_wait,
+    supported,
     tl,
 )
 
-MOST_IN = 16  # channels of latents, with masks and what they hide
+MOST_IN = 16  # channels: latents, with mask and masked image for inpainting
 OUT = (4, 8)
-_LEAST = 16  # the narrowest block of a matrix product
-_PIXELS, _COLUMNS = 128, 64  # from few: a tile
-_ROWS, _DEPTH = 128, 64  # to few: pixels of a tile, and terms of the sum at a time
-_GATHERED = 256  # pixels at a time
+_LEAST = 16  # smallest dimension of tl.dot
+_PIXELS, _COLUMNS = 128, 64  # few input channels: a tile
+_ROWS, _DEPTH = 128, 64  # few output channels: M of a tile, K of a step
+_GATHERED = 256  # pixels of a program that adds up taps
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (N, C, H, W), weight (K, C, 3, 3), bias (K,) -> (N, K, H, W), with a row of zeros around x.
+    """x (N, C, H, W), weight (K, C, 3, 3), bias (K,) -> (N, K, H, W); padding 1.
 
-    Computes in float32 (float64 where x is), rounds once.
+    Computes in float32 (float64 where x is) and rounds once.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     bias = None if bias is None else bias.to(compute)
     return F.conv2d(x.to(compute), weight.to(compute), bias, padding=1).to(x.dtype)
 
 
-def library(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`reference` as PyTorch does it, for CUDA by cuDNN."""
+def fallback(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`reference` by PyTorch, on CUDA by cuDNN."""
     return F.conv2d(x, weight, bias, padding=1)
 
 
 @jit(do_not_specialize=["pixels", "height", "width", "x_image", "x_channel", "x_row", "x_column"])
-def _from_few(
+def narrow_conv_in_kernel(
     x,
     weight,
     bias,
@@ -67,33 +67,33 @@ def _from_few(
     PIXELS: constexpr,
     DEPTH: constexpr,
     COLUMNS: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
-    begin_early(EARLY)
+    pdl_wait(PDL)
     pixel = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    term = tl.arange(0, DEPTH)
-    channel, down, across = term % CHANNELS, term // (3 * CHANNELS), term // CHANNELS % 3
+    k = tl.arange(0, DEPTH)
+    channel, down, across = k % CHANNELS, k // (3 * CHANNELS), k // CHANNELS % 3
     y = (pixel // width % height)[:, None] + down[None, :] - 1
     z = (pixel % width)[:, None] + across[None, :] - 1
     place = (pixel // width // height * x_image)[:, None] + (channel * x_channel)[None, :] + y * x_row + z * x_column
     inside = (y >= 0) & (y < height) & (z >= 0) & (z < width)
-    there = (pixel < pixels)[:, None] & (term < 9 * CHANNELS)[None, :]
+    there = (pixel < pixels)[:, None] & (k < 9 * CHANNELS)[None, :]
     patches = tl.load(x + place, mask=inside & there, other=0.0)
     filters = tl.load(
-        weight + term[:, None] + column[None, :] * (9 * CHANNELS),
-        mask=(term < 9 * CHANNELS)[:, None] & (column < columns)[None, :],
+        weight + k[:, None] + column[None, :] * (9 * CHANNELS),
+        mask=(k < 9 * CHANNELS)[:, None] & (column < columns)[None, :],
         other=0.0,
     )
-    total = tl.dot(patches, filters)
+    acc = tl.dot(patches, filters)
     if HAS_BIAS:
-        total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     mask = (pixel < pixels)[:, None] & (column < columns)[None, :]
-    tl.store(out + pixel[:, None] * columns + column[None, :], total.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + pixel[:, None] * columns + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
 @jit(do_not_specialize=["pixels"])
-def _taps(
+def narrow_conv_taps_kernel(
     x,
     weight,
     out,
@@ -103,32 +103,32 @@ def _taps(
     TAPS: constexpr,
     ROWS: constexpr,
     DEPTH: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
-    begin_early(EARLY)
+    pdl_wait(PDL)
     pixel = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tap = tl.arange(0, TAPS)  # of a row of the filter, of a column of it, of a channel of the result
+    tap = tl.arange(0, TAPS)  # (row of the filter, column, output channel)
     place = (tap % CHANNELS * 9 + tap // CHANNELS) * depth
-    total = tl.zeros((ROWS, TAPS), tl.float32)
+    acc = tl.zeros((ROWS, TAPS), tl.float32)
     for first in range(0, depth, DEPTH):
-        term = first + tl.arange(0, DEPTH)
+        k = first + tl.arange(0, DEPTH)
         rows = tl.load(
-            x + pixel[:, None] * depth + term[None, :],
-            mask=(pixel < pixels)[:, None] & (term < depth)[None, :],
+            x + pixel[:, None] * depth + k[None, :],
+            mask=(pixel < pixels)[:, None] & (k < depth)[None, :],
             other=0.0,
         )
         filters = tl.load(
-            weight + term[:, None] + place[None, :],
-            mask=(term < depth)[:, None] & (tap < 9 * CHANNELS)[None, :],
+            weight + k[:, None] + place[None, :],
+            mask=(k < depth)[:, None] & (tap < 9 * CHANNELS)[None, :],
             other=0.0,
         )
-        total += tl.dot(rows, filters)
+        acc += tl.dot(rows, filters)
     mask = (pixel < pixels)[:, None] & (tap < 9 * CHANNELS)[None, :]
-    tl.store(out + pixel[:, None] * (9 * CHANNELS) + tap[None, :], total, mask=mask)
+    tl.store(out + pixel[:, None] * (9 * CHANNELS) + tap[None, :], acc, mask=mask)
 
 
 @jit(do_not_specialize=["pixels", "height", "width"])
-def _to_few(
+def narrow_conv_out_kernel(
     taps,
     bias,
     out,
@@ -138,36 +138,36 @@ def _to_few(
     HAS_BIAS: constexpr,
     CHANNELS: constexpr,
     PIXELS: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
-    begin_early(EARLY)
+    pdl_wait(PDL)
     pixel = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.arange(0, CHANNELS)
     y, z = pixel // width % height, pixel % width
-    total = tl.zeros((PIXELS, CHANNELS), tl.float32)
+    acc = tl.zeros((PIXELS, CHANNELS), tl.float32)
     for down in tl.static_range(3):
         for across in tl.static_range(3):
             inside = (y + down >= 1) & (y + down <= height) & (z + across >= 1) & (z + across <= width)
             there = pixel + (down - 1) * width + across - 1
             place = there[:, None] * (9 * CHANNELS) + (3 * down + across) * CHANNELS + channel[None, :]
-            total += tl.load(taps + place, mask=(inside & (pixel < pixels))[:, None], other=0.0)
+            acc += tl.load(taps + place, mask=(inside & (pixel < pixels))[:, None], other=0.0)
     if HAS_BIAS:
-        total += tl.load(bias + channel).to(tl.float32)[None, :]
+        acc += tl.load(bias + channel).to(tl.float32)[None, :]
     place = pixel[:, None] * CHANNELS + channel[None, :]
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=(pixel < pixels)[:, None])
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=(pixel < pixels)[:, None])
 
 
 def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`reference` by Triton where it takes the operands, else by `library`; channels last."""
-    if not takes(x, weight, bias):
-        return library(x, weight, bias)
+    """`reference` by Triton where `applicable`, else by `fallback`; channels last."""
+    if not applicable(x, weight, bias):
+        return fallback(x, weight, bias)
     n, channels, height, width = x.shape
     columns, pixels = weight.shape[0], n * height * width
     out = torch.empty((n, height, width, columns), dtype=x.dtype, device=x.device)
     some = weight if bias is None else bias
     if channels <= MOST_IN:
-        start(
-            _from_few,
+        launch_kernel(
+            narrow_conv_in_kernel,
             (cdiv(pixels, _PIXELS), cdiv(columns, _COLUMNS)),
             x,
             weight,
@@ -188,8 +188,8 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return channels_outer(out)
     inner = channels_inner(x)
     taps = torch.empty((pixels, 9 * columns), dtype=torch.float32, device=x.device)
-    start(
-        _taps,
+    launch_kernel(
+        narrow_conv_taps_kernel,
         (cdiv(pixels, _ROWS),),
         inner,
         weight,
@@ -203,8 +203,8 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         num_warps=4,
         num_stages=3,
     )
-    start(
-        _to_few,
+    launch_kernel(
+        narrow_conv_out_kernel,
         (cdiv(pixels, _GATHERED),),
         taps,
         some,
@@ -220,15 +220,15 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return channels_outer(out)
 
 
-def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernels can read the operands, on this GPU, and are the faster way."""
-    if x.dim() != 4 or weight.dim() != 4 or not runs(x, weight, bias) or not multiplies(x) or not x.numel():
+def applicable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernels can read the operands on this GPU, and are faster than cuDNN."""
+    if x.dim() != 4 or weight.dim() != 4 or not supported(x, weight, bias) or not mma_supported(x) or not x.numel():
         return False
     columns, channels = weight.shape[:2]
     if any(t.dtype != x.dtype for t in (weight, bias) if t is not None) or weight.shape[1:] != (x.shape[1], 3, 3):
         return False
     if bias is not None and (bias.shape != (columns,) or not bias.is_contiguous()):
         return False
-    if not are_collected() and not weight.is_contiguous(memory_format=torch.channels_last):
+    if not is_dry_run() and not weight.is_contiguous(memory_format=torch.channels_last):
         return False
     return columns > 0 and (channels <= MOST_IN or columns in OUT)

@@ -1,4 +1,4 @@
-"""Nearest-neighbour upsampling of channels-last pictures, or of the sum of two."""
+"""Nearest-neighbour upsampling of channels-last images, or of the sum of two."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 from sfast_ext.kernels.backend.triton_runtime import (
     MAX_GRID_YZ,
-    begin_early,
     cdiv,
     channels_inner,
     channels_outer,
     constexpr,
     jit,
-    runs,
-    start,
+    launch_kernel,
+    pdl_wait,
+    supported,
     tl,
 )
 
@@ -22,8 +22,8 @@ from sfast_ext.kernels.backend.triton_runtime import (
 def reference(x: Tensor, size: tuple[int, int], steps: tuple[float, float], residual: Tensor | None = None) -> Tensor:
     """x (N, C, H, W) plus residual -> (N, C, *size), channels last: target pixel i is source pixel floor(i * step).
 
-    steps are source pixels per target pixel, in float32 as torch counts them: 1 / scale_factor where that is given,
-    else the quotient of the sizes.
+    steps are source pixels per target pixel, in float32 as in torch: 1 / scale_factor where that is given, else the
+    quotient of the sizes.
     """
     x = x if residual is None else x + residual
     at = [places(*some).to(x.device) for some in zip(x.shape[2:], size, steps)]
@@ -31,7 +31,7 @@ def reference(x: Tensor, size: tuple[int, int], steps: tuple[float, float], resi
 
 
 def places(length: int, target: int, step: float) -> Tensor:
-    """Of each of `target` pixels in a row, the one of `length` that it is, (target,)."""
+    """(target,): index of the source pixel, of `length`, for each of `target` pixels."""
     place = torch.arange(target, dtype=torch.float32) * torch.tensor(step, dtype=torch.float32)
     return place.floor().long().clamp(max=length - 1)
 
@@ -40,7 +40,7 @@ _ROWS, _BLOCK = 16, 64  # a tile; the channels of Stable Diffusion's UNets are m
 
 
 @jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width"])
-def _kernel(
+def upsample_kernel(
     x,
     residual,
     out,
@@ -55,9 +55,9 @@ def _kernel(
     RESIDUAL: constexpr,
     ROWS: constexpr,
     BLOCK: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
-    begin_early(EARLY)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (channel < channels)[None, :]
@@ -78,14 +78,19 @@ def launch(x: Tensor, size: tuple[int, int], steps: tuple[float, float], residua
     """`reference` as one Triton kernel."""
     batch, channels, height, width = x.shape
     alike = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
-    if not runs(x, residual) or not alike or not 0 < channels <= MAX_GRID_YZ * _BLOCK or min(height, width, *size) < 1:
+    if (
+        not supported(x, residual)
+        or not alike
+        or not 0 < channels <= MAX_GRID_YZ * _BLOCK
+        or min(height, width, *size) < 1
+    ):
         return reference(x, size, steps, residual)
     inner = channels_inner(x)
     out = torch.empty((batch, *size, channels), dtype=x.dtype, device=x.device)
     count = out.numel() // channels
     if count:
-        start(
-            _kernel,
+        launch_kernel(
+            upsample_kernel,
             (cdiv(count, _ROWS), cdiv(channels, _BLOCK)),
             inner,
             inner if residual is None else channels_inner(residual),

@@ -1,8 +1,8 @@
-"""A 3x3 convolution of a picture that is enlarged to twice its size, nearest-neighbour, before it is enlarged.
+"""Nearest-neighbour upsampling by 2 and a 3x3 convolution, computed before upsampling.
 
-Of four pixels that are the same pixel, each of the filter's nine taps makes the same product. So the products are made
-once, of the small picture, as nine matrix products by cuBLAS, and added up where the enlarged picture's taps would meet
-them: a quarter of the arithmetic, and nothing is enlarged.
+The four copies of a pixel give the same product with each of the filter's nine taps. So the products are computed once,
+of the small image, as nine GEMMs by cuBLAS, and a kernel adds them up where the taps of the upsampled image fall: a
+quarter of the FLOPs, and the upsampled image is never written.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from torch.nn import functional as F
 
 from sfast_ext.kernels.backend.triton_runtime import (
     HALF,
-    are_collected,
-    begin_early,
     cdiv,
     channels_inner,
     channels_outer,
     constexpr,
+    is_dry_run,
     jit,
-    runs,
-    start,
+    launch_kernel,
+    pdl_wait,
+    supported,
     tl,
 )
 from sfast_ext.kernels.conv import conv2d, upsample
 
 USES = (conv2d, upsample)
 
-LEAST_CHANNELS = 128  # of either picture: with fewer, writing and reading products takes longer than making them
-_DOWN, _ACROSS, _BLOCK = 2, 4, 64  # a tile: pixels of the small picture, and channels
+LEAST_CHANNELS = 128  # in and out: with fewer, moving the GEMMs' results takes longer than computing them
+_DOWN, _ACROSS, _BLOCK = 2, 4, 64  # a tile: pixels of the small image, and channels
 
 
 def reference(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tensor:
     """x (N, C, H, W), weight (K, C, 3, 3) -> (N, K, 2 H - cut[0], 2 W - cut[1]).
 
-    Pixel i of the enlarged picture is pixel i // 2 of x, without the last row or column where `cut` says 1; around it
-    is a row of zeros. Computes in float32 (float64 where x is), rounds once.
+    Pixel i of the upsampled image is pixel i // 2 of x, without the last row or column where `cut` is 1; padding 1.
+    Computes in float32 (float64 where x is) and rounds once.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     large = upsample.reference(x.to(compute), _size(x, cut), (0.5, 0.5))
     return F.conv2d(large, weight.to(compute), padding=1).to(x.dtype)
 
 
-def library(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tensor:
-    """`reference` by two operations, of which the first writes the enlarged picture."""
+def fallback(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tensor:
+    """`reference` by two kernels, of which the first writes the upsampled image."""
     return conv2d.launch(upsample.launch(x, _size(x, cut), (0.5, 0.5)), weight)
 
 
@@ -53,8 +53,8 @@ def _size(x: Tensor, cut: tuple[int, int]) -> tuple[int, int]:
 
 
 @jit(do_not_specialize=["images", "height", "width", "large_height", "large_width"])
-def _kernel(
-    products,
+def upsample_conv2d_kernel(
+    tap_results,
     out,
     images,
     height,
@@ -66,9 +66,9 @@ def _kernel(
     DOWN: constexpr,
     ACROSS: constexpr,
     BLOCK: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
-    begin_early(EARLY)
+    pdl_wait(PDL)
     tiles_across, tiles_down = tl.cdiv(width, ACROSS), tl.cdiv(height, DOWN)
     blocks = tl.cdiv(channels, BLOCK)
     tile = tl.program_id(0) // blocks
@@ -80,15 +80,15 @@ def _kernel(
     inside = (channel < channels)[None, :]
     there = (y < height) & (x < width)
     plane = height.to(tl.int64) * width * channels * images
-    source = products + ((image * height + y) * width + x)[:, None] * channels + channel[None, :]
+    source = tap_results + ((image * height + y) * width + x)[:, None] * channels + channel[None, :]
     upper_left = tl.zeros((DOWN * ACROSS, BLOCK), tl.float32)
     upper_right = tl.zeros((DOWN * ACROSS, BLOCK), tl.float32)
     lower_left = tl.zeros((DOWN * ACROSS, BLOCK), tl.float32)
     lower_right = tl.zeros((DOWN * ACROSS, BLOCK), tl.float32)
-    # Row 2 y of the large picture meets y - 1, y, y with its three taps, row 2 y + 1 meets y, y, y + 1. That makes five
-    # pairs of tap and row: 0 with y - 1 and with y, 1 with y, which is for both, 2 with y and with y + 1.
+    # The three taps of row 2 y of the upsampled image read rows y - 1, y, y of x, those of row 2 y + 1 read y, y, y +
+    # 1: five pairs of tap and row, (0, y - 1), (0, y), (1, y) for both, (2, y), (2, y + 1).
     for i in tl.static_range(5):
-        row = 2 * y + i - 1 - (i + 2) // 4  # of the large picture, where the tap lies
+        row = 2 * y + i - 1 - (i + 2) // 4  # of the upsampled image, read by the tap
         row_there = there & (row >= 0) & (row < large_height)
         by_rows = source + (i + i // 3) // 2 * 3 * plane + ((i + 3) // 4 + i // 4 - 1) * width * channels
         for j in tl.static_range(5):
@@ -115,17 +115,17 @@ def _kernel(
 
 
 def launch(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tensor:
-    """`reference` by nine products, each rounded to x's dtype, and a kernel of Triton that adds them up in float32;
-    where that does not run, by `library`."""
-    if not takes(x, weight, cut):
-        return library(x, weight, cut)
+    """`reference` by nine GEMMs, each rounded to x's dtype, and a Triton kernel that adds them up in float32; where not
+    `applicable`, by `fallback`."""
+    if not applicable(x, weight, cut):
+        return fallback(x, weight, cut)
     images, _, height, width = x.shape
     columns, size = weight.shape[0], _size(x, cut)
     out = torch.empty((images, *size, columns), dtype=x.dtype, device=x.device)
-    start(
-        _kernel,
+    launch_kernel(
+        upsample_conv2d_kernel,
         (images * cdiv(height, _DOWN) * cdiv(width, _ACROSS) * cdiv(columns, _BLOCK),),
-        products(x, weight),
+        tap_gemms(x, weight),
         out,
         images,
         height,
@@ -142,33 +142,36 @@ def launch(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tensor:
 
 
 def workspace(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> int:
-    """Bytes of products, which `launch` holds beside its result."""
+    """Bytes of `tap_gemms`, which `launch` holds beside its result."""
     return 9 * x.numel() // x.shape[1] * weight.shape[0] * x.element_size()
 
 
-def products(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tensor:
-    """All the arithmetic there is: of x (N, C, H, W) and weight (K, C, 3, 3), (9, N H W, K), pixels by each tap, times
+def tap_gemms(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tensor:
+    """All FLOPs of `launch`: x (N, C, H, W), weight (K, C, 3, 3) -> (9, N H W, K), pixels times each tap, times
     `_scale`."""
     columns, channels = weight.shape[:2]
     pixels = channels_inner(x).view(1, -1, channels)
     taps = weight.permute(2, 3, 1, 0).reshape(9, channels, columns)  # a view where the weight is channels last
-    # with beta 0 nothing is read of the first, and nothing added
+    # with beta 0 the first operand is not read
     return torch.baddbmm(x.new_empty(()), pixels.expand(9, -1, -1), taps, beta=0, alpha=_scale(x.dtype))
 
 
+flop_reference = tap_gemms
+
+
 def _scale(dtype: torch.dtype) -> float:
-    """In float16 a tap's products may be larger than any number where their sum is not; smaller ones than 2**-11 are so
-    far below a UNet's activations that their last bits do not matter."""
+    """In float16 a tap's result may overflow where the sum of taps does not. The scale costs precision below 2**-11,
+    far below a UNet's activations."""
     return 0.125 if dtype == torch.float16 else 1.0
 
 
-def takes(x: Tensor, weight: Tensor, cut: tuple[int, int]) -> bool:
-    """Whether it can be done so, and is the faster way."""
-    if x.dim() != 4 or weight.dim() != 4 or not runs(x, weight) or not x.numel() or x.dtype not in HALF:
+def applicable(x: Tensor, weight: Tensor, cut: tuple[int, int]) -> bool:
+    """Whether `launch` can compute it this way, and that is the faster way."""
+    if x.dim() != 4 or weight.dim() != 4 or not supported(x, weight) or not x.numel() or x.dtype not in HALF:
         return False
     columns, channels = weight.shape[:2]
     if weight.dtype != x.dtype or weight.shape[1:] != (x.shape[1], 3, 3) or not {*cut} <= {0, 1}:
         return False
     if min(columns, channels) < LEAST_CHANNELS:
         return False
-    return are_collected() or weight.is_contiguous(memory_format=torch.channels_last)
+    return is_dry_run() or weight.is_contiguous(memory_format=torch.channels_last)

@@ -1,1 +1,1 @@
-"""Group normalization, with what comes before it."""
+"""Group norm, also fused with the operation before it."""

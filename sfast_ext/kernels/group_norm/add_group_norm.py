@@ -1,4 +1,4 @@
-"""A convolution's bias, residual and scale, and the group norm of the sum; the sum is kept, for the next residual."""
+"""A convolution's bias, residual and scale, and group norm; the sum is a result too, for the next residual."""
 
 from __future__ import annotations
 
@@ -13,43 +13,44 @@ USES = (bias_add, group_norm)
 
 def reference(
     x: Tensor,
-    bias: Tensor | None,
+    conv_bias: Tensor | None,
     residual: Tensor | None,
     scale: float,
     groups: int,
     weight: Tensor | None,
-    term: Tensor | None,
+    bias: Tensor | None,
     eps: float,
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
     patches: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(sum, y): sum = (x + bias + residual) * scale in x's dtype, y its group norm, times weight, plus term, then SiLU.
+    """(sum, y): sum = (x + conv_bias + residual) * scale in x's dtype; y its group norm, with weight and bias, then
+    SiLU.
 
-    x, residual (N, C, H, W), the vectors (C,). y comes from the rounded sum, and is rounded once to out_dtype
-    (default: x's).
+    x, residual (N, C, H, W); vectors (C,). y is computed from the rounded sum, and rounded once to out_dtype (default:
+    x's). patches: see `group_norm.reference`.
     """
-    total = bias_add.reference(x, bias, residual, scale)
-    return total, group_norm.reference(total, groups, weight, term, eps, None, silu, out_dtype, patches)
+    out_sum = bias_add.reference(x, conv_bias, residual, scale)
+    return out_sum, group_norm.reference(out_sum, groups, weight, bias, eps, None, silu, out_dtype, patches)
 
 
 def launch(
     x: Tensor,
-    bias: Tensor | None,
+    conv_bias: Tensor | None,
     residual: Tensor | None,
     scale: float,
     groups: int,
     weight: Tensor | None,
-    term: Tensor | None,
+    bias: Tensor | None,
     eps: float,
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
     patches: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`reference` as one Triton kernel, or as two; where an image is too large for their tiles, one after the other."""
+    """`reference` as one or two Triton kernels; where an image is too large for their tiles, as separate kernels."""
     dtype = out_dtype or x.dtype
-    done = fused_inputs.run(x, None, bias, residual, scale, groups, weight, term, eps, silu, dtype, patches)
+    done = fused_inputs.run(x, None, conv_bias, residual, scale, groups, weight, bias, eps, silu, dtype, patches)
     if done is not None:
         return done
-    total = bias_add.launch(x, bias, residual, scale)
-    return total, group_norm.launch(total, groups, weight, term, eps, None, silu, out_dtype, patches)
+    out_sum = bias_add.launch(x, conv_bias, residual, scale)
+    return out_sum, group_norm.launch(out_sum, groups, weight, bias, eps, None, silu, out_dtype, patches)

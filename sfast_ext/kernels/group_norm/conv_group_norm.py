@@ -1,7 +1,7 @@
-"""A 3x3 convolution, what is added to its result, and the group norm of the sum, for Hopper.
+"""A 3x3 convolution, shift and residual, and the group norm of the sum, for Hopper.
 
-The convolution adds what is to be added and takes the statistics of its tiles while they lie in registers
-(csrc/conv2d.cu), so that the norm reads the sum once, to normalise it. Elsewhere the two kernels follow each other.
+The convolution's epilogue adds shift and residual and computes the statistics of its tiles in registers
+(csrc/conv2d.cu), so that the norm reads the sum only once. Elsewhere convolution and norm are separate kernels.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sfast_ext.kernels.backend import nvrtc
-from sfast_ext.kernels.backend.triton_runtime import DTYPES, are_collected, channels_inner, channels_outer
+from sfast_ext.kernels.backend.triton_runtime import DTYPES, channels_inner, channels_outer, is_dry_run
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.group_norm import add_group_norm, group_norm
 from sfast_ext.kernels.group_norm.two_pass import Parts, normalise
@@ -25,25 +25,26 @@ def reference(
     residual: Tensor | None,
     groups: int,
     weight: Tensor | None,
-    term: Tensor | None,
+    bias: Tensor | None,
     eps: float,
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor]:
-    """(sum, y): sum = conv2d(x) + shift + residual in x's dtype, y its group norm, times weight, plus term, then SiLU.
+    """(sum, y): sum = conv2d(x) + shift + residual in x's dtype; y its group norm, with weight and bias, then SiLU.
 
-    x (N, C, H, W), conv_weight (K, C, 3, 3); shift (N, K), or (K,) with a residual (N, K, H, W); without a residual the
-    sum is not handed out. y comes from the rounded sum, and is rounded once to out_dtype (default: x's).
+    x (N, C, H, W), conv_weight (K, C, 3, 3); shift (N, K), or (K,) with a residual (N, K, H, W); weight, bias (K,).
+    Without a residual the returned sum is None. y is computed from the rounded sum, and rounded once to out_dtype
+    (default: x's).
     """
     compute = torch.promote_types(x.dtype, torch.float32)
-    total = conv2d.reference(x.to(compute), conv_weight.to(compute))
+    out_sum = conv2d.reference(x.to(compute), conv_weight.to(compute))
     if shift is not None:
-        total = total + shift.to(compute).reshape(-1, total.shape[1], 1, 1)
+        out_sum = out_sum + shift.to(compute).reshape(-1, out_sum.shape[1], 1, 1)
     if residual is not None:
-        total = total + residual.to(compute)
-    total = total.to(x.dtype)
-    y = group_norm.reference(total, groups, weight, term, eps, None, silu, out_dtype)
-    return None if residual is None else total, y
+        out_sum = out_sum + residual.to(compute)
+    out_sum = out_sum.to(x.dtype)
+    y = group_norm.reference(out_sum, groups, weight, bias, eps, None, silu, out_dtype)
+    return None if residual is None else out_sum, y
 
 
 def launch(
@@ -53,55 +54,55 @@ def launch(
     residual: Tensor | None,
     groups: int,
     weight: Tensor | None,
-    term: Tensor | None,
+    bias: Tensor | None,
     eps: float,
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor]:
-    """`reference` as the convolution and one Triton kernel, where both take such tensors; else as two kernels of norms
-    after the convolution."""
+    """`reference` as convolution with statistics and one Triton kernel, where `applicable`; else as a convolution and a
+    group norm kernel."""
     dtype = out_dtype or x.dtype
-    if fits(x, conv_weight, shift, residual, groups, weight, term, dtype):
+    if applicable(x, conv_weight, shift, residual, groups, weight, bias, dtype):
         try:
-            return _fused(x, conv_weight, shift, residual, groups, weight, term, eps, silu, dtype)
+            return _fused(x, conv_weight, shift, residual, groups, weight, bias, eps, silu, dtype)
         except nvrtc.Unavailable:
-            pass  # the log has it; it is not asked again
-    picture = conv2d.launch(x, conv_weight)
+            pass  # logged; `available` is False from now on
+    conv = conv2d.launch(x, conv_weight)
     if residual is None:
-        return None, group_norm.launch(picture, groups, weight, term, eps, shift, silu, out_dtype)
-    return add_group_norm.launch(picture, shift, residual, 1.0, groups, weight, term, eps, silu, out_dtype)
+        return None, group_norm.launch(conv, groups, weight, bias, eps, shift, silu, out_dtype)
+    return add_group_norm.launch(conv, shift, residual, 1.0, groups, weight, bias, eps, silu, out_dtype)
 
 
-def fits(
+def applicable(
     x: Tensor,
     conv_weight: Tensor,
     shift: Tensor | None,
     residual: Tensor | None,
     groups: int,
     weight: Tensor | None,
-    term: Tensor | None,
+    bias: Tensor | None,
     dtype: torch.dtype,
 ) -> bool:
-    """Whether the kernels take the operands."""
+    """Whether both kernels can read the operands, and the convolution is faster than cuDNN."""
     if x.dim() != 4 or conv_weight.dim() != 4 or dtype not in DTYPES or groups < 1:
         return False
-    if not conv2d.sums_groups(x, conv_weight, groups):
+    if not conv2d.supports_statistics(x, conv_weight, groups):
         return False
     images, _, height, width = x.shape
     columns = conv_weight.shape[0]
-    others = [t for t in (shift, residual, weight, term) if t is not None]
+    others = [t for t in (shift, residual, weight, bias) if t is not None]
     if not all(t.dtype in DTYPES and t.device == x.device for t in others):
         return False
     if shift is not None:
         wanted = (images, columns) if residual is None else (columns,)
         if shift.dtype != x.dtype or shift.shape != wanted or shift.stride(-1) != 1:
             return False
-        if shift.data_ptr() % 4 or (shift.dim() == 2 and shift.stride(0) % 2):  # read by twos
+        if shift.data_ptr() % 4 or (shift.dim() == 2 and shift.stride(0) % 2):  # read in pairs
             return False
     if residual is not None:
         if residual.dtype != x.dtype or residual.shape != (images, columns, height, width) or residual.data_ptr() % 16:
             return False
-        if not are_collected() and not residual.is_contiguous(memory_format=torch.channels_last):
+        if not is_dry_run() and not residual.is_contiguous(memory_format=torch.channels_last):
             return False
     path, _ = group_norm.fitting(height * width, groups, columns // groups)
     return path == "parts"
@@ -114,15 +115,15 @@ def _fused(
     residual: Tensor | None,
     groups: int,
     weight: Tensor | None,
-    term: Tensor | None,
+    bias: Tensor | None,
     eps: float,
     silu: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor]:
-    total, partial, boxes = conv2d.with_statistics(x, conv_weight, groups, shift, residual)
+    out_sum, partial, boxes = conv2d.with_statistics(x, conv_weight, groups, shift, residual)
     height, width = x.shape[2:]
-    weight, term = (v if v is None else v.contiguous() for v in (weight, term))
+    weight, bias = (v if v is None else v.contiguous() for v in (weight, bias))
     parts = Parts(*boxes, height, width)
-    inner = channels_inner(total)
-    out = normalise(inner, None, weight, term, partial, parts, eps, silu, dtype)
-    return None if residual is None else total, channels_outer(out)
+    inner = channels_inner(out_sum)
+    out = normalise(inner, None, weight, bias, partial, parts, eps, silu, dtype)
+    return None if residual is None else out_sum, channels_outer(out)

@@ -1,7 +1,7 @@
-"""Group norm of a tensor that its own kernel puts together first: a sum, or two tensors side by side.
+"""Group norm whose kernel first computes its input: a sum, or a concatenation.
 
-The sum is written, for others need it, and its statistics come from the registers it is written from. Tiles are those
-of _group_norm.py, the second launch is that of _group_parts.py.
+The input is written, as others read it, and its statistics are computed from the same registers. Tiles are those of
+one_pass.py, the second launch of the two-launch path is that of two_pass.py.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 from sfast_ext.kernels.backend.triton_runtime import (
     DTYPES,
     MAX_GRID_YZ,
-    begin_early,
     channels_inner,
     channels_outer,
     constexpr,
     jit,
-    runs,
-    start,
+    launch_kernel,
+    pdl_wait,
+    supported,
     tl,
 )
 from sfast_ext.kernels.group_norm import group_norm
@@ -27,10 +27,25 @@ from sfast_ext.kernels.group_norm.two_pass import Parts, normalise
 
 
 @jit()
-def _put_together(
-    a, b, bias, residual, total, begin, row, channel, mask, inside, channels, first, biased, scale, JOIN, RESIDUAL
+def _assemble_tile(
+    a,
+    b,
+    conv_bias,
+    residual,
+    out_sum,
+    begin,
+    row,
+    channel,
+    mask,
+    inside,
+    channels,
+    first,
+    biased,
+    scale,
+    JOIN,
+    RESIDUAL,
 ):
-    """One tile of total, as stored: (a + bias + residual) * scale, and b beside it."""
+    """One tile of out_sum, rounded as stored: (a + conv_bias + residual) * scale, with b concatenated."""
     place = row[:, None] * channels + channel[None, :]
     if JOIN:
         rest = channels - first
@@ -44,21 +59,21 @@ def _put_together(
         value = tl.load(a + begin * channels + place, mask=mask, other=0.0).to(tl.float32)
         if RESIDUAL:
             value += tl.load(residual + begin * channels + place, mask=mask, other=0.0).to(tl.float32)
-    value += tl.load(bias + channel, mask=inside & (channel < biased), other=0.0).to(tl.float32)[None, :]
-    stored = (value * scale).to(total.dtype.element_ty)
-    tl.store(total + begin * channels + place, stored, mask=mask)
+    value += tl.load(conv_bias + channel, mask=inside & (channel < biased), other=0.0).to(tl.float32)[None, :]
+    stored = (value * scale).to(out_sum.dtype.element_ty)
+    tl.store(out_sum + begin * channels + place, stored, mask=mask)
     return stored.to(tl.float32)
 
 
-@jit(do_not_specialize=["pixels", "units", "biased", "has_weight", "has_term", "silu", "across"])
-def _whole(
+@jit(do_not_specialize=["pixels", "units", "biased", "has_weight", "has_bias", "silu", "across"])
+def fused_group_norm_one_pass_kernel(
     a,
     b,
-    bias,
+    conv_bias,
     residual,
     weight,
-    term,
-    total,
+    bias,
+    out_sum,
     out,
     pixels,
     channels,
@@ -66,7 +81,7 @@ def _whole(
     units,
     biased,
     has_weight,
-    has_term,
+    has_bias,
     silu,
     across,
     scale,
@@ -77,9 +92,9 @@ def _whole(
     UNIT: constexpr,
     BLOCK: constexpr,
     PIXELS: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
-    begin_early(EARLY)
+    pdl_wait(PDL)
     image = tl.program_id(1).to(tl.int64)
     width = units * UNIT
     column = tl.arange(0, BLOCK)
@@ -88,27 +103,42 @@ def _whole(
     row = tl.arange(0, PIXELS)
     mask = (row < pixels)[:, None] & inside[None, :]
     begin = image * pixels
-    factor = tl.load(weight + channel, mask=inside & (has_weight != 0), other=1.0).to(tl.float32)
-    offset = tl.load(term + channel, mask=inside & (has_term != 0), other=0.0).to(tl.float32)
-    value = _put_together(
-        a, b, bias, residual, total, begin, row, channel, mask, inside, channels, first, biased, scale, JOIN, RESIDUAL
+    gamma = tl.load(weight + channel, mask=inside & (has_weight != 0), other=1.0).to(tl.float32)
+    beta = tl.load(bias + channel, mask=inside & (has_bias != 0), other=0.0).to(tl.float32)
+    value = _assemble_tile(
+        a,
+        b,
+        conv_bias,
+        residual,
+        out_sum,
+        begin,
+        row,
+        channel,
+        mask,
+        inside,
+        channels,
+        first,
+        biased,
+        scale,
+        JOIN,
+        RESIDUAL,
     )
     count = (pixels * width).to(tl.float32)
     mean = tiles.sum_of(tl.where(mask, value, 0.0)) / count
     centred = tl.where(mask, value - mean, 0.0)
     rstd = 1.0 / tl.sqrt(tiles.sum_of(centred * centred) / count + eps)
-    y = centred * (factor * rstd)[None, :] + offset[None, :]
+    y = centred * (gamma * rstd)[None, :] + beta[None, :]
     y = tiles.silu_if(y, silu)
-    tiles.store_picture(out, y, row, channel, mask, image, pixels, channels, across, PATCHES)
+    tiles.store_tile(out, y, row, channel, mask, image, pixels, channels, across, PATCHES)
 
 
 @jit(do_not_specialize=["pixels", "groups", "group_width", "units", "biased"])
-def _part_statistics(
+def fused_group_norm_part_statistics_kernel(
     a,
     b,
-    bias,
+    conv_bias,
     residual,
-    total,
+    out_sum,
     partial,
     pixels,
     channels,
@@ -124,21 +154,36 @@ def _part_statistics(
     BLOCK: constexpr,
     GROUPS: constexpr,
     PIXELS: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
-    begin_early(EARLY)
+    pdl_wait(PDL)
     image = tl.program_id(2).to(tl.int64)
     width = units * UNIT
     column = tl.arange(0, BLOCK)
     channel = tl.program_id(0) * width + column
     inside = (column < width) & (channel < channels)
-    start_ = tl.program_id(1) * PIXELS
-    here = tl.minimum(pixels - start_, PIXELS)
+    first_pixel = tl.program_id(1) * PIXELS
+    here = tl.minimum(pixels - first_pixel, PIXELS)
     row = tl.arange(0, PIXELS)
     mask = (row < here)[:, None] & inside[None, :]
-    begin = image * pixels + start_
-    value = _put_together(
-        a, b, bias, residual, total, begin, row, channel, mask, inside, channels, first, biased, scale, JOIN, RESIDUAL
+    begin = image * pixels + first_pixel
+    value = _assemble_tile(
+        a,
+        b,
+        conv_bias,
+        residual,
+        out_sum,
+        begin,
+        row,
+        channel,
+        mask,
+        inside,
+        channels,
+        first,
+        biased,
+        scale,
+        JOIN,
+        RESIDUAL,
     )
     count = here.to(tl.float32)
     mean = tl.sum(tl.where(mask, value, 0.0), 0) / count
@@ -150,27 +195,27 @@ def _part_statistics(
 def run(
     a: Tensor,
     b: Tensor | None,
-    bias: Tensor | None,
+    conv_bias: Tensor | None,
     residual: Tensor | None,
     scale: float,
     groups: int,
     weight: Tensor | None,
-    term: Tensor | None,
+    bias: Tensor | None,
     eps: float,
     silu: bool,
     dtype: torch.dtype,
     patches: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    """(total, norm of it) in NHWC, or None where the tiles do not take such tensors: then nothing was launched."""
+    """(out_sum, its norm) channels last; None, with nothing launched, where no tile fits such tensors."""
     batch, channels = a.shape[0], a.shape[1] + (0 if b is None else b.shape[1])
     others = [t for t in (b, residual) if t is not None]
     if (
-        not runs(a, b, bias, residual, weight, term)
+        not supported(a, b, conv_bias, residual, weight, bias)
         or a.numel() == 0
         or any(t.dtype != a.dtype for t in others)
         or (b is not None and (b.shape[0], *b.shape[2:]) != (batch, *a.shape[2:]))
         or (residual is not None and residual.shape != a.shape)
-        or (bias is not None and bias.shape != (a.shape[1],))
+        or (conv_bias is not None and conv_bias.shape != (a.shape[1],))
         or dtype not in DTYPES
         or groups < 1
         or channels % groups
@@ -184,26 +229,36 @@ def run(
     inner = channels_inner(a)
     second = inner if b is None else channels_inner(b)
     added = inner if residual is None else channels_inner(residual)
-    total = torch.empty((*inner.shape[:-1], channels), dtype=a.dtype, device=a.device)
-    vector = inner if bias is None else bias.contiguous()
-    weight, term = (v if v is None else v.contiguous() for v in (weight, term))
-    first, biased = a.shape[1], 0 if bias is None else a.shape[1]
+    out_sum = torch.empty((*inner.shape[:-1], channels), dtype=a.dtype, device=a.device)
+    vector = inner if conv_bias is None else conv_bias.contiguous()
+    weight, bias = (v if v is None else v.contiguous() for v in (weight, bias))
+    first, biased = a.shape[1], 0 if conv_bias is None else a.shape[1]
     constants = tile.constants
     flags, unit = {"JOIN": b is not None, "RESIDUAL": residual is not None}, constants["UNIT"]
     if path == "whole":
-        out = group_norm.empty(total, dtype, patches)
-        has = (int(weight is not None), int(term is not None), int(silu))
-        sizes = (pixels, channels, first, group_width // unit, biased, *has, total.shape[-2])
-        tensors = (second, vector, added, *(total if v is None else v for v in (weight, term)), total, out)
+        out = group_norm.empty(out_sum, dtype, patches)
+        has = (int(weight is not None), int(bias is not None), int(silu))
+        sizes = (pixels, channels, first, group_width // unit, biased, *has, out_sum.shape[-2])
+        tensors = (second, vector, added, *(out_sum if v is None else v for v in (weight, bias)), out_sum, out)
         flags["PATCHES"] = patches
-        start(_whole, (groups, batch), inner, *tensors, *sizes, float(scale), eps, **flags, **constants)
-        return channels_outer(total), out if patches else channels_outer(out)
+        launch_kernel(
+            fused_group_norm_one_pass_kernel,
+            (groups, batch),
+            inner,
+            *tensors,
+            *sizes,
+            float(scale),
+            eps,
+            **flags,
+            **constants,
+        )
+        return channels_outer(out_sum), out if patches else channels_outer(out)
     units = tile.groups * group_width // unit
     grid = (tile.blocks, tile.parts, batch)
     partial = torch.empty((2, batch, tile.parts, groups), dtype=torch.float32, device=a.device)
     counts = (pixels, channels, first, groups, group_width, units, biased)
-    first_launch = (second, vector, added, total, partial, *counts, float(scale))
-    start(_part_statistics, grid, inner, *first_launch, **flags, **constants)
+    first_launch = (second, vector, added, out_sum, partial, *counts, float(scale))
+    launch_kernel(fused_group_norm_part_statistics_kernel, grid, inner, *first_launch, **flags, **constants)
     parts = Parts.of_rows(pixels, constants["PIXELS"])
-    out = normalise(total, None, weight, term, partial, parts, eps, silu, dtype)
-    return channels_outer(total), channels_outer(out)
+    out = normalise(out_sum, None, weight, bias, partial, parts, eps, silu, dtype)
+    return channels_outer(out_sum), channels_outer(out)

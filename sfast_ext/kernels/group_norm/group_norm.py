@@ -1,9 +1,10 @@
-"""Group norm of channels-last tensors, with an optional shift before it and SiLU after it.
+"""Group norm (Wu and He 2018) of channels-last tensors, with an optional shift before it and SiLU after it.
 
-Three paths. Where a whole group fits in registers, one launch with a program for each. Else the pixels are split:
-the first launch writes mean and M2 (sum of squared deviations) of each (image, split, group); the second, that of
-_group_parts.py, combines them (Chan, Golub and LeVeque 1979) and normalises. The first has a split in registers where
-it fits (_group_norm.py); the one here loops over it, and takes everything. No atomics: results repeat bit by bit.
+Three paths. "whole": a group fits in registers, one launch with one program per group (one_pass.py). Otherwise the
+pixels are split: the first launch writes mean and M2 (sum of squared deviations) of each (image, split, group), the
+second combines them (Chan, Golub and LeVeque 1979) and normalises (two_pass.py). The first launch keeps a split in
+registers where it fits ("parts", one_pass.py), or loops over it ("loop", here), which works for all sizes. No atomics:
+results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from torch.nn import functional as F
 from sfast_ext.kernels.backend.triton_runtime import (
     DTYPES,
     MAX_GRID_YZ,
-    begin_early,
     cdiv,
     channels_inner,
     channels_outer,
     constexpr,
     device_of,
     jit,
+    launch_kernel,
     multiprocessors,
     next_power_of_2,
-    runs,
-    start,
+    pdl_wait,
+    supported,
     tl,
 )
 from sfast_ext.kernels.group_norm import one_pass as tiles
 from sfast_ext.kernels.group_norm.two_pass import MOST, Parts, normalise
 
-_PATHS: tuple[str, ...] = ("whole", "parts")  # tried before the kernel that loops; what is not named here is off
+_PATHS: tuple[str, ...] = ("whole", "parts")  # tried in this order before "loop"; paths not named are off
 _FITS = {"whole": tiles.whole, "parts": tiles.parts}
-_MOST_CHANNELS = 1 << 20  # offsets inside tiles have 32 bits
-_BLOCK = 128  # channels of a tile, where a group is not wider
-_WIDEST = 4096  # channels of the widest group that the kernels take
-_PROGRAMS = 2  # a multiprocessor
-_LARGE = 6 << 20  # elements of a batch from which twice as many keep more of memory busy
+_MOST_CHANNELS = 1 << 20  # offsets inside tiles are 32-bit
+_BLOCK = 128  # channels of a tile, unless a group is wider
+_WIDEST = 4096  # channels of the widest supported group
+_PROGRAMS = 2  # per multiprocessor
+_LARGE = 6 << 20  # elements of a batch from which twice as many programs use the bandwidth better
 _TILE = 2048  # elements of a tile
 
 
@@ -56,15 +57,15 @@ def reference(
 ) -> Tensor:
     """x (N, C, ...) plus shift (N, C), normalised by groups, times weight (C,), plus bias (C,), then SiLU.
 
-    Channels last, in out_dtype (default: x's). Computes in float32 (float64 where x is), rounds once. With `patches`
-    what a 3x3 convolution reads of it, see `patches_of`.
+    Channels last, in out_dtype (default: x's). Computes in float32 (float64 where x is) and rounds once. patches:
+    return the im2col matrix of the result instead, see `patches_of`.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     y = x.to(compute)
     if shift is not None:
         y = y + shift.to(compute).reshape(*x.shape[:2], *[1] * (x.dim() - 2))
-    # not F.group_norm, which refuses a single value a group; contiguous, as torch's channels-last kernel for the CPU
-    # takes the variance as E[x^2] - E[x]^2
+    # not F.group_norm, which refuses one value per group; contiguous, as torch's channels-last CPU kernel computes the
+    # variance as E[x^2] - E[x]^2
     weight, bias = (None if vector is None else vector.to(compute) for vector in (weight, bias))
     y = torch.group_norm(y.contiguous(), groups, weight, bias, eps)
     y = channels_outer(channels_inner((F.silu(y) if silu else y).to(out_dtype or x.dtype)))
@@ -72,9 +73,10 @@ def reference(
 
 
 def patches_of(y: Tensor) -> Tensor:
-    """(N, C, H, W) -> (N, H, W, 9 C): each pixel's nine neighbours, row by row, zeros outside (im2col).
+    """im2col for a 3x3 convolution with padding 1: (N, C, H, W) -> (N, H, W, 9 C), each pixel's nine neighbours row by
+    row.
 
-    A product with the weight of a 3x3 convolution as it lies in NHWC, (K, 9 C), is that convolution with padding 1.
+    Its product with the convolution's weight in NHWC, (K, 9 C), is the convolution.
     """
     height, width = y.shape[2:]
     padded = F.pad(channels_inner(y), (0, 0, 1, 1, 1, 1))
@@ -82,23 +84,23 @@ def patches_of(y: Tensor) -> Tensor:
     return torch.stack(seen, 3).flatten(3)
 
 
-def takes_patches(x: Tensor, groups: int) -> bool:
-    """Whether the kernel writes patches by itself for such an x."""
+def supports_patches(x: Tensor, groups: int) -> bool:
+    """Whether the kernel itself writes the im2col matrix for such an x."""
     return x.dim() == 4 and fitting(x.shape[2] * x.shape[3], groups, x.shape[1] // groups)[0] == "whole"
 
 
 def empty(inner: Tensor, dtype: torch.dtype, patches: bool) -> Tensor:
-    """Memory for the result over (N, ..., C)."""
+    """An uninitialised result for input (N, ..., C)."""
     channels = inner.shape[-1] * (9 if patches else 1)
     return torch.empty((*inner.shape[:-1], channels), dtype=dtype, device=inner.device)
 
 
-# Program (split, block of channels, image). x is (N, pixels, channels); a block holds WIDTH channels, whole groups of
+# Grid (split, block of channels, image). x is (N, pixels, channels); a block is WIDTH channels, whole groups of
 # group_width; partial is (2, N, splits, groups) in float32, means first.
 
 
 @jit(do_not_specialize=["pixels", "per_split", "groups", "group_width", "shift_stride", "has_shift"])
-def _statistics(
+def group_norm_looped_statistics_kernel(
     x,
     shift,
     partial,
@@ -113,9 +115,9 @@ def _statistics(
     BLOCK: constexpr,
     GROUPS: constexpr,
     PIXELS: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
-    begin_early(EARLY)
+    pdl_wait(PDL)
     image = tl.program_id(2).to(tl.int64)
     column = tl.arange(0, BLOCK)
     channel = tl.program_id(1) * WIDTH + column
@@ -124,8 +126,8 @@ def _statistics(
     end = tl.minimum(begin + per_split, pixels)
     base = x + image * pixels * channels + channel
 
-    # Sums of deviations from the split's first pixel. As that is one of the values, the sum of squares is at
-    # most (1 + count) times M2: however large the mean, no more digits cancel than that.
+    # Deviations from the split's first pixel. As that is one of the values, the sum of squares is at most (1 + count)
+    # times M2, which bounds cancellation however large the mean is.
     centre = tl.load(base + begin.to(tl.int64) * channels, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros([PIXELS, BLOCK], tl.float32)
     squares = tl.zeros([PIXELS, BLOCK], tl.float32)
@@ -137,18 +139,18 @@ def _statistics(
         sums += deviation
         squares += deviation * deviation
     count = (end - begin).to(tl.float32)
-    total = tl.sum(sums, 0)
-    m2 = tl.maximum(tl.sum(squares, 0) - total * total / count, 0.0)
-    mean = centre + total / count
+    deviations = tl.sum(sums, 0)
+    m2 = tl.maximum(tl.sum(squares, 0) - deviations * deviations / count, 0.0)
+    mean = centre + deviations / count
     shifted = inside & (has_shift != 0)
     mean += tl.load(shift + image * shift_stride + channel, mask=shifted, other=0.0).to(tl.float32)
 
-    # Channels to groups, through the matrix of who belongs where: group widths are seldom powers of two.
+    # Channels to groups by a membership matrix, as group widths are seldom powers of two.
     lane = tl.arange(0, GROUPS)
     member = ((column // group_width)[:, None] == lane[None, :]) & inside[:, None]
     group_mean = tl.sum(tl.where(member, mean[:, None], 0.0), 0) / group_width.to(tl.float32)
-    offset = mean - tl.sum(tl.where(member, group_mean[None, :], 0.0), 1)
-    m2 += count * offset * offset
+    delta = mean - tl.sum(tl.where(member, group_mean[None, :], 0.0), 1)
+    m2 += count * delta * delta
     group_m2 = tl.sum(tl.where(member, m2[:, None], 0.0), 0)
 
     group = tl.program_id(1) * (WIDTH // group_width) + lane
@@ -160,7 +162,7 @@ def _statistics(
 
 
 def _channel_blocks(groups: int, group_width: int) -> tuple[int, int]:
-    """How many blocks of channels, of how many groups each: even, and 8 channels at a time where possible."""
+    """(blocks of channels, groups per block): balanced, and multiples of 8 channels where possible."""
     step = 8 // math.gcd(group_width, 8)  # whole groups in 16 bytes of fp16
     most = max(1, _BLOCK // group_width)
     if most >= step:
@@ -172,14 +174,14 @@ def _channel_blocks(groups: int, group_width: int) -> tuple[int, int]:
 
 
 def _pixel_splits(pixels: int, others: int, programs: int) -> tuple[int, int]:
-    """Parts of an image, and the pixels of each: so many programs in all."""
+    """(splits of an image, pixels per split), for about so many programs in all."""
     wanted = max(1, min(MOST, cdiv(programs, others)))
-    each = cdiv(cdiv(pixels, wanted), 8) * 8  # eight pixels are one access of each of 128 threads
+    each = cdiv(cdiv(pixels, wanted), 8) * 8  # eight pixels are one access by each of 128 threads
     return cdiv(pixels, each), each
 
 
 def fitting(pixels: int, groups: int, group_width: int) -> tuple[str, tiles.Tile | None]:
-    """The first of _PATHS that takes such an image, and its tile; else the kernel that loops."""
+    """The first of _PATHS that fits such an image, and its tile; else ("loop", None)."""
     if groups * group_width <= _MOST_CHANNELS:
         for path in _PATHS:
             tile = _FITS[path](pixels, groups, group_width)
@@ -199,11 +201,11 @@ def launch(
     out_dtype: torch.dtype | None = None,
     patches: bool = False,
 ) -> Tensor:
-    """`reference` as one Triton kernel, or as two that read x twice, the second time mostly from the L2 cache."""
+    """`reference` as one Triton kernel, or as two that read x twice, the second time mostly from L2."""
     batch, channels = x.shape[:2]
     dtype = out_dtype or x.dtype
     if (
-        not runs(x, weight, bias, shift)
+        not supported(x, weight, bias, shift)
         or groups < 1
         or channels % groups
         or channels > _MOST_CHANNELS
@@ -215,7 +217,7 @@ def launch(
         or (shift is not None and shift.shape != (batch, channels))
     ):
         return reference(x, groups, weight, bias, eps, shift, silu, out_dtype, patches)
-    if patches and not takes_patches(x, groups):
+    if patches and not supports_patches(x, groups):
         return patches_of(launch(x, groups, weight, bias, eps, shift, silu, out_dtype))
     inner = channels_inner(x)
     pixels = inner.numel() // (batch * channels)
@@ -232,7 +234,9 @@ def launch(
         units = group_width // tile.constants["UNIT"]
         operands = (inner, *vectors, out, pixels, channels, units)
         last = (*affine, inner.shape[-2], eps)
-        start(tiles._whole, (groups, batch), *operands, *last, PATCHES=patches, **tile.constants)
+        launch_kernel(
+            tiles.group_norm_one_pass_kernel, (groups, batch), *operands, *last, PATCHES=patches, **tile.constants
+        )
         return out if patches else channels_outer(out)
 
     if tile is not None:
@@ -240,7 +244,7 @@ def launch(
         units = tile.groups * group_width // tile.constants["UNIT"]
         sizes = (pixels, channels, groups, group_width, units, *affine[:2])
         grid = (tile.blocks, tile.parts, batch)
-        start(tiles._part_statistics, grid, inner, rows, partial, *sizes, **tile.constants)
+        launch_kernel(tiles.group_norm_part_statistics_kernel, grid, inner, rows, partial, *sizes, **tile.constants)
         parts = Parts.of_rows(pixels, tile.constants["PIXELS"])
     else:
         partial, parts = _loop(inner, shift, groups)
@@ -248,7 +252,7 @@ def launch(
 
 
 def _loop(inner: Tensor, shift: Tensor | None, groups: int) -> tuple[Tensor, Parts]:
-    """Statistics by the kernel that loops, and what parts they are of; inner (N, ..., C)."""
+    """Statistics of inner (N, ..., C) by the looping kernel, and the parts they are of."""
     batch, channels = inner.shape[0], inner.shape[-1]
     pixels, group_width = inner.numel() // (batch * channels), channels // groups
     blocks, block_groups = _channel_blocks(groups, group_width)
@@ -257,8 +261,8 @@ def _loop(inner: Tensor, shift: Tensor | None, groups: int) -> tuple[Tensor, Par
     splits, per_split = _pixel_splits(pixels, blocks * batch, programs)
     partial = torch.empty((2, batch, splits, groups), dtype=torch.float32, device=inner.device)
     sizes = (pixels, per_split, channels, groups, group_width)
-    start(
-        _statistics,
+    launch_kernel(
+        group_norm_looped_statistics_kernel,
         (splits, blocks, batch),
         inner,
         inner if shift is None else shift,

@@ -1,7 +1,7 @@
-"""Group norm kernels that hold all they read of x in registers: a whole group at once, or a part of some groups.
+"""Group norm kernels that keep their input in registers: a whole group, or a part of some groups.
 
-At the sizes of a UNet a norm waits for latencies, not for bytes. So every load of a program is under way before
-the first value is used, nothing is read twice by one program, and mean and variance are two passes over registers.
+At a UNet's sizes a norm is bound by latency, not bandwidth. So a program issues all loads before the first use, reads
+nothing twice, and computes mean and variance in two passes over registers.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from typing import NamedTuple
 from sfast_ext.kernels.backend.triton_runtime import (
     MAX_GRID_YZ,
     VERSION,
-    begin_early,
     cdiv,
     constexpr,
     jit,
     next_power_of_2,
+    pdl_wait,
     tl,
 )
 
-# Elements of the largest tile that holds a whole group, padding included. Twice that gains 1.4 us at 2560 channels and
-# 16x16, loses as much at 640 and 32x32, and costs two compilations of half a second on the first call.
+# Elements, with padding, of the largest tile for a whole group. Twice as many gain 1.4 us at 2560 channels and 16x16,
+# lose as much at 640 and 32x32, and cost two compilations of half a second on the first call.
 _SLAB = 16384
-_FEWEST = 64  # pixels of the smallest such tile; the next are 4 and 16 times it: sizes are compilations
-_PER_THREAD = 16  # elements a thread has of a whole group, until there are as many warps as may be
+_FEWEST = 64  # pixels of the smallest such tile; the next have 4 and 16 times as many: every size is a compilation
+_PER_THREAD = 16  # elements of a thread, up to _MOST_WARPS
 _MOST_WARPS = 16
-_PART = 8192  # elements of a tile that holds a part
+_PART = 8192  # elements of a tile for a part
 _PART_WARPS = 4
-_PART_BLOCK = 64  # channels of it, where a group is not wider
+_PART_BLOCK = 64  # channels of it, unless a group is wider
 _PART_WIDEST = 128
 
 
 class Tile(NamedTuple):
-    """Blocks of an image's channels, groups of a block, parts of its pixels, and the constants of the kernel."""
+    """Blocks of an image's channels, groups per block, parts of its pixels, and the kernel's constants."""
 
     blocks: int
     groups: int
@@ -42,9 +42,9 @@ class Tile(NamedTuple):
 
 
 def whole(pixels: int, groups: int, group_width: int) -> Tile | None:
-    """One program a group, one launch: None where a group does not fit."""
-    # Few programs, 64 at batch 2, but each does little: even one of the largest takes less than a second launch.
-    # Groups of 4 channels and more start at 8 bytes of fp16; others would need kernels of their own.
+    """The tile of one launch with one program per group; None where a group does not fit."""
+    # Few programs, 64 at batch 2, but small ones: even the largest takes less time than a second launch. Groups of a
+    # multiple of 4 channels are aligned to 8 bytes of fp16; others would need kernels of their own.
     if group_width % 4 or group_width < 8:
         return None
     rows = _FEWEST
@@ -53,13 +53,14 @@ def whole(pixels: int, groups: int, group_width: int) -> Tile | None:
     block = next_power_of_2(group_width)
     if rows * block > _SLAB:
         return None
-    block = max(block, min(64, _SLAB // rows))  # 20 channels take the kernel of 40 where registers allow it
+    block = max(block, min(64, _SLAB // rows))  # share the compilation for 40 channels with 20 where registers allow it
     warps = max(1, min(_MOST_WARPS, rows * block // (32 * _PER_THREAD)))
     return Tile(groups, 1, 1, {"UNIT": 4, "BLOCK": block, "PIXELS": rows, "num_warps": warps})
 
 
 def parts(pixels: int, groups: int, group_width: int) -> Tile | None:
-    """Pixels split so that a part fits, two launches: None where a group is too wide or the parts too many."""
+    """The tile of two launches, pixels split so that a part fits; None where a group is too wide or parts are too
+    many."""
     if group_width > _PART_WIDEST:
         return None
     block = max(_PART_BLOCK, next_power_of_2(group_width))
@@ -85,14 +86,14 @@ def parts(pixels: int, groups: int, group_width: int) -> Tile | None:
 
 @jit()
 def silu_of(y):
-    # y / (1 + exp(-y)), in half the instructions of a division and of exp, which look after subnormal numbers: the
-    # programs of a norm are so few that what they compute counts. Where exp2 overflows, rsqrt gives the 0 it should.
+    # y / (1 + exp(-y)) in half the instructions of division and exp, which handle subnormal numbers: a norm has so few
+    # programs that arithmetic matters. Where exp2 overflows, rsqrt correctly gives 0.
     root = tl.math.rsqrt(1.0 + tl.math.exp2(y * -1.4426950408889634))
     return y * root * root
 
 
-# To add up a tile at once, and to hand it on from a branch, Triton 2.1 lays it out anew through as much shared memory
-# as it takes in float32. Turing has no room for that.
+# To reduce a tile at once, or to return it from a branch, Triton 2.1 converts its layout through shared memory, with 4
+# bytes per element. Turing has not enough of it.
 if () < VERSION < (2, 2):
 
     @jit()
@@ -117,22 +118,23 @@ else:
 
 
 @jit()
-def store_picture(out, y, row, channel, mask, image, pixels, channels, across, PATCHES: constexpr):
-    """A tile of a picture; with PATCHES each pixel nine times, for all that see it (im2col of 3x3, padding 1)."""
+def store_tile(out, y, row, channel, mask, image, pixels, channels, across, PATCHES: constexpr):
+    """Store a tile of an image; with PATCHES each pixel nine times, once for each neighbour (im2col, 3x3, padding
+    1)."""
     if PATCHES:
         start = out + image * pixels * channels * 9
         down = pixels // across
         up, along = row // across, row % across
         for tap in range(9):
             dy, dx = tap // 3 - 1, tap % 3 - 1
-            # the pixel that sees this one as its neighbour `tap`
+            # the pixel whose neighbour `tap` is this one
             above, before = up - dy, along - dx
             there = (above >= 0) & (above < down) & (before >= 0) & (before < across)
             place = (((above * across + before) * 9 + tap) * channels)[:, None] + channel[None, :]
             tl.store(start + place, y.to(out.dtype.element_ty), mask=mask & there[:, None])
-            # where this one's own neighbour `tap` lies outside
-            below, after = up + dy, along + dx
-            outside = (below < 0) | (below >= down) | (after < 0) | (after >= across)
+            # zeros where this pixel's own neighbour `tap` is outside
+            below, beyond = up + dy, along + dx
+            outside = (below < 0) | (below >= down) | (beyond < 0) | (beyond >= across)
             place = ((row * 9 + tap) * channels)[:, None] + channel[None, :]
             tl.store(start + place, 0.0, mask=mask & outside[:, None])
     else:
@@ -140,10 +142,10 @@ def store_picture(out, y, row, channel, mask, image, pixels, channels, across, P
         tl.store(out + image * pixels * channels + place, y.to(out.dtype.element_ty), mask=mask)
 
 
-# All: x is (N, pixels, channels); a block holds units * UNIT channels, which are whole groups. UNIT is known to the
-# compiler, so that it knows which accesses are aligned; the rest is not, so that one compilation serves many norms, and
-# compiling is what a first call waits for. What is there or not (shift, weight, bias, SiLU) is told at run time, by
-# masks that cost nothing. Offsets inside a tile fit in 32 bits.
+# In all kernels x is (N, pixels, channels) and a block is units * UNIT channels, whole groups. UNIT is a constexpr, so
+# that the compiler knows the alignment; the rest is not, so that one compilation serves many norms (a first call waits
+# for compilation). Optional operands (shift, weight, bias, SiLU) are run-time masks, which cost nothing. Offsets inside
+# a tile are 32-bit.
 
 
 @jit(
@@ -158,7 +160,7 @@ def store_picture(out, y, row, channel, mask, image, pixels, channels, across, P
         "across",
     ]
 )
-def _whole(
+def group_norm_one_pass_kernel(
     x,
     shift,
     weight,
@@ -178,9 +180,9 @@ def _whole(
     UNIT: constexpr,
     BLOCK: constexpr,
     PIXELS: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
-    begin_early(EARLY)
+    pdl_wait(PDL)
     image = tl.program_id(1).to(tl.int64)
     width = units * UNIT
     column = tl.arange(0, BLOCK)
@@ -192,28 +194,28 @@ def _whole(
     start = image * pixels * channels
     value = tl.load(x + start + place, mask=mask, other=0.0)
     addend = tl.load(shift + image * shift_stride + channel, mask=inside & (has_shift != 0), other=0.0).to(tl.float32)
-    scale = tl.load(weight + channel, mask=inside & (has_weight != 0), other=1.0).to(tl.float32)
-    term = tl.load(bias + channel, mask=inside & (has_bias != 0), other=0.0).to(tl.float32)
+    gamma = tl.load(weight + channel, mask=inside & (has_weight != 0), other=1.0).to(tl.float32)
+    beta = tl.load(bias + channel, mask=inside & (has_bias != 0), other=0.0).to(tl.float32)
 
     value = value.to(tl.float32)
     count = (pixels * width).to(tl.float32)
     mean = sum_of(value) / count + tl.sum(addend) / width.to(tl.float32)
     centred = tl.where(mask, value - (mean - addend)[None, :], 0.0)
     rstd = 1.0 / tl.sqrt(sum_of(centred * centred) / count + eps)
-    y = centred * (scale * rstd)[None, :] + term[None, :]
+    y = centred * (gamma * rstd)[None, :] + beta[None, :]
     y = silu_if(y, silu)
-    store_picture(out, y, row, channel, mask, image, pixels, channels, across, PATCHES)
+    store_tile(out, y, row, channel, mask, image, pixels, channels, across, PATCHES)
 
 
 @jit()
 def write_statistics(mean, m2, count, column, inside, partial, image, groups, group_width, width, GROUPS):
-    """From the mean and M2 of each channel of a part those of its groups, in their place of `partial`."""
-    # channels to groups, through the matrix of who belongs where
+    """Store mean and M2 of a part's groups in `partial`, from those of its channels."""
+    # channels to groups by a membership matrix
     lane = tl.arange(0, GROUPS)
     member = ((column // group_width)[:, None] == lane[None, :]) & inside[:, None]
     group_mean = tl.sum(tl.where(member, mean[:, None], 0.0), 0) / group_width.to(tl.float32)
-    offset = tl.where(member, mean[:, None] - group_mean[None, :], 0.0)
-    group_m2 = tl.sum(tl.where(member, m2[:, None], 0.0) + count * offset * offset, 0)
+    delta = tl.where(member, mean[:, None] - group_mean[None, :], 0.0)
+    group_m2 = tl.sum(tl.where(member, m2[:, None], 0.0) + count * delta * delta, 0)
 
     group = tl.program_id(0) * (width // group_width) + lane
     valid = (lane < width // group_width) & (group < groups)
@@ -224,7 +226,7 @@ def write_statistics(mean, m2, count, column, inside, partial, image, groups, gr
 
 
 @jit(do_not_specialize=["pixels", "groups", "group_width", "units", "shift_stride", "has_shift"])
-def _part_statistics(
+def group_norm_part_statistics_kernel(
     x,
     shift,
     partial,
@@ -239,9 +241,9 @@ def _part_statistics(
     BLOCK: constexpr,
     GROUPS: constexpr,
     PIXELS: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
-    begin_early(EARLY)
+    pdl_wait(PDL)
     image = tl.program_id(2).to(tl.int64)
     width = units * UNIT
     column = tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
-"""Group norm by the statistics of parts of an image, which another kernel has taken.
+"""The second pass of a group norm: normalisation by the statistics of parts of an image from another kernel.
 
-A program that normalises reads the statistics of all parts. Of a large image that would be more than it reads of the
-image: there they are combined first.
+A program that normalises reads the statistics of all parts. For a large image that would be more than it reads of the
+image, so they are combined first (Chan, Golub and LeVeque 1979).
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ import torch
 from torch import Tensor
 
 from sfast_ext.kernels.backend.triton_runtime import (
-    begin_early,
     cdiv,
     constexpr,
     device_of,
     jit,
+    launch_kernel,
     multiprocessors,
     next_power_of_2,
-    start,
+    pdl_wait,
     tl,
 )
 from sfast_ext.kernels.group_norm.one_pass import silu_if
 
-MOST = 128  # parts that a program which normalises reads; of more than these one is made
-_FEW = 32  # what it makes room for where there are no more
-_GROUPS = 8  # that a program combines
-# Of the second launch: tiles of whole lines of memory, wherever groups begin. A program takes the statistics in once,
-# for several tiles; as many programs fit in the registers of a multiprocessor.
+MOST = 128  # parts that a normalising program reads; more are combined to one
+_FEW = 32  # size of its block for at most so many parts
+_GROUPS = 8  # per combining program
+# Normalising tiles are whole cache lines, wherever groups begin. A program reads the statistics once for several tiles;
+# _PROGRAMS fit the registers of a multiprocessor.
 _BLOCK, _PIXELS, _WARPS = 64, 64, 4
 _PROGRAMS = 5
 
 
 class Parts(NamedTuple):
-    """How an image is cut into boxes: how many are side by side and above each other, and their columns and rows; and
-    the rows and columns of the image. Pixels in a row make a column of boxes, one pixel wide."""
+    """An image divided into boxes: boxes across (wide) and down (high), columns and rows of a box, rows and columns of
+    the image. Splits of consecutive pixels are a column of boxes, one pixel wide."""
 
     wide: int
     high: int
@@ -49,18 +49,18 @@ class Parts(NamedTuple):
         return cls(1, cdiv(pixels, each), 1, each, pixels, 1)
 
     @property
-    def total(self) -> int:
+    def boxes(self) -> int:
         return self.wide * self.high
 
     @property
     def room(self) -> int:
-        """For how many a program makes room; few sizes, as each is a compilation."""
-        return next(room for room in (1, _FEW, MOST) if self.total <= room)
+        """Block size for the parts of a program; few sizes, as each is a compilation."""
+        return next(room for room in (1, _FEW, MOST) if self.boxes <= room)
 
 
 @jit()
 def shares_of(part, wide, high, box_width, box_height, height, width):
-    """Of parts, some of which may not be there, the shares of the image's pixels."""
+    """Each part's fraction of the image's pixels, 0 for parts beyond the last."""
     across = tl.minimum(box_width, width - part % wide * box_width)
     down = tl.minimum(box_height, height - part // wide * box_height)
     count = (across * down).to(tl.float32)
@@ -68,7 +68,7 @@ def shares_of(part, wide, high, box_width, box_height, height, width):
 
 
 @jit(do_not_specialize=["groups", "group_width", "wide", "high", "box_width", "box_height", "height", "width"])
-def _combine(
+def group_norm_combine_kernel(
     partial,
     combined,
     groups,
@@ -81,9 +81,9 @@ def _combine(
     width,
     PARTS: constexpr,
     GROUPS: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
-    begin_early(EARLY)
+    pdl_wait(PDL)
     image, images = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     parts = wide * high
@@ -103,39 +103,50 @@ def _combine(
         means = tl.load(partial + start_ + part[:, None] * groups, mask=known, other=0.0)
         m2s = tl.load(partial + size + start_ + part[:, None] * groups, mask=known, other=0.0)
         counts = shares_of(part, wide, high, box_width, box_height, height, width)[:, None] * values
-        offset = means - mean[None, :]
-        m2 += tl.sum(m2s + counts * offset * offset, 0)
+        delta = means - mean[None, :]
+        m2 += tl.sum(m2s + counts * delta * delta, 0)
     place = image * groups + group
     tl.store(combined + place, mean, mask=group < groups)
     tl.store(combined + images * groups + place, m2, mask=group < groups)
 
 
-def few(partial: Tensor, parts: Parts, group_width: int) -> tuple[Tensor, Parts]:
-    """Statistics (2, N, parts, groups), means and sums of squared deviations, as they are, or where the parts are many
-    combined to (2, N, 1, groups) (Chan, Golub and LeVeque 1979); and what parts they are of."""
-    if parts.total <= MOST:
+def combine_if_many(partial: Tensor, parts: Parts, group_width: int) -> tuple[Tensor, Parts]:
+    """Statistics (2, N, parts, groups), means and sums of squared deviations, combined to (2, N, 1, groups) where there
+    are more than `MOST` parts; and the parts they are of."""
+    if parts.boxes <= MOST:
         return partial, parts
     _, images, _, groups = partial.shape
     combined = torch.empty((2, images, 1, groups), dtype=torch.float32, device=partial.device)
     grid = (cdiv(groups, _GROUPS), images)
-    start(_combine, grid, partial, combined, groups, group_width, *parts, PARTS=MOST, GROUPS=_GROUPS, num_warps=4)
+    launch_kernel(
+        group_norm_combine_kernel,
+        grid,
+        partial,
+        combined,
+        groups,
+        group_width,
+        *parts,
+        PARTS=MOST,
+        GROUPS=_GROUPS,
+        num_warps=4,
+    )
     return combined, Parts(1, 1, parts.width, parts.height, parts.height, parts.width)
 
 
 @jit()
-def centre_and_factor(partial, shares, part, parts, image, group, last, of_channel, pixels, groups, group_width, eps):
-    """Of each channel the mean of its group, and 1 over its deviation, from the statistics of the parts of an image and
-    the shares of its pixels that these have. The channels are of the groups given, up to the last."""
+def mean_and_rstd(partial, shares, part, parts, image, group, last, of_channel, pixels, groups, group_width, eps):
+    """Per channel, the mean of its group and 1 / standard deviation, from the parts' statistics and their shares of the
+    pixels. The channels belong to groups `group`, up to `last`."""
     known = (part < parts)[:, None] & (group <= last)[None, :]
     at = (image * parts + part[:, None]) * groups + group[None, :]
     size = tl.num_programs(2).to(tl.int64) * parts * groups
     means = tl.load(partial + at, mask=known, other=0.0)
     m2s = tl.load(partial + size + at, mask=known, other=0.0)
     mean = tl.sum(means * shares, 0)
-    offset = means - mean[None, :]
-    # one sum: the variance inside the parts and the one between them
+    delta = means - mean[None, :]
+    # one reduction of the variances within the parts and between them
     within = m2s / (pixels.to(tl.float32) * group_width.to(tl.float32))
-    rstd = 1.0 / tl.sqrt(tl.sum(within + shares * offset * offset, 0) + eps)
+    rstd = 1.0 / tl.sqrt(tl.sum(within + shares * delta * delta, 0) + eps)
     member = of_channel[:, None] == group[None, :]
     return tl.sum(tl.where(member, mean[None, :], 0.0), 1), tl.sum(tl.where(member, rstd[None, :], 0.0), 1)
 
@@ -158,7 +169,7 @@ def centre_and_factor(partial, shares, part, parts, image, group, last, of_chann
         "silu",
     ]
 )
-def _normalise(
+def group_norm_normalise_kernel(
     x,
     shift,
     weight,
@@ -185,9 +196,9 @@ def _normalise(
     GROUPS: constexpr,
     PIXELS: constexpr,
     PARTS: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
-    begin_early(EARLY)
+    pdl_wait(PDL)
     image = tl.program_id(2).to(tl.int64)
     column, row = tl.arange(0, BLOCK), tl.arange(0, PIXELS)
     start_channel = tl.program_id(0) * BLOCK
@@ -200,34 +211,34 @@ def _normalise(
     value = tl.load(x + start + first.to(tl.int64) * channels + place, mask=mask, other=0.0)
 
     addend = tl.load(shift + image * shift_stride + channel, mask=inside & (has_shift != 0), other=0.0).to(tl.float32)
-    scale = tl.load(weight + channel, mask=inside & (has_weight != 0), other=1.0).to(tl.float32)
-    term = tl.load(bias + channel, mask=inside & (has_bias != 0), other=0.0).to(tl.float32)
+    gamma = tl.load(weight + channel, mask=inside & (has_weight != 0), other=1.0).to(tl.float32)
+    beta = tl.load(bias + channel, mask=inside & (has_bias != 0), other=0.0).to(tl.float32)
     of_channel = channel // group_width
     if PARTS == 1:
         known = image * groups + of_channel
-        centre = tl.load(partial + known, mask=inside, other=0.0)
+        mean = tl.load(partial + known, mask=inside, other=0.0)
         m2 = tl.load(partial + tl.num_programs(2).to(tl.int64) * groups + known, mask=inside, other=0.0)
-        factor = 1.0 / tl.sqrt(m2 / (pixels.to(tl.float32) * group_width.to(tl.float32)) + eps)
+        rstd = 1.0 / tl.sqrt(m2 / (pixels.to(tl.float32) * group_width.to(tl.float32)) + eps)
     else:
         group = start_channel // group_width + tl.arange(0, GROUPS)
         last = (tl.minimum(start_channel + BLOCK, channels) - 1) // group_width
         part, parts = tl.arange(0, PARTS), wide * high
         shares = shares_of(part, wide, high, box_width, box_height, height, width_of_image)[:, None]
-        centre, factor = centre_and_factor(
+        mean, rstd = mean_and_rstd(
             partial, shares, part, parts, image, group, last, of_channel, pixels, groups, group_width, eps
         )
-    scale *= factor
-    centre -= addend
+    gamma *= rstd
+    mean -= addend
     while first < pixels:
-        after = first + step  # what is next is on its way while this is computed
-        next_mask = (row < pixels - after)[:, None] & inside[None, :]
-        next_value = tl.load(x + start + after.to(tl.int64) * channels + place, mask=next_mask, other=0.0)
-        y = (value.to(tl.float32) - centre[None, :]) * scale[None, :] + term[None, :]
+        following = first + step  # prefetch the next tile
+        next_mask = (row < pixels - following)[:, None] & inside[None, :]
+        next_value = tl.load(x + start + following.to(tl.int64) * channels + place, mask=next_mask, other=0.0)
+        y = (value.to(tl.float32) - mean[None, :]) * gamma[None, :] + beta[None, :]
         y = silu_if(y, silu)
-        # the mask anew: one that is handed on from tile to tile goes through shared memory, and takes registers
+        # recompute the mask: carried through the loop it would take registers and go through shared memory
         mask = (row < pixels - first)[:, None] & inside[None, :]
         tl.store(out + start + first.to(tl.int64) * channels + place, y.to(out.dtype.element_ty), mask=mask)
-        first, value = after, next_value
+        first, value = following, next_value
 
 
 def normalise(
@@ -241,16 +252,19 @@ def normalise(
     silu: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """x (N, ..., C), contiguous, plus shift (N, C), dense in C, normalised by the statistics of its parts (2, N, parts,
-    groups) in the dtype given: the second launch, and one before it where the parts are many."""
+    """x (N, ..., C), contiguous, plus shift (N, C), dense in C, normalised by the statistics of its parts.
+
+    partial is (2, N, parts, groups): means and sums of squared deviations of x + shift. One launch, or two where the
+    parts are many. The result has x's shape and `dtype`.
+    """
     images, channels, groups = x.shape[0], x.shape[-1], partial.shape[-1]
     pixels, group_width = x.numel() // (images * channels), channels // groups
-    partial, parts = few(partial, parts, group_width)
+    partial, parts = combine_if_many(partial, parts, group_width)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     blocks = cdiv(channels, _BLOCK)
     programs = max(1, _PROGRAMS * multiprocessors(device_of(x)) // (blocks * images))
-    start(
-        _normalise,
+    launch_kernel(
+        group_norm_normalise_kernel,
         (blocks, min(programs, cdiv(pixels, _PIXELS)), images),
         x,
         *(x if vector is None else vector for vector in (shift, weight, bias)),
@@ -275,6 +289,6 @@ def normalise(
 
 
 def _room_for_groups(group_width: int) -> int:
-    """For how many groups a program makes room whose channels begin and end anywhere in one."""
+    """Block size for the groups of a program whose channels may begin and end inside a group."""
     most = _BLOCK // group_width if _BLOCK % group_width == 0 else (_BLOCK - 2) // group_width + 2
     return max(8, next_power_of_2(most))

@@ -1,1 +1,1 @@
-"""Matrix products with what comes before or after them."""
+"""Linear layers fused with what precedes or follows them."""

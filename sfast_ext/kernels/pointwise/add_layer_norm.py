@@ -1,4 +1,4 @@
-"""A residual add and the layer norm after it; the sum is kept, for the next residual."""
+"""Residual add and layer norm; the sum is a result too, for the next residual."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from sfast_ext.kernels.backend.triton_runtime import (
     DTYPES,
     MAX_BLOCK,
-    begin_early,
     cdiv,
     constexpr,
     jit,
-    runs,
-    start,
+    launch_kernel,
+    pdl_wait,
+    supported,
     tl,
 )
 from sfast_ext.kernels.pointwise import layer_norm
@@ -27,77 +27,76 @@ def reference(
     eps: float,
     out_dtype: torch.dtype | None = None,
     shift: Tensor | None = None,
-    after: Tensor | None = None,
+    post_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(sum, y): sum = x + shift + residual (..., C), rounded to x's dtype as the add alone rounds; y its layer norm.
+    """(sum, y): sum = x + shift + residual (..., C), rounded to x's dtype; y its layer norm, with weight and bias (C,).
 
-    shift (C,) is the bias of the layer that x comes from: without it cuBLAS has quicker products. after (C,) is added
-    to the sum that is handed out, once the norm has it.
+    shift (C,) is the bias of the linear layer that computes x: cuBLAS is faster without it. post_bias (C,) is added to
+    the returned sum, after the norm has read it.
 
-    y comes from the rounded sum, in float32 (float64 where x is), and is rounded once to out_dtype (default:
-    x's).
+    y is computed from the rounded sum in float32 (float64 where x is), and rounded once to out_dtype (default: x's).
     """
     compute = torch.promote_types(x.dtype, torch.float32)
-    total = x.to(compute) if shift is None else x.to(compute) + shift.to(compute)
-    total = (total + residual.to(compute)).to(x.dtype)
-    y = layer_norm.reference(total, weight, bias, eps, out_dtype)
-    return total if after is None else (total.to(compute) + after.to(compute)).to(x.dtype), y
+    out_sum = x.to(compute) if shift is None else x.to(compute) + shift.to(compute)
+    out_sum = (out_sum + residual.to(compute)).to(x.dtype)
+    y = layer_norm.reference(out_sum, weight, bias, eps, out_dtype)
+    return out_sum if post_bias is None else (out_sum.to(compute) + post_bias.to(compute)).to(x.dtype), y
 
 
 @jit(do_not_specialize=["rows"])
-def _kernel(
+def add_layer_norm_kernel(
     x,
     residual,
     shift,
-    after,
+    post_bias,
     weight,
     bias,
-    total,
+    out_sum,
     out,
     rows,
     columns,
     eps,
     HAS_SHIFT: constexpr,
-    HAS_AFTER: constexpr,
+    HAS_POST_BIAS: constexpr,
     HAS_WEIGHT: constexpr,
     HAS_BIAS: constexpr,
     ROWS: constexpr,
     BLOCK: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
-    begin_early(EARLY)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = column < columns
     mask = (row < rows)[:, None] & inside[None, :]
     at = row[:, None] * columns + column[None, :]
-    # all that is read is under way before the first of it is waited for
+    # all loads are issued before the first use
     if HAS_SHIFT:
-        added = tl.load(shift + column, mask=inside, other=0.0)
-    if HAS_AFTER:
-        later = tl.load(after + column, mask=inside, other=0.0)
+        pre = tl.load(shift + column, mask=inside, other=0.0)
+    if HAS_POST_BIAS:
+        post = tl.load(post_bias + column, mask=inside, other=0.0)
     if HAS_WEIGHT:
-        factor = tl.load(weight + column, mask=inside, other=0.0)
+        gamma = tl.load(weight + column, mask=inside, other=0.0)
     if HAS_BIAS:
-        offset = tl.load(bias + column, mask=inside, other=0.0)
+        beta = tl.load(bias + column, mask=inside, other=0.0)
     first = tl.load(x + at, mask=mask, other=0.0)
     second = tl.load(residual + at, mask=mask, other=0.0)
     value = first.to(tl.float32) + second.to(tl.float32)
     if HAS_SHIFT:
-        value += added.to(tl.float32)[None, :]
-    rounded = value.to(total.dtype.element_ty)
+        value += pre.to(tl.float32)[None, :]
+    rounded = value.to(out_sum.dtype.element_ty)
     value = rounded.to(tl.float32)
-    if HAS_AFTER:
-        rounded = (value + later.to(tl.float32)[None, :]).to(total.dtype.element_ty)
-    tl.store(total + at, rounded, mask=mask)
+    if HAS_POST_BIAS:
+        rounded = (value + post.to(tl.float32)[None, :]).to(out_sum.dtype.element_ty)
+    tl.store(out_sum + at, rounded, mask=mask)
     mean = tl.sum(value, 1) / columns
     centred = tl.where(mask, value - mean[:, None], 0.0)
     variance = tl.sum(centred * centred, 1) / columns
     y = centred * (1.0 / tl.sqrt(variance + eps))[:, None]
     if HAS_WEIGHT:
-        y *= factor.to(tl.float32)[None, :]
+        y *= gamma.to(tl.float32)[None, :]
     if HAS_BIAS:
-        y += offset.to(tl.float32)[None, :]
+        y += beta.to(tl.float32)[None, :]
     tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -109,44 +108,44 @@ def launch(
     eps: float,
     out_dtype: torch.dtype | None = None,
     shift: Tensor | None = None,
-    after: Tensor | None = None,
+    post_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`reference` as one Triton kernel: two reads, two writes."""
     columns = x.shape[-1]
     dtype = out_dtype or x.dtype
     if (
-        not runs(x, residual, weight, bias, shift, after)
+        not supported(x, residual, weight, bias, shift, post_bias)
         or x.shape != residual.shape
         or not 0 < columns <= MAX_BLOCK
         or dtype not in DTYPES
     ):
-        return reference(x, residual, weight, bias, eps, out_dtype, shift, after)
+        return reference(x, residual, weight, bias, eps, out_dtype, shift, post_bias)
     x = x.contiguous()
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out_sum = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     count = x.numel() // columns
     if count:
         rows, block, warps = layer_norm.tile(columns)
-        start(
-            _kernel,
+        launch_kernel(
+            add_layer_norm_kernel,
             (cdiv(count, rows),),
             x,
             residual.contiguous(),
             x if shift is None else shift.contiguous(),
-            x if after is None else after.contiguous(),
+            x if post_bias is None else post_bias.contiguous(),
             x if weight is None else weight.contiguous(),
             x if bias is None else bias.contiguous(),
-            total,
+            out_sum,
             out,
             count,
             columns,
             eps,
             HAS_SHIFT=shift is not None,
-            HAS_AFTER=after is not None,
+            HAS_POST_BIAS=post_bias is not None,
             HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias is not None,
             ROWS=rows,
             BLOCK=block,
             num_warps=warps,
         )
-    return total, out
+    return out_sum, out

@@ -1,4 +1,4 @@
-"""What follows a convolution whose bias is taken out: bias, residual and scale in one pass, NHWC."""
+"""A convolution's epilogue in one pass, NHWC: bias, residual and scale."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from torch import Tensor
 
 from sfast_ext.kernels.backend.triton_runtime import (
     MAX_GRID_YZ,
-    begin_early,
     cdiv,
     channels_inner,
     channels_outer,
     constexpr,
     jit,
-    runs,
-    start,
+    launch_kernel,
+    pdl_wait,
+    supported,
     tl,
 )
 
 
 def reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float = 1.0) -> Tensor:
-    """(x + bias[None, :, None, None] + residual) * scale: x, residual (N, C, H, W), bias (C,); channels last.
+    """(x + bias[None, :, None, None] + residual) * scale, channels last: x, residual (N, C, H, W), bias (C,).
 
-    Computes in float32 (float64 where x is), rounds once to x's dtype.
+    Computes in float32 (float64 where x is) and rounds once, to x's dtype.
     """
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     if bias is not None:
@@ -36,7 +36,7 @@ _ROWS, _BLOCK = 16, 64  # a tile; the channels of Stable Diffusion's UNets are m
 
 
 @jit(do_not_specialize=["rows"])
-def _kernel(
+def bias_add_kernel(
     x,
     bias,
     residual,
@@ -48,9 +48,9 @@ def _kernel(
     HAS_RESIDUAL: constexpr,
     ROWS: constexpr,
     BLOCK: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
-    begin_early(EARLY)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
@@ -68,7 +68,7 @@ def launch(x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float
     """`reference` as one Triton kernel."""
     channels = x.shape[1]
     if (
-        not runs(x, bias, residual)
+        not supported(x, bias, residual)
         or not 0 < channels <= MAX_GRID_YZ * _BLOCK
         or (bias is not None and bias.shape != (channels,))
         or (residual is not None and residual.shape != x.shape)
@@ -78,8 +78,8 @@ def launch(x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float
     out = torch.empty(inner.shape, dtype=x.dtype, device=x.device)
     count = inner.numel() // channels
     if count:
-        start(
-            _kernel,
+        launch_kernel(
+            bias_add_kernel,
             (cdiv(count, _ROWS), cdiv(channels, _BLOCK)),
             inner,
             inner if bias is None else bias.contiguous(),

@@ -1,4 +1,4 @@
-"""Layer norm over the last dimension."""
+"""Layer norm over the last dimension (Ba, Kiros and Hinton 2016)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.nn import functional as F
 from sfast_ext.kernels.backend.triton_runtime import (
     DTYPES,
     MAX_BLOCK,
-    begin_early,
     cdiv,
     constexpr,
     jit,
+    launch_kernel,
     next_power_of_2,
-    runs,
-    start,
+    pdl_wait,
+    supported,
     tl,
 )
 
@@ -23,9 +23,9 @@ from sfast_ext.kernels.backend.triton_runtime import (
 def reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x (..., C) normalised over C, times weight (C,), plus bias (C,); out_dtype (default: x's).
+    """Layer norm of x (..., C) over C, times weight (C,), plus bias (C,), in out_dtype (default: x's).
 
-    Computes in float32 (float64 where x is), rounds once.
+    Computes in float32 (float64 where x is) and rounds once.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     y = F.layer_norm(
@@ -39,7 +39,7 @@ def reference(
 
 
 @jit(do_not_specialize=["rows"])
-def _kernel(
+def layer_norm_kernel(
     x,
     weight,
     bias,
@@ -51,38 +51,38 @@ def _kernel(
     HAS_BIAS: constexpr,
     ROWS: constexpr,
     BLOCK: constexpr,
-    EARLY: constexpr,
+    PDL: constexpr,
 ):
-    begin_early(EARLY)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = column < columns
     mask = (row < rows)[:, None] & inside[None, :]
     at = row[:, None] * columns + column[None, :]
-    # all that is read is under way before the first of it is waited for
+    # all loads are issued before the first use
     if HAS_WEIGHT:
-        factor = tl.load(weight + column, mask=inside, other=0.0)
+        gamma = tl.load(weight + column, mask=inside, other=0.0)
     if HAS_BIAS:
-        offset = tl.load(bias + column, mask=inside, other=0.0)
+        beta = tl.load(bias + column, mask=inside, other=0.0)
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(value, 1) / columns
     centred = tl.where(mask, value - mean[:, None], 0.0)
     variance = tl.sum(centred * centred, 1) / columns
     y = centred * (1.0 / tl.sqrt(variance + eps))[:, None]
     if HAS_WEIGHT:
-        y *= factor.to(tl.float32)[None, :]
+        y *= gamma.to(tl.float32)[None, :]
     if HAS_BIAS:
-        y += offset.to(tl.float32)[None, :]
+        y += beta.to(tl.float32)[None, :]
     tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
-_ROWS = 2  # of a program: their loads are under way together
-_ELEMENTS = 4096  # of a program at most, where a row is no longer
+_ROWS = 2  # of a program, so that their loads overlap
+_ELEMENTS = 4096  # of a program at most, unless a row is longer
 _PER_WARP = 1024
 
 
 def tile(columns: int) -> tuple[int, int, int]:
-    """Rows a program, columns of its block, warps."""
+    """(rows of a program, columns of its block, warps) for rows of so many columns."""
     block = max(16, next_power_of_2(columns))
     rows = max(1, min(_ROWS, _ELEMENTS // block))
     return rows, block, min(16, max(1, rows * block // _PER_WARP))
@@ -91,18 +91,18 @@ def tile(columns: int) -> tuple[int, int, int]:
 def launch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`reference` as one Triton kernel; a row lies in registers between the two passes over it."""
+    """`reference` as one Triton kernel; rows stay in registers between the two passes over them."""
     columns = x.shape[-1]
     dtype = out_dtype or x.dtype
-    if not runs(x, weight, bias) or not 0 < columns <= MAX_BLOCK or dtype not in DTYPES:
+    if not supported(x, weight, bias) or not 0 < columns <= MAX_BLOCK or dtype not in DTYPES:
         return reference(x, weight, bias, eps, out_dtype)
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     count = x.numel() // columns
     if count:
         rows, block, warps = tile(columns)
-        start(
-            _kernel,
+        launch_kernel(
+            layer_norm_kernel,
             (cdiv(count, rows),),
             x,
             x if weight is None else weight.contiguous(),

@@ -1,4 +1,4 @@
-"""Sine and cosine of every timestep at every frequency, side by side: a handful of tiny operations as one."""
+"""Sinusoidal timestep embedding (Vaswani et al. 2017): several tiny operations as one kernel."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 from sfast_ext.kernels.backend.triton_runtime import (
     MAX_GRID_YZ,
-    begin_early,
     cdiv,
     constexpr,
     jit,
-    runs,
-    start,
+    launch_kernel,
+    pdl_wait,
+    supported,
     tl,
 )
 
@@ -21,9 +21,9 @@ TIMES = (torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64)
 
 
 def reference(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.dtype | None = None) -> Tensor:
-    """t (N, 1), frequency (1, F) or (F,) in float32 -> (N, 2F): sine of t * frequency and cosine, or cosine first.
+    """t (N, 1), frequency (1, F) or (F,) in float32 -> (N, 2F): sine of t * frequency, then cosine, or cosine first.
 
-    As torch would: the product is rounded to frequency's dtype; the result is in out_dtype (default: frequency's).
+    As in torch, the angle is rounded to frequency's dtype; the result is in out_dtype (default: frequency's).
     """
     angle = t.to(frequency.dtype) * frequency.reshape(1, -1)
     parts = [angle.sin(), angle.cos()]
@@ -31,8 +31,8 @@ def reference(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.d
 
 
 @jit(do_not_specialize=["half", "stride"])
-def _kernel(t, frequency, out, half, stride, SINE_FIRST: constexpr, BLOCK: constexpr, EARLY: constexpr):
-    begin_early(EARLY)
+def timestep_embedding_kernel(t, frequency, out, half, stride, SINE_FIRST: constexpr, BLOCK: constexpr, PDL: constexpr):
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < half
@@ -49,7 +49,7 @@ def launch(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.dtyp
     half, dtype = frequency.numel(), out_dtype or frequency.dtype
     out = torch.empty((t.shape[0], 2 * half), dtype=dtype, device=frequency.device)
     if (
-        not runs(frequency, out)
+        not supported(frequency, out)
         or frequency.dtype != torch.float32
         or t.dtype not in TIMES
         or t.device != frequency.device
@@ -60,5 +60,5 @@ def launch(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.dtyp
     if out.numel():
         grid = (t.shape[0], cdiv(half, _BLOCK))
         operands = (frequency.contiguous(), out, half, t.stride(0))
-        start(_kernel, grid, t, *operands, SINE_FIRST=sine_first, BLOCK=_BLOCK, num_warps=4)
+        launch_kernel(timestep_embedding_kernel, grid, t, *operands, SINE_FIRST=sine_first, BLOCK=_BLOCK, num_warps=4)
     return out

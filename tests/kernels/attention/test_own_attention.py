@@ -33,10 +33,10 @@ LONG = [(*shape, size) for shape in LONG for size in (40, 64, 80)]
 WIDE = [(1, 1, 70, 161, 40), (1, 1, 70, 81, 160), (1, 1, 70, 77, 168)]
 OTHER = [(1, 1, 70, 200, 160), (1, 1, 70, 200, 48)]
 KERNELS = {
-    "short": Kernel(short_attention, short_attention.takes, 77, 40, SHORT, WIDE),
-    "flash 40": Kernel(flash_attention, flash_attention.reads, 200, 40, LONG[::3], OTHER),
-    "flash 64": Kernel(flash_attention, flash_attention.reads, 200, 64, LONG[1::3], OTHER),
-    "flash 80": Kernel(flash_attention, flash_attention.reads, 200, 80, LONG[2::3], OTHER),
+    "short": Kernel(short_attention, short_attention.applicable, 77, 40, SHORT, WIDE),
+    "flash 40": Kernel(flash_attention, flash_attention.readable, 200, 40, LONG[::3], OTHER),
+    "flash 64": Kernel(flash_attention, flash_attention.readable, 200, 64, LONG[1::3], OTHER),
+    "flash 80": Kernel(flash_attention, flash_attention.readable, 200, 80, LONG[2::3], OTHER),
 }
 
 
@@ -58,7 +58,7 @@ def test_shapes(device, dtype, name, shape):
         pytest.skip("of bfloat16 the interpreter multiplies the bits")
     kernel = on(device, name)
     q, k, v = heads(shape, dtype, device)
-    assert kernel.takes(q, k, v, None)
+    assert kernel.applicable(q, k, v, None)
     for scale in (None, 0.5):
         y = kernel.module.launch(q, k, v, scale)
         assert y.shape == q.shape and y.dtype == dtype
@@ -91,7 +91,7 @@ def test_nan_stays_in_its_row(kernel, device):
 
 def test_what_they_do_not_take(kernel, device):
     q, k, v = kernel.operands(device)
-    takes = kernel.takes
+    takes = kernel.applicable
     assert takes(q, k, v, None)
     assert not takes(q, k, v, 0.0)
     assert not takes(q, k, v, -1.0)
@@ -112,10 +112,10 @@ def test_flash_attention_needs_keys_at_16_bytes(size):
     q, k, v = heads((2, 2, 70, 200, size), torch.float16, torch.device("cuda"))
     for offset, good in ((8, True), (4, False), (1, False)):
         odd = randn(2, 70, 2, size + 8, dtype=torch.float16, device=q.device)[..., offset : offset + size]
-        assert flash_attention.reads(q, *[odd.transpose(1, 2)] * 2, None) == good
+        assert flash_attention.readable(q, *[odd.transpose(1, 2)] * 2, None) == good
     for offset, good in ((2, True), (1, False)):
         odd = randn(2, 70, 2, size + 8, dtype=torch.float16, device=q.device)[..., offset : offset + size]
-        assert flash_attention.reads(odd.transpose(1, 2), k, v, None) == good
+        assert flash_attention.readable(odd.transpose(1, 2), k, v, None) == good
 
 
 @pytest.mark.gpu
@@ -136,8 +136,8 @@ def test_short_attention_of_several_blocks_of_rows_a_program(device, monkeypatch
 
 
 def test_the_launcher_of_attention_takes_them(kernel, device, monkeypatch):
-    monkeypatch.setattr(attention, "library", None)
-    monkeypatch.setattr(flash_attention, "takes", flash_attention.reads)
+    monkeypatch.setattr(attention, "fallback", None)
+    monkeypatch.setattr(flash_attention, "applicable", flash_attention.readable)
     q, k, v = kernel.operands(device)
     close_rows(attention.launch(q, k, v, scale=0.3), attended(q, k, v, 0.3))
     mask = torch.zeros(70, kernel.keys, dtype=torch.float16, device=device)
@@ -205,7 +205,7 @@ def test_even_blocks_have_as_much_to_do(size, shape, at_once, monkeypatch):
         assert shape.groups * divided.stacks + divided.shares == units
         assert divided.shares >= shape.groups * divided.parted >= 0 and divided.stacks >= 0
         assert divided.blocks == min(at_once, divided.stacks + divided.shares)
-        assert units / shape.groups / at_once <= divided.rounds < units / shape.groups / at_once + 1
+        assert units / shape.groups / at_once <= divided.waves < units / shape.groups / at_once + 1
 
 
 @pytest.mark.parametrize(
@@ -235,8 +235,8 @@ def test_the_shape_whose_rounds_take_least(queries, size, groups, monkeypatch):
 @pytest.mark.parametrize("shape", [(2, 8, 1024, 1024, 40), (2, 8, 4096, 200, 64), (2, 8, 4096, 200, 40)])
 def test_too_few_blocks_or_keys_are_left_to_the_library(shape):
     q, k, v = heads(shape, torch.float16, torch.device("cuda"))
-    assert flash_attention.reads(q, k, v, None)
-    assert not flash_attention.takes(q, k, v, None)
+    assert flash_attention.readable(q, k, v, None)
+    assert not flash_attention.applicable(q, k, v, None)
 
 
 def test_attention_without_the_kernel_is_the_librarys(monkeypatch):
@@ -244,6 +244,6 @@ def test_attention_without_the_kernel_is_the_librarys(monkeypatch):
         raise nvrtc.Unavailable("no compiler")
 
     q, k, v = heads((1, 2, 70, 300, 64), torch.float32, torch.device("cpu"))
-    monkeypatch.setattr(flash_attention, "takes", lambda *args: True)
+    monkeypatch.setattr(flash_attention, "applicable", lambda *args: True)
     monkeypatch.setattr(flash_attention, "launch", unavailable)
     assert torch.equal(attention.launch(q, k, v), attention.reference(q, k, v))

@@ -68,7 +68,7 @@ def alike(y, args, scale=None):
 @pytest.fixture
 def fused(monkeypatch):
     """By the kernel where it would not pay; a failure where the attention runs that it stands for."""
-    monkeypatch.setattr(kernel, "pays", lambda images, rows, keys, depth, device: kernel._fits(keys, depth))
+    monkeypatch.setattr(kernel, "profitable", lambda images, rows, keys, depth, device: kernel._fits(keys, depth))
     monkeypatch.setattr(attention, "launch", None)
 
 
@@ -221,17 +221,17 @@ def others():
 @pytest.mark.gpu
 def test_what_the_kernel_does_not_take():
     args = x, weight, k, v = operands(UNETS[0])
-    assert kernel.takes(*args) and kernel.takes(*args, 0.3)
+    assert kernel.applicable(*args) and kernel.applicable(*args, 0.3)
     for name, some in others():
         if name != "keys for all images":  # which the map may refuse
-            assert not kernel.takes(*some), name
+            assert not kernel.applicable(*some), name
         alike(kernel.launch(*some), some)
-    assert not kernel.takes(*args, 0.0) and not kernel.takes(*args, -1.0)
-    assert not kernel.takes(*(t.cpu() for t in args))
+    assert not kernel.applicable(*args, 0.0) and not kernel.applicable(*args, -1.0)
+    assert not kernel.applicable(*(t.cpu() for t in args))
     for which in ((0,), (1,), (2,), (3,), (0, 1), (2, 3)):
-        assert not kernel.takes(*(t.bfloat16() if i in which else t for i, t in enumerate(args)))
-    assert not kernel.takes(x[:1], weight, k, v) and not kernel.takes(x[..., :640], weight, k, v)
-    assert not kernel.takes(x[0], weight, k, v) and not kernel.takes(x, weight, k, v[:, :, :76])
+        assert not kernel.applicable(*(t.bfloat16() if i in which else t for i, t in enumerate(args)))
+    assert not kernel.applicable(x[:1], weight, k, v) and not kernel.applicable(x[..., :640], weight, k, v)
+    assert not kernel.applicable(x[0], weight, k, v) and not kernel.applicable(x, weight, k, v[:, :, :76])
 
 
 @pytest.mark.gpu
@@ -242,7 +242,7 @@ def test_without_the_kernel(monkeypatch, scale):
 
     args = operands(UNETS[0])
     monkeypatch.setattr(kernel, "_launch", unavailable)
-    assert kernel.takes(*args, scale)
+    assert kernel.applicable(*args, scale)
     alike(kernel.launch(*args, scale), args, scale)
 
 
@@ -279,5 +279,5 @@ def test_the_reference_rounds_queries_and_the_result(dtype):
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_on_a_cpu_the_kernels_follow_each_other(scale):
     args = operands((2, 70, 3, 72, 77), torch.float32, CPU)
-    assert not kernel.takes(*args, scale)
+    assert not kernel.applicable(*args, scale)
     torch.testing.assert_close(kernel.launch(*args, scale), kernel.reference(*args, scale))

@@ -19,7 +19,7 @@ from .test_query_attention import GPU, HALF, LEFT, UNETS, needs_no_interpreter, 
 def h200(monkeypatch):
     monkeypatch.setattr(kernel, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(kernel, "hopper", lambda device: True)
-    monkeypatch.setattr(kernel._KERNEL, "available", lambda device: True)
+    monkeypatch.setattr(kernel._SOURCE, "available", lambda device: True)
 
 
 def without_memory(size, dtype=HALF, columns=64):
@@ -28,14 +28,14 @@ def without_memory(size, dtype=HALF, columns=64):
 
 def pays(size, columns=64):
     images, rows, heads, terms, keys = size
-    return kernel.pays(images, rows, (heads, keys, columns), terms, GPU)
+    return kernel.profitable(images, rows, (heads, keys, columns), terms, GPU)
 
 
 @pytest.mark.parametrize("size", UNETS, ids=str)
 def test_what_is_quicker_than_two_kernels(monkeypatch, size):
     assert pays(size)
     with monkeypatch.context() as patch:
-        patch.setattr(kernel._KERNEL, "available", lambda device: False)
+        patch.setattr(kernel._SOURCE, "available", lambda device: False)
         assert not pays(size)
     monkeypatch.setattr(kernel, "hopper", lambda device: False)
     assert not pays(size)
@@ -74,7 +74,7 @@ def test_what_the_kernel_is_told(monkeypatch, launched, scale, dtype):
     y = kernel._launch(x, weight, k, v, scale)
     ((grid, operands_, constants),) = launched
     assert grid == (2 * 16 * 4,) and constants == kernel.constants(dtype)
-    assert len(operands_) == len(kernel._KERNEL.arg_names)
+    assert len(operands_) == len(kernel._SOURCE.arg_names)
     args, threads, shared = kernel._prepared(*operands_, **constants)
     out, *maps, factor = args[:6]
     assert threads == 384 and shared == kernel.shared_bytes()
@@ -141,12 +141,12 @@ def test_what_it_takes_is_told_by_shapes_and_dtypes(monkeypatch):
         (x, weight, k, v, 0.0),
         (x, weight, k, v, -1.0),
     ]
-    with triton_runtime.collecting(GPU):
-        assert [kernel.takes(*args) for args in taken] == [True] * len(taken)
-        assert [kernel.takes(*args) for args in refused] == [False] * len(refused)
+    with triton_runtime.dry_run(GPU):
+        assert [kernel.applicable(*args) for args in taken] == [True] * len(taken)
+        assert [kernel.applicable(*args) for args in refused] == [False] * len(refused)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 0))
-    with triton_runtime.collecting(GPU):
-        assert not any(kernel.takes(*args) for args in taken)
+    with triton_runtime.dry_run(GPU):
+        assert not any(kernel.applicable(*args) for args in taken)
 
 
 def graph_of(size):
@@ -163,8 +163,8 @@ def graph_of(size):
 def test_it_is_compiled_ahead_where_it_will_be_launched(monkeypatch):
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
     (launch,) = precompile.launches(graph_of(UNETS[0]), GPU).values()
-    assert launch.kernel is kernel._KERNEL and len(launch.args) == len(kernel._KERNEL.arg_names)
+    assert launch.kernel is kernel._SOURCE and len(launch.args) == len(kernel._SOURCE.arg_names)
     assert launch.constants == kernel.constants(HALF)
-    assert all(found.kernel is not kernel._KERNEL for found in precompile.launches(graph_of(LEFT[0]), GPU).values())
+    assert all(found.kernel is not kernel._SOURCE for found in precompile.launches(graph_of(LEFT[0]), GPU).values())
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 9))
     assert not precompile.launches(graph_of(UNETS[0]), GPU)

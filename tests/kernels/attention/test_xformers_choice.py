@@ -171,13 +171,13 @@ def test_the_library_asks_the_candidates(xformers, monkeypatch):
     assert len(used) == 4
     # on a CPU nobody is asked
     monkeypatch.setattr(xformers_choice, "candidates", None)
-    attention.library(q, k, v)
+    attention.fallback(q, k, v)
 
 
 def test_a_scaled_dot_product_attention_that_somebody_replaced_is_not_called(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)
     q = values(*Q, dtype=torch.float32)
-    assert attention.library(q, q, q).shape == q.shape
+    assert attention.fallback(q, q, q).shape == q.shape
 
 
 @pytest.mark.gpu
@@ -185,7 +185,7 @@ def test_on_a_gpu_the_stand_in_is_timed_and_left(xformers, monkeypatch):
     choices = Choices()
     monkeypatch.setattr(attention, "_choices", choices)
     q = values(2, 8, 1024, 64, device="cuda")
-    first, again = attention.library(q, q, q), attention.library(q, q, q)
+    first, again = attention.fallback(q, q, q), attention.fallback(q, q, q)
     expected = attention.reference(q, q, q)
     for result in (first, again):
         torch.testing.assert_close(result, expected, atol=0.01, rtol=0.01)

@@ -24,24 +24,46 @@ GROUPS = {"WIDTH": 120, "BLOCK": 128, "GROUPS": 16, "PIXELS": 32}
 PARTS = {"UNIT": 4, "BLOCK": 64, "GROUPS": 8, "PIXELS": 128}
 SUM, JOIN = {"JOIN": False, "RESIDUAL": True}, {"JOIN": True, "RESIDUAL": False}
 KERNELS = {
-    "layer_norm": (layer_norm._kernel, NORM),
-    "add_layer_norm": (add_layer_norm._kernel, {**NORM, "HAS_SHIFT": True, "HAS_AFTER": True}),
-    "geglu": (geglu._kernel, {"GATE_FIRST": False, "TANH": False, "ROWS": 8, "BLOCK": 256}),
-    "geglu_tanh": (geglu._kernel, {"GATE_FIRST": True, "TANH": True, "ROWS": 8, "BLOCK": 256}),
-    "bias_add": (bias_add._kernel, {"HAS_BIAS": True, "HAS_RESIDUAL": True, "ROWS": 16, "BLOCK": 128}),
-    "group_norm_statistics": (group_norm._statistics, GROUPS),
-    "group_norm_whole": (one_pass._whole, {"UNIT": 4, "BLOCK": 64, "PIXELS": 64}),
-    "group_norm_part_statistics": (one_pass._part_statistics, PARTS),
-    "add_group_norm_whole": (fused_inputs._whole, {**SUM, "UNIT": 4, "BLOCK": 64, "PIXELS": 64}),
-    "cat_group_norm_whole": (fused_inputs._whole, {**JOIN, "UNIT": 4, "BLOCK": 64, "PIXELS": 64}),
-    "add_group_norm_part_statistics": (fused_inputs._part_statistics, {**SUM, **PARTS}),
-    "cat_group_norm_part_statistics": (fused_inputs._part_statistics, {**JOIN, **PARTS}),
-    "upsample": (upsample._kernel, {"RESIDUAL": False, "ROWS": 16, "BLOCK": 64}),
-    "upsample_of_a_sum": (upsample._kernel, {"RESIDUAL": True, "ROWS": 16, "BLOCK": 64}),
-    "group_norm_by_parts": (two_pass._normalise, {"BLOCK": 64, "GROUPS": 8, "PIXELS": 64, "PARTS": 32}),
-    "upsample_conv2d": (upsample_conv2d._kernel, {"DOWN": 2, "ACROSS": 4, "BLOCK": 64}),
+    "layer_norm": (layer_norm.layer_norm_kernel, NORM),
+    "add_layer_norm": (add_layer_norm.add_layer_norm_kernel, {**NORM, "HAS_SHIFT": True, "HAS_POST_BIAS": True}),
+    "geglu": (geglu.geglu_kernel, {"GATE_FIRST": False, "TANH": False, "ROWS": 8, "BLOCK": 256}),
+    "geglu_tanh": (geglu.geglu_kernel, {"GATE_FIRST": True, "TANH": True, "ROWS": 8, "BLOCK": 256}),
+    "bias_add": (bias_add.bias_add_kernel, {"HAS_BIAS": True, "HAS_RESIDUAL": True, "ROWS": 16, "BLOCK": 128}),
+    "group_norm_statistics": (group_norm.group_norm_looped_statistics_kernel, GROUPS),
+    "group_norm_whole": (one_pass.group_norm_one_pass_kernel, {"UNIT": 4, "BLOCK": 64, "PIXELS": 64}),
+    "group_norm_part_statistics": (one_pass.group_norm_part_statistics_kernel, PARTS),
+    "add_group_norm_whole": (
+        fused_inputs.fused_group_norm_one_pass_kernel,
+        {**SUM, "UNIT": 4, "BLOCK": 64, "PIXELS": 64},
+    ),
+    "cat_group_norm_whole": (
+        fused_inputs.fused_group_norm_one_pass_kernel,
+        {**JOIN, "UNIT": 4, "BLOCK": 64, "PIXELS": 64},
+    ),
+    "add_group_norm_part_statistics": (fused_inputs.fused_group_norm_part_statistics_kernel, {**SUM, **PARTS}),
+    "cat_group_norm_part_statistics": (fused_inputs.fused_group_norm_part_statistics_kernel, {**JOIN, **PARTS}),
+    "upsample": (upsample.upsample_kernel, {"RESIDUAL": False, "ROWS": 16, "BLOCK": 64}),
+    "upsample_of_a_sum": (upsample.upsample_kernel, {"RESIDUAL": True, "ROWS": 16, "BLOCK": 64}),
+    "group_norm_by_parts": (
+        two_pass.group_norm_normalise_kernel,
+        {"BLOCK": 64, "GROUPS": 8, "PIXELS": 64, "PARTS": 32},
+    ),
+    "upsample_conv2d": (upsample_conv2d.upsample_conv2d_kernel, {"DOWN": 2, "ACROSS": 4, "BLOCK": 64}),
 }
-POINTERS = {"x", "after", "a", "b", "term", "residual", "shift", "weight", "bias", "out", "total", "products"}
+POINTERS = {
+    "x",
+    "post_bias",
+    "a",
+    "b",
+    "conv_bias",
+    "residual",
+    "shift",
+    "weight",
+    "bias",
+    "out",
+    "out_sum",
+    "tap_results",
+}
 STATISTICS = {"partial", "combined"}
 MULTIPLES = {"columns", "channels", "first", "half"}  # of 16, in every Stable Diffusion UNet
 FLOATS = {"eps", "scale", "step_x", "step_y"}
@@ -77,7 +99,7 @@ def _ptx(kernel, constants, operands, capability):
     divisible = {name for name in types if types[name][0] == "*" or name in MULTIPLES or name.endswith("_row")}
     ptx, shared = triton_compiler.compiled(kernel, types, constants, capability, divisible)
     assert shared <= triton_compiler.SHARED[capability]
-    return _in_order(ptx, triton_compiler.begins_early(capability))
+    return _in_order(ptx, triton_compiler.pdl_enabled(capability))
 
 
 def _words(name):
@@ -106,26 +128,26 @@ def test_compiles_other_dtypes(name, dtype):
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_combining_statistics_compiles(capability):
-    assert "st.global" in _compile(two_pass._combine, {"PARTS": 128, "GROUPS": 8}, capability, "*fp16")
+    assert "st.global" in _compile(two_pass.group_norm_combine_kernel, {"PARTS": 128, "GROUPS": 8}, capability, "*fp16")
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_what_is_tried_compiles(capability):
-    assert "st.global" in _ptx(trial._kernel, {}, {"out": "*i32"}, capability)
+    assert "st.global" in _ptx(trial.trial_kernel, {}, {"out": "*i32"}, capability)
 
 
 @pytest.mark.parametrize("capability", [75, 90, *CAPABILITIES[5:]])
 def test_timestep_embedding_compiles(capability):
     operands = {"t": "*i64", "frequency": "*fp32", "out": "*fp16"}
     constants = {"SINE_FIRST": True, "BLOCK": timestep_embedding._BLOCK}
-    ptx = _ptx(timestep_embedding._kernel, constants, operands, capability)
+    ptx = _ptx(timestep_embedding.timestep_embedding_kernel, constants, operands, capability)
     # an angle may be a thousand: the instructions for small ones are far off
     assert "sin.approx" not in ptx and "cos.approx" not in ptx
 
 
 @pytest.mark.parametrize(
     ("blocks", "dtype", "capability"),
-    [((40, 32, 16, 64, 16), "fp16", each) for each in CAPABILITIES if triton_compiler.multiplies(VERSION, each)]
+    [((40, 32, 16, 64, 16), "fp16", each) for each in CAPABILITIES if triton_compiler.compiles_mma(VERSION, each)]
     + [((64, 64, 0, 64, 16), "bf16", 90), ((160, 128, 32, 64, 16), "fp16", 90)],
     ids=str,
 )
@@ -133,7 +155,7 @@ def test_short_attention_compiles(blocks, dtype, capability):
     constants = dict(zip(("SIZE", "SIZE_A", "SIZE_B", "KEYS_A", "KEYS_B"), blocks))
     constants |= {"ROWS": short_attention._ROWS, "num_warps": short_attention._WARPS, "num_stages": 1}
     pointers = dict.fromkeys(("out", "q", "k", "v"), f"*{dtype}")
-    ptx = _ptx(short_attention._kernel, constants, pointers, capability)
+    ptx = _ptx(short_attention.short_attention_kernel, constants, pointers, capability)
     # of Turing's matrix instructions newer versions of Triton know nothing
     assert capability == 75 or _products(capability) in ptx
 
@@ -143,9 +165,9 @@ def _products(capability):
 
 
 NARROW = {
-    "_from_few": {"HAS_BIAS": True, "CHANNELS": 4, "PIXELS": 128, "DEPTH": 64, "COLUMNS": 64},
-    "_taps": {"CHANNELS": 4, "TAPS": 64, "ROWS": 128, "DEPTH": 64},
-    "_to_few": {"HAS_BIAS": True, "CHANNELS": 4, "PIXELS": 256},
+    "narrow_conv_in_kernel": {"HAS_BIAS": True, "CHANNELS": 4, "PIXELS": 128, "DEPTH": 64, "COLUMNS": 64},
+    "narrow_conv_taps_kernel": {"CHANNELS": 4, "TAPS": 64, "ROWS": 128, "DEPTH": 64},
+    "narrow_conv_out_kernel": {"HAS_BIAS": True, "CHANNELS": 4, "PIXELS": 256},
 }
 
 
@@ -155,16 +177,21 @@ NARROW = {
 @pytest.mark.parametrize("name", NARROW)
 def test_narrow_conv_compiles(name, capability, dtype):
     pointers = dict.fromkeys(("x", "weight", "bias", "out"), f"*{dtype}") | {"taps": "*fp32"}
-    if name == "_taps":
+    if name == "narrow_conv_taps_kernel":
         pointers["out"] = "*fp32"
     ptx = _ptx(getattr(narrow_conv, name), NARROW[name] | {"num_stages": 1}, pointers, capability)
-    assert name == "_to_few" or _products(capability) in ptx
+    assert name == "narrow_conv_out_kernel" or _products(capability) in ptx
 
 
 COMPILED = [
     *(kernel for kernel, _ in KERNELS.values()),
     *(getattr(narrow_conv, name) for name in NARROW),
-    *(two_pass._combine, timestep_embedding._kernel, short_attention._kernel, trial._kernel),
+    *(
+        two_pass.group_norm_combine_kernel,
+        timestep_embedding.timestep_embedding_kernel,
+        short_attention.short_attention_kernel,
+        trial.trial_kernel,
+    ),
 ]
 
 
@@ -172,5 +199,5 @@ COMPILED = [
 def test_every_kernel_waits_in_its_first_statement(home):
     text = home.read_text()
     kernels_of = text.count("do_not_specialize=[")  # helpers of kernels are without
-    assert len(re.findall(r"EARLY: constexpr,?\s*\):\n    begin_early\(EARLY\)\n", text)) == kernels_of
+    assert len(re.findall(r"PDL: constexpr,?\s*\):\n    pdl_wait\(PDL\)\n", text)) == kernels_of
     assert home.stem not in ("one_pass", "short_attention", "timestep_embedding") or kernels_of

@@ -72,8 +72,10 @@ def test_the_stack_compiles_something_for_each_of_its_capabilities(monkeypatch, 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found = triton_compiler.capabilities(triton_compiler.version())
     assert {75, 80, 86, 89, 90} <= set(found) <= set(triton_compiler.SHARED)
-    types = {name: "*fp16" if name in test_compile.POINTERS else "i32" for name in layer_norm._kernel.arg_names}
+    types = {
+        name: "*fp16" if name in test_compile.POINTERS else "i32" for name in layer_norm.layer_norm_kernel.arg_names
+    }
     types["eps"] = "fp32"
     for capability in found:
-        ptx, _ = triton_compiler.compiled(layer_norm._kernel, types, test_compile.NORM, capability)
+        ptx, _ = triton_compiler.compiled(layer_norm.layer_norm_kernel, types, test_compile.NORM, capability)
         assert f".target sm_{capability}" in ptx

@@ -64,11 +64,11 @@ def test_flash_attention_compiles(size, shape, dtype):
 CONVOLUTIONS = [(tile, torch.float16) for tile in conv2d.TILES] + [(conv2d.TILES[0], torch.bfloat16)]
 # with the statistics of groups: of 10, 20 and 40 channels, and of a whole tile
 CONVOLUTIONS += [
-    (conv2d.TILES[0]._replace(turns=turns), torch.float16, group)
-    for turns, group in product((False, True), (10, 20, 40, 160))
+    (conv2d.TILES[0]._replace(pingpong=pingpong), torch.float16, group)
+    for pingpong, group in product((False, True), (10, 20, 40, 160))
 ]
-CONVOLUTIONS += [(conv2d.TILES[0]._replace(turns=turns, pair=1), torch.float16, 10) for turns in (False, True)]
-CONVOLUTIONS += [(conv2d.TILES[0]._replace(turns=False), torch.bfloat16, 40)]
+CONVOLUTIONS += [(conv2d.TILES[0]._replace(pingpong=pingpong, pair=1), torch.float16, 10) for pingpong in (False, True)]
+CONVOLUTIONS += [(conv2d.TILES[0]._replace(pingpong=False), torch.bfloat16, 40)]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ CONVOLUTIONS += [(conv2d.TILES[0]._replace(turns=False), torch.bfloat16, 40)]
 )
 def test_conv2d_compiles(given):
     # what comes once a tile, and has all its sums in registers, may lay a few aside
-    registers, fixed = built("conv2d", given, 64 if given["GROUP"] and given["TURNS"] else 0)
+    registers, fixed = built("conv2d", given, 64 if given["GROUP"] and given["PINGPONG"] else 0)
     assert registers * 384 <= REGISTERS
     assert conv2d.shared_bytes(given) + fixed <= SHARED
 
@@ -128,22 +128,22 @@ def test_query_attention_compiles(dtype):
 
 
 def test_what_was_compiled_is_kept(monkeypatch, tmp_path):
-    code = flash_attention._KERNEL.compiled(HOPPER, constants(40))
-    assert flash_attention._KERNEL.compiled(HOPPER, constants(64)) != code
+    code = flash_attention._SOURCE.compiled(HOPPER, constants(40))
+    assert flash_attention._SOURCE.compiled(HOPPER, constants(64)) != code
     assert len(list((tmp_path / "kernels").iterdir())) == 2
     monkeypatch.setattr(nvrtc, "build", None)
-    assert flash_attention._KERNEL.compiled(HOPPER, constants(40)) == code
+    assert flash_attention._SOURCE.compiled(HOPPER, constants(40)) == code
 
 
 @pytest.mark.parametrize(
     "spoilt", [lambda good: good[:-100], lambda good: b"", lambda good: good[:99] + b"x" + good[100:]]
 )
 def test_what_was_kept_and_is_spoilt_is_made_anew(spoilt, tmp_path):
-    code = flash_attention._KERNEL.compiled(HOPPER, constants(64))
+    code = flash_attention._SOURCE.compiled(HOPPER, constants(64))
     (file,) = (tmp_path / "kernels").iterdir()
     good = file.read_bytes()
     file.write_bytes(spoilt(good))
-    assert flash_attention._KERNEL.compiled(HOPPER, constants(64)) == code
+    assert flash_attention._SOURCE.compiled(HOPPER, constants(64)) == code
     assert file.read_bytes() == good
 
 
@@ -267,7 +267,7 @@ def test_a_kernel_that_failed_is_not_asked_again(monkeypatch, caplog):
 
 def test_without_bindings_there_is_no_kernel(monkeypatch):
     monkeypatch.setattr(nvrtc, "bindings", lambda: None)
-    assert not flash_attention._KERNEL.available(torch.device("cuda", 0))
+    assert not flash_attention._SOURCE.available(torch.device("cuda", 0))
 
 
 @pytest.mark.gpu

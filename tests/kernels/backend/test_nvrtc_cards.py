@@ -70,7 +70,7 @@ def test_nothing_is_compiled_or_warned_of_on_such_a_card(card, monkeypatch, capl
     """Where copies of inputs are made ready, as for the first plan after each start."""
     card((7, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
-    monkeypatch.setattr(input_copies, "_KERNEL", source())
+    monkeypatch.setattr(input_copies, "_SOURCE", source())
     found = input_copies.Copies.__new__(input_copies.Copies)
     found._targets, found._index = [SimpleNamespace(device=GPU)], 0
     with caplog.at_level(logging.INFO, "sfast_ext"):

@@ -11,7 +11,7 @@ import torch
 
 from kernels.support import randn
 from sfast_ext.kernels.attention import flash_attention, query_attention
-from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend import cuda_bindings, nvrtc, pdl
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
 from sfast_ext.runtime import input_copies
@@ -56,17 +56,21 @@ class Driver:
 def driver(monkeypatch):
     stand_in = Driver()
     monkeypatch.setattr(nvrtc, "bindings", lambda: (stand_in, None))
-    monkeypatch.setattr(nvrtc, "beginnings_are_kept", lambda: True)
+    monkeypatch.setattr(pdl, "capture_keeps_pdl", lambda: True)
     monkeypatch.setattr(nvrtc, "current_stream", lambda index: 5)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     # on a CPU
-    monkeypatch.setattr(nvrtc, "_spans", lambda still: sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in still))
+    monkeypatch.setattr(
+        pdl, "readonly_spans", lambda some: sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in some)
+    )
     return stand_in
 
 
-def source(reads_early=("weight",)):
-    made = nvrtc.Source("none", lambda *args, **_: ([ctypes.c_int(1)], 384, 1000), ("x", "weight"), None, reads_early)
+def source(reads_before_wait=("weight",)):
+    made = nvrtc.Source(
+        "none", lambda *args, **_: ([ctypes.c_int(1)], 384, 1000), ("x", "weight"), None, reads_before_wait
+    )
     made._function = lambda *args: "a kernel"
     return made
 
@@ -89,14 +93,14 @@ FILTERS = torch.zeros(8, 16, 3, 3)
     ids=["a weight", "rows of it", "filters", "some of each filter", "columns of it", "another tensor", "a copy"],
 )
 def test_only_what_lies_still_is_read_early(driver, weight, wanted):
-    with nvrtc.beginning_early([OTHER, WEIGHT, FILTERS]):
+    with pdl.pdl_capture([OTHER, WEIGHT, FILTERS]):
         source()[7, 1, 1](X, weight)
     assert driver.launched == [wanted]
 
 
 def test_memory_that_goes_beyond_what_lies_still(driver):
     whole = torch.zeros(128, 64)
-    with nvrtc.beginning_early([whole[:64]]):
+    with pdl.pdl_capture([whole[:64]]):
         source()[7,](X, whole[:64])
         source()[7,](X, whole[32:96])
         source()[7,](X, whole)
@@ -104,22 +108,22 @@ def test_memory_that_goes_beyond_what_lies_still(driver):
 
 
 def test_what_reads_nothing_early_may_begin_so_anywhere(driver):
-    with nvrtc.beginning_early([]):
+    with pdl.pdl_capture([]):
         source(())[7,](X, OTHER)
     assert driver.launched == ["early"]
 
 
 def test_in_turn_outside_of_captures_and_where_nothing_is_told(monkeypatch, driver):
     source()[7,](X, WEIGHT)
-    with nvrtc.beginning_early([]):
+    with pdl.pdl_capture([]):
         source()[7,](X, WEIGHT)
-    with nvrtc.beginning_early([WEIGHT]):
+    with pdl.pdl_capture([WEIGHT]):
         source(None)[7,](X, WEIGHT)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         source()[7,](X, WEIGHT)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(nvrtc, "beginnings_are_kept", lambda: False)
-    with nvrtc.beginning_early([WEIGHT]):
+    monkeypatch.setattr(pdl, "capture_keeps_pdl", lambda: False)
+    with pdl.pdl_capture([WEIGHT]):
         source()[7,](X, WEIGHT)
     assert driver.launched == ["in turn"] * 5
 
@@ -136,28 +140,30 @@ def test_in_turn_outside_of_captures_and_where_nothing_is_told(monkeypatch, driv
 )
 def test_which_cuda_keeps_beginnings(monkeypatch, built, runs, kept):
     monkeypatch.setattr(torch.version, "cuda", built)
-    monkeypatch.setattr(nvrtc, "bindings", lambda: (SimpleNamespace(cuDriverGetVersion=lambda: (0, runs)), None))
-    nvrtc.beginnings_are_kept.cache_clear()
+    monkeypatch.setattr(
+        cuda_bindings, "bindings", lambda: (SimpleNamespace(cuDriverGetVersion=lambda: (0, runs)), None)
+    )
+    pdl.capture_keeps_pdl.cache_clear()
     try:
-        assert nvrtc.beginnings_are_kept() == kept
+        assert pdl.capture_keeps_pdl() == kept
     finally:
-        nvrtc.beginnings_are_kept.cache_clear()
+        pdl.capture_keeps_pdl.cache_clear()
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_who_begins_early_waits(module):
     """In each role of its threads, and says which arguments it reads before."""
-    text = (nvrtc.SOURCES / f"{module._KERNEL.name}.cu").read_text()
-    roles = 3 if "kHelpers" in text else 2 if "setmaxnreg" in text else 1
-    assert text.count("after_previous();") == roles and text.count("next_may_begin();") == 1
-    early = text.partition("after_previous();")[0]
-    assert ("bring_weight(" in early) == (module._KERNEL.reads_early == ("weight",))
-    assert set(module._KERNEL.reads_early) <= set(module._KERNEL.arg_names)
+    text = (nvrtc.SOURCES / f"{module._SOURCE.name}.cu").read_text()
+    roles = 3 if "kHelperThreads" in text else 2 if "setmaxnreg" in text else 1
+    assert text.count("pdl_wait();") == roles and text.count("pdl_launch_dependents();") == 1
+    early = text.partition("pdl_wait();")[0]
+    assert ("load_weight(" in early) == (module._SOURCE.reads_before_wait == ("weight",))
+    assert set(module._SOURCE.reads_before_wait) <= set(module._SOURCE.arg_names)
 
 
 def test_a_kernel_that_says_nothing_does_not_wait():
     assert (
-        input_copies._KERNEL.reads_early is None and "after_previous" not in (nvrtc.SOURCES / "copies.cu").read_text()
+        input_copies._SOURCE.reads_before_wait is None and "pdl_wait" not in (nvrtc.SOURCES / "copies.cu").read_text()
     )
 
 
@@ -201,7 +207,7 @@ def captured(run, x, still):
     run(x)
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()
-    with torch.cuda.stream(side), nvrtc.beginning_early(still) if still is not None else contextlib.nullcontext():
+    with torch.cuda.stream(side), pdl.pdl_capture(still) if still is not None else contextlib.nullcontext():
         graph.capture_begin()
         results = run(x)
         graph.capture_end()
@@ -224,8 +230,8 @@ def alike(x, turns, early, wanted, results, times=10):
 def launches(monkeypatch):
     """How many kernels began early."""
     begun = []
-    honest = nvrtc._early
-    monkeypatch.setattr(nvrtc, "_early", lambda *args: (begun.append(args), honest(*args))[1])
+    honest = pdl.launch_config
+    monkeypatch.setattr(pdl, "launch_config", lambda *args: (begun.append(args), honest(*args))[1])
     return begun
 
 
@@ -238,7 +244,7 @@ def test_the_same_to_the_bit_as_in_turn(launches):
     turns, wanted = captured(run, x, None)
     assert not launches
     early, results = captured(run, x, still)
-    if not nvrtc.beginnings_are_kept() or torch.cuda.get_device_capability()[0] != 9:
+    if not pdl.capture_keeps_pdl() or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs Hopper and CUDA 12.3")
     assert len(launches) == 15
     alike(x, turns, early, wanted, results, 30)

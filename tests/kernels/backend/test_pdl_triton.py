@@ -9,7 +9,7 @@ import torch
 
 from kernels.support import randn
 from sfast_ext.kernels.attention import short_attention
-from sfast_ext.kernels.backend import nvrtc, triton_runtime
+from sfast_ext.kernels.backend import nvrtc, pdl, triton_runtime
 from sfast_ext.kernels.conv import upsample
 from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, conv_group_norm, group_norm
 from sfast_ext.kernels.linear import linear_layer_norm
@@ -37,23 +37,23 @@ def poisoned():
     ],
 )
 def test_where_they_begin_early(monkeypatch, has, kept, capability, early):
-    monkeypatch.setattr(triton_runtime, "HAS_EARLY", has)
-    monkeypatch.setattr(nvrtc, "beginnings_are_kept", lambda: kept)
+    monkeypatch.setattr(triton_runtime, "HAS_PDL", has)
+    monkeypatch.setattr(pdl, "capture_keeps_pdl", lambda: kept)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: capability)
-    assert triton_runtime.begins_early(CUDA) == early
+    assert triton_runtime.pdl_enabled(CUDA) == early
 
 
 @pytest.mark.skipif(not triton_runtime.AVAILABLE, reason="needs Triton")
 def test_which_triton_has_the_words():
     version = tuple(map(int, triton_runtime.triton.__version__.split(".")[:2]))
     has = version >= (3, 5) and not triton_runtime.INTERPRETED
-    assert has == triton_runtime.HAS_EARLY
+    assert has == triton_runtime.HAS_PDL
 
 
 @pytest.mark.skipif(not triton_runtime.AVAILABLE, reason="needs Triton")
 def test_which_triton_is_told_to_fuse_products_and_sums():
     told = triton_runtime.VERSION >= (3, 0) and not triton_runtime.INTERPRETED
-    assert ({"enable_fp_fusion": True} if told else {}) == triton_runtime.FUSES
+    assert ({"enable_fp_fusion": True} if told else {}) == triton_runtime.FP_FUSION
 
 
 class Kernel:
@@ -66,21 +66,21 @@ class Kernel:
 
 @pytest.mark.parametrize("early", [False, True])
 def test_what_a_kernel_is_told(monkeypatch, early):
-    monkeypatch.setattr(triton_runtime, "begins_early", lambda device: early)
-    told = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
-    ours, other = Kernel("x", "N", "EARLY"), Kernel("x", "N")
+    monkeypatch.setattr(triton_runtime, "pdl_enabled", lambda device: early)
+    told = {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
+    ours, other = Kernel("x", "N", "PDL"), Kernel("x", "N")
     for kernel in (ours, other):
-        triton_runtime.start(kernel, (1,), torch.zeros(1), N=2)
-    assert ours.launched == [{"N": 2, **told, **triton_runtime.FUSES}] and other.launched == [{"N": 2}]
+        triton_runtime.launch_kernel(kernel, (1,), torch.zeros(1), N=2)
+    assert ours.launched == [{"N": 2, **told, **triton_runtime.FP_FUSION}] and other.launched == [{"N": 2}]
 
 
 def test_what_is_noted_is_for_the_device_that_will_run_it(monkeypatch):
     seen = []
-    monkeypatch.setattr(triton_runtime, "begins_early", lambda device: seen.append(device) or device == CUDA)
-    kernel = Kernel("x", "EARLY")
+    monkeypatch.setattr(triton_runtime, "pdl_enabled", lambda device: seen.append(device) or device == CUDA)
+    kernel = Kernel("x", "PDL")
     for device in (None, CUDA):
-        with triton_runtime.collecting(device) as found:
-            triton_runtime.start(kernel, (1,), torch.empty(1, device="meta"))
+        with triton_runtime.dry_run(device) as found:
+            triton_runtime.launch_kernel(kernel, (1,), torch.empty(1, device="meta"))
         assert found[0][2].get("launch_pdl", False) == (device == CUDA)
     assert seen == [torch.device("meta"), CUDA] and not kernel.launched
 
@@ -88,10 +88,10 @@ def test_what_is_noted_is_for_the_device_that_will_run_it(monkeypatch):
 @pytest.fixture
 def begins(monkeypatch):
     """Say whether they begin early from here on."""
-    if not triton_runtime.begins_early(CUDA):
+    if not triton_runtime.pdl_enabled(CUDA):
         pytest.skip("needs Hopper, CUDA 12.3 and Triton 3.5")
     wanted = SimpleNamespace(early=True)
-    monkeypatch.setattr(triton_runtime, "begins_early", lambda device: wanted.early)
+    monkeypatch.setattr(triton_runtime, "pdl_enabled", lambda device: wanted.early)
     return wanted
 
 

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(
 
 OLDER = triton_runtime.AVAILABLE and int(triton_runtime.triton.__version__.split(".")[0]) < 3
 GPU = torch.device("cuda", 0)
-MODULES = (layer_norm, geglu, bias_add)
-KERNELS = (*(module._kernel for module in MODULES), one_pass._whole)
+FUNCTIONS = (layer_norm.layer_norm_kernel, geglu.geglu_kernel, bias_add.bias_add_kernel)
+KERNELS = (*FUNCTIONS, one_pass.group_norm_one_pass_kernel)
 NORMED, PICTURE = (2, 64, 320), (2, 320, 8, 8)
 
 
@@ -61,27 +61,27 @@ def network():
 def test_launches_that_share_a_compilation_are_one():
     found = precompile.launches(network())
     names = sorted(launch.kernel.fn.__module__.rpartition(".")[2] for launch in found.values())
-    assert names == ["_group_norm", "_group_parts", "bias_add", "geglu", "layer_norm", "layer_norm", "layer_norm"]
+    assert names == ["bias_add", "geglu", "layer_norm", "layer_norm", "layer_norm", "one_pass", "two_pass"]
 
 
 def test_a_node_without_metadata_is_left_out():
     graph = graph_of((geglu.launch, (2, 64, 2560)), (layer_norm.launch, NORMED, (320,), (320,), 1e-5))
     next(iter(graph.nodes)).meta.clear()
-    assert [launch.kernel for launch in precompile.launches(graph).values()] == [layer_norm._kernel]
+    assert [launch.kernel for launch in precompile.launches(graph).values()] == [layer_norm.layer_norm_kernel]
 
 
 def test_nothing_is_launched_or_kept_where_launches_are_collected():
     x = torch.empty(4, 16, device="meta")
-    with triton_runtime.collecting() as collected:
+    with triton_runtime.dry_run() as collected:
         layer_norm.launch(x, None, None, 1e-5)
     assert len(collected) == 1
-    assert not triton_runtime.runs(x)
+    assert not triton_runtime.supported(x)
 
 
 def test_other_threads_launch_while_one_collects():
     seen = []
-    with triton_runtime.collecting():
-        thread = threading.Thread(target=lambda: seen.append(triton_runtime.runs(torch.empty(4, 16))))
+    with triton_runtime.dry_run():
+        thread = threading.Thread(target=lambda: seen.append(triton_runtime.supported(torch.empty(4, 16))))
         thread.start()
         thread.join()
     assert seen == [False]
@@ -148,7 +148,7 @@ def card(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(precompile, "_done", set())
     monkeypatch.setattr(precompile, "_PAUSE", 0)
-    monkeypatch.setattr(precompile, "_later", precompile.Later())
+    monkeypatch.setattr(precompile, "_background", precompile.BackgroundCompiler())
     for kernel in KERNELS:
         caches(kernel).clear()
     yield loaded
@@ -168,16 +168,16 @@ def small():
 @pytest.mark.filterwarnings("error:.*DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("early", [False, True])
 def test_what_is_compiled_ahead_is_what_a_launch_looks_for(card, monkeypatch, early):
-    if early and not triton_runtime.HAS_EARLY:
+    if early and not triton_runtime.HAS_PDL:
         pytest.skip("needs Triton 3.5")
-    monkeypatch.setattr(triton_runtime, "begins_early", lambda device: early and device.type == "cuda")
+    monkeypatch.setattr(triton_runtime, "pdl_enabled", lambda device: early and device.type == "cuda")
     assert precompile.precompile(small(), GPU) == 3 == len(card)
 
     def compiled():
-        return {module: kept(module._kernel) for module in MODULES}
+        return {function: kept(function) for function in FUNCTIONS}
 
     if not OLDER:
-        assert all(fuses(module._kernel) for module in MODULES)
+        assert all(fuses(function) for function in FUNCTIONS)
     before = compiled()
     assert all(len(keys) == 1 for keys in before.values())
     calls = [
@@ -186,10 +186,10 @@ def test_what_is_compiled_ahead_is_what_a_launch_looks_for(card, monkeypatch, ea
         (bias_add.launch, [torch.zeros(PICTURE), torch.zeros(320), torch.zeros(PICTURE)], []),
     ]
     for function, tensors, rest in calls:
-        with triton_runtime.collecting(GPU) as collected:
+        with triton_runtime.dry_run(GPU) as collected:
             function(*[t.half() for t in tensors], *rest)
         for kernel, args, constants, _ in collected:
-            assert constants["EARLY"] == early == constants.get("launch_pdl", False)
+            assert constants["PDL"] == early == constants.get("launch_pdl", False)
             kernel.warmup(*args, grid=(1,), **constants)  # a launch but for the launching
     assert compiled() == before
 
@@ -204,13 +204,13 @@ def test_what_a_further_size_launches_is_compiled_but_not_loaded(card, monkeypat
 
     assert precompile.precompile(pictures(8), GPU) == 1 == len(card)
     finish()
-    compiled = kept(one_pass._whole)
+    compiled = kept(one_pass.group_norm_one_pass_kernel)
     assert len(compiled) == 2 and len(card) == 1
     (src,) = launchers  # of the one that was not loaded
-    assert src.fn is one_pass._whole
+    assert src.fn is one_pass.group_norm_one_pass_kernel
     for launch in precompile.launches(pictures(8, 16), GPU).values():
         launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants)
-    assert kept(one_pass._whole) == compiled
+    assert kept(one_pass.group_norm_one_pass_kernel) == compiled
     assert precompile.precompile(pictures(16), GPU) == 1  # loads it
     assert len(card) == 2
 
@@ -225,13 +225,13 @@ def test_what_fails_to_compile_is_left_to_the_launch(card, monkeypatch):
     def broken(*args, **options):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(geglu._kernel, "warmup", broken, raising=False)
+    monkeypatch.setattr(geglu.geglu_kernel, "warmup", broken, raising=False)
     assert precompile.precompile(small(), GPU) == 2
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_what_was_in_another_threads_way_is_compiled_after_all(card, monkeypatch, wrapped):
-    warmup, tries = geglu._kernel.warmup, []
+    warmup, tries = geglu.geglu_kernel.warmup, []
     disturbance = SystemError("AST constructor recursion depth mismatch (before=45, after=164)")
 
     def disturbed(*args, **options):
@@ -242,7 +242,7 @@ def test_what_was_in_another_threads_way_is_compiled_after_all(card, monkeypatch
             raise RuntimeError("at 25:11") from disturbance
         raise disturbance
 
-    monkeypatch.setattr(geglu._kernel, "warmup", disturbed, raising=False)
+    monkeypatch.setattr(geglu.geglu_kernel, "warmup", disturbed, raising=False)
     assert precompile.precompile(small(), GPU) == 3
     assert len(tries) == 2 and tries[1] is threading.current_thread()
 
@@ -275,7 +275,7 @@ def test_a_run_after_it_compiles_nothing(monkeypatch):
     device = torch.device("cuda", torch.cuda.current_device())
     compiled = []
     monkeypatch.setattr(precompile, "_done", set())
-    monkeypatch.setattr(precompile.Later, "add", lambda *given: None)
+    monkeypatch.setattr(precompile.BackgroundCompiler, "add", lambda *given: None)
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **details: compiled.append(details["repr"]))
     calls = [
         (layer_norm.launch, [(3, 77, 352), (352,), (352,)], [1e-5]),

@@ -49,7 +49,7 @@ def test_a_further_size_finds_its_kernels_compiled(nvrtc_calls):
     finish()
     compiled = list(nvrtc_calls.asked)
     names = {str(given) for given in compiled}
-    families = [(conv2d if "TURNS" in given else linear_geglu).siblings(given) for given in asked_by(first)]
+    families = [(conv2d if "PINGPONG" in given else linear_geglu).variants(given) for given in asked_by(first)]
     assert others < names == {str(given) for family in families for given in family}
     assert len(names) == len(compiled)
     assert sum(precompile.precompile(graph, GPU) for graph in further) == len(others)
@@ -62,7 +62,7 @@ def test_a_further_size_finds_its_kernels_compiled(nvrtc_calls):
 @pytest.mark.parametrize("gate_first", [False, True])
 def test_any_tile_of_a_geglu_has_the_others_as_siblings(dtype, approximate, gate_first):
     every = [linear_geglu.constants(tile, dtype, gate_first, approximate) for tile in linear_geglu.TILES]
-    assert all(linear_geglu.siblings(given) == every for given in every)
+    assert all(linear_geglu.variants(given) == every for given in every)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -72,7 +72,7 @@ def test_any_shape_of_an_attention_has_as_siblings_what_further_sizes_ask_for(mo
     queries = [torch.empty(images, 8, n, size, device="meta") for images in (1, 2, 16) for n in range(256, 9216, 128)]
     asked = [flash_attention.constants(size, flash_attention.best(q, q), dtype) for q in queries]
     for given in asked:
-        siblings = flash_attention.siblings(given)
+        siblings = flash_attention.variants(given)
         assert all(other in siblings for other in asked) and len(siblings) == len(flash_attention.SHAPES[size])
     assert len({str(given) for given in asked}) == len(flash_attention.SHAPES[size])
 
@@ -89,7 +89,7 @@ def test_queries_and_their_attention_ask_for_the_same_at_any_size(monkeypatch, n
                 node.meta["val"] = node.meta["val"].to(dtype)
         asked += asked_by(graph)
     given = query_attention.constants(dtype)
-    assert asked == [given] * 5 and query_attention.siblings(given) == [given]
+    assert asked == [given] * 5 and query_attention.variants(given) == [given]
 
 
 def family(count=5):
@@ -102,7 +102,7 @@ def numbers(nvrtc_calls):
 
 
 def add(source, *given):
-    precompile._later.add([precompile.Launch(source, (), {"N": n}) for n in given], GPU)
+    precompile._background.add([precompile.Launch(source, (), {"N": n}) for n in given], GPU)
 
 
 def test_siblings_are_compiled_once_and_not_what_was_asked_for(nvrtc_calls, monkeypatch):
@@ -112,7 +112,7 @@ def test_siblings_are_compiled_once_and_not_what_was_asked_for(nvrtc_calls, monk
     assert numbers(nvrtc_calls) == [0, 1, 4]
     assert not source._functions  # nothing was loaded
     started = []
-    monkeypatch.setattr(precompile.Later, "_work", lambda self: started.append(self))
+    monkeypatch.setattr(precompile.BackgroundCompiler, "_work", lambda self: started.append(self))
     add(source, 2)
     add(source, 4)
     assert started == []
@@ -121,10 +121,10 @@ def test_siblings_are_compiled_once_and_not_what_was_asked_for(nvrtc_calls, monk
 def test_there_is_a_thread_only_while_there_is_work(nvrtc_calls):
     add(family(3), 0)
     finish()
-    assert precompile._later._thread is None
+    assert precompile._background._thread is None
     add(family(6), 0)
     finish()
-    assert precompile._later._thread is None
+    assert precompile._background._thread is None
     assert numbers(nvrtc_calls) == [1, 2, 3, 4, 5]
 
 
@@ -175,7 +175,7 @@ def test_python_ends_after_the_compilation_at_hand(tmp_path):
     script = """
         import threading, time
         import torch
-        from sfast_ext.kernels import _cuda, _precompile
+        from sfast_ext.kernels.backend import nvrtc, precompile
         begun = threading.Event()
         class Nvrtc:
             nvrtcVersion = lambda self: (0, 13, 0)
@@ -186,11 +186,11 @@ def test_python_ends_after_the_compilation_at_hand(tmp_path):
                 time.sleep(0.01)
             print("done", flush=True)
             return b"code", ""
-        _cuda.bindings, _cuda.build = lambda: (None, Nvrtc()), build
+        nvrtc.bindings, nvrtc.build = lambda: (None, Nvrtc()), build
         torch.cuda.get_device_capability = lambda index: (9, 0)
-        source = _cuda.Source("conv2d", None, (), lambda given: [{"N": n} for n in range(100)])
-        launch = _precompile.Launch(source, (), {"N": 0})
-        _precompile._later.add([launch], torch.device("cuda", 0))
+        source = nvrtc.Source("conv2d", None, (), lambda given: [{"N": n} for n in range(100)])
+        launch = precompile.Launch(source, (), {"N": 0})
+        precompile._background.add([launch], torch.device("cuda", 0))
         begun.wait()
     """
     ran = subprocess.run(
@@ -211,7 +211,7 @@ def test_what_a_daemon_started_is_none(nvrtc_calls):
     starter = threading.Thread(target=add, args=(family(), 0), daemon=True)
     starter.start()
     starter.join()
-    thread = precompile._later._thread
+    thread = precompile._background._thread
     assert thread.is_alive() and not thread.daemon
     release.set()
 
@@ -221,7 +221,7 @@ def test_where_nothing_was_compiled_no_thread_is_started(nvrtc_calls, monkeypatc
         raise nvrtc.Unavailable("no such instruction")
 
     started = []
-    monkeypatch.setattr(precompile.Later, "_work", lambda self: started.append(self))
+    monkeypatch.setattr(precompile.BackgroundCompiler, "_work", lambda self: started.append(self))
     assert precompile.precompile(unet(32), torch.device("cpu")) == 0
     assert precompile.precompile(graph_of((torch.add, NORMED, NORMED)), GPU) == 0
     nvrtc_calls.answer = broken
@@ -229,4 +229,4 @@ def test_where_nothing_was_compiled_no_thread_is_started(nvrtc_calls, monkeypatc
     monkeypatch.setattr(nvrtc, "bindings", lambda: None)
     monkeypatch.setattr(precompile, "_compile", lambda *args, **more: False)  # Triton's, which a GPU would do
     assert precompile.precompile(unet(24), GPU) == 0
-    assert started == [] and precompile._later._thread is None
+    assert started == [] and precompile._background._thread is None

@@ -33,12 +33,12 @@ pytestmark = pytest.mark.skipif(
 
 
 TRITON = (
-    geglu._kernel,
-    layer_norm._kernel,
-    group_norm._statistics,
-    one_pass._whole,
-    one_pass._part_statistics,
-    two_pass._normalise,
+    geglu.geglu_kernel,
+    layer_norm.layer_norm_kernel,
+    group_norm.group_norm_looped_statistics_kernel,
+    one_pass.group_norm_one_pass_kernel,
+    one_pass.group_norm_part_statistics_kernel,
+    two_pass.group_norm_normalise_kernel,
 )
 BESIDE = "sfast: further sizes"
 
@@ -71,7 +71,7 @@ def triton(nvrtc_calls, monkeypatch):
         monkeypatch.setattr(kernel, "device_caches", {0: None}, raising=False)
     yield compiler
     compiler.answer = lambda kernel: None
-    precompile._later._due = 0
+    precompile._background._due = 0
     finish()
 
 
@@ -182,7 +182,7 @@ def test_calls_for_another_size_are_those_of_its_graph():
 
 @pytest.mark.parametrize("latent", [(64, 64), (152, 104), (113, 65), (16, 8)], ids=str)
 def test_further_sizes_are_those_that_webuis_offer(latent):
-    found = size_prediction.further(latent)
+    found = size_prediction.likely_sizes(latent)
     assert found and latent not in found and len(set(found)) == len(found)
     assert all(n % 8 == 0 and n > 0 for size in found for n in size)
 
@@ -216,7 +216,7 @@ def test_a_size_of_which_all_is_compiled_has_further_ones_all_the_same(triton, m
     assert precompile.precompile(first, GPU) == 0
     finish()
     assert triton.beside == compiled
-    monkeypatch.setattr(precompile, "_later", precompile.Later())
+    monkeypatch.setattr(precompile, "_background", precompile.BackgroundCompiler())
     assert precompile.precompile(first, GPU) == 0
     finish()
     assert set(compiled) < set(triton.beside[len(compiled) :])
@@ -242,7 +242,7 @@ def test_kernels_in_cuda_are_compiled_first(triton, nvrtc_calls):
 
 def test_kernels_of_triton_wait_until_first_calls_are_over(triton, nvrtc_calls, monkeypatch):
     monkeypatch.setattr(precompile, "_PAUSE", 3600)
-    later, until, now, looked = precompile._later, [], [100.0], threading.Semaphore(0)
+    later, until, now, looked = precompile._background, [], [100.0], threading.Semaphore(0)
 
     def monotonic():
         if threading.current_thread().name == BESIDE:
@@ -287,18 +287,20 @@ def test_kernels_in_cuda_that_only_a_further_size_launches_are_compiled_too(trit
 @pytest.mark.parametrize(("error", "tries"), [(RuntimeError("no such instruction"), 1), (SystemError("disturbed"), 2)])
 def test_what_triton_does_not_compile_keeps_nothing_else_from_it(triton, caplog, error, tries):
     def answer(kernel):
-        if kernel is two_pass._normalise and threading.current_thread().name == BESIDE:
+        if kernel is two_pass.group_norm_normalise_kernel and threading.current_thread().name == BESIDE:
             raise error
 
     first = pictures(64, 64)
     latent, called = size_prediction.latent(first), size_prediction.calls(first)
     wanted = {}
-    for size in size_prediction.further(latent):
+    for size in size_prediction.likely_sizes(latent):
         wanted |= size_prediction.launched(size_prediction.resized(called, latent, size), GPU)
     triton.answer = answer
     precompile.precompile(first, GPU)
     finish()
-    failing = {key for key, launch in wanted.items() if launch.kernel is two_pass._normalise} - keys(first)
+    failing = {key for key, launch in wanted.items() if launch.kernel is two_pass.group_norm_normalise_kernel} - keys(
+        first
+    )
     others = set(wanted) - keys(first) - failing
     assert failing and others
     assert all(triton.beside.count(key) == tries for key in failing)
@@ -340,7 +342,7 @@ def test_nothing_of_a_model_is_kept_for_further_sizes(triton, monkeypatch):
     placeholders[1].meta["val"] = torch.zeros(placeholders[1].meta["val"].shape, dtype=torch.float16)
     kept = [weakref.ref(x) for x in (graph, mode, *(node.meta["val"] for node in placeholders))]
     assert precompile.precompile(graph, GPU)
-    assert len(precompile._later._patient) == 4
+    assert len(precompile._background._needs_gil) == 4
     del graph, mode, placeholders, node
     gc.collect()
     assert [ref() for ref in kept] == [None] * 6
@@ -351,7 +353,7 @@ def test_python_ends_after_the_kernel_of_triton_at_hand(pause, printed):
     script = f"""
         import contextlib, threading, time
         import torch
-        from sfast_ext.kernels import _further, _precompile, _triton
+        from sfast_ext.kernels.backend import precompile, size_prediction, triton_runtime
         begun = threading.Event()
         class Kernel:
             arg_names = ("x",)
@@ -363,13 +365,13 @@ def test_python_ends_after_the_kernel_of_triton_at_hand(pause, printed):
                 print("done", flush=True)
         kernel = Kernel()
         def launch(x):
-            _triton.start(kernel, (1,), x, N=x.shape[-1])
+            triton_runtime.launch_kernel(kernel, (1,), x, N=x.shape[-1])
         torch.cuda.device = lambda device: contextlib.nullcontext()
-        _precompile._PAUSE = {pause}
-        x = _further.Shape((2, 4, 64, 64), (16384, 4096, 64, 1), torch.float16)
-        calls = [_further.Call(launch, (x,), {{}})]
-        _precompile._later.add([], torch.device("cuda", 0), calls, (64, 64))
-        begun.wait(0 if _precompile._PAUSE else None)
+        precompile._PAUSE = {pause}
+        x = size_prediction.Shape((2, 4, 64, 64), (16384, 4096, 64, 1), torch.float16)
+        calls = [size_prediction.Call(launch, (x,), {{}})]
+        precompile._background.add([], torch.device("cuda", 0), calls, (64, 64))
+        begun.wait(0 if precompile._PAUSE else None)
     """
     ran = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
@@ -385,7 +387,7 @@ def test_python_ends_after_the_kernel_of_triton_at_hand(pause, printed):
 @pytest.mark.parametrize(("name", "value"), [("AVAILABLE", False), ("INTERPRETED", True)])
 def test_without_triton_nothing_is_compiled_for_further_sizes(triton, monkeypatch, name, value):
     started = []
-    monkeypatch.setattr(precompile.Later, "_work", lambda self: started.append(self))
+    monkeypatch.setattr(precompile.BackgroundCompiler, "_work", lambda self: started.append(self))
     monkeypatch.setattr(triton_runtime, name, value)
     assert precompile.precompile(pictures(64, 64), GPU) == 0
     assert started == [] and triton.ahead == []

@@ -49,8 +49,13 @@ class Trial:
             raise self.raises[0] if len(self.raises) == 1 else self.raises.pop(0)
 
 
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Not here: a replaced torch.empty keeps plans from being made."""
+
+
 @pytest.fixture
-def trial(monkeypatch):
+def stand_in(monkeypatch):
     """Triton on a GPU, with nothing tried yet."""
     stand_in = Trial()
     monkeypatch.setattr(trial, "run", stand_in)
@@ -77,18 +82,18 @@ def trial(monkeypatch):
     environment.unserved.cache_clear()
 
 
-def test_it_is_tried_once_whoever_asks(trial):
+def test_it_is_tried_once_whoever_asks(stand_in):
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(refusal, [GPU] * 16)) == [None] * 16
     assert refusal(torch.device("cuda")) is None and environment.triton_runs_on(GPU)
-    assert len(trial.threads) == 1 and trial.threads[0] is not threading.current_thread()
+    assert len(stand_in.threads) == 1 and stand_in.threads[0] is not threading.current_thread()
 
 
-def test_where_it_fails_there_is_no_triton_from_then_on(trial):
-    trial.raises = [no_compiler()]
+def test_where_it_fails_there_is_no_triton_from_then_on(stand_in):
+    stand_in.raises = [no_compiler()]
     assert trial.known(GPU) is None and environment.left_out(GPU) == []
     assert not environment.triton_runs_on(GPU) and not environment.triton_runs_on(GPU)
-    assert len(trial.threads) == 1
+    assert len(stand_in.threads) == 1
     assert trial.known(GPU) == refusal(GPU) and environment.left_out(GPU) == [f"{refusal(GPU)}."]
     assert environment.known_bad()[-1] == f"{refusal(GPU)}."
 
@@ -108,11 +113,11 @@ COMMAND = ["/usr/bin/gcc", "/tmp/tmpab/main.c", "-O3", "-shared", "-fPIC", "-o",
     ],
     ids=lambda given: getattr(type(given), "__name__", given) if isinstance(given, Exception) else None,
 )
-def test_the_reason_is_a_sentence(trial, monkeypatch, tmp_path, exc, header, words):
+def test_the_reason_is_a_sentence(stand_in, monkeypatch, tmp_path, exc, header, words):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     if header:
         (tmp_path / "Python.h").touch()
-    trial.raises = [exc]
+    stand_in.raises = [exc]
     reason = refusal(GPU)
     assert reason.startswith("Triton compiles nothing here: ") and all(word in reason for word in words)
     assert "\n" not in reason and len(reason) < 300 and reason.isascii()
@@ -129,52 +134,52 @@ def test_the_reason_is_a_sentence(trial, monkeypatch, tmp_path, exc, header, wor
     ],
     ids=str,
 )
-def test_what_triton_is_not_to_blame_for_is_left_to_its_kernels(trial, exc):
-    trial.raises = [exc]
+def test_what_triton_is_not_to_blame_for_is_left_to_its_kernels(stand_in, exc):
+    stand_in.raises = [exc]
     assert refusal(GPU) is None
 
 
-def test_it_is_tried_again_where_python_gave_up_parsing(trial):
+def test_it_is_tried_again_where_python_gave_up_parsing(stand_in):
     disturbance = RuntimeError("at 1:1")
     disturbance.__cause__ = SystemError("AST constructor recursion depth mismatch")
-    trial.raises = [disturbance, no_compiler()]
-    assert "C compiler" in refusal(GPU) and len(trial.threads) == 2
+    stand_in.raises = [disturbance, no_compiler()]
+    assert "C compiler" in refusal(GPU) and len(stand_in.threads) == 2
 
 
-def test_who_asks_before_it_is_over_waits(trial):
-    trial.may_end.clear()
+def test_who_asks_before_it_is_over_waits(stand_in):
+    stand_in.may_end.clear()
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(refusal, GPU)
-        assert trial.begun.wait(60) and trial.known(GPU) is None and not asked.done()
-        trial.raises = [no_compiler()]
-        trial.may_end.set()
+        assert stand_in.begun.wait(60) and trial.known(GPU) is None and not asked.done()
+        stand_in.raises = [no_compiler()]
+        stand_in.may_end.set()
         assert "C compiler" in asked.result(60)
 
 
-def test_nobody_waits_for_ever(trial, monkeypatch):
+def test_nobody_waits_for_ever(stand_in, monkeypatch):
     monkeypatch.setattr(trial, "PATIENCE_S", 0.05)
-    trial.may_end.clear()
+    stand_in.may_end.clear()
     assert "after 0.05 seconds" in refusal(GPU) and "after 0.05 seconds" in trial.known(GPU)
-    trial.may_end.set()
-    trial.threads[0].join(60)
+    stand_in.may_end.set()
+    stand_in.threads[0].join(60)
     assert refusal(GPU) is None
 
 
-def test_it_waits_for_the_end_of_a_capture(trial):
+def test_it_waits_for_the_end_of_a_capture(stand_in):
     with ThreadPoolExecutor(1) as pool:
         with trial.held_off():
             asked = pool.submit(refusal, GPU)
-            assert not trial.begun.wait(0.2)
-        assert asked.result(60) is None and trial.begun.is_set()
+            assert not stand_in.begun.wait(0.2)
+        assert asked.result(60) is None and stand_in.begun.is_set()
 
 
-def test_nothing_is_tried_by_a_thread_that_captures(trial, monkeypatch):
+def test_nothing_is_tried_by_a_thread_that_captures(stand_in, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert refusal(GPU) is None and not trial.threads
+    assert refusal(GPU) is None and not stand_in.threads
 
 
 @pytest.mark.parametrize("without", ["a GPU", "Triton", "a compiler, in the interpreter"])
-def test_nothing_is_tried_without(trial, monkeypatch, without):
+def test_nothing_is_tried_without(stand_in, monkeypatch, without):
     if without == "a GPU":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     elif without == "Triton":
@@ -182,13 +187,13 @@ def test_nothing_is_tried_without(trial, monkeypatch, without):
     else:
         monkeypatch.setattr(triton_runtime, "INTERPRETED", True)
     assert refusal(GPU) is None and refusal(CPU) is None and trial.known(CPU) is None
-    assert not trial.threads
+    assert not stand_in.threads
 
 
-def test_nothing_is_tried_on_a_card_that_triton_does_not_know(trial, monkeypatch):
+def test_nothing_is_tried_on_a_card_that_triton_does_not_know(stand_in, monkeypatch):
     monkeypatch.setattr(triton_runtime, "VERSION", (3, 1))
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (12, 0))
-    assert not environment.triton_runs_on(GPU) and not trial.threads
+    assert not environment.triton_runs_on(GPU) and not stand_in.threads
 
 
 @pytest.fixture
@@ -199,18 +204,18 @@ def ready(monkeypatch):
 
 
 @pytest.mark.parametrize("triton", [True, False])
-def test_it_is_tried_in_the_background_as_soon_as_a_module_is_accelerated(trial, ready, triton):
-    trial.may_end.clear()
+def test_it_is_tried_in_the_background_as_soon_as_a_module_is_accelerated(stand_in, ready, triton):
+    stand_in.may_end.clear()
     pair = Pair(config=Config(allow_cpu=True, triton=triton))
-    assert trial.begun.wait(60 if triton else 0.2) == triton
-    trial.may_end.set()
+    assert stand_in.begun.wait(60 if triton else 0.2) == triton
+    stand_in.may_end.set()
     pair.release()
     if triton:
         precompile.get_ready().join(60)
 
 
 @pytest.fixture
-def pair(trial, monkeypatch):
+def pair(stand_in, monkeypatch):
     """A model on a pretended GPU, and whether Triton was allowed for each plan."""
     pool = pretend_a_gpu(monkeypatch)
     monkeypatch.setattr(trial, "refusal", refusal)
@@ -237,32 +242,32 @@ def said(pair):
     return [event["message"] for event in pair.acc.report.as_dict()["events"] if event["stage"] == "kernels"]
 
 
-def test_plans_are_made_without_triton_where_nothing_compiles(trial, pair):
-    trial.raises = [no_compiler()]
+def test_plans_are_made_without_triton_where_nothing_compiles(stand_in, pair):
+    stand_in.raises = [no_compiler()]
     pair.same(2)
     pair.same(2, batch=3)
     assert pair.allowed == [False, False] and pair.counter("captures") == 2 and pair.runs == 2, pair.words()
-    assert len(trial.threads) == 1 and not pair.acc.status()["kernels_put_down"]
+    assert len(stand_in.threads) == 1 and not pair.acc.status()["kernels_put_down"]
     (sentence,) = [sentence for sentence in said(pair) if "Triton" in sentence]
     assert "C compiler" in sentence and sentence.endswith(".")
 
 
-def test_plans_are_made_with_triton_where_it_compiles(trial, pair):
+def test_plans_are_made_with_triton_where_it_compiles(stand_in, pair):
     pair.same(2)
     assert pair.allowed == [True] and pair.runs == 1, pair.words()
     assert not [sentence for sentence in said(pair) if "Triton" in sentence]
 
 
-def test_a_plan_waits_for_a_trial_that_is_not_over(trial, pair):
-    trial.may_end.clear()
-    trial.raises = [no_compiler()]
+def test_a_plan_waits_for_a_trial_that_is_not_over(stand_in, pair):
+    stand_in.may_end.clear()
+    stand_in.raises = [no_compiler()]
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: (trial.begun.wait(60), time.sleep(0.3), trial.may_end.set()))
+        pool.submit(lambda: (stand_in.begun.wait(60), time.sleep(0.3), stand_in.may_end.set()))
         pair.same(2)
     assert pair.allowed == [False] and pair.runs == 1, pair.words()
 
 
-def test_no_trial_runs_while_a_graph_is_captured(trial, pair, monkeypatch):
+def test_no_trial_runs_while_a_graph_is_captured(stand_in, pair, monkeypatch):
     held, honest = [], graph_pool.GraphPool._capture
 
     def capture(pool, *given):
@@ -274,26 +279,26 @@ def test_no_trial_runs_while_a_graph_is_captured(trial, pair, monkeypatch):
     assert held == [True] and not trial._quiet.locked()
 
 
-def test_the_doctor_tries_it_and_says_why(trial, monkeypatch):
-    trial.raises = [no_compiler()]
+def test_the_doctor_tries_it_and_says_why(stand_in, monkeypatch):
+    stand_in.raises = [no_compiler()]
     properties = type("Properties", (), {"name": "a card", "major": 8, "minor": 6, "total_memory": 1 << 34})
     properties.multi_processor_count = 28
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)  # it would ask a real GPU
     found = doctor.collect()
-    assert len(trial.threads) == 1
+    assert len(stand_in.threads) == 1
     assert any("C compiler" in sentence and "python3-dev" in sentence for sentence in found["known_bad"])
     assert any(sentence.startswith("Fused kernels: none") for sentence in found["used"])
 
 
-def test_a_kernel_that_writes_something_else_is_a_failure(trial, monkeypatch):
+def test_a_kernel_that_writes_something_else_is_a_failure(stand_in, monkeypatch):
     """The real trial, on the CPU: what it launches is stood in for."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(trial, "start", lambda kernel, grid, out, value: out.fill_(value))
+    monkeypatch.setattr(trial, "launch_kernel", lambda kernel, grid, out, value: out.fill_(value))
     run(CPU)
-    monkeypatch.setattr(trial, "start", lambda kernel, grid, out, value: None)
+    monkeypatch.setattr(trial, "launch_kernel", lambda kernel, grid, out, value: None)
     with pytest.raises(RuntimeError, match="something else"):
         run(CPU)
 

@@ -21,7 +21,7 @@ ODD = [(1, 64, 5, 7, 80), (2, 64, 33, 57, 88), (3, 128, 9, 11, 168), (5, 64, 1, 
 ODD += [(7, 192, 13, 1, 328), (1, 64, 1, 1, 80), (1, 64, 300, 3, 232), (9, 128, 3, 130, 1288), (4, 64, 65, 40, 1280)]
 ODD += [(2, 64, 128, 131, 160)]
 UNETS = [(2, 320, 64, 64, 320), (2, 1280, 16, 16, 1280), (2, 640, 33, 57, 640), (2, 2560, 12, 12, 1280)]
-each_tile = pytest.mark.parametrize("tile", conv2d.TILES, ids=lambda t: f"{t.width}, {t.turns}, {t.split}, {t.pair}")
+each_tile = pytest.mark.parametrize("tile", conv2d.TILES, ids=lambda t: f"{t.width}, {t.pingpong}, {t.split}, {t.pair}")
 
 
 def operands(shape, dtype, device):
@@ -83,8 +83,8 @@ def test_shapes(shape, dtype, tile):
 )
 def test_unet_shapes(dtype, shape, monkeypatch):
     x, weight, target = case(shape, dtype)
-    assert conv2d.takes(x, weight)
-    monkeypatch.setattr(conv2d, "library", None)
+    assert conv2d.applicable(x, weight)
+    monkeypatch.setattr(conv2d, "fallback", None)
     right(conv2d.launch(x, weight), target)
 
 
@@ -122,7 +122,7 @@ def test_a_result_of_more_than_31_bits():
 @pytest.mark.gpu
 def test_what_it_does_not_read():
     x, weight = operands((2, 64, 48, 48, 320), torch.float16, CUDA)
-    assert conv2d.reads(x, weight) and conv2d.takes(x, weight)
+    assert conv2d.readable(x, weight) and conv2d.applicable(x, weight)
     # of the weights only those at 16 bytes
     odd = torch.empty(x.numel() + 1, dtype=x.dtype, device=CUDA)[1:].view(2, 48, 48, 64).permute(0, 3, 1, 2).copy_(x)
     refused = {
@@ -139,11 +139,11 @@ def test_what_it_does_not_read():
     }
     with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
         for name, args in refused.items():
-            assert not conv2d.reads(*args), name
-            assert torch.equal(conv2d.launch(*args), conv2d.library(*args)), name
-    assert not conv2d.reads(x, weight.bfloat16())
-    assert not conv2d.reads(x, weight.cpu())
-    assert not conv2d.reads(x[0], weight)
+            assert not conv2d.readable(*args), name
+            assert torch.equal(conv2d.launch(*args), conv2d.fallback(*args)), name
+    assert not conv2d.readable(x, weight.bfloat16())
+    assert not conv2d.readable(x, weight.cpu())
+    assert not conv2d.readable(x[0], weight)
 
 
 @pytest.mark.gpu
@@ -175,7 +175,7 @@ def test_reference_rounds_once():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_the_cpu_it_is_the_librarys(dtype):
     x, weight = operands((2, 64, 12, 12, 80), dtype, CPU)
-    assert not conv2d.takes(x, weight)
+    assert not conv2d.applicable(x, weight)
     assert torch.equal(conv2d.launch(x, weight), F.conv2d(x, weight, padding=1))
 
 
@@ -184,23 +184,23 @@ def test_without_the_kernel_it_is_the_librarys(monkeypatch):
         raise nvrtc.Unavailable("no compiler")
 
     x, weight = operands((2, 64, 12, 12, 80), torch.float32, CPU)
-    monkeypatch.setattr(conv2d, "takes", lambda *args: True)
+    monkeypatch.setattr(conv2d, "applicable", lambda *args: True)
     monkeypatch.setattr(conv2d, "_launch", unavailable)
     assert torch.equal(conv2d.launch(x, weight), F.conv2d(x, weight, padding=1))
 
 
 def test_so_many_pixels_are_left_to_others(monkeypatch):
     def takes(images, height, width):
-        return conv2d.takes(picture((images, 64, height, width)), picture((160, 64, 3, 3)))
+        return conv2d.applicable(picture((images, 64, height, width)), picture((160, 64, 3, 3)))
 
-    monkeypatch.setattr(conv2d, "reads", lambda x, weight: True)
+    monkeypatch.setattr(conv2d, "readable", lambda x, weight: True)
     monkeypatch.setattr(conv2d, "_cudnn", lambda x, columns: math.inf)
     fewest, (last, first) = conv2d.MOST_AS_PRODUCT, conv2d._IN_PARTS
     edges = {fewest: False, fewest + 1: True, last: True, last + 1: False, first: False, first + 1: True}
     for pixels, wanted in edges.items():
         assert takes(1, 1, pixels) == takes(1, pixels, 1) == takes(pixels, 1, 1) == wanted, pixels
     assert takes(2, 64, 64) and not takes(2, 8, 8)
-    monkeypatch.setattr(conv2d, "reads", lambda x, weight: False)
+    monkeypatch.setattr(conv2d, "readable", lambda x, weight: False)
     assert not takes(2, 64, 64)
 
 
@@ -218,8 +218,8 @@ def test_so_many_pixels_are_left_to_others(monkeypatch):
 )
 def test_what_cudnn_has_sooner_is_left_to_it(monkeypatch, shape, wanted):
     monkeypatch.setattr(conv2d, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(conv2d, "reads", lambda x, weight: True)
-    assert conv2d.takes(picture(shape[:4]), picture((shape[4], shape[1], 3, 3))) == wanted
+    monkeypatch.setattr(conv2d, "readable", lambda x, weight: True)
+    assert conv2d.applicable(picture(shape[:4]), picture((shape[4], shape[1], 3, 3))) == wanted
 
 
 SIZES = [1, 2, 3, 5, 8, 9, 17, 130]
@@ -296,10 +296,10 @@ needs_no_interpreter = pytest.mark.skipif(
 def asked_by(shape, dtype, groups):
     """The constants of a launch, with statistics where there are groups; None where the kernel is not launched."""
     x, weight = picture(shape[:4], dtype), picture((shape[4], shape[1], 3, 3), dtype)
-    with triton_runtime.collecting(torch.device("cuda", 0)) as collected:
+    with triton_runtime.dry_run(torch.device("cuda", 0)) as collected:
         if not groups:
             conv2d.launch(x, weight)
-        elif conv2d.sums_groups(x, weight, groups):
+        elif conv2d.supports_statistics(x, weight, groups):
             conv2d.with_statistics(x, weight, groups, None, None)
     return tuple(collected[0][2].items()) if collected else None
 
@@ -321,15 +321,15 @@ def test_siblings_are_what_further_sizes_ask_for(h200, monkeypatch, dtype):
     for own in asked.values():
         assert own
         for first in own:
-            siblings = [tuple(given.items()) for given in conv2d.siblings(dict(first))]
+            siblings = [tuple(given.items()) for given in conv2d.variants(dict(first))]
             assert set(siblings) == everything and len(siblings) == len(everything)
             assert set(siblings[: len(own)]) == own  # the likeliest
 
 
 @half_dtype
 def test_siblings_of_a_group_that_no_unet_has(dtype):
-    usual = conv2d.siblings(conv2d.constants(conv2d.TILES[0], dtype))
-    siblings = conv2d.siblings(conv2d.constants(conv2d.TILES[0], dtype, 80))
+    usual = conv2d.variants(conv2d.constants(conv2d.TILES[0], dtype))
+    siblings = conv2d.variants(conv2d.constants(conv2d.TILES[0], dtype, 80))
     own = siblings[: len(siblings) - len(usual)]
     assert own and all(given["GROUP"] == 80 for given in own) and siblings[len(own) :] == usual
 
@@ -344,7 +344,7 @@ def test_slots_fit_a_block(tile):
     assert tile.width // given["PAIR"] % 8 == 0 and tile.width <= 256
     # sums that are put together lie where the slots were
     if tile.split > 1:
-        assert not tile.turns
+        assert not tile.pingpong
         assert 4 * 128 * (tile.width + 8) <= conv2d.shared_bytes(given) - 1024
 
 
@@ -354,10 +354,10 @@ def test_it_is_compiled_ahead_for_what_it_will_launch(h200, monkeypatch, layout)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
     monkeypatch.setattr(nvrtc, "bindings", lambda: (None, None))
     x, weight = (picture(shape).contiguous(memory_format=layout) for shape in ((2, 1280, 32, 32), (1280, 1280, 3, 3)))
-    with triton_runtime.collecting(torch.device("cuda", 0)) as collected:
+    with triton_runtime.dry_run(torch.device("cuda", 0)) as collected:
         out = conv2d.launch(x, weight)
     assert out.shape == x.shape and out.is_contiguous(memory_format=NHWC)
     ((kernel, args, constants, owner),) = collected
-    assert kernel is conv2d._KERNEL and args[3:] == (None,) * 3 and owner == "conv2d"
+    assert kernel is conv2d._SOURCE and args[3:] == (None,) * 3 and owner == "conv2d"
     assert [tuple(a.shape) for a in args[:3]] == [x.shape, x.shape, weight.shape]
     assert constants == conv2d.constants(conv2d.best(x, 1280), torch.float16)

@@ -29,7 +29,7 @@ def operands(sizes, dtype, device, bias=True):
 
 
 def right(x, weight, bias):
-    assert narrow_conv.takes(x, weight, bias)
+    assert narrow_conv.applicable(x, weight, bias)
     y = narrow_conv.launch(x, weight, bias)
     assert y.is_contiguous(memory_format=torch.channels_last)
     close_rows(y.flatten(1), expected(narrow_conv, x, weight, bias).flatten(1))
@@ -86,13 +86,13 @@ def test_zeros_around_and_nothing_of_the_next_picture(device):
     ],
 )
 def test_what_is_the_librarys(device, spoilt):
-    assert not narrow_conv.takes(*spoilt(*operands((1, 4, 32, 5, 4), HALF, device)))
+    assert not narrow_conv.applicable(*spoilt(*operands((1, 4, 32, 5, 4), HALF, device)))
 
 
 def test_without_the_kernel_it_is_the_librarys():
     for sizes in SIZES:
         x, weight, bias = operands(sizes, torch.float32, torch.device("cpu"))
-        assert torch.equal(narrow_conv.launch(x, weight, bias), narrow_conv.library(x, weight, bias))
+        assert torch.equal(narrow_conv.launch(x, weight, bias), narrow_conv.fallback(x, weight, bias))
         close(narrow_conv.reference(x, weight, bias), expected(narrow_conv, x, weight, bias))
 
 

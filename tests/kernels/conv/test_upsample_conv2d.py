@@ -21,7 +21,7 @@ def operands(sizes, dtype, device):
 
 
 def right(x, weight, cut=(0, 0)):
-    assert upsample_conv2d.takes(x, weight, cut)
+    assert upsample_conv2d.applicable(x, weight, cut)
     y = upsample_conv2d.launch(x, weight, cut)
     assert y.is_contiguous(memory_format=torch.channels_last)
     close_rows(y.flatten(1), expected(upsample_conv2d, x, weight, cut).flatten(1))
@@ -37,7 +37,7 @@ def test_sizes(device, dtype, sizes, cut):
 
 def test_what_it_holds_beside_its_result():
     x, weight = operands((5, 128, 136, 3, 4), torch.float32, torch.device("cpu"))
-    assert upsample_conv2d.workspace(x, weight, (1, 0)) == upsample_conv2d.products(x, weight).nbytes
+    assert upsample_conv2d.workspace(x, weight, (1, 0)) == upsample_conv2d.tap_gemms(x, weight).nbytes
 
 
 def test_strided_pictures(device):
@@ -91,7 +91,7 @@ def test_a_pixel_reaches_its_neighbours_alone(device):
     ],
 )
 def test_what_is_done_in_two_operations(device, spoilt):
-    assert not upsample_conv2d.takes(*spoilt(*operands((1, 128, 136, 5, 4), HALF, device)))
+    assert not upsample_conv2d.applicable(*spoilt(*operands((1, 128, 136, 5, 4), HALF, device)))
 
 
 def test_without_the_kernel_it_is_two_operations():

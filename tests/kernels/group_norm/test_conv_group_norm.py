@@ -117,12 +117,12 @@ def test_what_the_kernel_does_not_take():
     sizes = [((2, 64, 9, 9, 320), half), ((2, 60, 64, 64, 320), half), ((2, 64, 64, 64, 320), torch.float32)]
     for size, dtype in sizes:
         args = operands(size, dtype, CUDA)
-        assert not conv_group_norm.fits(*args[:7], dtype)
+        assert not conv_group_norm.applicable(*args[:7], dtype)
         alike(conv_group_norm.launch(*args), args)
     args = list(operands(SIZES[0], half, CUDA))
     for place, other in ((3, args[3].contiguous()), (2, args[2].float()), (2, args[2].expand(2, 320)), (3, None)):
         changed = [*args[:place], other, *args[place + 1 :]]
-        assert not conv_group_norm.fits(*changed[:7], half)
+        assert not conv_group_norm.applicable(*changed[:7], half)
 
 
 @pytest.mark.gpu
@@ -140,7 +140,7 @@ def test_on_a_cpu_the_kernels_follow_each_other():
         args = operands((2, 64, 9, 7, 320), torch.float32, CPU, added=added)
         x, conv, shift, residual, *norm = args
         total, y = conv_group_norm.launch(*args, silu=True)
-        picture = conv2d.library(x, conv)
+        picture = conv2d.fallback(x, conv)
         if added:
             wanted = add_group_norm.launch(picture, shift, residual, 1.0, *norm, True)
             assert torch.equal(total, wanted[0]) and torch.equal(y, wanted[1])
@@ -160,11 +160,11 @@ def test_the_reference_is_what_it_stands_for():
 
 def test_which_groups_the_kernel_sums(monkeypatch):
     monkeypatch.setattr(conv2d, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(conv2d, "takes", lambda x, weight: True)
+    monkeypatch.setattr(conv2d, "applicable", lambda x, weight: True)
 
     def sums(images, height, width, columns, groups=32):
         shapes = (images, 64, height, width), (columns, 64, 3, 3)
-        return conv2d.sums_groups(*(torch.empty(shape, device="meta") for shape in shapes), groups)
+        return conv2d.supports_statistics(*(torch.empty(shape, device="meta") for shape in shapes), groups)
 
     assert all(sums(2, 128, 128, columns) for columns in (320, 640, 1280))
     assert not sums(2, 128, 128, 256)  # no tiles of 160
@@ -197,7 +197,7 @@ def boxed(request, monkeypatch):
         return residual, torch.stack([means, m2s]).float(), (-(-width // 4), -(-height // 2), 4, 2)
 
     monkeypatch.setattr(conv2d, "with_statistics", with_statistics)
-    monkeypatch.setattr(conv_group_norm, "fits", lambda *args: True)
+    monkeypatch.setattr(conv_group_norm, "applicable", lambda *args: True)
 
 
 def given(shape, dtype, device):
@@ -277,7 +277,7 @@ def test_both_kernels_are_compiled_ahead(monkeypatch, size, layout, added):
     monkeypatch.setattr(nvrtc, "bindings", lambda: (None, None))
     found = precompile.launches(graph_of(size, layout, added), torch.device("cuda", 0)).values()
     convolution, normalise = found
-    assert convolution.kernel is conv2d._KERNEL and normalise.kernel is two_pass._normalise
+    assert convolution.kernel is conv2d._SOURCE and normalise.kernel is two_pass.group_norm_normalise_kernel
     columns, pixels = size[4], size[2] * size[3]
     assert convolution.constants["GROUP"] == columns // 32 and convolution.constants["WIDTH"] == 160
     # absent operands are compiled alike
@@ -296,7 +296,7 @@ def test_elsewhere_those_that_follow_each_other_are(monkeypatch, added):
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 9))
     found = precompile.launches(graph_of(SIZES[0], NHWC, added), torch.device("cuda", 0)).values()
     homes = [launch.kernel.fn.__module__.rpartition(".")[2] for launch in found]
-    assert homes == ["_sum_group_norm" if added else "_group_norm", "_group_parts"]
+    assert homes == ["fused_inputs" if added else "one_pass", "two_pass"]
 
 
 def test_no_block_of_a_pair_is_beyond_the_images(monkeypatch):

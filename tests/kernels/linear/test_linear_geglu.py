@@ -133,10 +133,10 @@ def test_the_quickest_tile(monkeypatch):
 def test_few_tiles_are_left_to_cublas(monkeypatch):
     monkeypatch.setattr(linear_geglu, "_LEAST_SHARE", 0.9)
     monkeypatch.setattr(linear_geglu, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(linear_geglu, "reads", lambda *args: True)
+    monkeypatch.setattr(linear_geglu, "readable", lambda *args: True)
     weight = torch.empty(10240, 1280, device="meta")
-    assert linear_geglu.takes(torch.empty(256, 1280, device="meta"), weight, None)
-    assert not linear_geglu.takes(torch.empty(128, 1280, device="meta"), weight, None)
+    assert linear_geglu.applicable(torch.empty(256, 1280, device="meta"), weight, None)
+    assert not linear_geglu.applicable(torch.empty(128, 1280, device="meta"), weight, None)
 
 
 @pytest.mark.gpu

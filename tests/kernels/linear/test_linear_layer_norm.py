@@ -271,7 +271,7 @@ def test_unet_shapes(fused, size, dtype):
 
 @pytest.mark.gpu
 def test_strided_rows(fused, monkeypatch):
-    monkeypatch.setattr(kernel, "pays", lambda *args: True)
+    monkeypatch.setattr(kernel, "profitable", lambda *args: True)
     _, weight, bias, _, *norm = operands((1, 1280, 1280))
     wide = randn(4, 600, 1300, dtype=HALF, device=CUDA)
     for x in (wide[1:, :, :1280], wide[:, ::2, 20:], wide.transpose(0, 1)[..., 8:1288], wide[:, 3:, 1:1281]):
@@ -304,17 +304,17 @@ def others():
 
 @pytest.mark.gpu
 def test_what_the_kernel_does_not_take():
-    assert kernel.takes(*operands((2048, 1280, 1280))[:6])
+    assert kernel.applicable(*operands((2048, 1280, 1280))[:6])
     for name, args in others():
         if name != "x at 2 bytes":  # which only the maps refuse
-            assert not kernel.takes(*args[:6]), name
+            assert not kernel.applicable(*args[:6]), name
         alike(kernel.launch(*args), args)
     x, weight, *rest, _ = operands((2048, 1280, 1280))
-    assert not kernel.takes(x, weight, rest[0].view(1, 1280), *rest[1:])
-    assert not kernel.takes(x, weight, *rest, after=rest[0].float())
-    assert not kernel.takes(x.cpu(), weight, *rest)
-    assert not kernel.takes(x, weight.bfloat16(), *rest)
-    assert not kernel.takes(x[:, :640], weight, *rest)
+    assert not kernel.applicable(x, weight, rest[0].view(1, 1280), *rest[1:])
+    assert not kernel.applicable(x, weight, *rest, post_bias=rest[0].float())
+    assert not kernel.applicable(x.cpu(), weight, *rest)
+    assert not kernel.applicable(x, weight.bfloat16(), *rest)
+    assert not kernel.applicable(x[:, :640], weight, *rest)
 
 
 @pytest.mark.gpu

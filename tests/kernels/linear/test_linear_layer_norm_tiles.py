@@ -27,7 +27,7 @@ needs_no_interpreter = pytest.mark.skipif(
 def h200(monkeypatch):
     monkeypatch.setattr(kernel, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(kernel, "hopper", lambda device: True)
-    monkeypatch.setattr(kernel._KERNEL, "available", lambda device: True)
+    monkeypatch.setattr(kernel._SOURCE, "available", lambda device: True)
 
 
 def operands(size, dtype=torch.float16):
@@ -45,17 +45,17 @@ UNFIT = [(2048, 1288, 1280), (2048, 100, 1280), (8192, 2640, 640), (8192, 0, 640
 
 @pytest.mark.parametrize("size", PAYING, ids=str)
 def test_what_is_quicker_than_two_kernels(monkeypatch, size):
-    assert kernel.pays(*size, GPU)
-    monkeypatch.setattr(kernel._KERNEL, "available", lambda device: False)
-    assert not kernel.pays(*size, GPU)
-    monkeypatch.setattr(kernel._KERNEL, "available", lambda device: True)
+    assert kernel.profitable(*size, GPU)
+    monkeypatch.setattr(kernel._SOURCE, "available", lambda device: False)
+    assert not kernel.profitable(*size, GPU)
+    monkeypatch.setattr(kernel._SOURCE, "available", lambda device: True)
     monkeypatch.setattr(kernel, "hopper", lambda device: False)
-    assert not kernel.pays(*size, GPU)
+    assert not kernel.profitable(*size, GPU)
 
 
 @pytest.mark.parametrize("size", LEFT + UNFIT, ids=str)
 def test_what_is_left_to_two_kernels(size):
-    assert not kernel.pays(*size, GPU)
+    assert not kernel.profitable(*size, GPU)
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,12 @@ def test_siblings_are_what_further_sizes_ask_for(columns, dtype):
     asked = [
         kernel.constants(kernel.best(rows, columns, depth, GPU), columns, dtype)
         for rows, depth in product((*range(64, 4096, 64), 1976, 8192, 9216, 18432, 65536), (columns, 4 * columns))
-        if kernel.pays(rows, columns, depth, GPU)
+        if kernel.profitable(rows, columns, depth, GPU)
     ]
     different = [given for i, given in enumerate(asked) if given not in asked[:i]]
     assert len(different) >= 2
     for given in different:
-        siblings = kernel.siblings(given)
+        siblings = kernel.variants(given)
         assert all(other in siblings for other in different)
         assert all(other["BF16"] == given["BF16"] for other in siblings)
         assert all(other["WIDTH"] * other["PARTS"] == columns for other in siblings)
@@ -206,12 +206,12 @@ def test_what_it_takes_is_told_by_shapes_and_dtypes(monkeypatch):
         operands((2048, 1280, 1284))[:6],
         operands(LEFT[0])[:6],
     ]
-    with triton_runtime.collecting(GPU):
-        assert all(kernel.takes(*args) for args in taken)
-        assert [kernel.takes(*args) for args in refused] == [False] * len(refused)
+    with triton_runtime.dry_run(GPU):
+        assert all(kernel.applicable(*args) for args in taken)
+        assert [kernel.applicable(*args) for args in refused] == [False] * len(refused)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 0))
-    with triton_runtime.collecting(GPU):
-        assert not any(kernel.takes(*args) for args in taken)
+    with triton_runtime.dry_run(GPU):
+        assert not any(kernel.applicable(*args) for args in taken)
 
 
 def graph_of(size):
@@ -230,14 +230,14 @@ def graph_of(size):
 def test_it_is_compiled_ahead_for_what_it_will_launch(monkeypatch):
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
     (launch,) = precompile.launches(graph_of(PAYING[0]), GPU).values()
-    assert launch.kernel is kernel._KERNEL and len(launch.args) == len(kernel._KERNEL.arg_names)
+    assert launch.kernel is kernel._SOURCE and len(launch.args) == len(kernel._SOURCE.arg_names)
     assert launch.constants == kernel.constants(kernel.best(*PAYING[0], GPU), 1280, torch.float16)
     (launch,) = precompile.launches(graph_of(LEFT[0]), GPU).values()
-    assert launch.kernel is add_layer_norm._kernel
+    assert launch.kernel is add_layer_norm.add_layer_norm_kernel
 
 
 @needs_no_interpreter
 def test_elsewhere_those_that_follow_each_other_are(monkeypatch):
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 9))
     (launch,) = precompile.launches(graph_of(PAYING[0]), GPU).values()
-    assert launch.kernel is add_layer_norm._kernel
+    assert launch.kernel is add_layer_norm.add_layer_norm_kernel

@@ -46,7 +46,7 @@ def test_after(device, dtype):
     x, residual = (randn(9, 63, dtype=dtype, device=device) for _ in range(2))
     after, weight, bias = (randn(63, dtype=dtype, device=device) for _ in range(3))
     plain, y = add_layer_norm.launch(x, residual, weight, bias, 1e-5)
-    total, same = add_layer_norm.launch(x, residual, weight, bias, 1e-5, after=after)
+    total, same = add_layer_norm.launch(x, residual, weight, bias, 1e-5, post_bias=after)
     assert torch.equal(y, same)
     close(total, (plain.double() + after.double()).cpu())
 

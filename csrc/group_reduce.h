@@ -1,15 +1,15 @@
-// Sums over the groups of a group norm, of what a warp has of a tile: of columns 8 j to 8 j + 7 a lane has two, those at
-// 8 j + 2 (lane % 4), as products of warp groups leave them.
+// Sums over the channel groups of a group norm, across a warp. The layout is that of wgmma's accumulators: of columns 8
+// j to 8 j + 7 a lane holds two, at 8 j + 2 (lane % 4).
 //
-// What is given: WIDTH, the columns of a tile; GROUP, those of a group, even, of which a tile has 1, 2, 4, 8 or 16.
+// Compile-time parameters: WIDTH, columns (N) of a tile; GROUP, columns of a group, even; a tile has 1, 2, 4, 8 or 16.
 
 constexpr int kGroups = WIDTH / GROUP;
-constexpr int kSet = kGroups < 4 ? kGroups : 4, kEights = WIDTH / 8 * kSet / kGroups;  // groups that are summed at a time
+constexpr int kSet = kGroups < 4 ? kGroups : 4, kEights = WIDTH / 8 * kSet / kGroups;  // groups reduced at a time
 
-// The sums over a warp's lanes of LEFT numbers: that of lane * kSet / 32 is left in v[0]. Each step sends the half of what
-// is left that the other lane goes on with.
+// Reduce-scatter of LEFT numbers over a warp: v[0] becomes the sum of number lane * kSet / 32. Each step exchanges the
+// half of the remaining numbers that the other lane continues with.
 template <int LEFT, int MASK>
-__device__ __forceinline__ void across_lanes(float (&v)[kSet], int lane) {
+__device__ __forceinline__ void lane_reduce(float (&v)[kSet], int lane) {
   if constexpr (LEFT > 1) {
 #pragma unroll
     for (int i = 0; i < LEFT / 2; ++i) {
@@ -19,12 +19,12 @@ __device__ __forceinline__ void across_lanes(float (&v)[kSet], int lane) {
   } else {
     v[0] += __shfl_xor_sync(~0u, v[0], MASK);
   }
-  if constexpr (MASK > 1) across_lanes<(LEFT > 1 ? LEFT / 2 : 1), MASK / 2>(v, lane);
+  if constexpr (MASK > 1) lane_reduce<(LEFT > 1 ? LEFT / 2 : 1), MASK / 2>(v, lane);
 }
 
-// Sums for all groups of what a warp has of its tile: of(j) is what a thread has of columns 8 j to 8 j + 7, two of them.
+// Per-group sums of a warp's part of a tile; of(j) is a thread's sum over its two columns of 8 j to 8 j + 7.
 template <typename Of>
-__device__ __forceinline__ void by_groups(float (&sums)[kGroups], int lane, Of of) {
+__device__ __forceinline__ void group_reduce(float (&sums)[kGroups], int lane, Of of) {
   constexpr int kPairs = GROUP / 2;
 #pragma unroll
   for (int set = 0; set < kGroups / kSet; ++set) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void by_groups(float (&sums)[kGroups], int lane, Of o
         v[last] += before ? 0.f : here;
       }
     }
-    across_lanes<kSet, 16>(v, lane);
+    lane_reduce<kSet, 16>(v, lane);
     sums[set * kSet + lane * kSet / 32] = v[0];
   }
 }

@@ -1,15 +1,16 @@
-// Four groups of warps that have attended to the same 64 rows of queries, each to some of the keys, add up what they have.
+// Combines the partial results of four warpgroups that attended the same 64 queries to disjoint keys (split KV): online
+// softmax states are rescaled to a common maximum and added in shared memory.
 
-constexpr int kPair = 1, kTaken = 4;  // barriers: of a group and another that adds to it; of what they leave it in
+constexpr int kPair = 1, kTaken = 4;  // named barriers: a writer and its reader; the buffers are free
 
-// What a group has: sums of each thread, and of each row its maximum and the sum of its probabilities.
+// A warpgroup's state: accumulators by thread; by row the maximum and the sum of exponentials.
 template <int SUMS>
 struct Part {
   float sum[SUMS][128];
   float2 row[64];
 };
 
-// Of two rows that a thread has sums of, the maxima, and the sums of all their probabilities, in all four lanes.
+// Maximum and sum of exponentials of the two rows of a thread, the same in all four lanes of a row.
 struct Rows {
   float most[2], all[2];
 };
@@ -41,20 +42,21 @@ __device__ __forceinline__ void add(const Part<SUMS>& from, float (&sum)[SUMS], 
   for (int i = 0; i < SUMS; ++i) sum[i] = sum[i] * own[(i >> 1) & 1] + from.sum[i][thread] * its[(i >> 1) & 1];
 }
 
-// Group 0 has all of it in the end. before, after: whether the groups do so just before and after this.
+// Warpgroup 0 ends with the result. before, after: whether the previous and the next work item combine too, and so
+// share the buffers.
 template <int SUMS>
-__device__ __forceinline__ void add_up(Part<SUMS>* parts, int group, float (&sum)[SUMS], Rows& rows, bool before,
-                                       bool after) {
-  if (group >= 2) {
+__device__ __forceinline__ void split_kv_combine(Part<SUMS>* parts, int warpgroup, float (&sum)[SUMS], Rows& rows,
+                                                 bool before, bool after) {
+  if (warpgroup >= 2) {
     if (before) asm volatile("bar.sync %0, 384;" ::"n"(kTaken) : "memory");
-    leave(parts[group - 2], sum, rows);
-    asm volatile("bar.arrive %0, 256;" ::"r"(kPair + group - 2) : "memory");
+    leave(parts[warpgroup - 2], sum, rows);
+    asm volatile("bar.arrive %0, 256;" ::"r"(kPair + warpgroup - 2) : "memory");
     return;
   }
-  asm volatile("bar.sync %0, 256;" ::"r"(kPair + group) : "memory");
-  add(parts[group], sum, rows);
-  if (group == 1) {
-    __syncwarp();  // which has read what it writes to
+  asm volatile("bar.sync %0, 256;" ::"r"(kPair + warpgroup) : "memory");
+  add(parts[warpgroup], sum, rows);
+  if (warpgroup == 1) {
+    __syncwarp();  // all lanes have read the buffer that is overwritten next
     leave(parts[1], sum, rows);
     asm volatile("bar.arrive %0, 256;" ::"n"(kPair + 2) : "memory");
   } else {

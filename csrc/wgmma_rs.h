@@ -1,11 +1,11 @@
-// Products of warp groups whose first operand lies in registers, as results of products do.
+// wgmma with A in registers: the accumulator layout of one mma is the A layout of the next.
 
 #define FOUR_OF(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SIXTEEN_OF(d, i) FOUR_OF(d, i), FOUR_OF(d, i + 4), FOUR_OF(d, i + 8), FOUR_OF(d, i + 12)
 
-// d (64, N) += a (64, 16) b; with keep = 0 instead of it. b lies as rows of N columns where TRANSPOSED, else as N rows.
+// d (64, N) += a (64, 16) b; keep = 0 overwrites d. b is N-major (rows of N) where TRANSPOSED, else K-major (N rows).
 template <int TRANSPOSED>
-__device__ __forceinline__ void multiply(float (&d)[20], const u32 (&a)[4], u64 b, int keep) {
+__device__ __forceinline__ void wgmma_rs(float (&d)[20], const u32 (&a)[4], u64 b, int keep) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %25, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n40k16.f32." TYPE "." TYPE
@@ -16,7 +16,7 @@ __device__ __forceinline__ void multiply(float (&d)[20], const u32 (&a)[4], u64 
 }
 
 template <int TRANSPOSED>
-__device__ __forceinline__ void multiply(float (&d)[32], const u32 (&a)[4], u64 b, int keep) {
+__device__ __forceinline__ void wgmma_rs(float (&d)[32], const u32 (&a)[4], u64 b, int keep) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE
@@ -27,7 +27,7 @@ __device__ __forceinline__ void multiply(float (&d)[32], const u32 (&a)[4], u64 
 }
 
 template <int TRANSPOSED>
-__device__ __forceinline__ void multiply(float (&d)[8], const u32 (&a)[4], u64 b, int keep) {
+__device__ __forceinline__ void wgmma_rs(float (&d)[8], const u32 (&a)[4], u64 b, int keep) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %13, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE
@@ -37,7 +37,7 @@ __device__ __forceinline__ void multiply(float (&d)[8], const u32 (&a)[4], u64 b
 }
 
 template <int TRANSPOSED>
-__device__ __forceinline__ void multiply(float (&d)[40], const u32 (&a)[4], u64 b, int keep) {
+__device__ __forceinline__ void wgmma_rs(float (&d)[40], const u32 (&a)[4], u64 b, int keep) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %45, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n80k16.f32." TYPE "." TYPE
