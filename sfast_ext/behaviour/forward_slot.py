@@ -27,8 +27,7 @@ class SlotOwner(Protocol):
 class AcceleratedForward:
     """The object in the slot. It calls its owner, and looks like the forward that it replaces."""
 
-    # slots: functools.update_wrapper, which accelerate uses, copies __dict__ to the wrapper, and deepcopy would follow
-    # it
+    # not in __dict__: functools.update_wrapper, as accelerate calls it, copies that, and deepcopy would follow
     __slots__ = ("owner", "detached", "_module", "previous", "__dict__")
 
     def __init__(
@@ -153,8 +152,7 @@ class ForwardSlot:
         return ours is not None and (attributes.get("forward") is ours or attributes.get("_old_forward") is ours)
 
     def release(self) -> None:
-        """Restore the previous forward. If a third party's wrapper holds our object, that calls the original from now
-        on."""
+        """Restore the previous forward. If a third party's wrapper holds our object, that calls the original now."""
         attributes = self._module.__dict__
         for name in ("forward", "_old_forward"):
             if self._forward is None or attributes.get(name) is not self._forward:
