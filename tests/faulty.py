@@ -176,10 +176,10 @@ class PassStage(Stage):
     number: int = 0
 
     def fail(self, pair: Pair, patch: pytest.MonkeyPatch) -> Fault:
-        name, function = passes.PASSES[self.number]
-        fault = Fault(function, self.kind, True)
+        entry = passes.PASSES[self.number]
+        fault = Fault(entry.function, self.kind, True)
         patch.setattr(passes, "PASSES", [*passes.PASSES])
-        passes.PASSES[self.number] = (name, fault)
+        passes.PASSES[self.number] = entry._replace(function=fault)
         return fault
 
 

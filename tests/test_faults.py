@@ -70,8 +70,8 @@ BUILDING = {
     "the capture, refused": Stage(plan_builder, "capture", "injected", CaptureRefused),
     "the choice of kernels": Stage(environment, "triton_runs_on", "choice of kernels"),
     **{
-        f"pass {i}, {name}": PassStage(passes, "PASSES", f"pass {name}", number=i)
-        for i, (name, _) in enumerate(passes.PASSES)
+        f"pass {i}, {entry.name}": PassStage(passes, "PASSES", f"pass {entry.name}", number=i)
+        for i, entry in enumerate(passes.PASSES)
     },
     "packing": Stage(WeightArena, "pack", "pass packed_linear", done=True),
     "channels-last weights": Stage(WeightArena, "channels_last", "pass channels_last", done=True),

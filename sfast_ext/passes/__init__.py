@@ -1,11 +1,16 @@
-"""What is done to a captured graph, in order."""
+"""The passes that rewrite a captured graph, and their order.
+
+A pass takes a graph module and a `PassContext`, rewrites the graph in place, and returns the number of rewrites. Most
+passes match a node and what surrounds it: they are functions of one node under the decorator `fusion.fusion`. A pass
+is named after the kernel that it fuses operations into.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import fx
@@ -41,6 +46,7 @@ from . import (
     upsample,
     upsample_conv2d,
 )
+from .fusion import PassFunction
 
 if TYPE_CHECKING:
     from sfast_ext.weights.submodule_arena import Arena
@@ -48,7 +54,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PassContext:
-    """What passes may make use of: kernels in Triton, and whether images are to lie channels-last."""
+    """What passes may use: the weight arena, Triton kernels, and whether images are to be channels-last."""
 
     arena: Arena
     device: torch.device
@@ -56,62 +62,119 @@ class PassContext:
     channels_last: bool = True
 
     def serves(self, *modules: ModuleType) -> bool:
-        """Whether all of these kernels may be launched: what is not served stays as it was recorded."""
+        """Whether all of these kernels may be launched. Operations without a kernel stay as they were captured."""
         return all(kernels.serves(module, self.device, triton=self.triton) for module in modules)
 
 
-Pass = Callable[[fx.GraphModule, PassContext], int]
+class Phase(IntEnum):
+    """What passes do. The passes of a phase expect that those of earlier phases are done."""
 
-PASSES: list[tuple[str, Pass]] = [
-    ("cleanup", cleanup.cleanup),
-    ("cse", cse.cse),  # makes siblings of what was computed again and again
-    ("fold_constants", cse.fold_constants),
-    ("scaled_dot_product", scaled_dot_product.scaled_dot_product),
-    ("sliced_attention", sliced_attention.sliced_attention),
-    ("attention_heads", attention_heads.attention_heads),
-    ("attention_casts", attention_casts.attention_casts),
-    ("packed_linear", packed_linear.packed_linear),
-    ("channels_last", channels_last.channels_last),  # where it pays
-    ("cleanup", cleanup.cleanup),  # the permutes of 1x1 convolutions meet those of the token reshapes
-    ("narrow_conv", narrow_conv.narrow_conv),
-    ("group_norm", group_norm.group_norm),
-    ("add_layer_norm", layer_norm.add_layer_norm),
-    ("layer_norm", layer_norm.layer_norm),
-    ("geglu", geglu.geglu),
-    ("linear_geglu", linear_geglu.linear_geglu),
-    ("linear_accumulate", linear_accumulate.linear_accumulate),
-    ("linear_layer_norm", linear_layer_norm.linear_layer_norm),
-    ("bias_add", bias_add.bias_add),
-    ("group_norm_inputs", group_norm_inputs.group_norm_inputs),  # joins what group_norm and bias_add have made
-    ("im2col", im2col.im2col),  # takes what the norms and bias_add have left of a convolution
-    ("upsample_conv2d", upsample_conv2d.upsample_conv2d),
-    ("conv2d", conv2d.conv2d),  # what is left to cuDNN
-    ("conv_group_norm", conv_group_norm.conv_group_norm),
-    ("upsample", upsample.upsample),
-    ("timestep_embedding", timestep_embedding.timestep_embedding),
-    ("query_attention", query_attention.query_attention),
-    ("attention", attention.attention),
+    CANONICALIZE = 1
+    """Bring equal computations into one form: PyTorch's operators in, fewer of PyTorch's operators out."""
+    LAYOUT = 2
+    """Change how weights and images lie in memory: packed linears, channels-last."""
+    FUSION = 3
+    """Replace groups of operations around a norm, an activation or an addition by one kernel."""
+    LOWERING = 4
+    """Replace what is left of convolutions, upsampling and attention by GEMMs, by kernels of this project or by a
+    library, with what can still be fused into them."""
+
+
+class Pass(NamedTuple):
+    """An entry of the table of passes."""
+
+    name: str
+    function: PassFunction
+    phase: Phase
+    requires: tuple[str, ...] = ()
+    """Names of passes that must have run before this one. A name that occurs twice stands for its last entry up to the
+    phase of this pass. What other requirements imply is left out."""
+
+
+_C, _L, _F, _O = Phase.CANONICALIZE, Phase.LAYOUT, Phase.FUSION, Phase.LOWERING
+
+PASSES: list[Pass] = [
+    Pass("cleanup", cleanup.cleanup, _C),
+    # cleanup: operations are equal only once what does nothing before them is gone
+    Pass("cse", cse.cse, _C, ("cleanup",)),
+    # cleanup: `detach_` pins the literals of a forward
+    Pass("fold_constants", cse.fold_constants, _C, ("cleanup",)),
+    # cleanup: dropout that drops nothing stands between softmax and matmul
+    Pass("scaled_dot_product", scaled_dot_product.scaled_dot_product, _C, ("cleanup",)),
+    # scaled_dot_product: it makes the attentions whose results are concatenated
+    Pass("sliced_attention", sliced_attention.sliced_attention, _C, ("scaled_dot_product",)),
+    # sliced_attention: it matches slices of operands whose heads are not split yet
+    Pass("attention_heads", attention_heads.attention_heads, _C, ("sliced_attention",)),
+    # attention_heads: it casts the operands that it splits, at the attention
+    Pass("attention_casts", attention_casts.attention_casts, _C, ("attention_heads",)),
+    # cse: linears are packed if they read one node, not equal ones
+    Pass("packed_linear", packed_linear.packed_linear, _L, ("cse",)),
+    Pass("channels_last", channels_last.channels_last, _L),
+    # channels_last: the permutes around its linears meet those that make tokens of an image and back
+    Pass("cleanup", cleanup.cleanup, _L, ("channels_last",)),
+    Pass("narrow_conv", narrow_conv.narrow_conv, _F),
+    # packed_linear: biases are added to one packed projection of the timestep, not to each
+    Pass("group_norm", group_norm.group_norm, _F, ("packed_linear",)),
+    Pass("add_layer_norm", layer_norm.add_layer_norm, _F),
+    # add_layer_norm: layer_norm would take the norms without their sums
+    Pass("layer_norm", layer_norm.layer_norm, _F, ("add_layer_norm",)),
+    Pass("geglu", geglu.geglu, _F),
+    # geglu: the kernel that is replaced
+    Pass("linear_geglu", linear_geglu.linear_geglu, _F, ("geglu",)),
+    # add_layer_norm: the kernel that returns the sum, and that gets a bias
+    Pass("linear_accumulate", linear_accumulate.linear_accumulate, _F, ("add_layer_norm",)),
+    # layer_norm: the kernel that is replaced
+    # linear_accumulate: it needs the norms whose kernels get a bias as they are
+    # cleanup: between a 1x1 convolution that has become a linear and the norm only one reshape is left
+    Pass(
+        "linear_layer_norm",
+        linear_layer_norm.linear_layer_norm,
+        _F,
+        ("layer_norm", "linear_accumulate", "cleanup"),
+    ),
+    # narrow_conv: its kernels add the bias themselves
+    # group_norm: it takes the biases of the convolutions that it reads, which bias_add would add on their own
+    # linear_accumulate: it needs residual additions that bias_add would take
+    Pass("bias_add", bias_add.bias_add, _F, ("narrow_conv", "group_norm", "linear_accumulate")),
+    # bias_add: its sums are matched, as well as plain ones
+    Pass("group_norm_inputs", group_norm_inputs.group_norm_inputs, _F, ("bias_add",)),
+    # group_norm_inputs: it replaces a norm that does not write the im2col matrix
+    Pass("im2col", im2col.im2col, _O, ("group_norm_inputs",)),
+    # bias_add: only convolutions whose bias it has taken are matched
+    Pass("upsample_conv2d", upsample_conv2d.upsample_conv2d, _O, ("bias_add",)),
+    # im2col, upsample_conv2d: conv2d would take their convolutions
+    Pass("conv2d", conv2d.conv2d, _O, ("im2col", "upsample_conv2d")),
+    # conv2d: its kernel computes the statistics of the norm
+    Pass("conv_group_norm", conv_group_norm.conv_group_norm, _O, ("conv2d",)),
+    # upsample_conv2d: upsample would take its upsampling
+    Pass("upsample", upsample.upsample, _O, ("upsample_conv2d",)),
+    Pass("timestep_embedding", timestep_embedding.timestep_embedding, _O),
+    # attention_heads: heads are split by a transpose, however the host writes it
+    # packed_linear: it packs the queries of self-attentions, which query_attention would take
+    Pass("query_attention", query_attention.query_attention, _O, ("attention_heads", "packed_linear")),
+    # query_attention: attention would take its attentions
+    Pass("attention", attention.attention, _O, ("query_attention",)),
 ]
 
 
 def run_passes(gm: fx.GraphModule, ctx: PassContext) -> dict[str, int]:
-    """Rewrites the graph of `gm` in place; how often each pass matched. What goes in and what comes out stays the same.
+    """Rewrites the graph of `gm` in place. Returns the number of rewrites by the name of the pass.
 
-    `gm` is not recompiled, which takes longer than all passes.
+    Inputs and outputs stay as they are. `gm` is not recompiled, which takes longer than all passes.
     """
     counts: dict[str, int] = {}
     if not supported(gm.graph):
         return counts
     rewrite.hoist_weights(gm.graph)
-    for name, function in PASSES:
-        at(f"pass {name}")
-        counts[name] = counts.get(name, 0) + function(gm, ctx)
+    for entry in PASSES:
+        at(f"pass {entry.name}")
+        counts[entry.name] = counts.get(entry.name, 0) + entry.function(gm, ctx)
     rewrite.eliminate_dead(gm.graph)
     return counts
 
 
 def supported(graph: fx.Graph) -> bool:
-    """No operation that depends on strides, no unknown size, no autocast that is yet to do its work."""
+    """Whether passes may rewrite a graph: no operation reads strides, no size is unknown, no autocast is enabled."""
     for node in graph.nodes:
         if rewrite.enters_autocast(node) and rewrite.argument(node, 2, "enabled") is not False:
             return False

@@ -89,14 +89,14 @@ def _break(w: World, rng: random.Random, stage: str, place: tuple[Any, str], kin
 def broken_pass(w: World, rng: random.Random) -> None:
     """One of the passes raises after it has done its work."""
     i = rng.randrange(len(passes.PASSES))
-    name, real = passes.PASSES[i]
+    entry = passes.PASSES[i]
 
     def failing(*args: Any) -> int:
-        real(*args)
-        raise Injected(name)
+        entry.function(*args)
+        raise Injected(entry.name)
 
     changed = list(passes.PASSES)
-    changed[i] = (name, failing)
+    changed[i] = entry._replace(function=failing)
     _patch(w, passes, "PASSES", changed)
 
 
