@@ -7,10 +7,8 @@ is named after the kernel that it fuses operations into.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
-from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -46,24 +44,8 @@ from . import (
     upsample,
     upsample_conv2d,
 )
+from .context import PassContext
 from .fusion import PassFunction
-
-if TYPE_CHECKING:
-    from sfast_ext.weights.submodule_arena import Arena
-
-
-@dataclass
-class PassContext:
-    """What passes may use: the weight arena, Triton kernels, and whether images are to be channels-last."""
-
-    arena: Arena
-    device: torch.device
-    triton: bool
-    channels_last: bool = True
-
-    def serves(self, *modules: ModuleType) -> bool:
-        """Whether all of these kernels may be launched. Operations without a kernel stay as they were captured."""
-        return all(kernels.serves(module, self.device, triton=self.triton) for module in modules)
 
 
 class Phase(IntEnum):

@@ -13,7 +13,7 @@ from .fusion import fusion
 from .rewrite import argument, call, overloads, replace
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 ATTENTION = overloads("scaled_dot_product_attention")
 

@@ -17,7 +17,7 @@ from .rewrite import RESHAPE, aten, call, dtype, is_op, meta_like, only_user, re
 from .scaled_dot_product import is_float_cast
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 VIEWS = RESHAPE | PERMUTE
 

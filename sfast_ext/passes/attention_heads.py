@@ -33,7 +33,7 @@ from .rewrite import (
 from .scaled_dot_product import MUL, cast, scale_option
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 Heads = tuple[int, int, int, int]
 """Batch, heads, tokens, channels."""

@@ -32,7 +32,7 @@ from .rewrite import (
 )
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 MUL = overloads("mul.Tensor", "mul.Scalar")
 DIV = overloads("div.Tensor", "div.Scalar")

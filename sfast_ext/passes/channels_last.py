@@ -25,7 +25,7 @@ from .rewrite import (
 )
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 # 4-D in, 4-D out, and NHWC out when NHWC in: they propagate the layout of an image.
 KEEPS_LAYOUT = overloads(

@@ -33,7 +33,7 @@ from .rewrite import (
 )
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 Rule = Callable[[fx.Node, fx.Node], fx.Node | None]
 """Takes a node and its first argument; returns what replaces the node, or None."""

@@ -13,7 +13,7 @@ from .fusion import fusion
 from .rewrite import CONV, argument, call, replace
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 
 @fusion(CONV, needs=(kernel,))

@@ -15,7 +15,7 @@ from .fusion import fusion
 from .rewrite import call, dtype, is_op, only_user, replace
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 OPTIONS = ("silu", "out_dtype")
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .rewrite import is_kernel, is_pure, meta_like, mutated, overloads, replace, shape, value
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 LARGEST_CONSTANT = 1 << 20  # elements
 UNINITIALISED = overloads(

@@ -12,7 +12,7 @@ from torch import fx
 from .rewrite import hoist_weights, is_op, mutated
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 PassFunction = Callable[[fx.GraphModule, "PassContext"], int]
 """Rewrites a graph in place and returns the number of rewrites."""

@@ -13,7 +13,7 @@ from .fusion import fusion
 from .rewrite import KERNEL_DTYPES, argument, call, dtype, is_op, only_user, overloads, replace, shape
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 GELU = overloads("gelu")
 MUL = overloads("mul.Tensor")

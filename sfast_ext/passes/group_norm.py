@@ -37,7 +37,7 @@ from .rewrite import (
 )
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 GROUP_NORM = overloads("group_norm")
 SLICE = overloads("slice.Tensor")

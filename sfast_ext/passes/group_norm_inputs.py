@@ -33,7 +33,7 @@ from .rewrite import (
 )
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 PERMUTE = overloads("permute")
 CAT = overloads("cat", "concat")

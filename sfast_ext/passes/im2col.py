@@ -20,7 +20,7 @@ from .fusion import fusion
 from .rewrite import CONV, aten, call, is_op, meta_like, only_user, shape, value
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 
 @fusion(CONV, needs=(group_norm,))

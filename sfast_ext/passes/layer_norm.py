@@ -30,7 +30,7 @@ from .rewrite import (
 )
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 LAYER_NORM = overloads("layer_norm")
 

@@ -20,7 +20,7 @@ from .layer_norm import is_residual_add
 from .rewrite import ADD, HALF, LINEAR, argument, call, dtype, is_op, only_user, replace, shape
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 
 class AccumulateMatch(NamedTuple):

@@ -13,7 +13,7 @@ from .fusion import fusion
 from .rewrite import HALF, LINEAR, argument, call, dtype, is_op, only_user, replace, shape
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 
 @fusion((geglu.launch,), needs=(kernel,))

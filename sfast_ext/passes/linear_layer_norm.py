@@ -31,7 +31,7 @@ from .rewrite import (
 )
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 
 Sizes = tuple[int, int, int]

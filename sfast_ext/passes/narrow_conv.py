@@ -14,7 +14,7 @@ from .fusion import fusion
 from .rewrite import CONV, argument, aten, call, dtype, is_op, is_weight, replace, shape
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 
 @fusion(CONV, needs=(kernel,))

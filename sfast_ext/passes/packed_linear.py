@@ -29,7 +29,7 @@ from .rewrite import (
 )
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 MAX_N = 81920
 """A wider GEMM's result takes much memory for long: SDXL's keys and values of the prompt have N = 166,400, and 49 MB

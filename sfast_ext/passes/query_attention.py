@@ -13,7 +13,7 @@ from .fusion import fusion
 from .rewrite import HALF, LINEAR, RESHAPE, argument, aten, call, dtype, is_op, only_user, replace, reshaped, shape
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 _TRANSPOSE = (aten.transpose.int,)
 

@@ -32,7 +32,7 @@ from .rewrite import (
 from .rewrite import CAST as CASTS
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 SOFTMAX = overloads("softmax.int", "_softmax", "special_softmax")
 BMM = overloads("bmm", "matmul")

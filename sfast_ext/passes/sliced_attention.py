@@ -16,7 +16,7 @@ from .rewrite import argument, call, dtype, is_op, meta_like, only_user, overloa
 from .scaled_dot_product import cast, is_float_cast
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 CAT = overloads("cat", "concat")
 SLICE = overloads("slice.Tensor")

@@ -14,7 +14,7 @@ from .geglu import half
 from .rewrite import KERNEL_DTYPES, argument, call, dtype, is_cast, is_op, only_user, overloads, replace, shape
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 CAT = overloads("cat", "concat")
 SIN, COS = overloads("sin"), overloads("cos")

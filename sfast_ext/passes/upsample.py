@@ -14,7 +14,7 @@ from .layer_norm import is_residual_add
 from .rewrite import KERNEL_DTYPES, argument, aten, call, dtype, only_user, overloads, replace, shape
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 NEAREST = overloads("upsample_nearest2d.vec", "upsample_nearest2d")
 

@@ -18,7 +18,7 @@ from .rewrite import CONV, argument, call, is_op, only_user, replace, shape
 from .upsample import NEAREST, steps
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 
 @fusion(CONV, needs=(kernel,))
