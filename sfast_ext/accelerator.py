@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from sfast_ext import environment
 from sfast_ext.behaviour.fingerprint import structure
 from sfast_ext.behaviour.forward_slot import ForwardSlot, foreign_forward, owner_of
 from sfast_ext.call_signature import NotOurs
@@ -112,7 +113,7 @@ class Accelerator:
         """Replace the forward of the module, below accelerate's hook if there is one. Idempotent."""
         self._released = False
         if self.config.triton:
-            get_ready()
+            get_ready(environment.triton_runs_on)
         if self._context.slot.install():
             self.forget_plans("another forward is in the module's place")
         return self

@@ -10,10 +10,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-import torch
 from torch import fx
 
-from sfast_ext import kernels
 from sfast_ext.report import at
 
 from . import (

@@ -211,7 +211,7 @@ def test_it_is_tried_in_the_background_as_soon_as_a_module_is_accelerated(stand_
     stand_in.may_end.set()
     pair.release()
     if triton:
-        precompile.get_ready().join(60)
+        precompile.get_ready(environment.triton_runs_on).join(60)
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def pair(stand_in, monkeypatch):
     """A model on a pretended GPU, and whether Triton was allowed for each plan."""
     pool = pretend_a_gpu(monkeypatch)
     monkeypatch.setattr(trial, "refusal", refusal)
-    monkeypatch.setattr(accelerator, "get_ready", lambda: None)  # the first plan has it tried
+    monkeypatch.setattr(accelerator, "get_ready", lambda runs_on: None)  # the first plan has it tried
     monkeypatch.setattr(plan_builder, "precompile", lambda graph, device: 0)
     allowed: list[bool] = []
     passes = plan_builder.run_passes
