@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("x", [X, X.flatten(2)], ids=["picture", "sequence"])
+@pytest.mark.parametrize("x", [X, X.flatten(2)], ids=["image", "sequence"])
 def test_norm_and_silu_become_one(affine: bool, x: Tensor) -> None:
     traced = Traced(Block(lambda m, x: F.silu(m.norm(x)), affine), x)
     assert traced.rewrite(group_norm) == 1

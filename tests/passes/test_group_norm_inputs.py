@@ -40,7 +40,7 @@ class Block(nn.Module):
         return self.proj(x.permute(0, 2, 3, 1).reshape(n, h * w, c)).reshape(n, h, w, c).permute(0, 3, 1, 2)
 
     def turned(self, x: Tensor) -> Tensor:
-        """A product whose columns are not the channels of the picture."""
+        """A linear whose N is not the channels of the image."""
         n, c, h, w = x.shape
         return self.proj(x.permute(0, 2, 3, 1).reshape(n, h * w, c)).reshape(n, c, h, w)
 
@@ -73,7 +73,7 @@ def test_a_sum_and_its_norm_become_one(what: str) -> None:
 
 
 @pytest.mark.parametrize(("what", "goes"), [("of tokens", True), ("of tokens, turned", False)])
-def test_the_bias_of_a_product_goes_along_where_it_is_one_of_channels(what: str, goes: bool) -> None:
+def test_the_bias_of_a_linear_goes_along_where_it_is_one_of_channels(what: str, goes: bool) -> None:
     module = Block(SUMS[what]).to(torch.bfloat16)
     traced = Traced(module, X.to(torch.bfloat16))
     traced.ctx.triton = True

@@ -66,7 +66,7 @@ def test_three_casts_of_one_result() -> None:
     assert traced.ops() == {"layer_norm": 1, "sin": 1}
 
 
-def test_a_term_that_is_computed_after_the_sum_is_waited_for() -> None:
+def test_a_weight_that_is_computed_after_the_sum_is_waited_for() -> None:
     def forward(m: Block, x: Tensor) -> Any:
         total = x.sin() + x
         return F.layer_norm(total, (8,), None, m.norm.bias + x[0, 0]), total
@@ -163,7 +163,7 @@ BIASES: dict[str, tuple[Callable[..., Any], bool]] = {
 
 
 @pytest.mark.parametrize("what", BIASES)
-def test_the_bias_of_a_product_goes_along(what: str) -> None:
+def test_the_bias_of_a_linear_goes_along(what: str) -> None:
     forward, goes = BIASES[what]
     traced = Traced(Projected(forward), X)
     assert traced.rewrite(add_layer_norm) == 1

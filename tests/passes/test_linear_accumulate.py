@@ -45,7 +45,7 @@ def rewritten(body: Callable[..., Any], bias: bool = True, triton: bool = True) 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("body", [plain, the_other_way_round])
-def test_the_product_goes_onto_the_sum(body: Callable[..., Any], bias: bool) -> None:
+def test_the_linear_goes_onto_the_sum(body: Callable[..., Any], bias: bool) -> None:
     traced, count = rewritten(body, bias)
     assert count == 1
     assert traced.ops()["add"] == 0
@@ -62,7 +62,7 @@ def sum_needed_later(m: Block, x: Tensor) -> Any:
     return (m.last(m.norm(total)) + total).relu(), total.sin()
 
 
-def product_needed_later(m: Block, x: Tensor) -> Any:
+def linear_needed_later(m: Block, x: Tensor) -> Any:
     total = m.first(x) + x
     last = m.last(m.norm(total))
     return (last + total).relu(), last.sin()
@@ -77,7 +77,7 @@ def with_a_factor(m: Block, x: Tensor) -> Any:
     return torch.add(m.last(m.norm(total)), total, alpha=2).relu()
 
 
-@pytest.mark.parametrize("body", [sum_needed_later, product_needed_later, no_norm_before, with_a_factor])
+@pytest.mark.parametrize("body", [sum_needed_later, linear_needed_later, no_norm_before, with_a_factor])
 def test_left_alone(body: Callable[..., Any]) -> None:
     traced, count = rewritten(body)
     assert count == 0
@@ -90,8 +90,8 @@ def test_not_with_a_bias_that_is_computed_after_the_sum() -> None:
 
     def body(m: Block, x: Tensor) -> Any:
         total = m.first(x) + x
-        product = nn.functional.linear(m.norm(total), m.last.weight, m.last.bias.float().to(HALF) * 2)
-        return (product + total).relu()
+        linear = nn.functional.linear(m.norm(total), m.last.weight, m.last.bias.float().to(HALF) * 2)
+        return (linear + total).relu()
 
     traced, count = rewritten(body)
     assert count == 0

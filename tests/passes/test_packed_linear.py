@@ -55,8 +55,8 @@ def test_a_group_that_is_too_wide_is_parted(most: int, parts: list[list[int]], m
     module = Siblings(*[nn.Linear(8, width) for width in (4, 8, 4, 8, 6, 8, 8)])
     traced = Traced(module, X)
     assert traced.rewrite(packed_linear) == sum(len(part) > 1 for part in parts)
-    columns = sorted(node.meta["val"].shape[-1] for node in traced.find("linear"))
-    assert columns == sorted(sum(part) for part in parts)
+    widths = sorted(node.meta["val"].shape[-1] for node in traced.find("linear"))
+    assert widths == sorted(sum(part) for part in parts)
     assert traced.error() < 1e-6
 
 
@@ -87,7 +87,7 @@ def test_later_siblings_need_not_stand_together() -> None:
     assert traced.error() < 1e-6
 
 
-def test_equal_inputs_are_one_after_common() -> None:
+def test_equal_inputs_are_one_after_cse() -> None:
     class Blocks(Siblings):
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:
             return tuple(linear(nn.functional.silu(x)) for linear in self.linears)

@@ -29,7 +29,7 @@ def test_what_is_not_known_does_not_widen(dtype: torch.dtype | None) -> None:
 
 
 @pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16])
-def test_a_cast_that_rounds_is_not_peeled_off(narrow: torch.dtype) -> None:
+def test_a_cast_that_rounds_is_not_stripped(narrow: torch.dtype) -> None:
     traced = Traced(lambda x: x.to(narrow).to(torch.float32) * 2, randn(3, 4) * 1e3)
     before = traced.ops()
     traced.rewrite(cleanup)

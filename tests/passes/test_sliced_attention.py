@@ -62,7 +62,7 @@ def test_becomes_one(what: str) -> None:
 
 
 def keys_by_the_queries_slices(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Not attention over all keys: SD.Next's dynamic attention by batched products does so."""
+    """Not attention over all keys: SD.Next's dynamic attention by batched matmuls does so."""
     k, v = (torch.cat([x, x[:, :4]], 1) for x in (k, v))
     return torch.cat([attend(*x) for x in zip(*(parts(y, 5, 1) for y in (q, k, v)))], 1)
 
