@@ -370,7 +370,7 @@ def test_two_weights_in_one_memory_of_which_one_is_replaced():
 
 
 def test_a_weight_that_nobody_keeps_is_not_copied_when_it_is_replaced(pair, monkeypatch):
-    monkeypatch.setattr(OriginalLayouts, "bring", lambda *_: pytest.fail("it was copied"))
+    monkeypatch.setattr(OriginalLayouts, "restore", lambda *_: pytest.fail("it was copied"))
 
     def replace(net):
         for layer in (plain_layer(net), packed_layer(net)):

@@ -101,7 +101,7 @@ def test_the_soak_names_the_command_that_plays_a_failure_again(tmp_path, monkeyp
 
 def test_an_attention_that_a_plan_does_not_follow_is_found(monkeypatch):
     monkeypatch.setattr(BehaviourKeys, "read", lambda keys: (0, None))
-    monkeypatch.setattr(BehaviourKeys, "now", lambda keys: (0, None))
+    monkeypatch.setattr(BehaviourKeys, "current", lambda keys: (0, None))
     w = World("small", 5)
     machine.play(w, "another_call", 0)
     try:
@@ -116,7 +116,7 @@ STOCK = surroundings.look()
 UNSEEN = {
     "function_of_torch_replaced": (surroundings, "look", lambda: STOCK),
     "hook_on_all": (surroundings, "look", lambda: STOCK),
-    "class_forward": (fingerprint, "strangers", lambda *class_of_anybody, **options: []),
+    "class_forward": (fingerprint, "foreign_layers", lambda *class_of_anybody, **options: []),
     "attribute": (Snapshot, "unchanged_quick", lambda snapshot: True),
 }
 
