@@ -71,69 +71,70 @@ class Pass(NamedTuple):
     phase of this pass. What other requirements imply is left out."""
 
 
-_C, _L, _F, _O = Phase.CANONICALIZE, Phase.LAYOUT, Phase.FUSION, Phase.LOWERING
+CANONICALIZE, LAYOUT, FUSION, LOWERING = Phase
 
 PASSES: list[Pass] = [
-    Pass("cleanup", cleanup.cleanup, _C),
-    # cleanup: operations are equal only once what does nothing before them is gone
-    Pass("cse", cse.cse, _C, ("cleanup",)),
+    Pass("cleanup", cleanup.cleanup, CANONICALIZE),
+    # cleanup: operations are equal only if they read one node, not a copy of it
+    Pass("cse", cse.cse, CANONICALIZE, ("cleanup",)),
     # cleanup: `detach_` pins the literals of a forward
-    Pass("fold_constants", cse.fold_constants, _C, ("cleanup",)),
+    Pass("fold_constants", cse.fold_constants, CANONICALIZE, ("cleanup",)),
     # cleanup: dropout that drops nothing stands between softmax and matmul
-    Pass("scaled_dot_product", scaled_dot_product.scaled_dot_product, _C, ("cleanup",)),
+    Pass("scaled_dot_product", scaled_dot_product.scaled_dot_product, CANONICALIZE, ("cleanup",)),
     # scaled_dot_product: it makes the attentions whose results are concatenated
-    Pass("sliced_attention", sliced_attention.sliced_attention, _C, ("scaled_dot_product",)),
+    Pass("sliced_attention", sliced_attention.sliced_attention, CANONICALIZE, ("scaled_dot_product",)),
     # sliced_attention: it matches slices of operands whose heads are not split yet
-    Pass("attention_heads", attention_heads.attention_heads, _C, ("sliced_attention",)),
-    # attention_heads: it casts the operands that it splits, at the attention
-    Pass("attention_casts", attention_casts.attention_casts, _C, ("attention_heads",)),
+    Pass("attention_heads", attention_heads.attention_heads, CANONICALIZE, ("sliced_attention",)),
+    # attention_heads: it moves lossless casts of the operands back to the attention
+    Pass("attention_casts", attention_casts.attention_casts, CANONICALIZE, ("attention_heads",)),
     # cse: linears are packed if they read one node, not equal ones
-    Pass("packed_linear", packed_linear.packed_linear, _L, ("cse",)),
-    Pass("channels_last", channels_last.channels_last, _L),
+    Pass("packed_linear", packed_linear.packed_linear, LAYOUT, ("cse",)),
+    Pass("channels_last", channels_last.channels_last, LAYOUT),
     # channels_last: the permutes around its linears meet those that make tokens of an image and back
-    Pass("cleanup", cleanup.cleanup, _L, ("channels_last",)),
-    Pass("narrow_conv", narrow_conv.narrow_conv, _F),
+    Pass("cleanup", cleanup.cleanup, LAYOUT, ("channels_last",)),
+    Pass("narrow_conv", narrow_conv.narrow_conv, FUSION),
     # packed_linear: biases are added to one packed projection of the timestep, not to each
-    Pass("group_norm", group_norm.group_norm, _F, ("packed_linear",)),
-    Pass("add_layer_norm", layer_norm.add_layer_norm, _F),
+    Pass("group_norm", group_norm.group_norm, FUSION, ("packed_linear",)),
+    Pass("add_layer_norm", layer_norm.add_layer_norm, FUSION),
     # add_layer_norm: layer_norm would take the norms without their sums
-    Pass("layer_norm", layer_norm.layer_norm, _F, ("add_layer_norm",)),
-    Pass("geglu", geglu.geglu, _F),
+    Pass("layer_norm", layer_norm.layer_norm, FUSION, ("add_layer_norm",)),
+    Pass("geglu", geglu.geglu, FUSION),
     # geglu: the kernel that is replaced
-    Pass("linear_geglu", linear_geglu.linear_geglu, _F, ("geglu",)),
+    Pass("linear_geglu", linear_geglu.linear_geglu, FUSION, ("geglu",)),
     # add_layer_norm: the kernel that returns the sum, and that gets a bias
-    Pass("linear_accumulate", linear_accumulate.linear_accumulate, _F, ("add_layer_norm",)),
+    Pass("linear_accumulate", linear_accumulate.linear_accumulate, FUSION, ("add_layer_norm",)),
     # layer_norm: the kernel that is replaced
     # linear_accumulate: it needs the norms whose kernels get a bias as they are
     # cleanup: between a 1x1 convolution that has become a linear and the norm only one reshape is left
     Pass(
         "linear_layer_norm",
         linear_layer_norm.linear_layer_norm,
-        _F,
+        FUSION,
         ("layer_norm", "linear_accumulate", "cleanup"),
     ),
     # narrow_conv: its kernels add the bias themselves
     # group_norm: it takes the biases of the convolutions that it reads, which bias_add would add on their own
     # linear_accumulate: it needs residual additions that bias_add would take
-    Pass("bias_add", bias_add.bias_add, _F, ("narrow_conv", "group_norm", "linear_accumulate")),
+    Pass("bias_add", bias_add.bias_add, FUSION, ("narrow_conv", "group_norm", "linear_accumulate")),
     # bias_add: its sums are matched, as well as plain ones
-    Pass("group_norm_inputs", group_norm_inputs.group_norm_inputs, _F, ("bias_add",)),
+    Pass("group_norm_inputs", group_norm_inputs.group_norm_inputs, FUSION, ("bias_add",)),
     # group_norm_inputs: it replaces a norm that does not write the im2col matrix
-    Pass("im2col", im2col.im2col, _O, ("group_norm_inputs",)),
+    Pass("im2col", im2col.im2col, LOWERING, ("group_norm_inputs",)),
     # bias_add: only convolutions whose bias it has taken are matched
-    Pass("upsample_conv2d", upsample_conv2d.upsample_conv2d, _O, ("bias_add",)),
+    Pass("upsample_conv2d", upsample_conv2d.upsample_conv2d, LOWERING, ("bias_add",)),
     # im2col, upsample_conv2d: conv2d would take their convolutions
-    Pass("conv2d", conv2d.conv2d, _O, ("im2col", "upsample_conv2d")),
+    Pass("conv2d", conv2d.conv2d, LOWERING, ("im2col", "upsample_conv2d")),
     # conv2d: its kernel computes the statistics of the norm
-    Pass("conv_group_norm", conv_group_norm.conv_group_norm, _O, ("conv2d",)),
+    Pass("conv_group_norm", conv_group_norm.conv_group_norm, LOWERING, ("conv2d",)),
     # upsample_conv2d: upsample would take its upsampling
-    Pass("upsample", upsample.upsample, _O, ("upsample_conv2d",)),
-    Pass("timestep_embedding", timestep_embedding.timestep_embedding, _O),
-    # attention_heads: heads are split by a transpose, however the host writes it
+    Pass("upsample", upsample.upsample, LOWERING, ("upsample_conv2d",)),
+    # the multiplication by 1 that hosts write between the product and its sine is gone since the first cleanup
+    Pass("timestep_embedding", timestep_embedding.timestep_embedding, LOWERING),
+    # attention_heads: afterwards heads are split by a transpose, however the host writes it
     # packed_linear: it packs the queries of self-attentions, which query_attention would take
-    Pass("query_attention", query_attention.query_attention, _O, ("attention_heads", "packed_linear")),
+    Pass("query_attention", query_attention.query_attention, LOWERING, ("attention_heads", "packed_linear")),
     # query_attention: attention would take its attentions
-    Pass("attention", attention.attention, _O, ("query_attention",)),
+    Pass("attention", attention.attention, LOWERING, ("query_attention",)),
 ]
 
 
