@@ -245,9 +245,9 @@ def in_order(net: str) -> Outcome:
 @pytest.fixture
 def everything_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the tensors are."""
-    monkeypatch.setattr(linear_layer_norm, "pays", lambda *sizes: True)
+    monkeypatch.setattr(linear_layer_norm, "profitable", lambda *sizes: True)
     monkeypatch.setattr(linear_layer_norm, "best", lambda *sizes: linear_layer_norm.Tile(64, 8, 0.0, 0.0))
-    monkeypatch.setattr(query_attention, "pays", lambda *sizes: True)
+    monkeypatch.setattr(query_attention, "profitable", lambda *sizes: True)
 
 
 PROOFS: dict[str, tuple[str, str]] = {
