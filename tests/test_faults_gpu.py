@@ -277,7 +277,7 @@ def test_a_kernel_that_cannot_be_launched_costs_that_kernel(room, monkeypatch):
     health.clear()
     try:
         with monkeypatch.context() as patch:
-            failing(patch, room, "start")
+            failing(patch, room, "launch_kernel")
             pair.same(CALLS)
         assert pair.runs == CALLS - 1 and not pair.counter("errors"), pair.words()
         assert pair.acc.status()["kernels_put_down"] == {health.name_of(room): "Injected: injected"}
