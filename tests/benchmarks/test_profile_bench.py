@@ -144,7 +144,7 @@ def test_kernels_of_no_node_have_a_row_of_their_own(monkeypatch):
         ("linear", "linear"),
         ("linear_geglu", "linear"),
         ("linear_layer_norm", "linear"),
-        ("linear_onto", "linear"),
+        ("linear_accumulate", "linear"),
         ("addmm", "linear"),
         ("baddbmm", "linear"),
         ("scaled_dot_product_attention", "attention"),
@@ -175,7 +175,7 @@ def test_what_a_node_costs():
 
     x, weight, residual = torch.randn(4, 6), torch.randn(8, 6), torch.randn(4, 8)
     found = kinds.cost(linear_accumulate.launch, (x, weight, residual), {}, residual)
-    assert found == ("linear_onto", "linear", "4×6, 8×6, 4×8", 2 * 4 * 6 * 8, 4 * (24 + 48 + 32 + 32))
+    assert found == ("linear_accumulate", "linear", "4×6, 8×6, 4×8", 2 * 4 * 6 * 8, 4 * (24 + 48 + 32 + 32))
     # with a vector each for bias, factor, offset and what comes after, a second result, and records
     vectors, records = [torch.randn(8) for _ in range(4)], torch.zeros(5, dtype=torch.int64)
     args = (x, weight, vectors[0], residual, *vectors[1:3], 1e-5, vectors[3], records)
