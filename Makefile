@@ -50,12 +50,12 @@ demo: .venv/.demo
 
 test: lint
 	.venv/bin/python -m pytest -n $(WORKERS) tests
-	TRITON_INTERPRET=1 .venv/bin/python -m pytest -n $(WORKERS) tests/kernels
+	TRITON_INTERPRET=1 .venv/bin/python -m pytest -n $(WORKERS) -m interpreter tests/kernels
 
 test-coarse-clock: export SFAST_TEST_CLOCK_STEP := $(STEP)
 test-coarse-clock: .venv/.dev
 	.venv/bin/python -m pytest -n $(WORKERS) tests
-	TRITON_INTERPRET=1 .venv/bin/python -m pytest -n $(WORKERS) tests/kernels
+	TRITON_INTERPRET=1 .venv/bin/python -m pytest -n $(WORKERS) -m interpreter tests/kernels
 
 ifneq ($(filter test-stack,$(MAKECMDGOALS)),)
 ifeq ($(wildcard requirements-stack/$(TORCH).txt),)
@@ -73,7 +73,7 @@ STACK := $(STACKS)/torch-$(TORCH)-python$(VERSION)
 test-stack: $(STACK)/.installed
 	$(STACK)/bin/python -m pytest -n $(WORKERS) tests
 ifeq ($(filter $(TORCH),$(NO_INTERPRETER)),)
-	TRITON_INTERPRET=1 $(STACK)/bin/python -m pytest -n $(WORKERS) tests/kernels
+	TRITON_INTERPRET=1 $(STACK)/bin/python -m pytest -n $(WORKERS) -m interpreter tests/kernels
 endif
 
 $(STACK)/.installed: requirements-stack/$(TORCH).txt requirements-test.txt $(if $(filter 2.13.0,$(TORCH)),requirements-dev.txt requirements-demo.txt)

@@ -79,10 +79,10 @@ class Launch:
 class _NoPool(GraphPool):
     """Without streams to wait for."""
 
-    def enter(self) -> Any:
+    def begin_use(self) -> Any:
         return None
 
-    def leave(self, stream: Any = None) -> None:
+    def end_use(self, stream: Any = None) -> None:
         pass
 
 
@@ -98,13 +98,13 @@ def launched(accelerator: Accelerator, call: Call) -> Launch:
     launch = Launch()
     pool = launch.pool
     plan._graph = CapturedGraph(launch, outputs, 0)  # type: ignore[arg-type]
-    plan._take([leaf.clone() for leaf in call.tensors(CPU)])
+    plan._set_static_inputs([leaf.clone() for leaf in call.tensors(CPU)])
     pool._entries[id(plan._graph)] = (plan._graph, lambda: None)
 
     def replayed(plan: Plan, call: Call) -> list[torch.Tensor]:
         return plan.replay(call.leaves, pool)
 
-    accelerator._outputs = replayed  # type: ignore[method-assign]
+    accelerator._runner.outputs = replayed  # type: ignore[method-assign]
     return launch
 
 
@@ -151,14 +151,14 @@ def watched(accelerator: Accelerator, launch: Launch, pool: GraphPool) -> Iterat
     (plan,) = accelerator.plans.values()
     line = Timeline()
     parts = [
-        (pool, "enter", "order of streams", "replay"),
-        (plan, "_fill", "copies in", "replay"),
+        (pool, "begin_use", "order of streams", "replay"),
+        (plan, "_copy_inputs", "copies in", "replay"),
         (launch, "replay", THE_LAUNCH, "replay"),
-        (plan, "_hand_out", "copies out", "replay"),
-        (pool, "leave", "order of streams", "replay"),
+        (plan, "_copy_outputs", "copies out", "replay"),
+        (pool, "end_use", "order of streams", "replay"),
     ]
     with contextlib.ExitStack() as stack:
-        for module in ("accelerator", "runtime.plan_builder"):
+        for module in ("accelerator", "runtime.plan_finder", "runtime.plan_runner"):
             stack.enter_context(mock.patch(f"sfast_ext.{module}.at", line.mark))
         for home, name, stage, then in parts:
             stack.enter_context(mock.patch.object(home, name, line.around(getattr(home, name), stage, then)))
@@ -255,29 +255,29 @@ def stages(accelerator: Accelerator, args: tuple, kwargs: dict, device: torch.de
     """What the parts of a call take, each by itself."""
     call = flatten_call(args, kwargs, device)
     (key,) = accelerator.plans
-    plan, report, keys = accelerator.plans[key], Report(), accelerator._keys
-    assert plan._graph is not None and keys._scene is not None
-    glance = keys._scene
+    plan, report, keys = accelerator.plans[key], Report(), accelerator._finder.keys
+    assert plan._graph is not None and keys._fingerprint is not None
+    fingerprint_read = keys._fingerprint
     pool = pool_of(device) if device.type == "cuda" else _NoPool(CPU)
 
     def lookup() -> None:
         again = (call.signature, plan.behaviour, None, device)
         accelerator.plans.get(again)
-        accelerator._shelf.refusal(again)
-        accelerator._shelf.touch(again)
+        accelerator._cache.rejection(again)
+        accelerator._cache.touch(again)
 
     outputs = plan._graph.outputs
     parts: dict[str, Callable[[], Any]] = {
-        "device": accelerator._device,
+        "device": accelerator._context.device,
         "signature": lambda: flatten_call(args, kwargs, device),
         "lookup": lookup,
-        "behaviour at each step": glance.looks_alike,
-        "behaviour where no generations are told": glance.holds,
+        "behaviour at each step": fingerprint_read.unchanged_quick,
+        "behaviour where no generations are told": fingerprint_read.unchanged,
         "weights": accelerator.arena.sync,
-        "copies in": lambda: plan._fill(call.leaves),
+        "copies in": lambda: plan._copy_inputs(call.leaves),
         "copies in, one by one": lambda: [mine.copy_(leaf) for mine, leaf in zip(plan._inputs, call.leaves)],
-        "order of streams": lambda: pool.leave(pool.enter()),
-        "copies out": lambda: plan._hand_out(outputs),
+        "order of streams": lambda: pool.end_use(pool.begin_use()),
+        "copies out": lambda: plan._copy_outputs(outputs),
         "result": lambda: plan.output(outputs),
         "counters": lambda: report.count("replays"),
     }

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 
 from benchmarks.unet.run import RESULTS, Case, case, file_for
-from sfast_ext.runtime.plan import relative_error
-from sfast_ext.tools import Unavailable
+from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.bench import make_unet
-from sfast_ext.tools.lib import attentions, engines, machine, models
+from sfast_ext.tools.lib import Unavailable, attentions, engines, machine, models
 from sfast_ext.tools.lib.ways import OURS, Way
 from sfast_ext.tools.text import number, table
 

@@ -1,4 +1,4 @@
-// A badge in the lower corner that says whether the accelerator runs; a click opens what the report says.
+// A badge in the lower corner that says whether calls are accelerated. A click opens the status.
 
 (function() {
     const PERIOD = 2000;
@@ -6,7 +6,7 @@
     let panel = null;
     let timer = null;
 
-    // parts that run on plans of their own, under another extension's forward
+    // parts with plans of their own, which another extension's forward calls
     function inParts(accelerator) {
         return (accelerator.parts || []).filter((part) => part.plans > 0);
     }
@@ -15,21 +15,21 @@
         if (!status.enabled) {
             return ['off', 'Stable Fast: off'];
         }
-        // what another extension's forward runs past has plans from before
+        // an idle accelerator still has plans, but another extension's forward does not call them
         const accelerators = status.accelerators.filter((accelerator) => !accelerator.idle);
         const plans = accelerators.flatMap((accelerator) => accelerator.plans || []);
-        // between jobs the host may have the memory of weights and graphs
+        // between jobs the memory of weights and graphs may be freed for the host
         const away = accelerators.some((accelerator) => accelerator.weights && accelerator.weights.away);
         if (away || plans.some((plan) => plan.state === 'replaying')) {
-            return ['on', 'Stable Fast: on'];
+            return ['on', 'Stable Fast: accelerated'];
         }
         if (accelerators.some((accelerator) => inParts(accelerator).length > 0)) {
-            return ['on', 'Stable Fast: on, block by block'];
+            return ['on', 'Stable Fast: accelerated, block by block'];
         }
         if (plans.length > 0) {
-            return ['on', 'Stable Fast: on, no graph'];
+            return ['on', 'Stable Fast: accelerated, no CUDA graph'];
         }
-        return ['waiting', Object.keys(status.reasons).length > 0 ? 'Stable Fast: standing aside' : 'Stable Fast: ready'];
+        return ['waiting', Object.keys(status.reasons).length > 0 ? 'Stable Fast: bypassed' : 'Stable Fast: ready'];
     }
 
     function line(parent, text, bold) {
@@ -69,7 +69,7 @@
         }
         const reasons = Object.entries(status.reasons);
         if (reasons.length > 0) {
-            line(panel, 'Calls of the original forward in the last pictures', true);
+            line(panel, 'Bypassed calls in the last images', true);
             reasons.forEach(([reason, count]) => line(panel, count + ' × ' + reason));
         }
         if (status.last_error) {
@@ -83,7 +83,7 @@
             const answer = await fetch('./sfast/v1/status');
             if (answer.status === 401) {
                 badge.dataset.state = 'unknown';
-                badge.textContent = 'Stable Fast: log in to see';
+                badge.textContent = 'Stable Fast: log in for status';
                 return;
             }
             if (!answer.ok) {
@@ -98,7 +98,7 @@
             }
         } catch (error) {
             badge.dataset.state = 'unknown';
-            badge.textContent = 'Stable Fast: no answer';
+            badge.textContent = 'Stable Fast: no status';
         }
     }
 
@@ -107,7 +107,7 @@
         clearInterval(timer);
         timer = null;
         if (!panel.hidden) {
-            // only while it can be read
+            // only while the page is visible
             timer = setInterval(() => {
                 if (!document.hidden) {
                     refresh();
@@ -118,7 +118,7 @@
         refresh();
     }
 
-    // themes of SD.Next have 'none' where others have a colour, or let what is behind shine through
+    // SD.Next's themes have 'none' where others have a colour, or a transparent one
     function cover(element) {
         const [, , , alpha = '1'] = getComputedStyle(element).backgroundColor.match(/[\d.]+/g) || [];
         if (Number(alpha) < 1) {
@@ -131,7 +131,7 @@
             position: 'fixed',
             left: '8px',
             bottom: bottom,
-            // over the results of SD.Next's modern UI on a phone, 999, and under a picture at full size, 1001
+            // above the results of SD.Next's modern UI on a phone (999), below an image at full size (1001)
             zIndex: '1000',
             padding: '2px 8px',
             borderRadius: '6px',
@@ -149,7 +149,7 @@
         badge = document.createElement('button');
         badge.id = 'stable_fast_badge';
         badge.type = 'button';
-        badge.title = 'What Stable Fast does; click for more';
+        badge.title = 'Stable Fast status; click for details';
         style(badge, '8px');
         badge.addEventListener('click', toggle);
         panel = document.createElement('div');
@@ -163,7 +163,7 @@
         refresh();
     });
 
-    // SD.Next calls it too, where it has it
+    // not every host has it
     if (typeof onOptionsChanged === 'function') {
         onOptionsChanged(() => {
             if (badge) {

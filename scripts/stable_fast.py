@@ -1,4 +1,4 @@
-"""What the WebUI loads: finds out which WebUI it is and starts its adapter."""
+"""The script that the WebUI loads: it finds the adapter of this WebUI and starts it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from sfast_ext import __version__, hosts
 
 adapter = hosts.find()
 if adapter is None:
-    print(f"Stable Fast {__version__}: this WebUI is not known; it is left as it is")
+    print(f"Stable Fast {__version__} does nothing: this WebUI is not supported. AUTOMATIC1111 1.10 and SD.Next are.")
 else:
     adapter.start(__version__)

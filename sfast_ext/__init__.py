@@ -7,8 +7,7 @@ accelerator.release()
 
 from __future__ import annotations
 
-from sfast_ext.accelerator import Accelerator, accelerate
-from sfast_ext.behaviour.forward_slot import accelerator_of
+from sfast_ext.accelerator import Accelerator, accelerate, accelerator_of
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.report import Report

@@ -1,47 +1,54 @@
-"""The accelerator stands in for one module's forward: for each call it decides which plan runs, or that the original
-does. It knows a callable and tensors; what a WebUI adds comes in through `Hooks`."""
+"""The accelerator replaces the forward of one module. For each call it decides between a plan and the original forward.
+
+It knows a callable and tensors, nothing of Stable Diffusion or of a WebUI. A host adds its knowledge through `Hooks`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any, cast
 
-import torch
 from torch import nn
 
+from sfast_ext import environment
 from sfast_ext.behaviour.fingerprint import structure
-from sfast_ext.behaviour.forward_slot import Slot, foreign_forward
-from sfast_ext.behaviour.key import BehaviourKeys
-from sfast_ext.call_signature import NotOurs, flatten_call
+from sfast_ext.behaviour.forward_slot import ForwardSlot, foreign_forward, owner_of
+from sfast_ext.call_signature import NotOurs
 from sfast_ext.config import Config
-from sfast_ext.environment import unserved
 from sfast_ext.hooks import Hooks
 from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.backend.precompile import get_ready
-from sfast_ext.report import Report, at, stage, words_of
-from sfast_ext.runtime.gc_pause import uncollected
+from sfast_ext.report import Report, at, stage
+from sfast_ext.runtime.backoff import CaptureBackoff
+from sfast_ext.runtime.failures import Failures
+from sfast_ext.runtime.gc_pause import gc_paused
 from sfast_ext.runtime.graph_pool import pool_of
-from sfast_ext.runtime.plan_builder import WARY, Found, OriginalFailed, Planner
-from sfast_ext.runtime.plan_cache import pool_for
-from sfast_ext.weights.arena import WeightsAway, WeightsChanged
+from sfast_ext.runtime.model_state import ModelState, ModuleContext
+from sfast_ext.runtime.plan import Plan
+from sfast_ext.runtime.plan_builder import OriginalRun, PlanBuilder
+from sfast_ext.runtime.plan_cache import PlanCache, pool_for
+from sfast_ext.runtime.plan_finder import HOST_STAGES, PlanFinder
+from sfast_ext.runtime.plan_runner import OriginalFailed, PlanRunner
+from sfast_ext.runtime.replay_state import Lookup, ReplayState
+from sfast_ext.weights.submodule_arena import Arena, SubmoduleArena
+from sfast_ext.weights.weight import WeightsAway, WeightsChanged, WeightsInUse
 
-_READING_KEY = "behaviour key"
-_STAND_ASIDE, _PREPARE, _KEY = "stand_aside of the host", "prepare of the host", "key of the host"
 
-
-class Accelerator(Planner):
+class Accelerator:
     """Runs plans in place of a module's forward.
 
     Args:
         module: the network, e.g. a UNet. Its tree is not touched.
         config: see `Config`.
-        hooks: what a host knows.
-        report: where decisions are noted; one of its own where None.
-        name: how the report calls the module.
-        whole: the accelerator of a network that `module` is a part of, see `accelerate_parts`.
+        hooks: callbacks of the host.
+        report: records decisions and errors. A new one if None.
+        name: the name of the module in the report.
+        whole: the accelerator of the network that `module` is a part of, see `accelerate_parts`. The part shares its
+            weights and locks.
     """
 
     def __init__(
@@ -54,89 +61,131 @@ class Accelerator(Planner):
         name: str = "unet",
         whole: Accelerator | None = None,
     ) -> None:
-        super().__init__(module, config or Config(), hooks or Hooks(), report or Report(), whole)
+        config, hooks = config or Config(), hooks or Hooks()
         self.name = name
+        self.whole = whole
+        self.report = report or Report()
+        self._model: ModelState[Accelerator] = ModelState(self, module) if whole is None else whole._model
+        self.arena: Arena = self._model.arena if whole is None else SubmoduleArena(self._model.arena, module)
+        self.restores_for_saving = True
+        """Whether `state_dict()` of the module restores the original layout of the weights."""
         self.calls = 0
-        """How often the module was called, but for calls within one of its own or while a plan of the whole is made."""
-        self._keys = self._new_keys()
+        """Calls of the module. Nested calls, and calls while a plan of the whole is built, are not counted."""
+        slot = ForwardSlot(module, self, saving=whole is None)
+        self._context = context = ModuleContext(
+            module, config, hooks, self.report, slot, self.arena, self._model, is_part=whole is not None
+        )
+        self._cache = cache = PlanCache(self.arena, self.report, self._model.lock, config.max_plans)
+        self._backoff = CaptureBackoff()
+        self._runner = PlanRunner(context, cache)
+        self._failures = Failures(context, cache)
+        self._builder = PlanBuilder(context, cache, self._runner, self._failures, self._backoff)
+        self._finder = PlanFinder(context, cache, self._runner, self._builder.static_numbers, self._backoff)
         self._released = False
         self._inside = threading.local()
 
+    @property
+    def module(self) -> nn.Module:
+        """The module whose forward is accelerated."""
+        return self._context.module
+
+    @property
+    def config(self) -> Config:
+        """The settings, see `configure`."""
+        return self._context.config
+
+    @property
+    def hooks(self) -> Hooks:
+        """Callbacks of the host."""
+        return self._context.hooks
+
+    @property
+    def plans(self) -> OrderedDict[Hashable, Plan]:
+        """All plans, least recently used first."""
+        return self._cache.plans
+
+    @property
+    def parts(self) -> list[Accelerator]:
+        """The accelerators of submodules, see `accelerate_parts`."""
+        return self._model.parts if self.whole is None else []
+
     def install(self) -> Accelerator:
-        """Take the module's forward; under accelerate's hook where there is one. Idempotent."""
+        """Replace the forward of the module, below accelerate's hook if there is one. Idempotent."""
         self._released = False
         if self.config.triton:
-            get_ready()
-        if self._slot.install():
-            self._forget_plans("another forward is in the module's place")
+            get_ready(environment.triton_runs_on)
+        if self._context.slot.install():
+            self.forget_plans("another forward is in the module's place")
         return self
 
     def installed(self) -> bool:
-        """Whether the module's forward is (still) ours."""
-        return self._slot.installed()
+        """Whether our forward is in the module."""
+        return self._context.slot.installed()
 
     def configure(self, config: Config) -> None:
-        """Change the settings; effective at the next call. Plans are kept where they would be built alike."""
-        with self._lock:
-            was, self.config = self.config, config
-            self._shelf.size = config.max_plans
+        """Change the settings, from the next call on. Plans are kept if the new settings would build the same ones."""
+        with self._model.lock:
+            was, self._context.config = self.config, config
+            self._cache.size = config.max_plans
             if not config.builds_like(was):
-                self._drop_all("the settings changed")
+                self._model.forget_plans("the settings changed")
             elif was != config:
-                self._shelf.pardon()
+                self._cache.clear_rejected()
                 self._backoff.clear()
                 for plan in self.plans.values():
                     plan.no_graph_reason = None
                     if not config.cuda_graphs:
                         plan.drop_graph(pool_for(plan))
-                self._refuse_what_is_too_far()
+                self._runner.reject_inaccurate()
             for part in self.parts:
                 part.configure(config)
 
     def new_generation(self) -> None:
-        """Tell that a generation begins: the behaviour key is read anew at the next call.
+        """A generation begins: the next call reads the behaviour key.
 
-        A host that calls this before each generation spares the calls in between; until it is first called, the key
-        is read at every call. The report's reasons are those of the last generations from then on.
+        After that, calls within the generation only do a quick check. If a host never calls this, every call reads the
+        key. From the first call of this method on, the report lists the reasons of the last generations only.
         """
         if self.whole is None:
             self.report.new_generation()
-        self._shelf.new_generation()
+        self._cache.new_generation()
         self._backoff.new_generation()
-        self._keys.tick()
+        self._finder.keys.begin_generation()
         for part in self.parts:
             part.new_generation()
 
     def accelerate_parts(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
-        """Accelerate submodules one by one, for a forward laid over this module's that calls them itself.
+        """Accelerate submodules one by one. For a third party's forward on this module that calls them itself.
 
-        Their plans read the weights where this module's do, and give way to its first. Idempotent.
+        The parts share the weight arena of this accelerator. Their plans are dropped when it builds its first one.
+        Idempotent.
 
         Args:
-            parts: names for the report, and submodules of which none lies in another.
+            parts: (name for the report, submodule). No submodule may contain another.
         """
-        with self._lock:
+        with self._model.lock:
             known = {id(part.module): part for part in self.parts}
             for name, module in parts:
                 foreign = foreign_forward(module)
                 if foreign is not None:
-                    self.report.fallback(f"{foreign} is in place of the forward of {name}")
+                    self.report.bypassed(f"{foreign} is in place of the forward of {name}")
                     continue
                 part = known.get(id(module))
                 if part is None:
                     options: dict[str, Any] = {"hooks": self.hooks, "report": self.report, "whole": self}
                     part = Accelerator(module, self.config, name=f"{self.name}.{name}", **options)
-                    self.parts.append(part)
+                    self._model.parts.append(part)
                 part.install()
 
     def move_to(self, module: nn.Module, hooks: Hooks) -> bool:
-        """Follow the host to another module that computes alike, whose weights the plans take up in place.
+        """Move to another module of the same structure. The plans stay; the next call copies its weights in.
 
-        The module left behind must hold none of the plans' memory any more: its weights are on another device, or
-        gone. Returns False, with nothing changed, where that is not so or the modules differ in more than values.
+        Precondition: the current module does not use the memory of the plans any more, because its weights are on
+        another device or deleted. Returns False and changes nothing if that does not hold, or if the modules differ in
+        more than the values of their weights.
         """
-        with self._lock:
-            behaviour, _ = self._keys.read()
+        with self._model.lock:
+            behaviour, _ = self._finder.keys.read()
             if not self.plans or structure(self.module, self.hooks.ignored) != structure(module, hooks.ignored):
                 return False
             try:
@@ -145,31 +194,81 @@ class Accelerator(Planner):
             except WeightsAway:
                 return False
             self._release_parts()
-            self._slot.release()
-            self.module, self.hooks, self._released = module, hooks, False
-            self._slot, self._keys = Slot(module, self), self._new_keys(behaviour)
+            context = self._context
+            context.slot.release()
+            context.module, context.hooks, self._released = module, hooks, False
+            context.slot = ForwardSlot(module, self, saving=self.whole is None)
+            self._finder.follow(behaviour)
             for key in [key for key, plan in self.plans.items() if plan.behaviour != behaviour]:
-                self._shelf.drop(key)
-            self._shelf.pardon()
+                self._cache.drop(key)
+            self._cache.clear_rejected()
         self.install()
         self.report.event("plans", f"{len(self.plans)} plans are kept for a model of the same architecture")
         return True
 
     def release(self) -> None:
-        """Give back the forward, the parameters and the memory. Idempotent."""
-        with self._lock:
-            # somebody may hold our forward still, and call it
+        """Restore the forward and the parameters, and free the memory. Idempotent."""
+        with self._model.lock:
+            # a third party may still hold our forward, and call it
             self._released = True
             with contextlib.ExitStack() as steps:
-                # last in, first out; one that fails keeps none from its turn
-                for step in (self._keys.clear, self.arena.release, self._clear, self._slot.release):
+                # runs them in reverse order, all of them even if one raises
+                for step in (self._finder.keys.clear, self.arena.release, self._clear, self._context.slot.release):
                     steps.callback(step)
                 self._release_parts()
 
+    def give_memory_back(self) -> bool:
+        """Free the GPU memory of the plans, while the host has the weights of the module on another device.
+
+        The plans stay. The next call for which the weights are back allocates new memory and copies them there. CUDA
+        graphs are captured again, as they hold the old addresses.
+
+        Returns:
+            False if the module's own parameters use that memory; then nothing is freed.
+        """
+        given = self._model.give_memory_back()
+        if given:
+            self.report.count("memory_given_back")
+        return given is not None
+
+    def fetch_weights(self) -> int:
+        """Copy the weights of the module from another device into the memory of the plans; see `WeightArena.fetch`.
+
+        Returns:
+            The number of weights copied.
+
+        Raises:
+            WeightsAway, WeightsChanged: see `WeightArena.sync`. Some weights may have been copied.
+        """
+        with self._model.lock:
+            return self._model.arena.fetch()
+
+    def forget_plans(self, reason: str | None, *, at_once: bool = True) -> None:
+        """Drop all plans.
+
+        Args:
+            reason: reported if there were any plans.
+            at_once: whether new plans may be built without backoff.
+        """
+        with self._model.lock:
+            (self._backoff.clear if at_once else self._backoff.restart_counts)()
+            self._builder.forget()
+            self._cache.clear(reason)
+
+    def before_saving(self) -> None:
+        """Restore the original layout of the parameters: libraries that save weights refuse other strides."""
+        if not self.restores_for_saving:
+            return
+        try:
+            self.arena.restore_layout_temporarily()
+        except WeightsInUse as exc:
+            # the values are right, and some libraries accept any strides
+            self.report.event("weights", f"they are saved as they lie: {exc}")
+
     def status(self) -> dict[str, Any]:
-        """This accelerator's part of the status."""
-        with self._lock:
-            device = self._device()
+        """The state of this accelerator, for the status page."""
+        with self._model.lock:
+            device = self._context.device()
             return {
                 "name": self.name,
                 "module": type(self.module).__qualname__,
@@ -183,15 +282,15 @@ class Accelerator(Planner):
             }
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that was there before, down to its parts: these are accelerated for a forward laid over this one
-        that calls them itself, and need no plans for a call that goes to this one."""
+        """Run the original forward. Parts run their original forwards too: they are accelerated for a third party's
+        forward that calls them itself."""
         with _building() if self.parts else contextlib.nullcontext():
-            return super().original(*args, **kwargs)
+            return self._context.original(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # a part: within the original of the whole
-        aside = self._released or (self.whole is not None and getattr(_thread, "building", False))
-        if aside or getattr(self._inside, "busy", False) or not self.config.enabled:
+        # a part is bypassed inside the original forward of the whole
+        bypass = self._released or (self.whole is not None and getattr(_thread, "building", False))
+        if bypass or getattr(self._inside, "busy", False) or not self.config.enabled:
             return self.original(*args, **kwargs)
         self.calls += 1
         self._inside.busy = True
@@ -201,198 +300,103 @@ class Accelerator(Planner):
             self._inside.busy = False
 
     def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found: Found | None = None
+        lookup: Lookup | None = None
+        # an exception leaves it so
+        state = ReplayState.BYPASS
         try:
-            found = self._find(args, kwargs)
-            if found.plan is not None and (found.ahead or not found.sure):
-                # The replay is on its way while the key and the weights are looked at; where one has changed, its
-                # result is thrown away.
-                result = self._run(found, args, kwargs)
-                launched, found = found, None
-                if self._still_so(launched):
-                    return self._used(launched, result)
-                self.report.count("discarded")
-                found = self._find(args, kwargs, ahead=False)
-            if found.plan is not None:
-                return self._used(found, self._run(found, args, kwargs))
+            lookup = self._finder.find(args, kwargs)
+            if lookup.state is ReplayState.REPLAY_SPECULATIVE:
+                # validated while the GPU works
+                result = self._run(lookup, args, kwargs)
+                launched, lookup = lookup, None
+                if self._finder.validate(launched):
+                    return self._record_use(launched, result)
+                self.report.count("misspeculated")
+                lookup = self._finder.find(args, kwargs, speculate=False)
+            if lookup.state is not ReplayState.BUILD:
+                return self._record_use(lookup, self._run(lookup, args, kwargs))
+            state = ReplayState.BUILD
         except (NotOurs, WeightsAway) as exc:
-            self.report.fallback(str(exc))
-            found = None
+            self.report.bypassed(str(exc))
         except WeightsChanged as exc:
             self._weights_changed(exc)
-            found = None
         except OriginalFailed as exc:
             raise exc.cause from None
         except Exception as exc:
-            if found is None and stage() in (_STAND_ASIDE, _PREPARE, _KEY):
-                return self._asked_in_vain(exc, args, kwargs)
-            self._failed(exc, found, building=False)
-            found = None
+            if lookup is None and stage() in HOST_STAGES:
+                return self._host_failed(exc, args, kwargs)
+            self._failures.failed(exc, lookup, building=False)
 
-        if found is None:
+        if state is ReplayState.BYPASS or lookup is None:
             return self.original(*args, **kwargs)
-        mine = self._building.acquire(blocking=False)
+        mine = self._model.build_lock.acquire(blocking=False)
         if not mine:
-            return self._first(found, args, kwargs, build=False)
+            return self._run_original(lookup, args, kwargs, build=False)
         try:
-            with uncollected():
-                return self._first(found, args, kwargs, build=True)
+            with gc_paused():
+                return self._run_original(lookup, args, kwargs, build=True)
         finally:
-            self._building.release()
+            self._model.build_lock.release()
 
-    def _first(self, found: Found, args: tuple[Any, ...], kwargs: dict[str, Any], build: bool) -> Any:
-        """The original's result for a call that no plan is for; and a plan, where one is to be built."""
-        started = time.perf_counter()
-        watched = self._watched(found) if build else None
-        result = self.original(*args, **kwargs) if watched is None else watched.run(self.original, args, kwargs)
-        if build:
-            self._try_to_build(found, result, args, kwargs, time.perf_counter() - started, watched)
+    def _run(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._runner.run(lookup, lambda: self.original(*args, **kwargs))
+
+    def _record_use(self, lookup: Lookup, result: Any) -> Any:
+        plan = lookup.plan
+        assert plan is not None
+        at("keeping the plan")
+        self._cache.touch(lookup.key)
+        plan.replays += 1
+        self._backoff.record_replay(lookup.shape_signature, plan.replays)
+        self.report.count("replays" if plan.has_graph else "eager_runs")
         return result
 
-    def _try_to_build(self, found: Found, *told: Any) -> None:
+    def _run_original(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any], build: bool) -> Any:
+        """The original forward's result for a call without a plan. With `build`, also builds the plan."""
+        started = time.perf_counter()
+        trace = self._builder.live_trace(lookup) if build else None
+        result = self.original(*args, **kwargs) if trace is None else trace.run(self.original, args, kwargs)
+        if build:
+            seconds = time.perf_counter() - started
+            run = OriginalRun(lambda: self.original(*args, **kwargs), result, seconds, trace)
+            self._try_to_build(lookup, run)
+        return result
+
+    def _try_to_build(self, lookup: Lookup, run: OriginalRun) -> None:
         try:
             with _building():
-                self._build(found, *told)
+                self._builder.build(lookup, run)
         except WeightsAway as exc:
-            self.report.fallback(str(exc))
+            self.report.bypassed(str(exc))
         except WeightsChanged as exc:
             self._weights_changed(exc)
         except Exception as exc:
-            self._failed(exc, found, building=True)
+            self._failures.failed(exc, lookup, building=True)
         finally:
-            self._lay_back()
+            self._model.restore_layout(self.report)
 
-    def _failed(self, exc: Exception, found: Found | None, *, building: bool) -> None:
-        """Note an exception of ours, and put aside what it came from. Nothing is raised: the call goes on."""
+    def _host_failed(self, exc: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A callback of the host raised: return the original forward's result. If that raises the same type of
+        exception, it is the host's own error, and is not reported as ours."""
         where = stage()
-        self.report.error(where, exc)
-        if found is None or (found.plan is None and not building) or where == _READING_KEY:
-            return
         try:
-            plan = None if building else found.plan
-            if plan is not None and self._put_down(exc, found.device):
-                self._shelf.drop(found.key)
-                return
-            if not self._made_room(exc, plan):
-                what = "no plan could be built" if building else "its plan failed"
-                self._shelf.refuse(found.key, f"{what}: {where}: {words_of(exc)}")
-        except Exception as again:
-            self.report.error("giving up a plan", again)
-
-    def _lay_back(self) -> None:
-        """Where no plan came of it, the original forward runs on weights that lie as its host knows them."""
-        whole = self.whole or self
-        if not any(accelerator.plans for accelerator in (whole, *whole.parts)):
-            try:
-                whole.arena.lay_back()
-            except Exception as exc:
-                self.report.error("laying the weights back", exc)
+            result = self.original(*args, **kwargs)
+        except Exception as its:
+            if type(its) is not type(exc):
+                self.report.error(where, exc)
+            raise
+        self.report.error(where, exc)
+        return result
 
     def _weights_changed(self, exc: WeightsChanged) -> None:
         try:
-            # what was captured for nothing stays counted, or weights that change at every call would have no end of it
-            self._drop_all(str(exc), at_once=False)
+            # the backoff keeps its counts: weights that change at every call must not be captured for ever
+            self._model.forget_plans(str(exc), at_once=False)
         except Exception as again:
             self.report.error("giving up a plan", again)
 
-    def _read_keys(self) -> tuple[int, str | None]:
-        at(_READING_KEY)
-        return self._keys.read()
-
-    def _still_so(self, found: Found) -> bool:
-        """Whether a replay that was launched computes what is wanted: what was put off is looked at now."""
-        if not found.sure:
-            at(_READING_KEY)
-            behaviour, foreign = self._keys.now()
-            if behaviour != found.behaviour or foreign:
-                self._wary_of_behaviour = WARY
-                return False
-        if found.ahead:
-            # also where it raises
-            self._wary_of_weights = WARY
-            if self._synced():
-                return False
-            self._wary_of_weights = 0
-        return True
-
-    def _synced(self) -> int:
-        at("weights")
-        copied = self.arena.sync()
-        if copied:
-            self.report.count("weights_copied", copied)
-        return copied
-
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, ahead: bool = True) -> Found:
-        """The call, its key and its plan, None where one is to be built.
-
-        Raises:
-            NotOurs: the original forward is to run.
-            WeightsAway, WeightsChanged: see `WeightArena.sync`.
-        """
-        if torch.is_grad_enabled():
-            raise NotOurs("gradients are being recorded")
-        at(_STAND_ASIDE)
-        reason = self.hooks.stand_aside() if self.hooks.stand_aside else None
-        if reason:
-            raise NotOurs(reason)
-        device = self._device()
-        if device is None or device.type not in ("cuda", "cpu"):
-            raise NotOurs(f"the model is on {'no device' if device is None else device}, not on a GPU")
-        if device.type == "cpu" and not self.config.allow_cpu:
-            raise NotOurs("the model is on the CPU, and running there is switched off in the settings")
-        refused = unserved(device)
-        if refused is not None:
-            raise NotOurs(refused)
-        at("arguments")
-        call = flatten_call(args, kwargs, device)
-        generic = call.signature
-        if self._static_numbers and generic in self._static_numbers:
-            call = flatten_call(args, kwargs, device, static_numbers=True)
-        if self.hooks.prepare is not None:
-            # first of all: it may give a layer a bias, which the key is to show
-            at(_PREPARE)
-            self.hooks.prepare()
-        known, due = self._keys.last, self._keys.due
-        sure = known is None
-        behaviour, foreign = self._read_keys() if known is None else known
-        if not sure and (foreign or self._wary_of_behaviour):
-            self._wary_of_behaviour = max(self._wary_of_behaviour - 1, 0)
-            at(_READING_KEY)
-            behaviour, foreign = self._keys.now()
-            sure = True
-        if foreign:
-            raise NotOurs(foreign)
-        at(_KEY)
-        host = self.hooks.key() if self.hooks.key else None
-        key = (call.signature, behaviour, host, device)
-        plan = self.plans.get(key)
-        # at the beginning of a generation weights are likely to be others
-        ahead = ahead and plan is not None and not due and self._runs_ahead(plan)
-        sure = sure or (not ahead and self._keys.sure)
-        if not sure and (plan is None or self._is_compared(plan)):
-            # only a plan may run on the key of the last call: what keeps one away may be gone; and what a plan is
-            # compared with must be what it was made for
-            now, foreign = self._read_keys()
-            if now != behaviour or foreign:
-                return self._find(args, kwargs, ahead=ahead)
-            sure = True
-        refused = self._shelf.refusal(key)
-        if refused is not None:
-            raise NotOurs(refused)
-        if plan is None and self._backoff.waits(generic, key):
-            raise NotOurs("what the model computes changes again and again: a plan is made when it stays the same")
-        if not ahead:
-            self._synced()
-        return Found(call, generic, key, plan, behaviour, device, sure, ahead)
-
-    def _drop_all(self, reason: str, *, at_once: bool = True) -> None:
-        """Drop the plans of the whole model: they share their weights."""
-        whole = self.whole or self
-        for accelerator in (whole, *whole.parts):
-            accelerator._forget_plans(reason, at_once=at_once)
-
     def _clear(self) -> None:
-        self._forget_plans(None)
+        self.forget_plans(None)
 
     def _summary(self) -> dict[str, Any]:
         plans = list(self.plans.values())
@@ -403,12 +407,7 @@ class Accelerator(Planner):
         with contextlib.ExitStack() as each:
             for part in self.parts:
                 each.callback(part.release)
-            self.parts = []
-
-    def _new_keys(self, first: int = 0) -> BehaviourKeys:
-        hooks = self.hooks
-        kept = self.config.max_plans
-        return BehaviourKeys(self.module, hooks.ignored, hooks.recognised, kept, first, hooks.transparent)
+            self.parts.clear()
 
 
 _thread = threading.local()
@@ -416,6 +415,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def _building() -> Iterator[None]:
+    """Marks this thread as building a plan: parts run their original forwards."""
     before = getattr(_thread, "building", False)
     _thread.building = True
     try:
@@ -429,9 +429,14 @@ def accelerate(module: nn.Module, config: Config | None = None, **options: Any) 
 
     Args:
         module: the network, e.g. `pipe.unet`.
-        config: see `Config`; options are those of `Accelerator`.
+        config: see `Config`. Further options are those of `Accelerator`.
 
     Returns:
-        The accelerator; its `release()` gives everything back.
+        The accelerator. `release()` undoes everything.
     """
     return Accelerator(module, config, **options).install()
+
+
+def accelerator_of(module: nn.Module) -> Accelerator | None:
+    """The accelerator installed on a module, or None."""
+    return cast("Accelerator | None", owner_of(module))

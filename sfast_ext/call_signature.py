@@ -1,8 +1,8 @@
-"""What makes two calls interchangeable, and how a call's arguments become a flat list of tensors.
+"""The signature of a call: what makes two calls interchangeable. Arguments become a flat list of tensors.
 
-A call is a tree of tuples, lists, dicts and dataclasses. Its tensors are the plan's inputs. A Python number given
-as an argument of its own (a timestep, a ControlNet's strength) becomes a 0-d tensor, so that no number of one
-step is baked into a plan; all other scalars are part of the signature.
+A call is a tree of tuples, lists, dicts and dataclasses. Its tensors are the inputs of a plan. A Python number that is
+an argument of its own (a timestep, the strength of a ControlNet) becomes a 0-d tensor, so that it is not baked into a
+plan. All other scalars are part of the signature.
 """
 
 from __future__ import annotations
@@ -17,55 +17,52 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 _CONSTANTS = frozenset({type(None), bool, str, bytes, torch.dtype, torch.device})
-# before torch 2.4 each device type had functions of its own
+# before torch 2.4 there was a function for each device type
 _AUTOCAST_BY_TYPE = hasattr(torch, "get_autocast_dtype")
-# A tensor this small may live on another device than the model (a timestep on the CPU) and is carried over.
+# A tensor of up to this many elements may be on the CPU (a timestep). It is copied to the model's device.
 SMALL = 64
 
 
 class NotOurs(Exception):
-    """The call belongs to the original forward; the message says why, in a user's words."""
+    """The call is bypassed. The message says why, in a user's words."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Hashable identity of a call: the tree with its shapes and dtypes, and the state of autocast."""
+    """Hashable identity of a call: its tree with shapes and dtypes, and the autocast mode."""
 
     tree: Hashable
     mode: tuple[Any, ...]
 
     def words(self) -> str:
-        """The signature as a person reads it."""
+        """The signature as readable text."""
         text = ", ".join(_words(self.tree, ""))
         return f"{text} under autocast {self.mode[1]}" if self.mode else text
 
 
 @dataclass
 class Call:
-    """The arguments of one call, flattened.
-
-    `leaves` are tensors on the model's device or Python numbers that become tensors.
-    """
+    """The flattened arguments of one call. `leaves` are tensors, or Python numbers that become tensors."""
 
     signature: Signature
     leaves: list[Any]
     tree: Any
 
     def tensors(self, device: torch.device) -> list[torch.Tensor]:
-        """The leaves as contiguous tensors on `device`; fresh only where something had to change."""
+        """The leaves as contiguous tensors on `device`. Copies only where needed."""
         return [as_tensor(leaf, device) for leaf in self.leaves]
 
 
 def as_tensor(leaf: Any, device: torch.device) -> torch.Tensor:
-    """A leaf as a contiguous tensor on `device`; a Python float keeps its 64 bits, as torch.tensor in a forward would
-    not, since the forward rounds it itself."""
+    """A leaf as a contiguous tensor on `device`. A Python float becomes float64, not torch's default dtype: the forward
+    rounds it itself."""
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().to(device).contiguous()
     return torch.tensor(leaf, dtype=torch.int64 if isinstance(leaf, int) else torch.float64, device=device)
 
 
 def autocast_mode(device_type: str) -> tuple[Any, ...]:
-    """() without autocast, else (device type, dtype)."""
+    """(device type, dtype) of autocast, or () without it."""
     if _AUTOCAST_BY_TYPE:
         return (device_type, torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else ()
     if device_type == "cuda":
@@ -78,10 +75,11 @@ def flatten_call(
 ) -> Call:
     """Flatten the arguments of a call to a module on `device`.
 
-    With `static_numbers` Python numbers stay in the signature; for forwards that branch on them.
+    Args:
+        static_numbers: Python numbers stay in the signature. For forwards that branch on them.
 
     Raises:
-        NotOurs: an argument is of a kind that is not understood.
+        NotOurs: an argument is of an unsupported type.
     """
     leaves: list[Any] = []
     numbers = not static_numbers
@@ -95,14 +93,14 @@ def flatten_output(output: Any) -> tuple[Any, list[torch.Tensor]]:
     """The tree of a forward's result, and its tensors.
 
     Raises:
-        NotOurs: the result holds something that is not understood.
+        NotOurs: the result contains an unsupported type.
     """
     leaves: list[Any] = []
     return _flatten(output, leaves, None, (None, "the {}", "result"), False), leaves
 
 
 def rebuild_call(tree: Any, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inverse of `flatten_call`, with other leaves in place of the call's own."""
+    """The inverse of `flatten_call`, with other leaves."""
     _, positional, named = tree
     return tuple(_rebuild(t, leaves) for t in positional), {k: _rebuild(t, leaves) for k, t in named}
 
@@ -112,7 +110,7 @@ def rebuild_output(tree: Any, leaves: Sequence[Any]) -> Any:
     return _rebuild(tree, leaves)
 
 
-# where a value lies: in what, how that reads, and under which key; read by nobody but a refusal
+# the path to a value, for messages: (path of the container, format, key)
 _Where = tuple[Any, str, Any]
 
 
@@ -133,7 +131,7 @@ def _flatten(value: Any, leaves: list[Any], device: torch.device | None, where: 
         items = [_flatten(v, leaves, device, (where, "[{}]", i), False) for i, v in enumerate(value)]
         return ("list" if kind is list else "tuple", kind, tuple(items))
     if kind is not dict and dataclasses.is_dataclass(value):
-        # before dict: diffusers' outputs are both
+        # before dict: outputs of diffusers are both
         names = [f.name for f in dataclasses.fields(value)]
         fields = [(n, _flatten(getattr(value, n), leaves, device, (where, ".{}", n), False)) for n in names]
         return ("data", kind, tuple(fields))
@@ -147,7 +145,7 @@ def _flatten(value: Any, leaves: list[Any], device: torch.device | None, where: 
 
 
 def _tensor(value: torch.Tensor, leaves: list[Any], device: torch.device | None, where: _Where) -> Any:
-    # device is None for results, which are fake during a capture
+    # device is None for results. They are fake tensors during a capture.
     kind = type(value)
     plain = kind is torch.Tensor or kind is (FakeTensor if device is None else torch.nn.Parameter)
     if not plain or value.layout is not torch.strided or value.is_quantized:

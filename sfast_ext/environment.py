@@ -36,11 +36,6 @@ def triton_error() -> str | None:
     return _triton_import_error()
 
 
-def has_xformers() -> bool:
-    """Whether xformers is installed; it is not imported."""
-    return version("xformers") is not None
-
-
 def version(package: str) -> str | None:
     """The installed version of a package, or None."""
     try:

@@ -1,4 +1,4 @@
-"""What a host adds to an accelerator."""
+"""What a host adds to an accelerator; see hosts/README.md."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from torch import nn
 class Hooks:
     """What a host adds to an accelerator. Each is optional."""
 
-    stand_aside: Callable[[], str | None] | None = None
-    """At each call: why the original forward must run, or None. Microseconds."""
+    bypass_reason: Callable[[], str | None] | None = None
+    """Asked at each call: why the original forward must run (the call is bypassed); None where it need not. Takes
+    microseconds."""
     prepare: Callable[[], None] | None = None
-    """At each call, before the weights are looked at: bring lazy weights up to date."""
+    """Called at each call, before the weights and `key` are read: updates weights that the host changes lazily."""
     key: Callable[[], Hashable] | None = None
-    """At each call: behaviour that shows in no argument and in no attribute of a module."""
+    """Asked at each call: what changes the forward and appears in no argument and in no attribute of a module."""
     recognised: Callable[[nn.Module, str, Any], bool] | None = None
-    """Vouches for a patch on a module: (module, kind as in `behaviour.Patch`, function). Others mean the original
-    forward."""
+    """Whether a patch on a module is known to be captured correctly: (module, kind as in `behaviour.Patch`, function).
+    Any other patch bypasses the call."""
     transparent: Callable[[nn.Module, str, Any], bool] | None = None
-    """Whether a forward laid over a module computes what the module's own does. Plans outlast its exchange for another
-    such: a host may lay one over a module each time that it moves it. Arguments as of `recognised`, which is asked as
-    well."""
+    """Whether a forward put over a module's computes what the module's own does. Plans stay valid when one such forward
+    replaces another: a host may put one over a module each time it moves it. The arguments are those of `recognised`,
+    which is asked as well."""
     ignored: frozenset[str] = frozenset()
-    """Module attributes that are bookkeeping of the host's, and change without changing what a forward computes."""
+    """Module attributes that the host uses for bookkeeping. They change without changing what a forward computes."""

@@ -16,27 +16,27 @@ _thread = threading.local()
 EVENTS_KEPT = 200
 REASONS_KEPT = 100
 LONGEST = 500
-"""Characters of an event's message."""
+"""The maximum length of a message in characters."""
 
-# counters of what calls do that go to no fallback
+# counters of calls that are not bypassed
 _CALLS = frozenset({"captures", "eager_runs", "replays"})
 _ADDRESS = re.compile(r"(?: at)? 0x[0-9a-fA-F]+")
-# a number on its own; not that of a block ("blocks.3"), a device ("cuda:1") or a line of code
+# a number by itself, not the number of a block ("blocks.3"), a device ("cuda:1") or a line of code
 _NUMBER = re.compile(r"(?<![\w.:-])\d+(?:\.\d+)?(?:e[-+]?\d+)?(?!\w)")
 
 
 def at(stage: str) -> None:
-    """Say what this thread is about to do: an exception from then on is one of that stage."""
+    """Set the stage of this thread. Exceptions are attributed to it until the next stage."""
     _thread.stage = stage
 
 
 def stage() -> str:
-    """What this thread was last about to do."""
+    """The current stage of this thread."""
     return getattr(_thread, "stage", "decision")
 
 
 def words_of(exc: BaseException) -> str:
-    """An exception's type and message; its type alone where it cannot say more."""
+    """The type and message of an exception. Only the type if its `__str__` raises."""
     try:
         return f"{type(exc).__name__}: {exc}".strip()
     except Exception:
@@ -44,20 +44,20 @@ def words_of(exc: BaseException) -> str:
 
 
 def one_line(text: str) -> str:
-    """A text in one line, of bounded length, without the addresses of objects."""
+    """A text as one line of bounded length, without addresses of objects."""
     text = _ADDRESS.sub("", " ".join(text.split()))
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
 class _Reasons:
-    """Reasons and how many calls each sent to the original forward; those that differ in a size are one."""
+    """Reasons, and the number of calls that each bypassed. Reasons that differ in numbers only are merged."""
 
     def __init__(self, *, latest: bool) -> None:
         self._latest = latest
         self._counted: dict[str, tuple[str, int]] = {}
 
     def add(self, reason: str) -> str | None:
-        """Count a reason; returns its text where it is new."""
+        """Count a reason. Returns its text if it is new, otherwise None."""
         kind = _NUMBER.sub("#", reason)
         first = kind not in self._counted
         if first and len(self._counted) >= REASONS_KEPT:
@@ -68,7 +68,7 @@ class _Reasons:
         return reason if first else None
 
     def merged(self, other: _Reasons) -> dict[str, int]:
-        """The calls by reason, together with those of a later record."""
+        """The calls by reason, summed with those of a later record."""
         found = dict(self._counted)
         for kind, (text, n) in other._counted.items():
             found[kind] = (text, n + found.get(kind, ("", 0))[1])
@@ -76,13 +76,13 @@ class _Reasons:
 
 
 class Report:
-    """Counts, reasons and the last events; safe to use from several threads, and raises nothing."""
+    """Counters, reasons and the last events. Thread-safe; its methods raise nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._before, self._now = _Reasons(latest=True), _Reasons(latest=True)
         self._since_start = _Reasons(latest=False)
-        # whether the present generation has made a call
+        # whether there was a call in this generation
         self._called = False
         self._counters: Counter[str] = Counter()
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
@@ -90,14 +90,14 @@ class Report:
         self._said: set[str] = set()
 
     def new_generation(self) -> None:
-        """Tell that a generation begins: reasons are those of the present one and of the last before it that made a
-        call. Told by nobody, they are those since the start."""
+        """A generation begins. Reasons are listed for this generation and the last one with a call. If this is never
+        called, they are listed since the start."""
         with self._lock:
             if self._called:
                 self._before, self._now, self._called = self._now, _Reasons(latest=True), False
 
-    def fallback(self, reason: str) -> None:
-        """Note that a call went to the original forward, and why."""
+    def bypassed(self, reason: str) -> None:
+        """Record that a call was bypassed, and why."""
         reason = one_line(reason)
         with self._lock:
             self._called = True
@@ -105,17 +105,17 @@ class Report:
             new = self._since_start.add(reason)
             self._counters["fallbacks"] += 1
         if new is not None:
-            self.event("fallback", f"the original forward runs: {new}")
+            self.event("bypassed", new)
 
     def event(self, stage: str, message: str) -> None:
-        """Note what happened at a stage, in the ring of the last events and in the log."""
+        """Record an event, in the ring buffer of the last events and in the log."""
         message = one_line(message)
         with self._lock:
             self._events.append({"time": time.time(), "stage": stage, "message": message})
         _log(logging.INFO, "%s: %s", stage, message)
 
     def once(self, stage: str, message: str) -> None:
-        """Note what holds for as long as the process lives; a second time nothing is noted."""
+        """Record a fact that does not change while the process runs. Repetitions are ignored."""
         with self._lock:
             if message in self._said or len(self._said) >= REASONS_KEPT:
                 return
@@ -123,32 +123,32 @@ class Report:
         self.event(stage, message)
 
     def error(self, stage: str, exc: BaseException) -> None:
-        """Note an exception of ours; the generation goes on without it."""
+        """Record an exception of ours. The generation continues with the original forward."""
         text = one_line(words_of(exc))
         trace = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__)[-8:])
         with self._lock:
             self._counters["errors"] += 1
-            # One that comes at every call must not push everything else out, nor one that fails several stages.
+            # An error of every call, or of several stages, must not push other events out of the ring buffer.
             again = any(event["message"] == text for event in self._events)
             self._last_error = {"time": time.time(), "stage": stage, "message": text, "traceback": trace}
             if not again:
                 self._events.append({"time": time.time(), "stage": stage, "message": text})
         level = logging.DEBUG if again else logging.WARNING
-        _log(level, "%s failed, the original forward goes on: %s\n%s", stage, text, trace)
+        _log(level, "%s failed, the original forward runs instead: %s\n%s", stage, text, trace)
 
     def count(self, name: str, n: int = 1) -> None:
-        """Add to a named counter."""
+        """Add to a counter."""
         with self._lock:
             self._called |= name in _CALLS
             self._counters[name] += n
 
     def counter(self, name: str) -> int:
-        """The value of a named counter; 0 where it was never counted."""
+        """The value of a counter. 0 if it was never counted."""
         with self._lock:
             return self._counters[name]
 
     def as_dict(self) -> dict[str, Any]:
-        """A snapshot that JSON can carry."""
+        """A JSON-compatible copy."""
         with self._lock:
             return {
                 "reasons": self._before.merged(self._now),
@@ -163,4 +163,4 @@ def _log(level: int, message: str, *args: Any) -> None:
     try:
         logger.log(level, message, *args)
     except Exception:
-        pass  # somebody's handler or filter; a generation does not end for it
+        pass  # a foreign handler or filter raised; the generation must go on

@@ -7,17 +7,24 @@ import coarse_clock.sitecustomize  # noqa: F401  # isort: skip
 
 import gc
 import importlib.metadata
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from sfast_ext import environment
+from sfast_ext import environment, kernels
 from sfast_ext.kernels.backend import health
 from sfast_ext.tools.lib import models
+
+WEBUIS = ("SFAST_A1111_DIR", "SFAST_SDNEXT_DIR")
+_LEFT = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_configure() -> None:
@@ -37,14 +44,53 @@ def pytest_report_header() -> str:
     return ", ".join(versions) + (f"\nclocks in steps of {1e3 * step:g} ms" if step is not None else "")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none."""
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Tests of real WebUIs are collected where a WebUI is named, and where one of their files is asked for."""
+    live = collection_path.parent.name == "live" and collection_path.name.startswith("test_")
+    return True if live and not any(map(os.environ.get, WEBUIS)) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what runs elsewhere, and counts it for the summary."""
+    here, left = [], Counter[str]()
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
-            item.add_marker(skip)
+        reason = _elsewhere(item)
+        if reason is None:
+            here.append(item)
+        else:
+            left[reason] += 1
+    if left:
+        config.hook.pytest_deselected(items=[item for item in items if _elsewhere(item) is not None])
+        items[:] = here
+    config.stash[_LEFT] = dict(left)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["elsewhere"] = dict(left)
+
+
+def _elsewhere(item: pytest.Item) -> str | None:
+    """Where a test runs that cannot run here, or None."""
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        return "need an NVIDIA GPU: pytest -m gpu"
+    if item.get_closest_marker("gpu") is not None and kernels.interpreted():
+        return "need an NVIDIA GPU and TRITON_INTERPRET unset: pytest -m gpu"
+    if item.get_closest_marker("interpreter") is not None and not kernels.interpreted():
+        return "run in Triton's interpreter: TRITON_INTERPRET=1 pytest -m interpreter tests/kernels"
+    return None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Each worker collects the same tests: the last one tells."""
+    node.config.stash[_LEFT] = getattr(node, "workeroutput", {}).get("elsewhere", {})
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What was left out, in a line each."""
+    left = config.stash.get(_LEFT, {})
+    if not any(map(os.environ.get, WEBUIS)):
+        left = {**left, f"tests/hosts/live starts real WebUIs: set {' or '.join(WEBUIS)}": 0}
+    for reason, count in left.items():
+        terminalreporter.write_line(f"not run here: {f'{count} tests ' if count else ''}{reason}")
 
 
 @pytest.fixture(autouse=True)

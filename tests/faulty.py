@@ -24,8 +24,8 @@ from torch import nn
 
 from sfast_ext import Config, Hooks, accelerate, accelerator_of, call_signature, passes
 from sfast_ext.kernels.backend import trial
-from sfast_ext.runtime import graph_pool, plan, plan_builder, verify
-from sfast_ext.runtime.plan import relative_error
+from sfast_ext.runtime import graph_pool, model_state, plan, plan_builder, verify
+from sfast_ext.runtime.verify import relative_error
 
 CPU = Config(allow_cpu=True)
 # fp32 sums in another order
@@ -176,10 +176,10 @@ class PassStage(Stage):
     number: int = 0
 
     def fail(self, pair: Pair, patch: pytest.MonkeyPatch) -> Fault:
-        name, function = passes.PASSES[self.number]
-        fault = Fault(function, self.kind, True)
+        entry = passes.PASSES[self.number]
+        fault = Fault(entry.function, self.kind, True)
         patch.setattr(passes, "PASSES", [*passes.PASSES])
-        passes.PASSES[self.number] = (name, fault)
+        passes.PASSES[self.number] = entry._replace(function=fault)
         return fault
 
 
@@ -283,7 +283,7 @@ def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
     patch.setattr(graph_pool, "_own_random_state", lambda device: nothing)
     patch.setattr(graph_pool, "current_stream", lambda index: 0)
     patch.setattr(trial, "refusal", lambda device: None)
-    patch.setattr(verify, "channels_last_pays", lambda graph, device: True)
+    patch.setattr(plan_builder, "channels_last_pays", lambda graph, device: True)
     patch.setattr(verify, "milliseconds", lambda run, device, times=1: (run(), 1.0)[1])
     stream = PretendedStream()
     for name, stand_in in {
@@ -302,7 +302,7 @@ def pretend_a_gpu(patch: pytest.MonkeyPatch) -> graph_pool.GraphPool:
     """From now on the model's device passes for a GPU; its graph pool."""
     device: Any = PretendedGPU()
     cpu = torch.device("cpu")
-    patch.setattr(plan_builder.Planner, "_device", lambda self: device)
+    patch.setattr(model_state.ModuleContext, "device", lambda self: device)
     for room in (call_signature, plan):
         patch.setattr(room, "as_tensor", lambda leaf, _, real=call_signature.as_tensor: real(leaf, cpu))
     stand_in_for_cuda(patch, memory_reserved=lambda device: 0, mem_get_info=lambda device: (0, 0))

@@ -21,14 +21,14 @@ from sfast_ext.call_signature import flatten_call
 from sfast_ext.capture import live_trace
 from sfast_ext.capture.capture import Captured, CaptureRefused, capture
 from sfast_ext.capture.fake_trace import record
-from sfast_ext.capture.live_trace import Watched
+from sfast_ext.capture.live_trace import LiveTrace
 from sfast_ext.weights.arena import WeightArena
 
 CPU = torch.device("cpu")
 HEADS, WIDTH = 3, 8
 X = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-live = pytest.mark.skipif(not live_trace.WORKS, reason="an older torch keeps its modes in another way")
+live = pytest.mark.skipif(not live_trace.SUPPORTED, reason="an older torch keeps its modes in another way")
 
 HERE = Path(__file__).parent
 HOMES = {
@@ -120,9 +120,9 @@ def both_ways(attend: Attend) -> None:
     """A real run of a layer is recorded as a run on fake tensors is."""
     module, call = Layer(attend), flatten_call((X,), {}, CPU)
     expected = module(X)
-    watched = Watched(call, WeightArena(module), CPU)
-    result = watched.run(module, (X,), {})
+    trace = LiveTrace(call, WeightArena(module), CPU)
+    result = trace.run(module, (X,), {})
     assert torch.equal(result, expected)
-    assert watched.recorded() is not None, watched._why_not
+    assert trace.recorded() is not None, trace._why_not
     on_fakes = record(lambda x: [module(x)], [X])
-    assert as_recorded(watched.recorded()[0]) == as_recorded(on_fakes)
+    assert as_recorded(trace.recorded()[0]) == as_recorded(on_fakes)

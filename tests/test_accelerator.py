@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import sfast_ext
-from sfast_ext import Config, Hooks, accelerate, accelerator, accelerator_of
+from sfast_ext import Config, Hooks, accelerate, accelerator_of
 from sfast_ext.behaviour import key
-from sfast_ext.runtime import plan_builder, verify
+from sfast_ext.runtime import plan_builder, plan_finder, verify
 from sfast_ext.runtime.plan import DROPPED
-from sfast_ext.runtime.plan_cache import LAPSES
+from sfast_ext.runtime.plan_cache import REJECTED_FOR
 from sfast_ext.weights.arena import WeightArena
 
 CPU = Config(allow_cpu=True)
@@ -198,7 +198,7 @@ def test_a_foreign_patch_inside_means_the_original_and_is_named():
     assert "conv has a foreign forward" in reasons(acc) and "louder" in reasons(acc)
     del module.conv.forward
     close(module(x, 1), Net.forward(module, x, 1))
-    assert counters(acc) == {"captures": 1, "eager_runs": 2, "fallbacks": 1, "discarded": 1}
+    assert counters(acc) == {"captures": 1, "eager_runs": 2, "fallbacks": 1, "misspeculated": 1}
 
 
 def test_a_class_patched_by_foreign_code_with_state_in_its_closure_means_the_original(monkeypatch):
@@ -214,7 +214,7 @@ def test_a_class_patched_by_foreign_code_with_state_in_its_closure_means_the_ori
             assert torch.equal(module(x, 1), Net.forward(module, x, 1))
     assert "zz_scaler.make.<locals>.<lambda> in scripts/zz_scaler.py" in reasons(acc)
     close(module(x, 1), Net.forward(module, x, 1))
-    assert counters(acc) == {"captures": 1, "eager_runs": 2, "fallbacks": 3, "discarded": 1}
+    assert counters(acc) == {"captures": 1, "eager_runs": 2, "fallbacks": 3, "misspeculated": 1}
 
 
 def test_a_host_can_vouch_for_a_patch():
@@ -247,7 +247,7 @@ def test_hooks_of_the_host_are_asked_at_each_call():
         module.conv.bias.fill_(state["prepared"])
 
     module, plain = net(), net()
-    hooks = Hooks(stand_aside=lambda: state["reason"], prepare=prepare, key=lambda: state["key"])
+    hooks = Hooks(bypass_reason=lambda: state["reason"], prepare=prepare, key=lambda: state["key"])
     acc = accelerate(module, CPU, hooks=hooks)
     x = picture()
     for _ in range(3):
@@ -272,7 +272,7 @@ def test_a_plan_that_differs_is_discarded_and_the_original_goes_on(monkeypatch):
         gm.recompile()
         return {"spoil": 1}
 
-    monkeypatch.setattr(verify, "run_passes", spoil)
+    monkeypatch.setattr(plan_builder, "run_passes", spoil)
     module, plain = net(), net()
     acc = accelerate(module, CPU)
     x = picture()
@@ -324,8 +324,8 @@ def test_always_checking_catches_a_plan_gone_wrong_later():
     [
         (plan_builder, "capture"),
         (key, "fingerprint"),
-        (accelerator, "flatten_call"),
-        (verify, "run_passes"),
+        (plan_finder, "flatten_call"),
+        (plan_builder, "run_passes"),
         (verify, "relative_error"),
         (verify, "milliseconds"),
     ],
@@ -511,7 +511,7 @@ def test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone(monkeypatch
         laid.setitem(REGISTERED, "activation", lambda x: calls.append(1) or x * len(calls) ** 2)
         run_twice(module, *args)
     assert "differs from the original" in reasons(acc) and not acc.plans
-    for _ in range(LAPSES - 1):
+    for _ in range(REJECTED_FOR - 1):
         acc.new_generation()
         close(run_twice(module, *args), Layered.forward(module, *args))
     assert counters(acc)["captures"] == 1
@@ -526,13 +526,13 @@ def test_what_stays_refused_is_tried_ever_less_often(monkeypatch):
     acc = accelerate(module, CPU)
     args = picture(), torch.tensor([1, 2])
     tried = []
-    for generation in range(4 * LAPSES):
+    for generation in range(4 * REJECTED_FOR):
         acc.new_generation()
         before = len(acc.report.as_dict()["events"])
         run_twice(module, *args)
         if any(event["stage"] == "refused" for event in acc.report.as_dict()["events"][before:]):
             tried.append(generation)
-    assert tried == [0, LAPSES, 3 * LAPSES] and "reads a value" in reasons(acc)
+    assert tried == [0, REJECTED_FOR, 3 * REJECTED_FOR] and "reads a value" in reasons(acc)
 
 
 def test_another_function_in_the_place_of_pytorchs_attention_is_captured_anew(monkeypatch):

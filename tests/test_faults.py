@@ -28,17 +28,17 @@ from fuzz.compare import places
 from fuzz.fault_events import spoil
 from torch import nn
 
-from sfast_ext import Hooks, accelerator, environment, kernels, passes
+from sfast_ext import Hooks, environment, kernels, passes
 from sfast_ext.behaviour import key
-from sfast_ext.behaviour.forward_slot import Slot
+from sfast_ext.behaviour.forward_slot import ForwardSlot
 from sfast_ext.capture import fake_trace
 from sfast_ext.capture.capture import CaptureRefused
-from sfast_ext.capture.module_state import State
+from sfast_ext.capture.module_state import ModuleState
 from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.backend import precompile
 from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.kernels.pointwise import geglu, layer_norm
-from sfast_ext.runtime import backoff, plan_builder, verify
+from sfast_ext.runtime import backoff, failures, plan_builder, plan_finder, verify
 from sfast_ext.runtime.plan import Plan
 from sfast_ext.weights.arena import WeightArena
 
@@ -53,8 +53,8 @@ def no_gradients():
 
 # on the way to a plan; the original forward is asked at each call, until the failures end
 DECIDING = {
-    "the host's reason to stand aside": Stage(Hooks, "stand_aside", "stand_aside of the host"),
-    "the arguments": Stage(accelerator, "flatten_call", "arguments"),
+    "the host's reason to bypass a call": Stage(Hooks, "bypass_reason", "bypass_reason of the host"),
+    "the arguments": Stage(plan_finder, "flatten_call", "arguments"),
     "the host's preparation": Stage(Hooks, "prepare", "prepare of the host"),
     "the behaviour key": Stage(key, "fingerprint", "behaviour key"),
     "the host's key": Stage(Hooks, "key", "key of the host"),
@@ -65,13 +65,13 @@ BUILDING = {
     # the second try is that of giving the weights back
     "the index of weights": Stage(WeightArena, "index", "capture", tries=2),
     "the record of a forward": Stage(fake_trace, "make_fx", "cannot be recorded"),
-    "the search for state": Stage(State, "restore", "capture", done=True),
+    "the search for state": Stage(ModuleState, "restore", "capture", done=True),
     "the capture": Stage(plan_builder, "capture", "capture"),
     "the capture, refused": Stage(plan_builder, "capture", "injected", CaptureRefused),
     "the choice of kernels": Stage(environment, "triton_runs_on", "choice of kernels"),
     **{
-        f"pass {i}, {name}": PassStage(passes, "PASSES", f"pass {name}", number=i)
-        for i, (name, _) in enumerate(passes.PASSES)
+        f"pass {i}, {entry.name}": PassStage(passes, "PASSES", f"pass {entry.name}", number=i)
+        for i, entry in enumerate(passes.PASSES)
     },
     "packing": Stage(WeightArena, "pack", "pass packed_linear", done=True),
     "channels-last weights": Stage(WeightArena, "channels_last", "pass channels_last", done=True),
@@ -86,8 +86,8 @@ BUILDING = {
 # of a plan that has already run
 RUNNING = {
     "a run": Stage(Plan, "run_eagerly", "replay"),
-    "a run, without memory": Stage(Plan, "run_eagerly", "replay", OOM, tries=plan_builder.OUT_OF_MEMORY),
-    "the outputs of a run": Stage(Plan, "_hand_out", "replay", done=True),
+    "a run, without memory": Stage(Plan, "run_eagerly", "replay", OOM, tries=failures.OUT_OF_MEMORY),
+    "the outputs of a run": Stage(Plan, "_copy_outputs", "replay", done=True),
     "the result": Stage(Plan, "output", "result"),
 }
 ALL = [
@@ -239,7 +239,7 @@ def test_a_real_unet_goes_on_too(monkeypatch):
 def test_another_size_is_tried_although_one_was_given_up(monkeypatch):
     pair = Pair()
     with monkeypatch.context() as patch:
-        failing(patch, verify, "run_passes")
+        failing(patch, plan_builder, "run_passes")
         pair.same(2)
     pair.plan_runs_again(2, width=16)
     before = pair.runs
@@ -254,14 +254,14 @@ def test_another_size_is_tried_although_one_was_given_up(monkeypatch):
 def test_weights_of_which_half_were_taken_up_are_taken_up_at_the_next_call(monkeypatch):
     pair = Pair()
     pair.same(2)
-    honest = WeightArena._adopt
+    honest = WeightArena._copy_in
 
     def half(arena, stale):
-        monkeypatch.setattr(WeightArena, "_adopt", honest)
+        monkeypatch.setattr(WeightArena, "_copy_in", honest)
         honest(arena, stale[: len(stale) // 2])
         raise Injected("injected")
 
-    monkeypatch.setattr(WeightArena, "_adopt", half)
+    monkeypatch.setattr(WeightArena, "_copy_in", half)
     state = Pair().twin.state_dict()
     for i, name in enumerate(state):
         state[name] = state[name] * (1 + i % 3)
@@ -301,7 +301,7 @@ def test_a_plan_is_not_given_up_because_the_key_could_not_be_read():
             raise faults.pop()
         return True
 
-    pair.acc.hooks.recognised = pair.acc._keys._recognised = vouches
+    pair.acc.hooks.recognised = pair.acc._finder.keys._recognised = vouches
     faults.append(Injected("injected"))
     pair.both(louder)
     pair.same()
@@ -339,7 +339,7 @@ def test_a_plan_that_cannot_be_given_up_ends_no_generation(home, name, done, mon
 
 
 @pytest.mark.parametrize(
-    ("home", "name", "done"), [(Plan, "close", False), (WeightArena, "unbind", False), (Slot, "release", True)]
+    ("home", "name", "done"), [(Plan, "close", False), (WeightArena, "unbind", False), (ForwardSlot, "release", True)]
 )
 def test_a_release_that_raises_gives_everything_back_all_the_same(home, name, done, monkeypatch):
     pair = Pair()
@@ -381,7 +381,7 @@ def test_a_report_that_cannot_be_made_ends_no_generation(phase, how, monkeypatch
 
 def test_what_fails_at_every_call_is_said_once(monkeypatch, caplog):
     pair = Pair()
-    failing(monkeypatch, accelerator, "flatten_call")
+    failing(monkeypatch, plan_finder, "flatten_call")
     with caplog.at_level(logging.INFO, "sfast_ext"):
         pair.same(CALLS)
     assert pair.counter("errors") == CALLS and len(caplog.records) == 1
@@ -395,7 +395,7 @@ def test_weights_that_change_their_dtype_at_every_call_end_the_capturing():
         pair.both(partial(convert, dtype=dtype))
         pair.same(2, dtype=dtype)
     # of each signature, of which there were so many calls
-    assert pair.counter("captures") <= 2 * (backoff.FREE + math.log2(2 * CALLS))
+    assert pair.counter("captures") <= 2 * (backoff.MAX_UNUSED_CAPTURES + math.log2(2 * CALLS))
 
 
 def convert(net: nn.Module, dtype: torch.dtype) -> None:
@@ -407,7 +407,7 @@ def test_after_several_behaviours_that_failed_a_change_of_the_settings_helps_too
     pair = Pair()
     with monkeypatch.context() as patch:
         failing(patch, plan_builder, "capture")
-        for i in range(backoff.FREE + 2):
+        for i in range(backoff.MAX_UNUSED_CAPTURES + 2):
             pair.both(partial(nn.Module.__setattr__, name="s1", value=1 + i / 10))
             pair.same(2)
     pair.acc.configure(replace(CPU, max_graphs=3))
@@ -423,14 +423,14 @@ def test_where_no_plan_comes_of_it_the_weights_lie_as_before(stage, monkeypatch)
     pair.same(2)
 
 
-def wrong(graph_module, context, real=verify.run_passes):
+def wrong(graph_module, context, real=plan_builder.run_passes):
     counts = real(graph_module, context)
     spoil(graph_module.graph)
     return counts
 
 
 def test_a_wrong_plan_built_while_the_model_gives_nan_is_found_out(monkeypatch):
-    monkeypatch.setattr(verify, "run_passes", wrong)
+    monkeypatch.setattr(plan_builder, "run_passes", wrong)
     pair = Pair()
     pair.same(2, change=lambda sample: sample * float("nan"))
     pair.same(3)

@@ -30,7 +30,7 @@ from sfast_ext import Config
 from sfast_ext.kernels.backend import health, registry
 from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.kernels.pointwise import geglu, layer_norm
-from sfast_ext.runtime import graph_pool, plan_builder
+from sfast_ext.runtime import failures, graph_pool
 from sfast_ext.runtime.plan import Plan
 
 CALLS = 10
@@ -107,7 +107,9 @@ def test_out_of_memory_in_a_capture_takes_the_memory_of_other_graphs_first(pool,
 
 
 @pytest.mark.parametrize(
-    ("home", "name"), [(PretendedGraph, "replay"), (Plan, "_fill"), (Plan, "_hand_out")], ids=["replay", "in", "out"]
+    ("home", "name"),
+    [(PretendedGraph, "replay"), (Plan, "_copy_inputs"), (Plan, "_copy_outputs")],
+    ids=["replay", "in", "out"],
 )
 def test_out_of_memory_in_a_replay_gives_the_graphs_memory_away_and_is_tried_thrice(home, name, pool, monkeypatch):
     pair = Pair(config=GRAPHS)
@@ -119,7 +121,7 @@ def test_out_of_memory_in_a_replay_gives_the_graphs_memory_away_and_is_tried_thr
         pair.same()
         assert len(pool) == 0 and "out of memory" in pair.words()
         pair.same(CALLS)
-        assert fault.times == plan_builder.OUT_OF_MEMORY and pair.counter("captures") == 2
+        assert fault.times == failures.OUT_OF_MEMORY and pair.counter("captures") == 2
     # the other size was not given up
     pair.plan_runs_again(1, width=16)
     pair.acc.configure(replace(GRAPHS, max_graphs=3))
@@ -128,7 +130,12 @@ def test_out_of_memory_in_a_replay_gives_the_graphs_memory_away_and_is_tried_thr
     assert len(pool) == 0
 
 
-GIVEN_UP = [(PretendedGraph, "replay"), (Plan, "_fill"), (Plan, "_hand_out"), (graph_pool.GraphPool, "leave")]
+GIVEN_UP = [
+    (PretendedGraph, "replay"),
+    (Plan, "_copy_inputs"),
+    (Plan, "_copy_outputs"),
+    (graph_pool.GraphPool, "end_use"),
+]
 
 
 @pytest.mark.parametrize(("home", "name"), GIVEN_UP, ids=[name for _, name in GIVEN_UP])
@@ -145,7 +152,7 @@ def test_a_plan_whose_replay_raises_is_given_up_until_the_settings_change(home, 
 
 
 EVICTIONS = [
-    pytest.param(Plan, "_evicted", id="the owner raises"),
+    pytest.param(Plan, "_on_evict", id="the owner raises"),
     pytest.param(PretendedGraph, "reset", id="the graph raises"),
     pytest.param(torch.cuda, "synchronize", id="the driver raises"),
     pytest.param(torch.cuda, "empty_cache", id="the allocator raises"),
@@ -227,7 +234,7 @@ def test_a_failed_capture_ends_cleanly_and_the_plan_runs_on(home, name, fault, k
 @pytest.mark.parametrize("kind", [OOM, greedy], ids=["no memory", "the allocator's"])
 @pytest.mark.parametrize(
     ("home", "name", "graphs"),
-    [(torch.cuda.CUDAGraph, "replay", True), (Plan, "_fill", True), (Plan, "run_eagerly", False)],
+    [(torch.cuda.CUDAGraph, "replay", True), (Plan, "_copy_inputs", True), (Plan, "run_eagerly", False)],
     ids=["replay", "inputs", "eager run"],
 )
 def test_out_of_memory_in_a_run_goes_to_the_original_and_is_tried_thrice(home, name, graphs, kind, monkeypatch):
@@ -237,7 +244,7 @@ def test_out_of_memory_in_a_run_goes_to_the_original_and_is_tried_thrice(home, n
     with monkeypatch.context() as patch:
         fault = failing(patch, home, name, kind)
         pair.same(CALLS)
-        assert fault.times == plan_builder.OUT_OF_MEMORY and pair.counter("captures") == 1, pair.words()
+        assert fault.times == failures.OUT_OF_MEMORY and pair.counter("captures") == 1, pair.words()
         assert "OutOfMemoryError" in pair.error()
     pair.acc.configure(replace(config, max_graphs=3))
     pair.plan_runs_again()

@@ -105,7 +105,7 @@ def show(status, background="rgb(17, 24, 39)"):
 
 def test_badge_and_panel():
     shown = show(STATUS)
-    assert (shown["badge"], shown["state"], shown["elements"]) == ("Stable Fast: on", "on", 2)
+    assert (shown["badge"], shown["state"], shown["elements"]) == ("Stable Fast: accelerated", "on", 2)
     for text in ("a card", "torch 2.7", "<b>model</b>", "24.6 ms → –", "30 calls", "3 × a hypernetwork is active"):
         assert text in shown["panel"]
     assert shown["urls"] == ["./sfast/v1/status"]
@@ -121,10 +121,10 @@ def test_it_asks_again_only_while_the_panel_is_open():
     [
         ({"enabled": False}, "Stable Fast: off"),
         ({"accelerators": [], "reasons": {}}, "Stable Fast: ready"),
-        ({"accelerators": []}, "Stable Fast: standing aside"),
+        ({"accelerators": []}, "Stable Fast: bypassed"),
         (
             {"accelerators": [{"plans": [{"signature": "x", "state": "running without a graph"}]}]},
-            "Stable Fast: on, no graph",
+            "Stable Fast: accelerated, no CUDA graph",
         ),
     ],
 )
@@ -134,7 +134,7 @@ def test_words(change, badge):
 
 def test_it_is_on_while_the_host_has_the_memory_of_the_weights():
     accelerator = {"plans": [{"signature": "x", "state": "running without a graph"}], "weights": {"away": True}}
-    assert show({**STATUS, "accelerators": [accelerator]})["badge"] == "Stable Fast: on"
+    assert show({**STATUS, "accelerators": [accelerator]})["badge"] == "Stable Fast: accelerated"
 
 
 @pytest.mark.parametrize("background", ["rgba(0, 0, 0, 0)", "rgba(32, 32, 32, 0.25)", "rgb(17, 24, 39)"])
@@ -149,7 +149,7 @@ def test_nothing_shines_through(background):
 def test_blocks_that_run_one_by_one():
     parts = [{"name": f"unet.{i}", "plans": plans, "replays": 30 * plans} for i, plans in enumerate((1, 0, 2))]
     shown = show({**STATUS, "accelerators": [{"name": "unet", "plans": [], "parts": parts}]})
-    assert shown["badge"] == "Stable Fast: on, block by block"
+    assert shown["badge"] == "Stable Fast: accelerated, block by block"
     assert "unet: 2 blocks, one by one · 90 calls" in shown["panel"]
 
 
@@ -157,13 +157,13 @@ def test_what_another_forward_runs_past_is_not_on():
     part = {"name": "unet.0", "plans": 1, "calls": 3, "replays": 2}
     accelerator = {"name": "unet", "parts": [part], "idle": "cached.forward calls no blocks"}
     shown = show({**STATUS, "accelerators": [{**STATUS["accelerators"][0], **accelerator}]})
-    assert shown["badge"] == "Stable Fast: standing aside"
+    assert shown["badge"] == "Stable Fast: bypassed"
     assert "unet: cached.forward calls no blocks" in shown["panel"]
 
 
 def test_without_an_answer():
-    assert show(None)["badge"] == "Stable Fast: no answer"
+    assert show(None)["badge"] == "Stable Fast: no status"
 
 
 def test_who_is_not_logged_in_is_told_so():
-    assert show(401)["badge"] == "Stable Fast: log in to see"
+    assert show(401)["badge"] == "Stable Fast: log in for status"

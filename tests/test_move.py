@@ -162,7 +162,7 @@ def test_weights_that_come_later_are_waited_for(used):
     thrown_away(old)
     new, twin = thrown_away(model(1)), model(1)
     assert acc.move_to(new, Hooks())
-    acc._shelf.drop(next(iter(acc.plans)))
+    acc._cache.drop(next(iter(acc.plans)))
     new.to_empty(device="cpu")
     new.load_state_dict(twin.state_dict())
     new.table = twin.table.clone()

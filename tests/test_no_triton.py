@@ -18,7 +18,7 @@ from sfast_ext.capture.capture import capture
 from sfast_ext.kernels.attention import attention
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.rewrite import is_kernel
-from sfast_ext.runtime.interpreter import Program
+from sfast_ext.runtime.interpreter import Interpreter
 from sfast_ext.tools.lib import models
 from sfast_ext.weights.arena import WeightArena
 
@@ -69,7 +69,7 @@ def run(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Operations:
     for node in gm.graph.nodes:
         # the device that it was recorded on stands for the GPU
         node.args, node.kwargs = map_aggregate((node.args, node.kwargs), lambda x: META if x == CPU else x)
-    function, seen, given = Program(gm), Operations(), [x.to(META) for x in inputs]
+    function, seen, given = Interpreter(gm), Operations(), [x.to(META) for x in inputs]
     with torch.no_grad(), seen:
         function(*given)
     return seen

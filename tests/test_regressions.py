@@ -13,9 +13,9 @@ from fuzz.nets import Request, SmallNet, arguments, make
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.runtime.plan import relative_error
+from sfast_ext.runtime.verify import relative_error
 from sfast_ext.weights.arena import WeightArena
-from sfast_ext.weights.original_layout import Homes
+from sfast_ext.weights.original_layout import OriginalLayouts
 
 CPU = Config(allow_cpu=True)
 
@@ -152,7 +152,7 @@ def test_a_copy_keeps_the_wrapper_that_was_there_before_us():
 
 
 def test_weights_that_are_away_while_a_plan_is_built_are_no_reason_to_refuse_for_ever(pair, monkeypatch):
-    pair.acc._drop_all("of this test")
+    pair.acc._model.forget_plans("of this test")
     layer, weight = attention(pair.ours).to_out, attention(pair.ours).to_out.weight
     original = pair.acc.original
 
@@ -232,7 +232,7 @@ def test_a_forward_of_ours_put_back_does_not_bring_a_class_patch_back(pair):
 
 def test_weights_that_change_places_while_only_half_is_taken_up(pair, monkeypatch):
     """One weight's tensor, already in its live place, goes to a layer that is not looked at in the same go."""
-    real = WeightArena._adopt
+    real = WeightArena._copy_in
 
     def half(self, stale):
         real(self, stale[: len(stale) // 2])
@@ -247,7 +247,7 @@ def test_weights_that_change_places_while_only_half_is_taken_up(pair, monkeypatc
         a.weight, b.weight = b.weight, a.weight
 
     with monkeypatch.context() as m:
-        m.setattr(WeightArena, "_adopt", half)
+        m.setattr(WeightArena, "_copy_in", half)
         for change in (load, exchange):
             pair.both(change)
             pair.same(1)
@@ -338,7 +338,7 @@ def test_data_that_went_round_between_captures_is_given_back(pair):
         a.weight.data, b.weight.data, c.weight.data = c.weight.data, a.weight.data, b.weight.data
 
     pair.both(go_round)
-    pair.acc._drop_all("a test")
+    pair.acc._model.forget_plans("a test")
     pair.acc.arena.index()
     pair.acc.release()
     compare_modules(pair.ours, pair.twin)
@@ -370,7 +370,7 @@ def test_two_weights_in_one_memory_of_which_one_is_replaced():
 
 
 def test_a_weight_that_nobody_keeps_is_not_copied_when_it_is_replaced(pair, monkeypatch):
-    monkeypatch.setattr(Homes, "bring", lambda *_: pytest.fail("it was copied"))
+    monkeypatch.setattr(OriginalLayouts, "restore", lambda *_: pytest.fail("it was copied"))
 
     def replace(net):
         for layer in (plain_layer(net), packed_layer(net)):
@@ -384,8 +384,8 @@ def test_a_weight_that_nobody_keeps_is_not_copied_when_it_is_replaced(pair, monk
 def without_plans_for_a_while(pair, layer):
     """All is laid back, but for what the host took out of the module before."""
     pair.both(lambda net: setattr(layer(net), "weight", nn.Parameter(layer(net).weight.detach() * -1.5)))
-    pair.acc._drop_all("of this test")
-    pair.acc._lay_back()
+    pair.acc._model.forget_plans("of this test")
+    pair.acc._model.restore_layout(pair.acc.report)
 
 
 @pytest.mark.parametrize("kept", ["parameter", "data", "computed"])

@@ -17,9 +17,9 @@ def messages(report: Report) -> list[str]:
 
 def test_reasons_are_of_this_generation_and_the_last_that_made_a_call():
     report = Report()
-    report.fallback("a hypernetwork is active")
+    report.bypassed("a hypernetwork is active")
     report.new_generation()
-    report.fallback("Hypertile is on")
+    report.bypassed("Hypertile is on")
     assert reasons(report) == {"a hypernetwork is active": 1, "Hypertile is on": 1}
     report.new_generation()
     report.count("replays")
@@ -32,7 +32,7 @@ def test_reasons_are_of_this_generation_and_the_last_that_made_a_call():
 
 def test_generations_without_a_call_push_no_reason_out():
     report = Report()
-    report.fallback("Hypertile is on")
+    report.bypassed("Hypertile is on")
     for _ in range(5):
         # each network of a picture tells it, and so does a model that is loaded
         report.new_generation()
@@ -45,7 +45,7 @@ def test_a_reason_of_both_generations_is_counted_in_both():
     for n in (2, 3):
         report.new_generation()
         for _ in range(n):
-            report.fallback("Hypertile is on")
+            report.bypassed("Hypertile is on")
     assert reasons(report) == {"Hypertile is on": 5}
     assert len(messages(report)) == 1
 
@@ -53,7 +53,7 @@ def test_a_reason_of_both_generations_is_counted_in_both():
 def test_nobody_tells_of_generations():
     report = Report()
     for _ in range(3):
-        report.fallback("x")
+        report.bypassed("x")
         report.count("replays")
     assert reasons(report) == {"x": 3}
 
@@ -70,7 +70,7 @@ def test_nobody_tells_of_generations():
 def test_a_reason_does_not_multiply_with_its_numbers(words):
     report = Report()
     for n in range(3):
-        report.fallback(words.format(n))
+        report.bypassed(words.format(n))
     ((reason, count),) = reasons(report).items()
     assert count == 3 and len(messages(report)) == 1 and "0x" not in reason + messages(report)[0]
     assert reason == words.format(2) or reason == "score_mod of <function mod> changes scores"
@@ -80,14 +80,14 @@ def test_what_numbers_name_stays_apart():
     report = Report()
     for words in ("blocks.{} has a foreign forward", "some weights are on cuda:{}", "f (khrfix.py:{})", "SD{} is on"):
         for n in (1, 2):
-            report.fallback(words.format(n))
+            report.bypassed(words.format(n))
     assert len(reasons(report)) == 8
 
 
 def test_reasons_have_a_bound():
     report = Report()
     for n in range(3 * REASONS_KEPT):
-        report.fallback(f"name{n} is in the way")
+        report.bypassed(f"name{n} is in the way")
     assert len(reasons(report)) == REASONS_KEPT + 1 and sum(reasons(report).values()) == 3 * REASONS_KEPT
 
 

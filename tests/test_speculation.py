@@ -18,8 +18,10 @@ from torch import nn
 from sfast_ext import Config, accelerate
 from sfast_ext.call_signature import flatten_call
 from sfast_ext.runtime.graph_pool import CapturedGraph, GraphPool
-from sfast_ext.runtime.plan import Plan, relative_error
-from sfast_ext.runtime.plan_builder import WARY, Planner
+from sfast_ext.runtime.plan import Plan
+from sfast_ext.runtime.plan_runner import PlanRunner
+from sfast_ext.runtime.replay_state import SPECULATION_BACKOFF
+from sfast_ext.runtime.verify import relative_error
 
 CPU = Config(allow_cpu=True)
 
@@ -27,23 +29,23 @@ CPU = Config(allow_cpu=True)
 class Pool(GraphPool):
     """Without streams."""
 
-    def enter(self):
+    def begin_use(self):
         return None
 
-    def leave(self, stream):
+    def end_use(self, stream):
         pass
 
     def touch(self, captured):
         pass
 
 
-def replayed(self: Planner, plan: Plan, call):
-    """`Planner._outputs`, with graphs on a CPU."""
-    if not self.config.cuda_graphs:
+def replayed(self: PlanRunner, plan: Plan, call):
+    """`PlanRunner.outputs`, with graphs on a CPU."""
+    if not self._context.config.cuda_graphs:
         return plan.run_eagerly(call.leaves)
     if plan._graph is None:
         with torch.inference_mode(False), torch.no_grad():
-            plan._take([leaf.clone() for leaf in call.tensors(plan.device)])
+            plan._set_static_inputs([leaf.clone() for leaf in call.tensors(plan.device)])
             outputs = [output.clone() for output in plan._run_static()]
 
         def replay():
@@ -56,7 +58,7 @@ def replayed(self: Planner, plan: Plan, call):
 
 @pytest.fixture(autouse=True)
 def graphs_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(Planner, "_outputs", replayed)
+    monkeypatch.setattr(PlanRunner, "outputs", replayed)
     with torch.no_grad():
         yield
 
@@ -91,11 +93,11 @@ def order(pair: Pair, monkeypatch) -> list[str]:
         monkeypatch.setattr(home, name, lambda *a, **k: (seen.append(word), inner(*a, **k))[1])
 
     noting(pair.acc.arena, "sync", "weights")
-    noting(pair.acc._keys, "read", "key")
-    noting(type(pair.acc), "_outputs", "replay")
+    noting(pair.acc._finder.keys, "read", "key")
+    noting(PlanRunner, "outputs", "replay")
     pair.same()
     monkeypatch.undo()
-    monkeypatch.setattr(Planner, "_outputs", replayed)
+    monkeypatch.setattr(PlanRunner, "outputs", replayed)
     return seen
 
 
@@ -143,7 +145,7 @@ def test_a_change_before_any_call_is_in_its_result(pair, change):
     pair.both(change)
     for _ in range(3):
         pair.same()
-    assert pair.count("discarded") == 1 and not pair.count("errors")
+    assert pair.count("misspeculated") == 1 and not pair.count("errors")
     assert pair.count("captures") == (2 if change in (scalar, layer) else 1)
 
 
@@ -190,10 +192,10 @@ def test_after_a_replay_in_vain_the_weights_go_first_for_a_while(pair, monkeypat
     assert order(pair, monkeypatch) == ["replay", "weights", "weights", "replay"]
     pair.both(replaced)
     assert order(pair, monkeypatch) == ["weights", "replay"]
-    for _ in range(WARY):
+    for _ in range(SPECULATION_BACKOFF):
         pair.same()
     assert order(pair, monkeypatch) == ["replay", "weights"]
-    assert pair.count("discarded") == 1
+    assert pair.count("misspeculated") == 1
 
 
 def test_weights_that_are_away_cost_one_replay_in_vain(pair):
@@ -212,7 +214,7 @@ def test_weights_that_are_away_cost_one_replay_in_vain(pair):
     replays = pair.count("replays")
     for _ in range(3):
         pair.same()
-        assert pair.acc._wary_of_weights >= WARY - 2
+        assert pair.acc._finder.speculation.weights_backoff >= SPECULATION_BACKOFF - 2
     assert pair.count("fallbacks") == 3 and pair.count("replays") == replays
 
 
@@ -230,7 +232,7 @@ def test_a_plan_that_is_compared_is_not_run_on_old_weights(check, monkeypatch):
 
 def test_an_error_while_the_weights_are_looked_at_is_not_the_plans(pair, monkeypatch):
     with monkeypatch.context() as m:
-        m.setattr(pair.acc.arena, "_watch", None)
+        m.setattr(pair.acc.arena, "_detector", None)
         pair.same()
     assert pair.count("errors") == 1
     before = pair.count("replays")
@@ -242,7 +244,7 @@ def test_an_error_while_the_weights_are_looked_at_is_not_the_plans(pair, monkeyp
 def test_random_events(seed):
     on = ground.CPU
     w = machine.run("small", seed, machine.sequence(seed, 120, on), on)
-    assert w.counter("replays") > 50 and w.counter("discarded") > 0
+    assert w.counter("replays") > 50 and w.counter("misspeculated") > 0
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -50,14 +50,14 @@ def test_two_classes_of_one_forward_differ() -> None:
     model = nn.Sequential(Net(), Louder(), Net(), Louder())
     before = fingerprint(model)
     model[2].__class__, model[3].__class__ = Louder, Net
-    assert not before.holds() and fingerprint(model).key != before.key
+    assert not before.unchanged() and fingerprint(model).key != before.key
 
 
 def test_a_forward_of_torchs_own_classes_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     before = fingerprint(model)
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
-    assert not before.holds() and fingerprint(model).key != before.key
+    assert not before.unchanged() and fingerprint(model).key != before.key
 
 
 def one_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -109,22 +109,22 @@ def setting_up() -> Net:
 
 
 @pytest.mark.parametrize("change", [attribute, removed, in_an_object, in_a_list, of_another_kind, of_another_name])
-def test_what_a_reading_sees_a_glance_sees_too(change: Callable[[Net], None]) -> None:
+def test_what_a_reading_sees_a_quick_check_sees_too(change: Callable[[Net], None]) -> None:
     net = setting_up()
     before = fingerprint(net)
-    assert before.holds() and before.looks_alike()
+    assert before.unchanged() and before.unchanged_quick()
     change(net)
-    assert not before.holds() and fingerprint(net).key != before.key
+    assert not before.unchanged() and fingerprint(net).key != before.key
 
 
 @pytest.mark.parametrize("change", [attribute, removed, in_an_object, in_a_list])
 def test_what_is_seen_at_each_call(change: Callable[[Net], None]) -> None:
     net = setting_up()
     keys = BehaviourKeys(net, frozenset(), None, 8)
-    keys.tick()
+    keys.begin_generation()
     number, _ = keys.read()
     change(net)
-    assert not keys.sure and keys.now()[0] != number
+    assert not keys.trusted and keys.current()[0] != number
 
 
 def test_an_accelerator_that_is_called_after_its_release_makes_no_plan() -> None:
@@ -140,12 +140,12 @@ def test_an_accelerator_that_is_called_after_its_release_makes_no_plan() -> None
 
 def test_within_a_generation_a_function_that_is_replaced_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = BehaviourKeys(Net(), frozenset(), None, 8)
-    keys.tick()
+    keys.begin_generation()
     number, foreign = keys.read()
-    assert keys.sure and foreign is None
+    assert keys.trusted and foreign is None
     monkeypatch.setattr(nn.functional, "silu", lambda x: x)
-    assert not keys.sure
-    assert keys.now()[0] != number and "silu is replaced" in str(keys.now()[1])
+    assert not keys.trusted
+    assert keys.current()[0] != number and "silu is replaced" in str(keys.current()[1])
 
 
 class Unread(nn.Module):
@@ -240,7 +240,7 @@ def test_a_weight_in_another_form_cannot_be_followed(now: Tensor) -> None:
     plain = now.layout is torch.strided
     net.first._parameters["weight"] = Packed(now, requires_grad=False) if plain else now  # type: ignore[assignment]
     with pytest.raises(WeightsChanged, match="is now a"):
-        arena._adopt([(arena._live[0], net.first._parameters["weight"])])
+        arena._copy_in([(arena._live[0], net.first._parameters["weight"])])
 
 
 def test_the_memory_of_a_weight_that_somebody_reads_is_not_written_to() -> None:

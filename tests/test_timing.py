@@ -14,7 +14,7 @@ from coarse_clock import sitecustomize as coarse_clock
 
 from sfast_ext import timing
 from sfast_ext.config import Config
-from sfast_ext.runtime import plan, verify
+from sfast_ext.runtime import verify
 from sfast_ext.timing import MOST_S, STEPS, Timer
 from sfast_ext.tools.lib import engines, rates
 
@@ -97,13 +97,13 @@ def test_of_many_calls_each_is_timed_or_several_together(step, seconds, means):
 def coarse(monkeypatch):
     """The timer of plans has a clock of 4 ms steps."""
     clock = StandInClock(0.004)
-    monkeypatch.setattr(plan, "timer", Timer(clock))
+    monkeypatch.setattr(verify, "timer", Timer(clock))
     return clock
 
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_plans_time_on_a_coarse_clock(coarse, times):
-    assert plan.milliseconds(coarse.work(0.0007), CPU, times) == pytest.approx(0.7, rel=0.03)
+    assert verify.milliseconds(coarse.work(0.0007), CPU, times) == pytest.approx(0.7, rel=0.03)
 
 
 def test_the_benchmarks_clock_and_its_rates(coarse):
@@ -122,7 +122,7 @@ def test_an_original_too_quick_for_the_clock_has_no_time(coarse, original_s, tol
 
     proven, x = Proven(), torch.ones(3)
     work = coarse.work(0.001)
-    refused = verify.prove(proven, lambda: work() or [x], pytest.fail, None, x, original_s, Config())
+    refused = verify.verify_plan(proven, lambda: work() or [x], pytest.fail, None, x, original_s, Config())
     assert refused is None and proven.error == 0
     assert proven.ms_before == told and proven.ms_after == pytest.approx(1.0, rel=0.03)
 

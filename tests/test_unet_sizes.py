@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sfast_ext import Config, accelerate
-from sfast_ext.runtime.plan import relative_error
+from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import exact, models
 
 # rows of a batch, width and height

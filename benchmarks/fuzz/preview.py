@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.functional import conv2d, group_norm, interpolate, silu
 
-from sfast_ext.runtime.plan import relative_error
+from sfast_ext.runtime.verify import relative_error
 
 # its libraries may choose another algorithm when memory is short
 TOLERANCE = 0.02

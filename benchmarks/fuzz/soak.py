@@ -32,7 +32,7 @@ from torch import nn
 from benchmarks.fuzz.preview import Preview
 from benchmarks.fuzz.stress import LEAST_EFFECT, MB, SLACK_MB
 from sfast_ext import Config, accelerate
-from sfast_ext.runtime.plan import relative_error
+from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import changes, machine, models
 
 LIMIT = 0.02

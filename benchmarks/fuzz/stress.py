@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.runtime.plan import relative_error
+from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import changes, machine, models
 
 MB = 1 << 20

@@ -9,12 +9,15 @@ from typing import Any
 PAGE = Path(__file__).with_name("profile.md")
 INTRODUCTION = """# Where the time of one UNet call goes
 
-One replay of the plan's CUDA graph, by `python -m benchmarks.profile`. *Rate*: FLOPs or bytes that the operations have
-to do or move (each input read once, each output written once), over the time of their kernels. *Ceiling*: a large
-matrix product, or a large copy, in the same process. *Least*: what they would take at those ceilings, for each
-operation the larger of the two; what lies in the L2 cache may move faster. *Between kernels*: from the first to the
-last, less the kernels, under the profiler; where they overlap, times are those of a run node by node, each from the end
-of those in front of it, at a clock that waiting for the CPU leaves high.
+One replay of a plan's CUDA graph, measured by `python -m benchmarks.profile`.
+
+- *Rate*: the FLOPs or bytes that the operations have to compute or move (each input read once, each output written
+  once), divided by the time of their kernels.
+- *Ceiling*: the rate of a large matrix product, or of a large copy, in the same process.
+- *Least*: the time at those ceilings, for each operation the larger of the two. Data in the L2 cache may move faster.
+- *Between kernels*: from the first kernel to the last, less the kernels, under the profiler. Where kernels overlap,
+  times are those of a run node by node, each from the end of those in front of it, at a clock that stays high while
+  the GPU waits for the CPU.
 """
 KINDS = ("kind", "ms", "kernels", "GFLOP", "GB", "rate", "ceiling", "of the ceiling", "least, ms")
 WORK = ("operation", "operands", "nodes", "ms", "rate", "of the ceiling", "least, ms")

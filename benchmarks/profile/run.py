@@ -108,9 +108,9 @@ class Subject:
                 return self.plan._function(*self._inputs)[0]
         pool = pool_of(self.device)
         with pool.lock:
-            pool.enter()
+            pool.begin_use()
             self.plan._graph.graph.replay()
-            pool.leave()
+            pool.end_use()
             return self.plan._graph.outputs[0]
 
     def replays(self) -> None:

@@ -100,7 +100,7 @@ def stacks(result: dict[str, Any]) -> str:
 
 def section(file: Path, result: dict[str, Any]) -> str:
     """Table, plot and remarks of one file of results."""
-    picture = f"![Time of one UNet call, four ways to run it](benchmarks/{file.with_suffix('.svg').name})"
+    picture = f"![Time of one UNet call, four ways to run it](benchmarks/results/{file.with_suffix('.svg').name})"
     return "\n\n".join([render(result), picture, f"{stacks(result)} {NOTE}"])
 
 

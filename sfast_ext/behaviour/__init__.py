@@ -1,1 +1,1 @@
-"""What changes the result of a forward and shows in no argument."""
+"""The behaviour key: what changes the result of a forward without being an argument."""

@@ -1,4 +1,4 @@
-"""What another party put on a module: which function it is, and whose."""
+"""Foreign code: monkey-patches by third parties, what they are and where they come from."""
 
 from __future__ import annotations
 
@@ -14,66 +14,66 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.behaviour.glance import content_of
+from sfast_ext.behaviour.quick_check import content_of
 from sfast_ext.behaviour.snapshot import LONGEST
 
 _EXTENSIONS = ("extensions", "extensions-builtin")
-# what comes with the host is known to its adapter
+# extensions that ship with the host are known to its adapter
 _BUILT_IN = "extensions-builtin"
 
 
 @dataclass(frozen=True)
 class Patch:
-    """Something that another party put on a module instance."""
+    """A patch by a third party."""
 
     path: str
     module: nn.Module
     kind: str
-    """"replaced" for a function of torch, whose name is `path`, and "hook on all modules", both noted on the root;
-    "forward", "method" or "hook" on the instance; "class" where its class's forward is another party's, "function"
-    where another method is, or a function that one calls; the name of an attribute, such as "processor", that is a
-    callable of an extension's."""
+    """On the root: "replaced" for a function of torch, with its name as `path`, or "hook on all modules". On an
+    instance: "forward", "method" or "hook". Of its class: "class" for a foreign forward, "function" for another method,
+    or a function that a method calls. Otherwise the name of an attribute that is a foreign callable, such as
+    "processor"."""
     function: Any
 
     def words(self) -> str:
-        """The patch and where it comes from, for the report."""
+        """The patch and its origin, for the report."""
         if self.kind == "replaced":
-            return f"{self.path} is " + (f"replaced by {described(self.function)}" if self.function else "gone")
+            return f"{self.path} is " + (f"replaced by {describe(self.function)}" if self.function else "gone")
         what = {"class": "forward of its class", "function": "function in its class"}.get(self.kind, self.kind)
-        return f"{self.path or 'the model'} has a foreign {what}, {described(self.function)}"
+        return f"{self.path or 'the model'} has a foreign {what}, {describe(self.function)}"
 
 
-def described(function: Any) -> str:
-    """A function by its name, and where it comes from: the WebUI's extension whose folder it lies in, or its file."""
+def describe(function: Any) -> str:
+    """A function by name and origin: the WebUI extension that it belongs to, or its file."""
     function = _innermost(function)
     home = getattr(function, "__module__", None) or type(function).__module__
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     if hasattr(function, "__wrapped__") and isinstance(function, FunctionType):
-        # functools.wraps gave it the names of what it wraps
+        # functools.wraps copied the names of the wrapped function
         home, name = function.__globals__.get("__name__", home), function.__code__.co_name
     extension = extension_of(function)
     if extension:
         return f"{home}.{name} of the extension {extension}"
     file = PurePath(getattr(_code(function), "co_filename", "<none>"))
-    # not all of the path, which tells the user's name
+    # not the whole path: it may contain the user's name
     return f"{home}.{name}" if file.name.startswith("<") else f"{home}.{name} in {'/'.join(file.parts[-2:])}"
 
 
 def extension_of(function: Any) -> str | None:
-    """The folder in a WebUI's `extensions` that a function's code lies in, or None."""
+    """The name of the folder in a WebUI's `extensions` that contains a function's code, or None."""
     return _extension_in(getattr(_code(function), "co_filename", ""))[0]
 
 
 @functools.lru_cache(maxsize=4096)
 def _extension_in(file: str) -> tuple[str | None, bool]:
-    """The extension that a file belongs to, and whether that comes with the host."""
+    """The extension that a file belongs to, and whether it ships with the host."""
     parts = PurePath(file).parts
     inside = next((inside for folder, inside in zip(parts, parts[1:]) if folder in _EXTENSIONS), None)
     return inside, _BUILT_IN in parts
 
 
-def home_of(kind: type) -> str | None:
-    """The extension that a class comes from, told by the methods that were written with it; None for the host's."""
+def owning_extension(kind: type) -> str | None:
+    """The extension that defines a class, by the methods of its own module. None for the host's classes."""
     own = (f for f in vars(kind).values() if getattr(f, "__module__", None) == kind.__module__)
     return next((extension for f in own if (extension := extension_of(f)) is not None), None)
 
@@ -89,47 +89,47 @@ def _innermost(function: Any) -> Any:
 
 
 def _code(function: Any) -> Any:
-    """The code of a function, or of the call of an object; None for what is not written in Python."""
+    """The code of a function, or of an object's `__call__`. None if it is not Python."""
     inner = _innermost(function)
     if not hasattr(inner, "__code__") and callable(inner):
         inner = _innermost(type(inner).__call__)
     return getattr(inner, "__code__", None)
 
 
-def shadows(module: nn.Module, name: str, value: Any) -> bool:
-    """Whether an attribute is a function laid over a method that the class brings, beyond those of every module."""
+def overrides_method(module: nn.Module, name: str, value: Any) -> bool:
+    """Whether an attribute is a function that overrides a method of the class, other than those of nn.Module."""
     method = getattr(type(module), name, None)
     if not callable(method) or not callable(value) or hasattr(nn.Module, name):
         return False
     return not (getattr(value, "__self__", None) is module and getattr(value, "__func__", None) is method)
 
 
-def brought(value: Any, home: str | None) -> bool:
-    """Whether a function or callable object, such as an attention processor, is of another extension than `home`.
+def is_foreign(value: Any, own: str | None) -> bool:
+    """Whether a function or callable object, such as an attention processor, belongs to another extension than `own`.
 
-    What comes with the host in `extensions-builtin` is known to its adapter.
+    Not for `extensions-builtin`: those are known to the host's adapter.
     """
     if not callable(value):
         return False
     extension, built_in = _extension_in(getattr(_code(value), "co_filename", ""))
-    return extension is not None and extension != home and not built_in
+    return extension is not None and extension != own and not built_in
 
 
 CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
-"""What runs when a module is called, before its forward."""
-# hosts patch these, and they compute nothing
-_KEEPS_BOOKS = frozenset({"_load_from_state_dict", "_save_to_state_dict", "reset_parameters", "extra_repr"})
+"""Methods that run when a module is called, before its forward."""
+# patched by hosts, without influence on results
+_BOOKKEEPING = frozenset({"_load_from_state_dict", "_save_to_state_dict", "reset_parameters", "extra_repr"})
 PLAIN = (bool, int, float, str)
-# calls within a package that are followed from a method
+# depth to which calls within a package are followed from a method
 _DEEPEST = 3
-# packages whose functions stand in for PyTorch's attention
+# packages with replacements of PyTorch's attention
 _ATTENTIONS = frozenset({"torch", "xformers", "flash_attn", "sageattention", "diffusers"})
 COMMON = frozenset({"torch", "typing_extensions", *sys.stdlib_module_names})
-"""Packages that a decorator of anybody's may be made of."""
+"""Packages that any code may use, for a decorator say."""
 
 
 def layers(function: Any) -> Iterator[FunctionType]:
-    """A function, and those that it passes on to: a bound method's, a partial's, and what it finds in its closure."""
+    """A function and those below it: that of a bound method or a partial, and functions in its closure."""
     seen: set[int] = set()
     waiting = [function]
     while waiting:
@@ -143,17 +143,17 @@ def layers(function: Any) -> Iterator[FunctionType]:
 
 
 def cells(function: Any, owner: type) -> Iterator[CellType]:
-    """The cells that the layers of a function have, but for those of another party's code; see `strangers`."""
+    """The closure cells of a function's layers, without those of foreign code."""
     for layer in layers(function):
         if written_by(layer) == package(owner.__module__):
             yield from layer.__closure__ or ()
 
 
-def strangers(function: Any, owner: type, *, imported: bool = False) -> list[FunctionType]:
-    """The layers of a method that are neither of the package that its class comes from nor of torch's or Python's.
+def foreign_layers(function: Any, owner: type, *, imported: bool = False) -> list[FunctionType]:
+    """The layers of a method that belong neither to the package of its class nor to torch or Python.
 
     Args:
-        imported: whether what the class's own module imports counts as its own, such as the decorators of a library.
+        imported: packages that the module of the class imports count as its own, as for decorators of a library.
     """
     own = COMMON | {package(owner.__module__)}
     found = [layer for layer in layers(function) if written_by(layer) not in own and not _comes_with_the_host(layer)]
@@ -164,18 +164,18 @@ def strangers(function: Any, owner: type, *, imported: bool = False) -> list[Fun
 
 
 def knowable(function: Any) -> bool:
-    """Whether what a function does follows from which it is, and from plain values in its closure and its module.
+    """Whether the behaviour of a function is determined by its identity and by plain values in its closure and module.
 
-    A library's attention is taken as knowable, whatever it looks up.
+    The attention of a library counts as such, whatever it looks up.
     """
-    return all(_stays(value) for _, value in kept(function))
+    return all(_stays(value) for _, value in free_values(function))
 
 
 Place = CellType | tuple[dict, str]
 
 
-def kept(function: Any) -> Iterator[tuple[Place, Any]]:
-    """What a function and those that it calls find outside themselves: (cell, or dictionary and name in it; value)."""
+def free_values(function: Any) -> Iterator[tuple[Place, Any]]:
+    """The free values of a function and of those that it calls: (cell, or dictionary and name; value)."""
     seen: set[int] = set()
     waiting = [function]
     while waiting:
@@ -201,19 +201,19 @@ def _stays(value: Any) -> bool:
 
 
 def _has_code(value: Any) -> bool:
-    """Whether a value is a function or an object that is called like one, and is written in Python."""
+    """Whether a value is callable and written in Python."""
     return callable(value) and not isinstance(value, (type, nn.Module)) and _code(value) is not None
 
 
 def package(module: str) -> str:
-    """The package that a module belongs to, by their names."""
+    """The package of a module, by its name."""
     return module.partition(".")[0]
 
 
 def written_by(function: FunctionType) -> str:
-    """The package whose code a function is; `__module__` would be that of what it wraps."""
+    """The package of a function's code. `__module__` may be that of a wrapped function."""
     if function.__code__.co_filename.startswith("<eval_with_key>"):
-        return "torch"  # a graph's code, which torch wrote
+        return "torch"  # generated code of a graph
     return package(function.__globals__.get("__name__") or "")
 
 
@@ -227,17 +227,17 @@ def _comes_with_the_host(function: FunctionType) -> bool:
     return _extension_in(function.__code__.co_filename)[1]
 
 
-Found = tuple[type | dict, str, Any]
+Finding = tuple[type | dict, str, Any]
 
 
-def methods(kind: type, names: frozenset[str]) -> Iterator[Found]:
-    """The methods and plain values of a class, and what those methods find among the names of their module that are
-    run: functions, plain values and containers of such.
+def methods(kind: type, names: frozenset[str]) -> Iterator[Finding]:
+    """The methods and plain values of a class, and what the methods that run find in their modules: functions, plain
+    values, and containers of those.
 
     Args:
-        names: those of the methods that are run, see `reach`.
+        names: the names of methods that may run, see `reach`.
 
-    Gives (class or dictionary that holds it, name, function or value); nothing of torch's own classes.
+    Yields (class or dictionary that holds it, name, function or value). Torch's own classes are skipped.
     """
     for owner in kind.__mro__:
         if package(owner.__module__) not in ("builtins", "torch"):
@@ -251,47 +251,47 @@ def methods(kind: type, names: frozenset[str]) -> Iterator[Found]:
 
 
 def torchs_methods(kind: type) -> Iterator[tuple[type, str, Any]]:
-    """The methods that a class has from torch's classes, and how a module is called: (class, name, method or None)."""
+    """The methods that a class inherits from torch's classes, and CALLS: (class, name, method or None)."""
     for owner in kind.__mro__:
         of_torch = package(owner.__module__) == "torch" and owner is not nn.Module
         if of_torch or (owner is not nn.Module and issubclass(owner, nn.Module)):
-            # a class that has none of its own may be given one
+            # a class without one of its own may get one
             yield from ((owner, name, vars(owner).get(name)) for name in CALLS)
         for name, value in vars(owner).items() if of_torch else ():
-            bookkeeping = name.startswith("__") or name in _KEEPS_BOOKS
+            bookkeeping = name.startswith("__") or name in _BOOKKEEPING
             if not bookkeeping and name != "forward" and isinstance(getattr(value, "__func__", value), FunctionType):
                 yield owner, name, value
 
 
-def read_by(function: Any, depth: int = 0) -> Iterator[Found]:
-    """What a function, and those of its own package that it calls, find among the names of their modules."""
+def read_by(function: Any, depth: int = 0) -> Iterator[Finding]:
+    """What a function, and functions of its package that it calls, find in the globals of their modules."""
     code = getattr(function, "__code__", None)
     if code is None:
         return
     for cell in (function.__closure__ or ()) if depth < _DEEPEST else ():
-        # a method that the host wrapped calls the one that was there
+        # a wrapper of the host's calls the original method
         yield from read_by(content_of(cell), depth + 1)
     names, around, own = names_in(code), function.__globals__, written_by(function)
     for used in names & around.keys():
         found = around[used]
         if isinstance(found, ModuleType) and package(found.__name__) == own:
-            # another module of the package: what is looked up in it by an attribute
+            # attributes of another module of the package
             there = ((name, vars(found)[name]) for name in names & vars(found).keys())
-            yield from ((vars(found), name, value) for name, value in there if _is_told(value))
+            yield from ((vars(found), name, value) for name, value in there if _is_compared(value))
         if isinstance(found, (type, ModuleType, Logger)) or used.startswith("__"):
-            # an attribute called __name__ is no global, and a logger computes nothing
+            # an attribute like __name__ is not a global, and a logger computes nothing
             continue
-        if _is_told(found):
+        if _is_compared(found):
             yield around, used, found
             if isinstance(found, FunctionType) and depth < _DEEPEST and written_by(found) == own:
                 yield from read_by(found, depth + 1)
         elif hasattr(found, "__dict__"):
-            # a stand-in for a module, such as AUTOMATIC1111 has for torch
+            # an object in place of a module, as AUTOMATIC1111 has for torch
             yield from ((vars(found), attribute, vars(found).get(attribute)) for attribute in names)
 
 
-def _is_told(value: Any) -> bool:
-    """Whether a function or a value is told apart from others of its kind."""
+def _is_compared(value: Any) -> bool:
+    """Whether a function or a value is part of the key."""
     return not isinstance(value, type) and (callable(value) or isinstance(value, PLAIN) or _of_plain(value))
 
 
@@ -302,6 +302,6 @@ def _of_plain(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> frozenset[str]:
-    """The names that code looks up, with that of functions within it."""
+    """The names that code looks up, including nested functions."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(code.co_names).union(*map(names_in, inner))

@@ -1,4 +1,4 @@
-"""The place of a module's forward, and the object that sits in it."""
+"""The slot of a module's forward, and the object that we put there."""
 
 from __future__ import annotations
 
@@ -7,29 +7,35 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import nn
 
-from sfast_ext.behaviour.foreign_code import described
-from sfast_ext.weights.weight import WeightsInUse
+from sfast_ext.behaviour.foreign_code import describe
 
-if TYPE_CHECKING:
-    from sfast_ext.accelerator import Accelerator
+
+class SlotOwner(Protocol):
+    """What a slot needs of an accelerator."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Called in place of the forward."""
+
+    def before_saving(self) -> None:
+        """Called before the module's parameters are saved. Raises nothing."""
 
 
 class AcceleratedForward:
-    """What sits in the slot: calls the accelerator, looks like the forward it stands for."""
+    """The object in the slot. It calls its owner, and looks like the forward that it replaces."""
 
-    # functools.update_wrapper, as accelerate calls it, copies what is in __dict__ to the wrapper, and deepcopy goes on
-    __slots__ = ("accelerator", "detached", "_module", "before", "__dict__")
+    # not in __dict__: functools.update_wrapper, as accelerate calls it, copies that, and deepcopy would follow
+    __slots__ = ("owner", "detached", "_module", "previous", "__dict__")
 
     def __init__(
-        self, module: nn.Module, accelerator: Accelerator, original: Callable[..., Any], before: Callable | None
+        self, module: nn.Module, owner: SlotOwner, original: Callable[..., Any], previous: Callable | None
     ) -> None:
-        self.accelerator = accelerator
+        self.owner = owner
         self._module = module
-        self.before = before
+        self.previous = previous
         self.detached: Callable[..., Any] | None = None
         self.__wrapped__ = original
         self.__name__ = "forward"
@@ -44,53 +50,45 @@ class AcceleratedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.detached is not None:
             return self.detached(*args, **kwargs)
-        return self.accelerator(*args, **kwargs)
+        return self.owner(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # a copied module must run its own weights, not the plans of the one it was copied from
+        # a copied module must run on its own weights, not on the plans of the original
         module = memo.get(id(self._module))
         if module is None:
             return self.__wrapped__
-        if self.before is None:
+        if self.previous is None:
             return types.MethodType(type(module).forward, module)
-        return copy.deepcopy(self.before, memo)
+        return copy.deepcopy(self.previous, memo)
 
     def __reduce__(self) -> Any:
-        # a loaded module runs what was there before, as a copied one does
-        return (_class_forward, (self._module,)) if self.before is None else (_as_it_is, (self.before,))
+        # a loaded module runs the previous forward, like a copied one
+        return (_class_forward, (self._module,)) if self.previous is None else (_as_it_is, (self.previous,))
 
 
 class BeforeSaving:
-    """A hook that runs before the module's `state_dict()`: its parameters are laid out as the host knows them, since
-    savers refuse other strides."""
+    """A hook that runs before `state_dict()` of the module, or before it is pickled."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    def __init__(self, module: nn.Module, owner: SlotOwner) -> None:
+        self._module = module
+        self._owner = owner
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        if module is self._accelerator.module:
-            self._lend()
+        # a shallow copy of the module shares its hooks
+        if module is self._module:
+            self._owner.before_saving()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _no_hook
 
     def __reduce__(self) -> Any:
-        # the whole module is being saved: its parts, with the weights, come after its hooks
-        self._lend()
+        # the whole module is pickled: weights are pickled after hooks
+        self._owner.before_saving()
         return _hook_of_others, ()
-
-    def _lend(self) -> None:
-        if not self._accelerator.lends:
-            return
-        try:
-            self._accelerator.arena.lend_home()
-        except WeightsInUse as exc:
-            # the values are right, and some savers take any strides
-            self._accelerator.report.event("weights", f"they are saved as they lie: {exc}")
 
 
 def _no_hook(*_: Any) -> None:
-    """What a copied or loaded module has in place of the hook."""
+    """Replaces the hook in a copied or loaded module."""
 
 
 def _hook_of_others() -> Callable[..., None]:
@@ -101,109 +99,110 @@ def _as_it_is(function: Any) -> Any:
     return function
 
 
-class Slot:
-    """The forward of one module: `_old_forward` under accelerate's hook, else the instance's `forward`."""
+class ForwardSlot:
+    """The forward of one module: `_old_forward` below accelerate's hook, otherwise `forward` of the instance.
 
-    def __init__(self, module: nn.Module, accelerator: Accelerator) -> None:
+    Args:
+        owner: called in place of the forward.
+        saving: whether the owner is notified before the module is saved.
+    """
+
+    def __init__(self, module: nn.Module, owner: SlotOwner, *, saving: bool) -> None:
         self._module = module
-        self._accelerator = accelerator
+        self._owner = owner
+        self._tells = saving
         self._forward: AcceleratedForward | None = None
-        self._before: Callable[..., Any] | None = None
+        self._previous: Callable[..., Any] | None = None
         self._saving: Any = None
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The forward that was there: an instance attribute, or the class's as it is now."""
-        if self._before is not None:
-            return self._before
-        # looked up at each call: hosts patch the class after we are installed
+        """The original forward: an instance attribute, or the current one of the class."""
+        if self._previous is not None:
+            return self._previous
+        # looked up for each call: hosts patch the class after we are installed
         return types.MethodType(type(self._module).forward, self._module)
 
     def install(self) -> bool:
-        """Take the slot. What lies over it (accelerate's hook) stays over it.
+        """Put our object into the slot. A wrapper around it (accelerate's hook) stays.
 
         Returns:
-            Whether the original forward is another than it was when the slot was last taken.
+            Whether the original forward differs from that of the last installation.
         """
         if self.installed():
             return False
-        last = self._before
+        last = self._previous
         attributes = self._module.__dict__
         name = "_old_forward" if "_old_forward" in attributes else "forward"
         there: Any = attributes.get(name)
         while isinstance(there, AcceleratedForward):
-            # not what it wraps: that is the class's forward as it was when it was made
-            there = there.before
-        self._before = None if there is None or is_own_forward(there, self._module) else there
-        self._forward = AcceleratedForward(self._module, self._accelerator, self.original, self._before)
+            # not __wrapped__: that is the forward of the class at the time
+            there = there.previous
+        self._previous = None if there is None or is_own_forward(there, self._module) else there
+        self._forward = AcceleratedForward(self._module, self._owner, self.original, self._previous)
         object.__setattr__(self._module, name, self._forward)
-        if self._saving is None and self._accelerator.whole is None:
-            self._saving = self._module.register_state_dict_pre_hook(BeforeSaving(self._accelerator))
-        return last is not self._before
+        if self._saving is None and self._tells:
+            self._saving = self._module.register_state_dict_pre_hook(BeforeSaving(self._module, self._owner))
+        return last is not self._previous
 
     def installed(self) -> bool:
-        """Whether our object is in one of the slots, at the top or under another's wrapper."""
+        """Whether our object is in one of the slots."""
         attributes = self._module.__dict__
         ours = self._forward
         return ours is not None and (attributes.get("forward") is ours or attributes.get("_old_forward") is ours)
 
     def release(self) -> None:
-        """Put back what was there. Where another's wrapper holds our object, it goes on to the original through it."""
+        """Restore the previous forward. If a third party's wrapper holds our object, that calls the original now."""
         attributes = self._module.__dict__
         for name in ("forward", "_old_forward"):
             if self._forward is None or attributes.get(name) is not self._forward:
                 continue
-            if self._before is not None:
-                attributes[name] = self._before
+            if self._previous is not None:
+                attributes[name] = self._previous
             elif name == "forward":
                 del attributes[name]
             else:
-                # accelerate calls what it finds here, so it cannot be empty
+                # must not be empty: accelerate calls it
                 attributes[name] = self.original
         if self._forward is not None:
-            # whoever wrapped it may call it still, also from under the next one that is installed
-            self._forward.detached = self._before or functools.partial(_call_class, self._module)
+            # a wrapper may still call it, even below the next installation
+            self._forward.detached = self._previous or functools.partial(_call_class, self._module)
         self._forward = None
         if self._saving is not None:
             self._saving.remove()
             self._saving = None
 
 
-def accelerator_in(function: Any) -> Accelerator | None:
-    """The accelerator behind a forward, or None."""
-    return function.accelerator if isinstance(function, AcceleratedForward) else None
-
-
-def accelerator_of(module: nn.Module) -> Accelerator | None:
-    """The accelerator installed on a module, or None."""
+def owner_of(module: nn.Module) -> SlotOwner | None:
+    """The owner of a module's slot, or None."""
     for name in ("forward", "_old_forward"):
-        found = accelerator_in(module.__dict__.get(name))
-        if found is not None:
-            return found
+        function = module.__dict__.get(name)
+        if isinstance(function, AcceleratedForward):
+            return function.owner
     return None
 
 
 def foreign_forward(module: nn.Module) -> str | None:
-    """Who replaced the forward of this very object; None where nobody did, or only accelerate's hook, or we."""
+    """A description of a foreign forward on this instance. None if there is only our own, or accelerate's hook."""
     function = forward_of(module)
-    if function is None or accelerator_of(module) is not None or is_own_forward(function, module):
+    if function is None or owner_of(module) is not None or is_own_forward(function, module):
         return None
-    return described(function)
+    return describe(function)
 
 
 def forward_of(module: nn.Module) -> Any:
-    """What lies in the place that an accelerator would take; None where it is the class's forward."""
+    """The contents of the slot that an accelerator would use. None if the class's forward is in effect."""
     return vars(module).get("_old_forward" if "_old_forward" in vars(module) else "forward")
 
 
 def is_own_forward(function: Any, module: nn.Module) -> bool:
-    """The class's own forward, that accelerate leaves on an instance when it takes its hook away."""
+    """Whether a function is the class's own forward. Accelerate leaves that on an instance when it removes its hook."""
     cls: Any = type(module)
     return getattr(function, "__self__", None) is module and getattr(function, "__func__", None) is cls.forward
 
 
 def _call_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # the class's forward as it is now
+    # the current forward of the class
     return type(module).forward(module, *args, **kwargs)
 
 

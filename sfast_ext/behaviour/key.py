@@ -1,4 +1,4 @@
-"""The behaviour keys of one module as its calls go on: read when something changed, trusted in between."""
+"""The behaviour keys of one module over time: read after a change, trusted in between."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sfast_ext.behaviour.fingerprint import Fingerprint, Vouch, fingerprint
 
 
 class BehaviourKeys:
-    """Numbers the behaviours of one module, so that a key of thousands of entries is compared once for each reading.
+    """Numbers the behaviours of one module, so that a key with thousands of entries is only compared once per reading.
 
     Args:
         recognised, transparent: see `Hooks`.
-        kept: how many behaviours are remembered.
-        first: the number of the first.
+        kept: the number of behaviours to remember.
+        first: the number of the first behaviour.
     """
 
     def __init__(
@@ -32,41 +32,46 @@ class BehaviourKeys:
         self._transparent = transparent
         self._numbers: OrderedDict[Hashable, tuple[int, Fingerprint]] = OrderedDict()
         self._count = first
-        self._scene: Fingerprint | None = None
-        self._ticks = False
-        self._read_since_tick = False
+        self._fingerprint: Fingerprint | None = None
+        self._announced = False
+        self._read_in_generation = False
         self.last: tuple[int, str | None] | None = None
-        """What the last reading gave; None before the first."""
+        """The result of the last reading. None before the first."""
 
-    def tick(self) -> None:
-        """A generation begins. From the first tick on, a reading is sure until the next."""
-        self._ticks = True
-        self._read_since_tick = False
+    def begin_generation(self) -> None:
+        """A generation begins. From the first call on, one reading is trusted for a generation."""
+        self._announced = True
+        self._read_in_generation = False
 
     @property
-    def due(self) -> bool:
+    def stale(self) -> bool:
         """Whether a generation began since the last reading."""
-        return self._ticks and not self._read_since_tick
+        return self._announced and not self._read_in_generation
 
     @property
-    def sure(self) -> bool:
-        """Whether `last` may be trusted without another reading."""
-        return self._ticks and self._read_since_tick and self._scene is not None and self._scene.looks_alike()
+    def trusted(self) -> bool:
+        """Whether `last` is valid without another reading."""
+        return (
+            self._announced
+            and self._read_in_generation
+            and self._fingerprint is not None
+            and self._fingerprint.unchanged_quick()
+        )
 
-    def now(self) -> tuple[int, str | None]:
-        """What a reading gives, without one where `last` may be trusted."""
-        return self.last if self.last is not None and self.sure else self.read()
+    def current(self) -> tuple[int, str | None]:
+        """`last` if it is trusted, otherwise a new reading."""
+        return self.last if self.last is not None and self.trusted else self.read()
 
     def read(self) -> tuple[int, str | None]:
-        """A number for what the module computes now, and the foreign patch that keeps us away, in words, if any."""
-        scene = self._scene
-        if self.last is not None and scene is not None and scene.holds():
-            if not self._ticks:
+        """The number of the current behaviour, and a description of a foreign patch that forbids a plan, or None."""
+        previous = self._fingerprint
+        if self.last is not None and previous is not None and previous.unchanged():
+            if not self._announced:
                 return self.last
-            if scene.classes_hold(self._module):
-                # once a generation the host is asked again what it vouches for
-                self.last = (self.last[0], self._foreign(scene))
-                self._read_since_tick = True
+            if previous.classes_unchanged(self._module):
+                # the host vouches again once per generation
+                self.last = (self.last[0], self._foreign_patch(previous))
+                self._read_in_generation = True
                 return self.last
         read = fingerprint(self._module, self._ignored, self._transparent)
         known = self._numbers.get(read.key)
@@ -76,18 +81,18 @@ class BehaviourKeys:
             while len(self._numbers) > self._kept:
                 self._numbers.popitem(last=False)
         self._numbers.move_to_end(read.key)
-        # together, and after the host was asked: it may raise
-        foreign = self._foreign(read)
-        self._scene, self.last = read, (known[0], foreign)
-        self._read_since_tick = True
+        # set together, and after the host's callback, which may raise
+        foreign = self._foreign_patch(read)
+        self._fingerprint, self.last = read, (known[0], foreign)
+        self._read_in_generation = True
         return self.last
 
-    def _foreign(self, read: Fingerprint) -> str | None:
+    def _foreign_patch(self, read: Fingerprint) -> str | None:
         vouch = self._recognised
         patches = (p for p in read.patches if vouch is None or not vouch(p.module, p.kind, p.function))
         return next((p.words() for p in patches), None)
 
     def clear(self) -> None:
-        """Forget everything read."""
+        """Forget all readings."""
         self._numbers.clear()
-        self.last = self._scene = None
+        self.last = self._fingerprint = None

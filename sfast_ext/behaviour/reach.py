@@ -1,9 +1,8 @@
-"""Which names the code of a forward can look up.
+"""The names that the code of a forward can look up.
 
-An attribute, a method or a global of another name cannot change what that code computes, so a look for each call leaves
-it out; a reading, once a generation, does not. Names are those that code objects list, and strings that `getattr` may
-be given: constants, defaults of arguments, and strings among the globals. A name that is put together while the code
-runs is not found.
+An attribute, a method or a global with another name cannot change what that code computes. So the check for each call
+skips it; a reading, once per generation, does not. Names come from code objects, and from strings that `getattr` may
+get: constants, defaults of arguments, and strings in globals. A name that is composed at run time is not found.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from sfast_ext.behaviour.foreign_code import CALLS, COMMON, layers, package, wri
 from sfast_ext.behaviour.snapshot import LONGEST
 
 _FIRST = frozenset({"forward", "_old_forward", *CALLS})
-# attributes of attributes, items of items
+# nesting of attributes and containers
 _DEEPEST = 2
-# Python calls the other special methods by syntax, which no code object names
+# other special methods are called by syntax, without a name in the code
 _OF_OBJECTS = frozenset(
     {
         "__init__", "__new__", "__del__", "__init_subclass__", "__class_getitem__", "__repr__", "__str__", "__dir__",
@@ -29,11 +28,11 @@ _OF_OBJECTS = frozenset(
 
 
 def names_within(kinds: Iterable[type], functions: Iterable[Any]) -> frozenset[str]:
-    """The names that forwards of some classes can look up.
+    """The names that the forwards of some classes can look up.
 
     Args:
-        kinds: the classes of the modules, and of the objects that they call.
-        functions: what else runs within them, such as hooks.
+        kinds: the classes of modules, and of objects that they call.
+        functions: other functions that run, such as hooks.
     """
     walk = _Walk()
     for kind in kinds:
@@ -53,7 +52,7 @@ class _Walk:
         self._waiting: list[str] = []
 
     def add_class(self, kind: type) -> None:
-        """Methods, which run when their name is looked up."""
+        """Add the methods of a class. A method runs if its name is looked up."""
         for owner in kind.__mro__:
             if owner in self._owners or owner is object:
                 continue
@@ -69,7 +68,7 @@ class _Walk:
                         self.add(function)
 
     def add(self, function: Any) -> None:
-        """A function that runs, those that it is made of, and those that they find among their globals."""
+        """Add a function that runs, its layers, and what they find in their globals."""
         for layer in layers(function):
             if layer in self._seen:
                 continue
@@ -96,13 +95,13 @@ class _Walk:
             if package(value.__name__) not in COMMON:
                 self._add_attributes(value, names, depth)
         elif isinstance(value, FunctionType) and package(value.__module__ or "") in COMMON:
-            # what it calls in torch is found by name
+            # what it calls in torch is found by its names
             for layer in layers(value):
                 self._waiting += _names(layer.__code__)
         elif callable(value):
             self.add(value)
         elif hasattr(value, "__dict__"):
-            # a host may keep torch's own methods in an object, and call them from what it put in their place
+            # a host may keep torch's own methods in an object, and call them from its replacements
             self._add_attributes(value, names, depth)
 
     def _add_attributes(self, value: Any, names: frozenset[str], depth: int) -> None:
@@ -112,7 +111,7 @@ class _Walk:
                 self._add_global(inner, names, depth + 1)
 
     def follow(self, names: Iterable[str]) -> None:
-        """What runs when these names are looked up, and so on."""
+        """Add the methods with these names, and so on recursively."""
         self._waiting += names
         while self._waiting:
             name = self._waiting.pop()
@@ -123,14 +122,14 @@ class _Walk:
 
 
 def _is_common(function: Any) -> bool:
-    """Whether all that a function is made of is torch's or Python's own."""
+    """Whether all layers of a function belong to torch or Python."""
     if isinstance(function, FunctionType) and function.__closure__ is None:
         return written_by(function) in COMMON
     return all(written_by(layer) in COMMON for layer in layers(function))
 
 
 def _functions(value: Any) -> Iterator[Any]:
-    """What an attribute of a class runs: a method, the functions of a property."""
+    """The functions of an attribute of a class: a method, or those of a property."""
     if isinstance(value, property):
         yield from filter(None, (value.fget, value.fset))
     elif isinstance(value, functools.cached_property):
@@ -146,7 +145,7 @@ def _names(code: CodeType) -> frozenset[str]:
 
 
 def _strings(values: Any) -> list[str]:
-    """The identifiers among constants, some of which are tuples of them."""
+    """The identifiers among constants, including nested tuples."""
     if isinstance(values, str):
         values = (values,)
     found: list[str] = []

@@ -1,4 +1,4 @@
-"""What a reading of the behaviour key looked at, laid out flat: another look is a handful of calls for all of it."""
+"""A flat record of everything that a reading of the behaviour key saw, which can be checked in a handful of calls."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sfast_ext.behaviour.glance import (
+from sfast_ext.behaviour.quick_check import (
     HOOKS,
     Attributes,
-    Found,
-    Glance,
+    NameTable,
+    QuickCheck,
     addresses,
     attributes_of,
     content_of,
     namespace_of,
-    still,
+    same_content,
     values_in,
 )
 
-# items of the largest container that is read
+# containers with more items are not read
 LONGEST = 64
-# readings take these by themselves
+# read separately
 _SLOTS = frozenset({"forward", "_old_forward"})
 _WRITERS = (dict.__setitem__, OrderedDict.__setitem__)
 
 
-class Scene:
-    """Everything that a reading met: modules, containers, hooks, and the names that methods find.
+class Snapshot:
+    """Everything that a reading saw: modules, containers, hooks, and the names that methods find.
 
-    Objects are held, so that none can give its address to another; but not tensors, of which some are large and
-    others' backups.
+    It holds references, so that no address is reused. Not to tensors, as some are large, or backups of a third party.
 
     Args:
-        ignored: attributes of modules that say nothing, whatever they are exchanged for.
+        ignored: attributes of modules without influence on behaviour.
     """
 
     def __init__(self, ignored: frozenset[str] = frozenset()) -> None:
@@ -50,9 +49,9 @@ class Scene:
         self._empty: list[dict | list] = []
         self._sized: list[dict | list] = []
         self._lengths: list[int] = []
-        # of the empty ones, those that are looked at for each call
+        # empty ones that are checked for each call
         self._bare: list[dict | list] = []
-        # hooks come with handles, of which each takes the next number
+        # each handle of a hook takes the next id
         self._no_hooks: list[dict] = []
         self._hooks: list[tuple[dict, dict]] = []
         self._next_hook = RemovableHandle.next_id
@@ -64,7 +63,7 @@ class Scene:
         self._parameters: list[dict] = []
         self._parameter_names: list[Any] = []
         self._missing: list[bool] = []
-        # those that hold tensors: what is in them is told by address
+        # with tensors in them: contents are compared by address
         self._mixed: list[dict | list] = []
         self._addresses: list[tuple[int, ...]] = []
         self._held: list[Any] = []
@@ -75,10 +74,10 @@ class Scene:
         self._cells: list[CellType] = []
         self._contents: list[Any] = []
 
-    # Each is noted before it is read: what changes in between is seen at the next look.
+    # Everything is recorded before it is read, so that a change in between is detected by the next check.
 
     def module(self, module: nn.Module) -> None:
-        """A module: its attributes, submodules and parameters, of which only those count that are None."""
+        """A module: attributes, submodules, and parameters, of which only None is recorded."""
         self._modules.append(attributes_of(module, self._ignored))
         attributes = module.__dict__
         self._hooks.append(HOOKS(attributes))
@@ -87,7 +86,7 @@ class Scene:
         if children:
             self.container(children)
         else:
-            # a forward that would call one is another
+            # a forward that calls a submodule would be another forward
             self._empty.append(children)
         self._size(parameters)
         self._parameters.append(parameters)
@@ -95,7 +94,7 @@ class Scene:
         self._missing.extend(map(operator.is_, dict.values(parameters), repeat(None)))
 
     def hooks(self, hooks: dict) -> None:
-        """The hooks of a module."""
+        """A dictionary of hooks of a module."""
         if hooks:
             self.container(hooks)
         else:
@@ -103,7 +102,7 @@ class Scene:
             self._no_hooks.append(hooks)
 
     def container(self, container: dict | list, *, loose: bool = True) -> None:
-        """A dict or list with what it holds; `loose` where it is not the attributes of a module."""
+        """A dict or list and its contents. `loose` if it is not the attributes of a module."""
         self._size(container)
         if not container:
             self._bare.append(container)
@@ -117,7 +116,7 @@ class Scene:
             self._dicts.append(container)
             self._dict_keys.extend(container)
             self._dict_values += values
-            # diffusers' configurations refuse to be written to
+            # configs of diffusers cannot be written to
             if loose and type(container).__setitem__ in _WRITERS:
                 self._loose.append(container)
                 self._loose_values += values
@@ -126,7 +125,7 @@ class Scene:
             self._list_items += values
 
     def long(self, container: dict | list) -> None:
-        """A dict or list that is too long to be read: of interest when it is no more."""
+        """A dict or list that is too long to be read. It is read once it becomes shorter."""
         self._long.append(container)
 
     def _size(self, container: dict | list) -> None:
@@ -137,36 +136,36 @@ class Scene:
             self._empty.append(container)
 
     def name(self, home: type | dict, name: str) -> None:
-        """A name that a method finds in a class or in its module, or one that is not there yet."""
+        """A name that a method looks up in a class or in its module. It may be undefined."""
         if isinstance(home, type):
             self._classes.setdefault(home, len(vars(home)))
         _, names = self._names.setdefault(id(home), (home, {}))
         names[name] = namespace_of(home).get(name)
 
     def cell(self, cell: CellType) -> Any:
-        """A cell of a function's closure; returns what it holds, None where it is empty."""
+        """A closure cell. Returns its contents, None if it is empty."""
         content = content_of(cell)
         self._cells.append(cell)
-        # tensors are told by address, as elsewhere
+        # tensors are compared by address
         self._contents.append(id(content) if isinstance(content, torch.Tensor) else content)
         return content
 
     def kind(self, kind: Any, name: str) -> Any:
-        """A method of a class; returns what it is."""
+        """A method of a class. Returns it."""
         function = self._kinds[kind, name] = getattr(kind, name)
         return function
 
-    def seal(self, names: frozenset[str], run: list[CellType]) -> Scene:
-        """To be called when all was read.
+    def seal(self, names: frozenset[str], run: list[CellType]) -> Snapshot:
+        """Call this when everything was read.
 
         Args:
-            names: what the code that was read can look up; see `reach`.
-            run: the cells of code that is run.
+            names: the names that the code can look up; see `reach`.
+            run: the closure cells of code that runs.
         """
-        self._found = Found(self._names.values())
+        self._found = NameTable(self._names.values())
         looked_at = {id(cell) for cell in run}
         cells = [each for each in zip(self._cells, self._contents) if id(each[0]) in looked_at]
-        self._glance = Glance(
+        self._quick_check = QuickCheck(
             modules=[_looked_at(each, names) for each in self._modules],
             hooks=self._hooks,
             no_hooks=self._no_hooks,
@@ -187,17 +186,17 @@ class Scene:
         _, names = self._names.get(id(kind), (kind, {}))
         return names.get(name) is not None
 
-    def looks_alike(self) -> bool:
-        """A look for each call; see `Glance`."""
-        return self._glance.holds()
+    def unchanged_quick(self) -> bool:
+        """The check for each call; see `QuickCheck`."""
+        return self._quick_check.unchanged()
 
-    def holds(self) -> bool:
-        """Whether everything is the very object that it was, but for parameters that took the place of others."""
+    def unchanged(self) -> bool:
+        """Whether everything is still the same object. Replaced parameters are ignored."""
         same = (
-            self._glance.holds_but_for_sizes()
-            and self._found.holds()
+            self._quick_check.unchanged_but_for_sizes()
+            and self._found.unchanged()
             and all(getattr(kind, name) is function for (kind, name), function in self._kinds.items())
-            and all(map(still, map(content_of, self._cells), self._contents))
+            and all(map(same_content, map(content_of, self._cells), self._contents))
             and not any(self._empty)
             and list(map(len, self._sized)) == self._lengths
             and all(map(operator.is_, chain.from_iterable(self._dicts), self._dict_keys))
@@ -208,12 +207,12 @@ class Scene:
             and all(len(container) > LONGEST for container in self._long)
         )
         if same:
-            self._glance.note_sizes()
+            self._quick_check.note_sizes()
         return same
 
 
-class NoScene(Scene):
-    """Notes nothing."""
+class NoSnapshot(Snapshot):
+    """Records nothing."""
 
     def module(self, module: nn.Module) -> None:
         """Nothing."""
@@ -236,12 +235,12 @@ class NoScene(Scene):
 
 
 def _runs_torchs_code(kind: type) -> bool:
-    """Whether a class has methods of torch's classes, which name attributes too, beside those of every module."""
+    """Whether a class inherits from a class of torch other than nn.Module. Their methods look up attributes as well."""
     return any(o.__module__.partition(".")[0] == "torch" and o is not nn.Module for o in kind.__mro__)
 
 
 def _run(home: type | dict, found: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    # what torch's own code looks up is not collected
+    # names that torch's own code looks up are not collected
     of_torch = isinstance(home, type) and _runs_torchs_code(home)
     return {name: value for name, value in found.items() if of_torch or name in names}
 

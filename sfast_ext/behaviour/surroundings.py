@@ -1,7 +1,7 @@
-"""What somebody changed of torch itself, for every module there is: its functions, and hooks on all modules.
+"""Global changes of torch: replaced functions, and global module hooks.
 
-What torch's functions were is noted when this module is imported. One that another party's code stands for by then is
-known by that code.
+The original functions are recorded when this module is imported. A function that was replaced before that is recognised
+as foreign by its code.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _modules
 
-from sfast_ext.behaviour.foreign_code import CALLS, layers, names_in, package, strangers
+from sfast_ext.behaviour.foreign_code import CALLS, foreign_layers, layers, names_in, package
 
 ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
 _HOOKS: tuple[dict[int, Any], ...] = (_modules._global_forward_hooks, _modules._global_forward_pre_hooks)
-# a forward that draws random numbers gets no plan, whoever draws them
+# not tracked: a forward that draws random numbers gets no plan anyway
 _RANDOM = ("rand", "normal", "bernoulli", "multinomial", "poisson")
 _OF_TENSORS = frozenset(
     {
@@ -26,7 +26,7 @@ _OF_TENSORS = frozenset(
         "register_hook", "share_memory_", "storage", "untyped_storage",
     }
 )  # fmt: skip
-"""Methods of tensors that compute nothing."""
+"""Methods of tensors without influence on results."""
 
 _OFTEN = frozenset(
     {
@@ -34,13 +34,13 @@ _OFTEN = frozenset(
         "linear", "pad", "scaled_dot_product_attention", "silu", "softmax",
     }
 )  # fmt: skip
-"""What a UNet calls: a host may keep a module's own forward where no name leads to it."""
+"""Functions that a UNet calls. Always checked: a host may keep a forward where no name leads to it."""
 
 _Functions = Mapping[str, Any]
 
 
 def _spaces() -> dict[str, tuple[_Functions, frozenset[str]]]:
-    """What holds the functions that forwards call, by its name, and which of its names are of such."""
+    """The namespaces with functions that forwards call, by name, and the names of those functions."""
     of_torch = frozenset(dir(torch._C._VariableFunctions)) | frozenset(torch.functional.__all__)
     of_tensors = frozenset(dir(torch.Tensor)) - _OF_TENSORS
     functional = frozenset(name for name, f in vars(nn.functional).items() if _computes(f))
@@ -59,24 +59,24 @@ def _computes(function: Any) -> bool:
 
 
 class Surroundings:
-    """What was found in one look at torch.
+    """The state of torch at one time.
 
-    `replaced` are the functions that are not torch's own, or not the ones that were there at first: (name, function),
-    None for one that is gone. `hooks` are those on all modules.
+    `replaced` are the functions that are not torch's own, or not the original ones: (name, function), with None for one
+    that was deleted. `hooks` are the global module hooks.
     """
 
     def __init__(self) -> None:
-        # noted before they are read: what changes in between is seen at the next look
+        # recorded before they are read, so that a change in between is detected by the next check
         self._seen = [(space, list(space.values())) for space, _ in _SPACES.values()]
         self.hooks = _hooks()
         self.replaced = tuple(sorted(_replaced(), key=operator.itemgetter(0)))
 
-    def holds(self) -> bool:
-        """Whether nothing changed since; some microseconds."""
+    def unchanged(self) -> bool:
+        """Whether nothing changed since. Takes some microseconds."""
         try:
             return self.hooks == _hooks() and all(list(space.values()) == values for space, values in self._seen)
         except Exception:
-            # values that cannot be compared are others' own
+            # values that cannot be compared are foreign
             return False
 
     def __eq__(self, other: object) -> bool:
@@ -84,48 +84,48 @@ class Surroundings:
 
 
 def look() -> Surroundings:
-    """What torch is now; the same object for as long as nothing changes."""
+    """The current state of torch. The same object as long as nothing changes."""
     global _last
-    if not _last.holds():
+    if not _last.unchanged():
         _last = Surroundings()
     return _last
 
 
-class Glance:
-    """A look for each call at the functions of torch that some code can reach, and at hooks on all modules.
+class TorchQuickCheck:
+    """The check for each call of global module hooks, and of the functions of torch that some code can reach.
 
     Args:
-        names: what the code can look up, see `reach`.
-        kinds: the classes whose code it is; of torch's own among them, names are collected here.
-        around: what was found by a look before that.
+        names: the names that the code can look up, see `reach`.
+        kinds: the classes of the code. Names of torch's own classes are collected here.
+        around: the state of torch when the code was read.
     """
 
     def __init__(self, names: frozenset[str], kinds: Iterable[type], around: Surroundings) -> None:
         self._hooks = around.hooks
         wanted = _reached(names.union(_OFTEN, *map(_names_of_torchs, kinds)))
         spaces = [(space, sorted(wanted & inner & space.keys())) for space, inner in _SPACES.values()]
-        # of a single name it gives no tuple
+        # the first name is doubled: itemgetter returns no tuple for a single name
         self._gets = [(operator.itemgetter(found[0], *found), space) for space, found in spaces if found]
-        # a method that tensors inherit is overridden by one of the same name
+        # an inherited method may be overridden by a new one
         self._own = len(vars(torch.Tensor))
         self._found = self._now()
-        # what changed since `around` was found must not pass for it
+        # a change since `around` must not count as unchanged
         self._true = look() == around
 
     def _now(self) -> list[Any]:
         return [each for get, space in self._gets for each in get(space)]
 
-    def holds(self) -> bool:
-        """Whether none of them changed; microseconds."""
+    def unchanged(self) -> bool:
+        """Whether none of them changed. Takes microseconds."""
         try:
-            still = self._true and self._hooks_hold() and len(vars(torch.Tensor)) == self._own
+            still = self._true and self._hooks_unchanged() and len(vars(torch.Tensor)) == self._own
             return still and self._now() == self._found
         except Exception:
-            # one is gone, or cannot be compared
+            # one was deleted, or cannot be compared
             return False
 
-    def _hooks_hold(self) -> bool:
-        """Whether the same hooks are on all modules."""
+    def _hooks_unchanged(self) -> bool:
+        """Whether the global hooks are the same."""
         return self._hooks == _hooks() if self._hooks else not any(_HOOKS)
 
 
@@ -136,8 +136,8 @@ def _names_of_torchs(kind: type) -> frozenset[str]:
 
 
 def _reached(names: frozenset[str]) -> frozenset[str]:
-    """The names in torch that code can reach, from the names that it looks up itself."""
-    # operators, which no code names
+    """The names in torch that code can reach from the names that it looks up."""
+    # operators are called without a name
     special = {name for name, f in vars(torch.Tensor).items() if name.startswith("__") and callable(f)}
     waiting = [*names, *special, *CALLS]
     found: set[str] = set()
@@ -170,17 +170,17 @@ def _replaced() -> Iterator[tuple[str, Any]]:
             function = space.get(name)
             if (function is not stock or name not in _OWN[home]) and not _of_a_tracer(name, function):
                 yield f"{home}.{name}", function
-    # a method that tensors inherit is overridden by one of the same name
+    # new methods of torch.Tensor that override inherited ones
     added = _SPACES["torch.Tensor"][1] & vars(torch.Tensor).keys() - _STOCK["torch.Tensor"].keys()
     yield from ((f"torch.Tensor.{name}", vars(torch.Tensor)[name]) for name in added)
 
 
 def _of_a_tracer(name: str, function: Any) -> bool:
-    """Whether it is what torch.fx puts there for as long as it traces something, in whichever thread."""
+    """Whether it is a temporary patch by torch.fx while it traces, in any thread."""
     return name in CALLS and all(f.__globals__.get("__name__", "").startswith("torch.fx") for f in layers(function))
 
 
 _SPACES = _spaces()
 _STOCK = {home: {name: space[name] for name in names & space.keys()} for home, (space, names) in _SPACES.items()}
-_OWN = {home: {n for n, f in stock.items() if not strangers(f, nn.Module)} for home, stock in _STOCK.items()}
+_OWN = {home: {n for n, f in stock.items() if not foreign_layers(f, nn.Module)} for home, stock in _STOCK.items()}
 _last = Surroundings()

@@ -1,1 +1,1 @@
-"""A module's forward as a graph."""
+"""Capture: the forward of a module as an FX graph."""

@@ -1,8 +1,8 @@
-"""Autocast made explicit: the casts that torch would do below the captured level become nodes of the graph.
+"""Makes the casts of autocast explicit: they become nodes of the graph.
 
-A captured graph records each operation before autocast acts, but its metadata show what came out, also where a forward
-opens an autocast region of its own. An operation that autocast touches casts all its floating arguments to the dtype of
-its result: products to half, norms, exponentials and concatenations of mixed dtypes to float.
+A graph is captured above autocast, but the metadata of a node show the dtype of the real result, also in an autocast
+region of the forward's own. An operation under autocast casts all its floating arguments to the dtype of its result: to
+half for matrix products, to float for norms, exponentials and concatenations of mixed dtypes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _CASTS = {
 }
 
 
-def materialise(graph_module: fx.GraphModule, device_type: str) -> int:
-    """Insert the casts that autocast made on a device, and drop the borders of its regions; returns how many casts."""
+def materialize_casts(graph_module: fx.GraphModule, device_type: str) -> int:
+    """Insert the casts of autocast on a device, and remove the borders of its regions. Returns the number of casts."""
     key = _DISPATCH_KEY[device_type]
     graph = graph_module.graph
     borders: list[fx.Node] = []
@@ -50,7 +50,7 @@ def materialise(graph_module: fx.GraphModule, device_type: str) -> int:
             if _dtype(argument) not in _FLOATS or _dtype(argument) == result:
                 return argument
             if (argument, result) not in made:
-                # after its source rather than before its user, so that all users can share it
+                # after its source, not before its user, so that all users can share it
                 anchor = argument if argument.op not in ("placeholder", "get_attr") else _last_head(graph, argument)
                 with graph.inserting_after(anchor):
                     new = graph.call_function(aten.to.dtype, (argument, result))
@@ -72,7 +72,7 @@ def _touched(node: fx.Node, key: str) -> bool:
     if node.target in _PRODUCTS:
         return True
     if _dtype(node) != torch.float32:
-        # a norm of half inputs with weights in float is no work of autocast's
+        # a norm with half inputs and float weights is not autocast
         return False
     name = getattr(node.target, "name", None)
     return callable(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name(), key)
@@ -86,7 +86,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _last_head(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    # placeholders must stay together at the head of the graph
+    # placeholders must stay at the head of the graph
     if node.op == "placeholder":
         for other in graph.nodes:
             if other.op != "placeholder":

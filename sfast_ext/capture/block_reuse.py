@@ -1,7 +1,7 @@
-"""Modules of one kind are recorded once: where a second is called alike, what the first recorded is copied.
+"""Equal submodules are recorded once. For a further one with an equal call, the recorded nodes are copied.
 
-A UNet is a few kinds of blocks over and over (SDXL has 70 transformer blocks of two kinds); recording is what a capture
-spends its time on. All of it leans on torch's internals: where these are not as expected, everything is recorded.
+A UNet repeats a few kinds of blocks (SDXL has 70 transformer blocks of two kinds), and recording dominates the time of
+a capture. This depends on internals of torch. If they are not as expected, everything is recorded.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ try:
 except ImportError:
     get_proxy_slot = None
 
-# before, the mode that records cannot be left for a moment
-WORKS = get_proxy_slot is not None and TORCH >= (2, 6)
-# a module of fewer layers is recorded as quickly as it is compared
-LEAST = 5
+# in earlier versions the recording mode cannot be disabled temporarily
+SUPPORTED = get_proxy_slot is not None and TORCH >= (2, 6)
+# recording a module with fewer submodules is as fast as comparing it
+MIN_MODULES = 5
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format)
 
 
-class Unrepeatable(Exception):
-    """Copying went wrong half way: the capture is to be made without."""
+class ReuseFailed(Exception):
+    """Copying failed half way. The capture must be repeated without block reuse."""
 
 
-class _Unlike(Exception):
-    """A call that cannot be told to be like another."""
+class _NotComparable(Exception):
+    """A call that cannot be compared with another one."""
 
 
 @dataclass
 class _Recording:
-    """What one call recorded: its nodes, the module's name of each weight, where arguments came in, what went out."""
+    """The record of one call: nodes, names of weights in the module, nodes of arguments and results."""
 
     nodes: list[fx.Node]
     weights: dict[fx.Node, str]
@@ -56,64 +56,66 @@ class _Recording:
 
 
 @contextlib.contextmanager
-def copied(root: nn.Module, ignored: frozenset[str], tracer: fx.Tracer) -> Iterator[None]:
-    """Within, calls of modules below `root` in this thread are recorded by `tracer` once for each kind.
+def reuse_blocks(root: nn.Module, ignored: frozenset[str], tracer: fx.Tracer) -> Iterator[None]:
+    """Within, `tracer` records equal calls of modules below `root` in this thread once.
 
     Args:
-        ignored: attributes that say nothing about behaviour, see `Hooks.ignored`.
+        ignored: attributes without influence on behaviour, see `Hooks.ignored`.
 
     Raises:
-        Unrepeatable: see there.
+        ReuseFailed: copying failed half way.
     """
-    if not WORKS:
+    if not SUPPORTED:
         yield
         return
-    copier = _Copier(ignored, tracer)
+    reuser = _BlockReuser(ignored, tracer)
     taken: list[tuple[dict, Any]] = []
     try:
         for module in _candidates(root):
             attributes = module.__dict__
-            taken.append((attributes, attributes.get("forward", _take)))
+            taken.append((attributes, attributes.get("forward", _absent)))
             inner = attributes.get("forward") or functools.partial(type(module).forward, module)
-            attributes["forward"] = functools.partial(copier.call, module, inner)
+            attributes["forward"] = functools.partial(reuser.call, module, inner)
         yield
     finally:
         for attributes, before in taken:
-            if before is _take:
+            if before is _absent:
                 attributes.pop("forward", None)
             else:
                 attributes["forward"] = before
 
 
-def _take() -> None:
-    """Stands for an attribute that was not there."""
+def _absent() -> None:
+    """A sentinel for a missing attribute."""
 
 
 def _candidates(root: nn.Module) -> list[nn.Module]:
     sizes: dict[int, int] = {}
     _measure(root, sizes)
-    fit = [m for m in root.modules() if m is not root and sizes[id(m)] >= LEAST and not isinstance(m, nn.ModuleList)]
+    fit = [
+        m for m in root.modules() if m is not root and sizes[id(m)] >= MIN_MODULES and not isinstance(m, nn.ModuleList)
+    ]
     kinds = Counter((type(m), sizes[id(m)]) for m in fit)
     return [m for m in fit if kinds[type(m), sizes[id(m)]] > 1 and _is_plain(m)]
 
 
 def _measure(module: nn.Module, sizes: dict[int, int]) -> int:
-    """How many modules lie below each."""
+    """Count the submodules of each module."""
     if id(module) not in sizes:
-        sizes[id(module)] = 0  # a ring of modules ends here
+        sizes[id(module)] = 0  # ends the recursion for cyclic modules
         sizes[id(module)] = sum(1 + _measure(m, sizes) for m in module._modules.values() if m is not None)
     return sizes[id(module)]
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether the module's call is its class's forward, or accelerate's hook around that."""
+    """Whether a call of the module runs its class's forward, or accelerate's hook around that."""
     forward = module.__dict__.get("forward")
     plain = forward is None or is_own_forward(forward, module) or isinstance(forward, AcceleratedForward)
     hooks = any(module.__dict__.get(name) for name in ("_forward_hooks", "_forward_pre_hooks"))
     return not hooks and (plain or "_hf_hook" in module.__dict__)
 
 
-class _Copier:
+class _BlockReuser:
     def __init__(self, ignored: frozenset[str], tracer: fx.Tracer) -> None:
         self._ignored = ignored | {"forward", "_old_forward"}
         self._tracer = tracer
@@ -129,7 +131,7 @@ class _Copier:
             key = self._kind(module), str(tree), _described(leaves)
             nodes = [_node(tracer, leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         except Exception:
-            # what it cannot be compared by is recorded
+            # not comparable: record
             return inner(*args, **kwargs)
         known = self._recordings.get(key)
         if known is not None:
@@ -141,7 +143,7 @@ class _Copier:
         return result
 
     def _kind(self, module: nn.Module) -> Hashable:
-        # which of them are one and the same: a recording names each by one of its places
+        # includes which weights are tied: a record names each weight by one of its paths
         numbers: dict[int, int] = {}
         weights = tuple(
             (path, name, numbers.setdefault(id(tensor), len(numbers)), *_metadata(tensor))
@@ -158,13 +160,13 @@ def _described(leaves: list[Any]) -> Hashable:
     storages: dict[int, int] = {}
     for leaf in leaves:
         if isinstance(leaf, FakeTensor):
-            # a part may be told from others by what it shares memory with
+            # aliasing between arguments matters
             alias = storages.setdefault(leaf.untyped_storage()._cdata, len(storages))
             found.append((alias, *_metadata(leaf), leaf.storage_offset()))
         elif type(leaf) in _PLAIN:
             found.append((type(leaf), leaf))
         else:
-            raise _Unlike
+            raise _NotComparable
     return tuple(found)
 
 
@@ -176,15 +178,15 @@ def _node(tracer: Any, x: torch.Tensor) -> fx.Node:
     slot = get_proxy_slot(x, tracer, None)
     proxy = getattr(slot, "proxy", slot)
     if not isinstance(proxy, fx.Proxy) or getattr(slot, "constant", None) is not None:
-        raise _Unlike
+        raise _NotComparable
     return proxy.node
 
 
 def _recording(
     module: nn.Module, tracer: Any, last: fx.Node, arguments: list[fx.Node], leaves: list[Any], result: Any
 ) -> _Recording | None:
-    """What a call recorded after `last`, where that can be copied: it reads its arguments and weights alone, writes to
-    nothing, and what it returns is its own."""
+    """The nodes of a call, which follow `last`. None if they cannot be copied: they read other values than arguments
+    and weights, write to a value, or return one that is not their own."""
     names = {id(p): name for name, p in module.named_parameters()}
     nodes, weights = [], {}
     node = last.next
@@ -209,7 +211,7 @@ def _recording(
         given.add(x.untyped_storage()._cdata)
         try:
             found.append((_node(tracer, x), x))
-        except _Unlike:
+        except _NotComparable:
             return None
     return _Recording(nodes, weights, arguments, found, tree)
 
@@ -236,4 +238,4 @@ def _copy(known: _Recording, module: nn.Module, tracer: Any, arguments: list[fx.
             results.append(result)
         return pytree.tree_unflatten(results, known.tree)
     except Exception as exc:
-        raise Unrepeatable(str(exc)) from exc
+        raise ReuseFailed(str(exc)) from exc

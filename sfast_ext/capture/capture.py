@@ -1,7 +1,7 @@
-"""Capture: the host's real forward, run once on fake tensors and recorded as an FX graph.
+"""Capture: run the host's real forward once on fake tensors and record it as an FX graph.
 
-`make_fx` with `pre_dispatch=True` records whatever the host really runs, at the level of linear, conv2d, group_norm
-and scaled_dot_product_attention. Autocast acts below that level: `autocast.materialise` makes its casts explicit.
+`make_fx` with `pre_dispatch=True` records whatever the host runs, at the level of linear, conv2d, group_norm and
+scaled_dot_product_attention. Autocast acts below that level, so `autocast.materialize_casts` adds its casts as nodes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext.call_signature import Call, NotOurs, flatten_output, rebuild_call
 from sfast_ext.capture import autocast, functionalize, slice_writes
-from sfast_ext.capture.fake_trace import LIFTS, record, settle
-from sfast_ext.capture.live_trace import Watched
-from sfast_ext.capture.module_state import State
+from sfast_ext.capture.fake_trace import LIFTS, finish_lazy_codegen, record
+from sfast_ext.capture.live_trace import LiveTrace
+from sfast_ext.capture.module_state import ModuleState
 from sfast_ext.report import words_of
-from sfast_ext.weights.arena import Weight, WeightArena
+from sfast_ext.weights.submodule_arena import Arena
+from sfast_ext.weights.weight import Weight
 
 aten = torch.ops.aten
 _READING = {aten._local_scalar_dense.default, aten.item.default, aten.nonzero.default}
 
 
 class CaptureRefused(Exception):
-    """The forward cannot be a plan; the message says why, in a user's words, and `details` in a developer's."""
+    """There can be no plan of the forward. The message says why, in a user's words; `details` is for developers."""
 
     def __init__(self, reason: str, *, reads_value: bool = False, details: str | None = None) -> None:
         super().__init__(reason)
@@ -38,19 +39,18 @@ class CaptureRefused(Exception):
         self.details = details
 
 
-Recipe = tuple[Any, ...]
-"""The operations of a recorded forward, in order."""
+OpSequence = tuple[Any, ...]
+"""The operators of a recorded forward, in order."""
 
 
 @dataclass
 class Captured:
-    """A recorded forward: flat tensors in, flat tensors out. `recipe` is what was recorded, before anything of it was
-    rewritten."""
+    """A recorded forward, with flat tensors as inputs and outputs. `op_sequence` was taken before any rewrite."""
 
     graph_module: fx.GraphModule
     output_tree: Any
     output_strides: list[tuple[int, ...]]
-    recipe: Recipe
+    op_sequence: OpSequence
     seconds: float
 
 
@@ -58,17 +58,17 @@ def capture(
     function: Callable[..., Any],
     call: Call,
     inputs: Sequence[torch.Tensor],
-    arena: WeightArena,
+    arena: Arena,
     ignored: frozenset[str] = frozenset(),
 ) -> Captured:
     """Record `function` for one call.
 
     Args:
         function: the original forward.
-        call: its arguments, flattened.
-        inputs: the call's leaves as tensors on the model's device, see `Call.tensors`.
-        arena: knows the weights of the module; every other tensor the forward reads is refused.
-        ignored: attributes of modules that say nothing about behaviour, see `Hooks.ignored`.
+        call: the flattened arguments.
+        inputs: the leaves of the call as tensors on the model's device, see `Call.tensors`.
+        arena: identifies weights. Any other tensor that the forward reads is refused.
+        ignored: attributes of modules without influence on behaviour, see `Hooks.ignored`.
 
     Raises:
         CaptureRefused: the forward writes to a parameter or an argument, reads a value from the device, draws random
@@ -76,46 +76,46 @@ def capture(
     """
     started = time.perf_counter()
     recorded = _recorded(function, call, inputs, arena, ignored)
-    return _settled(*recorded, _recipe(recorded[0]), arena, started)
+    return _finalize(*recorded, _op_sequence(recorded[0]), arena, started)
 
 
-def capture_watched(watched: Watched, recipes: Container[Recipe], arena: WeightArena) -> Captured | None:
-    """The capture of a run that was watched, which takes no time of its own; None where it is not to be had, or its
-    recipe is not among those that captures on fake tensors have given.
+def capture_live(trace: LiveTrace, op_sequences: Container[OpSequence], arena: Arena) -> Captured | None:
+    """The capture of a run that was recorded live, at no extra cost. None if there is no record, or if its operators
+    are not a sequence that a capture on fake tensors gave before.
 
     Raises:
         CaptureRefused: see `capture`.
     """
     started = time.perf_counter()
-    recorded = watched.recorded()
+    recorded = trace.recorded()
     if recorded is None:
         return None
-    recipe = _recipe(recorded[0])
-    return _settled(*recorded, recipe, arena, started) if recipe in recipes else None
+    op_sequence = _op_sequence(recorded[0])
+    return _finalize(*recorded, op_sequence, arena, started) if op_sequence in op_sequences else None
 
 
-def _recipe(graph_module: fx.GraphModule) -> Recipe:
+def _op_sequence(graph_module: fx.GraphModule) -> OpSequence:
     return tuple(node.target for node in graph_module.graph.nodes if node.op == "call_function")
 
 
-def _settled(
+def _finalize(
     graph_module: fx.GraphModule,
     tree: Any,
     strides: list[tuple[int, ...]],
-    recipe: Recipe,
-    arena: WeightArena,
+    op_sequence: OpSequence,
+    arena: Arena,
     started: float,
 ) -> Captured:
     _refuse_dynamic(graph_module)
-    _adopt_weights(graph_module, arena)
+    _bind_weights(graph_module, arena)
     _refuse_random(graph_module)
     slice_writes.join(graph_module.graph)
-    refused = functionalize.functionalise(graph_module)
+    refused = functionalize.functionalize(graph_module)
     if refused:
         raise CaptureRefused(refused)
-    autocast.materialise(graph_module, _device_type(graph_module))
-    settle(graph_module)
-    return Captured(graph_module, tree, strides, recipe, time.perf_counter() - started)
+    autocast.materialize_casts(graph_module, _device_type(graph_module))
+    finish_lazy_codegen(graph_module)
+    return Captured(graph_module, tree, strides, op_sequence, time.perf_counter() - started)
 
 
 def _device_type(graph_module: fx.GraphModule) -> str:
@@ -127,7 +127,7 @@ def _recorded(
     function: Callable[..., Any],
     call: Call,
     inputs: Sequence[torch.Tensor],
-    arena: WeightArena,
+    arena: Arena,
     ignored: frozenset[str],
 ) -> tuple[fx.GraphModule, Any, list[tuple[int, ...]]]:
     arena.index()
@@ -139,7 +139,7 @@ def _recorded(
         found["tree"], found["strides"] = tree, [tuple(o.stride()) for o in outputs]
         return outputs
 
-    before = State(arena.root)
+    before = ModuleState(arena.root)
     try:
         with torch.inference_mode(False), torch.no_grad():
             graph_module = record(flat, inputs, arena.root, ignored)
@@ -154,7 +154,7 @@ def _recorded(
     return graph_module, found["tree"], found["strides"]
 
 
-def _adopt_weights(graph_module: fx.GraphModule, arena: WeightArena) -> None:
+def _bind_weights(graph_module: fx.GraphModule, arena: Arena) -> None:
     by_weight: dict[Weight, fx.Node] = {}
     for node in list(graph_module.graph.nodes):
         if node.op != "get_attr":
@@ -162,7 +162,7 @@ def _adopt_weights(graph_module: fx.GraphModule, arena: WeightArena) -> None:
         tensor = getattr(graph_module, node.target)
         weight = arena.locate(tensor) if isinstance(tensor, torch.Tensor) else None
         if weight is None:
-            # a literal of the forward's own, torch.tensor(0.5), is lifted; all else belongs to somebody we cannot watch
+            # a literal of the forward, as torch.tensor(0.5), is lifted; changes of any other tensor cannot be detected
             if isinstance(tensor, torch.Tensor) and node.users and all(u.target in LIFTS for u in node.users):
                 node.meta.setdefault("val", tensor)
                 continue
@@ -178,7 +178,7 @@ def _adopt_weights(graph_module: fx.GraphModule, arena: WeightArena) -> None:
 
 
 def _fake_like(tensor: torch.Tensor, graph_module: fx.GraphModule) -> torch.Tensor:
-    # torch before 2.5 leaves attributes without metadata
+    # before torch 2.5 attributes have no metadata
     for node in graph_module.graph.nodes:
         val = node.meta.get("val")
         if isinstance(val, FakeTensor):
@@ -187,7 +187,7 @@ def _fake_like(tensor: torch.Tensor, graph_module: fx.GraphModule) -> torch.Tens
 
 
 def _refuse_dynamic(graph_module: fx.GraphModule) -> None:
-    # newer torch goes on with a symbol where older torch raises
+    # newer torch continues with a symbol where older torch raises
     for node in graph_module.graph.nodes:
         val = node.meta.get("val")
         values = val if isinstance(val, (list, tuple)) else [val]

@@ -1,8 +1,8 @@
-"""`make_fx` under fake tensors, without what it does again and again for each of a UNet's thousand weights.
+"""`make_fx` under fake tensors, without its repeated work for the thousand weights of a UNet.
 
-The graph is the one that make_fx alone records, node for node. What is spared: working out the result of an operation
-on shapes that were met before, making a fake tensor of each weight, and searching all weights for each one's name.
-All of it leans on torch's internals: where these are not as expected, make_fx runs as it is.
+The graph equals that of plain make_fx, node for node. Saved are the meta computation of an operation on shapes that
+were seen before, a fake tensor for each weight, and a linear search for the name of each weight. This depends on
+internals of torch. If they are not as expected, plain make_fx is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ try:
 except ImportError:
     _as_meta = None
 try:
-    # code is written for a graph when it is asked for, not after each step of rewriting it
+    # code of a graph is generated on demand, not after each change
     from torch.fx._lazy_graph_module import _use_lazy_graph_module as _lazily
 except ImportError:
     _lazily = None
@@ -40,7 +40,7 @@ LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.l
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _DATA = {*READS, torch.Tag.inplace_view}
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-# callers between the recorded function and the function of make_fx that knows the tracer
+# the frame of make_fx that has the tracer is at most this many callers above the recorded function
 _NEAR = 6
 
 
@@ -50,18 +50,18 @@ def record(
     root: nn.Module | None = None,
     ignored: frozenset[str] = frozenset(),
 ) -> fx.GraphModule:
-    """Run `function` on fake tensors in the place of `inputs`, and record what it does before autocast acts.
+    """Run `function` on fake tensors in place of `inputs`, and record its operations before autocast.
 
-    The attributes of the graph are the very tensors that the function read. Errors of the function are passed on.
+    The attributes of the graph are the tensor objects that the function read. Exceptions of the function are passed on.
 
     Args:
-        root: a module whose submodules `function` calls; those of one kind are recorded once, see `repeats`.
+        root: a module whose submodules `function` calls. Equal ones are recorded once, see `block_reuse`.
         ignored: see `Hooks.ignored`.
     """
     if root is not None:
         try:
             return _record(function, inputs, root, ignored)
-        except block_reuse.Unrepeatable:
+        except block_reuse.ReuseFailed:
             logger.debug("copying what was recorded failed", exc_info=True)
     return _record(function, inputs, None, ignored)
 
@@ -77,22 +77,22 @@ def _record(
         if tracer is None:
             return function(*leaves)
         _name_weights(tracer, mode)
-        with contextlib.nullcontext() if root is None else block_reuse.copied(root, ignored, tracer):
+        with contextlib.nullcontext() if root is None else block_reuse.reuse_blocks(root, ignored, tracer):
             return function(*leaves)
 
-    # its first import under a fake mode would leave fake tensors in its modules
+    # a first import under a fake mode would leave fake tensors in its modules
     import torch._dynamo  # noqa: F401
 
     mode = fake_mode()
     lazily = _lazily(True) if _lazily is not None else contextlib.nullcontext()
     modes = mode if mode is not None else contextlib.nullcontext()
-    with lazily, modes, foreign_ops.recorded(), _much_memory(), imports.outside():
-        # a mode that is active is the one that make_fx takes
+    with lazily, modes, foreign_ops.recorded(), _report_much_memory(), imports.in_other_thread():
+        # make_fx uses the active fake mode
         return make_fx(recorded, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
 
 
-def _much_memory() -> contextlib.AbstractContextManager[None]:
-    """Hosts cut attention into slices by the memory that is free. A plan joins them: none need be recorded."""
+def _report_much_memory() -> contextlib.AbstractContextManager[None]:
+    """Report 1 EiB of free memory. Hosts slice attention by free memory, and a plan would only join the slices."""
     answer = functools.partial(_free_and_total, 1 << 60)
     return intercepted({torch.cuda.mem_get_info: answer})  # type: ignore[dict-item]
 
@@ -101,24 +101,24 @@ def _free_and_total(size: int, original: Any, *args: Any, **kwargs: Any) -> tupl
     return size, size
 
 
-def settle(graph_module: fx.GraphModule) -> None:
-    """From here on code is written for the graph when `recompile` is called."""
+def finish_lazy_codegen(graph_module: fx.GraphModule) -> None:
+    """End lazy code generation: from now on `recompile` generates code."""
     kind: Any = type(graph_module)  # each graph module has a class of its own
     if hasattr(kind, "real_recompile"):
         kind.recompile = fx.GraphModule.recompile
 
 
-class _Unlike(Exception):
-    """An argument of which the metadata do not tell all."""
+class _NotCacheable(Exception):
+    """An argument that is not fully described by its metadata."""
 
 
-class _Remembering(FakeTensorMode):
-    """Works out an operation once for arguments of equal metadata; lives as long as one capture."""
+class _MemoFakeMode(FakeTensorMode):
+    """Computes the metadata of a result once for arguments of equal metadata. Used for one capture."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if TORCH < (2, 5):
-            # a view that torch itself remembers cuts the memory of what it is a view of down to its own
+            # torch's own cache truncates the storage of the base of a cached view
             self.cache_enabled = False
         self._known: dict[Any, Any] | None = {}
         self._made: dict[Any, FakeTensor] = {}
@@ -138,11 +138,11 @@ class _Remembering(FakeTensorMode):
             )
             entry = self._known.get(key) if tensors else None
             if entry is not None:
-                return self._again(entry, tensors)
-        except _Unlike:
+                return self._replay_meta(entry, tensors)
+        except _NotCacheable:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except Exception:
-            # torch is not as expected: from here on as if this class were not
+            # torch is not as expected: no memoization from now on
             self._known = None
             return super().__torch_dispatch__(func, types, args, kwargs)
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -151,13 +151,13 @@ class _Remembering(FakeTensorMode):
         return result
 
     def like(self, weight: torch.Tensor) -> torch.Tensor:
-        """A fake tensor of a weight's metadata, one for all of the same."""
+        """A fake tensor with the metadata of a weight, shared by all weights with these metadata."""
         return self.made(weight.dtype, tuple(weight.shape), weight.stride(), 0, weight.device)
 
     def made(
         self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, device: torch.device
     ) -> FakeTensor:
-        """A fake tensor of these metadata, one for all of the same."""
+        """A fake tensor with these metadata, shared."""
         key = dtype, shape, stride, offset, device
         if key not in self._made:
             self._made[key] = self.fresh(*key)
@@ -166,7 +166,7 @@ class _Remembering(FakeTensorMode):
     def fresh(
         self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, device: torch.device
     ) -> FakeTensor:
-        """A fake tensor of these metadata that is nobody else's."""
+        """A new fake tensor with these metadata."""
         with _as_meta(self):
             meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             if offset:
@@ -179,9 +179,9 @@ class _Remembering(FakeTensorMode):
         if kind is FakeTensor or kind is Parameter or kind is torch.Tensor:
             real = kind is not FakeTensor
             if not real and (x.fake_mode is not self or x.constant is not None or x._has_symbolic_sizes_strides):
-                raise _Unlike
+                raise _NotCacheable
             if x.layout is not torch.strided or x.is_complex() or x.is_quantized:
-                raise _Unlike
+                raise _NotCacheable
             tensors.append(x)
             device = x.device if real else x.fake_device
             return real, x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), device
@@ -189,7 +189,7 @@ class _Remembering(FakeTensorMode):
             return kind, x
         if isinstance(x, (list, tuple)):
             return kind, *[self._described(item, tensors) for item in x]
-        raise _Unlike
+        raise _NotCacheable
 
     def _remember(self, key: Any, result: Any, tensors: list[torch.Tensor]) -> None:
         assert self._known is not None
@@ -209,11 +209,11 @@ class _Remembering(FakeTensorMode):
             storage = x.untyped_storage()._cdata
             base = next((i for i, other in fakes if other == storage), None)
             parts.append((x.fake_device, (base, tuple(x.shape), x.stride(), x.storage_offset(), x.dtype)))
-        # the dispatcher takes the names off a named tuple
+        # the dispatcher converts named tuples to tuples
         kind = (list if isinstance(result, list) else tuple) if several else None
         self._known[key] = (kind, parts)
 
-    def _again(self, entry: Any, tensors: list[torch.Tensor]) -> Any:
+    def _replay_meta(self, entry: Any, tensors: list[torch.Tensor]) -> Any:
         kind, parts = entry
         results: list[Any] = []
         for device, what in parts:
@@ -232,14 +232,15 @@ class _Remembering(FakeTensorMode):
 
 @functools.lru_cache(maxsize=None)
 def _depends_on_metadata(func: Any) -> bool:
-    """Whether the metadata of the result follow from those of the arguments, and nothing is written to."""
+    """Whether an operation has no side effects, and the metadata of its result only depend on those of its
+    arguments."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func in LIFTS:
         return False
     return not func._schema.is_mutable and _DATA.isdisjoint(func.tags)
 
 
-def fake_mode() -> _Remembering | None:
-    """The mode that captures are made in; None where torch is too old for it."""
+def fake_mode() -> _MemoFakeMode | None:
+    """The fake mode for captures. None if torch is too old."""
     if _as_meta is None:
         return None
     try:
@@ -250,7 +251,7 @@ def fake_mode() -> _Remembering | None:
         if hasattr(config, "fake_tensor_allow_unsafe_data_ptr_access"):
             patch = config.patch(fake_tensor_allow_unsafe_data_ptr_access=False)
         with patch:
-            return _Remembering(
+            return _MemoFakeMode(
                 allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
             )
     except Exception:
@@ -258,7 +259,7 @@ def fake_mode() -> _Remembering | None:
 
 
 def _tracer(frame: FrameType | None) -> fx.Tracer | None:
-    """The tracer that make_fx made, which it hands to nobody."""
+    """The tracer of make_fx, which has no public access: read from the frame."""
     for _ in range(_NEAR):
         if frame is None:
             return None
@@ -269,15 +270,15 @@ def _tracer(frame: FrameType | None) -> fx.Tracer | None:
     return None
 
 
-def _name_weights(tracer: fx.Tracer, mode: _Remembering | None) -> None:
-    """Let the tracer know a parameter by identity, where it goes through all that it has met."""
+def _name_weights(tracer: fx.Tracer, mode: _MemoFakeMode | None) -> None:
+    """Let the tracer find a parameter by identity. By itself it searches all parameters seen so far."""
     names: dict[int, tuple[str, Parameter]] = {}
     create_arg = tracer.create_arg
 
     def quick(a: Any) -> Any:
         if type(a) is not Parameter:
             return create_arg(a)
-        # the parameter is kept, so that its id stays its own
+        # the reference keeps the id from being reused
         name, _ = names.get(id(a)) or names.setdefault(id(a), (_fresh(tracer.root, len(names)), a))
         if name not in tracer.root._parameters:
             setattr(tracer.root, name, a)

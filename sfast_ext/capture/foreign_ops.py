@@ -1,10 +1,10 @@
-"""Attention of xformers, flash_attn, SageAttention and PyTorch's flex_attention, as a graph records it.
+"""Recording of attention by xformers, flash_attn, SageAttention and PyTorch's flex_attention.
 
-The operators of these libraries have no fake implementations, or some versions have none, so a call is recorded in
-place of what it does. xformers' is PyTorch's scaled dot product attention: the same mathematics, for which passes and
-kernels are there; so is flex_attention where it changes no score. flash_attn's and SageAttention's, which a user chose
-for what they are (SageAttention rounds to 8 bits), stay one operation that calls the library. No library is imported
-here: what the host has not imported, it does not call.
+The operators of these libraries have no fake implementations, at least in some versions. So the call is recorded, not
+the operators that it runs. A call of xformers becomes PyTorch's scaled dot product attention, which computes the same
+and has passes and kernels. So does flex_attention if it changes no score. A call of flash_attn or SageAttention stays
+one operation that calls the library: a user chose it for its properties (SageAttention rounds to 8 bits). No library is
+imported here: the host cannot call one that it has not imported.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from sfast_ext.capture import opaque
 from sfast_ext.capture.interception import intercepted
 
 Recorder = Callable[..., Any]
-"""Records a call: takes the library's own function and the arguments, gives what that would give."""
+"""Records a call: takes the library's function and the arguments, and returns what the function would return."""
 
-# not F.scaled_dot_product_attention, which SD.Next and others replace by functions of their own
+# not F.scaled_dot_product_attention, which SD.Next and others replace
 _sdpa = torch._C._nn.scaled_dot_product_attention
 _TENSORS = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[None]:
-    """Within, this thread's calls are recorded by the modes that are active.
+    """Within, active modes record this thread's calls.
 
     Raises:
-        NotOurs: a call cannot be recorded. It is raised at the end too, where the caller caught it: what the caller
-            did instead is not what it does in earnest.
+        NotOurs: a call cannot be recorded. It is raised again at the end if the caller caught it: what the caller then
+            did is not what it does in a real run.
     """
     refusals: list[NotOurs] = []
 
@@ -62,7 +62,7 @@ def recorded() -> Iterator[None]:
 
 
 def recorders() -> dict[FunctionType, Recorder]:
-    """What records a call, by function of a library that the host has imported."""
+    """The recorder for each function of a library that the host has imported."""
     found: dict[FunctionType, Recorder] = {}
     for home, names in _RECORDERS.items():
         module = sys.modules.get(home)
@@ -92,7 +92,7 @@ def _memory_efficient(
     op: Any = None,
     **others: Any,
 ) -> Tensor:
-    """xformers' attention over (batch, tokens, heads, channels), or (batch, tokens, channels) of one head."""
+    """xformers' attention. Shapes are (batch, tokens, heads, channels), or (batch, tokens, channels) for one head."""
     return _attend(original, query, key, value, attn_bias, p, scale, others)[0]
 
 
@@ -108,7 +108,7 @@ def _memory_efficient_with_lse(
     op: Any = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The same, and the logarithm of the sums of exponentials (batch, heads, queries) in float32."""
+    """The same, and the log-sum-exp of the scores (batch, heads, queries) in float32."""
     result, q, k, mask, causal = _attend(original, query, key, value, attn_bias, p, scale, others)
     scores = (q.float() @ k.float().transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
@@ -128,7 +128,7 @@ def _attend(
     scale: float | None,
     others: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
-    """The result, and what it was made of: queries and keys (batch, heads, tokens, channels), mask, causal or not."""
+    """The result, queries and keys (batch, heads, tokens, channels), the mask, and whether it is causal."""
     name = original.__name__
     if p:
         raise NotOurs(f"xformers' {name} is called with dropout, which draws random numbers")
@@ -142,21 +142,21 @@ def _attend(
     q, k, v = (x.unsqueeze(1) if one_head else x.transpose(1, 2) for x in (query, key, value))
     if one_head and mask is not None:
         mask = mask.unsqueeze(1)
-    # as one writes it who leaves the scale to PyTorch
+    # the default scale is omitted, as in a plain call
     options = {} if scale is None or scale == q.shape[-1] ** -0.5 else {"scale": scale}
     with _as_it_is(q):
         out = _sdpa(q, k, v, mask, 0.0, causal, **options)
-    # so is xformers' own: a caller may take a view of it
+    # xformers' result is contiguous too: a caller may take a view of it
     result = (out.squeeze(1) if one_head else out.transpose(1, 2)).contiguous()
     return result, q, k, mask, causal
 
 
 def _mask(name: str, bias: Any) -> tuple[Tensor | None, bool]:
-    """An attention bias as a mask that is added, and whether it is the causal one."""
+    """An attention bias as an additive mask, and whether it is the causal mask."""
     if bias is None:
         return None, False
     kind = type(bias)
-    # newer versions make their classes kinds of tensors
+    # in newer versions these classes are subclasses of tensors
     if kind in _TENSORS and bias.is_floating_point():
         return bias, False
     if kind.__name__ == "LowerTriangularMask" and kind.__module__.startswith("xformers."):
@@ -170,8 +170,8 @@ def _mask(name: str, bias: Any) -> tuple[Tensor | None, bool]:
 
 @contextlib.contextmanager
 def _as_it_is(x: Tensor) -> Iterator[None]:
-    """Without autocast, where that would change the dtype of `x`: PyTorch's attention takes part in it, xformers' does
-    not. No graph records this, so none has to be rid of it."""
+    """Disable autocast if it would change the dtype of `x`: PyTorch's attention takes part in autocast, xformers' does
+    not. The graph does not record this."""
     device = x.device.type
     mode = autocast_mode(device)
     if not mode or x.dtype == mode[1]:
@@ -197,7 +197,7 @@ def _set_autocast(device: str, on: bool) -> None:
 
 
 def _flex(original: FunctionType, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """PyTorch's attention over (batch, heads, tokens, channels) whose scores a function may change."""
+    """flex_attention, shapes (batch, heads, tokens, channels). A function may change its scores."""
     given = dict(inspect.signature(original).bind(query, key, value, *args, **kwargs).arguments)
     scale = given.pop("scale", None)
     for option in list(given)[3:]:
@@ -215,7 +215,7 @@ def _like_first(tensors: Sequence[Tensor]) -> Sequence[int]:
 
 
 def _like_packed(tensors: Sequence[Tensor]) -> Sequence[int]:
-    """Of (batch, tokens, 3, heads, channels)."""
+    """For an input (batch, tokens, 3, heads, channels)."""
     return (*tensors[0].shape[:2], *tensors[0].shape[3:])
 
 

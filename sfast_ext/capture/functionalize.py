@@ -1,5 +1,8 @@
-"""In-place operations of a captured graph: made out-of-place where that is safe, marked where not, refused where they
-write to something that outlives the call."""
+"""Functionalization of a captured graph.
+
+In-place operations become out-of-place where that is safe. Otherwise the affected values are marked. Writes to
+something that outlives the call are refused.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from torch import fx
 aten = torch.ops.aten
 
 
-def functionalise(graph_module: fx.GraphModule) -> str | None:
-    """Rewrite `a.add_(b)` to `a.add(b)` where nothing else shares a's memory; returns a reason to refuse, or None.
+def functionalize(graph_module: fx.GraphModule) -> str | None:
+    """Rewrite `a.add_(b)` to `a.add(b)` if nothing else shares the memory of `a`. Returns a reason to refuse, or None.
 
-    Every node whose memory an in-place operation that stays can reach is marked with meta["mutated"].
+    Nodes whose memory a remaining in-place operation may write are marked with meta["mutated"].
     """
     graph = graph_module.graph
     root: dict[fx.Node, fx.Node] = {}
@@ -48,7 +51,7 @@ def functionalise(graph_module: fx.GraphModule) -> str | None:
             if user is not node and order[user] > order[node]:
                 user.replace_input_with(target, node)
         replaced = True
-        # the result is memory of its own now
+        # the result has its own memory now
         family[source] = [n for n in family[source] if n not in mine]
         family[node] = mine
         for n in mine:
@@ -73,7 +76,7 @@ def _schema_aliases(node: fx.Node, *, write: bool) -> fx.Node | None:
     return None
 
 
-# Views that are composite before dispatch carry no alias annotation, or only sometimes alias.
+# Composite views have no alias annotation at this level; others alias their input only sometimes.
 _MAY_ALIAS = {
     aten.reshape.default, aten.contiguous.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other,
     aten.flatten.using_ints, aten.dropout.default, aten.chunk.default, aten.type_as.default, aten.expand_as.default,
@@ -82,7 +85,7 @@ _MAY_ALIAS = {
 
 
 def aliased(node: fx.Node) -> fx.Node | None:
-    """The node whose memory this one's result may share."""
+    """The node whose memory the result may share."""
     if node.op != "call_function":
         return None
     found = _schema_aliases(node, write=False)
@@ -101,7 +104,7 @@ def _descends(node: fx.Node | None, ancestor: fx.Node) -> bool:
 
 
 def written(node: fx.Node) -> fx.Node | None:
-    """The node whose memory this one writes to."""
+    """The node whose memory is written."""
     return _schema_aliases(node, write=True)
 
 

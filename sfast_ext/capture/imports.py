@@ -1,7 +1,7 @@
 """Imports by a forward that is being recorded.
 
-A module that a forward imports when it first runs would be executed under the modes that record: the tensors that it
-makes would be fake, and stay so in a library that others use, and the graph would hold the operations that make them.
+A module that a forward imports at its first run would be executed under the recording modes. Tensors that it creates
+would be fake and stay in a library that others use, and the graph would contain the operations that create them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _thread = threading.local()
 
 
 @contextlib.contextmanager
-def outside() -> Iterator[None]:
-    """Within, what this thread imports for the first time is executed by another one, which has none of its modes."""
-    if getattr(_thread, "outside", False):
+def in_other_thread() -> Iterator[None]:
+    """Within, first imports of this thread are executed by another thread, which has none of its modes."""
+    if getattr(_thread, "active", False):
         yield
         return
-    _thread.outside = True
+    _thread.active = True
     try:
         with _replaced(builtins, "__import__", _statement), _replaced(importlib, "import_module", _call):
             yield
     finally:
-        _thread.outside = False
+        _thread.active = False
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def _replaced(home: Any, name: str, like: Callable[[Callable[..., Any]], Callabl
     try:
         yield
     finally:
-        # where another has put itself over it meanwhile, it stays, and does nothing more
+        # if a third party wrapped ours meanwhile, it stays and does nothing
         if getattr(home, name) is mine:
             setattr(home, name, original)
 
@@ -49,7 +49,7 @@ def _statement(original: Callable[..., Any]) -> Callable[..., Any]:
     loaded = sys.modules
 
     def __import__(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-        # torch imports within functions, tens of thousands of times in a capture
+        # hot: torch imports inside functions, tens of thousands of times in a capture
         full = _absolute(name, globals, level) if level else name
         module = loaded.get(full)
         if module is None or fromlist:
@@ -63,7 +63,7 @@ def _statement(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _absolute(name: str, globals: Any, level: int) -> str:
-    """The name of a module that is told from where it is imported; "" where that is not known."""
+    """The absolute name of a relative import, or "" if unknown."""
     package = (globals or {}).get("__package__") or ""
     home = package.rsplit(".", level - 1)[0]
     return f"{home}.{name}" if home and name else home
@@ -77,15 +77,15 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _elsewhere(run: Callable[[], Any]) -> Any:
-    """The result of an import, which may be the first."""
-    if not getattr(_thread, "outside", False) or _within_an_import():
+    """Run an import, in another thread if it may be the first."""
+    if not getattr(_thread, "active", False) or _within_an_import():
         return run()
     with ThreadPoolExecutor(1, "sfast: import") as other:
         return other.submit(run).result()
 
 
 def _within_an_import() -> bool:
-    """Whether this thread executes a module, and holds its lock, for which the other would wait forever."""
+    """Whether this thread is executing a module. It holds the import lock of it, so another thread could deadlock."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":

@@ -1,7 +1,7 @@
-"""Calls of chosen functions, taken over for one thread and for a while.
+"""Temporarily intercepts calls of chosen functions in one thread.
 
-The code of the function object is exchanged, not an attribute of a module: a caller that imported the function by name,
-or holds it in a closure, is met too. Other threads run the original code meanwhile.
+The code of the function object is replaced, not an attribute of a module. So callers that imported the function by
+name, or hold it in a closure, are intercepted too. Other threads run the original code meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from sfast_ext.report import logger
 
 Handler = Callable[..., Any]
-"""Called in place of a function, with the original, which runs the original code, and the arguments of the call."""
+"""Called in place of a function, with the original function and the arguments of the call."""
 
 _MARK = "the detour of sfast_ext"
 _lock = threading.Lock()
@@ -25,7 +25,8 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def intercepted(handlers: Mapping[FunctionType, Handler]) -> Iterator[None]:
-    """Within, this thread's calls of each function go to its handler. May be nested: the innermost counts."""
+    """Within, this thread's calls of each function go to its handler. May be nested: the innermost handler is
+    called."""
     outer = getattr(_local, "handlers", {})
     installed: list[FunctionType] = []
     try:
@@ -43,7 +44,7 @@ def intercepted(handlers: Mapping[FunctionType, Handler]) -> Iterator[None]:
 
 
 class _Detour:
-    """What stands in a function's place while anybody intercepts it."""
+    """Replaces the code of a function while any thread intercepts it."""
 
     def __init__(self, function: FunctionType) -> None:
         self.code = function.__code__
@@ -78,13 +79,13 @@ def _remove(function: FunctionType) -> None:
     detour.users -= 1
     if not detour.users:
         del _detours[function]
-        # somebody else may have exchanged it since
+        # a third party may have replaced it since
         if function.__code__ is detour.stub:
             function.__code__ = detour.code
 
 
 def _copy(function: FunctionType) -> FunctionType:
-    """A function of the same code, which stays when the code of `function` is exchanged."""
+    """A copy of a function, not affected when the code of `function` is replaced."""
     copy = FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
@@ -95,9 +96,9 @@ def _copy(function: FunctionType) -> FunctionType:
 
 
 def _stub(cells: int, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> CodeType:
-    """Code for a function with that many closure cells, which Python demands to be as many as before; it calls `call`.
+    """Code that calls `call`. Python requires the same number of closure cells as in the code that it replaces.
 
-    What it calls is a constant of the code: names would be looked up among the globals of the function's module.
+    `call` is a constant of the code: a name would be looked up in the globals of the function's module.
     """
     names = [f"cell_{i}" for i in range(cells)]
     source = f"""

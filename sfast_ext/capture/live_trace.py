@@ -1,11 +1,11 @@
-"""A capture made while the original forward runs in earnest, as it does for each new signature anyway.
+"""Capture while the original forward runs on real tensors, as it does for each new signature anyway.
 
-What runs is recorded at the level of `tracing.record`, by a mode that passes each operation on unchanged: the result
-is the original's to the bit. A value that fake tensors refuse to tell is there to be read, so what was recorded counts
-only where fake tensors have given the same operations in the same order for another signature of the same behaviour
-(`Captured.recipe`), and an operation that hands values to Python, or to the CPU, ends the recording.
+A dispatch mode records at the level of `fake_trace.record` and passes each operation on unchanged, so the result is
+bitwise the original's. Unlike a fake tensor, a real one can be read by Python. So the trace is only used if fake
+tensors gave the same operations in the same order for another signature of the same behaviour (`Captured.op_sequence`).
+And an operation that returns values to Python or to the CPU ends the trace.
 
-It leans on torch's internals: where these are not as expected, nothing is recorded.
+This depends on internals of torch. If they are not as expected, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sfast_ext.capture.fake_trace import LIFTS, PLAIN, READS, fake_mode
 from sfast_ext.capture.interception import intercepted
 from sfast_ext.environment import TORCH
 from sfast_ext.report import logger
-from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.submodule_arena import Arena
 
 try:
     from torch._dispatch.python import enable_python_dispatcher
@@ -41,36 +41,36 @@ except ImportError:
     ProxyTorchDispatchMode = TorchDispatchMode  # type: ignore[misc]
     _modes_before = None
 
-# before, the modes of this level were kept in another way
-WORKS = _modes_before is not None and hasattr(torch._C, "_DisablePythonDispatcher")
-WORKS = WORKS and TORCH >= (2, 6)
+# earlier versions keep modes of this level in another way
+SUPPORTED = _modes_before is not None and hasattr(torch._C, "_DisablePythonDispatcher")
+SUPPORTED = SUPPORTED and TORCH >= (2, 6)
 aten = torch.ops.aten
 
 
-class _GivenUp(Exception):
-    """The call is none that can be recorded as it runs."""
+class _Unsupported(Exception):
+    """This call cannot be recorded."""
 
 
-class Watched:
-    """One run of the original forward, and what it did.
+class LiveTrace:
+    """Records one run of the original forward.
 
     Args:
-        call: its arguments, flattened.
-        arena: knows the weights.
-        device: the model's.
+        call: the flattened arguments.
+        arena: identifies weights.
+        device: the device of the model.
     """
 
-    def __init__(self, call: Call, arena: WeightArena, device: torch.device) -> None:
+    def __init__(self, call: Call, arena: Arena, device: torch.device) -> None:
         self._arena = arena
         self._device = device
         self._why_not: str | None = None
-        self._silent = False  # while a function runs that is recorded as a whole
+        self._silent = False  # inside a function that is recorded as one operation
         self._root = nn.Module()
         self._graph = fx.Graph()
-        # a tensor that is gone leaves its id to another
+        # weak references: the id of a deleted tensor may be reused
         self._nodes: dict[int, tuple[weakref.ref[torch.Tensor], fx.Node]] = {}
         self._held: dict[int, tuple[torch.Tensor, fx.Node]] = {}
-        self._mode = fake_mode() if WORKS else None
+        self._mode = fake_mode() if SUPPORTED else None
         self._output: tuple[Any, list[tuple[int, ...]]] | None = None
         try:
             self._begin(call)
@@ -78,12 +78,12 @@ class Watched:
             self._give_up(exc)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of `function`; what it raises under the mode counts only where it raises it without as well."""
+        """The result of `function`. If it raises under the mode, it is called again without."""
         if self._why_not is None:
             try:
                 recorders = foreign_ops.recorders()
                 whole = {function: functools.partial(self._as_a_whole, r) for function, r in recorders.items()}
-                with enable_python_dispatcher(), _Watching(self._note), intercepted(whole):
+                with enable_python_dispatcher(), _RecordingMode(self._note), intercepted(whole):
                     result = function(*args, **kwargs)
                 self._end(result)
                 return result
@@ -92,12 +92,12 @@ class Watched:
         return function(*args, **kwargs)
 
     def recorded(self) -> tuple[fx.GraphModule, Any, list[tuple[int, ...]]] | None:
-        """What `tracing.record` would give, the result's tree, and the strides of its tensors; None where it is not
-        to be had."""
+        """The graph as `fake_trace.record` returns it, the tree of the result, and the strides of its tensors. None if
+        the call was not recorded."""
         if self._output is None:
             logger.debug("the original's run was not recorded: %s", self._why_not)
             return None
-        # lazy: the passes change it before anybody runs it, and its code takes a tenth of a second to write
+        # lazy: passes change it before it runs, and code generation takes a tenth of a second
         return _LazyGraphModule(self._root, self._graph), *self._output
 
     def _give_up(self, why: Exception) -> None:
@@ -106,14 +106,14 @@ class Watched:
 
     def _begin(self, call: Call) -> None:
         if self._mode is None:
-            raise _GivenUp("this torch keeps its modes in another way")
+            raise _Unsupported("this torch keeps its modes in another way")
         if _modes() or _modes_before() or _function_modes():
-            raise _GivenUp("another mode is active")
+            raise _Unsupported("another mode is active")
         self._arena.index()
         for leaf in call.leaves:
             plain = isinstance(leaf, torch.Tensor) and leaf.device == self._device and leaf.is_contiguous()
             if not plain or id(leaf) in self._nodes:
-                raise _GivenUp("an argument is no contiguous tensor of its own on the model's device")
+                raise _Unsupported("an argument is no contiguous tensor of its own on the model's device")
             node = self._graph.placeholder(f"arg{len(self._nodes)}_1")
             node.meta["val"] = self._like(leaf)
             self._nodes[id(leaf)] = weakref.ref(leaf), node
@@ -129,20 +129,20 @@ class Watched:
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         known = func.namespace == "aten" or func is opaque.OPERATOR
         if not known or not READS.isdisjoint(func.tags):
-            raise _GivenUp(f"{func} reads values, or does what is not known")
+            raise _Unsupported(f"{func} reads values, or does what is not known")
         given: list[torch.Tensor] = []
         lifts = func in LIFTS
         nodes, named = self._argument(args, given, lifts), self._argument(kwargs, given, lifts)
         if func is aten.lift_fresh.default:
-            # as make_fx does: the literal itself is not to be written to
+            # as make_fx does: the literal itself must not be written
             func = aten.lift_fresh_copy.default
         node = self._graph.create_node("call_function", func, nodes, named, name=func.overloadpacket.__name__)
         several = isinstance(result, (list, tuple))
         parts = list(result) if several else [result]
         if any(not isinstance(x, torch.Tensor) for x in parts):
-            raise _GivenUp(f"{func} gives what is no tensor")
+            raise _Unsupported(f"{func} gives what is no tensor")
         if any(x.device.type == "cpu" for x in parts) and any(x.device.type != "cpu" for x in given):
-            raise _GivenUp(f"{func} brings values to the CPU")
+            raise _Unsupported(f"{func} brings values to the CPU")
         fakes = [self._like(x) for x in parts]
         node.meta["val"] = fakes if several else fakes[0]
         for i, (x, fake) in enumerate(zip(parts, fakes)):
@@ -155,7 +155,7 @@ class Watched:
     def _as_a_whole(
         self, recorder: foreign_ops.Recorder, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Another library's function: it runs in earnest, and what is recorded is what `recorder` does on fakes."""
+        """A function of another library: it runs on real tensors, and the recorder runs on fake ones for the graph."""
         inside, self._silent = self._silent, True
         try:
             result = original(*args, **kwargs)
@@ -178,11 +178,11 @@ class Watched:
         real, expected = ([x] if isinstance(x, torch.Tensor) else list(x) for x in (result, fake_result))
         for x, fake in zip(real, expected, strict=True):
             if x.shape != fake.shape or x.dtype != fake.dtype:
-                raise _GivenUp(f"{recorder} gives {fake.shape}, {fake.dtype}, not {x.shape}, {x.dtype}")
+                raise _Unsupported(f"{recorder} gives {fake.shape}, {fake.dtype}, not {x.shape}, {x.dtype}")
             self._nodes[id(x)] = weakref.ref(x), self._node(fake, False)
 
     def _stand_in(self, x: Any) -> Any:
-        """A fake tensor of its own for a tensor, known by the same node."""
+        """A new fake tensor for a tensor, with the same node."""
         if type(x) not in (torch.Tensor, nn.Parameter):
             return x
         assert self._mode is not None
@@ -200,7 +200,7 @@ class Watched:
         if isinstance(x, dict):
             return {name: self._argument(item, given, lifts) for name, item in x.items()}
         if type(x) not in PLAIN:
-            raise _GivenUp(f"an argument is a {type(x).__name__}")
+            raise _Unsupported(f"an argument is a {type(x).__name__}")
         return x
 
     def _node(self, x: torch.Tensor, lifts: bool) -> fx.Node:
@@ -213,10 +213,10 @@ class Watched:
         if self._arena.locate(x) is not None:
             held = x
         elif lifts:
-            # a literal of the forward's own, which it may write to
+            # a literal of the forward, which it may write to
             held = x.detach().clone()
         else:
-            raise _GivenUp("a tensor of unknown owner is read")
+            raise _Unsupported("a tensor of unknown owner is read")
         name = f"held_{len(self._held)}"
         if isinstance(held, nn.Parameter):
             self._root.register_parameter(name, held)
@@ -228,11 +228,11 @@ class Watched:
         return node
 
     def _like(self, x: torch.Tensor) -> FakeTensor:
-        """A fake tensor of the same metadata, one for all that have them."""
+        """A fake tensor with the same metadata, shared by all tensors with these metadata."""
         if isinstance(x, FakeTensor) and x.fake_mode is self._mode:
             return x
         if type(x) not in (torch.Tensor, nn.Parameter) or x.layout is not torch.strided or x.is_quantized:
-            raise _GivenUp(f"a tensor is a {type(x).__name__} with layout {x.layout}")
+            raise _Unsupported(f"a tensor is a {type(x).__name__} with layout {x.layout}")
         assert self._mode is not None
         return self._mode.made(x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), x.device)
 
@@ -248,8 +248,8 @@ class Watched:
         self._nodes.clear()
 
 
-class _Watching(ProxyTorchDispatchMode):
-    """Sees each operation before autograd and autocast do. Only modes of this class are let in there."""
+class _RecordingMode(ProxyTorchDispatchMode):
+    """Sees each operation before autograd and autocast. Torch accepts only this class of modes there."""
 
     def __init__(self, note: Callable[..., None]) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
@@ -257,7 +257,7 @@ class _Watching(ProxyTorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # else operations written in Python would run in place of the ones that run without this mode
+        # otherwise Python implementations of operations would replace those that run without this mode
         with torch._C._DisablePythonDispatcher():
             result = func(*args, **kwargs)
             self._note(func, args, kwargs, result)

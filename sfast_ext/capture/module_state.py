@@ -1,4 +1,5 @@
-"""What a forward leaves behind in its modules: noticed after a capture, and taken back, as it would be fake tensors."""
+"""State that a forward leaves in its modules. After a capture it would be fake tensors, so it is detected and
+undone."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 _CONTAINERS = (list, dict, set, deque)
-# items of the largest container that is looked into: longer ones are tables, not memories of a forward
+# containers with more items are not searched: they are tables, not state of a forward
 _LONGEST = 4096
 # containers in containers, as in {"down": [], "up": []}
 _DEEPEST = 2
@@ -20,18 +21,18 @@ _NO_HOLDERS = (nn.Module, torch.Tensor, type, FunctionType, MethodType, ModuleTy
 _Record = tuple[str, Any, Any]
 
 
-class State:
-    """The attributes of all modules below `root`, and the items of the containers they hold, as they are now.
+class ModuleState:
+    """A copy of the attributes of all modules below `root`, and of the items of containers in them.
 
-    Of other objects that modules hold, attention processors say, only fake tensors are noticed: what else changes in
-    them may be the work of another thread.
+    In other objects that modules hold, such as attention processors, only fake tensors are detected: other changes may
+    be the work of another thread.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._attributes: list[_Record] = []
         self._containers: list[_Record] = []
         self._holders: list[_Record] = []
-        # most containers are the empty ones that each module has for hooks
+        # most containers are the empty dictionaries of hooks
         self._empty: list[tuple[str, Any]] = []
         seen: set[int] = set()
         for path, module in root.named_modules():
@@ -45,7 +46,7 @@ class State:
                     self._holders.append((f"{here}.{name}", value.__dict__, dict(value.__dict__)))
 
     def restore(self) -> str | None:
-        """Put everything back; the name of the first that had changed to what is no equal value, or None."""
+        """Restore everything. Returns the path of the first attribute whose value changed, or None."""
         changed: list[str] = []
         for where, now, was in self._attributes:
             if not _same(now, was):
@@ -117,7 +118,7 @@ def _alike(now: Any, was: Any) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    # an equal value is no state, only a new object for it
+    # a new object of equal value is not state
     if a is b:
         return True
     if isinstance(a, tuple):
@@ -132,7 +133,7 @@ def _is_fake(value: Any) -> bool:
 
 
 def _refill(container: Any, was: Any) -> None:
-    # by the plain methods, as a subclass may refuse to be written to
+    # by the methods of the base class: a subclass may refuse writes
     if isinstance(container, list):
         list.__setitem__(container, slice(None), list(was))
     elif isinstance(container, dict):

@@ -1,7 +1,7 @@
 """A call of another library's function as one operation of a graph, torch.ops.sfast_ext.foreign.
 
-It is pure, whatever the function does: one that writes to its arguments, as SageAttention 1 does to its keys, is given
-copies. In a plan it runs the function itself.
+The operation has no side effects. A function that writes to its arguments, as SageAttention 1 does to its keys, gets
+copies. A plan calls the function itself.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 Shape = Callable[[Sequence[Tensor]], Sequence[int]]
-"""The shape of the result, by the tensors among the arguments."""
+"""The shape of the result, computed from the tensors among the arguments."""
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
-# a fragment: the namespace stays open to other operators
+# a fragment, so that the namespace stays open to other operators
 _library = torch.library.Library("sfast_ext", "FRAGMENT")
 _library.define("foreign(str call, Tensor[] tensors) -> Tensor")
 OPERATOR: Any = torch.ops.sfast_ext.foreign.default
@@ -26,21 +26,21 @@ _calls: dict[str, _Call] = {}
 
 
 class NotPlain(Exception):
-    """An argument is neither a tensor nor a plain value; the message names it."""
+    """An argument is neither a tensor nor a plain value. The message names it."""
 
 
 def call(
     name: str, function: Callable[..., Tensor], shape: Shape, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Run `function` as one operation, which whatever mode is active sees as such.
+    """Run `function` as one operation, which active modes see as such.
 
     Args:
-        name: the function's, unique among all.
-        function: gives a tensor that shares no memory with its arguments, of the first one's dtype and device.
-        args, kwargs: tensors and plain values, in tuples and lists perhaps.
+        name: a unique name.
+        function: returns a tensor that shares no memory with its arguments, with dtype and device of the first one.
+        args, kwargs: tensors and plain values, possibly in tuples and lists.
 
     Raises:
-        NotPlain: see there.
+        NotPlain: an argument is neither a tensor nor a plain value.
     """
     leaves, tree = pytree.tree_flatten((tuple(args), kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -57,7 +57,7 @@ def call(
 
 
 class _Place:
-    """Stands for a tensor among the arguments."""
+    """Placeholder for a tensor among the arguments."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -73,7 +73,7 @@ class _Call:
         self._function = function
         self._held = held
         self._tree = tree
-        self._written: frozenset[int] | None = None  # the tensors that it writes to; None before its first run
+        self._written: frozenset[int] | None = None  # indices of tensors that it writes to; None before the first run
 
     def run(self, tensors: Sequence[Tensor]) -> Tensor:
         given = [self._given(index, x) for index, x in enumerate(tensors)]
@@ -91,7 +91,7 @@ class _Call:
 
     def _given(self, index: int, x: Tensor) -> Tensor:
         if x.dim() and x.stride(-1) != 1:
-            # the functions ask for it; a plan may have laid out the value anew
+            # required by the functions; a plan may have changed the layout
             x = x.contiguous()
         return x.clone() if self._written is None or index in self._written else x
 

@@ -1,7 +1,7 @@
-"""Slices written one after another into a new tensor become a concatenation.
+"""Writes of slices into a new tensor become a concatenation.
 
-Attention that saves memory fills its result so: `out = zeros(…)`, then `out[:, a:b] = …` for each slice. Slices along
-several dimensions become concatenations of concatenations.
+Memory-saving attention fills its result like this: `out = zeros(…)`, then `out[:, a:b] = …` for each slice. Slices
+along several dimensions become nested concatenations.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _VIEWS = {aten.slice.Tensor, aten.alias.default}
 
 
 _Box = dict[int, tuple[int, int]]
-"""From where to where a part reaches, by dimension; all of the others."""
+"""The range of a part by dimension. Dimensions that are not listed are complete."""
 
 
 class _Write(NamedTuple):
     copy: fx.Node
-    views: list[fx.Node]  # from the tensor to what is written to
+    views: list[fx.Node]  # from the tensor to the written view
     box: _Box
 
     @property
@@ -37,8 +37,8 @@ class _Write(NamedTuple):
 
 
 def join(graph: fx.Graph) -> int:
-    """Replace such tensors; returns how many there were. Left alone: what is read before the last write, or is not
-    covered by the slices without gap and overlap."""
+    """Replace such tensors. Returns their number. A tensor is left alone if it is read before the last write, or if the
+    slices leave a gap or overlap."""
     count = 0
     order = {node: place for place, node in enumerate(graph.nodes)}
     written = Counter(_root(target) for node in graph.nodes if (target := functionalize.written(node)) is not None)
@@ -53,7 +53,7 @@ def _join(base: fx.Node, order: dict[fx.Node, int], written: Counter[fx.Node]) -
     reads: list[fx.Node] = []
     if not _collect(base, [], writes, reads) or len(writes) != written[base]:
         return 0
-    # whoever writes to what was written here would write to the concatenation no more
+    # a later write to a written value would not reach the concatenation
     if any(_root(write.value) in written for write in writes):
         return 0
     writes.sort(key=lambda write: order[write.copy])
@@ -61,7 +61,7 @@ def _join(base: fx.Node, order: dict[fx.Node, int], written: Counter[fx.Node]) -
     if any(order[node] < order[last] for node in reads):
         return 0
     size = tuple(base.meta["val"].shape)
-    # of writes to the whole the last one counts
+    # of writes to the complete tensor the last one counts
     tree = _tiled(writes if writes[-1].box else writes[-1:], size, size)
     if tree is None:
         return 0
@@ -80,7 +80,7 @@ def _join(base: fx.Node, order: dict[fx.Node, int], written: Counter[fx.Node]) -
 
 
 def _collect(node: fx.Node, views: list[fx.Node], writes: list[_Write], reads: list[fx.Node]) -> bool:
-    """Find what is written to `node`, through slices of it too, and who reads it. False where it is used otherwise."""
+    """Collect the writes to `node`, also through slices, and its readers. False if it is used in another way."""
     for user in node.users:
         if user.target in _VIEWS and _is_written_only(user):
             if not _collect(user, [*views, user], writes, reads):
@@ -104,13 +104,13 @@ def _is_written_only(view: fx.Node) -> bool:
 
 
 def _fills(node: fx.Node, target: fx.Node) -> bool:
-    """Whether `node` copies another value over `target`, as an assignment to a slice does."""
+    """Whether `node` copies another value into `target`, as an assignment to a slice does."""
     copies = node.op == "call_function" and node.target is aten.copy_.default
     return copies and node.args[0] is target and node.args[1] is not target and not node.users
 
 
 def _box(views: Sequence[fx.Node]) -> _Box | None:
-    """The part that a chain of slices takes; None for what is no such thing."""
+    """The part that a chain of slices selects. None if it is not a contiguous range."""
     found: _Box = {}
     for view in views:
         if view.target is aten.alias.default:
@@ -133,15 +133,15 @@ def _box(views: Sequence[fx.Node]) -> _Box | None:
 
 
 class _Row(NamedTuple):
-    """What lies side by side along a dimension."""
+    """Parts side by side along a dimension."""
 
     dim: int
     parts: list[_Row | _Write]
 
 
 def _tiled(writes: list[_Write], size: tuple[int, ...], part: tuple[int, ...], done: int = 0) -> _Row | _Write | None:
-    """How writes make up a part of a tensor of this size, dimension by dimension from `done` on; None where they leave
-    a gap or meet."""
+    """How writes tile a part of a tensor of this size, by dimension from `done` on. None if they leave a gap or
+    overlap."""
     dim = min((d for write in writes for d in write.box if d >= done), default=None)
     if dim is None:
         fits = len(writes) == 1 and tuple(writes[0].value.meta["val"].shape) == part
@@ -160,7 +160,7 @@ def _tiled(writes: list[_Write], size: tuple[int, ...], part: tuple[int, ...], d
 
 
 def _concatenated(graph: fx.Graph, tree: _Row | _Write, val: torch.Tensor) -> fx.Node:
-    """The values of the writes in one, of the dtype of `val`."""
+    """The concatenation of the written values, with the dtype of `val`."""
     if isinstance(tree, _Write):
         value = tree.value
         if value.meta["val"].dtype == val.dtype:
@@ -184,7 +184,7 @@ def _is_new(node: fx.Node) -> bool:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The node whose memory this one's result may share."""
+    """The node at the root of a chain of views."""
     base: fx.Node | None = node
     while base is not None:
         node, base = base, functionalize.aliased(base)

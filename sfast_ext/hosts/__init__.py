@@ -1,4 +1,4 @@
-"""Adapters of WebUIs: the only importers of `modules.*`, each imported only where it is asked for."""
+"""Adapters of host programs (WebUIs), see README.md. No other package imports a host's `modules.*`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ADAPTERS = ("a1111", "sdnext")
 
 
 def find() -> ModuleType | None:
-    """The adapter of the WebUI this process is, or None where it is none we know."""
+    """The adapter of the host that this process is; None where the host is not supported."""
     for name in ADAPTERS:
         adapter = importlib.import_module(f"sfast_ext.hosts.{name}.adapter")
         if adapter.detect():

@@ -1,4 +1,4 @@
-"""What the adapters share: accelerators that follow the model their host has loaded."""
+"""Keeps accelerators on the networks that a host has loaded; shared by all adapters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.accelerator import Accelerator
+from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.behaviour.fingerprint import structure
-from sfast_ext.behaviour.foreign_code import described
-from sfast_ext.behaviour.forward_slot import accelerator_of, foreign_forward, forward_of
+from sfast_ext.behaviour.foreign_code import describe
+from sfast_ext.behaviour.forward_slot import foreign_forward, forward_of
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import gpu_room
@@ -26,13 +26,16 @@ Parts = Callable[[nn.Module], Iterable[tuple[str, nn.Module]]]
 
 
 class Attachment:
-    """Keeps an accelerator on whatever modules the host is about to use, and on no other.
+    """Keeps an accelerator on each module that the host is about to use, and on no other module.
 
-    Hosts load, switch and unload models from several threads and not always with a callback: `follow` is told what is
-    about to be used as often as the host gives an occasion, and acts only on a difference.
+    Hosts load, switch and unload models from several threads, and not always with a callback. The adapter therefore
+    calls `follow` at every occasion that the host gives, and `follow` acts only where something changed.
 
     Args:
-        parts: what to accelerate one by one where another's forward lies over a module and may call them itself.
+        hooks_for: makes the hooks of a module's accelerator.
+        name: how the report calls the module.
+        parts: gives the submodules to accelerate one by one, with their names, where another extension's forward
+            replaces the module's and may call them itself.
     """
 
     def __init__(
@@ -48,21 +51,22 @@ class Attachment:
         self._parts = parts
         self._lock = threading.RLock()
         self._accelerators: list[Accelerator] = []
-        self._told: tuple[int, str] | None = None
-        self._over: tuple[nn.Module, Any] | None = None
-        # of the step before: the forward that lay over the module, and the calls that its parts had had
-        self._step_before: tuple[Any, int] | None = None
-        self._idle: str | None = None
+        self._announced: tuple[int, str] | None = None
+        # a module, and the forward of another extension that replaces the module's
+        self._laid_over: tuple[nn.Module, Any] | None = None
+        # in the last step: that forward, and how many calls the module and its parts had had by then
+        self._last_step: tuple[Any, int] | None = None
+        self._idle_reason: str | None = None
 
     def follow(self, module: nn.Module | None, config: Config, *, keep: Iterable[nn.Module] = ()) -> Accelerator | None:
-        """See to it that `module` is accelerated as `config` says, and that every other module is given back.
+        """Accelerate `module` as `config` says, and release every other module.
 
         Args:
-            keep: modules that the host still holds where they are, whose accelerators stay for their next turn.
+            keep: modules that the host keeps on their device. Their accelerators stay for when they are used again.
 
         Returns:
-            The accelerator of `module`; None where there is none: nothing is loaded, `config` says no, or another
-            extension's forward is in the place.
+            The accelerator of `module`. None where nothing is loaded, `config` disables acceleration, or another
+            extension's forward replaces the module's.
         """
         if module is None:
             self.release()
@@ -72,53 +76,59 @@ class Attachment:
     def follow_all(
         self, modules: Sequence[nn.Module], config: Config, *, keep: Iterable[nn.Module] = ()
     ) -> list[Accelerator | None]:
-        """`follow`, for several modules that are used side by side."""
+        """`follow` for several modules that are used together."""
         with self._lock:
             kept = [*modules, *keep]
             if not kept or not config.enabled:
                 self.release()
                 return [None for _ in modules]
             left = [a for a in self._accelerators if not any(a.module is m for m in kept)]
-            followed = [self._follow(module, config, left) for module in modules]
+            followed = [self._follow_one(module, config, left) for module in modules]
             for accelerator in left:
-                self._let_go(accelerator)
+                self._release(accelerator)
             return followed
 
-    def settled(self, module: nn.Module | None) -> bool:
-        """Whether nothing changed about the forward of a module since it was followed. Microseconds."""
+    def unchanged(self, module: nn.Module | None) -> bool:
+        """Whether a module is followed and its forward is the one of the last `follow`. Takes microseconds."""
         with self._lock:
             found = next((a for a in self._accelerators if a.module is module), None)
             if found is None or found.installed():
                 return found is not None
-            return self._over is not None and self._over[0] is module and self._over[1] is forward_of(found.module)
+            return (
+                self._laid_over is not None
+                and self._laid_over[0] is module
+                and self._laid_over[1] is forward_of(found.module)
+            )
 
-    def look_at_parts(self) -> None:
-        """Before each step, and before `follow`: whether the forward that lay over the module in the last one called
-        it, or any of the parts that are accelerated one by one. Where it called none, that is a reason."""
+    def check_parts(self) -> None:
+        """Check whether another extension's forward called the module or any of its parts in the last step. If it
+        called none, nothing was accelerated, and the report gets the reason. Call it before each step and before
+        `follow`."""
         with self._lock:
-            before, self._step_before, self._idle = self._step_before, None, None
-            found = self._beneath()
-            if found is None or self._parts is None or self._over is None:
+            before, self._last_step, self._idle_reason = self._last_step, None, None
+            found = self._replaced()
+            if found is None or self._parts is None or self._laid_over is None:
                 return
-            forward, calls = self._over[1], _calls(found)
+            forward, calls = self._laid_over[1], _calls(found)
             if before is not None and before[0] is forward and before[1] == calls:
-                self._idle = f"{described(forward)} is in place of the model's forward and calls none of its blocks"
-                self._report.fallback(self._idle)
+                what = f"{describe(forward)} replaces the model's forward and calls none of its blocks"
+                self._idle_reason = f"{what}; turn that extension off to accelerate"
+                self._report.bypassed(self._idle_reason)
             if forward_of(found.module) is forward:
-                self._step_before = forward, calls
+                self._last_step = forward, calls
 
-    def _beneath(self) -> Accelerator | None:
-        """The accelerator of the module that another's forward was found over."""
-        over = self._over
+    def _replaced(self) -> Accelerator | None:
+        """The accelerator of the module whose forward another extension replaced."""
+        over = self._laid_over
         return None if over is None else next((a for a in self._accelerators if a.module is over[0]), None)
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether plans may read the weights of a module."""
+        """Whether a module has an accelerator, whose plans may read its weights."""
         with self._lock:
             return any(a.module is module for a in self._accelerators)
 
     def within(self, module: nn.Module) -> list[Accelerator]:
-        """The accelerators of a module and of those in it."""
+        """The accelerators of a module and of its submodules."""
         with self._lock:
             if not self._accelerators:
                 return []
@@ -126,44 +136,44 @@ class Attachment:
             return [a for a in self._accelerators if id(a.module) in inner]
 
     def give_memory_back(self) -> None:
-        """Give back what plans hold of modules whose weights the host has elsewhere, see the accelerator's."""
+        """Free the memory that plans hold of modules whose weights the host has moved; see `Accelerator`."""
         with self._lock:
             for accelerator in self._accelerators:
                 accelerator.give_memory_back()
 
-    def leave(self, module: nn.Module | None = None) -> None:
-        """The host exchanges its model: plans stay for one of the same architecture, with their memory where there is
-        room for another, and without it where the weights are elsewhere.
+    def suspend(self, module: nn.Module | None = None) -> None:
+        """Prepare for the host to exchange its model. Plans are kept for a model of the same architecture: with their
+        memory where there is room for another model beside it, and without it where the weights are on another device.
 
         Args:
-            module: what leaves; by default all that is accelerated.
+            module: what the host removes; all accelerated modules where None.
         """
         with self._lock:
             for accelerator in list(self._accelerators) if module is None else self.within(module):
-                stays = gpu_room.may_wait(accelerator.module) or accelerator.give_memory_back()
+                stays = gpu_room.has_room_to_wait(accelerator.module) or accelerator.give_memory_back()
                 if not accelerator.plans or not stays:
-                    self._let_go(accelerator)
+                    self._release(accelerator)
 
     def release(self) -> None:
-        """Give back every module; may be called at any time, any number of times."""
+        """Release every module. May be called at any time, any number of times."""
         with self._lock:
             for accelerator in list(self._accelerators):
-                self._let_go(accelerator)
-            self._told = self._over = self._step_before = self._idle = None
+                self._release(accelerator)
+            self._announced = self._laid_over = self._last_step = self._idle_reason = None
 
     def status(self) -> list[dict[str, Any]]:
-        """The accelerators' parts of the status."""
+        """The status of each accelerator. "idle" is the reason why nothing of it ran in the last step."""
         with self._lock:
-            accelerators, beneath, idle = list(self._accelerators), self._beneath(), self._idle
-        standing = [idle if accelerator is beneath else None for accelerator in accelerators]
-        return [{**accelerator.status(), "idle": why} for accelerator, why in zip(accelerators, standing)]
+            accelerators, replaced, idle = list(self._accelerators), self._replaced(), self._idle_reason
+        reasons = [idle if accelerator is replaced else None for accelerator in accelerators]
+        return [{**accelerator.status(), "idle": why} for accelerator, why in zip(accelerators, reasons)]
 
-    def _follow(self, module: nn.Module, config: Config, left: list[Accelerator]) -> Accelerator | None:
+    def _follow_one(self, module: nn.Module, config: Config, left: list[Accelerator]) -> Accelerator | None:
         found = next((a for a in self._accelerators if a.module is module), None)
         if found is None:
             found = self._attach(module, config, left)
         elif not found.installed():
-            self._return_to(found)
+            self._reinstall(found)
         if found is not None and found.config != config:
             found.configure(config)
         return found
@@ -171,82 +181,87 @@ class Attachment:
     def _attach(self, module: nn.Module, config: Config, left: list[Accelerator]) -> Accelerator | None:
         left_over = accelerator_of(module)
         if left_over is not None:
-            # Another extension that had stored our forward put it back after our release, or scripts were loaded anew
-            # without the unload callback.
+            # After our release another extension restored our forward, which it had stored; or the host reloaded its
+            # scripts without the unload callback.
             left_over.release()
         hooks, foreign = self._hooks_for(module), foreign_forward(module)
         if foreign is None:
             for accelerator in left:
-                if self._moved(accelerator, module, hooks):
+                if self._move_plans(accelerator, module, hooks):
                     left.remove(accelerator)
                     return accelerator
         elif self._parts is None:
-            self._tell(module, f"{foreign} is in place of the model's forward: not installed while it is")
+            self._announce(module, _bypassed_by(foreign))
             return None
         accelerator = Accelerator(module, config, hooks=hooks, report=self._report, name=self._name)
         self._accelerators.append(accelerator)
-        self._told = None
-        self._return_to(accelerator)
+        self._announced = None
+        self._reinstall(accelerator)
         return accelerator
 
-    def _moved(self, accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> bool:
+    def _move_plans(self, accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> bool:
         try:
-            _separate(accelerator, module, hooks)
+            _give_own_weights(accelerator, module, hooks)
             return accelerator.move_to(module, hooks)
         except Exception as exc:
             self._report.error("moving plans to another model", exc)
             return False
 
-    def _return_to(self, accelerator: Accelerator) -> None:
+    def _reinstall(self, accelerator: Accelerator) -> None:
         module = accelerator.module
         foreign = foreign_forward(module)
-        self._over = None
+        self._laid_over = None
         if foreign is None:
-            # New, or whoever was over us put the class's own forward back, not ours.
+            # A new module; or another extension removed its forward and restored the class's own, not ours.
             accelerator.install()
             return
-        # It may hold our forward as its original and restore it: to install over it would make a ring.
-        self._over = (module, forward_of(module))
+        # That extension may hold our forward as the original and call it: to install over it would make a cycle.
+        self._laid_over = (module, forward_of(module))
         if self._parts is None:
-            self._tell(module, f"{foreign} is in place of the model's forward: standing aside while it is")
+            self._announce(module, _bypassed_by(foreign))
         else:
-            what = "those of its blocks that it calls are accelerated one by one"
-            self._tell(module, f"{foreign} is in place of the model's forward: {what}")
+            what = f"{foreign} replaces the model's forward"
+            self._announce(module, f"{what}; the blocks that it calls are accelerated one by one")
             accelerator.accelerate_parts(self._parts(module))
-            self._step_before = forward_of(module), _calls(accelerator)
+            self._last_step = forward_of(module), _calls(accelerator)
 
-    def _let_go(self, accelerator: Accelerator) -> None:
+    def _release(self, accelerator: Accelerator) -> None:
         self._accelerators.remove(accelerator)
         try:
             accelerator.release()
         except Exception as exc:
             self._report.error("release", exc)
 
-    def _tell(self, module: nn.Module, message: str) -> None:
-        # Asked before each step; said once.
-        if self._told != (id(module), message):
-            self._told = (id(module), message)
-            self._report.event("standing aside", message)
+    def _announce(self, module: nn.Module, message: str) -> None:
+        # Checked before each step, reported once.
+        if self._announced != (id(module), message):
+            self._announced = (id(module), message)
+            self._report.event("forward replaced", message)
+
+
+def _bypassed_by(foreign: str) -> str:
+    return f"{foreign} replaces the model's forward: bypassed; turn that extension off to accelerate"
 
 
 def _calls(accelerator: Accelerator) -> int:
     return accelerator.calls + sum(part.calls for part in accelerator.parts)
 
 
-def of_the_host(function: Any) -> bool:
-    """Whether a function is the WebUI's own code, of its package `modules`: what it does is known to the adapters."""
+def is_host_code(function: Any) -> bool:
+    """Whether a function is the host's own code, in its package `modules`. The adapters know what that code does."""
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
     folders = getattr(sys.modules.get("modules"), "__path__", ())
     return any(Path(folder) in Path(file).parents for folder in folders)
 
 
-def _separate(accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> None:
-    """Give the module that plans may leave for another of its kind weights of its own: somebody may hold it still."""
+def _give_own_weights(accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> None:
+    """Give a module weights of its own before its plans, and the memory they read, go to another module of the same
+    architecture: somebody may still hold it."""
     left = accelerator.module
     here = {plan.device for plan in list(accelerator.plans.values())}
     tensors = [t for t in (*left.parameters(), *left.buffers()) if t.device in here]
     alike = tensors and structure(left, accelerator.hooks.ignored) == structure(module, hooks.ignored)
-    if not alike or not gpu_room.may_be_joined(left):
+    if not alike or not gpu_room.has_room_for_second(left):
         return
     with torch.inference_mode(False), torch.no_grad():
         for tensor in tensors:
@@ -254,14 +269,15 @@ def _separate(accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> None
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
-    """Lay a function around one of the host's, for which it has no callback.
+    """Wrap a function of the host, where the host has no callback.
 
     Args:
-        owner: the module or object whose attribute `name` it is.
-        around: called in its place, with the original before the arguments.
+        owner: the module or object that has the function as its attribute `name`.
+        around: called instead of it, with the original in front of the arguments.
 
     Returns:
-        What takes it away again. Where another extension wrapped ours in turn, it stays there and only passes on.
+        A function that removes the wrapper. Where another extension has wrapped ours in turn, ours stays and only calls
+        the original.
     """
     original = getattr(owner, name)
     there = True

@@ -1,4 +1,4 @@
-"""Whether the GPU has room for weights that stay where plans read them while the host believes them elsewhere."""
+"""Whether the GPU has room for weights that stay where plans read them after the host moved the model off the GPU."""
 
 from __future__ import annotations
 
@@ -10,79 +10,82 @@ from torch import nn
 
 from sfast_ext.runtime import graph_pool
 
-DECODING = 6 << 30
-"""Bytes that decoding and text encoders may want beside a UNet whose host does not say what comes next."""
+DECODING_RESERVE = 6 << 30
+"""Bytes that decoding and text encoders may need beside a UNet, where the host does not say what it runs next."""
 
-AT_REST = 4 << 30
-"""Bytes left free while the host has the weights elsewhere, for upscalers, detectors and preprocessors. To bring them
-back takes a fraction of a second: the host copies them in any case."""
+IDLE_RESERVE = 4 << 30
+"""Bytes left free while the host has the weights on another device, for upscalers, detectors and preprocessors. Weights
+that had to be freed for it come back in a fraction of a second: the host copies them in any case."""
 
-ANOTHER_MODEL = 8 << 30
-"""Bytes that a model whose size nobody knows yet may take: one of SDXL, with its text encoders and VAE."""
+NEXT_MODEL_RESERVE = 8 << 30
+"""Bytes that the next model may take while its size is unknown: an SDXL model with its text encoders and VAE."""
 
 WORKSPACE = 512 << 20
-"""Bytes for what a forward needs beside its weights, or a convolution beside its activations."""
+"""Bytes that a forward needs beside its weights, or a convolution beside its activations."""
 
-DECODED, ENCODED = 3, 5
-"""Full-sized activations alive at once in a VAE: of its second width in the decoder, of its first in the encoder."""
-SAFETY = 1.5
+DECODER_ACTIVATIONS, ENCODER_ACTIVATIONS = 3, 5
+"""Full-size activations alive at one time in a VAE: of its second width in the decoder, of its first in the encoder."""
+SAFETY_FACTOR = 1.5
 
 
-def free() -> float:
+def free_bytes() -> float:
     """Bytes that this process may still take on the current GPU; infinite where there is none."""
     if not torch.cuda.is_available():
         return math.inf
-    # what a graph has set aside is the allocator's too, but nobody else gets it
+    # memory reserved by CUDA graphs counts as cached, but nothing else can get it
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - graph_pool.held()
     return torch.cuda.mem_get_info()[0] + max(0, cached)
 
 
 def make_room(needed: float, givers: Iterable[Callable[[], object]]) -> bool:
-    """Call one after another until so many bytes are free; whether they are."""
+    """Call these one after another until so many bytes are free. Returns whether they are."""
     for give in givers:
-        if free() >= needed:
+        if free_bytes() >= needed:
             return True
         give()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    return free() >= needed
+    return free_bytes() >= needed
 
 
-def coming(module: nn.Module) -> int:
+def load_bytes(module: nn.Module) -> int:
     """Bytes that a module is about to take on the GPU: its weights that are elsewhere, and some to run it."""
     return sum(_bytes(p) for p in module.parameters() if not p.is_cuda) + WORKSPACE
 
 
-def decoding(widths: Sequence[int], latent: torch.Tensor) -> float:
-    """Bytes that a VAE's decoder is about to take.
+def decoder_bytes(widths: Sequence[int], latent: torch.Tensor) -> float:
+    """Bytes that a VAE's decoder needs for its activations.
 
     Args:
-        widths: channels of its blocks, from the picture inwards; each halves the picture, but for the last.
+        widths: channels of its blocks, from the image inwards; each but the last halves the size.
         latent: its input.
     """
     pixels = latent[:, 0].numel() << 2 * (len(widths) - 1)
-    return SAFETY * DECODED * widths[min(1, len(widths) - 1)] * pixels * latent.element_size() + WORKSPACE
+    return (
+        SAFETY_FACTOR * DECODER_ACTIVATIONS * widths[min(1, len(widths) - 1)] * pixels * latent.element_size()
+        + WORKSPACE
+    )
 
 
-def encoding(widths: Sequence[int], picture: torch.Tensor) -> float:
-    """Bytes that a VAE's encoder is about to take; see `decoding`."""
-    return SAFETY * ENCODED * widths[0] * picture[:, 0].numel() * picture.element_size() + WORKSPACE
+def encoder_bytes(widths: Sequence[int], image: torch.Tensor) -> float:
+    """Bytes that a VAE's encoder needs for its activations; see `decoder_bytes`."""
+    return SAFETY_FACTOR * ENCODER_ACTIVATIONS * widths[0] * image[:, 0].numel() * image.element_size() + WORKSPACE
 
 
-def may_stay(module: nn.Module) -> bool:
-    """Whether a module's weights may stay on the GPU while what comes after it runs."""
+def has_room_to_stay(module: nn.Module) -> bool:
+    """Whether a module's weights fit on the GPU beside what the host runs after it."""
     held = 0 if on_gpu(module) else _size(module)
-    return free() >= held + DECODING
+    return free_bytes() >= held + DECODING_RESERVE
 
 
-def may_wait(module: nn.Module) -> bool:
-    """Whether what plans hold of a module may stay on the GPU while its host loads another, which may be larger."""
-    return free() >= max(1.5 * _size(module), ANOTHER_MODEL)
+def has_room_to_wait(module: nn.Module) -> bool:
+    """Whether the memory of a module's plans fits on the GPU beside the host's next model, a larger one perhaps."""
+    return free_bytes() >= max(1.5 * _size(module), NEXT_MODEL_RESERVE)
 
 
-def may_be_joined(module: nn.Module) -> bool:
+def has_room_for_second(module: nn.Module) -> bool:
     """Whether a second module of this size fits beside the first."""
-    return free() >= 1.5 * _size(module)
+    return free_bytes() >= 1.5 * _size(module)
 
 
 def _size(module: nn.Module) -> int:

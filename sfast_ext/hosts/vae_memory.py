@@ -1,4 +1,4 @@
-"""VAEs that are about to take more memory than their weights: room is made before they do."""
+"""Makes room on the GPU before a VAE decodes or encodes, which takes more memory than its weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sfast_ext.hosts import gpu_room
 
 
 class VaeMemory:
-    """Hooks before the decoder and the encoder of VAEs.
+    """Forward hooks on the decoders and encoders of VAEs.
 
     Args:
-        make_room: called with the bytes that one is about to take on the GPU.
+        make_room: called before one runs on the GPU, with the bytes that it needs.
     """
 
     def __init__(self, make_room: Callable[[float], None]) -> None:
@@ -25,20 +25,20 @@ class VaeMemory:
         self._vaes: dict[int, tuple[weakref.ref[nn.Module], list[Any]]] = {}
 
     def watch(self, vaes: Iterable[Any]) -> None:
-        """Look after these VAEs, and no others."""
+        """Put hooks on these VAEs, and remove those on others."""
         found = {id(vae): vae for vae in vaes if isinstance(vae, nn.Module)}
         for key in [key for key, (vae, _) in self._vaes.items() if vae() is None or key not in found]:
-            self._let_go(key)
+            self._unwatch(key)
         for key, vae in found.items():
             if key not in self._vaes:
                 self._vaes[key] = weakref.ref(vae), self._hooks(vae)
 
     def release(self) -> None:
-        """Take every hook off."""
+        """Remove every hook."""
         for key in list(self._vaes):
-            self._let_go(key)
+            self._unwatch(key)
 
-    def _let_go(self, key: int) -> None:
+    def _unwatch(self, key: int) -> None:
         for handle in self._vaes.pop(key)[1]:
             handle.remove()
 
@@ -47,7 +47,7 @@ class VaeMemory:
         parts = getattr(vae, "decoder", None), getattr(vae, "encoder", None)
         if not widths or not all(isinstance(part, nn.Module) for part in parts):
             return []
-        needs = (functools.partial(gpu_room.decoding, widths), functools.partial(gpu_room.encoding, widths))
+        needs = (functools.partial(gpu_room.decoder_bytes, widths), functools.partial(gpu_room.encoder_bytes, widths))
         return [part.register_forward_pre_hook(self._before(need)) for part, need in zip(parts, needs)]  # type: ignore[union-attr]
 
     def _before(self, need: Callable[[torch.Tensor], float]) -> Callable[[nn.Module, Any], None]:
@@ -59,7 +59,7 @@ class VaeMemory:
 
 
 def widths_of(vae: nn.Module) -> Sequence[int]:
-    """Channels of a VAE's blocks, from the picture inwards, of diffusers' or of ldm's; empty where it is another."""
+    """Channels of a VAE's blocks, from the image inwards. Empty where the VAE is neither diffusers' nor ldm's."""
     widths = getattr(getattr(vae, "config", None), "block_out_channels", None)
     if widths:
         return tuple(widths)
@@ -67,5 +67,5 @@ def widths_of(vae: nn.Module) -> Sequence[int]:
     first, factors = getattr(encoder, "ch", None), getattr(encoder, "in_ch_mult", None)
     if not isinstance(first, int) or not factors:
         return ()
-    # its first factor is that of the convolution in front of the blocks
+    # the first factor belongs to the convolution in front of the blocks
     return tuple(first * factor for factor in tuple(factors)[1:])

@@ -1,16 +1,17 @@
-"""What is done to a captured graph, in order."""
+"""The passes that rewrite a captured graph, and their order.
+
+A pass takes a graph module and a `PassContext`, rewrites the graph in place, and returns the number of rewrites. Most
+passes match a node and what surrounds it: they are functions of one node under the decorator `fusion.fusion`. A pass
+is named after the kernel that it fuses operations into.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING
+from enum import IntEnum
+from typing import NamedTuple
 
-import torch
 from torch import fx
 
-from sfast_ext import kernels
 from sfast_ext.report import at
 
 from . import (
@@ -41,77 +42,120 @@ from . import (
     upsample,
     upsample_conv2d,
 )
-
-if TYPE_CHECKING:
-    from sfast_ext.weights.arena import WeightArena
-
-
-@dataclass
-class PassContext:
-    """What passes may make use of: kernels in Triton, and whether images are to lie channels-last."""
-
-    arena: WeightArena
-    device: torch.device
-    triton: bool
-    channels_last: bool = True
-
-    def serves(self, *modules: ModuleType) -> bool:
-        """Whether all of these kernels may be launched: what is not served stays as it was recorded."""
-        return all(kernels.serves(module, self.device, triton=self.triton) for module in modules)
+from .context import PassContext
+from .fusion import PassFunction
 
 
-Pass = Callable[[fx.GraphModule, PassContext], int]
+class Phase(IntEnum):
+    """What passes do. The passes of a phase expect that those of earlier phases are done."""
 
-PASSES: list[tuple[str, Pass]] = [
-    ("cleanup", cleanup.cleanup),
-    ("common", cse.common_subexpressions),  # makes siblings of what was computed again and again
-    ("constants", cse.fold_constants),
-    ("scaled_dot_product", scaled_dot_product.scaled_dot_product),
-    ("sliced_attention", sliced_attention.sliced_attention),
-    ("attention_heads", attention_heads.attention_heads),
-    ("attention_casts", attention_casts.attention_casts),
-    ("packed_linear", packed_linear.packed_linear),
-    ("channels_last", channels_last.channels_last),  # where it pays
-    ("cleanup", cleanup.cleanup),  # the permutes of 1x1 convolutions meet those of the token reshapes
-    ("narrow_conv", narrow_conv.narrow_conv),
-    ("group_norm", group_norm.group_norm),
-    ("add_layer_norm", layer_norm.add_layer_norm),
-    ("layer_norm", layer_norm.layer_norm),
-    ("geglu", geglu.geglu),
-    ("linear_geglu", linear_geglu.linear_geglu),
-    ("linear_onto", linear_accumulate.linear_onto),
-    ("linear_layer_norm", linear_layer_norm.linear_layer_norm),
-    ("bias_add", bias_add.bias_add),
-    ("sum_group_norm", group_norm_inputs.sum_group_norm),  # joins what group_norm and bias_add have made
-    ("im2col", im2col.im2col),  # takes what the norms and bias_add have left of a convolution
-    ("upsample_conv2d", upsample_conv2d.upsample_conv2d),
-    ("conv2d", conv2d.conv2d),  # what is left to cuDNN
-    ("conv_group_norm", conv_group_norm.conv_group_norm),
-    ("upsample", upsample.upsample),
-    ("timestep_embedding", timestep_embedding.timestep_embedding),
-    ("query_attention", query_attention.query_attention),
-    ("attention", attention.attention),
+    CANONICALIZE = 1
+    """Bring equal computations into one form: PyTorch's operators in, fewer of PyTorch's operators out."""
+    LAYOUT = 2
+    """Change how weights and images lie in memory: packed linears, channels-last."""
+    FUSION = 3
+    """Replace groups of operations around a norm, an activation or an addition by one kernel."""
+    LOWERING = 4
+    """Replace what is left of convolutions, upsampling and attention by GEMMs, by kernels of this project or by a
+    library, with what can still be fused into them."""
+
+
+class Pass(NamedTuple):
+    """An entry of the table of passes."""
+
+    name: str
+    function: PassFunction
+    phase: Phase
+    requires: tuple[str, ...] = ()
+    """Names of passes that must have run before this one. A name that occurs twice stands for its last entry up to the
+    phase of this pass. What other requirements imply is left out."""
+
+
+CANONICALIZE, LAYOUT, FUSION, LOWERING = Phase
+
+PASSES: list[Pass] = [
+    Pass("cleanup", cleanup.cleanup, CANONICALIZE),
+    # cleanup: operations are equal only if they read one node, not a copy of it
+    Pass("cse", cse.cse, CANONICALIZE, ("cleanup",)),
+    # cleanup: `detach_` pins the literals of a forward
+    Pass("fold_constants", cse.fold_constants, CANONICALIZE, ("cleanup",)),
+    # cleanup: dropout that drops nothing stands between softmax and matmul
+    Pass("scaled_dot_product", scaled_dot_product.scaled_dot_product, CANONICALIZE, ("cleanup",)),
+    # scaled_dot_product: it makes the attentions whose results are concatenated
+    Pass("sliced_attention", sliced_attention.sliced_attention, CANONICALIZE, ("scaled_dot_product",)),
+    # sliced_attention: it matches slices of operands whose heads are not split yet
+    Pass("attention_heads", attention_heads.attention_heads, CANONICALIZE, ("sliced_attention",)),
+    # attention_heads: it moves lossless casts of the operands back to the attention
+    Pass("attention_casts", attention_casts.attention_casts, CANONICALIZE, ("attention_heads",)),
+    # cse: linears are packed if they read one node, not equal ones
+    Pass("packed_linear", packed_linear.packed_linear, LAYOUT, ("cse",)),
+    Pass("channels_last", channels_last.channels_last, LAYOUT),
+    # channels_last: the permutes around its linears meet those that make tokens of an image and back
+    Pass("cleanup", cleanup.cleanup, LAYOUT, ("channels_last",)),
+    Pass("narrow_conv", narrow_conv.narrow_conv, FUSION),
+    # packed_linear: biases are added to one packed projection of the timestep, not to each
+    Pass("group_norm", group_norm.group_norm, FUSION, ("packed_linear",)),
+    Pass("add_layer_norm", layer_norm.add_layer_norm, FUSION),
+    # add_layer_norm: layer_norm would take the norms without their sums
+    Pass("layer_norm", layer_norm.layer_norm, FUSION, ("add_layer_norm",)),
+    Pass("geglu", geglu.geglu, FUSION),
+    # geglu: the kernel that is replaced
+    Pass("linear_geglu", linear_geglu.linear_geglu, FUSION, ("geglu",)),
+    # add_layer_norm: the kernel that returns the sum, and that gets a bias
+    Pass("linear_accumulate", linear_accumulate.linear_accumulate, FUSION, ("add_layer_norm",)),
+    # layer_norm: the kernel that is replaced
+    # linear_accumulate: it needs the norms whose kernels get a bias as they are
+    # cleanup: between a 1x1 convolution that has become a linear and the norm only one reshape is left
+    Pass(
+        "linear_layer_norm",
+        linear_layer_norm.linear_layer_norm,
+        FUSION,
+        ("layer_norm", "linear_accumulate", "cleanup"),
+    ),
+    # narrow_conv: its kernels add the bias themselves
+    # group_norm: it takes the biases of the convolutions that it reads, which bias_add would add on their own
+    # linear_accumulate: it needs residual additions that bias_add would take
+    Pass("bias_add", bias_add.bias_add, FUSION, ("narrow_conv", "group_norm", "linear_accumulate")),
+    # bias_add: its sums are matched, as well as plain ones
+    Pass("group_norm_inputs", group_norm_inputs.group_norm_inputs, FUSION, ("bias_add",)),
+    # group_norm_inputs: it replaces a norm that does not write the im2col matrix
+    Pass("im2col", im2col.im2col, LOWERING, ("group_norm_inputs",)),
+    # bias_add: only convolutions whose bias it has taken are matched
+    Pass("upsample_conv2d", upsample_conv2d.upsample_conv2d, LOWERING, ("bias_add",)),
+    # im2col, upsample_conv2d: conv2d would take their convolutions
+    Pass("conv2d", conv2d.conv2d, LOWERING, ("im2col", "upsample_conv2d")),
+    # conv2d: its kernel computes the statistics of the norm
+    Pass("conv_group_norm", conv_group_norm.conv_group_norm, LOWERING, ("conv2d",)),
+    # upsample_conv2d: upsample would take its upsampling
+    Pass("upsample", upsample.upsample, LOWERING, ("upsample_conv2d",)),
+    # the multiplication by 1 that hosts write between the product and its sine is gone since the first cleanup
+    Pass("timestep_embedding", timestep_embedding.timestep_embedding, LOWERING),
+    # attention_heads: afterwards heads are split by a transpose, however the host writes it
+    # packed_linear: it packs the queries of self-attentions, which query_attention would take
+    Pass("query_attention", query_attention.query_attention, LOWERING, ("attention_heads", "packed_linear")),
+    # query_attention: attention would take its attentions
+    Pass("attention", attention.attention, LOWERING, ("query_attention",)),
 ]
 
 
 def run_passes(gm: fx.GraphModule, ctx: PassContext) -> dict[str, int]:
-    """Rewrites the graph of `gm` in place; how often each pass matched. What goes in and what comes out stays the same.
+    """Rewrites the graph of `gm` in place. Returns the number of rewrites by the name of the pass.
 
-    `gm` is not recompiled, which takes longer than all passes.
+    Inputs and outputs stay as they are. `gm` is not recompiled, which takes longer than all passes.
     """
     counts: dict[str, int] = {}
     if not supported(gm.graph):
         return counts
     rewrite.hoist_weights(gm.graph)
-    for name, function in PASSES:
-        at(f"pass {name}")
-        counts[name] = counts.get(name, 0) + function(gm, ctx)
+    for entry in PASSES:
+        at(f"pass {entry.name}")
+        counts[entry.name] = counts.get(entry.name, 0) + entry.function(gm, ctx)
     rewrite.eliminate_dead(gm.graph)
     return counts
 
 
 def supported(graph: fx.Graph) -> bool:
-    """No operation that depends on strides, no unknown size, no autocast that is yet to do its work."""
+    """Whether passes may rewrite a graph: no operation reads strides, no size is unknown, no autocast is enabled."""
     for node in graph.nodes:
         if rewrite.enters_autocast(node) and rewrite.argument(node, 2, "enabled") is not False:
             return False

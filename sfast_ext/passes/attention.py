@@ -1,4 +1,4 @@
-"""Scaled dot product attention through the fastest of the backends that can."""
+"""Scaled dot product attention, lowered onto the fastest backend that supports it."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from torch import fx
 from sfast_ext.kernels.attention import attention as kernel
 from sfast_ext.kernels.backend import health
 
-from .rewrite import argument, call, is_op, mutated, overloads, replace
+from .fusion import fusion
+from .rewrite import argument, call, overloads, replace
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 ATTENTION = overloads("scaled_dot_product_attention")
 
 
-def attention(gm: fx.GraphModule, ctx: PassContext) -> int:
-    if not health.usable(kernel, ctx.device):
-        return 0
-    untouchable, count = mutated(gm.graph), 0
+@fusion(ATTENTION, skip_pinned_inputs=True)
+def attention(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
+    """Replaces an attention without dropout.
+
+    Pattern: scaled_dot_product_attention(q, k, v, ...)
+    Replacement: kernel.launch(q, k, v, mask=..., is_causal=..., scale=...), or kernel.fallback without Triton
+    """
+    options = kernel_options(node) if health.usable(kernel, ctx.device) else None
+    if options is None:
+        return False
     function = kernel.launch if ctx.serves(kernel) else kernel.fallback
-    for node in list(gm.graph.nodes):
-        if not is_op(node, ATTENTION) or not untouchable.isdisjoint([node, *node.all_input_nodes]):
-            continue
-        found = options(node)
-        if found is None:
-            continue
-        with gm.graph.inserting_before(node):
-            new = call(gm.graph, function, node.args[:3], node, found)
-        replace(node, new)
-        count += 1
-    return count
+    with node.graph.inserting_before(node):
+        new = call(node.graph, function, node.args[:3], node, options)
+    replace(node, new)
+    return True
 
 
-def options(node: fx.Node) -> dict[str, Any] | None:
-    """An attention's options as the kernels take them; None where it has others that say something."""
+def kernel_options(node: fx.Node) -> dict[str, Any] | None:
+    """Returns an attention's options as the kernels take them; None if it has other options than their defaults."""
     if len(node.args) < 3 or argument(node, 4, "dropout_p", 0.0) != 0 or node.kwargs.get("enable_gqa", False):
         return None
     mask, causal = argument(node, 3, "attn_mask"), argument(node, 5, "is_causal", False)

@@ -1,7 +1,7 @@
-"""Casts of an attention's operands and result go to their sources: before heads are taken apart or put together.
+"""Moves the casts of an attention's operands and result to their sources, before heads are split or merged.
 
-Hosts that compute attention in fp32 cast here or there. A copy that puts heads together is one of the smaller dtype,
-and the plan is the same whichever host it was.
+Hosts that compute attention in fp32 cast in different places. A copy that merges heads then has the smaller dtype, and
+the graph is the same whatever the host.
 """
 
 from __future__ import annotations
@@ -12,62 +12,64 @@ from torch import fx
 
 from .attention import ATTENTION
 from .cleanup import PERMUTE
-from .rewrite import RESHAPE, aten, call, dtype, fake, is_op, mutated, only_user, replace, shape
+from .fusion import fusion
+from .rewrite import RESHAPE, aten, call, dtype, is_op, meta_like, only_user, replace, shape
 from .scaled_dot_product import is_float_cast
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
-MOVES = RESHAPE | PERMUTE
-
-
-def attention_casts(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """After attention_heads. Counts the casts that went to their source."""
-    untouchable, count = mutated(gm.graph), 0
-    for node in list(gm.graph.nodes):
-        if not is_op(node, ATTENTION) or node in untouchable:
-            continue
-        for operand in node.args[:3]:
-            count += raised(above(operand, node), untouchable)
-        count += raised(below(node), untouchable)
-    return count
+VIEWS = RESHAPE | PERMUTE
 
 
-def above(operand: Any, user: fx.Node) -> fx.Node | None:
-    """The cast of an operand that nobody else sees."""
+@fusion(ATTENTION)
+def attention_casts(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> int:
+    """Moves casts over reshapes and permutes. Returns the number of casts moved.
+
+    Pattern: scaled_dot_product_attention(cast(view(q)), ...), or cast(view(scaled_dot_product_attention(...)))
+    Replacement: scaled_dot_product_attention(view(cast(q)), ...), or view(cast(scaled_dot_product_attention(...)))
+    """
+    count = 0
+    for operand in node.args[:3]:
+        count += hoist_cast(operand_cast(operand, node), pinned)
+    return count + hoist_cast(result_cast(node), pinned)
+
+
+def operand_cast(operand: Any, user: fx.Node) -> fx.Node | None:
+    """Finds the cast of an operand, where every value from it to the attention has one user."""
     while isinstance(operand, fx.Node) and only_user(operand) is user:
         if is_float_cast(operand):
             return operand
-        if not is_op(operand, MOVES):
+        if not is_op(operand, VIEWS):
             return None
-        user, operand = operand, operand.args[0]
+        user, operand = operand, operand.args[0]  # type: ignore[assignment]
     return None
 
 
-def below(node: fx.Node) -> fx.Node | None:
-    """The cast of a result that nobody sees without."""
+def result_cast(node: fx.Node) -> fx.Node | None:
+    """Finds the cast of a result, where every value from the attention to it has one user."""
     user = only_user(node)
-    while user is not None and is_op(user, MOVES):
+    while user is not None and is_op(user, VIEWS):
         user = only_user(user)
     return user if user is not None and is_float_cast(user) else None
 
 
-def raised(cast: fx.Node | None, untouchable: set[fx.Node]) -> int:
-    """1 where a cast goes before the reshapes and permutations in front of it."""
+def hoist_cast(cast: fx.Node | None, pinned: set[fx.Node]) -> int:
+    """Moves a cast before the reshapes and permutes that it reads. Returns 1 if it moved."""
     count = 0
-    while cast is not None and cast not in untouchable:
-        moved = cast.args[0]
-        if not isinstance(moved, fx.Node) or not is_op(moved, MOVES) or moved in untouchable:
+    while cast is not None and cast not in pinned:
+        view = cast.args[0]
+        if not isinstance(view, fx.Node) or not is_op(view, VIEWS) or view in pinned:
             break
-        source = moved.args[0]
-        if only_user(moved) is not cast or not isinstance(source, fx.Node) or source in untouchable:
+        source = view.args[0]
+        if only_user(view) is not cast or not isinstance(source, fx.Node) or source in pinned:
             break
-        graph, kind, rest = moved.graph, dtype(cast), moved.args[1:]
-        with graph.inserting_before(moved):
-            new = call(graph, aten.to.dtype, (source, kind), fake(source, shape(source) or (), kind))
+        graph, kind, rest = view.graph, dtype(cast), view.args[1:]
+        with graph.inserting_before(view):
+            new = call(graph, aten.to.dtype, (source, kind), meta_like(source, shape(source) or (), kind))
         with graph.inserting_before(cast):
-            target: Any = moved.target
-            again = call(graph, target, (new, *rest), fake(new, shape(moved) or ()), dict(moved.kwargs))
+            target: Any = view.target
+            again = call(graph, target, (new, *rest), meta_like(new, shape(view) or ()), dict(view.kwargs))
         replace(cast, again)
         cast, count = new, 1
     return count

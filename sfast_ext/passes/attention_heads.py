@@ -1,7 +1,7 @@
-"""Attention over (batch * heads, tokens, channels) as attention over (batch, heads, tokens, channels).
+"""Attention over (batch * heads, tokens, channels), rewritten as one over (batch, heads, tokens, channels).
 
-The heads lie beside each other where the projections leave them: no copy is needed to take them apart, and kernels read
-them there. What a host multiplies queries or keys by beforehand is the attention's scale.
+The projections leave the heads next to each other: splitting them needs no copy, and kernels read them in place. A
+number by which a host multiplies queries or keys first becomes the attention's scale.
 """
 
 from __future__ import annotations
@@ -10,51 +10,61 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from .attention import ATTENTION, options
+from .attention import ATTENTION, kernel_options
 from .cleanup import PERMUTE, permutation
+from .fusion import rewrite_each
 from .rewrite import (
     RESHAPE,
     argument,
     aten,
     call,
     dtype,
-    fake,
     is_cast,
     is_number,
     is_op,
+    meta_like,
     mutated,
     only_user,
-    peel,
     replace,
     reshaped,
     shape,
+    strip_lossless_casts,
 )
 from .scaled_dot_product import MUL, cast, scale_option
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 Heads = tuple[int, int, int, int]
 """Batch, heads, tokens, channels."""
 
 
 def attention_heads(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """After sliced_attention. Counts the attentions whose heads were taken apart."""
-    untouchable, count = mutated(gm.graph), 0
-    for node in list(gm.graph.nodes):
-        given = options(node) if is_op(node, ATTENTION) and node not in untouchable else None
-        if given is None or not untouchable.isdisjoint(node.all_input_nodes):
-            continue
-        fold_scale(node, untouchable)
-        count += take_apart(node, given["mask"], untouchable)
+    """Splits heads, and gives equal views equal operators. Returns the number of attentions whose heads were split.
+
+    Pattern: scaled_dot_product_attention(merge(q) * number, merge(k), merge(v), ...)
+    Replacement: merge(scaled_dot_product_attention(q, k, v, ..., scale=number * ...))
+
+    `merge` makes (batch * heads, tokens, channels) of (batch, heads, tokens, channels).
+    """
+    pinned = mutated(gm.graph)
+    count = rewrite_each(gm.graph, ATTENTION, pinned, lambda node: rewrite(node, pinned))
     for node in gm.graph.nodes:
-        if node not in untouchable and untouchable.isdisjoint(node.all_input_nodes):
-            normalise(node)
+        if node not in pinned and pinned.isdisjoint(node.all_input_nodes):
+            canonicalize(node)
     return count
 
 
-def fold_scale(node: fx.Node, untouchable: set[fx.Node]) -> None:
-    """Numbers that only this attention's queries or keys are multiplied by become its scale."""
+def rewrite(node: fx.Node, pinned: set[fx.Node]) -> int:
+    options = kernel_options(node)
+    if options is None or not pinned.isdisjoint(node.all_input_nodes):
+        return 0
+    fold_scale(node, pinned)
+    return split_heads(node, options["mask"], pinned)
+
+
+def fold_scale(node: fx.Node, pinned: set[fx.Node]) -> None:
+    """Folds numbers by which only this attention's queries or keys are multiplied into its scale."""
     size = shape(node.args[0])
     if size is None:
         return
@@ -63,7 +73,7 @@ def fold_scale(node: fx.Node, untouchable: set[fx.Node]) -> None:
     if not is_number(scale):
         return
     for operand in node.args[:2] if len(set(node.args[:3])) == 3 else ():
-        factor = multiplied_by(operand, node, untouchable)
+        factor = match_scale(operand, node, pinned)
         if factor is not None:
             scale *= argument(factor, 1, "other")
             replace(factor, factor.args[0])  # type: ignore[arg-type]
@@ -71,23 +81,25 @@ def fold_scale(node: fx.Node, untouchable: set[fx.Node]) -> None:
     node.kwargs = {**others, **scale_option(scale, size[-1])}
 
 
-def multiplied_by(operand: Any, user: fx.Node, untouchable: set[fx.Node]) -> fx.Node | None:
-    """The product with a number on the way to an operand, where nobody else sees what comes of it."""
+def match_scale(operand: Any, user: fx.Node, pinned: set[fx.Node]) -> fx.Node | None:
+    """Matches a multiplication by a number under views and casts of an operand, all with one user."""
     node = operand
-    while isinstance(node, fx.Node) and node not in untouchable and only_user(node) is user:
+    while isinstance(node, fx.Node) and node not in pinned and only_user(node) is user:
         source = node.args[0] if node.args else None
         if is_op(node, MUL) and is_number(argument(node, 1, "other")) and isinstance(source, fx.Node):
-            return node if dtype(node) == dtype(source) and source not in untouchable else None
+            return node if dtype(node) == dtype(source) and source not in pinned else None
         if not (is_op(node, RESHAPE | PERMUTE) or is_cast(node)):
             return None
         user, node = node, source
     return None
 
 
-def take_apart(node: fx.Node, mask: Any, untouchable: set[fx.Node]) -> int:
-    """The attention over its operands as they are before batch and heads become one dimension; where they never were
-    two, over one head, as few kernels take three dimensions."""
-    sources = [split(operand, untouchable) for operand in node.args[:3]]
+def split_heads(node: fx.Node, mask: Any, pinned: set[fx.Node]) -> int:
+    """Replaces an attention by one over the operands before batch and heads were merged.
+
+    Where they never were two dimensions, it becomes one over a single head: few kernels take three dimensions.
+    """
+    sources = [unmerged_source(operand, pinned) for operand in node.args[:3]]
     sizes: list[Any] = [shape(x) for x in sources]
     graph, before = node.graph, shape(node) or ()
     if None in sources or len({size[:2] for size in sizes}) != 1:
@@ -100,41 +112,43 @@ def take_apart(node: fx.Node, mask: Any, untouchable: set[fx.Node]) -> int:
     with graph.inserting_before(node):
         args: tuple[Any, ...] = tuple(cast(x, dtype(like)) for x, like in zip(sources, node.args[:3]))
         if mask is not None:
-            apart = mask_apart(mask, batch, heads)
-            if apart is None:
+            split = split_mask(mask, batch, heads)
+            if split is None:
                 return 0
-            args = (*args, apart)
-        out = call(graph, node.target, args, fake(node, (batch, heads, count, before[-1])), dict(node.kwargs))
-        together = call(graph, aten.reshape.default, (out, list(before)), node)
-    replace(node, together)
+            args = (*args, split)
+        out = call(graph, node.target, args, meta_like(node, (batch, heads, count, before[-1])), dict(node.kwargs))
+        merged = call(graph, aten.reshape.default, (out, list(before)), node)
+    replace(node, merged)
     return 1
 
 
 def reshaped_before(node: fx.Node, x: Any, size: Heads) -> fx.Node:
     with node.graph.inserting_before(node):
-        return call(node.graph, aten.reshape.default, (x, list(size)), fake(x, size))
+        return call(node.graph, aten.reshape.default, (x, list(size)), meta_like(x, size))
 
 
-def split(operand: Any, untouchable: set[fx.Node]) -> fx.Node | None:
-    """The value (batch, heads, tokens, channels) that an operand (batch * heads, tokens, channels) was made of, or
-    (batch * heads, 1, tokens, channels), by reshapes and casts that lose nothing."""
+def unmerged_source(operand: Any, pinned: set[fx.Node]) -> fx.Node | None:
+    """Finds the value (batch, heads, tokens, channels) under reshapes and lossless casts of an operand.
+
+    The operand is (batch * heads, tokens, channels) or (batch * heads, 1, tokens, channels).
+    """
     size = shape(operand)
     if size is None or len(size) not in (3, 4) or (len(size) == 4 and size[1] != 1):
         return None
-    node = peel(operand)
+    node = strip_lossless_casts(operand)
     while True:
         found = shape(node)
-        if found is None or node in untouchable:
+        if found is None or node in pinned:
             return None
         if len(found) == 4 and found[1] > 1 and found[0] * found[1] == size[0] and found[2:] == size[-2:]:
             return node
-        if not is_op(node, RESHAPE) and not moves_nothing(node):
+        if not is_op(node, RESHAPE) and not is_trivial_permute(node):
             return None
-        node = peel(node.args[0])
+        node = strip_lossless_casts(node.args[0])
 
 
-def moves_nothing(node: Any) -> bool:
-    """A permutation that leaves the elements in order, as only dimensions of one element change places."""
+def is_trivial_permute(node: Any) -> bool:
+    """Whether a permutation keeps the order of elements, because it moves only dimensions of size 1."""
     order = permutation(node) if is_op(node, PERMUTE) else None
     size = shape(node.args[0]) if order is not None else None
     if order is None or size is None:
@@ -143,8 +157,8 @@ def moves_nothing(node: Any) -> bool:
     return wide == sorted(wide)
 
 
-def mask_apart(mask: fx.Node, batch: int, heads: int) -> fx.Node | None:
-    """A mask as it meets (batch, heads, queries, keys)."""
+def split_mask(mask: fx.Node, batch: int, heads: int) -> fx.Node | None:
+    """Returns a mask that broadcasts to (batch, heads, queries, keys); None if there is no such view."""
     size = shape(mask) or ()
     if len(size) <= 2:
         return mask
@@ -156,9 +170,15 @@ def mask_apart(mask: fx.Node, batch: int, heads: int) -> fx.Node | None:
     return reshaped(mask.graph, mask, (1, 1, *rows)) if size[0] == 1 else None
 
 
-def normalise(node: fx.Node) -> None:
-    """One name for one thing: what exchanges the second and third of four dimensions is a transposition, what keeps the
-    order of elements a reshape."""
+def canonicalize(node: fx.Node) -> None:
+    """Gives equal views equal operators.
+
+    Pattern: permute(x, [0, 2, 1, 3])
+    Replacement: transpose(x, 1, 2)
+
+    Pattern: any view that keeps the order of elements
+    Replacement: reshape(x, size)
+    """
     size = shape(node)
     if size is None:
         return

@@ -1,7 +1,4 @@
-"""A convolution's bias, the residual added to it and the scale of both, in one pass over the picture.
-
-A bias alone goes too: torch adds it to a picture in NHWC by a kernel that reads neither of them in order.
-"""
+"""Biases of convolutions and linears, added in one pass over the result, with the residual and the scale of both."""
 
 from __future__ import annotations
 
@@ -11,7 +8,8 @@ from torch import fx
 
 from sfast_ext.kernels.pointwise import bias_add as kernel
 
-from .layer_norm import is_residual_add, summands
+from .fusion import rewrite_each
+from .layer_norm import is_residual_add, split_linear_bias
 from .rewrite import (
     ADD,
     CONV,
@@ -21,20 +19,20 @@ from .rewrite import (
     aten,
     call,
     dtype,
-    fake,
     is_number,
     is_op,
+    meta_like,
     mutated,
     only_user,
     overloads,
     replace,
-    same,
+    same_meta,
     shape,
     without_bias,
 )
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 MUL = overloads("mul.Tensor", "mul.Scalar")
 DIV = overloads("div.Tensor", "div.Scalar")
@@ -42,75 +40,91 @@ LEAST_CHANNELS = 16  # with fewer, a tile of the kernel is mostly empty
 
 
 def bias_add(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Takes biases off convolutions and linears, in three rounds: see `fuse_residual`, `fuse_bias`, `fuse_token_bias`.
+
+    Residuals come first: a bias that is left when they are done has none.
+    """
     if not ctx.serves(kernel):
         return 0
-    untouchable, count = mutated(gm.graph), 0
-    for node in list(gm.graph.nodes):
-        if node._erased or not is_op(node, ADD) or node in untouchable or argument(node, 2, "alpha", 1) != 1:
-            continue
-        # Of two convolutions the later one is taken: the other is done by then.
-        conv, residual = node.args[1], node.args[0]
-        if not has_bias(conv, node):
-            conv, residual = residual, conv
-        if not has_bias(conv, node) or not same(residual, node) or conv is residual:
-            continue
-        if conv in untouchable or residual in untouchable:
-            continue
-        last, factor = scaled(node, untouchable)
-        with gm.graph.inserting_before(conv):
-            bare = without_bias(conv)
-        with gm.graph.inserting_before(node):
-            new = call(gm.graph, kernel.launch, (bare, argument(conv, 2, "bias"), residual, factor), last)
-        replace(last, new)
-        count += 1
-    return count + alone(gm, untouchable) + tokens(gm, untouchable)
+    graph, pinned = gm.graph, mutated(gm.graph)
+    count = rewrite_each(graph, ADD, pinned, lambda add: fuse_residual(add, pinned))
+    count += rewrite_each(graph, CONV, pinned, lambda conv: fuse_bias(conv, pinned))
+    return count + rewrite_each(graph, ADD, pinned, lambda add: fuse_token_bias(add, pinned))
 
 
-def tokens(gm: fx.GraphModule, untouchable: set[fx.Node]) -> int:
-    """Sums of tokens whose one part is a linear layer: its bias is added with the residual, as without it cuBLAS has
-    quicker products."""
-    graph, count = gm.graph, 0
-    for add in list(graph.nodes):
-        size = shape(add) or ()
-        if len(size) != 3 or not is_residual_add(add) or dtype(add) not in HALF:
-            continue
-        if not untouchable.isdisjoint([add, *add.args[:2]]):
-            continue
-        with graph.inserting_before(add):
-            x, residual, bias = summands(add, untouchable)
-            if bias is None:
-                continue
-            # the kernel's channels are the second dimension, and lie last in memory: only views
-            outer = fake(add, (size[0], size[2], size[1]))
-            operands = [call(graph, aten.permute.default, (t, [0, 2, 1]), outer) for t in (x, residual)]
-            total = call(graph, kernel.launch, (operands[0], bias, operands[1], 1.0), outer)
-            new = call(graph, aten.permute.default, (total, [0, 2, 1]), add)
-        replace(add, new)
-        count += 1
-    return count
+def fuse_residual(add: fx.Node, pinned: set[fx.Node]) -> bool:
+    """Replaces a residual addition to a convolution.
+
+    Pattern: scale * (conv2d(x, weight, bias) + residual), or divided by a number, or without a scale
+    Replacement: kernel.launch(conv2d(x, weight), bias, residual, scale)
+    """
+    if argument(add, 2, "alpha", 1) != 1:
+        return False
+    # Of two convolutions the later is taken: the other one is done by then.
+    conv: Any = add.args[1]
+    residual: Any = add.args[0]
+    if not is_biased_operand(conv, add):
+        conv, residual = residual, conv
+    if not is_biased_operand(conv, add) or not same_meta(residual, add) or conv is residual:
+        return False
+    if conv in pinned or residual in pinned:
+        return False
+    last, factor = match_scale(add, pinned)
+    graph = add.graph
+    with graph.inserting_before(conv):
+        bare = without_bias(conv)
+    with graph.inserting_before(add):
+        new = call(graph, kernel.launch, (bare, argument(conv, 2, "bias"), residual, factor), last)
+    replace(last, new)
+    return True
 
 
-def alone(gm: fx.GraphModule, untouchable: set[fx.Node]) -> int:
-    """Biases of convolutions that no residual is added to."""
-    count = 0
-    for conv in list(gm.graph.nodes):
-        if not biased(conv) or conv in untouchable or (shape(conv) or (0, 0))[1] < LEAST_CHANNELS:
-            continue
-        with gm.graph.inserting_before(conv):
-            bare = without_bias(conv)
-            new = call(gm.graph, kernel.launch, (bare, argument(conv, 2, "bias"), None, 1.0), conv)
-        replace(conv, new)
-        count += 1
-    return count
+def fuse_bias(conv: fx.Node, pinned: set[fx.Node]) -> bool:
+    """Replaces the bias of a convolution that no residual is added to.
+
+    Pattern: conv2d(x, weight, bias)
+    Replacement: kernel.launch(conv2d(x, weight), bias, None, 1.0)
+
+    PyTorch adds a bias to an NHWC tensor by a kernel whose accesses are not coalesced.
+    """
+    if not is_biased_conv(conv) or (shape(conv) or (0, 0))[1] < LEAST_CHANNELS:
+        return False
+    with conv.graph.inserting_before(conv):
+        bare = without_bias(conv)
+        new = call(conv.graph, kernel.launch, (bare, argument(conv, 2, "bias"), None, 1.0), conv)
+    replace(conv, new)
+    return True
 
 
-def has_bias(conv: Any, add: fx.Node) -> bool:
-    """A convolution whose result only `add` sees, in `add`'s shape and dtype."""
-    return biased(conv) and only_user(conv) is add and same(conv, add)
+def fuse_token_bias(add: fx.Node, pinned: set[fx.Node]) -> bool:
+    """Replaces a residual addition of tokens to a linear: cuBLAS has faster GEMMs without a bias.
+
+    Pattern: linear(x, weight, bias) + residual  # (batch, tokens, channels), half precision
+    Replacement: kernel.launch(linear(x, weight), bias, residual, 1.0), over (batch, channels, tokens)
+    """
+    size, graph = shape(add) or (), add.graph
+    if len(size) != 3 or not is_residual_add(add) or dtype(add) not in HALF or not pinned.isdisjoint(add.args[:2]):
+        return False
+    with graph.inserting_before(add):
+        x, residual, bias = split_linear_bias(add, pinned)
+        if bias is None:
+            return False
+        # the kernel's channels are the second dimension, and lie last in memory: only views
+        outer = meta_like(add, (size[0], size[2], size[1]))
+        operands = [call(graph, aten.permute.default, (t, [0, 2, 1]), outer) for t in (x, residual)]
+        total = call(graph, kernel.launch, (operands[0], bias, operands[1], 1.0), outer)
+        new = call(graph, aten.permute.default, (total, [0, 2, 1]), add)
+    replace(add, new)
+    return True
 
 
-def biased(conv: Any) -> bool:
-    """A convolution of pictures with a bias, in a dtype of the kernel's."""
+def is_biased_operand(conv: Any, add: fx.Node) -> bool:
+    """Whether `conv` is a convolution with a bias that only `add` reads, of its shape and dtype."""
+    return is_biased_conv(conv) and only_user(conv) is add and same_meta(conv, add)
+
+
+def is_biased_conv(conv: Any) -> bool:
+    """Whether `conv` is a batched 2-D convolution with a bias, in a dtype that the kernel supports."""
     if not is_op(conv, CONV):
         return False
     bias = argument(conv, 2, "bias")
@@ -122,10 +136,10 @@ def biased(conv: Any) -> bool:
     )
 
 
-def scaled(add: fx.Node, untouchable: set[fx.Node]) -> tuple[fx.Node, float]:
-    """The product of the sum with a number, if that is all the sum is for, and the factor."""
+def match_scale(add: fx.Node, pinned: set[fx.Node]) -> tuple[fx.Node, float]:
+    """Returns the multiplication by a number that alone reads `add`, and the number; otherwise `add` and 1.0."""
     user = only_user(add)
-    if user is None or user in untouchable or not same(user, add) or user.args[0] is not add:
+    if user is None or user in pinned or not same_meta(user, add) or user.args[0] is not add:
         return add, 1.0
     number = argument(user, 1, "other")
     if not is_number(number):

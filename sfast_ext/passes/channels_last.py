@@ -1,4 +1,4 @@
-"""Convolutions in NHWC: weights re-laid once, pictures enter so and stay so; 1x1 convolutions are linears."""
+"""Convolutions in NHWC: weights and graph inputs are converted once, and 1x1 convolutions become linears."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from .fusion import rewrite_each
 from .packed_linear import under_cast
 from .rewrite import (
     CONV,
     argument,
     aten,
     call,
-    fake,
     is_op,
     is_weight,
+    meta_like,
     mutated,
     overloads,
     replace,
@@ -24,10 +25,10 @@ from .rewrite import (
 )
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
-# 4-D in, 4-D out, and NHWC out when NHWC in: a picture keeps its layout on its way through them.
-CARRIES = overloads(
+# 4-D in, 4-D out, and NHWC out when NHWC in: they propagate the layout of an image.
+KEEPS_LAYOUT = overloads(
     "add.Tensor",
     "sub.Tensor",
     "mul.Tensor",
@@ -51,52 +52,59 @@ CARRIES = overloads(
 
 
 def channels_last(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Counts the convolutions."""
+    """Converts a graph to NHWC. Returns the number of convolutions.
+
+    Pattern: input -> conv2d
+    Replacement: contiguous(input, channels_last) -> conv2d, of a weight that the arena converts to channels-last
+
+    Pattern: conv2d(x, weight, bias)  # 1x1, stride 1, padding 0
+    Replacement: permute(linear(permute(x, NHWC), weight as (O, C), bias), NCHW)
+    """
     if not ctx.channels_last:
         return 0
-    graph, count = gm.graph, 0
-    untouchable = mutated(graph)
-    convs = [node for node in graph.nodes if is_op(node, CONV)]
-    enter(graph, untouchable)
-    for conv in convs:
-        if len(shape(conv) or ()) != 4 or not untouchable.isdisjoint([conv, *conv.all_input_nodes]):
-            continue
-        weight = under_cast(argument(conv, 1, "weight"))
-        if is_pointwise(conv):
-            count += as_linear(conv)
-        elif is_weight(weight) and ctx.arena.channels_last(weight.meta["weight"]):
-            count += 1
-    return count
+    pinned = mutated(gm.graph)
+    convert_inputs(gm.graph, pinned)
+    return rewrite_each(gm.graph, CONV, pinned, lambda conv: rewrite(conv, pinned, ctx))
 
 
-def enter(graph: fx.Graph, untouchable: set[fx.Node]) -> None:
-    """Pictures from outside (latent, ControlNet residuals) are laid out once, before anything meets them."""
+def rewrite(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
+    if len(shape(conv) or ()) != 4 or not pinned.isdisjoint(conv.all_input_nodes):
+        return False
+    if is_pointwise(conv):
+        return replace_pointwise(conv)
+    weight = under_cast(argument(conv, 1, "weight"))
+    return is_weight(weight) and ctx.arena.channels_last(weight.meta["weight"])
+
+
+def convert_inputs(graph: fx.Graph, pinned: set[fx.Node]) -> None:
+    """Converts images among the inputs (latent, ControlNet residuals) once, before anything reads them."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for node in placeholders:
         val = value(node)
-        if val is None or val.dim() != 4 or not val.is_floating_point() or node in untouchable:
+        if val is None or val.dim() != 4 or not val.is_floating_point() or node in pinned:
             continue
-        if not meets_convolution(node):
+        if not reaches_convolution(node):
             continue
         with graph.inserting_after(placeholders[-1]):
             new = call(graph, aten.contiguous.default, (node,), node, {"memory_format": torch.channels_last})
         node.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
 
 
-def meets_convolution(node: fx.Node) -> bool:
-    """The picture, or something made from it in its layout, enters a convolution or a group norm."""
+def reaches_convolution(node: fx.Node) -> bool:
+    """Whether a convolution or a group norm reads the image, or a value computed from it in its layout."""
     stack, seen = [node], {node}
     while stack:
         for user in stack.pop().users:
             if is_op(user, CONV) or is_op(user, (aten.group_norm.default,)):
                 return True
-            if user not in seen and is_op(user, CARRIES) and len(shape(user) or ()) == 4:
+            if user not in seen and is_op(user, KEEPS_LAYOUT) and len(shape(user) or ()) == 4:
                 seen.add(user)
                 stack.append(user)
     return False
 
 
 def is_pointwise(conv: fx.Node) -> bool:
+    """Whether a convolution is 1x1 with stride 1, no padding and one group."""
     weight = shape(argument(conv, 1, "weight"))
     if weight is None or weight[2:] != (1, 1) or argument(conv, 6, "groups", 1) != 1:
         return False
@@ -107,25 +115,25 @@ def all_are(number: int, given: Any) -> bool:
     return all(x == number for x in (given if isinstance(given, (list, tuple)) else [given]))
 
 
-def as_linear(conv: fx.Node) -> int:
-    """Over one pixel a 1x1 convolution is a linear over its channels, and in NHWC both permutes are free."""
+def replace_pointwise(conv: fx.Node) -> bool:
+    """Replaces a 1x1 convolution by a linear over the channels of each pixel. In NHWC both permutes are views."""
     graph, x, weight = conv.graph, conv.args[0], argument(conv, 1, "weight")
     n, out, h, w = shape(conv) or (0, 0, 0, 0)
     size = shape(x)
     if not isinstance(x, fx.Node) or size is None:
-        return 0
+        return False
     with graph.inserting_before(conv):
-        pixels = call(graph, aten.permute.default, (x, [0, 2, 3, 1]), fake(x, (n, h, w, size[1])))
-        matrix = call(graph, aten.reshape.default, (weight, [out, size[1]]), fake(weight, (out, size[1])))
-    replace_by_product(conv, pixels, matrix)
-    return 1
+        pixels = call(graph, aten.permute.default, (x, [0, 2, 3, 1]), meta_like(x, (n, h, w, size[1])))
+        matrix = call(graph, aten.reshape.default, (weight, [out, size[1]]), meta_like(weight, (out, size[1])))
+    replace_with_linear(conv, pixels, matrix)
+    return True
 
 
-def replace_by_product(conv: fx.Node, pixels: fx.Node, matrix: fx.Node) -> None:
-    """The convolution as a linear of what it reads for each pixel (N, H, W, K), by its weight (out, K)."""
+def replace_with_linear(conv: fx.Node, pixels: fx.Node, matrix: fx.Node) -> None:
+    """Replaces a convolution by a linear over what it reads for each pixel, (N, H, W, K), with its weight as (O, K)."""
     n, out, h, w = shape(conv) or (0, 0, 0, 0)
     with conv.graph.inserting_before(conv):
         args = (pixels, matrix, argument(conv, 2, "bias"))
-        product = call(conv.graph, aten.linear.default, args, fake(conv, (n, h, w, out)))
-        new = call(conv.graph, aten.permute.default, (product, [0, 3, 1, 2]), conv)
+        linear = call(conv.graph, aten.linear.default, args, meta_like(conv, (n, h, w, out)))
+        new = call(conv.graph, aten.permute.default, (linear, [0, 3, 1, 2]), conv)
     replace(conv, new)

@@ -1,4 +1,7 @@
-"""What does nothing, goes. Values count, not their strides: a copy is needed only where somebody writes."""
+"""Removes operations that compute nothing, and merges casts, reshapes and permutations.
+
+Values count, not their strides: a copy is needed only where something writes to it.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,16 @@ from .rewrite import (
     mutated,
     overloads,
     replace,
-    same,
+    same_meta,
     shape,
     widens,
 )
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 Rule = Callable[[fx.Node, fx.Node], fx.Node | None]
+"""Takes a node and its first argument; returns what replaces the node, or None."""
 
 DROPOUT = overloads("dropout", "feature_dropout", "alpha_dropout")
 SAME_VALUE = overloads("alias", "detach", "detach_", "lift", "lift_fresh", "lift_fresh_copy", "contiguous", "clone")
@@ -45,34 +49,39 @@ SHIFT = overloads("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar")
 
 
 def dropout(node: fx.Node, x: fx.Node) -> fx.Node | None:
+    """dropout(x, 0 or not training) -> x"""
     off = argument(node, 2, "train") is False or argument(node, 1, "p") == 0
     return x if off else None
 
 
 def same_value(node: fx.Node, x: fx.Node) -> fx.Node | None:
+    """clone(x) -> x"""
     # A layout asked for by name stays; it costs nothing where the value has it.
     return None if node.kwargs.get("memory_format") is torch.channels_last else x
 
 
 def same_if_shape(node: fx.Node, x: fx.Node) -> fx.Node | None:
+    """slice(x, all of it) -> x"""
     # A slice of the whole has the whole's shape only when its step is 1.
-    return x if same(node, x) else None
+    return x if same_meta(node, x) else None
 
 
 def cast(node: fx.Node, x: fx.Node) -> fx.Node | None:
-    if same(node, x):
+    """to(x, dtype of x) -> x; to(to(x, wider), dtype) -> to(x, dtype)"""
+    if same_meta(node, x):
         return x
     inner = x.args[0] if is_cast(x) else None
     if not is_cast(node) or not isinstance(inner, fx.Node) or not widens(dtype(inner), dtype(x)):
         return None
-    # half -> float -> half: the first cast lost nothing, so the second may start where the first did.
+    # half -> float -> half: the first cast is lossless, so the second may read what the first read.
     if dtype(inner) == dtype(node):
         return inner
     return call(node.graph, aten.to.dtype, (inner, dtype(node)), node)
 
 
 def reshape(node: fx.Node, x: fx.Node) -> fx.Node | None:
-    if same(node, x):
+    """reshape(x, shape of x) -> x; reshape(reshape(x, ...), size) -> reshape(x, size)"""
+    if same_meta(node, x):
         return x
     size = shape(node)
     if size is None or shape(x) is None:
@@ -80,15 +89,16 @@ def reshape(node: fx.Node, x: fx.Node) -> fx.Node | None:
     source = x
     while is_op(source, RESHAPE) and isinstance(source.args[0], fx.Node):
         source = source.args[0]
-    if same(node, source):
+    if same_meta(node, source):
         return source
     if source is x and node.target is not aten.view.default and node.target is not aten._unsafe_view.default:
         return None
-    # Reshapes keep the order of elements: the last one alone says it all. `view` would insist on strides.
+    # Reshapes keep the order of elements, so the last one is enough. `view` would require certain strides.
     return call(node.graph, aten.reshape.default, (source, list(size)), node)
 
 
 def permute(node: fx.Node, x: fx.Node) -> fx.Node | None:
+    """permute(x, in order) -> x; permute(permute(x, a), b) -> permute(x, both)"""
     order = permutation(node)
     if order is None:
         return None
@@ -104,7 +114,7 @@ def permute(node: fx.Node, x: fx.Node) -> fx.Node | None:
 
 
 def permutation(node: fx.Node) -> list[int] | None:
-    """Dimension i of the result is dimension order[i] of the input."""
+    """Returns the order of a permutation: dimension i of the result is dimension order[i] of the input."""
     size = shape(node)
     if size is None:
         return None
@@ -124,19 +134,21 @@ def permutation(node: fx.Node) -> list[int] | None:
 
 
 def copy(node: fx.Node, x: fx.Node) -> fx.Node | None:
-    # What was there before is overwritten.
+    """copy(x, value) -> value"""
     value = argument(node, 1, "src")
-    return value if isinstance(value, fx.Node) and same(node, value) else None
+    return value if isinstance(value, fx.Node) and same_meta(node, value) else None
 
 
 def scale(node: fx.Node, x: fx.Node) -> fx.Node | None:
+    """x * 1 -> x"""
     factor = argument(node, 1, "other")
-    return x if is_number(factor) and factor == 1 and same(node, x) else None
+    return x if is_number(factor) and factor == 1 and same_meta(node, x) else None
 
 
 def shift(node: fx.Node, x: fx.Node) -> fx.Node | None:
-    term = argument(node, 1, "other")
-    return x if is_number(term) and term == 0 and same(node, x) else None
+    """x + 0 -> x"""
+    number = argument(node, 1, "other")
+    return x if is_number(number) and number == 0 and same_meta(node, x) else None
 
 
 RULES: list[tuple[frozenset, Rule]] = [
@@ -154,21 +166,27 @@ TABLE: dict[object, Rule] = {op: rule for ops, rule in RULES for op in ops}
 
 
 def cleanup(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Applies the rules of `RULES` to every node, in the order of the graph, and removes dead nodes.
+
+    Pattern and replacement: see each rule.
+
+    A rule sees what the rules before it made of its operands, so this pass does not list the nodes first.
+    """
     graph, count = gm.graph, 0
-    count += forget_detach(graph) + forget_autocast(graph)
-    untouchable = mutated(graph)
+    count += drop_detach(graph) + drop_autocast(graph)
+    pinned = mutated(graph)
     for node in graph.nodes:
         rule = TABLE.get(node.target) if node.op == "call_function" else None
         x = node.args[0] if rule and node.args else None
-        if rule is None or not isinstance(x, fx.Node) or node in untouchable or x in untouchable:
+        if rule is None or not isinstance(x, fx.Node) or node in pinned or x in pinned:
             continue
         if node.target in FRESH and any(user.op == "output" for user in node.users):
-            continue  # the caller may write to what it gets; it must not be an input or a weight
+            continue  # the caller may write to an output; it must not be an input or a weight
         with graph.inserting_before(node):
             new = rule(node, x)
         if new is None:
             continue
-        if new in untouchable or any(source in untouchable for source in new.all_input_nodes):
+        if new in pinned or any(source in pinned for source in new.all_input_nodes):
             erase(new)
             continue
         replace(node, new)
@@ -176,8 +194,8 @@ def cleanup(gm: fx.GraphModule, ctx: PassContext) -> int:
     return count + eliminate_dead(graph)
 
 
-def forget_detach(graph: fx.Graph) -> int:
-    """`detach_` counts as writing, but there is no gradient to write to."""
+def drop_detach(graph: fx.Graph) -> int:
+    """Removes `detach_`: its schema says that it writes, but there is no gradient to write to."""
     count = 0
     for node in graph.nodes:
         if is_op(node, (aten.detach_.default,)):
@@ -187,8 +205,8 @@ def forget_detach(graph: fx.Graph) -> int:
     return count
 
 
-def forget_autocast(graph: fx.Graph) -> int:
-    """Regions without autocast are all there is: its casts have become operations, plans run without it."""
+def drop_autocast(graph: fx.Graph) -> int:
+    """Removes regions that disable autocast: its casts are operations of the graph, and plans run without it."""
     count = 0
     for node in graph.nodes:
         if enters_autocast(node) and argument(node, 2, "enabled") is False:

@@ -1,4 +1,4 @@
-"""3x3 convolutions by a kernel of our own; what they read and write stays where it lies."""
+"""Lowers 3x3 convolutions onto a kernel of this project."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ from torch import fx
 
 from sfast_ext.kernels.conv import conv2d as kernel
 
-from .conv_match import plain_convolutions
-from .rewrite import argument, call, mutated, replace
+from .conv_match import match
+from .fusion import fusion
+from .rewrite import CONV, argument, call, replace
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 
-def conv2d(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """After bias_add, which takes the biases, and im2col, which takes what is a product by itself."""
-    if not ctx.serves(kernel):
-        return 0
-    count = 0
-    for conv, x, weight in plain_convolutions(gm.graph, mutated(gm.graph)):
-        if argument(conv, 2, "bias") is not None or not ctx.arena.channels_last(weight.meta["weight"]):
-            continue
-        with gm.graph.inserting_before(conv):
-            new = call(gm.graph, kernel.launch, (x, weight), conv)
-        replace(conv, new)
-        count += 1
-    return count
+@fusion(CONV, needs=(kernel,))
+def conv2d(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
+    """Replaces a convolution without a bias.
+
+    Pattern: conv2d(x, weight)  # 3x3, half precision, weight channels-last
+    Replacement: kernel.launch(x, weight)
+
+    Layouts of input and result stay as they are.
+    """
+    found = match(conv, pinned)
+    if found is None or argument(conv, 2, "bias") is not None:
+        return False
+    if not ctx.arena.channels_last(found.weight.meta["weight"]):
+        return False
+    with conv.graph.inserting_before(conv):
+        new = call(conv.graph, kernel.launch, (found.x, found.weight), conv)
+    replace(conv, new)
+    return True

@@ -1,9 +1,9 @@
-"""A group norm goes into the convolution that makes its picture, with what is added to that on the way."""
+"""Group norm fused into the convolution that makes its input, with the additions between them."""
 
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
@@ -11,53 +11,64 @@ from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.group_norm import add_group_norm, group_norm
 from sfast_ext.kernels.group_norm import conv_group_norm as kernel
 
-from .rewrite import call, dtype, is_op, mutated, only_user, replace
+from .fusion import fusion
+from .rewrite import call, dtype, is_op, only_user, replace
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 OPTIONS = ("silu", "out_dtype")
 
 
-def conv_group_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """After conv2d, whose kernel takes the statistics."""
-    if not ctx.serves(kernel):
-        return 0
-    untouchable, count = mutated(gm.graph), 0
-    for norm in list(gm.graph.nodes):
-        if not is_op(norm, (group_norm.launch, add_group_norm.launch)) or norm in untouchable:
-            continue
-        found = operands(norm)
-        if found is None or found[0] in untouchable:
-            continue
-        conv, rest = found
-        options = {name: norm.kwargs[name] for name in OPTIONS if name in norm.kwargs}
-        with gm.graph.inserting_before(norm):
-            new = call(gm.graph, kernel.launch, (*conv.args, *rest), norm, options)
-            if is_op(norm, (group_norm.launch,)):
-                new.meta["val"] = (None, norm.meta.get("val"))
-                new = call(gm.graph, operator.getitem, (new, 1), norm)
-        replace(norm, new)
-        count += 1
-    return count
+class ConvGroupNormMatch(NamedTuple):
+    conv: fx.Node
+    rest: tuple[Any, ...]  # the kernel's operands after those of the convolution: shift, residual, those of the norm
 
 
-def operands(norm: fx.Node) -> tuple[fx.Node, tuple[Any, ...]] | None:
-    """A convolution that only the norm sees, and the kernel's other operands: shift, residual, and the norm's."""
+@fusion((group_norm.launch, add_group_norm.launch), needs=(kernel,))
+def conv_group_norm(norm: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
+    """Replaces a norm and the convolution that only it reads: the convolution's kernel takes the statistics.
+
+    Pattern: group_norm.launch(conv2d.launch(x, weight), ..., shift=shift)
+    Replacement: (_, normed) = kernel.launch(x, weight, shift, None, ...)
+
+    Pattern: (sum, normed) = add_group_norm.launch(conv2d.launch(x, weight), bias, residual, 1.0, ...)
+    Replacement: (sum, normed) = kernel.launch(x, weight, bias, residual, ...)
+    """
+    found = match(norm)
+    if found is None or found.conv in pinned:
+        return False
+    graph = norm.graph
+    options = {name: norm.kwargs[name] for name in OPTIONS if name in norm.kwargs}
+    with graph.inserting_before(norm):
+        new = call(graph, kernel.launch, (*found.conv.args, *found.rest), norm, options)
+        if is_op(norm, (group_norm.launch,)):
+            new.meta["val"] = (None, norm.meta.get("val"))
+            new = call(graph, operator.getitem, (new, 1), norm)
+    replace(norm, new)
+    return True
+
+
+def match(norm: fx.Node) -> ConvGroupNormMatch | None:
+    """Matches a norm of a convolution, or of the sum of a convolution and a residual.
+
+    A norm that writes the im2col matrix is not matched.
+    """
     if norm.kwargs.get("patches", False):
         return None
     if is_op(norm, (group_norm.launch,)):
-        if len(norm.args) != 5 or not made_for(norm.args[0], norm):
+        conv: Any = norm.args[0]
+        if len(norm.args) != 5 or not is_only_read_by(conv, norm):
             return None
-        return norm.args[0], (norm.kwargs.get("shift"), None, *norm.args[1:])
+        return ConvGroupNormMatch(conv, (norm.kwargs.get("shift"), None, *norm.args[1:]))
     x, bias, residual, scale = norm.args[:4]
     if len(norm.args) != 8 or scale != 1.0 or residual is None:
         return None
     for conv, other in ((x, residual), (residual, x)):
-        if other is not conv and made_for(conv, norm) and dtype(other) == dtype(conv):
-            return conv, (bias, other, *norm.args[4:])
+        if other is not conv and is_only_read_by(conv, norm) and dtype(other) == dtype(conv):
+            return ConvGroupNormMatch(conv, (bias, other, *norm.args[4:]))
     return None
 
 
-def made_for(conv: Any, norm: fx.Node) -> bool:
+def is_only_read_by(conv: Any, norm: fx.Node) -> bool:
     return is_op(conv, (conv2d.launch,)) and only_user(conv) is norm

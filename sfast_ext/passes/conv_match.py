@@ -1,8 +1,8 @@
-"""The convolutions that several passes look for, each to do another with them."""
+"""Matches the 3x3 convolutions that several passes replace."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import fx
 
@@ -10,19 +10,26 @@ from .channels_last import all_are
 from .rewrite import CONV, HALF, argument, dtype, is_op, is_weight, shape
 
 
-def plain_convolutions(graph: fx.Graph, untouchable: set[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
-    """Plain ones of a weight of the arena, of which nothing is untouchable that they read or give: the convolution, the
-    picture and the weight. The convolution may be taken out of the graph while others are still to come."""
-    for conv in list(graph.nodes):
-        if not is_op(conv, CONV) or not untouchable.isdisjoint([conv, *conv.all_input_nodes]) or not is_plain(conv):
-            continue
-        x, weight = conv.args[0], argument(conv, 1, "weight")
-        if is_weight(weight) and dtype(x) == dtype(weight) == dtype(conv):
-            yield conv, x, weight
+class ConvMatch(NamedTuple):
+    x: fx.Node
+    weight: fx.Node
+
+
+def match(conv: fx.Node, pinned: set[fx.Node]) -> ConvMatch | None:
+    """Matches a plain convolution whose weight belongs to the arena and whose operands and result are not pinned.
+
+    Input, weight and result have one dtype.
+    """
+    if not is_op(conv, CONV) or not pinned.isdisjoint([conv, *conv.all_input_nodes]) or not is_plain(conv):
+        return None
+    x, weight = conv.args[0], argument(conv, 1, "weight")
+    if not is_weight(weight) or not dtype(x) == dtype(weight) == dtype(conv):
+        return None
+    return ConvMatch(x, weight)  # type: ignore[arg-type]
 
 
 def is_plain(conv: fx.Node) -> bool:
-    """3x3, with a row of zeros around, every pixel, all channels, in half precision."""
+    """Whether a convolution is 3x3 with padding 1, stride 1, dilation 1 and one group, in half precision."""
     weight = shape(argument(conv, 1, "weight"))
     if weight is None or weight[2:] != (3, 3) or argument(conv, 6, "groups", 1) != 1 or dtype(conv) not in HALF:
         return False

@@ -1,29 +1,19 @@
-"""value * gelu(gate) over the two halves of one product, without taking it apart."""
+"""GEGLU, value * gelu(gate), over the two halves of one tensor, without splitting it."""
 
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
 from sfast_ext.kernels.pointwise import geglu as kernel
 
-from .rewrite import (
-    KERNEL_DTYPES,
-    argument,
-    call,
-    dtype,
-    is_op,
-    mutated,
-    only_user,
-    overloads,
-    replace,
-    shape,
-)
+from .fusion import fusion
+from .rewrite import KERNEL_DTYPES, argument, call, dtype, is_op, only_user, overloads, replace, shape
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 GELU = overloads("gelu")
 MUL = overloads("mul.Tensor")
@@ -32,46 +22,49 @@ SPLIT = overloads("split.Tensor", "split_with_sizes", "split.sizes")
 SLICE = overloads("slice.Tensor")
 
 
-def geglu(gm: fx.GraphModule, ctx: PassContext) -> int:
-    if not ctx.serves(kernel):
-        return 0
-    untouchable, count = mutated(gm.graph), 0
-    for node in list(gm.graph.nodes):
-        if node._erased or not is_op(node, GELU) or node in untouchable:
-            continue
-        mul = only_user(node)
-        if mul is None or not is_op(mul, MUL) or mul in untouchable:
-            continue
-        halves = match(node, mul)
-        if halves is None or halves[0] in untouchable:
-            continue
-        x, gate_first = halves
-        approximate = argument(node, 1, "approximate", "none")
-        with gm.graph.inserting_before(mul):
-            new = call(gm.graph, kernel.launch, (x,), mul, {"gate_first": gate_first, "approximate": approximate})
-        replace(mul, new)
-        count += 1
-    return count
+class GegluMatch(NamedTuple):
+    x: fx.Node
+    gate_first: bool
 
 
-def match(gelu: fx.Node, mul: fx.Node) -> tuple[fx.Node, bool] | None:
-    """The value whose halves are gate and factor, and whether the gate is its first half."""
-    gate = gelu.args[0]
-    factor = mul.args[1] if mul.args[0] is gelu else mul.args[0]
-    first, second = half(gate), half(factor)
+@fusion(GELU, needs=(kernel,))
+def geglu(gelu: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
+    """Replaces the halves of a tensor, GELU and the multiplication.
+
+    Pattern: value * gelu(gate), where value, gate = chunk(x, 2, -1), in either order, or slices of x
+    Replacement: kernel.launch(x, gate_first=..., approximate=...)
+    """
+    mul = only_user(gelu)
+    if mul is None or not is_op(mul, MUL) or mul in pinned:
+        return False
+    found = match(gelu, mul)
+    if found is None or found.x in pinned:
+        return False
+    options = {"gate_first": found.gate_first, "approximate": argument(gelu, 1, "approximate", "none")}
+    with mul.graph.inserting_before(mul):
+        new = call(mul.graph, kernel.launch, (found.x,), mul, options)
+    replace(mul, new)
+    return True
+
+
+def match(gelu: fx.Node, mul: fx.Node) -> GegluMatch | None:
+    """Matches two halves of one tensor, each with one user."""
+    gate: Any = gelu.args[0]
+    value: Any = mul.args[1] if mul.args[0] is gelu else mul.args[0]
+    first, second = half(gate), half(value)
     if first is None or second is None or first[0] is not second[0] or {first[1], second[1]} != {0, 1}:
         return None
     x = first[0]
     if dtype(x) not in KERNEL_DTYPES or dtype(mul) != dtype(x) or shape(mul) != shape(gate):
         return None
-    # A half that others need as well would be read from the product again: nothing is saved.
-    if len(gate.users) != 1 or len(factor.users) != 1:
+    # If others read a half as well, `x` would be split anyway: nothing is saved.
+    if len(gate.users) != 1 or len(value.users) != 1:
         return None
-    return x, first[1] == 0
+    return GegluMatch(x, first[1] == 0)
 
 
 def half(node: Any) -> tuple[fx.Node, int] | None:
-    """Which half, 0 or 1, of the last dimension of which value `node` is."""
+    """Returns the tensor of whose last dimension `node` is a half, and which half, 0 or 1; None for other nodes."""
     if is_op(node, (operator.getitem,)) and is_op(node.args[0], CHUNK | SPLIT):
         x, index = node.args[0].args[0], node.args[1]
         dim = argument(node.args[0], 2, "dim", 0)

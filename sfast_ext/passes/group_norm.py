@@ -1,4 +1,4 @@
-"""Group norm with what surrounds it as one kernel: the addition before it, SiLU after it, casts around it."""
+"""Group norm as one kernel, with the additions before it, SiLU after it, and the casts around it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import fx
 
 from sfast_ext.kernels.group_norm import group_norm as kernel
 
+from .fusion import rewrite_each
 from .rewrite import (
     ADD,
     CONV,
@@ -18,57 +19,63 @@ from .rewrite import (
     aten,
     call,
     dtype,
-    fake,
     hoist_weights,
     inputs,
     is_cast,
     is_op,
     is_weight,
+    meta_like,
     mutated,
     only_user,
     overloads,
-    peel,
     replace,
     reshaped,
     shape,
+    strip_lossless_casts,
     weight_node,
     without_bias,
 )
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 GROUP_NORM = overloads("group_norm")
 SLICE = overloads("slice.Tensor")
 
 
 def group_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Fuses a norm with what only it reads and what alone reads it.
+
+    Pattern: cast(silu(cast(group_norm(cast(x [+ embedding] [+ bias of a convolution]), groups, weight, bias, eps))))
+    Replacement: kernel.launch(x, groups, weight, bias, eps, shift=..., silu=..., out_dtype=...)
+
+    `embedding` is one number per image and channel, (N or 1, C, 1, 1). The sum of embedding and bias, (N, C), is
+    `shift`. Shifts that are slices of one packed linear are computed by one addition: see `pack_shifts`.
+    """
     if not ctx.serves(kernel):
         return 0
-    graph, count = gm.graph, 0
-    hoist_weights(graph)
-    untouchable = mutated(graph)
+    hoist_weights(gm.graph)
+    pinned = mutated(gm.graph)
     shifts: list[fx.Node] = []
-    for node in list(graph.nodes):
-        if not node._erased and is_op(node, GROUP_NORM):
-            count += fuse(node, untouchable, shifts)
+    count = rewrite_each(gm.graph, GROUP_NORM, pinned, lambda norm: fuse(norm, pinned, shifts))
     pack_shifts(gm, ctx, shifts)
     return count
 
 
-def fuse(norm: fx.Node, untouchable: set[fx.Node], shifts: list[fx.Node]) -> int:
+def fuse(norm: fx.Node, pinned: set[fx.Node], shifts: list[fx.Node]) -> bool:
+    """Replaces one norm. Appends the additions of embedding and bias to `shifts`."""
     x, groups = norm.args[0], argument(norm, 1, "num_groups")
     weight, bias, eps = argument(norm, 2, "weight"), argument(norm, 3, "bias"), argument(norm, 4, "eps", 1e-5)
     size = shape(norm)
-    if not isinstance(x, fx.Node) or size is None or len(size) not in (3, 4) or norm in untouchable:
-        return 0
-    # The kernel computes in fp32 whatever it reads, so casts that lose nothing are not needed before it.
-    source, weight, bias = peel(x), peel(weight), peel(bias)
-    if dtype(source) not in KERNEL_DTYPES or source in untouchable or dtype(norm) not in KERNEL_DTYPES:
-        return 0
-    last, silu = tail(norm, untouchable)
+    if not isinstance(x, fx.Node) or size is None or len(size) not in (3, 4):
+        return False
+    # The kernel computes in fp32 whatever it reads, so lossless casts before it are not needed.
+    source, weight, bias = strip_lossless_casts(x), strip_lossless_casts(weight), strip_lossless_casts(bias)
+    if dtype(source) not in KERNEL_DTYPES or source in pinned or dtype(norm) not in KERNEL_DTYPES:
+        return False
+    last, silu = trailing_ops(norm, pinned)
     with norm.graph.inserting_before(norm):
-        source, shift = take_shift(source, untouchable) if only_use(x, source) else (source, None)
+        source, shift = take_shift(source, pinned) if only_use(x, source) else (source, None)
         if shift is not None and is_op(shift, ADD):
             shifts.append(shift)
         new = call(
@@ -79,11 +86,11 @@ def fuse(norm: fx.Node, untouchable: set[fx.Node], shifts: list[fx.Node]) -> int
             {"shift": shift, "silu": silu, "out_dtype": dtype(last)},
         )
     replace(last, new)
-    return 1
+    return True
 
 
 def only_use(x: fx.Node, source: fx.Node) -> bool:
-    """Nobody but the norm sees `source`, neither itself nor through the casts from it to `x`."""
+    """Whether only the norm reads `source`, and only through the casts from it to `x`."""
     while x is not source:
         if len(x.users) != 1:
             return False
@@ -91,14 +98,15 @@ def only_use(x: fx.Node, source: fx.Node) -> bool:
     return len(source.users) == 1
 
 
-def tail(node: fx.Node, untouchable: set[fx.Node]) -> tuple[fx.Node, bool]:
-    """The last of [cast] [SiLU] [cast] after `node`, each the only user, and whether SiLU was there.
+def trailing_ops(node: fx.Node, pinned: set[fx.Node]) -> tuple[fx.Node, bool]:
+    """Follows [cast] [SiLU] [cast] after `node`, each the only user of the one before.
 
-    SiLU in the kernel's fp32 is at least as precise as after the cast.
+    Returns the last of them and whether there is a SiLU. SiLU in the kernel's fp32 is at least as precise as after the
+    cast.
     """
     silu, last = False, node
     user = only_user(node)
-    while user is not None and user not in untouchable:
+    while user is not None and user not in pinned:
         if is_op(user, SILU) and not silu:
             silu = True
         elif not is_cast(user) or dtype(user) not in KERNEL_DTYPES or is_cast(last):
@@ -107,75 +115,81 @@ def tail(node: fx.Node, untouchable: set[fx.Node]) -> tuple[fx.Node, bool]:
     return last, silu
 
 
-def take_shift(x: fx.Node, untouchable: set[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
-    """What `x` is made from when a sum per channel and a bias are left to the kernel, and these two."""
+def take_shift(x: fx.Node, pinned: set[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
+    """Takes an embedding and a convolution's bias off `x`. Returns what is left of `x` and their sum, (N, C)."""
     size = shape(x) or ()
     shift = None
     if is_op(x, ADD) and len(size) == 4 and argument(x, 2, "alpha", 1) == 1:
-        for source, term in (x.args[:2], x.args[1::-1]):
-            if per_channel(term, size) and shape(source) == size and dtype(source) == dtype(term) == dtype(x):
-                if source in untouchable or term in untouchable:
+        for source, embedding in (x.args[:2], x.args[1::-1]):
+            dtypes = dtype(source), dtype(embedding)
+            if per_channel(embedding, size) and shape(source) == size and dtypes == (dtype(x), dtype(x)):
+                if source in pinned or embedding in pinned:
                     return x, None
-                shift = rows(term, size)
+                shift = as_rows(embedding, size)
                 x = source
                 break
     only = len(x.users) == 1
-    if not only or not is_op(x, CONV) or x in untouchable or len(size) != 4:
+    if not only or not is_op(x, CONV) or x in pinned or len(size) != 4:
         return x, shift
     bias = argument(x, 2, "bias")
     if not isinstance(bias, fx.Node) or dtype(bias) != dtype(x):
         return x, shift
     graph = x.graph
     if shift is None:
-        shift = call(graph, aten.expand.default, (bias, [size[0], size[1]]), fake(bias, size[:2]))
+        shift = call(graph, aten.expand.default, (bias, [size[0], size[1]]), meta_like(bias, size[:2]))
     else:
-        shift = call(graph, aten.add.Tensor, (shift, bias), fake(bias, size[:2]))
+        shift = call(graph, aten.add.Tensor, (shift, bias), meta_like(bias, size[:2]))
     return without_bias(x), shift
 
 
-def per_channel(term: Any, size: tuple[int, ...]) -> bool:
-    """(n, c, 1, 1), with one row for the whole batch or one each."""
-    given = shape(term)
+def per_channel(embedding: Any, size: tuple[int, ...]) -> bool:
+    """Whether the shape is (N, C, 1, 1) or (1, C, 1, 1)."""
+    given = shape(embedding)
     return given is not None and len(given) == 4 and given[0] in (1, size[0]) and given[1:] == (size[1], 1, 1)
 
 
-def rows(term: fx.Node, size: tuple[int, ...]) -> fx.Node:
-    given = shape(term) or ()
-    flat = reshaped(term.graph, term, given[:2])
+def as_rows(embedding: fx.Node, size: tuple[int, ...]) -> fx.Node:
+    """Returns the embedding as (N, C)."""
+    given = shape(embedding) or ()
+    flat = reshaped(embedding.graph, embedding, given[:2])
     if given[0] == size[0]:
         return flat
-    return call(term.graph, aten.expand.default, (flat, list(size[:2])), fake(flat, size[:2]))
+    return call(embedding.graph, aten.expand.default, (flat, list(size[:2])), meta_like(flat, size[:2]))
 
 
 def pack_shifts(gm: fx.GraphModule, ctx: PassContext, shifts: list[fx.Node]) -> None:
-    """Slices of one packed projection, each with a convolution's bias added: one addition before slicing."""
+    """Adds the biases of all convolutions to a packed linear at once.
+
+    Pattern: packed[:, start:end] + bias, for adjacent slices that cover `packed` and have no other user
+    Replacement: (packed + packed_bias)[:, start:end]
+    """
     groups: dict[fx.Node, list[tuple[int, int, fx.Node, fx.Node, fx.Node]]] = defaultdict(list)
     for shift in shifts:
         part, bias = inputs(shift.args)
-        span = columns(part)
+        span = column_range(part)
         if span is not None and is_weight(bias) and len(part.users) == 1 and len(bias.users) == 1:
             groups[next(inputs(part.args))].append((*span, part, bias, shift))
-    for product, rows in groups.items():
-        rows.sort(key=lambda row: row[0])
-        # Every slice must take part, or the product would be needed without the biases too.
-        ends = [0, *[end for _, end, *_ in rows]]
-        if len(rows) < 2 or len(rows) != len(product.users) or ends[-1] != (shape(product) or (0,))[-1]:
+    for linear, slices in groups.items():
+        slices.sort(key=lambda row: row[0])
+        # Every slice must take part, or the linear would be needed without the biases too.
+        ends = [0, *[end for _, end, *_ in slices]]
+        if len(slices) < 2 or len(slices) != len(linear.users) or ends[-1] != (shape(linear) or (0,))[-1]:
             continue
-        if [start for start, *_ in rows] != ends[:-1]:
+        if [start for start, *_ in slices] != ends[:-1]:
             continue
-        packed = ctx.arena.pack([bias.meta["weight"] for _, _, _, bias, _ in rows])
+        packed = ctx.arena.pack([bias.meta["weight"] for _, _, _, bias, _ in slices])
         if packed is None:
             continue
-        biases = weight_node(gm, packed, rows[0][3])
-        with gm.graph.inserting_after(product):
-            total = call(gm.graph, aten.add.Tensor, (product, biases), product)
-        for _, _, part, _, shift in rows:
-            part.replace_input_with(product, total)
+        biases = weight_node(gm, packed, slices[0][3])
+        with gm.graph.inserting_after(linear):
+            total = call(gm.graph, aten.add.Tensor, (linear, biases), linear)
+        for _, _, part, _, shift in slices:
+            part.replace_input_with(linear, total)
             replace(shift, part)
 
 
-def columns(part: fx.Node) -> tuple[int, int] | None:
-    """From where to where `part` is a slice of the columns of a matrix."""
+def column_range(part: fx.Node) -> tuple[int, int] | None:
+    """Returns start and end of a slice along N of an (M, N) matrix; None for other nodes."""
     if not is_op(part, SLICE) or len(shape(part) or ()) != 2 or argument(part, 1, "dim", 0) != 1:
         return None
     start, end = argument(part, 2, "start"), argument(part, 3, "end")

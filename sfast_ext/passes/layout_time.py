@@ -1,7 +1,8 @@
-"""Whether images lie better channels-last on this GPU, by the time of what depends on it.
+"""Decides whether channels-last images are faster on this GPU, by timing the operations that depend on the layout.
 
-Without kernels of our own it depends on the GPU and on the model: tensor cores read channels-last images directly, but
-PyTorch's group norm is slow there. On an NVIDIA H200 it gains a fifth for SD 1.5 at 512x512, and loses 1 % for SDXL.
+Without kernels of this project that depends on the GPU and on the model: tensor cores read channels-last images
+directly, but PyTorch's group norm is slow there. On an NVIDIA H200 channels-last gains a fifth for SD 1.5 at 512x512,
+and loses 1 % for SDXL.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ NORM = overloads("group_norm")
 UPSAMPLE = overloads("upsample_nearest2d.vec", "upsample_nearest2d")
 CAT = overloads("cat", "concat")
 _INTO_TOKENS, _INTO_IMAGE = [0, 2, 3, 1], [0, 3, 1, 2]
-# What is timed is not all: copies that the layouts ask for in between are left out. On an NVIDIA H200 a plan of SDXL at
-# 1024x1024 whose operations took 8 % less channels-last took 1 % more; where they took 16 % less, plans took less.
+# Not everything is timed: copies that a layout needs between operations are left out. On an NVIDIA H200 a plan of SDXL
+# at 1024x1024 whose operations took 8 % less channels-last took 1 % more; where they took 16 % less, plans took less.
 _CLEARLY = 0.9
-_TIMES = 3  # that each operation runs
-_CYCLES = 1_000_000  # that the GPU waits before each, half a millisecond: the launches are in its queue by then
+_TIMES = 3  # runs of each operation
+_CYCLES = 1_000_000  # the GPU waits before each operation, half a millisecond: by then the launches are in its queue
 
 
 class Operation(NamedTuple):
-    """An operation on images, and the shapes that it is timed with."""
+    """An operation on images and the shapes that it is timed with."""
 
     kind: str
     shapes: tuple[tuple[int, ...], ...]
@@ -39,7 +40,7 @@ class Operation(NamedTuple):
 
 
 def operations(graph: fx.Graph) -> Counter[Operation]:
-    """What depends on the layout of images (N, C, H, W), and how often it is done."""
+    """Returns the operations of a graph that depend on the layout of images, (N, C, H, W), and how many of each."""
     found: Counter[Operation] = Counter()
     for node in graph.nodes:
         operation = _operation(node) if node.op == "call_function" else None
@@ -80,7 +81,7 @@ def _hashable(option: Any) -> Hashable:
 
 
 def runner(operation: Operation, device: torch.device, layout: torch.memory_format) -> Callable[[], Any] | None:
-    """Does the operation on images of a layout; None where that costs nothing."""
+    """Returns a function that runs the operation on images of a layout; None if it is free there."""
     kind, shapes, options, kept = operation
     last = layout == torch.channels_last
     x, *others = (torch.randn(size, dtype=kept, device=device).to(memory_format=layout) for size in shapes)
@@ -102,7 +103,7 @@ def runner(operation: Operation, device: torch.device, layout: torch.memory_form
 
 
 def milliseconds(found: Counter[Operation], device: torch.device, layout: torch.memory_format) -> float:
-    """The GPU's time for all of it in a layout."""
+    """Returns the GPU time of all operations in a layout."""
     total = 0.0
     for operation, count in found.items():
         run = runner(operation, device, layout)
@@ -114,7 +115,7 @@ def milliseconds(found: Counter[Operation], device: torch.device, layout: torch.
 def _time(run: Callable[[], Any]) -> float:
     run()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # the launches wait in the queue, else a GPU that is quicker than the CPU would be timed by the CPU
+    # the launches wait in the queue, or a GPU that is faster than the CPU would be timed by the CPU
     torch.cuda._sleep(_CYCLES)
     start.record()
     for _ in range(_TIMES):
@@ -125,7 +126,7 @@ def _time(run: Callable[[], Any]) -> float:
 
 
 def channels_last_pays(graph: fx.Graph, device: torch.device) -> bool:
-    """Whether the operations of a graph on images take clearly less time channels-last, without kernels of our own."""
+    """Whether the operations on images take clearly less time channels-last, without kernels of this project."""
     found = operations(graph)
     with torch.no_grad(), torch.cuda.device(device):
         contiguous, last = (

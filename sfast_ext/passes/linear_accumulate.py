@@ -1,64 +1,76 @@
-"""The last residual of a transformer block goes into the product that is added to it.
+"""The last residual addition of a transformer block, fused into the GEMM that is added to it.
 
-What follows it is a linear layer and no norm, so no kernel of ours adds it on the way. The sum before it is handed out
-by the kernel of a norm and needed by nobody else: there the bias is added as well, and the product goes onto it.
+A linear follows it and no norm, so no other kernel of this project adds it on the way. The residual is the sum that a
+norm's kernel returns, and the addition is its only user: that kernel adds the bias too, and the GEMM accumulates onto
+the sum.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
 from sfast_ext.kernels.linear import linear_accumulate as kernel
 from sfast_ext.kernels.pointwise import add_layer_norm
 
+from .fusion import fusion
 from .layer_norm import is_residual_add
-from .rewrite import HALF, LINEAR, argument, call, dtype, is_op, mutated, only_user, replace, shape
+from .rewrite import ADD, HALF, LINEAR, argument, call, dtype, is_op, only_user, replace, shape
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 
-def linear_onto(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """After add_layer_norm, whose kernel it gives a bias, and before bias_add, which takes what is left."""
-    if not ctx.serves(kernel, add_layer_norm):
-        return 0
-    untouchable, count = mutated(gm.graph), 0
-    for add in list(gm.graph.nodes):
-        if add._erased or not is_residual_add(add) or dtype(add) not in HALF or len(shape(add) or ()) != 3:
-            continue
-        if not untouchable.isdisjoint([add, *add.args[:2]]):
-            continue
-        for linear, total in (add.args[:2], add.args[1::-1]):
-            if fits(linear, total, add, untouchable):
-                break
-        else:
-            continue
-        bias = argument(linear, 2, "bias")
-        if bias is not None:
-            pair = total.args[0]
-            pair.kwargs = {**pair.kwargs, "post_bias": bias}
-        with gm.graph.inserting_before(add):
-            new = call(gm.graph, kernel.launch, (*linear.args[:2], total), add)
-        replace(add, new)
-        count += 1
-    return count
+class AccumulateMatch(NamedTuple):
+    linear: fx.Node
+    total: fx.Node
+    bias: fx.Node | None
 
 
-def fits(linear: fx.Node, total: fx.Node, add: fx.Node, untouchable: set[fx.Node]) -> bool:
-    """A product that nobody but `add` sees, and a sum that add_layer_norm made and nobody but `add` still needs."""
+@fusion(ADD, needs=(kernel, add_layer_norm), skip_pinned_inputs=True)
+def linear_accumulate(add: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
+    """Replaces an addition of a linear and of a sum that add_layer_norm returns.
+
+    Pattern: linear(x, weight, bias) + sum, where (sum, _) = add_layer_norm.launch(...)
+    Replacement: kernel.launch(x, weight, sum), where (sum, _) = add_layer_norm.launch(..., after=bias)
+    """
+    found = match(add, pinned)
+    if found is None:
+        return False
+    linear, total, bias = found
+    if bias is not None:
+        pair: Any = total.args[0]
+        pair.kwargs = {**pair.kwargs, "post_bias": bias}
+    with add.graph.inserting_before(add):
+        new = call(add.graph, kernel.launch, (*linear.args[:2], total), add)
+    replace(add, new)
+    return True
+
+
+def match(add: fx.Node, pinned: set[fx.Node]) -> AccumulateMatch | None:
+    """Matches an addition of tokens in half precision, (batch, tokens, channels)."""
+    if not is_residual_add(add) or dtype(add) not in HALF or len(shape(add) or ()) != 3:
+        return None
+    for linear, total in (add.args[:2], add.args[1::-1]):
+        if is_match(linear, total, add, pinned):
+            return AccumulateMatch(linear, total, argument(linear, 2, "bias"))  # type: ignore[arg-type]
+    return None
+
+
+def is_match(linear: Any, total: Any, add: fx.Node, pinned: set[fx.Node]) -> bool:
+    """Whether only `add` reads `linear`, and whether add_layer_norm returns `total` and only `add` reads it."""
     if not is_op(linear, LINEAR) or only_user(linear) is not add or only_user(total) is not add:
         return False
     if not is_op(total, (operator.getitem,)) or total.args[1] != 0:
         return False
     pair = total.args[0]
-    if not is_op(pair, (add_layer_norm.launch,)) or pair.kwargs.get("post_bias") is not None or pair in untouchable:
+    if not is_op(pair, (add_layer_norm.launch,)) or pair.kwargs.get("post_bias") is not None or pair in pinned:
         return False
     operands = [*linear.args[:2], argument(linear, 2, "bias")]
-    if any(x is not None and (x in untouchable or dtype(x) != dtype(add)) for x in operands):
+    if any(x is not None and (x in pinned or dtype(x) != dtype(add)) for x in operands):
         return False
     bias = operands[2]
-    # what is computed, as a cast is, may not be there yet where the sum is made
+    # what is computed, as a cast is, may not be known yet where the sum is made
     return bias is None or (bias.op == "get_attr" and shape(bias) == (shape(add) or ())[-1:])

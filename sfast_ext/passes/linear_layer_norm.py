@@ -1,4 +1,4 @@
-"""A layer norm goes into the product that makes its rows, with what is added to that on the way."""
+"""Layer norm fused into the GEMM that makes its rows, with the additions between them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .rewrite import (
     aten,
     call,
     dtype,
-    fake,
     is_op,
+    meta_like,
     mutated,
     only_user,
     replace,
@@ -31,112 +31,124 @@ from .rewrite import (
 )
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 
 Sizes = tuple[int, int, int]
-"""Rows, columns, terms of a sum."""
+"""M, N and K of a GEMM."""
 
 
-class Match(NamedTuple):
+class LinearLayerNormMatch(NamedTuple):
     linear: fx.Node
-    moved: fx.Node  # the linear, or its rows in another shape
+    viewed: fx.Node  # the linear, or a reshape of it that keeps its rows
     rest: tuple[Any, ...]  # the kernel's operands from the bias on
     sizes: Sizes
 
 
 def linear_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """After linear_onto, which gives the sums of some norms a bias."""
+    """Replaces a norm and the linear before it, where one kernel is faster than two.
+
+    Pattern: layer_norm.launch(linear(x, weight, bias), ...)
+    Replacement: (linear, normed) = kernel.launch(x, weight, bias, None, ..., records)
+
+    Pattern: (sum, normed) = add_layer_norm.launch(linear(x, weight), residual, ..., shift=bias, after=after)
+    Replacement: (sum, normed) = kernel.launch(x, weight, bias, residual, ..., after, records)
+
+    `records` is memory by which the kernel's blocks share statistics: see `shared_records`. All sizes must be known
+    before it is allocated, so this pass matches the whole graph first and rewrites then.
+    """
     if not ctx.serves(kernel):
         return 0
     graph = gm.graph
-    untouchable = mutated(graph)
-    found = [(norm, match) for norm in graph.nodes if (match := operands(norm, untouchable)) is not None]
-    quicker = [s for s in dict.fromkeys(match.sizes for _, match in found) if kernel.profitable(*s, ctx.device)]
-    if not quicker:
+    pinned = mutated(graph)
+    found = [(norm, matched) for norm in graph.nodes if (matched := match(norm, pinned)) is not None]
+    faster = [s for s in dict.fromkeys(matched.sizes for _, matched in found) if kernel.profitable(*s, ctx.device)]
+    if not faster:
         return 0
-    records, count = shared_records(gm, ctx, quicker, found[0][1].linear), 0
+    records, count = shared_records(gm, ctx, faster, found[0][1].linear), 0
     for norm, _ in found:
-        match = operands(norm, untouchable)  # anew: what was made so far took the place of others' operands
-        if match is None or match.sizes not in records:
-            continue  # another norm of the same rows was first, or two kernels are quicker
-        linear, moved, rest, sizes = match
+        matched = match(norm, pinned)  # again: rewrites so far have replaced operands of other norms
+        if matched is None or matched.sizes not in records:
+            continue  # another norm of the same rows came first, or two kernels are faster
+        linear, viewed, rest, sizes = matched
         sums = is_op(norm, (add_layer_norm.launch,))
-        # Where the sum was made, as others may use it before the norm is due. The norm's weights are at the top.
+        # At the place of the sum: its other users may precede the norm. The norm's weights are at the top.
         with graph.inserting_before(norm if sums else linear):
-            size = shape(moved) or ()
+            size = shape(viewed) or ()
             x = reshaped(graph, linear.args[0], (*size[:-1], sizes[2]))
             new = call(graph, kernel.launch, (x, linear.args[1], *rest, records[sizes]), norm)
             if not sums:
-                new.meta["val"] = (moved.meta.get("val"), norm.meta.get("val"))
-                total, normed = (call(graph, operator.getitem, (new, i), like) for i, like in enumerate((moved, norm)))
+                new.meta["val"] = (viewed.meta.get("val"), norm.meta.get("val"))
+                total, normed = (call(graph, operator.getitem, (new, i), like) for i, like in enumerate((viewed, norm)))
         if sums:
             replace(norm, new)
         else:
             replace(norm, normed)
-            replace(moved, total)
+            replace(viewed, total)
         count += 1
     return count
 
 
 def shared_records(gm: fx.GraphModule, ctx: PassContext, found: list[Sizes], like: fx.Node) -> dict[Sizes, fx.Node]:
-    """What blocks of the kernel leave for each other: zeros at the start of a call, shared by products whose tiles are
-    alike, as they follow each other. `like`: a node with a value on their device."""
+    """Allocates what the kernel's blocks leave for each other: zeros, at the start of each call.
+
+    GEMMs with equal tiles share it, as they run one after the other. `like` is a node with a value on their device.
+    """
     alike: dict[Any, list[Sizes]] = defaultdict(list)
-    for rows, columns, depth in found:
-        alike[rows, columns, kernel.best(rows, columns, depth, ctx.device)].append((rows, columns, depth))
+    for m, n, k in found:
+        alike[m, n, kernel.best(m, n, k, ctx.device)].append((m, n, k))
     counts = [kernel.record_count(*sizes[0], ctx.device) for sizes in alike.values()]
     parts: dict[Sizes, fx.Node] = {}
     head = next(node for node in gm.graph.nodes if node.op == "call_function")
     with gm.graph.inserting_before(head):
-        options = {"dtype": torch.int64, "device": ctx.device}
-        zeros = call(gm.graph, aten.zeros.default, ([sum(counts)],), fake(like, (sum(counts),), torch.int64), options)
+        options, val = {"dtype": torch.int64, "device": ctx.device}, meta_like(like, (sum(counts),), torch.int64)
+        zeros = call(gm.graph, aten.zeros.default, ([sum(counts)],), val, options)
         begin = 0
         for count, sizes in zip(counts, alike.values(), strict=True):
-            part = fake(like, (count,), torch.int64)
+            part = meta_like(like, (count,), torch.int64)
             node = call(gm.graph, aten.slice.Tensor, (zeros, 0, begin, begin + count), part)
             parts.update(dict.fromkeys(sizes, node))
             begin += count
     return parts
 
 
-def operands(norm: fx.Node, untouchable: set[fx.Node]) -> Match | None:
-    """The product that a norm's rows come from, and what else the kernel is to know."""
-    if norm in untouchable:
+def match(norm: fx.Node, pinned: set[fx.Node]) -> LinearLayerNormMatch | None:
+    """Matches a norm's kernel that reads a linear in half precision."""
+    if norm in pinned:
         return None
-    residual = shift = after = None
+    residual = shift = post_bias = None
     if is_op(norm, (add_layer_norm.launch,)):
-        x, residual, factor, offset, eps = norm.args
-        shift, after = norm.kwargs.get("shift"), norm.kwargs.get("post_bias")
+        x, residual, norm_weight, norm_bias, eps = norm.args
+        shift, post_bias = norm.kwargs.get("shift"), norm.kwargs.get("post_bias")
         if only_user(x) is not norm or x is residual or shape(residual) != shape(x):
             return None
         linear = x
     elif is_op(norm, (layer_norm.launch,)):
-        x, factor, offset, eps = norm.args
+        x, norm_weight, norm_bias, eps = norm.args
         linear = under_reshape(x)
     else:
         return None
-    if not is_op(linear, LINEAR) or x in untouchable or norm.kwargs.get("out_dtype") not in (None, dtype(linear)):
+    if not is_op(linear, LINEAR) or x in pinned or norm.kwargs.get("out_dtype") not in (None, dtype(linear)):
         return None
     rows, weight, bias = linear.args[0], linear.args[1], argument(linear, 2, "bias")
     if bias is not None and shift is not None or dtype(linear) not in HALF or len(shape(weight) or ()) != 2:
         return None
-    vectors = [bias if shift is None else shift, factor, offset, after]
+    vectors = [bias if shift is None else shift, norm_weight, norm_bias, post_bias]
     nodes = [n for n in (linear, rows, weight, residual, *vectors) if n is not None]
-    if any(n in untouchable or dtype(n) != dtype(linear) for n in nodes):
+    if any(n in pinned or dtype(n) != dtype(linear) for n in nodes):
         return None
-    # where the kernel goes others of the graph's values may not be there yet
+    # where the kernel goes, computed values may not be known yet
     if any(n is not None and n.op != "get_attr" for n in vectors):
         return None
-    size, terms = shape(linear), shape(rows)
-    if size is None or terms is None:
+    size, given = shape(linear), shape(rows)
+    if size is None or given is None:
         return None
-    rest = (vectors[0], residual, factor, offset, eps, after)
-    return Match(linear, x, rest, (math.prod(size[:-1]), size[-1], terms[-1]))
+    rest = (vectors[0], residual, norm_weight, norm_bias, eps, post_bias)
+    return LinearLayerNormMatch(linear, x, rest, (math.prod(size[:-1]), size[-1], given[-1]))
 
 
 def under_reshape(x: fx.Node) -> Any:
-    """What only a reshape sees, whose rows it leaves as they are; or x."""
+    """Returns the source of a reshape that keeps its rows and is its only user; otherwise `x`."""
     source = x.args[0] if is_op(x, RESHAPE) else None
     if not isinstance(source, fx.Node) or only_user(source) is not x:
         return x

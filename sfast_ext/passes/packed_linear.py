@@ -1,7 +1,7 @@
-"""Sibling linears, all on one input, are one product whose weight is theirs, one below the other.
+"""Linears that read the same input, packed into one GEMM whose weight is theirs, concatenated along N.
 
-One rule gives Q, K and V as one product, the keys and values of all cross-attentions as one over the prompt (as a few
-where that is too wide), and the time projections of all residual blocks as one.
+One rule packs Q, K and V; the keys and values of all cross-attentions, over the prompt (in several parts where one
+would be too wide); and the time projections of all residual blocks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .rewrite import (
     aten,
     call,
     dtype,
-    fake,
     hoist_weights,
     is_cast,
     is_op,
     is_weight,
+    meta_like,
     mutated,
     replace,
     shape,
@@ -29,46 +29,55 @@ from .rewrite import (
 )
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
-MOST_COLUMNS = 81920
-"""A wider product is much memory for long: SDXL's keys and values of the prompt have 166,400, and 49 MB nearly all of a
-call. Half of those that are 1280 wide, 76,800, fill an NVIDIA H200 better than a third. Not told by bytes: plans of all
-batches share the packed weights."""
+MAX_N = 81920
+"""A wider GEMM's result takes much memory for long: SDXL's keys and values of the prompt have N = 166,400, and 49 MB
+for nearly all of a call. Half of those that are 1280 wide, N = 76,800, fill an NVIDIA H200 better than a third. The
+limit is not in bytes: plans of all batch sizes share the packed weights."""
 
 
 def packed_linear(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Counts the packed groups."""
+    """Replaces groups of linears. Returns the number of groups.
+
+    Pattern: linear(x, w0, [b0]), linear(x, w1, [b1]), ...
+    Replacement: slices along N of linear(x, cat([w0, w1, ...]), cat([b0, b1, ...]))
+
+    The weights are concatenated once, in the arena. All linears of a graph are grouped before the first rewrite, so
+    this pass is no loop over single nodes.
+    """
     hoist_weights(gm.graph)
-    untouchable, uses = mutated(gm.graph), weight_uses(gm.graph)
+    pinned, uses = mutated(gm.graph), weight_uses(gm.graph)
     siblings: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in gm.graph.nodes:
-        if is_op(node, LINEAR) and untouchable.isdisjoint([node, *node.all_input_nodes]):
+        if is_op(node, LINEAR) and pinned.isdisjoint([node, *node.all_input_nodes]):
             key = sibling_key(node, uses)
             if key is not None:
                 siblings[key].append(node)
-    groups = [part for group in siblings.values() for part in parted(group)]
+    groups = [part for group in siblings.values() for part in split_wide(group)]
     return sum(pack(gm, ctx, group) for group in groups if len(group) > 1)
 
 
-def parted(group: list[fx.Node]) -> list[list[fx.Node]]:
-    """The group; where that is too wide, its linears of each width, which stand in one part of a UNet, by as many at a
-    time as are not."""
+def split_wide(group: list[fx.Node]) -> list[list[fx.Node]]:
+    """Splits a group that is wider than `MAX_N`.
+
+    Linears of one width stand in one part of a UNet: they are split by width, and then into as few parts as fit.
+    """
     widths: dict[int, list[fx.Node]] = defaultdict(list)
     for node in group:
         widths[(shape(node) or (0,))[-1]].append(node)
-    if sum(width * len(some) for width, some in widths.items()) <= MOST_COLUMNS:
+    if sum(width * len(some) for width, some in widths.items()) <= MAX_N:
         return [group]
     parts = []
     for width, some in widths.items():
-        count = -(-width * len(some) // MOST_COLUMNS)
+        count = -(-width * len(some) // MAX_N)
         each = -(-len(some) // count)
         parts += [some[start : start + each] for start in range(0, len(some), each)]
     return parts
 
 
 def weight_uses(graph: fx.Graph) -> dict[Any, int]:
-    """How often the graph reads each weight."""
+    """Returns how many nodes read each weight."""
     uses: dict[Any, int] = defaultdict(int)
     for node in graph.nodes:
         if is_weight(node):
@@ -81,7 +90,7 @@ def under_cast(node: Any) -> Any:
 
 
 def sibling_key(node: fx.Node, uses: dict[Any, int]) -> Any:
-    """What two linears must have in common to be one; None for a linear that cannot be packed."""
+    """Returns what two linears must have in common to be packed; None for a linear that cannot be packed."""
     x, weight, bias = node.args[0], argument(node, 1, "weight"), argument(node, 2, "bias")
     key: list[Any] = [x]
     for param in (weight, bias):
@@ -100,6 +109,7 @@ def sibling_key(node: fx.Node, uses: dict[Any, int]) -> Any:
 
 
 def pack(gm: fx.GraphModule, ctx: PassContext, group: list[fx.Node]) -> int:
+    """Packs a group. Returns 1, or 0 where the arena refuses."""
     first = group[0]
     packed: list[fx.Node | None] = []
     for index, name in ((1, "weight"), (2, "bias")):
@@ -115,16 +125,16 @@ def pack(gm: fx.GraphModule, ctx: PassContext, group: list[fx.Node]) -> int:
         if is_cast(params[0]):
             with gm.graph.inserting_before(first):
                 size = tuple(weight.tensor.shape)
-                new = call(gm.graph, aten.to.dtype, (new, dtype(params[0])), fake(params[0], size))
+                new = call(gm.graph, aten.to.dtype, (new, dtype(params[0])), meta_like(params[0], size))
         packed.append(new)
-    # Where the first sibling stands the input is known, weights are at the top, and all users follow.
+    # At the place of the first sibling the input is known, weights are at the top, and all users follow.
     widths = [(shape(node) or ())[-1] for node in group]
     size = (*(shape(first) or ())[:-1], sum(widths))
     with gm.graph.inserting_before(first):
-        product = call(gm.graph, aten.linear.default, (first.args[0], *packed), fake(first, size))
+        linear = call(gm.graph, aten.linear.default, (first.args[0], *packed), meta_like(first, size))
         start, slices = 0, []
         for node, width in zip(group, widths, strict=True):
-            args = (product, len(size) - 1, start, start + width)
+            args = (linear, len(size) - 1, start, start + width)
             slices.append(call(gm.graph, aten.slice.Tensor, args, node))
             start += width
     for node, part in zip(group, slices, strict=True):

@@ -1,86 +1,77 @@
-"""The linear layer that makes an attention's queries goes into it, where keys are few."""
+"""The linear that makes an attention's queries, fused into the attention, where there are few keys."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
 from sfast_ext.kernels.attention import query_attention as kernel
 
-from .attention import ATTENTION, options
-from .rewrite import (
-    HALF,
-    LINEAR,
-    RESHAPE,
-    argument,
-    aten,
-    call,
-    dtype,
-    is_op,
-    mutated,
-    only_user,
-    replace,
-    reshaped,
-    shape,
-)
+from .attention import ATTENTION, kernel_options
+from .fusion import fusion
+from .rewrite import HALF, LINEAR, RESHAPE, argument, aten, call, dtype, is_op, only_user, replace, reshaped, shape
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 _TRANSPOSE = (aten.transpose.int,)
 
 
-class Match(NamedTuple):
+class QueryAttentionMatch(NamedTuple):
     x: fx.Node
     weight: fx.Node
     k: fx.Node
     v: fx.Node
-    size: tuple[int, int, int]  # images, rows, terms
+    size: tuple[int, int, int]  # batch, tokens, K
 
 
-def query_attention(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Before attention, whose nodes it takes, and after what makes use of linear layers in other ways."""
-    if not ctx.serves(kernel):
-        return 0
-    untouchable, count = mutated(gm.graph), 0
-    for node in list(gm.graph.nodes):
-        match = operands(node, ctx, untouchable)
-        if match is None:
-            continue
-        with gm.graph.inserting_before(node):
-            x = reshaped(gm.graph, match.x, match.size)
-            operand = (x, match.weight, match.k, match.v)
-            new = call(gm.graph, kernel.launch, operand, node, {"scale": node.kwargs.get("scale")})
-        replace(node, new)
-        count += 1
-    return count
+@fusion(ATTENTION, needs=(kernel,))
+def query_attention(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
+    """Replaces an attention and the linear, without a bias, that makes its queries, where the kernel is faster.
+
+    Pattern: scaled_dot_product_attention(transpose(reshape(linear(x, weight)), 1, 2), k, v, scale=...)
+    Replacement: kernel.launch(x, weight, k, v, scale=...)
+    """
+    found = match(node, ctx, pinned)
+    if found is None:
+        return False
+    with node.graph.inserting_before(node):
+        x = reshaped(node.graph, found.x, found.size)
+        operands = (x, found.weight, found.k, found.v)
+        new = call(node.graph, kernel.launch, operands, node, {"scale": node.kwargs.get("scale")})
+    replace(node, new)
+    return True
 
 
-def operands(node: fx.Node, ctx: PassContext, untouchable: set[fx.Node]) -> Match | None:
-    """Of an attention whose queries nobody else sees, made by a linear layer without a bias; None of others."""
-    found = options(node) if is_op(node, ATTENTION) else None
-    if found is None or found["mask"] is not None or found["is_causal"]:
+def match(node: fx.Node, ctx: PassContext, pinned: set[fx.Node]) -> QueryAttentionMatch | None:
+    """Matches an attention in half precision without a mask, whose queries have no other user."""
+    options = kernel_options(node)
+    if options is None or options["mask"] is not None or options["is_causal"]:
         return None
+    q: Any
+    k: Any
+    v: Any
     chain, (q, k, v) = [node], node.args[:3]
     for ops in (_TRANSPOSE, RESHAPE, LINEAR):
         if not is_op(q, ops) or only_user(q) is not chain[-1]:
             return None
         chain.append(q)
         q = q.args[0]
-    _, heads, cut, linear = chain
-    x, weight = linear.args[0], linear.args[1]
-    if argument(linear, 2, "bias") is not None or sorted(d % 4 for d in heads.args[1:]) != [1, 2]:
+    _, heads, split, linear = chain
+    x: Any = linear.args[0]
+    weight: Any = linear.args[1]
+    if argument(linear, 2, "bias") is not None or sorted(d % 4 for d in heads.args[1:]) != [1, 2]:  # type: ignore[operator]
         return None
     nodes = [*chain, k, v, x, weight]
-    if any(n in untouchable or dtype(n) not in HALF or dtype(n) != dtype(linear) for n in nodes):
+    if any(n in pinned or dtype(n) not in HALF or dtype(n) != dtype(linear) for n in nodes):
         return None
-    size, keys, out, terms = shape(cut), shape(k), shape(linear), shape(x)
-    if size is None or keys is None or out is None or terms is None or len(size) != 4 or len(keys) != 4:
+    size, keys, out, rows = shape(split), shape(k), shape(linear), shape(x)
+    if size is None or keys is None or out is None or rows is None or len(size) != 4 or len(keys) != 4:
         return None
-    images, rows, count, width = size
-    if out[-1] != count * width or keys != shape(v) or keys[:2] != (images, count) or keys[3] != width:
+    batch, tokens, count, width = size
+    if out[-1] != count * width or keys != shape(v) or keys[:2] != (batch, count) or keys[3] != width:
         return None
-    if not kernel.profitable(images, rows, keys[1:], terms[-1], ctx.device):
+    if not kernel.profitable(batch, tokens, keys[1:], rows[-1], ctx.device):
         return None
-    return Match(x, weight, k, v, (images, rows, terms[-1]))
+    return QueryAttentionMatch(x, weight, k, v, (batch, tokens, rows[-1]))

@@ -1,7 +1,7 @@
-"""The words the passes are written in: match, guard, replace.
+"""What passes are written with: helpers that match nodes, find mutated values, and replace nodes.
 
-`node.meta["val"]` tells shape, dtype and device of a value. Its strides are those of the original forward: a
-rewrite may change the layout of a value, never its logical content.
+`node.meta["val"]` has the shape, dtype and device of a value. Its strides are those of the original forward: a rewrite
+may change the layout of a value, never its logical content.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def overloads(*names: str) -> frozenset[Any]:
-    """The operators of that name ("packet.overload") that this torch has."""
+    """Returns the operators of these names ("packet" or "packet.overload") that this version of PyTorch has."""
     found = []
     for name in names:
         packet, _, overload = name.partition(".")
@@ -53,11 +53,11 @@ SILU = overloads("silu")
 
 _INTEGERS = frozenset({int})
 
-# Composite operators that hand back their input, or a view of it, without saying so in their schema.
+# Composite operators that may return their input, or a view of it, although their schema does not say so.
 SILENT_ALIAS = overloads(
     "dropout", "feature_dropout", "alpha_dropout", "einsum", "type_as", "reshape_as", "view_as", "pad"
 )
-# Their results depend on how a value lies in memory, so no value may be laid out anew under them.
+# Their results depend on strides, so no rewrite may change the layout of a value that they read.
 READS_STRIDES = overloads(
     "as_strided",
     "as_strided_",
@@ -74,10 +74,12 @@ READS_STRIDES = overloads(
 
 
 def is_op(node: Any, ops: Iterable[Any]) -> bool:
+    """Whether a node calls one of `ops`. `node` may be any argument of a node."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in ops
 
 
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    """Returns an argument given by position or by name."""
     if len(node.args) > index:
         return node.args[index]
     return node.kwargs.get(name, default)
@@ -89,7 +91,7 @@ def value(node: Any) -> torch.Tensor | None:
 
 
 def shape(node: Any) -> tuple[int, ...] | None:
-    """Shape in plain integers; None for what is no tensor or has a symbolic size."""
+    """Returns a shape of plain integers; None if `node` has no tensor value or a symbolic size."""
     val = value(node)
     if val is None:
         return None
@@ -102,8 +104,8 @@ def dtype(node: Any) -> torch.dtype | None:
     return None if val is None else val.dtype
 
 
-def same(a: Any, b: Any) -> bool:
-    """Equal shape, dtype and device: one can stand for the other."""
+def same_meta(a: Any, b: Any) -> bool:
+    """Whether two values have equal shape, dtype and device, so that one may replace the other."""
     x, y = value(a), value(b)
     return (
         x is not None
@@ -115,6 +117,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
+    """Returns the user of a node that has exactly one."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
@@ -130,7 +133,7 @@ def is_weight(node: Any) -> bool:
 
 
 def is_cast(node: Any) -> bool:
-    """Changes the dtype and nothing else."""
+    """Whether a node changes the dtype of a value and nothing else."""
     if not is_op(node, CAST) or not isinstance(node.args[0], fx.Node):
         return False
     old, new = value(node.args[0]), value(node)
@@ -138,7 +141,7 @@ def is_cast(node: Any) -> bool:
 
 
 def widens(old: torch.dtype | None, new: torch.dtype | None) -> bool:
-    """Every value of `old` is a value of `new`."""
+    """Whether every value of `old` is a value of `new`."""
     if old == new:
         return True
     wide = {
@@ -149,8 +152,8 @@ def widens(old: torch.dtype | None, new: torch.dtype | None) -> bool:
     return new in wide.get(old, ()) if old is not None else False
 
 
-def peel(node: Any) -> Any:
-    """The value under casts that lost nothing."""
+def strip_lossless_casts(node: Any) -> Any:
+    """Returns the value under casts that widen."""
     while is_cast(node) and widens(dtype(node.args[0]), dtype(node)):
         node = node.args[0]
     return node
@@ -164,7 +167,7 @@ def is_kernel(target: Any) -> bool:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Neither writes to a value, nor draws a random number, nor is anything unknown."""
+    """Whether a node is known to write to no value and to draw no random number."""
     if node.op == "get_attr":
         return True
     if node.op != "call_function":
@@ -180,7 +183,7 @@ def is_random(op: Any) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Dropout and attention are tagged random, but are not when nothing is dropped."""
+    """Whether an operator tagged random draws: dropout and attention do not if nothing is dropped."""
     name = node.target._schema.name
     if name.endswith("dropout"):
         return argument(node, 2, "train", True) is not False and argument(node, 1, "p") != 0
@@ -223,9 +226,10 @@ def _kind(target: Any) -> str:
 
 
 def mutated(graph: fx.Graph) -> set[fx.Node]:
-    """Values that an in-place operation, or an unknown function, may write to: no pass touches them."""
+    """Returns the pinned nodes: values that an in-place operation, or an unknown function, may write to, and all their
+    aliases. No pass rewrites them."""
     written: list[fx.Node] = []
-    # a graph of thousands of nodes has some dozens of functions; by id, as their hashes take longer than the answer
+    # thousands of nodes call some dozens of functions; cached by id, as hashing a function takes longer than `_kind`
     kinds: dict[int, str] = {}
     for node in graph.nodes:
         if node.meta.get("mutated"):
@@ -259,14 +263,14 @@ def mutated(graph: fx.Graph) -> set[fx.Node]:
 # --- replace ---
 
 
-def fake(like: Any, size: Iterable[int], dtype: torch.dtype | None = None) -> torch.Tensor | None:
-    """A value for `meta["val"]`: the device (and fake mode) of node `like`, another shape or dtype."""
+def meta_like(like: Any, size: Iterable[int], dtype: torch.dtype | None = None) -> torch.Tensor | None:
+    """Returns a value for `meta["val"]`: device and fake mode of node `like`, another shape or dtype."""
     val = value(like)
     if val is None:
         return None
     key = tuple(size), dtype or val.dtype, val.device
     mode = getattr(val, "fake_mode", None)
-    # one stands for all that look alike: making one takes a millisecond
+    # one for all that are equal: making one takes a millisecond
     made = {} if mode is None else mode.__dict__.setdefault("_values_of_passes", {})
     if key not in made:
         made[key] = val.new_empty(key[0], dtype=key[1])
@@ -280,20 +284,20 @@ def call(
     val: Any,
     kwargs: dict[str, Any] | None = None,
 ) -> fx.Node:
-    """A call at the graph's insertion point; `val` is its value, or the node whose value it shares."""
+    """Inserts a call at the graph's insertion point. `val` is its value, or a node that has an equal value."""
     node = graph.create_node("call_function", function, args, kwargs or {})
     node.meta["val"] = val.meta.get("val") if isinstance(val, fx.Node) else val
     return node
 
 
 def replace(node: fx.Node, new: fx.Node) -> None:
-    """`new` takes all uses of `node`; `node`, and what only it needed, goes."""
+    """Replaces all uses of `node` by `new`, and erases `node` and everything that only it used."""
     node.replace_all_uses_with(new)
     erase(node)
 
 
 def erase(*nodes: fx.Node) -> None:
-    """Takes nodes out that nobody uses any more, and then their inputs likewise."""
+    """Erases pure nodes that have no users, and then their inputs likewise."""
     stack = list(nodes)
     while stack:
         node = stack.pop()
@@ -304,6 +308,7 @@ def erase(*nodes: fx.Node) -> None:
 
 
 def eliminate_dead(graph: fx.Graph) -> int:
+    """Erases all pure nodes that have no users. Returns how many."""
     before = len(graph.nodes)
     for node in reversed(graph.nodes):
         if not node.users and is_pure(node):
@@ -312,15 +317,16 @@ def eliminate_dead(graph: fx.Graph) -> int:
 
 
 def top(graph: fx.Graph) -> fx.Node:
-    """The first node that is no placeholder: new weights go before it, known to the whole graph."""
+    """Returns the first node that is no placeholder. New weights are inserted before it, so that any node may read
+    them."""
     return next(node for node in graph.nodes if node.op != "placeholder")
 
 
 def hoist_weights(graph: fx.Graph) -> None:
-    """Weights and constants need nothing: first in the graph, they are at hand for any fused node."""
+    """Moves weights and constants to the top of the graph, so that a fused node may stand anywhere."""
     first = node = top(graph)
     if first.op == "get_attr":
-        # most are there already; the first of them goes last, as if the others had been put before it one by one
+        # most are there already; the first becomes the last of them, as if each other had been moved before it
         while node.next.op == "get_attr":
             node = node.next
         if node is not first:
@@ -336,7 +342,7 @@ def hoist_weights(graph: fx.Graph) -> None:
 
 
 def weight_node(gm: fx.GraphModule, weight: Any, like: fx.Node) -> fx.Node:
-    """The one node of a weight of the arena; `like` is a weight of the same device and dtype."""
+    """Returns the node of a weight of the arena, one per weight. `like` is a weight of the same device and dtype."""
     cache: dict[int, fx.Node] = gm.__dict__.setdefault("_weight_nodes", {})
     node = cache.get(id(weight))
     if node is not None and not node._erased:
@@ -346,26 +352,26 @@ def weight_node(gm: fx.GraphModule, weight: Any, like: fx.Node) -> fx.Node:
     with gm.graph.inserting_before(top(gm.graph)):
         node = gm.graph.create_node("get_attr", name)
     node.meta["weight"] = weight
-    node.meta["val"] = fake(like, weight.tensor.shape)
+    node.meta["val"] = meta_like(like, weight.tensor.shape)
     cache[id(weight)] = node
     return node
 
 
 def without_bias(conv: fx.Node) -> fx.Node:
-    """The same convolution, whose bias is left to another."""
+    """Inserts the same convolution without its bias, which another operation is to add."""
     args = (*conv.args[:2], None, *conv.args[3:])
     return call(conv.graph, conv.target, args, conv, dict(conv.kwargs))
 
 
 def without_linear_bias(linear: fx.Node) -> fx.Node:
-    """The same linear layer, whose bias is left to another."""
+    """Inserts the same linear without its bias, which another operation is to add."""
     return call(linear.graph, linear.target, linear.args[:2], linear)
 
 
 def reshaped(graph: fx.Graph, node: fx.Node, size: tuple[int, ...]) -> fx.Node:
-    """`node` in another shape, looking through reshapes that lead to it."""
+    """Returns `node` in another shape, reading the source of reshapes that lead to it."""
     while is_op(node, RESHAPE) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     if shape(node) == size:
         return node
-    return call(graph, aten.reshape.default, (node, list(size)), fake(node, size))
+    return call(graph, aten.reshape.default, (node, list(size)), meta_like(node, size))

@@ -1,7 +1,8 @@
-"""Attention that is written out, softmax(scale * Q @ K^T + mask) @ V, as one scaled dot product attention.
+"""Attention written as softmax(scale * Q @ K^T + mask) @ V, rewritten as one scaled dot product attention (SDPA).
 
-So do AUTOMATIC1111's optimisations but for its two of SDPA, ldm's and diffusers' plain and sliced attentions, each by
-other products: einsum, bmm, baddbmm, matmul. SDPA adds up in fp32 and never stores the scores.
+AUTOMATIC1111's optimisations write it so, except for its two by SDPA, and so do the plain and sliced attentions of ldm
+and diffusers. They use different matmuls: einsum, bmm, baddbmm, matmul. SDPA accumulates in fp32 and never stores the
+scores.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import torch
 from torch import fx
 
 from .cleanup import PERMUTE, permutation
+from .fusion import fusion
 from .rewrite import (
     ADD,
     argument,
     aten,
     call,
     dtype,
-    fake,
     is_number,
     is_op,
-    mutated,
+    meta_like,
     only_user,
     overloads,
     replace,
@@ -31,7 +32,7 @@ from .rewrite import (
 from .rewrite import CAST as CASTS
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 SOFTMAX = overloads("softmax.int", "_softmax", "special_softmax")
 BMM = overloads("bmm", "matmul")
@@ -41,41 +42,46 @@ MUL = overloads("mul.Tensor", "mul.Scalar")
 DIV = overloads("div.Tensor", "div.Scalar")
 
 
-class Scores(NamedTuple):
-    """softmax's operand: scale * q @ k^T + mask."""
+class ScoresMatch(NamedTuple):
+    """The operand of a softmax: scale * q @ k^T + mask."""
 
     q: fx.Node  # (..., queries, channels)
-    k: fx.Node  # (..., keys, channels), or what is that by a permutation
-    order: list[int] | None  # the permutation
+    k: fx.Node  # (..., keys, channels) after the permutation `order`
+    order: list[int] | None
     scale: float
     mask: fx.Node | None
 
 
-def scaled_dot_product(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """After cleanup; before all that looks for attention."""
-    untouchable, count = mutated(gm.graph), 0
-    for node in list(gm.graph.nodes):
-        if node._erased or not is_op(node, SOFTMAX):
-            continue
-        scores = scores_of(node, untouchable)
-        found = values_of(node, untouchable) if scores is not None else None
-        if scores is None or found is None:
-            continue
-        product, v = found
-        if fits(scores, v, product):
-            attend(product, scores, v)
-            count += 1
-    return count
+class ValuesMatch(NamedTuple):
+    matmul: fx.Node  # of the probabilities and the values
+    v: fx.Node
 
 
-def scores_of(softmax: fx.Node, untouchable: set[fx.Node]) -> Scores | None:
-    """What a softmax over the last dimension is taken of; None where others see it on the way."""
+@fusion(SOFTMAX)
+def scaled_dot_product(softmax: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
+    """Replaces a softmax, the matmuls before and after it, and the scale, mask and casts between them.
+
+    Pattern: matmul(softmax(scale * matmul(q, k^T) + mask, -1), v)
+    Replacement: scaled_dot_product_attention(q, k, v, mask, scale=scale)
+
+    Each matmul is matmul, bmm or einsum; the first may be baddbmm.
+    """
+    scores = match_scores(softmax, pinned)
+    values = match_values(softmax, pinned) if scores is not None else None
+    if scores is None or values is None or not are_valid(scores, values):
+        return False
+    replace_with_sdpa(scores, values)
+    return True
+
+
+def match_scores(softmax: fx.Node, pinned: set[fx.Node]) -> ScoresMatch | None:
+    """Matches the operand of a softmax over the last dimension; None if a value on the way has another user."""
     size = shape(softmax)
-    if not size or argument(softmax, 1, "dim") not in (-1, len(size) - 1) or softmax in untouchable:
+    if not size or argument(softmax, 1, "dim") not in (-1, len(size) - 1):
         return None
     scale, mask = 1.0, None
     user, node = softmax, softmax.args[0]
-    while isinstance(node, fx.Node) and node not in untouchable and only_user(node) is user:
+    while isinstance(node, fx.Node) and node not in pinned and only_user(node) is user:
         user = node
         if is_float_cast(node):
             node = node.args[0]
@@ -86,45 +92,45 @@ def scores_of(softmax: fx.Node, untouchable: set[fx.Node]) -> Scores | None:
             scale *= number if is_op(node, MUL) else 1 / number
             node = node.args[0]
         elif is_op(node, ADD) and argument(node, 2, "alpha", 1) == 1 and mask is None and scale == 1.0:
-            term, mask = operands_of_sum(node)
-            if mask is None or mask in untouchable:
+            scores, mask = split_mask(node)
+            if mask is None or mask in pinned:
                 return None
-            node = term
+            node = scores
         elif is_op(node, BADDBMM):
-            term, a, b = node.args[:3]
+            added, a, b = node.args[:3]
             beta = argument(node, 3, "beta", 1)
             if beta != 0 and (beta != 1 or mask is not None or scale != 1.0):
                 return None
-            mask = term if beta != 0 else mask
-            return product_of(a, b, scale * argument(node, 4, "alpha", 1), mask, untouchable)
+            mask = added if beta != 0 else mask
+            return match_bmm(a, b, scale * argument(node, 4, "alpha", 1), mask, pinned)
         elif is_op(node, BMM):
-            return product_of(node.args[0], node.args[1], scale, mask, untouchable)
+            return match_bmm(node.args[0], node.args[1], scale, mask, pinned)
         elif is_op(node, EINSUM):
             equation, operands = node.args[:2]
-            if not is_scores_equation(equation) or len(operands) != 2 or not untouchable.isdisjoint(operands):
+            if not is_scores_equation(equation) or len(operands) != 2 or not pinned.isdisjoint(operands):
                 return None
-            return Scores(operands[0], operands[1], None, scale, mask)
+            return ScoresMatch(operands[0], operands[1], None, scale, mask)
         else:
             return None
     return None
 
 
-def operands_of_sum(node: fx.Node) -> tuple[Any, fx.Node | None]:
-    """Scores and their mask: of the two the one that is a product, moved or scaled perhaps, has the sum's shape."""
-    for term, mask in (node.args[:2], node.args[1::-1]):
-        if isinstance(term, fx.Node) and isinstance(mask, fx.Node) and shape(term) == shape(node):
-            under = term
+def split_mask(node: fx.Node) -> tuple[Any, fx.Node | None]:
+    """Splits an addition into scores and mask. The scores are a matmul, perhaps cast or scaled, of the sum's shape."""
+    for scores, mask in (node.args[:2], node.args[1::-1]):
+        if isinstance(scores, fx.Node) and isinstance(mask, fx.Node) and shape(scores) == shape(node):
+            under = scores
             while is_float_cast(under) or (is_op(under, MUL | DIV) and is_number(argument(under, 1, "other"))):
                 under = under.args[0]
             if is_op(under, BADDBMM | BMM | EINSUM):
-                return term, mask
+                return scores, mask
     return None, None
 
 
-def product_of(a: Any, b: Any, scale: float, mask: Any, untouchable: set[fx.Node]) -> Scores | None:
-    """Of queries (..., L, D) and keys that lie as (..., D, S)."""
+def match_bmm(a: Any, b: Any, scale: float, mask: Any, pinned: set[fx.Node]) -> ScoresMatch | None:
+    """Matches a matmul of queries (..., L, D) and transposed keys (..., D, S)."""
     size = shape(b)
-    if a in untouchable or not isinstance(a, fx.Node) or size is None or len(size) < 3:
+    if a in pinned or not isinstance(a, fx.Node) or size is None or len(size) < 3:
         return None
     order, source = list(range(len(size))), b
     if is_op(b, PERMUTE):
@@ -133,18 +139,18 @@ def product_of(a: Any, b: Any, scale: float, mask: Any, untouchable: set[fx.Node
             return None
         order = found
     order[-2:] = order[:-3:-1]
-    if b in untouchable or source in untouchable:
+    if b in pinned or source in pinned:
         return None
-    return Scores(a, source, None if order == sorted(order) else order, scale, mask)
+    return ScoresMatch(a, source, None if order == sorted(order) else order, scale, mask)
 
 
-def values_of(softmax: fx.Node, untouchable: set[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
-    """The product of the probabilities with the values, and these."""
+def match_values(softmax: fx.Node, pinned: set[fx.Node]) -> ValuesMatch | None:
+    """Matches the matmul of the probabilities, cast perhaps, with the values."""
     node = softmax
     user = only_user(node)
-    while user is not None and is_float_cast(user) and user not in untouchable:
+    while user is not None and is_float_cast(user) and user not in pinned:
         node, user = user, only_user(user)
-    if user is None or user in untouchable:
+    if user is None or user in pinned:
         return None
     if is_op(user, BMM):
         probabilities, v = user.args[:2]
@@ -152,13 +158,13 @@ def values_of(softmax: fx.Node, untouchable: set[fx.Node]) -> tuple[fx.Node, fx.
         probabilities, v = user.args[1]
     else:
         return None
-    if probabilities is not node or v is node or not isinstance(v, fx.Node) or v in untouchable:
+    if probabilities is not node or v is node or not isinstance(v, fx.Node) or v in pinned:
         return None
-    return user, v
+    return ValuesMatch(user, v)
 
 
 def is_float_cast(node: Any) -> bool:
-    """A cast between floats, also one that rounds: scores and probabilities are rounded less by SDPA."""
+    """Whether a node casts between floating-point dtypes. It may round: SDPA rounds scores and probabilities less."""
     if not is_op(node, CASTS) or not isinstance(node.args[0], fx.Node):
         return False
     old, new = dtype(node.args[0]), dtype(node)
@@ -168,7 +174,7 @@ def is_float_cast(node: Any) -> bool:
 
 
 def is_scores_equation(equation: str) -> bool:
-    """Such as b i d, b j d -> b i j."""
+    """Whether an equation is like "b i d, b j d -> b i j"."""
     parts = labels(equation)
     if parts is None:
         return False
@@ -181,7 +187,7 @@ def is_scores_equation(equation: str) -> bool:
 
 
 def is_values_equation(equation: str) -> bool:
-    """Such as b i j, b j d -> b i d."""
+    """Whether an equation is like "b i j, b j d -> b i d"."""
     parts = labels(equation)
     if parts is None:
         return False
@@ -194,7 +200,7 @@ def is_values_equation(equation: str) -> bool:
 
 
 def labels(equation: Any) -> tuple[str, str, str] | None:
-    """The letters of two operands and of their product."""
+    """Returns the subscripts of two operands and of the result, all of one rank; None for other equations."""
     if not isinstance(equation, str) or "." in equation or equation.count("->") != 1:
         return None
     left, out = equation.replace(" ", "").split("->")
@@ -204,9 +210,9 @@ def labels(equation: Any) -> tuple[str, str, str] | None:
     return operands[0], operands[1], out
 
 
-def fits(scores: Scores, v: fx.Node, product: fx.Node) -> bool:
-    """Shapes and dtypes as SDPA takes them, nothing broadcast but the mask."""
-    q, k, values, out = shape(scores.q), shape(scores.k), shape(v), shape(product)
+def are_valid(scores: ScoresMatch, found: ValuesMatch) -> bool:
+    """Whether SDPA takes operands of these shapes and dtypes, with nothing broadcast but the mask."""
+    q, k, values, out = shape(scores.q), shape(scores.k), shape(found.v), shape(found.matmul)
     if not (q and k and values and out) or not len(q) == len(k) == len(values) == len(out) >= 3:
         return False
     if scores.order is not None:
@@ -215,7 +221,7 @@ def fits(scores: Scores, v: fx.Node, product: fx.Node) -> bool:
         return False
     if out != (*q[:-1], values[-1]) or math.prod(out) == 0 or q[-1] == 0 or k[-2] == 0:
         return False
-    kinds = {dtype(x) for x in (scores.q, scores.k, v, product)}
+    kinds = {dtype(x) for x in (scores.q, scores.k, found.v, found.matmul)}
     if not all(kind is not None and kind.is_floating_point for kind in kinds):
         return False
     if scores.mask is None:
@@ -227,24 +233,26 @@ def fits(scores: Scores, v: fx.Node, product: fx.Node) -> bool:
     return all(a in (1, b) for a, b in zip(mask[::-1], wanted[::-1]))
 
 
-def attend(product: fx.Node, scores: Scores, v: fx.Node) -> None:
-    """SDPA in place of `product`; where dtypes differ, as they do where scores alone are in fp32, in the widest."""
-    graph, q, k, mask = product.graph, scores.q, scores.k, scores.mask
-    with graph.inserting_before(product):
+def replace_with_sdpa(scores: ScoresMatch, found: ValuesMatch) -> None:
+    """Replaces the second matmul by SDPA. If dtypes differ, as where only the scores are in fp32, it runs in the
+    widest."""
+    matmul, v = found
+    graph, q, k, mask = matmul.graph, scores.q, scores.k, scores.mask
+    with graph.inserting_before(matmul):
         if scores.order is not None:
             size = shape(k) or ()
-            k = call(graph, aten.permute.default, (k, scores.order), fake(k, [size[dim] for dim in scores.order]))
+            k = call(graph, aten.permute.default, (k, scores.order), meta_like(k, [size[dim] for dim in scores.order]))
         wide = widest(*(kind for x in (q, k, v) if (kind := dtype(x)) is not None))
         q, k, v, mask = (x if x is None else cast(x, wide) for x in (q, k, v, mask))
         options = scale_option(scores.scale, (shape(q) or (1,))[-1])
         args = (q, k, v) if mask is None else (q, k, v, mask)
-        out = call(graph, aten.scaled_dot_product_attention.default, args, fake(q, shape(product) or ()), options)
-        out = cast(out, dtype(product))
-    replace(product, out)
+        out = call(graph, aten.scaled_dot_product_attention.default, args, meta_like(q, shape(matmul) or ()), options)
+        out = cast(out, dtype(matmul))
+    replace(matmul, out)
 
 
 def scale_option(scale: float, channels: int) -> dict[str, float]:
-    """The keyword argument of SDPA, left out where it says what SDPA does without it."""
+    """Returns SDPA's keyword argument, left out where it is the default."""
     return {} if math.isclose(scale, channels**-0.5, rel_tol=1e-6) else {"scale": scale}
 
 
@@ -258,4 +266,4 @@ def widest(*kinds: torch.dtype) -> torch.dtype:
 def cast(x: Any, kind: Any) -> fx.Node:
     if dtype(x) == kind:
         return x
-    return call(x.graph, aten.to.dtype, (x, kind), fake(x, shape(x) or (), kind))
+    return call(x.graph, aten.to.dtype, (x, kind), meta_like(x, shape(x) or (), kind))

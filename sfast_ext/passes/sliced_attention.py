@@ -1,6 +1,6 @@
-"""Attentions over slices of the queries, or of the heads, whose results are put beside each other, as one.
+"""Attentions over slices of the queries, or of the heads, whose results are concatenated, merged into one.
 
-Hosts cut attention so where the scores would not fit the memory that is free: SDPA never stores them.
+Hosts slice attention so where the scores would not fit into free memory. SDPA never stores them.
 """
 
 from __future__ import annotations
@@ -10,55 +10,57 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from .attention import ATTENTION, options
-from .rewrite import argument, call, dtype, fake, is_op, mutated, only_user, overloads, replace, shape
+from .attention import ATTENTION, kernel_options
+from .fusion import fusion
+from .rewrite import argument, call, dtype, is_op, meta_like, only_user, overloads, replace, shape
 from .scaled_dot_product import cast, is_float_cast
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 CAT = overloads("cat", "concat")
 SLICE = overloads("slice.Tensor")
 NARROW = overloads("narrow")
 
 
-def sliced_attention(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """After scaled_dot_product. Counts the attentions that became one."""
-    untouchable, count = mutated(gm.graph), 0
-    for node in list(gm.graph.nodes):
-        if not is_op(node, CAT) or node in untouchable:
-            continue
-        pieces = attentions(node, untouchable)
-        operands = whole(node, pieces, untouchable) if pieces else None
-        if operands is None:
-            continue
-        first = pieces[0]
-        size = (*(shape(operands[0]) or ())[:-1], (shape(node) or ())[-1])
-        with gm.graph.inserting_before(node):
-            new = call(gm.graph, first.target, operands, fake(first, size), dict(first.kwargs))
-            new = cast(new, dtype(node))
-        replace(node, new)
-        count += len(pieces)
-    return count
+@fusion(CAT)
+def sliced_attention(cat: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> int:
+    """Merges the attentions of a concatenation. Returns how many there were.
+
+    Pattern: cat([sdpa(q[:, a:b], k, v), sdpa(q[:, b:c], k, v), ...], 1), or over slices of q, k and v along heads
+    Replacement: sdpa(q, k, v)
+    """
+    pieces = match_slices(cat, pinned)
+    operands = match_operands(cat, pieces, pinned) if pieces else None
+    if operands is None:
+        return 0
+    first: Any = pieces[0]
+    size = (*(shape(operands[0]) or ())[:-1], (shape(cat) or ())[-1])
+    with cat.graph.inserting_before(cat):
+        new = call(cat.graph, first.target, operands, meta_like(first, size), dict(first.kwargs))
+        new = cast(new, dtype(cat))
+    replace(cat, new)
+    return len(pieces)
 
 
-def attentions(cat: fx.Node, untouchable: set[fx.Node]) -> list[fx.Node]:
-    """What is put beside each other, under casts; nothing where that is not attention alone, or is seen by others."""
+def match_slices(cat: fx.Node, pinned: set[fx.Node]) -> list[fx.Node]:
+    """Matches the attentions that are concatenated, under casts; empty if there is another operand, or one has another
+    user, a mask, or other options."""
     found = []
     for piece in cat.args[0]:  # type: ignore[union-attr]
         user = cat
-        while is_float_cast(piece) and piece not in untouchable and only_user(piece) is user:
+        while is_float_cast(piece) and piece not in pinned and only_user(piece) is user:
             user, piece = piece, piece.args[0]
-        given = options(piece) if is_op(piece, ATTENTION) and only_user(piece) is user else None
-        if given is None or piece in untouchable or given["mask"] is not None or given["is_causal"]:
+        given = kernel_options(piece) if is_op(piece, ATTENTION) and only_user(piece) is user else None
+        if given is None or piece in pinned or given["mask"] is not None or given["is_causal"]:
             return []
         found.append(piece)
     alike = {(repr(dict(piece.kwargs)), len(piece.args), dtype(piece)) for piece in found}
     return found if len(alike) == 1 and len(found[0].args) == 3 else []
 
 
-def whole(cat: fx.Node, pieces: list[fx.Node], untouchable: set[fx.Node]) -> tuple[Any, Any, Any] | None:
-    """Queries, keys and values of all: slices of them in a row, or the same for each."""
+def match_operands(cat: fx.Node, pieces: list[fx.Node], pinned: set[fx.Node]) -> tuple[Any, Any, Any] | None:
+    """Matches the queries, keys and values of all attentions: adjacent slices of one value, or one value for all."""
     size = shape(cat) or ()
     dim = argument(cat, 1, "dim", 0) % max(len(size), 1)
     if dim >= len(size) - 1:
@@ -70,26 +72,26 @@ def whole(cat: fx.Node, pieces: list[fx.Node], untouchable: set[fx.Node]) -> tup
             # every slice of the queries meets all keys
             source = operands[0] if all(x is operands[0] for x in operands) else None
         else:
-            source = joined(operands, dim)
-        if source is None or source in untouchable:
+            source = sliced_source(operands, dim)
+        if source is None or source in pinned:
             return None
         found.append(source)
     return found[0], found[1], found[2]
 
 
-def joined(slices: list[Any], dim: int) -> fx.Node | None:
-    """What these are slices of, side by side from its first row to its last."""
+def sliced_source(slices: list[Any], dim: int) -> fx.Node | None:
+    """Returns the value that adjacent slices cover from its first element along `dim` to its last."""
     source, at = None, 0
     for part in slices:
-        rows = rows_of(part, dim)
-        if rows is None or rows[0] != at or (source is not None and part.args[0] is not source):
+        span = slice_range(part, dim)
+        if span is None or span[0] != at or (source is not None and part.args[0] is not source):
             return None
-        source, at = part.args[0], rows[1]
+        source, at = part.args[0], span[1]
     return source if source is not None and at == (shape(source) or ())[dim] else None
 
 
-def rows_of(part: Any, dim: int) -> tuple[int, int] | None:
-    """From where to where a node is a slice along a dimension."""
+def slice_range(part: Any, dim: int) -> tuple[int, int] | None:
+    """Returns start and end of a slice along `dim`; None for other nodes."""
     if not is_op(part, SLICE | NARROW) or argument(part, 4, "step", 1) != 1:
         return None
     size = shape(part.args[0])

@@ -1,4 +1,4 @@
-"""The sinusoidal embedding of timesteps and of SDXL's sizes, the exchange of its halves and the casts around it."""
+"""The sinusoidal embedding of timesteps and of SDXL's sizes, with the swap of its halves and the casts around it."""
 
 from __future__ import annotations
 
@@ -9,66 +9,56 @@ from torch import fx
 
 from sfast_ext.kernels.pointwise import timestep_embedding as kernel
 
+from .fusion import fusion
 from .geglu import half
-from .rewrite import (
-    KERNEL_DTYPES,
-    argument,
-    call,
-    dtype,
-    is_cast,
-    is_op,
-    mutated,
-    only_user,
-    overloads,
-    replace,
-    shape,
-)
+from .rewrite import KERNEL_DTYPES, argument, call, dtype, is_cast, is_op, only_user, overloads, replace, shape
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 CAT = overloads("cat", "concat")
 SIN, COS = overloads("sin"), overloads("cos")
 MUL = overloads("mul.Tensor")
 
 
-class Embedding(NamedTuple):
+class TimestepEmbeddingMatch(NamedTuple):
     t: fx.Node
     frequency: fx.Node
     sine_first: bool
 
 
-def timestep_embedding(gm: fx.GraphModule, ctx: PassContext) -> int:
-    if not ctx.serves(kernel):
-        return 0
-    untouchable, count = mutated(gm.graph), 0
-    for node in list(gm.graph.nodes):
-        found = None if node._erased or node in untouchable else match(node)
-        if found is None or not untouchable.isdisjoint([found.t, found.frequency, *node.all_input_nodes]):
-            continue
-        last = exchanged(node, untouchable)
-        sine_first = found.sine_first if last is node else not found.sine_first
-        user = only_user(last)
-        if user is not None and is_cast(user) and user not in untouchable and dtype(user) in KERNEL_DTYPES:
-            last = user
-        with gm.graph.inserting_before(last):
-            options = {"sine_first": sine_first, "out_dtype": dtype(last)}
-            new = call(gm.graph, kernel.launch, (found.t, found.frequency), last, options)
-        replace(last, new)
-        count += 1
-    return count
+@fusion(CAT, needs=(kernel,))
+def timestep_embedding(cat: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
+    """Replaces an embedding, the swap of its halves that alone reads it, and the cast that alone reads the result.
+
+    Pattern: [cast]([swap](cat([sin(t * frequency), cos(t * frequency)], 1))), in either order
+    Replacement: kernel.launch(t, frequency, sine_first=..., out_dtype=...)
+    """
+    found = match(cat)
+    if found is None or not pinned.isdisjoint([found.t, found.frequency, *cat.all_input_nodes]):
+        return False
+    last = match_swap(cat, pinned)
+    sine_first = found.sine_first if last is cat else not found.sine_first
+    user = only_user(last)
+    if user is not None and is_cast(user) and user not in pinned and dtype(user) in KERNEL_DTYPES:
+        last = user
+    with cat.graph.inserting_before(last):
+        options = {"sine_first": sine_first, "out_dtype": dtype(last)}
+        new = call(cat.graph, kernel.launch, (found.t, found.frequency), last, options)
+    replace(last, new)
+    return True
 
 
-def match(node: fx.Node) -> Embedding | None:
-    """cat of sine and cosine of one product in float32, of timesteps (N, 1) and frequencies (1, F)."""
-    parts = joined(node)
+def match(cat: fx.Node) -> TimestepEmbeddingMatch | None:
+    """Matches sine and cosine of one float32 product of timesteps (N, 1) and frequencies (1, F)."""
+    parts = match_pair(cat)
     if parts is None:
         return None
     first, second = parts
     sine_first = is_op(first, SIN) and is_op(second, COS)
     if not sine_first and not (is_op(first, COS) and is_op(second, SIN)):
         return None
-    angle = first.args[0]
+    angle: Any = first.args[0]
     if angle is not second.args[0] or not is_op(angle, MUL):
         return None
     size = shape(angle) or ()
@@ -81,22 +71,22 @@ def match(node: fx.Node) -> Embedding | None:
         t = t.args[0]
     # their product, its sine and its cosine are float32 then
     alike = dtype(frequency) == torch.float32 and dtype(t) in kernel.TIMES
-    return Embedding(t, frequency, sine_first) if alike else None
+    return TimestepEmbeddingMatch(t, frequency, sine_first) if alike else None
 
 
-def exchanged(node: fx.Node, untouchable: set[fx.Node]) -> fx.Node:
-    """The cat of the second half and the first, if that is all that `node` is for, else `node`."""
+def match_swap(node: fx.Node, pinned: set[fx.Node]) -> fx.Node:
+    """Returns the concatenation of second and first half of `node`, if nothing else reads these; otherwise `node`."""
     slices = list(node.users)
     users = {only_user(part) for part in slices}
     last = users.pop() if len(slices) == 2 and len(users) == 1 else None
-    parts = None if last is None or last in untouchable or not untouchable.isdisjoint(slices) else joined(last)
+    parts = None if last is None or last in pinned or not pinned.isdisjoint(slices) else match_pair(last)
     if last is None or parts is None or half(parts[0]) != (node, 1) or half(parts[1]) != (node, 0):
         return node
     return last
 
 
-def joined(node: Any) -> tuple[fx.Node, fx.Node] | None:
-    """Two tensors (N, F) beside each other."""
+def match_pair(node: Any) -> tuple[fx.Node, fx.Node] | None:
+    """Matches a concatenation of two tensors (N, F) along F."""
     if not is_op(node, CAT) or len(node.args[0]) != 2 or len(shape(node) or ()) != 2:
         return None
     first, second = node.args[0]

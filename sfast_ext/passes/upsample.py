@@ -1,7 +1,4 @@
-"""Nearest-neighbour upsampling in NHWC: torch's own kernel for that layout is far from the speed of memory.
-
-A sum that is for nothing else is made as it is read.
-"""
+"""Nearest-neighbour upsampling in NHWC. PyTorch's kernel for that layout runs far below the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -12,38 +9,41 @@ from torch import fx
 
 from sfast_ext.kernels.conv import upsample as kernel
 
+from .fusion import fusion
 from .layer_norm import is_residual_add
-from .rewrite import KERNEL_DTYPES, argument, aten, call, dtype, is_op, mutated, only_user, overloads, replace, shape
+from .rewrite import KERNEL_DTYPES, argument, aten, call, dtype, only_user, overloads, replace, shape
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 NEAREST = overloads("upsample_nearest2d.vec", "upsample_nearest2d")
 
 
-def upsample(gm: fx.GraphModule, ctx: PassContext) -> int:
-    if not ctx.serves(kernel):
-        return 0
-    untouchable, count = mutated(gm.graph), 0
-    for node in list(gm.graph.nodes):
-        if not is_op(node, NEAREST) or not untouchable.isdisjoint([node, node.args[0]]):
-            continue
-        before, after = shape(node.args[0]), shape(node)
-        if before is None or after is None or dtype(node) not in KERNEL_DTYPES:
-            continue
-        x, options = node.args[0], {}
-        if only_user(x) is node and is_residual_add(x) and untouchable.isdisjoint(x.args[:2]):
-            x, options = x.args[0], {"residual": x.args[1]}
-        with gm.graph.inserting_before(node):
-            new = call(gm.graph, kernel.launch, (x, tuple(after[2:]), steps(node)), node, options)
-        replace(node, new)
-        count += 1
-    return count
+@fusion(NEAREST, needs=(kernel,), skip_pinned_inputs=True)
+def upsample(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
+    """Replaces an upsampling, with a residual addition that only it reads.
+
+    Pattern: upsample_nearest2d(x) or upsample_nearest2d(x + residual)
+    Replacement: kernel.launch(x, size, steps, residual=residual)
+    """
+    before, after = shape(node.args[0]), shape(node)
+    if before is None or after is None or dtype(node) not in KERNEL_DTYPES:
+        return False
+    x: Any = node.args[0]
+    options = {}
+    if only_user(x) is node and is_residual_add(x) and pinned.isdisjoint(x.args[:2]):
+        x, options = x.args[0], {"residual": x.args[1]}
+    with node.graph.inserting_before(node):
+        new = call(node.graph, kernel.launch, (x, tuple(after[2:]), steps(node)), node, options)
+    replace(node, new)
+    return True
 
 
 def steps(node: fx.Node) -> tuple[float, ...]:
-    """Pixels of the source per pixel of the target, vertical and horizontal, of shapes that are known; as torch has it,
-    in float32: what falls between two pixels is decided by its last bit."""
+    """Returns the source pixels per target pixel, vertical and horizontal. Both shapes must be known.
+
+    Computed in float32, as PyTorch does: the last bit decides which pixel is the nearest where two are equally near.
+    """
     before, after = shape(node.args[0]) or (), shape(node) or ()
     return tuple(
         float(torch.tensor(1.0 / scale if scale else old / new, dtype=torch.float32))
@@ -52,7 +52,7 @@ def steps(node: fx.Node) -> tuple[float, ...]:
 
 
 def scales(node: fx.Node) -> tuple[float | None, float | None]:
-    """The factors that were given by number, vertical and horizontal; None where the sizes alone decide."""
+    """Returns the scale factors given as numbers, vertical and horizontal; None where only the sizes decide."""
     given: Any
     if node.target is getattr(aten.upsample_nearest2d, "vec", None):
         given = argument(node, 2, "scale_factors") or (None, None)

@@ -1,4 +1,4 @@
-"""A convolution of an enlarged picture is computed of the small one: see kernels/conv/upsample_conv2d.py."""
+"""Convolutions of a feature map upsampled by 2, computed from the small map: see kernels/conv/upsample_conv2d.py."""
 
 from __future__ import annotations
 
@@ -11,55 +11,64 @@ from sfast_ext.kernels.conv import upsample_conv2d as kernel
 from sfast_ext.kernels.conv.upsample import places
 from sfast_ext.kernels.pointwise import bias_add
 
-from .conv_match import plain_convolutions
-from .group_norm_inputs import SUMS, summands
-from .rewrite import argument, call, is_op, mutated, only_user, replace, shape
+from .conv_match import match
+from .fusion import fusion
+from .group_norm_inputs import SUMS, match_sum
+from .rewrite import CONV, argument, call, is_op, only_user, replace, shape
 from .upsample import NEAREST, steps
 
 if TYPE_CHECKING:
-    from . import PassContext
+    from .context import PassContext
 
 
-def upsample_conv2d(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """After bias_add, which takes the biases; before conv2d and upsample, which take either by itself."""
-    if not ctx.serves(kernel):
-        return 0
-    untouchable, count, sums = mutated(gm.graph), 0, ctx.serves(bias_add)
-    for conv, large, weight in plain_convolutions(gm.graph, untouchable):
-        if argument(conv, 2, "bias") is not None or not is_op(large, NEAREST) or only_user(large) is not conv:
-            continue
-        x, cut = large.args[0], cut_of(large)
-        if cut is None or x in untouchable or min((shape(weight) or (0, 0))[:2]) < kernel.LEAST_CHANNELS:
-            continue
-        if not ctx.arena.channels_last(weight.meta["weight"]):
-            continue
-        with gm.graph.inserting_before(conv):
-            new = call(gm.graph, kernel.launch, (x, weight, cut), conv)
-        replace(conv, new)
-        if sums:
-            make(x, untouchable)
-        count += 1
-    return count
+@fusion(CONV, needs=(kernel,))
+def upsample_conv2d(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
+    """Replaces a convolution without a bias and the upsampling that only it reads.
+
+    Pattern: conv2d(upsample_nearest2d(x), weight)  # 3x3, half precision, twice the size
+    Replacement: kernel.launch(x, weight, crop)
+
+    If `x` is a residual addition, it becomes bias_add.launch: the upsampling's kernel would have added it on the way.
+    """
+    graph, found = conv.graph, match(conv, pinned)
+    if found is None or argument(conv, 2, "bias") is not None:
+        return False
+    large, weight = found
+    if not is_op(large, NEAREST) or only_user(large) is not conv:
+        return False
+    x, crop = large.args[0], match_doubling(large)
+    if crop is None or x in pinned or min((shape(weight) or (0, 0))[:2]) < kernel.LEAST_CHANNELS:
+        return False
+    if not ctx.arena.channels_last(weight.meta["weight"]):
+        return False
+    with graph.inserting_before(conv):
+        new = call(graph, kernel.launch, (x, weight, crop), conv)
+    replace(conv, new)
+    if ctx.serves(bias_add):
+        materialize_sum(x, pinned)
+    return True
 
 
-def cut_of(large: fx.Node) -> tuple[int, int] | None:
-    """Whether the last row and the last column are left out of a picture that has each pixel of another twice, across
-    and down; None for what is enlarged otherwise."""
+def match_doubling(large: fx.Node) -> tuple[int, int] | None:
+    """Matches an upsampling that repeats each pixel twice in both directions.
+
+    Returns whether the last row and the last column are cropped, each 0 or 1; None for any other upsampling.
+    """
     before, after = shape(large.args[0]), shape(large)
     if before is None or after is None:
         return None
-    cut = 2 * before[2] - after[2], 2 * before[3] - after[3]
-    twice = all(
+    crop = 2 * before[2] - after[2], 2 * before[3] - after[3]
+    doubled = all(
         torch.equal(places(length, target, step), torch.arange(target) // 2)
         for length, target, step in zip(before[2:], after[2:], steps(large))
     )
-    return cut if twice and {*cut} <= {0, 1} else None
+    return crop if doubled and {*crop} <= {0, 1} else None
 
 
-def make(total: Any, untouchable: set[fx.Node]) -> None:
-    """A sum that nobody makes on the way any more: by one kernel, with a linear layer's bias."""
-    operands = None if is_op(total, SUMS) else summands(total, untouchable)
-    if operands is None:
+def materialize_sum(total: Any, pinned: set[fx.Node]) -> None:
+    """Computes a sum that no other kernel fuses any more by one kernel, with the bias of a linear layer."""
+    found = None if is_op(total, SUMS) else match_sum(total, pinned)
+    if found is None:
         return
     with total.graph.inserting_before(total):
-        replace(total, call(total.graph, bias_add.launch, operands, total))
+        replace(total, call(total.graph, bias_add.launch, (*found,), total))

@@ -1,1 +1,1 @@
-"""Plans: how they are built, verified, kept and run."""
+"""Plans: built, verified, cached and run."""

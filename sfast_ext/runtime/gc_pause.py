@@ -1,4 +1,4 @@
-"""Python's garbage collections, kept out of what makes many objects and keeps them."""
+"""Pauses Python's garbage collector during a capture."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _YOUNG = 1  # the generations up to this one
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """No collections within: a capture makes and keeps tens of thousands of objects, among which they find nothing.
+def gc_paused() -> Iterator[None]:
+    """No collections within: a capture makes tens of thousands of objects and keeps most, so collections find nothing.
 
-    At the end what is garbage of them goes, and what stays counts as old: or they would bring about a collection of all
-    that the process has, half a second in a WebUI, in the midst of a picture.
+    At the end the new garbage is collected, and the survivors are moved to the oldest generation. Otherwise they would
+    soon trigger a collection of the whole process, which takes half a second in a WebUI, in the middle of an image.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -23,7 +23,7 @@ def uncollected() -> Iterator[None]:
     finally:
         if collecting:
             gc.collect(_YOUNG)
-            if not gc.get_freeze_count():  # else what somebody has frozen would thaw
+            if not gc.get_freeze_count():  # unfreeze would also thaw what others froze
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

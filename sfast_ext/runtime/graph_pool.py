@@ -1,7 +1,7 @@
-"""The graph pool: the memory shared by all CUDA graphs of a device, the order in which they go, and the budget.
+"""The graph pool: memory shared by all CUDA graphs of a device, with LRU eviction and a budget.
 
-Graphs of one pool share their intermediate memory, so only one may run at a time: every replay holds the pool's lock
-and waits, on its stream, for the last replay of any other. Inputs and outputs live outside the pool.
+Graphs of one pool share their intermediate memory, so only one may run at a time. A replay holds the pool's lock and
+waits, on its stream, for the last replay on another stream. Inputs and outputs are outside of the pool.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from sfast_ext.kernels.backend.trial import held_off
 from sfast_ext.report import Report
 
 MB = 1 << 20
-# What a UNet needs of one block for what is alive at once, 1.09 to 1.19: the allocator fills the smallest gap that will
-# do. In a smaller block the largest values find none, and bring others of their size.
-_GAPS = 1.2
-KEEPS = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
-"""Whether torch hands out the graphs that it captures."""
+# Size of the first block, relative to the peak of live bytes. UNets need 1.09 to 1.19, as the allocator takes the
+# smallest gap that fits. In a smaller block the largest values find no gap, and allocate further blocks of their size.
+_FRAGMENTATION = 1.2
+CAN_UPDATE_GRAPH = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
+"""Whether torch gives access to the captured graph, so that its nodes can be updated."""
 
 
 class NoGraph(Exception):
-    """A CUDA graph could not be captured; the plan runs without one. The message says why."""
+    """A CUDA graph could not be captured. The message says why. The plan runs without one."""
 
 
 class CapturedGraph:
-    """A CUDA graph and the static tensors it writes. `size` is the memory the pool grew by, in bytes; `share` what it
-    counts for among the graphs allowed."""
+    """A CUDA graph and the static tensors that it writes.
+
+    `size` is the growth of the pool in bytes, `share` the graph's weight in `max_graphs`.
+    """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: list[torch.Tensor], size: int) -> None:
         self.graph = graph
@@ -42,21 +44,18 @@ class CapturedGraph:
         self.share = 1.0
 
     def handles(self) -> tuple[int, int]:
-        """Of the graph as it was captured, and of what runs, for the driver; where torch KEEPS them."""
+        """Driver handles of the captured graph and of the executable graph. Needs CAN_UPDATE_GRAPH."""
         return self.graph.raw_cuda_graph(), self.graph.raw_cuda_graph_exec()
 
 
 class GraphPool:
-    """CUDA graphs of one device, least recently used first.
-
-    Owners are told by `on_evict` when their graph is gone.
-    """
+    """The CUDA graphs of one device, least recently used first. `on_evict` tells an owner that its graph is gone."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.RLock()
         self._handle: Any = None
-        # memory of an evicted graph stays in the pool, for the next capture, until the last graph goes
+        # the memory of an evicted graph stays in the pool until the last graph is gone
         self._reserved = 0
         self._entries: OrderedDict[int, tuple[CapturedGraph, Callable[[], None]]] = OrderedDict()
         self._stream: torch.cuda.Stream | None = None
@@ -69,11 +68,11 @@ class GraphPool:
 
     @property
     def size(self) -> int:
-        """Bytes the pool holds."""
+        """The size of the pool in bytes."""
         return self._reserved
 
     def side_stream(self) -> torch.cuda.Stream:
-        """The stream that warm-ups and captures run on."""
+        """The stream for warm-ups and captures."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         return self._stream
@@ -89,16 +88,16 @@ class GraphPool:
         share: float = 1.0,
         expected: int = 0,
     ) -> CapturedGraph:
-        """Capture `run`, evicting others until it fits.
+        """Capture `run`. Other graphs are evicted until it fits.
 
         Args:
-            expected: bytes that it will need at once, as far as is known; a new pool begins with as many.
+            expected: the expected peak of live bytes. A new pool starts with a block for them.
 
         Raises:
             NoGraph: it does not fit, or cannot be captured.
         """
         with self.lock:
-            # the shares of a model's parts add up to one, but for rounding
+            # the shares of a model's parts sum to one, up to rounding
             while self._entries and share + sum(c.share for c, _ in self._entries.values()) > max_graphs + 1e-6:
                 self._evict_oldest(report, f"there are {len(self._entries)}, {max_graphs} are allowed")
             while True:
@@ -109,7 +108,7 @@ class GraphPool:
                     report.count("out_of_memory")
                     if not self._entries:
                         raise NoGraph("the GPU has not enough free memory for a CUDA graph") from exc
-                    # the pool's memory returns only when the last of its graphs is gone
+                    # the memory is only freed with the last graph of the pool
                     self._evict_all(report, "out of memory while capturing a CUDA graph")
                     continue
                 except Exception as exc:
@@ -134,15 +133,15 @@ class GraphPool:
         """Mark as used most recently."""
         self._entries.move_to_end(id(captured))
 
-    def enter(self) -> torch.cuda.Stream:
-        """Order the current stream, which is returned, after the last use of the pool. The caller holds the lock."""
+    def begin_use(self) -> torch.cuda.Stream:
+        """Make the current stream wait for the last use of the pool, and return it. The caller holds the lock."""
         stream = self._current_stream()
         if self._last is not None and self._last_stream != stream.cuda_stream:
             stream.wait_event(self._last)
         return stream
 
-    def leave(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Note that the current stream has used the pool. The caller holds the lock."""
+    def end_use(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Record that the current stream used the pool. The caller holds the lock."""
         stream = stream or self._current_stream()
         if self._last is None:
             self._last = torch.cuda.Event()
@@ -150,21 +149,21 @@ class GraphPool:
         self._last_stream = stream.cuda_stream
 
     def _current_stream(self) -> torch.cuda.Stream:
-        """The object of the last time where it still is that stream: torch takes microseconds to make one."""
+        """The current stream. The last object is reused if it is the same stream: a new one takes microseconds."""
         raw = current_stream(self.device.index or 0)
         if self._current is None or self._current[0] != raw:
             self._current = raw, torch.cuda.current_stream(self.device)
         return self._current[1]
 
     def make_room(self, report: Report, why: str = "the GPU is out of memory") -> None:
-        """Give all memory back; the graphs are captured again when they are next used."""
+        """Free all memory. Graphs are captured again at their next use."""
         with self.lock:
             if self._entries:
                 self._evict_all(report, why)
             torch.cuda.empty_cache()
 
-    def discard(self, captured: CapturedGraph) -> None:
-        """Give back one graph, without telling its owner."""
+    def drop(self, captured: CapturedGraph) -> None:
+        """Free one graph, without telling its owner."""
         with self.lock:
             if self._entries.pop(id(captured), None) is None:
                 return
@@ -181,27 +180,27 @@ class GraphPool:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
-        graph = torch.cuda.CUDAGraph(keep_graph=True) if KEEPS else torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True) if CAN_UPDATE_GRAPH else torch.cuda.CUDAGraph()
         collecting = gc.isenabled()
-        # a collection in the midst of it could run anybody's destructors on the capturing stream
+        # a collection could run anybody's destructors on the capturing stream
         gc.disable()
         try:
             with torch.cuda.stream(self.side_stream()):
                 with _own_random_state(self.device):
-                    # thread_local: a live preview decoding in another thread must not break the capture
+                    # thread_local: a live preview that decodes in another thread must not break the capture
                     graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
                 try:
                     if not self._entries:
-                        self._lay_out(expected)
+                        self._reserve_arena(expected)
                     outputs = run()
                 finally:
                     graph.capture_end()
-            if KEEPS:
+            if CAN_UPDATE_GRAPH:
                 graph.instantiate()
         except BaseException:
             graph.reset()
             if not self._entries:
-                # the allocator has forgotten a pool that no graph was made in
+                # the allocator forgets a pool in which no graph was captured
                 self._drop_pool()
             raise
         finally:
@@ -211,11 +210,11 @@ class GraphPool:
         self._reserved += grown
         return CapturedGraph(graph, outputs, grown)
 
-    def _lay_out(self, expected: int) -> None:
-        """Let a new pool begin with one block for all, which is cut as it is needed: many would leave gaps."""
+    def _reserve_arena(self, expected: int) -> None:
+        """Start a new pool with one large block, which the allocator splits: many small ones would fragment."""
         free, _ = torch.cuda.mem_get_info(self.device)
         if 0 < 2 * expected < free:
-            torch.empty(int(_GAPS * expected), dtype=torch.uint8, device=self.device)
+            torch.empty(int(_FRAGMENTATION * expected), dtype=torch.uint8, device=self.device)
 
     def _evict_oldest(self, report: Report, why: str) -> None:
         _, (captured, on_evict) = self._entries.popitem(last=False)
@@ -240,12 +239,12 @@ class GraphPool:
                 captured.graph.reset()
                 captured.outputs = []
         finally:
-            # also where that failed: the next capture must not begin in a pool that no graph holds
+            # even after a failure: the next capture must not use a pool that no graph holds
             if not self._entries:
                 self._drop_pool()
 
     def _drop_pool(self) -> None:
-        # a new handle: the allocator frees the memory of the old one now that no graph holds it
+        # the allocator frees the memory of the old handle, as no graph holds it
         self._handle = None
         self._reserved = 0
         self._last = None
@@ -255,8 +254,10 @@ class GraphPool:
 
 @contextlib.contextmanager
 def _own_random_state(device: torch.device) -> Iterator[None]:
-    """A capture claims the default generator's state, and a draw in another thread would raise until it ends; so it
-    is given a twin while it begins. Plans draw no random numbers."""
+    """Replace the state of the default generator while a capture begins.
+
+    A capture claims that state, so random numbers in another thread would raise until it ends. Plans draw none.
+    """
     generator = torch.cuda.default_generators[device.index or 0]
     if not hasattr(generator, "graphsafe_set_state"):
         yield
@@ -274,7 +275,7 @@ _pools_lock = threading.Lock()
 
 
 def pool_of(device: torch.device) -> GraphPool:
-    """The pool of a device; one for all accelerators on it."""
+    """The pool of a device, shared by all accelerators on it."""
     with _pools_lock:
         if device not in _pools:
             _pools[device] = GraphPool(device)
@@ -282,13 +283,13 @@ def pool_of(device: torch.device) -> GraphPool:
 
 
 def held() -> int:
-    """Bytes that the pools of all devices hold."""
+    """The size of the pools of all devices in bytes."""
     with _pools_lock:
         return sum(pool.size for pool in _pools.values())
 
 
 def make_room(report: Report, why: str) -> None:
-    """Give the memory of all graphs back, see `GraphPool.make_room`."""
+    """Free the memory of all graphs, see `GraphPool.make_room`."""
     with _pools_lock:
         pools = list(_pools.values())
     for pool in pools:

@@ -1,4 +1,4 @@
-"""What a graph computes, in a form that two plans can be compared by."""
+"""A summary of a graph, by which two plans can be compared."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import fx
 
 
 def counts(graph: fx.Graph) -> dict[str, int]:
-    """How often each operation occurs, by name, the most frequent first."""
+    """The number of occurrences of each operation by name, the most frequent first."""
     return dict(Counter(name(node.target) for node in graph.nodes if node.op == "call_function").most_common())
 
 
 def digest(graph_module: fx.GraphModule) -> str:
     """A hash of all operations and the data flow between them.
 
-    Equal for two graphs that apply the same operations with the same arguments to the same inputs and weights; the
-    order of independent nodes and their names do not matter. Weights count by their path, see `Weight.path`, constants
-    by dtype and shape.
+    Equal for two graphs that apply the same operations with the same arguments to the same inputs and weights. The
+    order of independent nodes and the names of nodes do not matter. Weights are compared by `Weight.path`, constants by
+    dtype and shape.
     """
     marks: dict[fx.Node, str] = {}
     inputs = 0
@@ -38,7 +38,7 @@ def digest(graph_module: fx.GraphModule) -> str:
 
 
 def name(target: Any) -> str:
-    """`aten.linear.default` for an operator; module and name for a function of Python."""
+    """`aten.linear.default` for an operator, module and name for a Python function."""
     if isinstance(target, (str, torch._ops.OpOverload)):
         return str(target)
     return f"{target.__module__}.{target.__qualname__}"

@@ -1,4 +1,4 @@
-"""The plans of one accelerator, by key, least recently used first; and the keys for which there shall be none."""
+"""The plans of one accelerator by key, in LRU order, and the rejected keys."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from collections.abc import Hashable
 from sfast_ext.report import Report
 from sfast_ext.runtime.graph_pool import GraphPool, pool_of
 from sfast_ext.runtime.plan import Plan
-from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.submodule_arena import Arena
 
-LAPSES = 4
-"""Generations after which a key that was refused may be tried again; twice as many each further time."""
+REJECTED_FOR = 4
+"""Generations after which a rejected key is tried again. Doubles each time."""
 
 
-class Shelf:
-    """Keeps plans bound to the weights they read for as long as they are here.
+class PlanCache:
+    """Caches plans. A plan is bound to its weights while it is cached.
 
     Args:
-        lock: held while plans come and go.
-        size: how many plans are kept.
+        lock: held while plans are added or removed.
+        size: the maximum number of plans.
     """
 
-    def __init__(self, arena: WeightArena, report: Report, lock: threading.RLock, size: int) -> None:
+    def __init__(self, arena: Arena, report: Report, lock: threading.RLock, size: int) -> None:
         self.plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self.size = size
-        # the reason, and from which generation on it holds no longer
-        self._refused: OrderedDict[Hashable, tuple[str, int]] = OrderedDict()
-        self._lapsed: dict[Hashable, int] = {}
+        # (reason, generation in which it expires)
+        self._rejected: OrderedDict[Hashable, tuple[str, int]] = OrderedDict()
+        self._expired: dict[Hashable, int] = {}
         self._generation = 0
         self._arena, self._report, self._lock = arena, report, lock
 
     def put(self, key: Hashable, plan: Plan) -> None:
-        """Keep a plan; the one used longest ago goes where there are too many."""
+        """Add a plan. The least recently used one is dropped if there are too many."""
         with self._lock:
             try:
                 self._arena.bind(plan.weights)
@@ -54,40 +54,40 @@ class Shelf:
                 pass  # dropped since
 
     def new_generation(self) -> None:
-        """A generation begins. What a plan was refused for may be gone without a trace in its key, as a patch of a
-        function that no method calls itself: it may be tried again after some of them."""
+        """A generation begins: rejections expire. Their cause may be gone without a change of the key, as a patch of a
+        function that no method calls directly."""
         with self._lock:
             self._generation += 1
-            for key, (_, until) in list(self._refused.items()):
+            for key, (_, until) in list(self._rejected.items()):
                 if self._generation >= until:
-                    del self._refused[key]
-                    self._lapsed[key] = self._lapsed.pop(key, 0) + 1
-            while len(self._lapsed) > 4 * self.size:
-                del self._lapsed[next(iter(self._lapsed))]
+                    del self._rejected[key]
+                    self._expired[key] = self._expired.pop(key, 0) + 1
+            while len(self._expired) > 4 * self.size:
+                del self._expired[next(iter(self._expired))]
 
-    def refusal(self, key: Hashable) -> str | None:
-        """Why there is no plan for a key and none is to be built, or None."""
-        refused = self._refused.get(key) if self._refused else None
+    def rejection(self, key: Hashable) -> str | None:
+        """The reason why a key is rejected, or None."""
+        refused = self._rejected.get(key) if self._rejected else None
         return None if refused is None else refused[0]
 
-    def refuse(self, key: Hashable, reason: str) -> None:
-        """Drop the plan of a key, and build none for it until it is pardoned or the refusal lapses."""
+    def reject(self, key: Hashable, reason: str) -> None:
+        """Drop the plan of a key, and build none until the rejection expires or is cleared."""
         with self._lock:
-            # first of all: should the plan's memory not come back, it is not run for that
-            self._refused[key] = reason, self._generation + LAPSES * 2 ** self._lapsed.get(key, 0)
-            while len(self._refused) > 4 * self.size:
-                self._refused.popitem(last=False)
+            # first: if freeing the plan's memory fails, it must not run again
+            self._rejected[key] = reason, self._generation + REJECTED_FOR * 2 ** self._expired.get(key, 0)
+            while len(self._rejected) > 4 * self.size:
+                self._rejected.popitem(last=False)
             self._report.event("refused", reason)
             self.drop(key)
 
-    def pardon(self) -> None:
-        """What was refused may be tried again."""
+    def clear_rejected(self) -> None:
+        """Rejected keys may be tried again."""
         with self._lock:
-            self._refused.clear()
-            self._lapsed.clear()
+            self._rejected.clear()
+            self._expired.clear()
 
     def drop(self, key: Hashable) -> None:
-        """Close a plan and let go of its weights and memory."""
+        """Close a plan, unbind its weights and free its memory."""
         with self._lock:
             plan = self.plans.pop(key, None)
             if plan is None:
@@ -98,17 +98,17 @@ class Shelf:
                 plan.close(pool_for(plan))
 
     def clear(self, reason: str | None) -> None:
-        """Drop all plans and pardon all keys. `reason` goes to the report where a plan was lost."""
+        """Drop all plans and clear all rejections. `reason` is reported if there were any plans."""
         with self._lock:
             if reason and self.plans:
                 self._report.event("plans", f"all plans are dropped: {reason}")
-            self.pardon()
+            self.clear_rejected()
             with contextlib.ExitStack() as each:
-                # one that fails does not keep the others
+                # all of them, even if one raises
                 for key in list(self.plans):
                     each.callback(self.drop, key)
 
 
 def pool_for(plan: Plan) -> GraphPool | None:
-    """The graph pool of a plan's device; None where graphs are not what it has."""
+    """The graph pool of a plan's device. None on a CPU."""
     return pool_of(plan.device) if plan.device.type == "cuda" else None

@@ -1,58 +1,28 @@
-"""From a captured graph to a plan, and the proof that it may be used: right on the user's own inputs, and faster."""
+"""Verification of a new plan on the user's own inputs: accuracy and speed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
-from sfast_ext import environment
 from sfast_ext.call_signature import Call, flatten_output
-from sfast_ext.capture.capture import Captured
 from sfast_ext.config import Config
-from sfast_ext.kernels.backend.precompile import precompile
-from sfast_ext.kernels.group_norm import group_norm
-from sfast_ext.passes import PassContext, run_passes
-from sfast_ext.passes.layout_time import channels_last_pays
 from sfast_ext.report import at
-from sfast_ext.runtime.plan import Plan, comparable, milliseconds, relative_error
-from sfast_ext.weights.arena import WeightArena
+from sfast_ext.runtime.plan import Plan
+from sfast_ext.timing import timer
 
-# a replay may measure this much slower than the original before it counts as slower
-NOISE = 1.03
-# where the original takes this many times as long, one call of each has told enough
-CLEARLY = 1.5
-
-
-def rewritten(captured: Captured, call: Call, arena: WeightArena, device: torch.device, config: Config) -> Plan:
-    """The plan of a captured forward: its graph after all passes, with the kernels that `device` and `config` allow."""
-    at("choice of kernels")
-    graph = captured.graph_module.graph
-    triton = (
-        config.triton
-        and environment.triton_runs_on(device)
-        and environment.triton_refusal(device, *_dtypes(graph)) is None
-    )
-    context = PassContext(arena, device, triton)
-    if device.type == "cuda" and not context.serves(group_norm):
-        context.channels_last = arena.remembered("channels last", lambda: channels_last_pays(graph, device))
-    fused = run_passes(captured.graph_module, context)
-    if triton:
-        # before the plan takes the shapes out of the graph
-        precompile(graph, device)
-    at("binding of weights")
-    return Plan(call, captured.graph_module, captured.output_tree, captured.output_strides, device, fused)
+# measurements, of which the median is taken
+TIMED_RUNS = 3
+# a replay counts as slower only above this ratio to the original
+TIMING_NOISE = 1.03
+# above this ratio one measurement of each is enough
+CLEARLY_FASTER = 1.5
 
 
-def _dtypes(graph: fx.Graph) -> set[torch.dtype]:
-    """Of the values of a captured graph."""
-    found = (node.meta.get("val") for node in graph.nodes)
-    return {val.dtype for val in found if isinstance(val, torch.Tensor)}
-
-
-def prove(
+def verify_plan(
     plan: Plan,
     run: Callable[[], list[torch.Tensor]],
     original: Callable[[], Any],
@@ -64,16 +34,16 @@ def prove(
     """Check and time a new plan.
 
     Args:
-        run: runs the plan as it will be run, by its CUDA graph where it may have one.
+        run: runs the plan as it will be run later, by CUDA graph if possible.
         original: runs the original forward on the same inputs.
-        result: what the original forward returned for them.
-        original_s: seconds that took.
+        result: the original forward's result for them.
+        original_s: the time of that run in seconds.
 
     Returns:
-        The reason to drop the plan, or None.
+        The reason to reject the plan, or None.
     """
     references = flatten_output(result)[1]
-    # of a result that is nowhere finite nothing can be said: the plan is not relied upon until it was compared
+    # a result without finite values cannot be compared; the plan is compared at a later call
     checked = config.check != "never" and comparable(references)
     at("first run")
     outputs = run()
@@ -81,21 +51,72 @@ def prove(
         at("check")
         plan.error = relative_error(outputs, references)
         if not plan.error <= config.tolerance:
-            return too_far(plan.error, config)
+            return too_inaccurate(plan.error, config)
     at("timing")
     if plan.device.type != "cuda":
-        # run once: a clock of coarse steps may not have moved
+        # original_s is of one run: a coarse clock may not have moved
         plan.ms_before, plan.ms_after = 1000 * original_s or None, milliseconds(run, plan.device, 1)
         return None
-    # calls of their own: the first ones paid for their warm-up
+    # new calls: the first ones included warm-up
     plan.ms_after, plan.ms_before = milliseconds(run, plan.device, 1), milliseconds(original, plan.device, 1)
-    if plan.ms_before < CLEARLY * plan.ms_after:
+    if plan.ms_before < CLEARLY_FASTER * plan.ms_after:
         plan.ms_after, plan.ms_before = milliseconds(run, plan.device), milliseconds(original, plan.device)
-    if config.drop_slower and plan.ms_after > NOISE * plan.ms_before:
+    if config.drop_slower and plan.ms_after > TIMING_NOISE * plan.ms_before:
         return f"its plan is slower than the original ({plan.ms_after:.1f} ms against {plan.ms_before:.1f} ms)"
     return None
 
 
-def too_far(error: float, config: Config) -> str:
-    """Why a plan of this error is not used."""
+def too_inaccurate(error: float, config: Config) -> str:
+    """Why a plan with this error is not used."""
     return f"its plan differs from the original by {error:.2g}, more than the tolerance of {config.tolerance:g}"
+
+
+def relative_error(outputs: Sequence[torch.Tensor], references: Sequence[torch.Tensor]) -> float:
+    """The largest relative L2 error of a list of tensors, in fp32.
+
+    Infinite if shapes or dtypes differ, or if a value is not finite where the reference is. Values where the reference
+    is not finite are ignored.
+    """
+    worst = 0.0
+    if len(outputs) != len(references):
+        return math.inf
+    for output, reference in zip(outputs, references):
+        if output.shape != reference.shape or output.dtype != reference.dtype:
+            return math.inf
+        if not reference.is_floating_point():
+            worst = max(worst, 0.0 if torch.equal(output, reference) else math.inf)
+            continue
+        ours, theirs = output.float(), reference.float()
+        finite = torch.isfinite(theirs)
+        if not bool(torch.isfinite(ours[finite]).all()):
+            return math.inf
+        zero = torch.zeros((), device=theirs.device)
+        theirs = torch.where(finite, theirs, zero)
+        distance, norm = _norm(torch.where(finite, ours, zero) - theirs), _norm(theirs)
+        worst = max(worst, distance / norm if norm > 0 else distance)
+    return worst
+
+
+def _norm(values: torch.Tensor) -> float:
+    # float64: squares of float32 overflow from 2e19 on, and the ratio of two infinite norms is no error
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+def comparable(references: Sequence[torch.Tensor]) -> bool:
+    """Whether any value can be compared: a model may return NaN only."""
+    return any(not r.is_floating_point() or bool(torch.isfinite(r).any()) for r in references)
+
+
+def milliseconds(run: Callable[[], Any], device: torch.device, times: int = TIMED_RUNS) -> float:
+    """The median time of a call. On a GPU by events, which synchronizes; on a CPU by `timing.timer`."""
+    if device.type != "cuda":
+        return sorted(timer.milliseconds(run) for _ in range(times))[times // 2]
+    taken = []
+    for _ in range(times):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        taken.append(start.elapsed_time(end))
+    return sorted(taken)[len(taken) // 2]

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.runtime.plan import relative_error
-from sfast_ext.tools import Unavailable
-from sfast_ext.tools.lib import engines, exact, machine, models, pipelines, rates, trace
+from sfast_ext.runtime.verify import relative_error
+from sfast_ext.tools.lib import Unavailable, engines, exact, machine, models, pipelines, rates, trace
 from sfast_ext.tools.lib.ways import OURS, Way, beside, words_of
 from sfast_ext.tools.text import number, significant, table
 

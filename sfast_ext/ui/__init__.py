@@ -1,1 +1,1 @@
-"""What the user sees in a WebUI: the settings, and the report over HTTP."""
+"""What the user sees in a host: the settings, and the status over HTTP."""

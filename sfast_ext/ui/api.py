@@ -1,4 +1,4 @@
-"""The report over HTTP, for those whom the WebUI lets in. It is only read, never changed."""
+"""The status over HTTP, read-only, for users whom the WebUI admits."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ STATUS = "/sfast/v1/status"
 def register(
     app: Any, status: Callable[[], dict[str, Any]], passwords: Callable[[], Mapping[str, str]] | None = None
 ) -> None:
-    """Add GET /sfast/v1/status to a FastAPI application; once, however often a WebUI starts the same application.
+    """Add GET /sfast/v1/status to a FastAPI application. A second call replaces the route of the first.
 
-    Where the WebUI asks for a password, for its page or for its API, so does this: a browser that is logged in to the
-    page is let in, and HTTP basic authentication with the user and password of either.
+    Where the WebUI requires a password, for its page or for its API, so does the route: it admits a browser that is
+    logged in to the page, and HTTP basic authentication with the user and password of either.
 
     Args:
-        app: the application that `on_app_started` hands over.
+        app: the application that `on_app_started` passes.
         status: called for each request.
-        passwords: of the WebUI's API, by user; empty where it asks for none.
+        passwords: gives the passwords of the WebUI's API by user; empty where it requires none.
     """
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
     def answer(request: Any) -> Any:
         if not allowed(app, request, {} if passwords is None else passwords()):
-            # the page's own request must not make the browser ask
+            # the badge's own request must not make the browser ask for a password
             asks = "text/html" in request.headers.get("accept", "")
             headers = {"WWW-Authenticate": "Basic"} if asks else {}
             return JSONResponse({"detail": "Unauthorized"}, status_code=401, headers=headers)
         return JSONResponse(json_safe(public(status())), headers={"Cache-Control": "no-store"})
 
-    # after the scripts were reloaded the old route would answer for a session that is gone
+    # after a reload of the scripts the old route would answer for the session before
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != STATUS]
     app.router.routes.append(Route(STATUS, answer, methods=["GET"], include_in_schema=False))
 
 
 def allowed(app: Any, request: Any, passwords: Mapping[str, str]) -> bool:
-    """Whether who asks may read the report."""
+    """Whether a request may read the status."""
     page = getattr(app, "auth", None)  # Gradio's: passwords by user, or a function of both
     if page is None and not passwords:
         return True
@@ -71,7 +71,7 @@ def _basic(header: str) -> tuple[str | None, str]:
 
 
 def public(status: dict[str, Any]) -> dict[str, Any]:
-    """The status without tracebacks, which name the user's folders; the log has them."""
+    """The status without tracebacks, which contain the names of the user's folders. The log has them."""
     error = status.get("last_error")
     if not isinstance(error, Mapping):
         return status
@@ -79,7 +79,7 @@ def public(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_safe(value: Any) -> Any:
-    """The same in what JSON knows: numbers that are not finite become None, other objects their text."""
+    """The value in types that JSON has. Numbers that are not finite become None, other objects their text."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Settings → Stable Fast: one table, the options a WebUI shows for it, and the configuration read back from them."""
+"""Settings > Stable Fast: the table of settings, the options made from it, and the configuration read from them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ SECTION = ("stable_fast", "Stable Fast")
 
 logger = logging.getLogger("sfast_ext")
 
-CHECKS = {"first use": "first", "always": "always", "never": "never"}
-"""What the user reads, and what Config calls it."""
+CHECK_LABELS = {"first use": "first", "always": "always", "never": "never"}
+"""The choices as the user reads them, with the values that Config has for them."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One option: its name in the WebUI's settings, the field of Config that it sets, and what it says of itself."""
+    """One option: its name in the WebUI's settings, the field of Config that it sets, its label and its explanation."""
 
     key: str
     field: str
     label: str
     info: str
     slider: tuple[float, float, float] | None = None
-    """Least, greatest and step; None for a checkbox or a choice."""
+    """Minimum, maximum and step; None for a checkbox or a choice."""
     choices: tuple[str, ...] = ()
-    takes: str = "true or false"
-    """The values that it can have, in words."""
+    valid: str = "true or false"
+    """The valid values, in words."""
 
 
 SETTINGS = (
@@ -40,64 +40,64 @@ SETTINGS = (
         "sfast_enabled",
         "enabled",
         "Accelerate the UNet",
-        "the same pictures up to the rounding of half precision, in less time; the first picture of a new size takes "
-        "some seconds more. Off gives the WebUI's own forward back",
+        "Images stay the same up to half-precision rounding. The first image of a new size takes a few seconds "
+        "longer. Off: the WebUI's own forward runs",
     ),
     Setting(
         "sfast_cuda_graphs",
         "cuda_graphs",
         "Replay CUDA graphs",
-        "takes the launching of kernels off the CPU, most of the gain at small sizes; costs GPU memory for each size "
-        "in use",
+        "Removes the CPU time for launching kernels, which is most of the gain at small sizes. Takes GPU memory for "
+        "each size in use",
     ),
     Setting(
         "sfast_graph_memory_mb",
         "graph_memory_mb",
-        "GPU memory for CUDA graphs, MB",
-        "over it the graphs used longest ago are given back and recorded again when needed; less leaves more for large "
-        "pictures and other models, 0 sets no limit",
+        "GPU memory for CUDA graphs (MB)",
+        "Above this limit the least recently used graphs are freed, and captured again when needed. A lower value "
+        "leaves more memory for large images and other models. 0: no limit",
         slider=(0, 32768, 256),
-        takes="a number of MB, 0 (no limit) or more",
+        valid="a number of MB, 0 (no limit) or more",
     ),
     Setting(
         "sfast_max_graphs",
         "max_graphs",
-        "Number of CUDA graphs kept",
-        "one for each combination of size, batch and prompt length; more saves recording again when you go back and "
-        "forth between sizes, and costs memory",
+        "Maximum number of CUDA graphs",
+        "Each combination of size, batch and prompt length has its own graph. A higher value avoids new captures when "
+        "you switch between sizes, and takes more memory",
         slider=(1, 64, 1),
-        takes="a number, 1 or more",
+        valid="a number, 1 or more",
     ),
     Setting(
         "sfast_triton",
         "triton",
-        "Fused kernels written in Triton",
-        "fewer passes over memory in norms and activations; costs some seconds of compiling once, kept on disk. "
-        "Without Triton, PyTorch's kernels run",
+        "Use fused Triton kernels",
+        "They read and write memory fewer times in norms and activations. They are compiled once, which takes some "
+        "seconds, and cached on disk. Without Triton, PyTorch's kernels run",
     ),
     Setting(
         "sfast_check",
         "check",
-        "Compare with the WebUI's own forward",
-        "first use: one extra call for each new plan, and a plan that differs is thrown away. always: each call is "
-        "made twice, for finding faults. never: saves that one call and trusts the plan",
-        choices=tuple(CHECKS),
-        takes=", ".join(CHECKS),
+        "Compare plans with the WebUI's own forward",
+        "first use: one extra call for each new plan; a plan that differs is discarded. always: every call runs twice, "
+        "for troubleshooting. never: no extra call, plans are not checked",
+        choices=tuple(CHECK_LABELS),
+        valid=", ".join(CHECK_LABELS),
     ),
     Setting(
         "sfast_tolerance",
         "tolerance",
-        "Largest relative error in that comparison",
-        "rounding in half precision stays well under the default; smaller throws away more plans and their gain, "
-        "larger lets more difference through",
+        "Maximum relative error in that comparison",
+        "Half-precision rounding stays well below the default. A lower value discards more plans and their speed-up. "
+        "A higher value accepts larger differences",
         slider=(0.001, 0.1, 0.001),
-        takes="a number above 0",
+        valid="a number above 0",
     ),
     Setting(
         "sfast_allow_cpu",
         "allow_cpu",
         "Also run on the CPU",
-        "for trying the extension without a GPU: no gain in speed is to be expected there",
+        "For trying the extension without a GPU. It is not faster there",
     ),
 )
 
@@ -105,26 +105,26 @@ KEYS = tuple(setting.key for setting in SETTINGS)
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
-_told: dict[str, str] = {}
-"""By setting: the value that was last said to be none that it takes."""
-_good: dict[str, Any] = {}
-"""By setting: the last value that it takes, as it is in Config."""
+_announced: dict[str, str] = {}
+"""The invalid value of each setting that was reported last."""
+_last_valid: dict[str, Any] = {}
+"""The last valid value of each setting, as Config has it."""
 
 
 def default_of(setting: Setting) -> Any:
-    """The value that the WebUI shows before the user has chosen one."""
+    """The value that the WebUI shows until the user chooses one."""
     value = getattr(Config(), setting.field)
     if setting.field == "graph_memory_mb":
-        value = _share_of_the_gpu(value, setting)
-    return _shown(setting, value)
+        value = _share_of_gpu_memory(value, setting)
+    return _displayed(setting, value)
 
 
-def _shown(setting: Setting, value: Any) -> Any:
-    """A value of Config as the WebUI has it."""
-    return next(name for name, check in CHECKS.items() if check == value) if setting.choices else value
+def _displayed(setting: Setting, value: Any) -> Any:
+    """A value of Config as the WebUI shows it."""
+    return next(name for name, check in CHECK_LABELS.items() if check == value) if setting.choices else value
 
 
-def _share_of_the_gpu(most: int, setting: Setting) -> int:
+def _share_of_gpu_memory(most: int, setting: Setting) -> int:
     """A quarter of the GPU's memory in MB, in the steps of the slider, and no more than `most`."""
     total = environment.gpu_memory()
     assert setting.slider is not None
@@ -133,7 +133,7 @@ def _share_of_the_gpu(most: int, setting: Setting) -> int:
 
 
 def register(opts: Any, option_info: Callable[..., Any]) -> None:
-    """Add the settings to a WebUI's; may be called again after its scripts were reloaded.
+    """Add the settings to those of a WebUI. May be called again.
 
     Args:
         opts: `shared.opts` of AUTOMATIC1111 or SD.Next.
@@ -141,8 +141,8 @@ def register(opts: Any, option_info: Callable[..., Any]) -> None:
     """
     for setting in SETTINGS:
         component, arguments = _component(setting)
-        # SD.Next has .info() but shows it nowhere; gradio's own line under the label it does show. `validate` is what
-        # only SD.Next's OptionInfo has.
+        # SD.Next has .info() but does not show it; it does show gradio's own line under the label. Only SD.Next's
+        # OptionInfo has `validate`.
         comments_are_shown = hasattr(option_info, "info") and not hasattr(option_info, "validate")
         if not comments_are_shown:
             arguments["info"] = setting.info
@@ -164,11 +164,11 @@ def _component(setting: Setting) -> tuple[Any, dict[str, Any]]:
 
 
 def config_from(opts: Any, report: Report | None = None) -> Config:
-    """What the user has chosen. A value that a setting does not take is said once, and the last one that it took, or
-    the default, stays in use.
+    """The configuration that the user has chosen. An invalid value is reported once, and the last valid value, or the
+    default, stays in use.
 
     Options that are not registered yet have their default: a WebUI may load its model before it asks for settings.
-    Text that says true or false, as requests to the API hold, is read as it is meant.
+    Text such as "false", which requests to the API may contain, is converted.
     """
     config = Config()
     for setting in SETTINGS:
@@ -179,12 +179,12 @@ def config_from(opts: Any, report: Report | None = None) -> Config:
             converted = _converted(setting, value)
             config = replace(config, **{setting.field: converted})
         except (TypeError, ValueError, OverflowError):
-            kept = _good.get(setting.key, getattr(config, setting.field))
+            kept = _last_valid.get(setting.key, getattr(config, setting.field))
             config = replace(config, **{setting.field: kept})
-            _tell(setting, value, kept, report)
+            _announce(setting, value, kept, report)
         else:
-            _good[setting.key] = converted
-            _told.pop(setting.key, None)
+            _last_valid[setting.key] = converted
+            _announced.pop(setting.key, None)
     return config
 
 
@@ -195,15 +195,15 @@ def _converted(setting: Setting, value: Any) -> Any:
     """An option's value as Config has it.
 
     Raises:
-        TypeError, ValueError, OverflowError: it is none that the setting takes.
+        TypeError, ValueError, OverflowError: the value is not valid.
     """
     kind = _TYPES[setting.field]
     if setting.choices:
         if not isinstance(value, str):
             raise TypeError(type(value).__name__)
-        if value not in CHECKS:
+        if value not in CHECK_LABELS:
             raise ValueError(value)
-        return CHECKS[value]
+        return CHECK_LABELS[value]
     if kind is bool:
         word = value.strip().lower() if isinstance(value, str) else None
         if word in _YES or word in _NO:
@@ -216,17 +216,17 @@ def _converted(setting: Setting, value: Any) -> Any:
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(value)
-    # sliders hand over 16.0 for 16
+    # a slider gives 16.0 for 16
     return int(number) if kind is int else number
 
 
-def _tell(setting: Setting, value: Any, kept: Any, report: Report | None) -> None:
+def _announce(setting: Setting, value: Any, kept: Any, report: Report | None) -> None:
     said = repr(value)
-    if _told.get(setting.key) == said:
+    if _announced.get(setting.key) == said:
         return
-    _told[setting.key] = said
-    used = _shown(setting, kept)
-    message = f"{setting.key} ({setting.label}) = {said} is not used, {used!r} stays: it takes {setting.takes}"
+    _announced[setting.key] = said
+    used = _displayed(setting, kept)
+    message = f"{setting.key} ({setting.label}) = {said} is not valid; {used!r} stays in use. Valid: {setting.valid}"
     if report is not None:
         report.event("settings", message)
     else:

@@ -1,1 +1,1 @@
-"""Where the weights that plans read live, and how they follow the module."""
+"""The weight arena: memory of the weights that plans read, and its synchronization with the module."""

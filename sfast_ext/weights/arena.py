@@ -1,10 +1,10 @@
-"""The weight arena: the one place where the weights that plans read live.
+"""The weight arena: all weights that plans read.
 
-A plan reads a *live* tensor, whose address never changes while a plan is bound to it. Most live tensors are simply
-the module's own parameters. Packed weights (Q, K, V; all prompt keys and values; all time projections) are single
-tensors of which the module's parameters become views, so there is no second copy and an update in place reaches the
-packed tensor by itself. `sync()` sees parameters that were replaced or moved, copies their values into the live
-tensors and re-binds the parameters.
+A plan reads a *live* tensor, whose address is fixed while a plan is bound to it. Most live tensors are the module's own
+parameters. Packed weights (Q, K, V; all prompt keys and values; all time projections) are single tensors. The module's
+parameters become views of them, so there is no second copy, and an in-place update reaches the packed tensor by itself.
+`sync()` detects parameters that were replaced or moved, copies their values into the live tensors, and makes the
+parameters views of those.
 """
 
 from __future__ import annotations
@@ -17,34 +17,37 @@ from typing import Any
 import torch
 from torch import nn
 
+from sfast_ext.weights.change_detector import ChangeDetector
+from sfast_ext.weights.external_refs import external_reader
 from sfast_ext.weights.gate import Gate, gate_of
-from sfast_ext.weights.original_layout import Homes, Strides, memory_of, set_data
+from sfast_ext.weights.original_layout import OriginalLayouts, Strides, memory_of, set_data
+from sfast_ext.weights.packs import Packs
 from sfast_ext.weights.vacancy import Vacancy, vacancies
 from sfast_ext.weights.weight import (
-    Slot,
-    Watch,
     Weight,
     WeightsAway,
     WeightsChanged,
-    must_fit,
+    WeightSlot,
+    check_compatible,
     new_weight,
     paths_of,
     places_of,
-    read_by_others,
     same_place,
+    slots_at,
+    tensors_of,
 )
 
 __all__ = ["Weight", "WeightArena", "WeightsAway", "WeightsChanged"]
 
 
-LEND_S = 10.0
-"""How long `state_dict()` waits for other threads that compute with the weights."""
+RESTORE_WAIT_S = 10.0
+"""How long `state_dict()` waits for other threads that use the weights."""
 
 
 class WeightArena:
     """Tracks the weights of one module.
 
-    They are laid out only while no other thread runs the original forward, see `gate`.
+    Layouts are only changed while no other thread runs the original forward, see `gate`.
 
     Args:
         root: the module whose parameters, buffers and tensor attributes plans may read.
@@ -54,108 +57,78 @@ class WeightArena:
         self.root = root
         self._lock = threading.RLock()
         self._weights: dict[int, Weight] = {}
-        self._packs: dict[tuple[int, ...], Weight] = {}
+        self._packs = Packs()
         self._live: list[Weight] = []
-        self._watch = Watch([])
-        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-        self._epoch = 0
-        self._bound = 0  # how many plans there were
-        self._homes = Homes()
-        self._notes: dict[str, bool] = {}
-        self._vacant: dict[int, Vacancy] = {}  # by the ids of their weights
+        self._detector = ChangeDetector([])
+        self._detectors: weakref.WeakSet[ChangeDetector] = weakref.WeakSet()
+        self.epoch = 0
+        """Incremented whenever the set of live tensors may have changed."""
+        self._bound = 0  # plans bound so far
+        self._layouts = OriginalLayouts()
+        self._memo: dict[str, bool] = {}
+        self._vacant: dict[int, Vacancy] = {}  # by id of the weight
         self.copied = 0
 
     @property
     def gate(self) -> Gate:
-        """Where each run of the original forward is told of."""
+        """The lock to hold around each run of the original forward."""
         return gate_of(self.root)
 
     def index(self) -> None:
-        """Learn the module's tensors by identity, before a capture. O(parameters)."""
+        """Index the module's tensors by identity, before a capture. O(parameters)."""
         with self._lock:
-            self._homes.sweep()
+            self._layouts.sweep()
             known = {(id(container), name): w for w in self._weights.values() for container, name in w.slots}
-            fresh = {key: self._indexed(*held, known) for key, held in self._held().items()}
-            # what plans read stays tracked even where the module let go of it: sync() reports that
+            fresh = {key: self._indexed(*held, known) for key, held in tensors_of(self.root).items()}
+            # what plans read stays indexed even if the module dropped it: sync() reports that
             for w in self._live:
                 if w.bound is not None:
                     fresh.setdefault(id(w.bound), w)
             self._weights = fresh
 
     def _indexed(
-        self, value: torch.Tensor, paths: list[str], slots: list[Slot], known: dict[tuple[int, str], Weight]
+        self, value: torch.Tensor, paths: list[str], slots: list[WeightSlot], known: dict[tuple[int, str], Weight]
     ) -> Weight:
-        """The weight that these slots hold: one that is known where it still is that tensor, else a new one."""
+        """The weight in these slots: the known one if it still is that tensor, else a new one."""
         were = [w for container, name in slots if (w := known.get((id(container), name))) is not None]
         for w in were:
             if w.plans or w.is_current(value):
-                # what it was tied to may have changed since, but what a plan reads is watched until sync() says so
+                # its ties may have changed; slots that a plan reads stay until sync() reports that
                 here = {(id(container), name) for container, name in slots}
                 w.slots = slots + [s for s in w.slots if w.plans and (id(s[0]), s[1]) not in here]
                 return w
         for w in were:
             if w.pack is not None:
-                self._dissolve(w.pack)
-        home = self._homes.of(value, paths)
-        if home is not None and home != value.stride():
-            self._homes.note(value, home, paths)
+                self._packs.dissolve(w.pack)
+        original = self._layouts.strides_of(value, paths)
+        if original is not None and original != value.stride():
+            self._layouts.record(value, original, paths)
         return new_weight(paths[0], value, slots)
 
     def locate(self, tensor: torch.Tensor) -> Weight | None:
-        """The weight that this very tensor object is, or None. `index()` must have run since it was assigned."""
+        """The weight of this tensor object, or None. `index()` must have run since it was assigned."""
         weight = self._weights.get(id(tensor))
         return weight if weight is not None and weight.bound is tensor else None
 
     def pack(self, weights: Sequence[Weight]) -> Weight | None:
-        """One tensor with the rows (dim 0) of all `weights`, which become views of it or are neighbours in a larger.
+        """One tensor with the rows (dim 0) of all `weights`, which become views of it.
 
-        Returns None, and changes nothing, where they do not fit together, or a plan already reads one elsewhere.
+        The result may be part of a larger pack in which they are neighbours. Returns None and changes nothing if they
+        are incompatible, or if a plan already reads one elsewhere.
 
         Raises:
-            WeightsInUse: another thread computes with them.
+            WeightsInUse: another thread uses them.
         """
-        with self.gate.alone(), self._lock:
-            key = tuple(id(w) for w in weights)
-            if key in self._packs:
-                return self._packs[key]
-            first = weights[0].tensor
-            alike = all(
-                w.tensor.dtype == first.dtype
-                and w.tensor.device == first.device
-                and w.tensor.shape[1:] == first.shape[1:]
-                for w in weights
-            )
-            if len(set(key)) != len(key) or not alike or not all(w.slots and w.tensor.dim() for w in weights):
-                return None
-            within = self._within(weights)
-            if within is not None:
-                return within
-            if any(w.plans for w in weights):
-                return None
-            for w in weights:
-                if w.pack is not None and not any(part.plans for part in w.pack.parts):
-                    self._dissolve(w.pack)
-            if any(w.pack is not None for w in weights):
-                return None
-            with torch.inference_mode(False):
-                packed = torch.cat([w.tensor for w in weights]).contiguous()
-            pack = Weight("+".join(w.path for w in weights), packed, parts=tuple(weights))
-            start = 0
-            for w in weights:
-                rows = w.tensor.shape[0]
-                self._place(w, packed[start : start + rows])
-                w.pack = pack
-                start += rows
-            self._packs[key] = pack
-            return pack
+        with self.gate.exclusive(), self._lock:
+            return self._packs.make(weights, self._move_to)
 
     def channels_last(self, weight: Weight) -> bool:
-        """Lay a 4-D weight out as channels-last; the same logical values. False where a plan holds it otherwise.
+        """Change the layout of a 4-D weight to channels-last. False if a plan reads it in another layout.
 
         Raises:
-            WeightsInUse: another thread computes with it.
+            WeightsInUse: another thread uses it.
         """
-        with self.gate.alone(), self._lock:
+        with self.gate.exclusive(), self._lock:
             if weight.tensor.dim() != 4 or not weight.slots:
                 return False
             if weight.tensor.is_contiguous(memory_format=torch.channels_last):
@@ -164,72 +137,85 @@ class WeightArena:
                 return False
             with torch.inference_mode(False):
                 place = weight.tensor.contiguous(memory_format=torch.channels_last)
-            self._place(weight, place)
+            self._move_to(weight, place)
             return True
 
-    def remembered(self, name: str, find: Callable[[], bool]) -> bool:
-        """What holds for all plans of these weights, found when it is first asked for."""
-        if name not in self._notes:
-            self._notes[name] = find()
-        return self._notes[name]
+    def memoize(self, name: str, find: Callable[[], bool]) -> bool:
+        """The result of `find`, computed once for all plans of these weights."""
+        if name not in self._memo:
+            self._memo[name] = find()
+        return self._memo[name]
 
     def bind(self, weights: Sequence[Weight]) -> None:
-        """A plan reads these from now on: their addresses stay."""
+        """A plan reads these from now on: their addresses are fixed."""
         with self._lock:
             self._bound += 1
             for weight in weights:
                 for w in weight.parts or (weight,):
                     w.plans += 1
             self._refresh_live()
-            # what no plan reads is not ours to keep alive (a host's backups among it)
-            self._weights = {k: w for k, w in self._weights.items() if w.plans or self._homes.of(w.tensor) is not None}
+            # what no plan reads must not be kept alive; it may be a host's backup
+            self._weights = {
+                k: w for k, w in self._weights.items() if w.plans or self._layouts.strides_of(w.tensor) is not None
+            }
 
     def unbind(self, weights: Sequence[Weight]) -> None:
-        """The plan that read these is gone."""
+        """The plan that reads these is dropped."""
         with self._lock:
             for weight in weights:
                 for w in weight.parts or (weight,):
                     w.plans -= 1
             self._refresh_live()
 
-    def sync(self) -> int:
-        """Bring the live tensors up to date with the module's parameters; returns how many were copied.
+    def sync(self, detector: ChangeDetector | None = None) -> int:
+        """Update the live tensors from the module's parameters. Returns the number of weights copied.
+
+        Args:
+            detector: checks a subset of the parameters, see `detector()`. All by default.
 
         Raises:
-            WeightsAway: a parameter is on another device, or on none; or another thread computes with them.
-            WeightsChanged: a parameter changed its shape or dtype, or is no plain tensor any more.
+            WeightsAway: a parameter is on another device or on none, or another thread uses the weights.
+            WeightsChanged: the shape or dtype of a parameter changed, or it is not a plain tensor.
         """
-        return self._bring(self._watch)
+        changed = (self._detector if detector is None else detector).changed()
+        if not changed:
+            return 0
+        with self.gate.exclusive(), self._lock:
+            return self._copy_in(changed)
+
+    def detector(self, containers: set[int]) -> ChangeDetector:
+        """A detector for the slots in the dictionaries with these ids. It is outdated once `epoch` changes."""
+        return self._new_detector(self._live, containers)
 
     @property
     def vacant(self) -> bool:
-        """Whether live tensors have no memory: until `sync` has returned, no plan may run."""
+        """Whether any live tensor has no memory. Then no plan may run before the next successful `sync`."""
         return bool(self._vacant)
 
     def fetch(self) -> int:
-        """Copy the parameters into the live tensors from the device they are on, and let them be views of those.
+        """Copy the parameters from their device into the live tensors, and make them views of those.
 
-        For a module that the host is about to bring: there is no second copy of its weights at any time.
+        For a module that the host is about to move to the GPU. There is no second copy of its weights at any time.
 
         Raises:
             WeightsAway, WeightsChanged: see `sync`.
         """
-        with self.gate.alone(), self._lock:
-            stale = self._watch.stale()
-            return self._adopt(stale, anywhere=True) if stale else 0
+        with self.gate.exclusive(), self._lock:
+            changed = self._detector.changed()
+            return self._copy_in(changed, anywhere=True) if changed else 0
 
     def vacancies(self, weights: Sequence[Weight]) -> list[Vacancy] | None:
-        """The memory of `weights` that could be given back; None where a parameter of the module lies in it.
+        """The blocks of memory of `weights` that could be freed. None if a parameter of the module uses one.
 
         Args:
-            weights: all that plans read.
+            weights: all weights that plans read.
         """
         with self._lock:
             live = [w for w in weights if id(w) not in self._vacant]
-            return vacancies(live, [*self._everything(), *self._packs.values()], self._homes)
+            return vacancies(live, [*self._known_weights(), *self._packs.all()], self._layouts)
 
     def vacate(self, given: Sequence[Vacancy]) -> None:
-        """Give the memory of live tensors back. The next `sync` for which the weights are there takes it again.
+        """Free the memory of live tensors. The next `sync` with weights on the GPU allocates it again.
 
         No plan may be running.
         """
@@ -237,95 +223,82 @@ class WeightArena:
             for vacancy in given:
                 vacancy.vacate()
                 self._vacant.update((id(member.weight), vacancy) for member in vacancy.members)
-            self._homes.sweep()
-            self._rewatch()
-
-    def _bring(self, watch: Watch) -> int:
-        stale = watch.stale()
-        if not stale:
-            return 0
-        with self.gate.alone(), self._lock:
-            return self._adopt(stale)
-
-    def part(self, module: nn.Module) -> WeightArena:
-        """The weights of one submodule: they live where those of the whole do, and are synced by themselves."""
-        from sfast_ext.weights.submodule_arena import ArenaPart
-
-        return ArenaPart(self, module)
+            self._layouts.sweep()
+            self._reset_detector()
 
     def move_to(self, root: nn.Module) -> bool:
-        """Follow the host to a module with parameters of the same names, shapes and dtypes, whose values `sync` takes.
+        """Track another module with parameters of the same names, shapes and dtypes. The next `sync` copies its values.
 
-        False, and nothing is changed, where it has others, or where the module left behind still holds live tensors:
-        it may be in use by somebody.
+        Returns False and changes nothing if the parameters differ, or if the previous module still uses live tensors:
+        it may be in use.
 
         Raises:
-            WeightsInUse: another thread computes with those of the module left behind.
+            WeightsInUse: another thread uses the weights of the previous module.
         """
-        with self.gate.alone(), self._lock:
+        with self.gate.exclusive(), self._lock:
             places = places_of(root)
-            slots: dict[int, list[Slot]] = {}
+            slots: dict[int, list[WeightSlot]] = {}
             for w in self._live:
-                there = [places.get(path) for path in paths_of(self.root, w)]
-                values = {id(container[name]) for container, name in filter(None, there)}
-                if not there or None in there or len(values) != 1:
+                there = slots_at(paths_of(self.root, w), places)
+                if not there:
                     return False
-                container, name = there[0]  # type: ignore[misc]
+                container, name = there[0]
                 new = container[name]
                 if new.shape != w.tensor.shape or new.dtype != w.tensor.dtype or self.locate(new) is not None:
                     return False
                 if any(c[n].data_ptr() == w.tensor.data_ptr() for c, n in w.slots if c.get(n) is not None):
                     return False
-                slots[id(w)] = [slot for slot in there if slot is not None]
-            self.lend_home()
+                slots[id(w)] = there
+            self.restore_layout_temporarily()
             for w in self._live:
                 w.slots, w.bound = slots[id(w)], None
             self.root = root
-            # what no plan reads belongs to the module left behind
+            # what no plan reads belongs to the previous module
             self._weights = {id(w): w for w in self._live}
-            self._packs = {k: p for k, p in self._packs.items() if all(part.plans for part in p.parts)}
-            self._rewatch()
+            self._packs.drop_unread()
+            self._reset_detector()
             return True
 
-    def lend_home(self) -> None:
-        """Lay every parameter out as before, for somebody who looks at strides; the next `sync` takes them back.
+    def restore_layout_temporarily(self) -> None:
+        """Restore the original strides of all parameters, for code that checks strides. The next `sync` undoes it.
 
         Raises:
-            WeightsInUse: another thread computes with them, for longer than `LEND_S`.
+            WeightsInUse: another thread used them for longer than `RESTORE_WAIT_S`.
         """
-        with self.gate.alone(LEND_S), self._lock:
-            for tensor, home in self._laid():
-                if tensor.stride() != home:
-                    self._homes.bring(tensor, home)
+        with self.gate.exclusive(RESTORE_WAIT_S), self._lock:
+            for tensor, original in self._relaid():
+                if tensor.stride() != original:
+                    self._layouts.restore(tensor, original)
 
     def release(self) -> None:
-        """Give every parameter back with the strides it had, in memory of its own, with the values it has now.
+        """Restore the original strides of all parameters, in memory of their own, with their current values.
 
-        Where another thread computes with them, that is done when it has ended.
+        If another thread uses them, it happens when that thread is done.
         """
-        self._when_alone(lambda: self._lay_back(forget=True))
+        self._when_exclusive(lambda: self._restore_layout(forget=True))
 
-    def lay_back(self) -> None:
-        """As `release`, for the time in which there are no plans."""
-        self._when_alone(self._lay_back)
+    def restore_layout(self) -> None:
+        """Like `release`, but original layouts stay recorded: plans may follow."""
+        self._when_exclusive(self._restore_layout)
 
-    def _when_alone(self, lay_back: Callable[[], None]) -> None:
+    def _when_exclusive(self, restore_layout: Callable[[], None]) -> None:
         bound = self._bound
-        # of no use where plans were made since it was put off
-        self.gate.when_alone(lambda: lay_back() if self._bound == bound else None)
+        # skipped if plans were bound since it was deferred
+        self.gate.when_exclusive(lambda: restore_layout() if self._bound == bound else None)
 
-    def _lay_back(self, *, forget: bool = False) -> None:
+    def _restore_layout(self, *, forget: bool = False) -> None:
         with self._lock:
-            laid = self._laid()
-            # nothing of it is to keep the memory that is left behind
-            self._weights, self._packs, self._live, self._vacant = {}, {}, [], {}
-            self._notes.clear()
-            self._rewatch()
-            for tensor, home in laid:
-                if not self._homes.at_home(tensor, home):
-                    self._homes.bring(tensor, home)
+            laid = self._relaid()
+            # no reference may keep the old memory alive
+            self._weights, self._live, self._vacant = {}, [], {}
+            self._packs.clear()
+            self._memo.clear()
+            self._reset_detector()
+            for tensor, original in laid:
+                if not self._layouts.is_original(tensor, original):
+                    self._layouts.restore(tensor, original)
             if forget:
-                self._homes.forget()
+                self._layouts.forget()
 
     def status(self) -> dict[str, Any]:
         """For the report."""
@@ -334,85 +307,51 @@ class WeightArena:
                 "away": self.vacant,
                 "tracked": len(self._live),
                 "packed_tensors": len(self._packs),
-                "packed_parameters": sum(len(p.parts) for p in self._packs.values()),
+                "packed_parameters": sum(len(p.parts) for p in self._packs.all()),
                 "copied": self.copied,
             }
 
-    def _held(self) -> dict[int, tuple[torch.Tensor, list[str], list[Slot]]]:
-        """Each tensor of the module by its id, with its paths."""
-        held: dict[int, tuple[torch.Tensor, list[str], list[Slot]]] = {}
-        for path, slot in places_of(self.root).items():
-            value = slot[0][slot[1]]
-            _, paths, slots = held.setdefault(id(value), (value, [], []))
-            paths.append(path)
-            slots.append(slot)
-        return held
+    def _relaid(self) -> list[tuple[torch.Tensor, Strides]]:
+        """All tensors in memory or layout of the arena, with their original strides."""
+        found = {id(tensor): (tensor, self._layouts.strides_of(tensor)) for tensor in self._layouts.moved()}
+        held = tensors_of(self.root)
+        found |= {key: (value, self._layouts.strides_of(value, paths)) for key, (value, paths, _) in held.items()}
+        return [(tensor, original) for tensor, original in found.values() if original is not None]
 
-    def _laid(self) -> list[tuple[torch.Tensor, Strides]]:
-        """Each tensor that lies where or as the arena laid one, with the strides that its host knows it by."""
-        found = {id(tensor): (tensor, self._homes.of(tensor)) for tensor in self._homes.moved()}
-        found |= {key: (value, self._homes.of(value, paths)) for key, (value, paths, _) in self._held().items()}
-        return [(tensor, home) for tensor, home in found.values() if home is not None]
-
-    def _within(self, weights: Sequence[Weight]) -> Weight | None:
-        """The rows of a larger pack that `weights` are, one after the other; None where they are not."""
-        pack = weights[0].pack
-        if pack is None or any(w.pack is not pack for w in weights):
-            return None
-        parts = list(pack.parts)
-        first = parts.index(weights[0])
-        if parts[first : first + len(weights)] != list(weights):
-            return None
-        start = sum(w.tensor.shape[0] for w in parts[:first])
-        rows = pack.tensor[start : start + sum(w.tensor.shape[0] for w in weights)]
-        found = Weight("+".join(w.path for w in weights), rows, parts=tuple(weights))
-        self._packs[tuple(id(w) for w in weights)] = found
-        return found
-
-    def _dissolve(self, pack: Weight) -> None:
-        # its parameters stay where they are, but may be packed anew
-        for part in pack.parts:
-            part.pack = None
-        # rows of it that were packs of their own are so no more, but for those that a plan reads
-        gone = [p for p in self._packs.values() if p is pack or not {*p.parts}.isdisjoint(pack.parts)]
-        self._packs = {
-            k: p for k, p in self._packs.items() if p not in gone or (p is not pack and all(w.plans for w in p.parts))
-        }
-
-    def _everything(self) -> list[Weight]:
-        packed = [p for pack in self._packs.values() for p in pack.parts]
-        return list({id(w): w for w in [*self._weights.values(), *self._live, *packed]}.values())
+    def _known_weights(self) -> list[Weight]:
+        parts = [p for pack in self._packs.all() for p in pack.parts]
+        return list({id(w): w for w in [*self._weights.values(), *self._live, *parts]}.values())
 
     def _refresh_live(self) -> None:
-        self._live = [w for w in self._everything() if w.plans]
+        self._live = [w for w in self._known_weights() if w.plans]
         if self._vacant:
             wanted = {id(vacancy) for w in self._live if (vacancy := self._vacant.get(id(w))) is not None}
             self._vacant = {key: vacancy for key, vacancy in self._vacant.items() if id(vacancy) in wanted}
-        self._rewatch()
+        self._reset_detector()
 
-    def _rewatch(self) -> None:
-        self._watch = self._watch_of(self._live)
-        self._epoch += 1
+    def _reset_detector(self) -> None:
+        self._detector = self._new_detector(self._live)
+        self.epoch += 1
 
-    def _watch_of(self, weights: list[Weight], containers: set[int] | None = None) -> Watch:
-        watch = Watch(weights, containers)
-        self._watches.add(watch)
-        return watch
+    def _new_detector(self, weights: list[Weight], containers: set[int] | None = None) -> ChangeDetector:
+        detector = ChangeDetector(weights, containers)
+        self._detectors.add(detector)
+        return detector
 
-    def _place(self, weight: Weight, place: torch.Tensor) -> None:
-        # values are in `place` already, or about to be the same: callers build it from weight.tensor
+    def _move_to(self, weight: Weight, place: torch.Tensor) -> None:
+        # `place` has the same values already: callers build it from weight.tensor
         assert weight.bound is not None
-        # the module's own tensor object stays, so that the host's references to it stay good
-        home = self._homes.of(weight.tensor)
+        # the tensor object stays the same, so that the host's references to it stay valid
+        original = self._layouts.strides_of(weight.tensor)
         set_data(weight.bound, place)
-        home = weight.tensor.stride() if home is None else home
-        self._homes.note(weight.bound, home, paths_of(self.root, weight))
+        original = weight.tensor.stride() if original is None else original
+        self._layouts.record(weight.bound, original, paths_of(self.root, weight))
         weight.tensor, weight.pointer = place, place.data_ptr()
 
-    def _adopt(self, stale: list[tuple[Weight, torch.Tensor | None]], *, anywhere: bool = False) -> int:
+    def _copy_in(self, changed: list[tuple[Weight, torch.Tensor | None]], *, anywhere: bool = False) -> int:
         arriving: dict[int, Weight] = {}
-        for weight, now in stale:
-            must_fit(weight, now, anywhere=anywhere)
+        for weight, now in changed:
+            check_compatible(weight, now, anywhere=anywhere)
             if any(c.get(n) is not now for c, n in weight.slots):
                 raise WeightsChanged(f"{weight.path} is no longer shared between modules")
             bound = self._weights.get(id(now))
@@ -420,17 +359,17 @@ class WeightArena:
                 bound = weight
             other = arriving.setdefault(id(now), bound)
             if other is not weight:
-                # each has a live tensor of its own, and one parameter cannot be a view of both
+                # one parameter cannot be a view of two live tensors
                 raise WeightsChanged(f"{weight.path} is now the tensor of {other.path}")
-        arrived = [(weight, now) for weight, now in stale if now is not None]
-        # a tied weight is there once for each of its places
+        arrived = [(weight, now) for weight, now in changed if now is not None]
+        # a tied weight is listed once for each of its slots
         new = {id(weight): (weight, now) for weight, now in arrived if not same_place(now, weight.tensor)}
         written = list(new.values())
         occupied = [(weight, now) for weight, now in written if id(weight) not in self._vacant]
         if occupied:
-            self._make_way(arrived, occupied)
+            self._protect_readers(arrived, occupied)
         memory = {memory_of(weight.tensor) for weight, _ in occupied}
-        # two may have changed places by their data: one is read where the other is about to be written
+        # two weights may have swapped their data: a source in memory that is written is cloned first
         sources = {id(w): now.detach().clone() if memory_of(now) in memory else now.detach() for w, now in written}
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -438,55 +377,57 @@ class WeightArena:
                     torch._foreach_copy_([weight.tensor for weight, _ in written], list(sources.values()))
                     sources.clear()
                 for weight, now in arrived:
-                    self._move_in(weight, now, sources.pop(id(weight), None))
+                    self._copy_one_in(weight, now, sources.pop(id(weight), None))
         finally:
             self.copied += len(written) - len(sources)
-            self._rewatch()
+            self._reset_detector()
         return len(written)
 
-    def _move_in(self, weight: Weight, now: torch.Tensor, source: torch.Tensor | None) -> None:
-        """Let the parameter be the live tensor, which takes its values from `source` where there is one.
+    def _copy_one_in(self, weight: Weight, now: torch.Tensor, source: torch.Tensor | None) -> None:
+        """Make the parameter a view of the live tensor, after copying `source` into it if given.
 
-        One after the other: where a block is taken again there is never a second copy of all weights.
+        One weight at a time, so that there is never a second copy of all weights when blocks are allocated again.
         """
         if (vacancy := self._vacant.get(id(weight))) is not None:
-            vacancy.occupy(self._homes)
+            vacancy.occupy(self._layouts)
             for member in vacancy.members:
                 del self._vacant[id(member.weight)]
         if source is not None:
             weight.tensor.copy_(source)
         if not same_place(now, weight.tensor):
-            # laid out anew by the host: that is what it gets back
+            # the host's new layout becomes the original one
             paths = paths_of(self.root, weight)
-            home, was = self._homes.of(now, paths), self._homes.of(weight.tensor)
-            home = now.stride() if home is None else home
+            original, was = self._layouts.strides_of(now, paths), self._layouts.strides_of(weight.tensor)
+            original = now.stride() if original is None else original
             set_data(now, weight.tensor)
-            if was is not None or home != now.stride():
-                self._homes.note(now, home, paths)
+            if was is not None or original != now.stride():
+                self._layouts.record(now, original, paths)
         weight.bound = now
         self._weights[id(weight.bound)] = weight
 
-    def _make_way(self, arrived: list[tuple[Weight, torch.Tensor]], written: list[tuple[Weight, torch.Tensor]]) -> None:
-        """Live tensors are about to be written to: who else reads that memory is to keep the values that he has.
+    def _protect_readers(
+        self, arrived: list[tuple[Weight, torch.Tensor]], written: list[tuple[Weight, torch.Tensor]]
+    ) -> None:
+        """Live tensors are about to be written: give other readers of that memory a copy of the current values.
 
         Raises:
-            WeightsChanged: somebody does who cannot be given memory of his own.
+            WeightsChanged: there is a reader that cannot be moved.
         """
         left: list[tuple[Weight, weakref.ref[torch.Tensor]]] = []
         for weight, now in written:
             if weight.bound is not None and weight.bound is not now:
                 left.append((weight, weakref.ref(weight.bound)))
                 weight.bound = None
-        for watch in list(self._watches):
-            watch.let_go({id(weight) for weight, _ in left})
+        for detector in list(self._detectors):
+            detector.forget({id(weight) for weight, _ in left})
         coming = {id(now) for _, now in arrived}
         for weight, reference in left:
             old = reference()
-            # in another place of the module, or with somebody who will put it back; where nobody has it, it is gone
+            # still referenced: it is in another slot, or a host keeps it to put it back
             if old is not None and id(old) not in coming and memory_of(old) == memory_of(weight.tensor):
-                home = self._homes.of(old)
-                self._homes.bring(old, old.stride() if home is None else home)
+                original = self._layouts.strides_of(old)
+                self._layouts.restore(old, old.stride() if original is None else original)
             old = None
-        other = read_by_others([*self._everything(), *self._packs.values()], arrived, [w for w, _ in written])
+        other = external_reader([*self._known_weights(), *self._packs.all()], arrived, [w for w, _ in written])
         if other is not None:
             raise WeightsChanged(f"the memory of {other.path} is still in use by others")

@@ -1,7 +1,7 @@
-"""Who computes with a module's weights: they are laid out anew only while no other thread does.
+"""A readers-writer lock around the weights of a module.
 
-A readers-writer lock: the original forward may run in any number of threads; laying out weights needs all others to be
-outside. A thread never waits for itself.
+The original forward is a reader and may run in any number of threads. Changing the layout of weights needs exclusive
+access. The lock is reentrant: a thread never waits for itself.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _log = logging.getLogger(__name__)
 
 
 class Gate:
-    """Of one module; `with gate:` around each run of its original forward."""
+    """The lock of one module. Use `with gate:` around each run of its original forward."""
 
     def __init__(self) -> None:
         self._free = threading.Condition(threading.Lock())
         self._inside: dict[int, int] = {}
-        self._alone: int | None = None
+        self._owner: int | None = None
         self._depth = 0
-        self._put_off: list[Callable[[], None]] = []
+        self._deferred: list[Callable[[], None]] = []
 
     def __enter__(self) -> None:
         me = threading.get_ident()
         with self._free:
-            while self._alone not in (None, me):
+            while self._owner not in (None, me):
                 self._free.wait()
             self._inside[me] = self._inside.get(me, 0) + 1
 
@@ -48,33 +48,33 @@ class Gate:
             self._free.notify_all()
             if self._inside:
                 return
-            put_off, self._put_off = self._put_off, []
-        for each in put_off:
+            deferred, self._deferred = self._deferred, []
+        for each in deferred:
             try:
-                self.when_alone(each)
+                self.when_exclusive(each)
             except Exception:
-                # the forward that has ended here has nothing to do with it
+                # not an error of the forward that ends here
                 _log.exception("laying weights out failed")
 
     @contextlib.contextmanager
-    def alone(self, wait_s: float = 0.0) -> Iterator[None]:
-        """Keep the other threads out; reentrant.
+    def exclusive(self, wait_s: float = 0.0) -> Iterator[None]:
+        """Exclusive access. Reentrant.
 
         Args:
-            wait_s: for how many seconds to wait until they are.
+            wait_s: how long to wait for the other threads, in seconds.
 
         Raises:
-            WeightsInUse: they are not.
+            WeightsInUse: they are still inside.
         """
         me = threading.get_ident()
         until = time.monotonic() + wait_s
         with self._free:
-            while self._alone not in (None, me) or self._inside.keys() - {me}:
+            while self._owner not in (None, me) or self._inside.keys() - {me}:
                 left = until - time.monotonic()
                 if left <= 0:
                     raise WeightsInUse("another thread runs the original forward: its weights stay as they are")
                 self._free.wait(left)
-            self._alone = me
+            self._owner = me
             self._depth += 1
         try:
             yield
@@ -82,24 +82,24 @@ class Gate:
             with self._free:
                 self._depth -= 1
                 if not self._depth:
-                    self._alone = None
+                    self._owner = None
                     self._free.notify_all()
 
-    def when_alone(self, action: Callable[[], None]) -> None:
-        """Run an action now, or when the last of the other threads has left, in that one."""
+    def when_exclusive(self, action: Callable[[], None]) -> None:
+        """Run an action with exclusive access, now or in the thread that is the last to leave."""
         while True:
             try:
-                with self.alone():
+                with self.exclusive():
                     action()
                 return
             except WeightsInUse:
                 pass
             with self._free:
                 if self._inside.keys() - {threading.get_ident()}:
-                    self._put_off.append(action)
+                    self._deferred.append(action)
                     return
-                # another thread lays weights out, for an instant
-                self._free.wait_for(lambda: self._alone is None)
+                # another thread has exclusive access, for a moment
+                self._free.wait_for(lambda: self._owner is None)
 
 
 _gates: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
@@ -107,6 +107,6 @@ _making = threading.Lock()
 
 
 def gate_of(module: nn.Module) -> Gate:
-    """The gate of a module, whoever asks."""
+    """The gate of a module. There is one for each module."""
     with _making:
         return _gates.setdefault(module, Gate())

@@ -1,4 +1,4 @@
-"""How the host knows the tensors that the weight arena laid elsewhere or otherwise."""
+"""Original layouts of the tensors whose memory or strides the weight arena changed."""
 
 from __future__ import annotations
 
@@ -13,78 +13,78 @@ Strides = tuple[int, ...]
 Layout = tuple[torch.Size, Strides]
 
 
-class Homes:
-    """The strides that the host knows tensors by.
+class OriginalLayouts:
+    """The strides that the host gave to tensors.
 
-    Known for all memory that the arena made or laid out and for all tensors that it moved there, as long as anybody
-    has them: a host may keep some, and put them back when plans and weights are long forgotten.
+    Recorded for all memory that the arena allocated or changed, and for all tensors that it moved there, as long as
+    they are referenced: a host may keep some and put them back long after plans and weights are gone.
     """
 
     def __init__(self) -> None:
-        # a weak reference keeps the number of the memory from being given to another
+        # the weak reference keeps the id of the storage from being reused
         self._memory: dict[int, tuple[StorageWeakRef, dict[tuple[int, Layout], Strides]]] = {}
         self._moved: dict[int, tuple[weakref.ref[torch.Tensor], Layout, Strides]] = {}
         self._paths: dict[str, tuple[Layout, Strides]] = {}
 
-    def note(self, tensor: torch.Tensor, home: Strides, paths: Iterable[str]) -> None:
-        """The tensor of these paths lies as the arena wants it now; its host knows it by the strides `home`."""
+    def record(self, tensor: torch.Tensor, original: Strides, paths: Iterable[str]) -> None:
+        """The arena moved the tensor of these paths. Its original strides are `original`."""
         layout = _layout(tensor)
-        self.lay(tensor, home)
-        self._moved[id(tensor)] = (weakref.ref(tensor), layout, home)
-        self._paths.update((path, (layout, home)) for path in paths)
+        self.record_memory(tensor, original)
+        self._moved[id(tensor)] = (weakref.ref(tensor), layout, original)
+        self._paths.update((path, (layout, original)) for path in paths)
 
-    def lay(self, tensor: torch.Tensor, home: Strides) -> None:
-        """The memory of this tensor is the arena's, which the host knows by the strides `home` when it gets it."""
+    def record_memory(self, tensor: torch.Tensor, original: Strides) -> None:
+        """The memory of this tensor is the arena's. A tensor of the host's there has the strides `original`."""
         _, places = self._memory.setdefault(memory_of(tensor), (StorageWeakRef(tensor.untyped_storage()), {}))
-        places[tensor.storage_offset(), _layout(tensor)] = home
+        places[tensor.storage_offset(), _layout(tensor)] = original
 
-    def of(self, tensor: torch.Tensor, paths: Iterable[str] = ()) -> Strides | None:
-        """The strides that the host knows the tensor of these paths by; None where the arena has no part in it."""
+    def strides_of(self, tensor: torch.Tensor, paths: Iterable[str] = ()) -> Strides | None:
+        """The original strides of the tensor of these paths. None if the arena did not change them."""
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
             return None
         layout = _layout(tensor)
         memory = self._memory.get(memory_of(tensor))
         if memory is not None:
-            # strides that the arena did not give it are the host's choice
+            # strides that the arena did not set are the host's choice
             return memory[1].get((tensor.storage_offset(), layout), tensor.stride())
-        # strides go on to what is computed from a tensor: to its new data, and to what takes its place
-        reference, moved, home = self._moved.get(id(tensor), (None, None, None))
+        # strides propagate to what is computed from a tensor: its new data, or a tensor that replaces it
+        reference, moved, original = self._moved.get(id(tensor), (None, None, None))
         if reference is not None and reference() is tensor and moved == layout:
-            return home
+            return original
         laid = [self._paths[path] for path in paths if path in self._paths]
-        return next((home for given, home in laid if given == layout), None)
+        return next((original for given, original in laid if given == layout), None)
 
-    def at_home(self, tensor: torch.Tensor, home: Strides) -> bool:
-        """Whether a tensor has these strides, in memory that is not the arena's."""
-        return tensor.stride() == home and memory_of(tensor) not in self._memory
+    def is_original(self, tensor: torch.Tensor, original: Strides) -> bool:
+        """Whether a tensor has its original strides, in memory that is not the arena's."""
+        return tensor.stride() == original and memory_of(tensor) not in self._memory
 
     def moved(self) -> list[torch.Tensor]:
-        """The tensors that the arena moved and that somebody has still, in the module or not."""
+        """The tensors that the arena moved and that still exist, in the module or elsewhere."""
         return [tensor for reference, _, _ in self._moved.values() if (tensor := reference()) is not None]
 
-    def bring(self, tensor: torch.Tensor, home: Strides) -> None:
-        """Lay a tensor out with these strides, in memory of its own."""
+    def restore(self, tensor: torch.Tensor, original: Strides) -> None:
+        """Move a tensor to memory of its own, with its original strides."""
         with torch.inference_mode(False), torch.no_grad():
-            own = torch.empty_strided(tensor.shape, home, dtype=tensor.dtype, device=tensor.device)
+            own = torch.empty_strided(tensor.shape, original, dtype=tensor.dtype, device=tensor.device)
             own.copy_(tensor.detach())
             set_data(tensor, own)
         self._moved.pop(id(tensor), None)
 
     def sweep(self) -> None:
-        """Forget what nobody has any more."""
+        """Forget tensors and memory that do not exist any more."""
         self._memory = {key: known for key, known in self._memory.items() if not known[0].expired()}
         self._moved = {key: known for key, known in self._moved.items() if known[0]() is not None}
 
     def forget(self) -> None:
-        """Whatever lies in the module's places from now on is the host's choice."""
+        """Forget the layouts of paths: new tensors in the module have the layout that the host chose."""
         self._paths.clear()
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """`tensor.data = data`, by which `tensor` stays the inference tensor that it is, or stays none.
+    """`tensor.data = data`. An inference tensor stays one, and a normal tensor stays normal.
 
-    One that was made under `torch.inference_mode` has no version counter. With the data of a tensor that has one it
-    passes for a tensor with a counter, and whatever takes a view of it raises.
+    An inference tensor has no version counter. With the data of a normal tensor it would appear to have one, and taking
+    a view of it would raise.
     """
     if tensor.is_inference() != data.is_inference():
         with torch.inference_mode(tensor.is_inference()):
@@ -93,7 +93,7 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def live_tensor(value: torch.Tensor) -> torch.Tensor:
-    """A tensor over the memory of `value` that may be written to in any mode."""
+    """A tensor on the memory of `value` that may be written in any mode."""
     value = value.detach()
     plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized
     if not plain or not value.is_inference():
@@ -103,14 +103,14 @@ def live_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def _view_without_base(tensor: torch.Tensor) -> torch.Tensor:
-    # whether it is an inference tensor is decided by the mode in which it is made; a view would be what its base is
+    # the current mode decides whether a new tensor is an inference tensor; a view is what its base is
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     with torch.no_grad():
         return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory, while they live."""
+    """The id of a tensor's storage. Equal for tensors that share memory, while they exist."""
     return tensor.untyped_storage()._cdata
 
 

@@ -1,4 +1,4 @@
-"""The weights of a submodule that is accelerated by itself: they live in the weight arena of the whole."""
+"""The weights of a submodule that has an accelerator of its own. They are in the weight arena of the model."""
 
 from __future__ import annotations
 
@@ -8,21 +8,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.weights.arena import Weight, WeightArena
+from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.change_detector import ChangeDetector
 from sfast_ext.weights.gate import Gate
+from sfast_ext.weights.weight import Weight
 
 
-class ArenaPart(WeightArena):
-    """A submodule's part of a weight arena: what `WeightArena` says of each method, for this module alone."""
+class SubmoduleArena:
+    """A view of the model's arena for the plans of one submodule. It releases nothing by itself.
+
+    Args:
+        arena: the arena of the model.
+        root: the submodule.
+    """
 
     def __init__(self, arena: WeightArena, root: nn.Module) -> None:
-        super().__init__(root)
+        self.root = root
         self._arena = arena
-        self._seen = -1
+        self._detector = ChangeDetector([])
+        self._epoch = -1
 
     @property
     def gate(self) -> Gate:
-        """That of the whole."""
+        """The gate of the model."""
         return self._arena.gate
 
     def index(self) -> None:
@@ -41,9 +49,9 @@ class ArenaPart(WeightArena):
         """See `WeightArena.channels_last`."""
         return self._arena.channels_last(weight)
 
-    def remembered(self, name: str, find: Callable[[], bool]) -> bool:
+    def memoize(self, name: str, find: Callable[[], bool]) -> bool:
         """See `WeightArena.remembered`."""
-        return self._arena.remembered(name, find)
+        return self._arena.memoize(name, find)
 
     def bind(self, weights: Sequence[Weight]) -> None:
         """See `WeightArena.bind`."""
@@ -54,33 +62,32 @@ class ArenaPart(WeightArena):
         self._arena.unbind(weights)
 
     def sync(self) -> int:
-        """See `WeightArena.sync`."""
-        if self._seen != self._arena._epoch:
-            self._seen = self._arena._epoch
+        """See `WeightArena.sync`. Checks the weights of the submodule only."""
+        if self._epoch != self._arena.epoch:
+            self._epoch = self._arena.epoch
             own = {id(c) for m in self.root.modules() for c in (m._parameters, m._buffers, m.__dict__)}
-            self._watch = self._arena._watch_of(self._arena._live, own)
-        return self._arena._bring(self._watch)
+            self._detector = self._arena.detector(own)
+        return self._arena.sync(self._detector)
 
     @property
     def vacant(self) -> bool:
         """See `WeightArena.vacant`."""
         return self._arena.vacant
 
-    def part(self, module: nn.Module) -> WeightArena:
-        """See `WeightArena.part`."""
-        return ArenaPart(self._arena, module)
-
     def move_to(self, root: nn.Module) -> bool:
-        """A part does not move by itself."""
+        """A submodule does not move by itself."""
         return False
 
-    def lend_home(self) -> None:
-        """See `WeightArena.lend_home`."""
-        self._arena.lend_home()
+    def restore_layout_temporarily(self) -> None:
+        """See `WeightArena.restore_layout_temporarily`."""
+        self._arena.restore_layout_temporarily()
 
     def release(self) -> None:
-        """Nothing: parameters are given back with the whole."""
+        """Does nothing: parameters are released with the model."""
 
     def status(self) -> dict[str, Any]:
         """See `WeightArena.status`."""
         return self._arena.status()
+
+
+Arena = WeightArena | SubmoduleArena

@@ -1,4 +1,4 @@
-"""Live tensors without memory: what is left of them while the host has the weights elsewhere and needs the room."""
+"""Live tensors whose memory was freed while the host has the weights on another device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sfast_ext.weights.original_layout import Homes, Strides, memory_of
+from sfast_ext.weights.original_layout import OriginalLayouts, Strides, memory_of
 from sfast_ext.weights.weight import Weight, WeightsAway
 
-# elements; offsets within a block keep their alignment for kernels that load 16 bytes at a time
+# in elements; offsets in a block keep their alignment, for kernels that load 16 bytes at a time
 _ALIGNED = 256
 
 
@@ -20,12 +20,12 @@ class _Member:
     weight: Weight
     offset: int
     strides: Strides
-    home: Strides | None
+    original: Strides | None
 
 
 @dataclass
 class Vacancy:
-    """A block of memory to be given back, or that was, and how the tensors of its weights lie in it."""
+    """A block of memory that can be freed, or is freed, and the layout of the weights in it."""
 
     elements: int
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class Vacancy:
     members: list[_Member] = field(default_factory=list)
 
     def vacate(self) -> None:
-        """Let go of the block. Its tensors keep shape, dtype and device, over a single element that is NaN."""
+        """Free the block. Its tensors keep shape, dtype and device, as an expanded single NaN."""
         with torch.inference_mode(False), torch.no_grad():
             fill = math.nan if self.dtype.is_floating_point else 0
             for member in self.members:
@@ -41,11 +41,11 @@ class Vacancy:
                 member.weight.tensor.data = nothing.expand(member.weight.tensor.shape)
                 member.weight.bound, member.weight.pointer = None, nothing.data_ptr()
 
-    def occupy(self, homes: Homes) -> None:
-        """Take memory again; its values are yet to be copied.
+    def occupy(self, layouts: OriginalLayouts) -> None:
+        """Allocate the block again. Its values are not copied yet.
 
         Raises:
-            WeightsAway: the GPU has none.
+            WeightsAway: the GPU is out of memory.
         """
         with torch.inference_mode(False), torch.no_grad():
             try:
@@ -56,16 +56,16 @@ class Vacancy:
                 tensor = member.weight.tensor
                 tensor.data = block.as_strided(tensor.shape, member.strides, member.offset)
                 member.weight.pointer = tensor.data_ptr()
-                if member.home is not None:
-                    homes.lay(tensor, member.home)
+                if member.original is not None:
+                    layouts.record_memory(tensor, member.original)
 
 
-def vacancies(live: Iterable[Weight], known: Iterable[Weight], homes: Homes) -> list[Vacancy] | None:
-    """The blocks that live tensors lie in; None where a parameter of the module lies in one of them.
+def vacancies(live: Iterable[Weight], known: Iterable[Weight], layouts: OriginalLayouts) -> list[Vacancy] | None:
+    """The blocks of live tensors. None if a parameter of the module uses one of them.
 
     Args:
         live: the weights that plans read.
-        known: all others that may lie in the same blocks.
+        known: all other weights that may use the same blocks.
     """
     blocks: dict[int, dict[int, Weight]] = {memory_of(w.tensor): {} for w in live}
     for weight in (*live, *known):
@@ -77,10 +77,10 @@ def vacancies(live: Iterable[Weight], known: Iterable[Weight], homes: Homes) -> 
         return None
     if any(len({w.tensor.dtype for w in block.values()}) > 1 for block in blocks.values()):
         return None
-    return [_block(list(block.values()), homes) for block in blocks.values()]
+    return [_block(list(block.values()), layouts) for block in blocks.values()]
 
 
-def _block(weights: list[Weight], homes: Homes) -> Vacancy:
+def _block(weights: list[Weight], layouts: OriginalLayouts) -> Vacancy:
     first = weights[0].tensor
     begin = min(w.tensor.storage_offset() for w in weights) // _ALIGNED * _ALIGNED
     found = Vacancy(0, first.dtype, first.device)
@@ -89,5 +89,5 @@ def _block(weights: list[Weight], homes: Homes) -> Vacancy:
         offset = tensor.storage_offset() - begin
         reach = offset + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
         found.elements = max(found.elements, reach)
-        found.members.append(_Member(weight, offset, tensor.stride(), homes.of(tensor)))
+        found.members.append(_Member(weight, offset, tensor.stride(), layouts.strides_of(tensor)))
     return found

@@ -1,53 +1,52 @@
-"""One weight that plans may read, and what may become of it."""
+"""A weight that plans may read, and lookups of tensors in a module."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Container, Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
-from sfast_ext.weights.original_layout import live_tensor, memory_of
+from sfast_ext.weights.original_layout import live_tensor
 
-Slot = tuple[dict, str]
+WeightSlot = tuple[dict, str]
+"""A place in a module that holds a tensor: a dictionary of a submodule, and a name in it."""
 
 
 class WeightsAway(Exception):
-    """Weights are not where plans read them for now (offloaded); the original forward runs, plans are kept."""
+    """Weights are temporarily not where plans read them (offloaded). The call is bypassed, plans are kept."""
 
 
 class WeightsInUse(WeightsAway):
-    """Another thread computes with the weights, so they cannot be laid out anew now."""
+    """Another thread uses the weights, so their layout cannot be changed now."""
 
 
 class WeightsChanged(Exception):
-    """Weights changed in a way that no copy can follow (shape, dtype, removed); plans must be built anew."""
+    """Weights changed in a way that no copy can follow (shape, dtype, removed). Plans must be built again."""
 
 
 @dataclass(eq=False)
 class Weight:
     """A parameter, buffer or packed tensor that plans may read.
 
-    `tensor` is the live tensor. `slots` are the dictionaries of modules that hold the parameter (several where it is
-    tied); empty for a packed tensor.
+    `tensor` is the live tensor. `slots` are the places in modules that hold the parameter: several if it is tied, none
+    for a packed tensor.
     """
 
     path: str
     tensor: torch.Tensor
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[WeightSlot] = field(default_factory=list)
     bound: torch.Tensor | None = None
-    """The very object that was in the slots when the live tensor was last known to hold its values."""
+    """The object in the slots when the live tensor was last known to have its values."""
     pointer: int = 0
     pack: Weight | None = None
     parts: tuple[Weight, ...] = ()
     plans: int = 0
-    """How many plans read it; its address must not change while there is one."""
+    """The number of plans that read it. Its address is fixed while there is one."""
 
     def is_current(self, value: torch.Tensor) -> bool:
-        """Whether the module still holds the tensor that the live one was bound to, where and as it was."""
+        """Whether the module still holds the bound tensor, with unchanged memory, strides, device and dtype."""
         if id(self.bound) != id(value):
             return False
         live = self.tensor
@@ -55,49 +54,9 @@ class Weight:
         return kept and value.device == live.device and value.dtype == live.dtype and same_place(value, live)
 
 
-class Watch:
-    """Places of modules, and what was in them when the live tensors were last known to hold its values.
-
-    One list a property, so that looking at thousands of places is a handful of calls.
-    """
-
-    def __init__(self, weights: Iterable[Weight], containers: Container[int] | None = None) -> None:
-        """The slots of `weights`, or of those only that lie in dictionaries of these ids."""
-        slots = [(w, c, n) for w in weights for c, n in w.slots if containers is None or id(c) in containers]
-        self.weights = [w for w, _, _ in slots]
-        self._containers = [container for _, container, _ in slots]
-        self._names = [name for _, _, name in slots]
-        # one that is bound to nothing yet is stale whatever is in its slots
-        self._bound = [w.tensor if w.bound is None else w.bound for w in self.weights]
-        self._pointers = [w.pointer for w in self.weights]
-        self._strides = [w.tensor.stride() for w in self.weights]
-
-    def stale(self) -> list[tuple[Weight, Any]]:
-        """Each weight of which something changed, with what is in its place now. Microseconds where nothing is."""
-        now = list(map(dict.get, self._containers, self._names))
-        if (
-            all(map(operator.is_, now, self._bound))
-            and list(map(torch.Tensor.data_ptr, self._bound)) == self._pointers
-            and list(map(torch.Tensor.stride, self._bound)) == self._strides
-        ):
-            return []
-        places = zip(self.weights, now, self._bound, self._pointers, self._strides)
-        return [
-            (weight, value)
-            for weight, value, bound, pointer, stride in places
-            if value is not bound or value.data_ptr() != pointer or value.stride() != stride
-        ]
-
-    def let_go(self, weights: Container[int]) -> None:
-        """Hold no more what was in the places of the weights of these ids: until looked at anew, they are stale."""
-        for i, weight in enumerate(self.weights):
-            if id(weight) in weights:
-                self._bound[i] = weight.tensor
-
-
-def places_of(root: nn.Module) -> dict[str, Slot]:
-    """Where a module holds the tensor of each name."""
-    places: dict[str, Slot] = {}
+def places_of(root: nn.Module) -> dict[str, WeightSlot]:
+    """The slot of each tensor of a module, by path."""
+    places: dict[str, WeightSlot] = {}
     for prefix, module in root.named_modules():
         for container in (module._parameters, module._buffers, module.__dict__):
             for name, value in container.items():
@@ -106,8 +65,26 @@ def places_of(root: nn.Module) -> dict[str, Slot]:
     return places
 
 
+def slots_at(paths: Sequence[str], places: Mapping[str, WeightSlot]) -> list[WeightSlot]:
+    """The slots of these paths. Empty if one is missing, or if they do not all hold the same tensor."""
+    found = [places[path] for path in paths if path in places]
+    same = len({id(container[name]) for container, name in found}) == 1
+    return found if same and len(found) == len(paths) else []
+
+
+def tensors_of(root: nn.Module) -> dict[int, tuple[torch.Tensor, list[str], list[WeightSlot]]]:
+    """Each tensor of a module by its id: (tensor, paths, slots)."""
+    held: dict[int, tuple[torch.Tensor, list[str], list[WeightSlot]]] = {}
+    for path, slot in places_of(root).items():
+        value = slot[0][slot[1]]
+        _, paths, slots = held.setdefault(id(value), (value, [], []))
+        paths.append(path)
+        slots.append(slot)
+    return held
+
+
 def paths_of(root: nn.Module, weight: Weight) -> list[str]:
-    # a weight is called after its first slot; tied ones have more
+    # weight.path is that of its first slot; a tied weight has more
     held = {(id(c), n) for c, n in weight.slots}
     if len(held) == 1:
         return [weight.path]
@@ -118,7 +95,7 @@ def paths_of(root: nn.Module, weight: Weight) -> list[str]:
     return found
 
 
-def new_weight(path: str, value: torch.Tensor, slots: list[Slot]) -> Weight:
+def new_weight(path: str, value: torch.Tensor, slots: list[WeightSlot]) -> Weight:
     return Weight(path, live_tensor(value), slots, value, value.data_ptr())
 
 
@@ -126,67 +103,11 @@ def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
 
 
-def read_by_others(
-    everything: Iterable[Weight], arrived: Iterable[tuple[Weight, torch.Tensor]], written: Iterable[Weight]
-) -> Weight | None:
-    """One of `written` in whose memory there is a tensor that is none of `everything`, nor has arrived; or None.
-
-    It may be what a host keeps to put back (`weight.data`, a state dict), or what it put in another weight's place.
-    """
-    first: dict[int, Weight] = {}
-    for w in written:
-        first.setdefault(memory_of(w.tensor), w)
-    known: dict[int, dict[int, torch.Tensor]] = {memory: {} for memory in first}
-    spans: dict[int, list[tuple[int, int, bool]]] = {memory: [] for memory in first}
-
-    def note(tensor: torch.Tensor | None) -> None:
-        if tensor is not None and (ours := known.get(memory_of(tensor))) is not None:
-            ours[id(tensor)] = tensor
-
-    coming = {id(w): now for w, now in arrived}
-    writing = {id(w) for w in written}
-    for w in everything:
-        if type(w.tensor) is not torch.Tensor:
-            # no plan reads it, see `must_fit`, and it may have no memory to speak of
-            continue
-        note(w.tensor)
-        note(w.tensor._base)
-        bound = w.bound if w.bound is not None and same_place(w.bound, w.tensor) else None
-        note(bound)
-        note(coming.get(id(w)))
-        within = spans.get(memory_of(w.tensor))
-        if within is not None and w.slots and w.tensor.numel() and (w.plans or bound is not None):
-            last = sum((size - 1) * stride for size, stride in zip(w.tensor.shape, w.tensor.stride()))
-            start = w.tensor.storage_offset()
-            within.append((start, start + last, id(w) in writing))
-    for memory, w in first.items():
-        end, was_written = -1, False
-        for start, last, is_written in sorted(spans[memory]):
-            if start <= end and (is_written or was_written):
-                return w
-            if last > end:
-                end, was_written = last, is_written
-        if _uses(w.tensor) - _ALONE >= len(known[memory]):
-            return w
-    return None
-
-
-def _uses(tensor: torch.Tensor) -> int:
-    # torch before 2.6 counts where it is built for GPUs only
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    storage = tensor.untyped_storage()
-    return 0 if count is None else count(storage._cdata)
-
-
-# of a tensor that has its memory to itself
-_ALONE = _uses(torch.empty(0, device="cpu"))
-
-
-def must_fit(weight: Weight, now: torch.Tensor | None, *, anywhere: bool = False) -> None:
-    """Raise `WeightsAway` or `WeightsChanged` where the live tensor cannot take the values of `now`.
+def check_compatible(weight: Weight, now: torch.Tensor | None, *, anywhere: bool = False) -> None:
+    """Raise `WeightsAway` or `WeightsChanged` if the live tensor cannot take the values of `now`.
 
     Args:
-        anywhere: it may be on another device.
+        anywhere: `now` may be on another device.
     """
     live = weight.tensor
     if not isinstance(now, torch.Tensor):
@@ -196,7 +117,7 @@ def must_fit(weight: Weight, now: torch.Tensor | None, *, anywhere: bool = False
     if now.device != live.device and not (anywhere and now.device.type != "meta"):
         raise WeightsAway(f"the weights are on {now.device}, the plans on {live.device}")
     if live.data_ptr() != weight.pointer:
-        # its storage was resized, and CUDA graphs read where it was
+        # its storage was resized; CUDA graphs read the old address
         raise WeightsChanged(f"the memory of {weight.path} was exchanged")
     if now.shape != live.shape or now.dtype != live.dtype:
         raise WeightsChanged(

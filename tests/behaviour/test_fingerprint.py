@@ -91,47 +91,47 @@ def other_class(model):
 )
 def test_what_changes_the_key(model, change):
     before = fingerprint(model)
-    assert before.holds()
+    assert before.unchanged()
     change(model)
-    assert not before.holds() and key(model) != before.key
+    assert not before.unchanged() and key(model) != before.key
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Block, "forward"), (Processor, "__call__")])
 def test_a_patched_class_changes_the_key(kind, name, model, monkeypatch):
     before = fingerprint(model)
     monkeypatch.setattr(kind, name, lambda self, x: x)
-    assert not before.holds() and key(model) != before.key
+    assert not before.unchanged() and key(model) != before.key
 
 
-def test_a_glance_is_not_fooled_by_an_address_used_again(model):
+def test_a_quick_check_is_not_fooled_by_an_address_used_again(model):
     model[0].s1 = float("1.5")
     before = fingerprint(model)
     for value in range(1000):
         model[0].s1 = value + 0.25
-        assert not before.holds()
+        assert not before.unchanged()
 
 
-def test_a_glance_is_not_fooled_by_an_address_used_again_beside_a_tensor(model):
+def test_a_quick_check_is_not_fooled_by_an_address_used_again_beside_a_tensor(model):
     model[0].table, model[0].s1 = torch.zeros(2), float("1.5")
     before = fingerprint(model)
     for value in range(1000):
         model[0].s1 = value + 0.25
-        assert not before.holds()
+        assert not before.unchanged()
 
 
 def test_a_list_that_grows_at_every_call_is_no_reason_to_read_again(model):
     model[0].table = [1.0] * 65
     before = fingerprint(model)
     model[0].table.append(1.0)
-    assert before.holds() and before.looks_alike() and key(model) == before.key
+    assert before.unchanged() and before.unchanged_quick() and key(model) == before.key
 
 
-def test_a_glance_sees_a_hook_taken_away_and_another_put_in_its_place(model):
+def test_a_quick_check_sees_a_hook_taken_away_and_another_put_in_its_place(model):
     handle = model[1].inner.register_forward_hook(lambda *a: None)
     before = fingerprint(model)
     handle.remove()
     model[1].inner.register_forward_hook(lambda *a: None)
-    assert not before.holds()
+    assert not before.unchanged()
 
 
 def renamed(model):
@@ -149,31 +149,31 @@ def list_grown_short(model):
 
 
 @pytest.mark.parametrize("change", [renamed, attribute_of_an_empty_processor, list_grown_short])
-def test_a_glance_sees_what_a_reading_would(model, change):
+def test_a_quick_check_sees_what_a_reading_would(model, change):
     model[0].s1 = None
     model[0].table = [1.0] * 65
     vars(model[0].processor).clear()
     model[0].s1 = vars(model[0]).pop("s1")
     before = fingerprint(model)
-    assert before.holds()
+    assert before.unchanged()
     change(model)
-    assert not before.holds()
+    assert not before.unchanged()
 
 
 def test_a_parameter_in_the_place_of_another_needs_no_reading(model):
     before = fingerprint(model)
     model[0].inner.weight = nn.Parameter(torch.zeros(2, 2))
-    assert before.holds() and key(model) == before.key
+    assert before.unchanged() and key(model) == before.key
     model[0].inner._parameters["bias"] = None
-    assert not before.holds()
+    assert not before.unchanged()
 
 
 def test_a_tensor_among_attributes_is_told_by_its_identity(model):
     model[0].table = torch.zeros(2)
     before = fingerprint(model)
-    assert before.holds()
+    assert before.unchanged()
     model[0].table = torch.zeros(2)
-    assert not before.holds()
+    assert not before.unchanged()
 
 
 def test_bookkeeping_attributes_can_be_left_out(model):
@@ -193,7 +193,7 @@ def test_patches_are_found_and_named(model):
     model[1].register_forward_pre_hook(foreign)
     found = {p.path: p for p in fingerprint(model).patches}
     assert set(found) == {"0.inner", "1"}
-    assert found["1"].kind == "hook" and "test_behaviour" in found["1"].words() and "foreign" in found["1"].words()
+    assert found["1"].kind == "hook" and "test_fingerprint" in found["1"].words() and "foreign" in found["1"].words()
 
 
 def test_wrappers_of_the_root_are_no_patches(model):
@@ -220,7 +220,7 @@ def test_which_function_a_transparent_forward_is_says_nothing(model):
     read = lambda: fingerprint(model, transparent=transparent)
     before = read()
     model[0].inner.forward = known[model[0].inner]
-    assert read().key == before.key and not before.holds()
+    assert read().key == before.key and not before.unchanged()
     # the host lays another over it each time that it brings the module
     model[0].inner.forward = known[model[0].inner] = moves_arguments()
     assert read().key == before.key and [p.path for p in read().patches] == ["0.inner"]
@@ -356,9 +356,9 @@ PATCHES = {
 def test_what_the_methods_of_a_class_call_is_read(name, hosted):
     model, scope, stand_in = hosted
     before = fingerprint(model)
-    assert before.patches == [] and before.looks_alike()
+    assert before.patches == [] and before.unchanged_quick()
     PATCHES[name](scope, stand_in, function_of_extension(PATCHED))
-    assert not before.holds() and not before.looks_alike()
+    assert not before.unchanged() and not before.unchanged_quick()
     after = fingerprint(model)
     assert after.key != before.key
     assert {p.kind for p in after.patches} == {"function"}
@@ -389,13 +389,13 @@ def test_what_methods_find_later_is_read_once_a_generation(name, hosted):
     exec(compile(FINER, "/webui/modules/unet.py", "exec"), scope)
     model = nn.Sequential(scope["Finer"]())
     keys = BehaviourKeys(model, frozenset(), None, 8)
-    keys.tick()
+    keys.begin_generation()
     number, foreign = keys.read()
-    assert foreign is None and keys.sure
-    keys.tick()
+    assert foreign is None and keys.trusted
+    keys.begin_generation()
     assert keys.read()[0] == number
     LATER[name](scope, stand_in, function_of_extension(PATCHED))
-    keys.tick()
+    keys.begin_generation()
     assert keys.read()[0] != number and keys.last[1] is not None
 
 
@@ -403,13 +403,13 @@ def test_a_generation_in_which_nothing_changed_is_not_read_anew(model, monkeypat
     asked = []
     keys = BehaviourKeys(model, frozenset(), lambda *patch: asked.append(patch) or len(asked) < 3, 8)
     patch_forward(model)
-    keys.tick()
+    keys.begin_generation()
     first = keys.read()
     monkeypatch.setattr("sfast_ext.behaviour.fingerprint.fingerprint", None)
-    keys.tick()
-    assert keys.due and keys.read() == first and not keys.due
+    keys.begin_generation()
+    assert keys.stale and keys.read() == first and not keys.stale
     # the host is asked all the same
-    keys.tick()
+    keys.begin_generation()
     assert keys.read()[1] is not None
 
 
@@ -423,17 +423,17 @@ def test_a_plain_value_that_a_method_reads_is_in_the_key(hosted):
     scope["Layer"]._forward = types.FunctionType(louder.__code__, scope)
     middle = fingerprint(model)
     scope["LOUDNESS"] = 2.0
-    assert not middle.looks_alike() and len({before.key, middle.key, key(model)}) == 3
+    assert not middle.unchanged_quick() and len({before.key, middle.key, key(model)}) == 3
 
 
 @pytest.mark.parametrize("change", [patch_forward, hook, other_class])
 def test_within_a_generation_a_late_patch_is_seen(model, change):
     keys = BehaviourKeys(model, frozenset(), None, 8)
-    keys.tick()
+    keys.begin_generation()
     number, foreign = keys.read()
-    assert keys.sure and foreign is None
+    assert keys.trusted and foreign is None
     change(model)
-    assert not keys.sure and keys.read()[0] != number
+    assert not keys.trusted and keys.read()[0] != number
 
 
 def test_the_forward_of_the_model_itself_exchanged_by_an_extension_is_a_patch(monkeypatch):

@@ -63,11 +63,11 @@ def test_state_in_the_closure_of_a_class_patched_by_its_own_package_is_in_the_ke
 
     monkeypatch.setattr(Block, "forward", torch.no_grad()(scaled))
     before = fingerprint(model)
-    assert before.patches == [] and before.holds()
+    assert before.patches == [] and before.unchanged()
     state["k"][0] = 2.0
     middle = fingerprint(model)
     number = 2.0
-    assert not before.holds() and not middle.holds() and len({before.key, middle.key, key(model)}) == 3
+    assert not before.unchanged() and not middle.unchanged() and len({before.key, middle.key, key(model)}) == 3
 
 
 def test_what_decorators_of_libraries_put_around_a_method_is_no_patch(model, monkeypatch):

@@ -179,7 +179,7 @@ def test_what_no_code_looks_up_is_no_matter_for_a_call(change, monkeypatch):
     monkeypatch.setattr(torch, "vdot", torch.vdot)
     before = fingerprint(net)
     change(net, scope)
-    assert before.looks_alike()
+    assert before.unchanged_quick()
 
 
 @pytest.mark.parametrize("change", [unread, unread_of_torch])
@@ -187,11 +187,11 @@ def test_once_a_generation_that_is_read_all_the_same(change, monkeypatch):
     net, scope = made()
     monkeypatch.setattr(torch, "vdot", torch.vdot)
     keys = BehaviourKeys(net, frozenset(), None, 8)
-    keys.tick()
+    keys.begin_generation()
     number, foreign = keys.read()
-    assert keys.sure and foreign is None
+    assert keys.trusted and foreign is None
     change(net, scope)
-    keys.tick()
+    keys.begin_generation()
     assert keys.read()[0] != number
 
 
@@ -203,7 +203,7 @@ def test_a_method_of_a_processors_class_that_another_party_exchanged_is_a_patch(
     elsewhere = {"__name__": "a_script", "state": {"k": 2.0}}
     exec(compile(source, "/webui/scripts/a_script.py", "exec"), elsewhere)
     scope.Processor.__call__ = elsewhere["louder"]
-    assert not before.looks_alike()
+    assert not before.unchanged_quick()
     (found,) = fingerprint(net).patches
     words = "processor has a foreign function in its class, a_script.louder in scripts/a_script.py"
     assert found.words().startswith(words)
@@ -234,10 +234,10 @@ def test_what_torchs_own_forward_calls_is_seen_where_a_host_keeps_that_in_an_obj
     scope["originals"].forward = scope["kept"][0] = kind.forward
     monkeypatch.setattr(kind, "forward", scope[name])
     before = fingerprint(net)
-    assert before.looks_alike()
+    assert before.unchanged_quick()
     original = getattr(home, function)
     monkeypatch.setattr(home, function, lambda *args, **kwargs: 2 * original(*args, **kwargs))
-    assert not before.looks_alike()
+    assert not before.unchanged_quick()
 
 
 def test_a_method_of_torchs_class_that_another_calls_is_seen_at_each_call(monkeypatch):
@@ -245,7 +245,7 @@ def test_a_method_of_torchs_class_that_another_calls_is_seen_at_each_call(monkey
     before = fingerprint(model)
     original = nn.Conv2d._conv_forward
     monkeypatch.setattr(nn.Conv2d, "_conv_forward", lambda *args: 2 * original(*args))
-    assert not before.looks_alike()
+    assert not before.unchanged_quick()
 
 
 def test_a_processor_that_calls_the_one_before_it_is_named_and_not_that(monkeypatch):
@@ -286,12 +286,12 @@ def test_what_torchs_code_reaches_is_seen_at_each_call(name, monkeypatch):
     home, function = IN_TORCH[name]
     net, _ = made()
     before = fingerprint(net)
-    assert before.looks_alike()
+    assert before.unchanged_quick()
     original = getattr(home, function)
     monkeypatch.setattr(home, function, lambda *args, **kwargs: original(*args, **kwargs))
-    assert not before.looks_alike()
+    assert not before.unchanged_quick()
     monkeypatch.undo()
-    assert before.looks_alike()
+    assert before.unchanged_quick()
 
 
 def test_what_changes_while_it_is_read_is_not_taken_for_what_was_read(monkeypatch):
@@ -301,15 +301,15 @@ def test_what_changes_while_it_is_read_is_not_taken_for_what_was_read(monkeypatc
     around = surroundings.look()
     original = nn.functional.interpolate
     monkeypatch.setattr(nn.functional, "interpolate", lambda *args, **kwargs: original(*args, **kwargs))
-    assert not surroundings.Glance(frozenset({"interpolate"}), [type(net)], around).holds()
+    assert not surroundings.TorchQuickCheck(frozenset({"interpolate"}), [type(net)], around).unchanged()
 
 
 def test_what_says_nothing_in_torch_is_looked_at_once(monkeypatch):
     net, _ = made()
     before = fingerprint(net)
     monkeypatch.setattr(torch.Tensor, "somebodys_own", 1, raising=False)
-    assert not before.looks_alike()
-    assert before.holds() and before.looks_alike()
+    assert not before.unchanged_quick()
+    assert before.unchanged() and before.unchanged_quick()
 
 
 def test_names_are_those_of_code_that_runs():

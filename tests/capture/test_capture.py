@@ -100,7 +100,7 @@ def test_what_torch_says_goes_to_the_developer_and_not_into_the_reason():
         assert f"no kernel for [{n}, 4]" in refused.value.details
         reasons.add(str(refused.value))
     (reason,) = reasons
-    assert reason.startswith("its forward cannot be recorded: RuntimeError (capture/test_capture.py:")
+    assert reason.startswith("its forward cannot be recorded: RuntimeError (test_capture.py:")
 
 
 def test_a_compiled_function_is_named_as_such():
@@ -255,7 +255,7 @@ def test_an_exception_of_the_forward_names_its_place():
     def broken(m, x):
         raise KeyError("nothing here")
 
-    with pytest.raises(CaptureRefused, match="KeyError.*capture/test_capture.py"):
+    with pytest.raises(CaptureRefused, match="KeyError.*test_capture.py"):
         captured(broken, X)
 
 

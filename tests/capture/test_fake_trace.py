@@ -78,7 +78,7 @@ def test_the_graph_is_the_same_under_autocast():
         same(forward, *inputs)
 
 
-@pytest.mark.skipif(not block_reuse.WORKS, reason="before torch 2.6 operations are taken apart first")
+@pytest.mark.skipif(not block_reuse.SUPPORTED, reason="before torch 2.6 operations are taken apart first")
 def test_shapes_met_before_are_not_worked_out_again(monkeypatch):
     worked_out = []
     original = FakeTensorMode.__torch_dispatch__
@@ -177,14 +177,14 @@ def other_fakes(monkeypatch):
     def unexpected(*args):
         raise AttributeError("fake_device")
 
-    monkeypatch.setattr(fake_trace._Remembering, "_described", unexpected)
+    monkeypatch.setattr(fake_trace._MemoFakeMode, "_described", unexpected)
 
 
 def other_options(monkeypatch):
     def unexpected(self, **options):
         raise TypeError("static_shapes")
 
-    monkeypatch.setattr(fake_trace._Remembering, "__init__", unexpected)
+    monkeypatch.setattr(fake_trace._MemoFakeMode, "__init__", unexpected)
 
 
 @pytest.mark.parametrize("change", [no_meta, no_tracer, other_fakes, other_options])

@@ -15,7 +15,7 @@ from sfast_ext.call_signature import flatten_call
 from sfast_ext.capture import opaque
 from sfast_ext.capture.capture import capture
 from sfast_ext.passes.rewrite import is_pure
-from sfast_ext.runtime.plan import relative_error
+from sfast_ext.runtime.verify import relative_error
 from sfast_ext.weights.arena import WeightArena
 
 aten = torch.ops.aten

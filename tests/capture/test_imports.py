@@ -70,7 +70,7 @@ def test_what_a_forward_imports_keeps_its_tensors(library, forward):
 
 def test_an_import_that_began_before_is_finished_where_it_began(library):
     """Its lock is this thread's: another would wait for it forever."""
-    with imports.outside():
+    with imports.in_other_thread():
         from importlib._bootstrap import _gcd_import
 
         assert _gcd_import("late.front").late.back.SCALE == 2
@@ -78,7 +78,7 @@ def test_an_import_that_began_before_is_finished_where_it_began(library):
 
 def test_other_threads_import_as_ever(library):
     executed_by = []
-    with imports.outside():
+    with imports.in_other_thread():
         thread = threading.Thread(target=lambda: executed_by.append(__import__("late.scales").scales.SCALE))
         thread.start()
         thread.join()
@@ -87,17 +87,17 @@ def test_other_threads_import_as_ever(library):
 
 def test_nothing_stays_replaced(monkeypatch):
     before = builtins.__import__, importlib.import_module
-    with imports.outside(), imports.outside():
+    with imports.in_other_thread(), imports.in_other_thread():
         assert builtins.__import__ is not before[0]
     assert (builtins.__import__, importlib.import_module) == before
-    with pytest.raises(ZeroDivisionError), imports.outside():
+    with pytest.raises(ZeroDivisionError), imports.in_other_thread():
         1 / 0
     assert (builtins.__import__, importlib.import_module) == before
 
 
 def test_who_replaces_it_meanwhile_is_left_alone(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", builtins.__import__)
-    with imports.outside():
+    with imports.in_other_thread():
         inner = builtins.__import__
 
         def theirs(*args, **kwargs):

@@ -13,11 +13,11 @@ from capture.test_block_reuse import described
 from sfast_ext import Config, accelerate
 from sfast_ext.call_signature import flatten_call, flatten_output, rebuild_call
 from sfast_ext.capture import capture, fake_trace, live_trace
-from sfast_ext.capture.live_trace import Watched
+from sfast_ext.capture.live_trace import LiveTrace
 from sfast_ext.weights.arena import WeightArena
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(not live_trace.WORKS, reason="calls are recorded as they run from torch 2.6 on")
+pytestmark = pytest.mark.skipif(not live_trace.SUPPORTED, reason="calls are recorded as they run from torch 2.6 on")
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +26,9 @@ def no_gradients():
         yield
 
 
-def watch(module, *args, device=CPU, **kwargs):
-    watched = Watched(flatten_call(args, kwargs, device), WeightArena(module), device)
-    return watched, watched.run(module, args, kwargs)
+def traced(module, *args, device=CPU, **kwargs):
+    trace = LiveTrace(flatten_call(args, kwargs, device), WeightArena(module), device)
+    return trace, trace.run(module, args, kwargs)
 
 
 def on_fakes(module, *args, device=CPU, **kwargs):
@@ -43,10 +43,10 @@ def on_fakes(module, *args, device=CPU, **kwargs):
 
 def same(module, *args, device=CPU, **kwargs):
     expected = flatten_output(module(*args, **kwargs))[1]
-    watched, result = watch(module, *args, device=device, **kwargs)
+    trace, result = traced(module, *args, device=device, **kwargs)
     for mine, theirs in zip(flatten_output(result)[1], expected, strict=True):
         assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
-    graph_module, tree, strides = watched.recorded()
+    graph_module, tree, strides = trace.recorded()
     assert strides == [x.stride() for x in expected] and tree == flatten_output(result)[0]
     on_fake = on_fakes(module, *args, device=device, **kwargs)
     for mine, theirs in zip(described(graph_module), described(on_fake), strict=True):
@@ -77,8 +77,8 @@ def on_gpu(x):
 @pytest.mark.gpu
 def test_a_value_that_goes_to_the_cpu_is_not_recorded():
     module, x = Does(lambda x: x * float(x.cpu().numpy().sum())).cuda(), torch.randn(2, 4, device="cuda")
-    watched, _ = watch(module, x, device=x.device)
-    assert watched.recorded() is None
+    trace, _ = traced(module, x, device=x.device)
+    assert trace.recorded() is None
 
 
 def test_autocast_acts_below_what_is_recorded():
@@ -137,8 +137,8 @@ foreign = torch.ones(4)
 )
 def test_what_fake_tensors_would_refuse_is_not_recorded(function):
     module, x = Does(function), torch.randn(2, 4)
-    watched, result = watch(module, x)
-    assert watched.recorded() is None or isinstance(result, tuple)
+    trace, result = traced(module, x)
+    assert trace.recorded() is None or isinstance(result, tuple)
     expected = module(x)
     assert torch.equal(result, expected) if isinstance(expected, torch.Tensor) else result[1] == 3
 
@@ -147,8 +147,8 @@ def test_what_fake_tensors_would_refuse_is_not_recorded(function):
 def test_arguments_that_a_plan_would_get_otherwise_are_not_recorded(x):
     module = Does(lambda y, *rest: y + sum(rest))
     args = (x,) if not x.is_contiguous() else (x, x)
-    watched, result = watch(module, *args)
-    assert watched.recorded() is None and torch.equal(result, module(*args))
+    trace, result = traced(module, *args)
+    assert trace.recorded() is None and torch.equal(result, module(*args))
 
 
 def test_under_another_mode_nothing_is_recorded():
@@ -158,8 +158,8 @@ def test_under_another_mode_nothing_is_recorded():
 
     module, x = Does(torch.relu), torch.randn(2, 4)
     with Other():
-        watched, result = watch(module, x)
-    assert watched.recorded() is None and torch.equal(result, module(x))
+        trace, result = traced(module, x)
+    assert trace.recorded() is None and torch.equal(result, module(x))
 
 
 def test_an_error_of_the_recording_is_nobodys_concern(monkeypatch):
@@ -168,24 +168,24 @@ def test_an_error_of_the_recording_is_nobodys_concern(monkeypatch):
     def broken(*_):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(Watched, "_record", broken)
-    watched, result = watch(module, x)
-    assert watched.recorded() is None and torch.equal(result, module(x))
+    monkeypatch.setattr(LiveTrace, "_record", broken)
+    trace, result = traced(module, x)
+    assert trace.recorded() is None and torch.equal(result, module(x))
 
 
 @pytest.mark.parametrize("method", ["__torch_dispatch__", "__enter__", "__exit__"])
 def test_an_error_of_the_mode_costs_no_result(monkeypatch, method):
     module, x = Does(torch.relu), torch.randn(2, 4)
-    honest = getattr(live_trace._Watching, method)
+    honest = getattr(live_trace._RecordingMode, method)
 
     def broken(self, *args):
         if method == "__exit__":
             honest(self, *args)
         raise NotImplementedError("not under this mode")
 
-    monkeypatch.setattr(live_trace._Watching, method, broken)
-    watched, result = watch(module, x)
-    assert watched.recorded() is None and torch.equal(result, module(x))
+    monkeypatch.setattr(live_trace._RecordingMode, method, broken)
+    trace, result = traced(module, x)
+    assert trace.recorded() is None and torch.equal(result, module(x))
     assert not _len_torch_dispatch_stack() and not live_trace._modes_before()
 
 
@@ -194,12 +194,12 @@ def test_an_error_of_the_forward_leaves_no_mode_behind():
         raise KeyError("mine")
 
     module, x = Does(broken), torch.randn(2, 4)
-    watched = Watched(flatten_call((x,), {}, CPU), WeightArena(module), CPU)
+    trace = LiveTrace(flatten_call((x,), {}, CPU), WeightArena(module), CPU)
     with pytest.raises(KeyError, match="mine"):
-        watched.run(module, (x,), {})
-    assert watched.recorded() is None
+        trace.run(module, (x,), {})
+    assert trace.recorded() is None
     assert not _len_torch_dispatch_stack() and not live_trace._modes_before()
-    assert watch(Does(torch.relu), x)[0].recorded() is not None
+    assert traced(Does(torch.relu), x)[0].recorded() is not None
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sfast_ext.capture import opaque
-from sfast_ext.runtime.interpreter import Program
+from sfast_ext.runtime.interpreter import Interpreter
 from sfast_ext.runtime.peak_memory import peak_bytes
 
 
@@ -96,7 +96,7 @@ def test_a_program_runs_it_and_its_memory_is_counted():
     assert node.meta["val"].shape == (2, 8) and node.args[0] == "test.g(#0)"
     assert peak_bytes(gm.graph) == 2 * x.numel() * 4
     assert isinstance(gm, fx.GraphModule)
-    assert torch.equal(Program(gm)(x), (x * 2).sin() + 1) and len(ran) == 1
+    assert torch.equal(Interpreter(gm)(x), (x * 2).sin() + 1) and len(ran) == 1
 
 
 def test_a_fake_result_has_the_metadata_of_the_real_one():

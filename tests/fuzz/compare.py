@@ -69,9 +69,9 @@ def _attributes(module: nn.Module) -> set[str]:
 def _stands_for(module: nn.Module, slot: str) -> str | None:
     """What runs from a slot, in words that are the same for twins; None for the class's own forward."""
     function: Any = module.__dict__.get(slot)
-    while isinstance(function, AcceleratedForward) and not function.accelerator.installed():
+    while isinstance(function, AcceleratedForward) and not function.owner.installed():
         # left where somebody's wrapper that held it put it back; it only passes calls on
-        function = function.before
+        function = function.previous
     # accelerate leaves the class's own forward on an instance
     if function is None or getattr(function, "__func__", None) is type(module).forward:
         return None

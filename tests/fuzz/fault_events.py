@@ -10,11 +10,10 @@ from unittest import mock
 import torch
 from torch import fx
 
-import sfast_ext.accelerator
 import sfast_ext.behaviour.key
 import sfast_ext.runtime.plan
 import sfast_ext.runtime.plan_builder
-import sfast_ext.runtime.verify
+import sfast_ext.runtime.plan_finder
 import sfast_ext.weights.arena
 from fuzz.world import Event, World
 from sfast_ext import passes
@@ -22,15 +21,15 @@ from sfast_ext.runtime.graph_pool import GraphPool
 
 # what there is to break, by the name the failure is given
 STAGES: dict[str, tuple[Any, str]] = {
-    "signature": (sfast_ext.accelerator, "flatten_call"),
+    "signature": (sfast_ext.runtime.plan_finder, "flatten_call"),
     "behaviour key": (sfast_ext.behaviour.key, "fingerprint"),
     "sync": (sfast_ext.weights.arena.WeightArena, "sync"),
-    "adoption of weights": (sfast_ext.weights.arena.WeightArena, "_adopt"),
+    "adoption of weights": (sfast_ext.weights.arena.WeightArena, "_copy_in"),
     "capture": (sfast_ext.runtime.plan_builder, "capture"),
     "packing": (sfast_ext.weights.arena.WeightArena, "pack"),
-    "passes": (sfast_ext.runtime.verify, "run_passes"),
+    "passes": (sfast_ext.runtime.plan_builder, "run_passes"),
     "binding": (sfast_ext.weights.arena.WeightArena, "bind"),
-    "check": (sfast_ext.runtime.plan_builder, "prove"),
+    "check": (sfast_ext.runtime.plan_builder, "verify_plan"),
     "plan": (sfast_ext.runtime.plan.Plan, "run_eagerly"),
     "output": (sfast_ext.runtime.plan.Plan, "output"),
 }
@@ -39,9 +38,9 @@ GPU_STAGES: dict[str, tuple[Any, str]] = {
     "warm-up": (sfast_ext.runtime.plan.Plan, "_warm_up"),
     "graph capture": (GraphPool, "_capture"),
     CAPTURING: (sfast_ext.runtime.plan.Plan, "_run_static"),
-    "inputs of a replay": (sfast_ext.runtime.plan.Plan, "_fill"),
+    "inputs of a replay": (sfast_ext.runtime.plan.Plan, "_copy_inputs"),
     "replay": (sfast_ext.runtime.plan.Plan, "replay"),
-    "outputs of a replay": (sfast_ext.runtime.plan.Plan, "_hand_out"),
+    "outputs of a replay": (sfast_ext.runtime.plan.Plan, "_copy_outputs"),
 }
 
 
@@ -90,14 +89,14 @@ def _break(w: World, rng: random.Random, stage: str, place: tuple[Any, str], kin
 def broken_pass(w: World, rng: random.Random) -> None:
     """One of the passes raises after it has done its work."""
     i = rng.randrange(len(passes.PASSES))
-    name, real = passes.PASSES[i]
+    entry = passes.PASSES[i]
 
     def failing(*args: Any) -> int:
-        real(*args)
-        raise Injected(name)
+        entry.function(*args)
+        raise Injected(entry.name)
 
     changed = list(passes.PASSES)
-    changed[i] = (name, failing)
+    changed[i] = entry._replace(function=failing)
     _patch(w, passes, "PASSES", changed)
 
 
@@ -112,20 +111,20 @@ def wrong_plan(w: World, rng: random.Random) -> None:
     """A plan that computes something else: it must not pass its check."""
     if w.config.check == "never":
         return
-    real = sfast_ext.runtime.verify.run_passes
+    real = sfast_ext.runtime.plan_builder.run_passes
 
     def wrong(graph_module: Any, context: Any) -> dict[str, int]:
         counts = real(graph_module, context)
         spoil(graph_module.graph)
         return counts
 
-    _patch(w, sfast_ext.runtime.plan_builder, "rewritten", _with(sfast_ext.runtime.plan_builder.rewritten, wrong))
+    _patch(w, sfast_ext.runtime.plan_builder, "make_plan", _with(sfast_ext.runtime.plan_builder.make_plan, wrong))
     w.drop_plans()
 
 
 def _with(rewritten: Callable[..., Any], run_passes: Callable[..., Any]) -> Callable[..., Any]:
     def patched(*args: Any) -> Any:
-        with mock.patch.object(sfast_ext.runtime.verify, "run_passes", run_passes):
+        with mock.patch.object(sfast_ext.runtime.plan_builder, "run_passes", run_passes):
             return rewritten(*args)
 
     return patched

@@ -106,7 +106,7 @@ def evicted(w: World, rng: random.Random) -> None:
     if what == "graphs":
         pool_of(w.ground.device).make_room(w.acc.report)
     elif what == "one" and plans:
-        w.acc._shelf.drop(rng.choice(plans))
+        w.acc._cache.drop(rng.choice(plans))
     else:
         w.drop_plans()
 
@@ -117,7 +117,7 @@ def generations(w: World, rng: random.Random) -> None:
     if w.ticks:
         w.acc.new_generation()
     else:
-        w.acc._keys._ticks = False
+        w.acc._finder.keys._announced = False
 
 
 def calm(w: World, rng: random.Random) -> None:

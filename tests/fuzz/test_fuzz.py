@@ -17,7 +17,7 @@ from fuzz.compare import Wrong
 from fuzz.world import World
 from sfast_ext.behaviour import fingerprint, surroundings
 from sfast_ext.behaviour.key import BehaviourKeys
-from sfast_ext.behaviour.snapshot import Scene
+from sfast_ext.behaviour.snapshot import Snapshot
 from sfast_ext.kernels.backend import health
 
 # an event that is listed more often comes more often
@@ -101,7 +101,7 @@ def test_the_soak_names_the_command_that_plays_a_failure_again(tmp_path, monkeyp
 
 def test_an_attention_that_a_plan_does_not_follow_is_found(monkeypatch):
     monkeypatch.setattr(BehaviourKeys, "read", lambda keys: (0, None))
-    monkeypatch.setattr(BehaviourKeys, "now", lambda keys: (0, None))
+    monkeypatch.setattr(BehaviourKeys, "current", lambda keys: (0, None))
     w = World("small", 5)
     machine.play(w, "another_call", 0)
     try:
@@ -116,8 +116,8 @@ STOCK = surroundings.look()
 UNSEEN = {
     "function_of_torch_replaced": (surroundings, "look", lambda: STOCK),
     "hook_on_all": (surroundings, "look", lambda: STOCK),
-    "class_forward": (fingerprint, "strangers", lambda *class_of_anybody, **options: []),
-    "attribute": (Scene, "looks_alike", lambda scene: True),
+    "class_forward": (fingerprint, "foreign_layers", lambda *class_of_anybody, **options: []),
+    "attribute": (Snapshot, "unchanged_quick", lambda snapshot: True),
 }
 
 

@@ -21,7 +21,7 @@ from fuzz.nets import Request, arguments, make, move
 from sfast_ext import Accelerator, Hooks, accelerate
 from sfast_ext.call_signature import flatten_output
 from sfast_ext.kernels.backend import health
-from sfast_ext.runtime.plan import relative_error
+from sfast_ext.runtime.verify import relative_error
 
 # outputs of the last calls, watched for writes by later ones
 KEPT = 3
@@ -86,7 +86,7 @@ class World:
         self.acc = accelerate(self.subject, self.config, hooks=Hooks(recognised=vouch))
         if self.seed % 4:
             # most capture whatever changed: behaviours last for a few calls here
-            self.acc._backoff.free = 1_000_000
+            self.acc._backoff.max_unused = 1_000_000
         self.reports.append(self.acc.report)
         self.ticks = False
 

@@ -1,8 +1,7 @@
 """Where the kernels run.
 
-Without a card, in Triton's interpreter: `TRITON_INTERPRET=1 pytest tests/kernels`, a run of its own, since
-Triton reads the variable when it is first imported. In any other run those tests are skipped by name. On a
-card: `pytest -m gpu`, without the variable.
+Without a card, in Triton's interpreter: `TRITON_INTERPRET=1 pytest -m interpreter tests/kernels`, a run of its own,
+since Triton reads the variable when it is first imported. On a card: `pytest -m gpu`, without the variable.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from sfast_ext import kernels
 from sfast_ext.kernels.backend import nvrtc, precompile, triton_runtime
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.linear import linear_geglu
@@ -22,15 +20,14 @@ from sfast_ext.kernels.linear import linear_geglu
 from .support import finish
 
 
-@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        pytest.param("interpreter", marks=pytest.mark.interpreter),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
 def device(request: pytest.FixtureRequest) -> torch.device:
-    if request.param == "cuda":
-        if kernels.interpreted():
-            pytest.skip("the interpreter is on: unset TRITON_INTERPRET to test on the GPU")
-        return torch.device("cuda", torch.cuda.current_device())
-    if not kernels.interpreted():
-        pytest.skip("runs in Triton's interpreter: set TRITON_INTERPRET=1 (Triton 3.0 or newer)")
-    return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if request.param == "cuda" else torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from mutations import Mutation
 
 _SIGNATURES = ("test_call_signature.py::test_what_makes_signatures_differ",)
 _KEY = ("behaviour/test_fingerprint.py::test_what_changes_the_key",)
-_GLANCE = ("test_stale.py::test_what_a_reading_sees_a_glance_sees_too",)
+_QUICK = ("test_stale.py::test_what_a_reading_sees_a_quick_check_sees_too",)
 _LATE = ("behaviour/test_fingerprint.py::test_within_a_generation_a_late_patch_is_seen",)
 _AHEAD = ("test_speculation.py::test_a_change_before_any_call_is_in_its_result",)
 _CALLED = ("behaviour/test_fingerprint.py::test_what_the_methods_of_a_class_call_is_read",)
@@ -59,12 +59,12 @@ SIGNATURE = [
         ("test_accelerator.py::test_inference_mode_and_autocast",),
     ),
     Mutation(
-        "numbers that a forward branches on", "accelerator.py",
-        "if self._static_numbers and generic in self._static_numbers:", "if False:",
+        "numbers that a forward branches on", "runtime/plan_finder.py",
+        "if self._static_numbers and shape_signature in self._static_numbers:", "if False:",
         ("test_accelerator.py::test_a_forward_that_branches_on_a_number_gets_it_into_the_signature",),
     ),
     Mutation(
-        "gradients", "accelerator.py",
+        "gradients", "runtime/plan_finder.py",
         "if torch.is_grad_enabled():", "if False:",
         ("test_accelerator.py::test_gradients_go_to_the_original",),
     ),
@@ -148,7 +148,7 @@ BEHAVIOUR = [
     ),
     Mutation(
         "methods laid over an instance", "behaviour/fingerprint.py",
-        "if shadows(module, name, value):", "if False:",
+        "if overrides_method(module, name, value):", "if False:",
         ("behaviour/test_fingerprint.py::test_a_method_laid_over_an_instance_is_a_patch_and_says_whose",),
     ),
     Mutation(
@@ -168,7 +168,7 @@ BEHAVIOUR = [
     ),
     Mutation(
         "what such an attention keeps", "behaviour/fingerprint.py",
-        "self.key += [self.kept(place, value) for place, value in kept(function)]", "pass",
+        "self.key += [self.free_value(place, value) for place, value in free_values(function)]", "pass",
         ("behaviour/test_surroundings.py::test_an_attention_that_keeps_a_number_in_its_closure_is_captured_with_it",),
     ),
     Mutation(
@@ -178,27 +178,28 @@ BEHAVIOUR = [
     ),
     Mutation(
         "a look at torch after a reading", "behaviour/fingerprint.py",
-        "if not self.scene.holds() or surroundings.look() != self.around:", "if not self.scene.holds():",
+        "if not self.snapshot.unchanged() or surroundings.look() != self.around:", "if not self.snapshot.unchanged():",
         _REPLACED,
     ),
     Mutation(
         "a look at torch within a generation", "behaviour/fingerprint.py",
-        "return self.scene.looks_alike() and self.torchs.holds()", "return self.scene.looks_alike()",
+        "return self.snapshot.unchanged_quick() and self.torch_check.unchanged()",
+        "return self.snapshot.unchanged_quick()",
         ("test_stale.py::test_within_a_generation_a_function_that_is_replaced_is_seen",),
     ),
     Mutation(
-        "a class exchanged since a reading", "behaviour/glance.py",
+        "a class exchanged since a reading", "behaviour/quick_check.py",
         "now == self._values and list(map(type, chain(now, self._roots))) == self._kinds", "now == self._values",
         _LATE,
     ),
     Mutation(
-        "hooks since a reading", "behaviour/glance.py",
+        "hooks since a reading", "behaviour/quick_check.py",
         "and self._no_hooks_came()\n", "\n",
         _LATE,
     ),
     Mutation(
-        "attributes since a reading", "behaviour/glance.py",
-        "and self._rows.holds()\n", "\n",
+        "attributes since a reading", "behaviour/quick_check.py",
+        "and self._rows.unchanged()\n", "\n",
         ("test_stale.py::test_what_is_seen_at_each_call",),
     ),
     Mutation(
@@ -207,34 +208,34 @@ BEHAVIOUR = [
         ("behaviour/test_reach.py::test_once_a_generation_that_is_read_all_the_same[unread]",),
     ),
     Mutation(
-        "what objects hold since a reading", "behaviour/glance.py",
+        "what objects hold since a reading", "behaviour/quick_check.py",
         "now == self._values and list(map(type, chain(now, self._roots))) == self._kinds",
         "list(map(type, chain(now, self._roots))) == self._kinds",
         ("test_stale.py::test_what_is_seen_at_each_call",),
     ),
     Mutation(
-        "items of lists since a reading", "behaviour/glance.py",
+        "items of lists since a reading", "behaviour/quick_check.py",
         "and list(chain.from_iterable(self._lists)) == self._items\n", "\n",
         ("test_stale.py::test_what_is_seen_at_each_call",),
     ),
     Mutation(
         "names of keys since a reading", "behaviour/snapshot.py",
         "and all(map(operator.is_, chain.from_iterable(self._dicts), self._dict_keys))\n", "\n",
-        _GLANCE,
+        _QUICK,
     ),
     Mutation(
-        "attributes that come since a reading", "behaviour/glance.py",
+        "attributes that come since a reading", "behaviour/quick_check.py",
         "list(map(len, self._homes)) == self._lengths\n", "True\n",
         ("test_midway.py::test_it_is_seen_at_the_very_next_call[a forward]",),
     ),
     Mutation(
-        "names in modules and classes since a reading", "behaviour/glance.py",
-        "and self._found.holds()\n", "\n",
+        "names in modules and classes since a reading", "behaviour/quick_check.py",
+        "and self._found.unchanged()\n", "\n",
         (f"{_SEEN}[a number in the module of a helper's helper]", f"{_SEEN}[a number of its class]"),
     ),
     Mutation(
-        "methods that classes are given since a reading", "behaviour/glance.py",
-        "return list(map(len, self._classes)) == self._sizes and self.holds", "return self.holds",
+        "methods that classes are given since a reading", "behaviour/quick_check.py",
+        "return list(map(len, self._classes)) == self._sizes and self.unchanged", "return self.unchanged",
         (f"{_TORCHS}[by a call of one class]",),
     ),
     Mutation(
@@ -248,7 +249,7 @@ BEHAVIOUR = [
         ("behaviour/test_reach.py::test_a_method_of_torchs_class_that_another_calls_is_seen_at_each_call",),
     ),
     Mutation(
-        "closures since a reading", "behaviour/glance.py",
+        "closures since a reading", "behaviour/quick_check.py",
         "and all(map(operator.is_, map(_CONTENT, self._cells), self._contents))\n", "\n",
         (f"{_SEEN}[what the closure of that function holds]",),
     ),
@@ -322,67 +323,67 @@ BEHAVIOUR = [
     ),
     Mutation(
         "classes at the begin of a generation", "behaviour/key.py",
-        "if scene.classes_hold(self._module):", "if True:",
+        "if previous.classes_unchanged(self._module):", "if True:",
         ("behaviour/test_fingerprint.py::test_what_methods_find_later_is_read_once_a_generation",),
     ),
 ]  # fmt: skip
 
 CALL = [
     Mutation(
-        "the signature of a plan", "accelerator.py",
+        "the signature of a plan", "runtime/plan_finder.py",
         "key = (call.signature, behaviour, host, device)", "key = (None, behaviour, host, device)",
         ("test_accelerator.py::test_plans_are_kept_up_to_a_number",),
     ),
     Mutation(
-        "the behaviour of a plan", "accelerator.py",
+        "the behaviour of a plan", "runtime/plan_finder.py",
         "key = (call.signature, behaviour, host, device)", "key = (call.signature, None, host, device)",
         ("test_accelerator.py::test_a_scalar_attribute_brings_another_plan_and_the_first_comes_back",),
     ),
     Mutation(
-        "the host's key", "accelerator.py",
+        "the host's key", "runtime/plan_finder.py",
         "key = (call.signature, behaviour, host, device)", "key = (call.signature, behaviour, None, device)",
         ("test_accelerator.py::test_hooks_of_the_host_are_asked_at_each_call",),
     ),
     Mutation(
-        "the device of a plan", "accelerator.py",
+        "the device of a plan", "runtime/plan_finder.py",
         "key = (call.signature, behaviour, host, device)", "key = (call.signature, behaviour, host, None)",
         ("test_stale.py::test_a_plan_of_one_device_does_not_run_on_another",),
     ),
     Mutation(
-        "the host stands aside", "accelerator.py",
-        "reason = self.hooks.stand_aside() if self.hooks.stand_aside else None", "reason = None",
+        "the host's reason to bypass a call", "runtime/plan_finder.py",
+        "reason = hooks.bypass_reason() if hooks.bypass_reason else None", "reason = None",
         ("test_accelerator.py::test_hooks_of_the_host_are_asked_at_each_call",),
     ),
     Mutation(
-        "what another party patched", "accelerator.py",
+        "what another party patched", "runtime/plan_finder.py",
         "if foreign:\n            raise NotOurs(foreign)", "if False:\n            raise NotOurs(foreign)",
         ("test_accelerator.py::test_a_foreign_patch_inside_means_the_original_and_is_named",),
     ),
     Mutation(
-        "the behaviour after a replay", "accelerator.py",
-        "if behaviour != found.behaviour or foreign:", "if False:",
+        "the behaviour after a replay", "runtime/plan_finder.py",
+        "if behaviour != lookup.behaviour or foreign:", "if False:",
         ("test_speculation.py::test_a_change_before_any_call_is_in_its_result[scalar]",
          "test_speculation.py::test_a_change_before_any_call_is_in_its_result[layer]"),
     ),
     Mutation(
-        "the weights after a replay", "accelerator.py",
-        "if self._synced():\n                return False", "self._synced()",
+        "the weights after a replay", "runtime/plan_finder.py",
+        "if self._sync():\n                return False", "self._sync()",
         _AHEAD,
     ),
     Mutation(
-        "the behaviour before a plan is made or compared", "accelerator.py",
+        "the behaviour before a plan is made or compared", "runtime/plan_finder.py",
         "if now != behaviour or foreign:", "if False:",
         ("test_speculation.py::test_a_plan_is_not_compared_with_what_behaves_otherwise",
          "test_speculation.py::test_a_plan_for_weights_of_another_shape_has_the_key_of_its_own_behaviour"),
     ),
     Mutation(
-        "a refusal", "accelerator.py",
-        "refused = self._shelf.refusal(key)", "refused = None",
+        "a refusal", "runtime/plan_finder.py",
+        "refused = self._cache.rejection(key)", "refused = None",
         ("test_accelerator.py::test_what_is_refused_is_not_tried_again",),
     ),
     Mutation(
         "refusals that are over with other settings", "accelerator.py",
-        "self._shelf.pardon()\n                self._backoff.clear()", "self._backoff.clear()",
+        "self._cache.clear_rejected()\n                self._backoff.clear()", "self._backoff.clear()",
         ("test_faults_gpu.py::test_a_plan_whose_replay_raises_is_given_up_until_the_settings_change",),
     ),
     Mutation(
@@ -391,13 +392,13 @@ CALL = [
         ("test_accelerator.py::test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone",),
     ),
     Mutation(
-        "back-off of captures", "accelerator.py",
-        "if plan is None and self._backoff.waits(generic, key):", "if False:",
+        "back-off of captures", "runtime/plan_finder.py",
+        "if plan is None and self._backoff.must_wait(shape_signature, key):", "if False:",
         ("runtime/test_backoff.py::test_a_number_that_changes_at_each_step_costs_two_captures",),
     ),
     Mutation(
         "an accelerator that was released", "accelerator.py",
-        "aside = self._released or (self.whole", "aside = (self.whole",
+        "bypass = self._released or (self.whole", "bypass = (self.whole",
         ("test_stale.py::test_an_accelerator_that_is_called_after_its_release_makes_no_plan",),
     ),
     Mutation(
@@ -417,7 +418,7 @@ CALL = [
     ),
     Mutation(
         "another forward in the module's place", "accelerator.py",
-        "if self._slot.install():\n", "if self._slot.install() and False:\n",
+        "if self._context.slot.install():\n", "if self._context.slot.install() and False:\n",
         ("test_stale.py::test_a_forward_that_takes_the_modules_place_ends_its_plans",),
     ),
     Mutation(

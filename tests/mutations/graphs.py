@@ -53,7 +53,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the order of a replay", "runtime/plan.py",
-        "pool.leave(stream)", "pass",
+        "pool.end_use(stream)", "pass",
         (_PRETENDED + "test_plans_on_two_streams_wait_for_each_other",),
     ),
     Mutation(
@@ -108,7 +108,7 @@ MUTATIONS = [
     ),
     Mutation(
         "room for a VAE", "hosts/gpu_room.py",
-        "DECODING = 6 << 30", "DECODING = 0",
+        "DECODING_RESERVE = 6 << 30", "DECODING_RESERVE = 0",
         ("hosts/adapters/test_gpu_room.py::test_weights_stay_where_decoding_finds_room_beside_them",),
     ),
 ]  # fmt: skip

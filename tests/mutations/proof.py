@@ -16,19 +16,19 @@ MUTATIONS = [
         ("test_faults.py::test_a_plan_that_gives_nan_where_the_model_does_not_is_given_up",),
     ),
     Mutation(
-        "every other comparison", "runtime/plan_builder.py",
-        "plan.error = relative_error(outputs, references)\n            if not plan.error <= self.config.tolerance:",
+        "every other comparison", "runtime/plan_runner.py",
+        "plan.error = relative_error(outputs, references)\n            if not plan.error <= config.tolerance:",
         "plan.error = relative_error(outputs, references)\n            if False:",
         ("test_accelerator.py::test_always_checking_catches_a_plan_gone_wrong_later",),
     ),
     Mutation(
-        "when a plan is compared: always", "runtime/plan_builder.py",
-        'return self.config.check == "always" or (', "return (",
+        "when a plan is compared: always", "runtime/plan_runner.py",
+        'return check == "always" or (', "return (",
         ("test_accelerator.py::test_always_checking_catches_a_plan_gone_wrong_later",),
     ),
     Mutation(
-        "when a plan is compared: first", "runtime/plan_builder.py",
-        '(self.config.check == "first" and plan.error is None)', "False",
+        "when a plan is compared: first", "runtime/plan_runner.py",
+        '(check == "first" and plan.error is None)', "False",
         ("test_faults.py::test_a_wrong_plan_built_while_the_model_gives_nan_is_found_out",),
     ),
     Mutation(
@@ -38,28 +38,28 @@ MUTATIONS = [
     ),
     Mutation(
         "another tolerance", "accelerator.py",
-        "self._refuse_what_is_too_far()", "pass",
+        "self._runner.reject_inaccurate()", "pass",
         ("test_accelerator.py::test_a_plan_whose_known_error_is_over_a_new_tolerance_is_used_no_more",),
     ),
     Mutation(
-        "the number of results", "runtime/plan.py",
+        "the number of results", "runtime/verify.py",
         "if len(outputs) != len(references):", "if False:",
-        ("runtime/test_plan.py::test_other_shapes_dtypes_or_counts_are_infinitely_wrong",),
+        ("runtime/test_verify.py::test_other_shapes_dtypes_or_counts_are_infinitely_wrong",),
     ),
     Mutation(
-        "shapes and dtypes of results", "runtime/plan.py",
+        "shapes and dtypes of results", "runtime/verify.py",
         "if output.shape != reference.shape or output.dtype != reference.dtype:", "if False:",
-        ("runtime/test_plan.py::test_other_shapes_dtypes_or_counts_are_infinitely_wrong",),
+        ("runtime/test_verify.py::test_other_shapes_dtypes_or_counts_are_infinitely_wrong",),
     ),
     Mutation(
-        "NaN in a result", "runtime/plan.py",
+        "NaN in a result", "runtime/verify.py",
         "if not bool(torch.isfinite(ours[finite]).all()):", "if False:",
-        ("runtime/test_plan.py::test_nan_or_inf_where_the_original_has_none_is_infinitely_wrong",),
+        ("runtime/test_verify.py::test_nan_or_inf_where_the_original_has_none_is_infinitely_wrong",),
     ),
     Mutation(
-        "sums that overflow", "runtime/plan.py",
+        "sums that overflow", "runtime/verify.py",
         "vector_norm(values, dtype=torch.float64)", "vector_norm(values)",
-        ("runtime/test_plan.py::test_values_whose_squares_overflow_are_compared",),
+        ("runtime/test_verify.py::test_values_whose_squares_overflow_are_compared",),
     ),
     Mutation(
         "strides of results", "runtime/plan.py",
@@ -93,7 +93,7 @@ MUTATIONS = [
     ),
     Mutation(
         "recordings of another course", "capture/capture.py",
-        "if recipe in recipes else None", "if True else None",
+        "if op_sequence in op_sequences else None", "if True else None",
         ("capture/test_live_trace.py::test_a_size_that_runs_otherwise_is_captured_on_fake_tensors",),
     ),
     Mutation(

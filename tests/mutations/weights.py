@@ -10,17 +10,17 @@ _ALONE = ("weights/test_gate.py::test_nobody_is_alone_while_another_is_inside",)
 
 MUTATIONS = [
     Mutation(
-        "parameters that are replaced", "weights/weight.py",
+        "parameters that are replaced", "weights/change_detector.py",
         "all(map(operator.is_, now, self._bound))\n            and", "",
         _REPLACED,
     ),
     Mutation(
-        "parameters that are moved by their data", "weights/weight.py",
+        "parameters that are moved by their data", "weights/change_detector.py",
         "and list(map(torch.Tensor.data_ptr, self._bound)) == self._pointers\n", "\n",
         _REPLACED,
     ),
     Mutation(
-        "parameters that are transposed in their place", "weights/weight.py",
+        "parameters that are transposed in their place", "weights/change_detector.py",
         "and list(map(torch.Tensor.stride, self._bound)) == self._strides\n", "\n",
         ("test_regressions.py::test_a_weight_transposed_on_its_own_memory_is_seen",),
     ),
@@ -75,8 +75,8 @@ MUTATIONS = [
         ("test_regressions.py::test_what_a_host_keeps_of_a_weight_and_puts_back_is_not_written_to",),
     ),
     Mutation(
-        "packing of what a plan reads", "weights/arena.py",
-        "if any(w.plans for w in weights):\n                return None", "",
+        "packing of what a plan reads", "weights/packs.py",
+        "if any(w.plans for w in weights):\n            return None", "",
         ("weights/test_arena.py::test_what_a_plan_reads_is_not_moved",),
     ),
     Mutation(
@@ -85,13 +85,13 @@ MUTATIONS = [
         ("weights/test_arena.py::test_what_a_plan_reads_is_not_moved",),
     ),
     Mutation(
-        "weights that do not fit together", "weights/arena.py",
-        "or not alike or", "or",
+        "weights that do not fit together", "weights/packs.py",
+        " and alike and ", " and ",
         ("weights/test_arena.py::test_weights_that_do_not_fit_are_not_packed",),
     ),
     Mutation(
-        "memory that was given back", "runtime/plan_builder.py",
-        "if self.arena.vacant:", "if False:",
+        "memory that was given back", "runtime/plan_runner.py",
+        "if context.arena.vacant:", "if False:",
         ("weights/test_vacancy.py::test_no_plan_runs_while_the_memory_is_away",),
     ),
     Mutation(
@@ -100,7 +100,7 @@ MUTATIONS = [
         ("weights/test_vacancy.py::test_nothing_is_given_back_where_the_module_lies_in_it",),
     ),
     Mutation(
-        "graphs of memory that is given back", "runtime/plan_builder.py",
+        "graphs of memory that is given back", "runtime/model_state.py",
         "for plan in plans:\n                plan.drop_graph(pool_for(plan))", "",
         ("weights/test_vacancy.py::test_plans_outlive_their_memory_and_graphs_are_captured_anew",),
     ),
@@ -116,12 +116,12 @@ MUTATIONS = [
     ),
     Mutation(
         "weights of a part that were laid out anew", "weights/submodule_arena.py",
-        "if self._seen != self._arena._epoch:", "if self._seen == -1:",
+        "if self._epoch != self._arena.epoch:", "if self._epoch == -1:",
         ("test_parts.py::test_whole_and_parts_share_the_weights_and_see_every_change",),
     ),
     Mutation(
         "plans of parts before the whole's first", "runtime/plan_builder.py",
-        'part._forget_plans("the model is captured as a whole")', "pass",
+        'part.forget_plans("the model is captured as a whole")', "pass",
         ("test_parts.py::test_the_first_call_of_the_whole_runs_no_plan_of_a_part",),
     ),
     Mutation(
@@ -131,24 +131,24 @@ MUTATIONS = [
     ),
     Mutation(
         "forwards that run while weights are laid out", "weights/gate.py",
-        "while self._alone not in (None, me) or self._inside.keys() - {me}:",
-        "while self._alone not in (None, me):",
+        "while self._owner not in (None, me) or self._inside.keys() - {me}:",
+        "while self._owner not in (None, me):",
         _ALONE,
     ),
     Mutation(
         "forwards that begin while weights are laid out", "weights/gate.py",
-        "while self._alone not in (None, me):\n                self._free.wait()", "",
+        "while self._owner not in (None, me):\n                self._free.wait()", "",
         ("weights/test_gate.py::test_others_enter_when_who_was_alone_has_ended",),
     ),
     Mutation(
-        "the gate around the original", "runtime/plan_builder.py",
+        "the gate around the original", "runtime/model_state.py",
         "with self.arena.gate:", "if True:",
         ("weights/test_gate.py::test_weights_lie_still_while_another_thread_computes",),
     ),
     Mutation(
         "weights that are laid out in place of others' work", "weights/arena.py",
-        "with self.gate.alone(), self._lock:\n            return self._adopt(stale)",
-        "with self._lock:\n            return self._adopt(stale)",
+        "with self.gate.exclusive(), self._lock:\n            return self._copy_in(changed)",
+        "with self._lock:\n            return self._copy_in(changed)",
         ("weights/test_gate.py::test_new_weights_are_taken_up_when_the_other_thread_has_ended",),
     ),
 ]  # fmt: skip

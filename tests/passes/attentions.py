@@ -48,7 +48,7 @@ def together(x: Tensor) -> Tensor:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """By two products, the scores scaled in between: ldm."""
+    """By two matmuls, the scores scaled in between: ldm."""
     q, k, v = map(apart, (q, k, v))
     scores = einsum("b i d, b j d -> b i j", q, k) * SCALE
     return together(einsum("b i j, b j d -> b i d", scores.softmax(dim=-1), v))

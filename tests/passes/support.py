@@ -16,7 +16,7 @@ from sfast_ext.call_signature import flatten_call
 from sfast_ext.capture.capture import capture
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.rewrite import CONV, is_op
-from sfast_ext.runtime.interpreter import Program
+from sfast_ext.runtime.interpreter import Interpreter
 from sfast_ext.tools.lib import models
 from sfast_ext.weights.arena import WeightArena
 
@@ -57,7 +57,7 @@ class Whole:
     def error(self) -> float:
         """Of the graph as it is, against full precision."""
         with torch.no_grad():
-            return relative(Program(self.gm)(*self._inputs)[0], self._wanted)
+            return relative(Interpreter(self.gm)(*self._inputs)[0], self._wanted)
 
 
 class Traced:

@@ -127,7 +127,7 @@ SUMS: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 @pytest.mark.parametrize("what", SUMS)
-def test_the_bias_of_a_product_of_tokens_goes_with_the_residual(what: str) -> None:
+def test_the_bias_of_a_linear_of_tokens_goes_with_the_residual(what: str) -> None:
     forward, wanted = SUMS[what]
     for triton in (True, False):
         traced = Traced(Tokens(forward).to(torch.bfloat16), X[0].to(torch.bfloat16))

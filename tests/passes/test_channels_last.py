@@ -108,7 +108,7 @@ def test_arena_that_refuses() -> None:
     assert traced.error() < 1e-6
 
 
-def test_unbatched_and_written_pictures_are_left() -> None:
+def test_unbatched_and_written_images_are_left() -> None:
     assert Traced(nn.Conv2d(6, 8, 1), X[0]).rewrite(channels_last) == 0
 
     class Writes(nn.Module):

@@ -13,7 +13,7 @@ from sfast_ext.passes.bias_add import bias_add
 from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.conv2d import conv2d
 from sfast_ext.passes.group_norm import group_norm
-from sfast_ext.passes.group_norm_inputs import sum_group_norm
+from sfast_ext.passes.group_norm_inputs import group_norm_inputs
 from sfast_ext.passes.im2col import im2col
 
 from .support import OTHER_CONVOLUTIONS, Traced, randn
@@ -38,7 +38,7 @@ def rewritten(
     module = Block(forward, **options).to(x.dtype)
     traced = Traced(module, x)
     traced.ctx.triton = triton
-    return traced, traced.rewrite(channels_last, group_norm, bias_add, sum_group_norm, im2col, conv2d), module
+    return traced, traced.rewrite(channels_last, group_norm, bias_add, group_norm_inputs, im2col, conv2d), module
 
 
 PLAIN: Callable[..., Any] = lambda m, x: m.conv(x.sin())
@@ -71,7 +71,7 @@ def test_several_at_once() -> None:
     assert traced.error() < 1e-2
 
 
-def test_what_is_a_product_of_patches_is_no_convolution_any_more() -> None:
+def test_what_is_a_gemm_of_patches_is_no_convolution_any_more() -> None:
     traced, count, _ = rewritten(REWRITTEN["after a norm"][0], x=X[:, :, :5, :7])
     assert count == 0 and not traced.launches(kernel) and not traced.convolutions()
     assert traced.ops()["linear"] == 1
@@ -85,7 +85,7 @@ def test_other_convolutions_stay(options: dict[str, Any]) -> None:
     assert traced.error() < 1e-2
 
 
-def write_the_picture(m: Block, x: Tensor) -> Tensor:
+def write_the_image(m: Block, x: Tensor) -> Tensor:
     y = x.sin()
     z = m.conv(y)
     y.add_(1)
@@ -101,8 +101,8 @@ def write_the_result(m: Block, x: Tensor) -> Tensor:
 STAYS: dict[str, Callable[..., Any]] = {
     "a computed weight": lambda m, x: F.conv2d(x.sin(), m.conv.weight * 2, padding=1),
     "a weight that is an input": lambda m, x: F.conv2d(x.sin(), x[:, :, :3, :3], padding=1),
-    "one picture alone": lambda m, x: m.conv(x[0].sin()),
-    "a picture that is written to": write_the_picture,
+    "one image alone": lambda m, x: m.conv(x[0].sin()),
+    "an image that is written to": write_the_image,
     "a result that is written to": write_the_result,
 }
 

@@ -15,7 +15,7 @@ from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.conv2d import conv2d
 from sfast_ext.passes.conv_group_norm import conv_group_norm
 from sfast_ext.passes.group_norm import group_norm
-from sfast_ext.passes.group_norm_inputs import sum_group_norm
+from sfast_ext.passes.group_norm_inputs import group_norm_inputs
 from sfast_ext.passes.im2col import im2col
 from sfast_ext.passes.rewrite import is_weight, shape
 
@@ -23,7 +23,7 @@ from .support import Traced, randn, relative
 
 HALF = torch.bfloat16
 X = randn(2, 32, 9, 11).to(HALF)
-BEFORE = channels_last, group_norm, bias_add, sum_group_norm, im2col, conv2d
+BEFORE = channels_last, group_norm, bias_add, group_norm_inputs, im2col, conv2d
 
 
 class Block(nn.Module):
@@ -105,16 +105,16 @@ def test_a_norm_goes_into_the_convolution_before_it(what: str) -> None:
 SUMMED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "the convolution first": (lambda m, x: (m.norm(y := m.conv(x.sin()) + m.short(x)), y), {}),
     "a shortcut first": (lambda m, x: (F.silu(m.norm(y := m.short(x) + m.conv(x.sin()))), y), {}),
-    "a product with a bias": (lambda m, x: (m.norm(y := m.tokens(x) + m.conv(x.sin())), y), {"bias": False}),
+    "a linear with a bias": (lambda m, x: (m.norm(y := m.tokens(x) + m.conv(x.sin())), y), {"bias": False}),
     "no bias": (lambda m, x: (m.norm(y := x.repeat(1, 2, 1, 1)[:, :48] + m.conv(x.sin())), y), {"bias": False}),
     "no bias, first": (lambda m, x: (m.norm(y := m.conv(x.sin()) + x.repeat(1, 2, 1, 1)[:, :48]), y), {"bias": False}),
     "two convolutions": (lambda m, x: (m.norm(y := m.conv(x.sin()) + m.conv(x.cos())), y), {}),
     "only normed": (lambda m, x: m.norm(m.conv(x.sin()) + m.short(x)), {}),
     "in float32": (lambda m, x: (F.group_norm((y := m.conv(x.sin()) + m.short(x)).float(), 4), y), {}),
     "two norms": (lambda m, x: (m.norm(y := m.conv(x.sin()) + m.short(x)), F.group_norm(y, 2), y), {}),
-    "a product before": (lambda m, x: (m.norm(y := m.tokens(x) + m.conv(x.sin())), y), {}),
+    "a linear before": (lambda m, x: (m.norm(y := m.tokens(x) + m.conv(x.sin())), y), {}),
 }
-LAST = {"a product with a bias", "no bias"}  # where the convolution is the second summand
+LAST = {"a linear with a bias", "no bias"}  # where the convolution is the second summand
 
 
 @pytest.mark.parametrize("what", SUMMED)
@@ -172,7 +172,7 @@ def write_the_sum(m: Block, x: Tensor) -> Any:
     return z, y
 
 
-def write_the_picture(m: Block, x: Tensor) -> Any:
+def write_the_image(m: Block, x: Tensor) -> Any:
     y = x.sin()
     z = m.norm(m.conv(y))
     return z, y.add_(1)
@@ -204,7 +204,7 @@ STAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "a bias that is left": (lambda m, x: (F.group_norm(y := m.conv(x), 4), y), {"out_channels": 8}),
     "the residual is written to": (write_the_residual, {}),
     "the sum is written to": (write_the_sum, {}),
-    "the picture is written to": (write_the_picture, {}),
+    "the image is written to": (write_the_image, {}),
     "the result is written to": (write_the_result, {}),
 }
 

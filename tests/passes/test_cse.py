@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from sfast_ext.passes.cleanup import cleanup
-from sfast_ext.passes.cse import LARGEST_CONSTANT, common_subexpressions, fold_constants
+from sfast_ext.passes.cse import LARGEST_CONSTANT, cse, fold_constants
 
 from .support import Traced, randn
 
@@ -14,27 +14,27 @@ X = randn(2, 3)
 
 def test_equal_operations_become_one() -> None:
     traced = Traced(lambda x: (x.sin() + 1) * (x.sin() + 1) + torch.cat([x, x], 1)[:, :3], X)
-    assert traced.rewrite(common_subexpressions) == 2
+    assert traced.rewrite(cse) == 2
     assert traced.ops()["sin"] == 1 and traced.ops()["add"] == 2
     assert traced.error() == 0
 
 
 def test_numbers_differ_by_kind() -> None:
     traced = Traced(lambda n: (n * 1, n * 1.0, n * True), torch.arange(3))
-    assert traced.rewrite(common_subexpressions) == 0
+    assert traced.rewrite(cse) == 0
     assert traced.error() == 0
 
 
 def test_results_of_one_operation_stay_apart() -> None:
     traced = Traced(lambda x: x.chunk(2, 0)[0] - x.chunk(2, 0)[1], X)
-    assert traced.rewrite(common_subexpressions) == 3
+    assert traced.rewrite(cse) == 3
     assert traced.ops() == {"chunk": 1, "getitem": 2, "sub": 1}
     assert traced.error() == 0
 
 
 def test_random_numbers_stay_apart() -> None:
     traced = Traced(lambda x: x + torch.rand_like(x) + torch.rand_like(x), X)
-    assert traced.rewrite(common_subexpressions) == 0
+    assert traced.rewrite(cse) == 0
 
 
 def test_what_is_written_to_stays_apart() -> None:
@@ -44,7 +44,7 @@ def test_what_is_written_to_stays_apart() -> None:
         return a * b
 
     traced = Traced(forward, X)
-    assert traced.rewrite(common_subexpressions) == 0
+    assert traced.rewrite(cse) == 0
     assert traced.error() == 0
 
 
@@ -56,7 +56,7 @@ def test_before_and_after_a_write_stay_apart() -> None:
         return before * y.sin()
 
     traced = Traced(forward, X)
-    assert traced.rewrite(common_subexpressions) == 0
+    assert traced.rewrite(cse) == 0
     assert traced.error() == 0
 
 

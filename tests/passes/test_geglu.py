@@ -68,7 +68,7 @@ STAYS: dict[str, Callable[[Tensor], Any]] = {
     "half used elsewhere": half_used_again,
     "written between": written,
     "same half": lambda x: x.chunk(2, -1)[0] * F.gelu(x.chunk(2, -1)[0]),
-    "other products": lambda x: x.sin().chunk(2, -1)[0] * F.gelu(x.cos().chunk(2, -1)[1]),
+    "halves of others": lambda x: x.sin().chunk(2, -1)[0] * F.gelu(x.cos().chunk(2, -1)[1]),
     "halves of another dimension": lambda x: x[:, :4].chunk(2, 1)[0] * F.gelu(x[:, :4].chunk(2, 1)[1]),
     "three parts": lambda x: x.chunk(3, -1)[0] * F.gelu(x.chunk(3, -1)[1]),
     "times a number": lambda x: F.gelu(x) * 2,

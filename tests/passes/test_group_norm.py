@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sfast_ext.passes.cleanup import cleanup
-from sfast_ext.passes.cse import common_subexpressions
+from sfast_ext.passes.cse import cse
 from sfast_ext.passes.group_norm import group_norm
 from sfast_ext.passes.packed_linear import packed_linear
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("x", [X, X.flatten(2)], ids=["picture", "sequence"])
+@pytest.mark.parametrize("x", [X, X.flatten(2)], ids=["image", "sequence"])
 def test_norm_and_silu_become_one(affine: bool, x: Tensor) -> None:
     traced = Traced(Block(lambda m, x: F.silu(m.norm(x)), affine), x)
     assert traced.rewrite(group_norm) == 1
@@ -47,7 +47,7 @@ def test_norm_and_silu_become_one(affine: bool, x: Tensor) -> None:
 
 def test_silu_is_left_where_others_need_the_norm() -> None:
     traced = Traced(Block(lambda m, x: F.silu(m.norm(x)) + m.norm.weight.sum() * m.norm(x)), X)
-    assert traced.rewrite(common_subexpressions, group_norm) == 1
+    assert traced.rewrite(cse, group_norm) == 1
     assert traced.ops()["silu"] == 1
     assert traced.error() < 1e-6
 
@@ -141,7 +141,7 @@ def test_biases_are_added_once_for_all_blocks() -> None:
 
 def test_biases_are_added_apart_where_a_projection_has_other_users() -> None:
     traced = Traced(Blocks(lambda x, time: x * time[:, :, None, None]), X, randn(2, 6))
-    assert traced.rewrite(cleanup, common_subexpressions, packed_linear, group_norm) == 2
+    assert traced.rewrite(cleanup, cse, packed_linear, group_norm) == 2
     assert traced.ops()["add"] == 2
     assert traced.error() < 1e-6
 

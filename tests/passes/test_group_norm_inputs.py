@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from sfast_ext.passes.bias_add import bias_add
 from sfast_ext.passes.group_norm import group_norm
-from sfast_ext.passes.group_norm_inputs import sum_group_norm
+from sfast_ext.passes.group_norm_inputs import group_norm_inputs
 from sfast_ext.passes.rewrite import argument
 
 from .support import Traced, randn
@@ -40,7 +40,7 @@ class Block(nn.Module):
         return self.proj(x.permute(0, 2, 3, 1).reshape(n, h * w, c)).reshape(n, h, w, c).permute(0, 3, 1, 2)
 
     def turned(self, x: Tensor) -> Tensor:
-        """A product whose columns are not the channels of the picture."""
+        """A linear whose N is not the channels of the image."""
         n, c, h, w = x.shape
         return self.proj(x.permute(0, 2, 3, 1).reshape(n, h * w, c)).reshape(n, c, h, w)
 
@@ -48,7 +48,7 @@ class Block(nn.Module):
 def rewritten(forward: Callable[..., Any], triton: bool = True, x: Tensor = X) -> tuple[Traced, int]:
     traced = Traced(Block(forward), x)
     traced.ctx.triton = triton  # biases alone are taken where there is a kernel to add them
-    return traced, traced.rewrite(group_norm, bias_add, sum_group_norm)
+    return traced, traced.rewrite(group_norm, bias_add, group_norm_inputs)
 
 
 SUMS: dict[str, Callable[..., Any]] = {
@@ -73,11 +73,11 @@ def test_a_sum_and_its_norm_become_one(what: str) -> None:
 
 
 @pytest.mark.parametrize(("what", "goes"), [("of tokens", True), ("of tokens, turned", False)])
-def test_the_bias_of_a_product_goes_along_where_it_is_one_of_channels(what: str, goes: bool) -> None:
+def test_the_bias_of_a_linear_goes_along_where_it_is_one_of_channels(what: str, goes: bool) -> None:
     module = Block(SUMS[what]).to(torch.bfloat16)
     traced = Traced(module, X.to(torch.bfloat16))
     traced.ctx.triton = True
-    assert traced.rewrite(group_norm, bias_add, sum_group_norm) == 1
+    assert traced.rewrite(group_norm, bias_add, group_norm_inputs) == 1
     assert traced.error() < 1e-2
     assert (traced.find("add_group_norm")[0].args[1] is not None) == goes
     assert (argument(traced.find("linear")[0], 2, "bias") is None) == goes
@@ -153,5 +153,5 @@ def test_others_stay(what: str) -> None:
 def test_in_half_precision() -> None:
     module = Block(lambda m, x: (m.wide(y := torch.cat([m.other(x), m.conv(x) + x], 1)), m.norm(x), y))
     traced = Traced(module.to(torch.bfloat16), X.to(torch.bfloat16))
-    assert traced.rewrite(group_norm, bias_add, sum_group_norm) == 1
+    assert traced.rewrite(group_norm, bias_add, group_norm_inputs) == 1
     assert traced.error() < 1e-2

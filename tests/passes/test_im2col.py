@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from sfast_ext.passes.bias_add import bias_add
 from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.group_norm import group_norm
-from sfast_ext.passes.group_norm_inputs import sum_group_norm
+from sfast_ext.passes.group_norm_inputs import group_norm_inputs
 from sfast_ext.passes.im2col import im2col
 from sfast_ext.passes.rewrite import argument
 
@@ -40,7 +40,7 @@ def rewritten(
     module = Block(forward, **options).to(x.dtype)
     traced = Traced(module, x)
     traced.ctx.triton = triton
-    return traced, traced.rewrite(channels_last, group_norm, bias_add, sum_group_norm, im2col), module
+    return traced, traced.rewrite(channels_last, group_norm, bias_add, group_norm_inputs, im2col), module
 
 
 REWRITTEN: dict[str, tuple[Callable[..., Any], str]] = {
@@ -52,15 +52,15 @@ REWRITTEN: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REWRITTEN)
-def test_a_convolution_of_few_pixels_is_a_product_of_patches(what: str) -> None:
+def test_a_convolution_of_few_pixels_is_a_gemm_of_patches(what: str) -> None:
     forward, writer = REWRITTEN[what]
     traced, count, _ = rewritten(forward)
     assert count == 1
     (node,) = traced.find(writer)
     assert node.kwargs["patches"] is True
-    (product,) = traced.find("linear")
+    (linear,) = traced.find("linear")
     # a bias is added by the kernel that adds biases alone
-    assert argument(product, 2, "bias") is None
+    assert argument(linear, 2, "bias") is None
     assert traced.error() < 2e-2
 
 
@@ -119,7 +119,7 @@ def test_what_must_stay(what: str) -> None:
         (randn(33, 32, 4, 4).to(HALF), True),
         (X, False),
     ],
-    ids=["float32", "many pixels", "many pictures", "no Triton"],
+    ids=["float32", "many pixels", "many images", "no Triton"],
 )
 def test_where_nothing_is_gained(x: Tensor, triton: bool) -> None:
     traced, count, _ = rewritten(NORMED, triton, x)

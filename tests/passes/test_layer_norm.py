@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sfast_ext.passes.cse import common_subexpressions
+from sfast_ext.passes.cse import cse
 from sfast_ext.passes.layer_norm import add_layer_norm, layer_norm
 
 from .support import Traced, randn
@@ -62,11 +62,11 @@ def test_three_casts_of_one_result() -> None:
     """Q, K and V each cast what they read; equal casts are one before this pass runs."""
     half = torch.bfloat16
     traced = Traced(Block(lambda m, x: [m.norm(x).to(half).sin() for _ in range(3)]), X)
-    assert traced.rewrite(common_subexpressions, layer_norm) == 1
+    assert traced.rewrite(cse, layer_norm) == 1
     assert traced.ops() == {"layer_norm": 1, "sin": 1}
 
 
-def test_a_term_that_is_computed_after_the_sum_is_waited_for() -> None:
+def test_a_weight_that_is_computed_after_the_sum_is_waited_for() -> None:
     def forward(m: Block, x: Tensor) -> Any:
         total = x.sin() + x
         return F.layer_norm(total, (8,), None, m.norm.bias + x[0, 0]), total
@@ -163,7 +163,7 @@ BIASES: dict[str, tuple[Callable[..., Any], bool]] = {
 
 
 @pytest.mark.parametrize("what", BIASES)
-def test_the_bias_of_a_product_goes_along(what: str) -> None:
+def test_the_bias_of_a_linear_goes_along(what: str) -> None:
     forward, goes = BIASES[what]
     traced = Traced(Projected(forward), X)
     assert traced.rewrite(add_layer_norm) == 1

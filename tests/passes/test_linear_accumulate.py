@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sfast_ext.passes.layer_norm import add_layer_norm
-from sfast_ext.passes.linear_accumulate import linear_onto
+from sfast_ext.passes.linear_accumulate import linear_accumulate
 from sfast_ext.runtime import peak_memory
 
 from .support import Traced, randn
@@ -40,16 +40,16 @@ def the_other_way_round(m: Block, x: Tensor) -> Any:
 def rewritten(body: Callable[..., Any], bias: bool = True, triton: bool = True) -> tuple[Traced, int]:
     traced = Traced(Block(body, bias).to(HALF), X)
     traced.ctx.triton = triton
-    return traced, traced.rewrite(add_layer_norm, linear_onto)
+    return traced, traced.rewrite(add_layer_norm, linear_accumulate)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("body", [plain, the_other_way_round])
-def test_the_product_goes_onto_the_sum(body: Callable[..., Any], bias: bool) -> None:
+def test_the_linear_goes_onto_the_sum(body: Callable[..., Any], bias: bool) -> None:
     traced, count = rewritten(body, bias)
     assert count == 1
     assert traced.ops()["add"] == 0
-    (pair,), (onto,) = traced.find("add_layer_norm"), traced.find("linear_onto")
+    (pair,), (onto,) = traced.find("add_layer_norm"), traced.find("linear_accumulate")
     assert ("post_bias" in pair.kwargs) == bias
     assert onto.args[2].args[0] is pair
     assert traced.error() < 1e-2
@@ -62,7 +62,7 @@ def sum_needed_later(m: Block, x: Tensor) -> Any:
     return (m.last(m.norm(total)) + total).relu(), total.sin()
 
 
-def product_needed_later(m: Block, x: Tensor) -> Any:
+def linear_needed_later(m: Block, x: Tensor) -> Any:
     total = m.first(x) + x
     last = m.last(m.norm(total))
     return (last + total).relu(), last.sin()
@@ -77,11 +77,11 @@ def with_a_factor(m: Block, x: Tensor) -> Any:
     return torch.add(m.last(m.norm(total)), total, alpha=2).relu()
 
 
-@pytest.mark.parametrize("body", [sum_needed_later, product_needed_later, no_norm_before, with_a_factor])
+@pytest.mark.parametrize("body", [sum_needed_later, linear_needed_later, no_norm_before, with_a_factor])
 def test_left_alone(body: Callable[..., Any]) -> None:
     traced, count = rewritten(body)
     assert count == 0
-    assert traced.ops()["linear_onto"] == 0
+    assert traced.ops()["linear_accumulate"] == 0
     assert traced.error() < 1e-2
 
 
@@ -90,8 +90,8 @@ def test_not_with_a_bias_that_is_computed_after_the_sum() -> None:
 
     def body(m: Block, x: Tensor) -> Any:
         total = m.first(x) + x
-        product = nn.functional.linear(m.norm(total), m.last.weight, m.last.bias.float().to(HALF) * 2)
-        return (product + total).relu()
+        linear = nn.functional.linear(m.norm(total), m.last.weight, m.last.bias.float().to(HALF) * 2)
+        return (linear + total).relu()
 
     traced, count = rewritten(body)
     assert count == 0

@@ -26,8 +26,8 @@ class Block(nn.Module):
         return self.body(self, x)
 
 
-def gated(product: Tensor, gate_first: bool = False, approximate: str = "none") -> Tensor:
-    value, gate = product.chunk(2, -1)
+def gated(x: Tensor, gate_first: bool = False, approximate: str = "none") -> Tensor:
+    value, gate = x.chunk(2, -1)
     return gate * F.gelu(value, approximate=approximate) if gate_first else value * F.gelu(gate)
 
 
@@ -40,7 +40,7 @@ def rewritten(module: nn.Module, x: Tensor = X, triton: bool = True) -> tuple[Tr
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("gate_first", [True, False])
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_the_product_and_its_gates_become_one(bias: bool, gate_first: bool, approximate: str) -> None:
+def test_the_linear_and_its_gates_become_one(bias: bool, gate_first: bool, approximate: str) -> None:
     if not gate_first:
         approximate = "none"
     traced, count = rewritten(Block(lambda m, x: gated(m.proj(x), gate_first, approximate), bias))
@@ -58,10 +58,10 @@ def written(m: Block, x: Tensor) -> Any:
 
 
 STAYS: dict[str, Callable[..., Any]] = {
-    "the product used elsewhere": lambda m, x: (gated(y := m.proj(x)), y),
-    "no product": lambda m, x: gated(x.sin()),
+    "the linear used elsewhere": lambda m, x: (gated(y := m.proj(x)), y),
+    "no linear": lambda m, x: gated(x.sin()),
     "moved in between": lambda m, x: gated(m.proj(x).reshape(2, 24, 5).transpose(1, 2)),
-    "a product of activations": lambda m, x: gated(x @ x.transpose(1, 2) @ x),
+    "a matmul of activations": lambda m, x: gated(x @ x.transpose(1, 2) @ x),
     "written": written,
 }
 

@@ -12,7 +12,7 @@ from sfast_ext.kernels.linear import linear_layer_norm as kernel
 from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.cleanup import cleanup
 from sfast_ext.passes.layer_norm import add_layer_norm, layer_norm
-from sfast_ext.passes.linear_accumulate import linear_onto
+from sfast_ext.passes.linear_accumulate import linear_accumulate
 from sfast_ext.passes.linear_layer_norm import linear_layer_norm
 from sfast_ext.passes.rewrite import is_weight, shape
 
@@ -21,16 +21,16 @@ from .support import Traced, Whole, name, randn
 CPU = torch.device("cpu")
 HALF = torch.bfloat16
 X = randn(2, 6, 16).to(HALF)
-PICTURE = randn(2, 16, 2, 3).to(HALF).to(memory_format=torch.channels_last)
-BEFORE = add_layer_norm, layer_norm, linear_onto
+IMAGE = randn(2, 16, 2, 3).to(HALF).to(memory_format=torch.channels_last)
+BEFORE = add_layer_norm, layer_norm, linear_accumulate
 NARROW, OTHER = kernel.Tile(64, 8, 0.0, 0.0), kernel.Tile(128, 16, 0.0, 0.0, pair=2)
 
 
 @pytest.fixture(autouse=True)
 def however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel where it would not pay, in tiles that there are none of; long sums by those of another kind."""
-    monkeypatch.setattr(kernel, "profitable", lambda rows, columns, depth, device: True)
-    monkeypatch.setattr(kernel, "best", lambda rows, columns, depth, device: OTHER if depth > 100 else NARROW)
+    monkeypatch.setattr(kernel, "profitable", lambda m, n, k, device: True)
+    monkeypatch.setattr(kernel, "best", lambda m, n, k, device: OTHER if k > 100 else NARROW)
 
 
 class Block(nn.Module):
@@ -58,7 +58,7 @@ class Block(nn.Module):
     def of_tokens(self, x: Tensor) -> Tensor:
         return self.proj(self.block(self.proj(x)))
 
-    def of_a_picture(self, x: Tensor) -> Tensor:
+    def of_an_image(self, x: Tensor) -> Tensor:
         n, c, h, w = x.shape
         y = self.block(self.conv(x).permute(0, 2, 3, 1).reshape(n, h * w, c))
         return self.conv(y.reshape(n, h, w, c).permute(0, 3, 1, 2)) + x
@@ -85,15 +85,15 @@ SUMMED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "no bias": (lambda m, x: (m.norm(y := m.first(x.sin()) + x), y), BARE),
     "no weights": (lambda m, x: (m.norm(y := m.first(x.sin()) + x), y), PLAIN),
     "two dimensions": (lambda m, x: (m.norm(y := m.first(x[0].sin()) + x[1]), y), {}),
-    "two products": (lambda m, x: (m.norm(y := m.first(x.sin()) + m.second(x)), y), {}),
+    "two linears": (lambda m, x: (m.norm(y := m.first(x.sin()) + m.second(x)), y), {}),
     "its own rows": (lambda m, x: (m.norm(y := m.first(x) + x), y), {}),
     "used before it is normed": (lambda m, x: (z := (y := m.first(x) + x).sin(), m.norm(y) * z, y), {}),
-    "another product": (lambda m, x: (m.norm(y := m.down(m.up(x)) + x), y), {}),
+    "another linear": (lambda m, x: (m.norm(y := m.down(m.up(x)) + x), y), {}),
 }
 
 
 @pytest.mark.parametrize("what", SUMMED)
-def test_the_norm_of_a_sum_goes_into_the_product(what: str) -> None:
+def test_the_norm_of_a_sum_goes_into_the_linear(what: str) -> None:
     body, options = SUMMED[what]
     traced = traced_until(body, **options)
     before, (norm,) = traced.outputs(), traced.find("add_layer_norm")
@@ -117,7 +117,7 @@ def moved(m: Block, x: Tensor) -> Any:
     return m.norm(y), y.sin()
 
 
-def a_picture(m: Block, x: Tensor) -> Any:
+def an_image(m: Block, x: Tensor) -> Any:
     y = m.proj(x.reshape(2, 2, 3, 16)).reshape(2, 6, 16)
     z = m.norm(y).cos()
     return z + y
@@ -130,14 +130,14 @@ ALONE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "no bias": (lambda m, x: (m.norm(y := m.first(x.sin())), y), BARE),
     "no weights": (lambda m, x: (m.norm(y := m.first(x.sin())), y), PLAIN),
     "under a reshape": (moved, {}),
-    "of a picture": (a_picture, {}),
+    "of an image": (an_image, {}),
     "used before it is normed": (lambda m, x: (z := (y := m.first(x)).sin(), m.norm(y) * z, y), {}),
     "a weight that others made late": (lambda m, x: (y := m.first(x), F.layer_norm(y, (16,), m.norm2.weight)), {}),
 }
 
 
 @pytest.mark.parametrize("what", ALONE)
-def test_so_does_a_norm_of_the_product_alone(what: str) -> None:
+def test_so_does_a_norm_of_the_linear_alone(what: str) -> None:
     body, options = ALONE[what]
     traced = traced_until(body, **options)
     before, (norm,) = traced.outputs(), traced.find("layer_norm")
@@ -156,11 +156,11 @@ def test_so_does_a_norm_of_the_product_alone(what: str) -> None:
 
 
 def test_a_block_of_a_transformer() -> None:
-    """Each norm's sum is the next residual, and the last has the bias of the product that goes onto it."""
+    """Each norm's sum is the next residual, and the last has the bias of the linear that is added to it."""
     traced, count = rewritten(Block.of_tokens)
     one, two, three = traced.launches(kernel)
     assert count == 3
-    onto = traced.find("linear_onto")
+    onto = traced.find("linear_accumulate")
     sums = [next(user for user in node.users if user.args[1] == 0) for node in (one, two, three)]
     assert one.args[3] is None and [two.args[3], three.args[3]] == sums[:2]
     assert onto[0].args[2] is sums[2]
@@ -169,8 +169,8 @@ def test_a_block_of_a_transformer() -> None:
     assert traced.error() < 2e-2
 
 
-def test_one_of_a_picture() -> None:
-    traced = Traced(Block(Block.of_a_picture).to(HALF), PICTURE)
+def test_one_of_an_image() -> None:
+    traced = Traced(Block(Block.of_an_image).to(HALF), IMAGE)
     traced.ctx.triton = True
     assert traced.rewrite(channels_last, cleanup, *BEFORE, linear_layer_norm) == 3
     first = traced.launches(kernel)[0]
@@ -179,11 +179,11 @@ def test_one_of_a_picture() -> None:
     assert traced.error() < 2e-2
 
 
-def test_products_that_follow_each_other_share_their_records() -> None:
+def test_linears_that_follow_each_other_share_their_records() -> None:
     def body(m: Block, x: Tensor) -> Any:
         y = m.block(m.proj(x))  # three of one kind
         z = m.norm(m.down(m.up(y)) + y)  # other tiles
-        return z, m.wide_norm(m.wide(z)), m.norm2(m.second(z[0]) + z[1])  # other columns, other rows
+        return z, m.wide_norm(m.wide(z)), m.norm2(m.second(z[0]) + z[1])  # another N, another M
 
     traced, count = rewritten(body)
     assert count == 6
@@ -194,8 +194,8 @@ def test_products_that_follow_each_other_share_their_records() -> None:
     for node in traced.launches(kernel):
         x, weight, records = node.args[0], node.args[1], node.args[8]
         assert isinstance(records, fx.Node) and records.args[:2] == (zeros, 0)
-        rows, (columns, depth) = shape(x)[:-1], shape(weight)
-        count = kernel.record_count(rows[0] if len(rows) == 1 else rows[0] * rows[1], columns, depth, CPU)
+        rows, (n, k) = shape(x)[:-1], shape(weight)
+        count = kernel.record_count(rows[0] if len(rows) == 1 else rows[0] * rows[1], n, k, CPU)
         assert needed.setdefault(records, count) == count > 0
     kinds = [node.args[8] for node in traced.launches(kernel)]
     assert kinds[0] is kinds[1] is kinds[2] and len(set(kinds)) == len(needed) == 4
@@ -216,7 +216,7 @@ TWICE: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("what", TWICE)
-def test_a_product_that_two_norms_see(what: str) -> None:
+def test_a_linear_that_two_norms_see(what: str) -> None:
     traced, count = rewritten(TWICE[what])
     assert count == len(traced.launches(kernel)) == (2 if "with it" in what else 1)
     assert traced.error() < 1e-2
@@ -225,10 +225,10 @@ def test_a_product_that_two_norms_see(what: str) -> None:
 def write(which: str) -> Callable[..., Any]:
     def body(m: Block, x: Tensor) -> Any:
         rows, residual = x.sin(), x.cos()
-        product = m.first(rows)
-        total = product + residual
+        linear = m.first(rows)
+        total = linear + residual
         normed = m.norm(total)
-        {"rows": rows, "residual": residual, "product": product, "sum": total, "norm": normed}[which].mul_(2)
+        {"rows": rows, "residual": residual, "linear": linear, "sum": total, "norm": normed}[which].mul_(2)
         return normed, total
 
     return body
@@ -237,8 +237,8 @@ def write(which: str) -> Callable[..., Any]:
 STAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "a summand seen by another": (lambda m, x: (m.norm(y := (c := m.first(x)) + x), y, c), {}),
     "with itself": (lambda m, x: m.norm((c := m.first(x)) + c), BARE),
-    "no product": (lambda m, x: (m.norm(x.sin()), m.norm2(x.sin() + x)), {}),
-    "a product of activations": (lambda m, x: m.norm(x @ x.transpose(1, 2) @ x), {}),
+    "no linear": (lambda m, x: (m.norm(x.sin()), m.norm2(x.sin() + x)), {}),
+    "a matmul of activations": (lambda m, x: m.norm(x @ x.transpose(1, 2) @ x), {}),
     "in between": (lambda m, x: m.norm(m.first(x).relu()), {}),
     "other rows": (lambda m, x: m.norm(m.wide(x[:, :4]).reshape(2, 6, 16)), {}),
     "a reshape and another": (lambda m, x: (m.norm((c := m.first(x)).reshape(12, 16)), c), {}),
@@ -254,7 +254,7 @@ STAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "a computed bias in a sum": (lambda m, x: m.norm(F.linear(x, m.first.weight, x[0, 0]) + x), {}),
     "the rows are written to": (write("rows"), {}),
     "the residual is written to": (write("residual"), {}),
-    "the product is written to": (write("product"), {}),
+    "the linear is written to": (write("linear"), {}),
     "the sum is written to": (write("sum"), {}),
     "the norm is written to": (write("norm"), {}),
 }
@@ -344,5 +344,5 @@ def test_all_norms_of_a_unet(model: str) -> None:
     assert not left & {"add_layer_norm", "layer_norm"}
     blocks = sum(type(module).__name__ == "Transformer2DModel" for module in unet.modules())
     assert sum(node.args[3] is None for node in launched) == blocks  # what goes into them
-    assert sum(node.args[7] is not None for node in launched) == blocks == counts["linear_onto"]  # and out
+    assert sum(node.args[7] is not None for node in launched) == blocks == counts["linear_accumulate"]  # and out
     assert whole.error() < 1.2 * whole.error_before + 1e-3

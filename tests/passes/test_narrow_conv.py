@@ -69,7 +69,7 @@ def test_other_convolutions_stay(options: dict[str, Any]) -> None:
     assert traced.error() < 1e-2
 
 
-def write_the_picture(m: Ends, x: Tensor) -> Tensor:
+def write_the_image(m: Ends, x: Tensor) -> Tensor:
     y = m.first(x)
     z = m.last(y)
     y.add_(1)
@@ -80,8 +80,8 @@ STAYS: dict[str, tuple[Callable[..., Any], int]] = {
     "a computed weight": (lambda m, x: F.conv2d(x, m.first.weight * 2, padding=1), 0),
     "a computed bias": (lambda m, x: F.conv2d(x, m.first.weight, m.first.bias * 2, padding=1), 0),
     "many channels": (lambda m, x: F.conv2d(m.first(x), m.first.weight.new_ones(20, 32, 3, 3), padding=1), 1),
-    "one picture alone": (lambda m, x: m.first(x[0]), 0),
-    "a picture that is written to": (write_the_picture, 0),
+    "one image alone": (lambda m, x: m.first(x[0]), 0),
+    "an image that is written to": (write_the_image, 0),
 }
 
 

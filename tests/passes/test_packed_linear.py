@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from sfast_ext.passes import packed_linear as packed_linear_module
-from sfast_ext.passes.cse import common_subexpressions
+from sfast_ext.passes.cse import cse
 from sfast_ext.passes.packed_linear import packed_linear
 
 from .support import Traced, randn
@@ -51,12 +51,12 @@ def test_two_groups_on_one_input() -> None:
     [(46, [[4, 8, 4, 8, 6, 8, 8]]), (45, [[4, 4], [8, 8, 8, 8], [6]]), (24, [[4, 4], [8, 8], [8, 8], [6]])],
 )
 def test_a_group_that_is_too_wide_is_parted(most: int, parts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear_module, "MOST_COLUMNS", most)
+    monkeypatch.setattr(packed_linear_module, "MAX_N", most)
     module = Siblings(*[nn.Linear(8, width) for width in (4, 8, 4, 8, 6, 8, 8)])
     traced = Traced(module, X)
     assert traced.rewrite(packed_linear) == sum(len(part) > 1 for part in parts)
-    columns = sorted(node.meta["val"].shape[-1] for node in traced.find("linear"))
-    assert columns == sorted(sum(part) for part in parts)
+    widths = sorted(node.meta["val"].shape[-1] for node in traced.find("linear"))
+    assert widths == sorted(sum(part) for part in parts)
     assert traced.error() < 1e-6
 
 
@@ -87,7 +87,7 @@ def test_later_siblings_need_not_stand_together() -> None:
     assert traced.error() < 1e-6
 
 
-def test_equal_inputs_are_one_after_common() -> None:
+def test_equal_inputs_are_one_after_cse() -> None:
     class Blocks(Siblings):
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:
             return tuple(linear(nn.functional.silu(x)) for linear in self.linears)
@@ -95,7 +95,7 @@ def test_equal_inputs_are_one_after_common() -> None:
     module = Blocks(nn.Linear(8, 8), nn.Linear(8, 4))
     assert Traced(module, X).rewrite(packed_linear) == 0
     traced = Traced(module, X)
-    assert traced.rewrite(common_subexpressions, packed_linear) == 1
+    assert traced.rewrite(cse, packed_linear) == 1
     assert traced.ops() == {"silu": 1, "linear": 1, "slice": 2}
     assert traced.error() < 1e-6
 

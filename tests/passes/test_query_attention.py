@@ -105,10 +105,10 @@ def seen(which: str) -> Callable[..., Any]:
     """What is between the linear layer and the attention, used a second time."""
 
     def body(m: Block, x: Tensor, k: Tensor, v: Tensor) -> Any:
-        product = m.q(x)
-        heads = product.view(4, 4, 4, 4)
+        linear = m.q(x)
+        heads = linear.view(4, 4, 4, 4)
         q = heads.transpose(1, 2)
-        return sdpa(m, q, k, v), {"product": product, "heads": heads, "queries": q}[which].sin()
+        return sdpa(m, q, k, v), {"linear": linear, "heads": heads, "queries": q}[which].sin()
 
     return body
 
@@ -116,11 +116,11 @@ def seen(which: str) -> Callable[..., Any]:
 def write(which: str) -> Callable[..., Any]:
     def body(m: Block, x: Tensor, k: Tensor, v: Tensor) -> Any:
         x, k, v = x.sin(), k.sin(), v.sin()
-        product = m.q(x)
-        heads = product.view(4, 4, 4, 4)
+        linear = m.q(x)
+        heads = linear.view(4, 4, 4, 4)
         q = heads.transpose(1, 2)
         y = sdpa(m, q, k, v)
-        written = {"rows": x, "keys": k, "values": v, "product": product, "heads": heads, "queries": q, "result": y}
+        written = {"rows": x, "keys": k, "values": v, "linear": linear, "heads": heads, "queries": q, "result": y}
         written[which].mul_(2)
         return y.sin()
 
@@ -151,7 +151,7 @@ STAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "a computed bias": (biased, {}),
     "queries of two attentions": (two, {}),
     "in between": (lambda m, x, k, v: sdpa(m, m.heads(x).relu(), k, v), {}),
-    "no product": (lambda m, x, k, v: sdpa(m, x.view(4, 4, 4, 4).transpose(1, 2), k, v), {}),
+    "no linear": (lambda m, x, k, v: sdpa(m, x.view(4, 4, 4, 4).transpose(1, 2), k, v), {}),
     "not transposed": (lambda m, x, k, v: sdpa(m, m.q(x).view(4, 4, 4, 4), k, v), {}),
     "images for heads": (lambda m, x, k, v: sdpa(m, m.heads(x, (0, 1)), k, v), {}),
     "images for rows": (lambda m, x, k, v: sdpa(m, m.heads(x, (0, 2)), k, v), {}),
@@ -163,8 +163,8 @@ STAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "keys for all images": (lambda m, x, k, v: attend(m, x, k[:1], v[:1]), {}),
     "wider values": (lambda m, x, k, v: attend(m, x, k, torch.cat([v, v], -1)), {}),
     "in float32": (lambda m, x, k, v: sdpa(m, m.heads(x).float(), k.float(), v.float()), {}),
-    **{f"the {which} seen by another": (seen(which), {}) for which in ("product", "heads", "queries")},
-    **{f"the {which} written to": (write(which), {}) for which in ("rows", "keys", "values", "product", "heads")},
+    **{f"the {which} seen by another": (seen(which), {}) for which in ("linear", "heads", "queries")},
+    **{f"the {which} written to": (write(which), {}) for which in ("rows", "keys", "values", "linear", "heads")},
     **{f"the {which} written to": (write(which), {}) for which in ("queries", "result")},
 }
 
@@ -195,7 +195,7 @@ PLACES: dict[str, Callable[[fx.Node], Any]] = {
     "values": lambda node: node.args[2],
     "queries": lambda node: node.args[0],
     "heads": lambda node: node.args[0].args[0],
-    "product": lambda node: node.args[0].args[0].args[0],
+    "linear": lambda node: node.args[0].args[0].args[0],
     "rows": lambda node: node.args[0].args[0].args[0].args[0],
     "weight": lambda node: node.args[0].args[0].args[0].args[1],
 }
@@ -253,5 +253,5 @@ def test_all_attentions_to_the_prompt_of_a_unet(model: str) -> None:
     whole = Whole(model, HALF)
     unet, counts = whole.unet, whole.counts
     blocks = sum(type(module).__name__ == "BasicTransformerBlock" for module in unet.modules())
-    assert counts["query_attention"] == counts["attention"] == blocks > 0  # the others are of pictures to themselves
+    assert counts["query_attention"] == counts["attention"] == blocks > 0  # the others are of images to themselves
     assert whole.error() < 1.2 * whole.error_before + 1e-3

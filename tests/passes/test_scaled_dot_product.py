@@ -14,7 +14,7 @@ from sfast_ext.environment import TORCH
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.cleanup import cleanup
 from sfast_ext.passes.scaled_dot_product import is_scores_equation, is_values_equation, scaled_dot_product
-from sfast_ext.runtime.interpreter import Program
+from sfast_ext.runtime.interpreter import Interpreter
 from sfast_ext.weights.arena import WeightArena
 
 from . import attentions
@@ -53,7 +53,7 @@ class Plan:
 
     def run(self) -> Tensor:
         with torch.no_grad():
-            return Program(self.gm)(*self.inputs)[0]
+            return Interpreter(self.gm)(*self.inputs)[0]
 
 
 def described(node: Any) -> str:
@@ -67,7 +67,7 @@ def described(node: Any) -> str:
 def test_every_way_gives_the_plan_of_sdpa(way: str, triton: bool) -> None:
     ours, wanted = Plan(WAYS[way], triton=triton), Plan(attentions.sdpa, triton=triton)
     assert ours.operations() == wanted.operations()
-    # to_k and to_v are one product, whatever the keys were multiplied by
+    # to_k and to_v are one linear, whatever the keys were multiplied by
     assert ours.counts["packed_linear"] == wanted.counts["packed_linear"] == 1
     assert relative(ours.run(), ours.expected) < ROUNDING
 
@@ -122,7 +122,7 @@ LEFT: dict[str, Callable[..., Any]] = {
     "over the queries": lambda q, k, v: torch.softmax(q @ k.mT, 1) @ v,
     "a mask that is scaled with the scores": lambda q, k, v: torch.softmax((q @ k.mT + k[:, None, :, 0]) * 0.5, -1) @ v,
     "two masks": lambda q, k, v: torch.softmax(q @ k.mT + k[:, None, :, 0] + k[:, None, :, 1], -1) @ v,
-    "scores without a product": lambda q, k, v: torch.softmax(q[:, :, :1] * k[:, None, :, 0], -1) @ v,
+    "scores without a matmul": lambda q, k, v: torch.softmax(q[:, :, :1] * k[:, None, :, 0], -1) @ v,
     "scores to a power": lambda q, k, v: torch.softmax((q @ k.mT) ** 3, -1) @ v,
     "scaled by a tensor": lambda q, k, v: torch.softmax((q @ k.mT) * q[:, :1, :1], -1) @ v,
     "masked away": lambda q, k, v: torch.softmax((q @ k.mT).masked_fill(k[:, None, :, 0] > 0, -1e4), -1) @ v,

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.passes.cleanup import cleanup
-from sfast_ext.passes.cse import common_subexpressions
+from sfast_ext.passes.cse import cse
 from sfast_ext.passes.scaled_dot_product import scaled_dot_product
 from sfast_ext.passes.sliced_attention import sliced_attention
 
 from .support import Traced, randn
 
 Q, K, V = randn(6, 13, 4), randn(6, 9, 4), randn(6, 9, 5)
-PASSES = (cleanup, common_subexpressions, scaled_dot_product, sliced_attention)
+PASSES = (cleanup, cse, scaled_dot_product, sliced_attention)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def test_becomes_one(what: str) -> None:
 
 
 def keys_by_the_queries_slices(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Not attention over all keys: SD.Next's dynamic attention by batched products does so."""
+    """Not attention over all keys: SD.Next's dynamic attention by batched matmuls does so."""
     k, v = (torch.cat([x, x[:, :4]], 1) for x in (k, v))
     return torch.cat([attend(*x) for x in zip(*(parts(y, 5, 1) for y in (q, k, v)))], 1)
 

@@ -26,7 +26,7 @@ TAKEN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("what", TAKEN)
-def test_pictures_are_upsampled_by_the_kernel(what: str) -> None:
+def test_images_are_upsampled_by_the_kernel(what: str) -> None:
     traced = Traced(TAKEN[what], X)
     assert traced.rewrite(upsample) == 1
     assert traced.ops()["upsample"] == 1

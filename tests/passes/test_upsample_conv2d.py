@@ -13,7 +13,7 @@ from sfast_ext.passes.bias_add import bias_add
 from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.conv2d import conv2d
 from sfast_ext.passes.group_norm import group_norm
-from sfast_ext.passes.group_norm_inputs import sum_group_norm
+from sfast_ext.passes.group_norm_inputs import group_norm_inputs
 from sfast_ext.passes.upsample import upsample
 from sfast_ext.passes.upsample_conv2d import upsample_conv2d
 
@@ -40,7 +40,7 @@ def rewritten(
     module = Block(forward, **options).to(x.dtype)
     traced = Traced(module, x)
     traced.ctx.triton = triton
-    count = traced.rewrite(channels_last, group_norm, bias_add, sum_group_norm, upsample_conv2d)
+    count = traced.rewrite(channels_last, group_norm, bias_add, group_norm_inputs, upsample_conv2d)
     return traced, count, module
 
 
@@ -63,7 +63,7 @@ REWRITTEN: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", REWRITTEN)
-def test_the_convolution_of_an_enlarged_picture_is_of_the_small_one(what: str) -> None:
+def test_the_convolution_of_an_upsampled_image_is_of_the_small_one(what: str) -> None:
     forward, options = REWRITTEN[what]
     traced, count, module = rewritten(forward, **options)
     (node,) = traced.launches(kernel)
@@ -74,7 +74,7 @@ def test_the_convolution_of_an_enlarged_picture_is_of_the_small_one(what: str) -
     assert weight.tensor.is_contiguous(memory_format=torch.channels_last)
     assert traced.error() < 1e-2
     assert traced.rewrite(conv2d) == 0
-    assert traced.rewrite(upsample) == (what == "before a norm")  # of the other picture
+    assert traced.rewrite(upsample) == (what == "before a norm")  # of the other image
 
 
 @pytest.mark.parametrize("size", [(10, 13), (9, 14), (9, 13)], ids=str)
@@ -84,7 +84,7 @@ def test_a_row_or_a_column_may_be_left_out(size: tuple[int, int]) -> None:
     assert traced.error() < 1e-2
 
 
-def test_what_made_the_picture_is_made_by_one_kernel() -> None:
+def test_what_made_the_image_is_made_by_one_kernel() -> None:
     """A residual and a bias that upsample would have taken."""
 
     def forward(m: Block, x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def test_other_convolutions_stay(options: dict[str, Any]) -> None:
     assert traced.error() < 1e-2
 
 
-def write_the_picture(m: Block, x: Tensor) -> Tensor:
+def write_the_image(m: Block, x: Tensor) -> Tensor:
     y = x.sin()
     z = m.conv(twice(y))
     y.add_(1)
@@ -123,10 +123,10 @@ STAYS: dict[str, Callable[..., Any]] = {
     "half as much again": lambda m, x: m.conv(twice(x.sin(), scale_factor=1.5)),
     "two rows left out": lambda m, x: m.conv(twice(x.sin(), size=(8, 14))),
     "another step": lambda m, x: m.conv(twice(x.sin(), scale_factor=(2.0, 2.1))),
-    "enlarged for another too": needed_elsewhere,
+    "upsampled for another too": needed_elsewhere,
     "between pixels": lambda m, x: m.conv(F.interpolate(x.sin(), scale_factor=2.0, mode="bilinear")),
     "a computed weight": lambda m, x: F.conv2d(twice(x.sin()), m.conv.weight * 2, padding=1),
-    "a picture that is written to": write_the_picture,
+    "an image that is written to": write_the_image,
 }
 
 

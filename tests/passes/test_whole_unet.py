@@ -14,7 +14,7 @@ from sfast_ext.call_signature import flatten_call
 from sfast_ext.capture.capture import capture
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.rewrite import CONV, is_cast, is_kernel, is_op
-from sfast_ext.runtime.interpreter import Program
+from sfast_ext.runtime.interpreter import Interpreter
 from sfast_ext.weights.arena import WeightArena
 
 from .networks import NETWORKS, network
@@ -46,7 +46,7 @@ class Rewritten:
 
     def run(self) -> torch.Tensor:
         with torch.no_grad():
-            return Program(self.gm)(*self.inputs)[0]
+            return Interpreter(self.gm)(*self.inputs)[0]
 
 
 @pytest.fixture(scope="module", params=NETWORKS)
@@ -107,7 +107,7 @@ def is_norm(node: fx.Node) -> bool:
     return node.op == "call_function" and name(node) == "group_norm"
 
 
-def test_pictures_stay_channels_last(rewritten: Rewritten) -> None:
+def test_images_stay_channels_last(rewritten: Rewritten) -> None:
     walker = Walk(rewritten.gm)
     with torch.no_grad():
         walker.run(*rewritten.inputs)
@@ -115,7 +115,7 @@ def test_pictures_stay_channels_last(rewritten: Rewritten) -> None:
     assert walker.copies == []
 
 
-def test_pictures_do_not_without_the_passes() -> None:
+def test_images_do_not_without_the_passes() -> None:
     """Else the test above would find nothing whatever happens."""
     untouched = Rewritten("sd15", rewrite=False)
     walker = Walk(untouched.gm)
@@ -146,14 +146,14 @@ def test_autocast(kind: str) -> None:
     assert relative(half.run(), exact.expected) < 1.2 * relative(half.expected, exact.expected) + 1e-3
     casts = [node for node in half.gm.graph.nodes if is_cast(node)]
     norms = [node for node in half.gm.graph.nodes if node.op == "call_function" and "norm" in name(node)]
-    # of a product whose sum is normed the bias is an operand too, and is cast as the product's
+    # of a linear whose sum is normed the bias is an operand too, and is cast as the linear is
     biases = {node.args[1] for node in norms if name(node) in ("add_group_norm", "cat_group_norm")}
     biases |= {node.kwargs.get("shift") for node in norms}
     assert not set(casts) & ({x for node in norms for x in [*node.all_input_nodes, *node.users]} - biases)
 
 
 class Walk(fx.Interpreter):
-    """Runs the graph and notes what copies a picture, or is given one that does not lie in NHWC."""
+    """Runs the graph and notes what copies an image, or is given one that does not lie in NHWC."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
@@ -163,10 +163,10 @@ class Walk(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
             return super().run_node(n)
-        pictures = [self.env[x] for x in n.all_input_nodes if x.op != "get_attr"]
+        images = [self.env[x] for x in n.all_input_nodes if x.op != "get_attr"]
         if is_op(n, CONV) or (is_kernel(n.target) and name(n) != "attention"):
             self.convolutions += is_op(n, CONV)
-            for x in pictures:
+            for x in images:
                 layout = torch.channels_last if x.dim() == 4 else torch.contiguous_format
                 if x.dim() > 2 and not x.is_contiguous(memory_format=layout):
                     self.copies.append(f"{n.format_node()} is given {x.stride()}")

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from sfast_ext.runtime.gc_pause import uncollected
+from sfast_ext.runtime.gc_pause import gc_paused
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def kept(count: int) -> list[list[int]]:
 
 
 def test_nothing_is_collected_within(collections):
-    with uncollected():
+    with gc_paused():
         ring = weakref.ref(Ring())
         things = kept(200_000)
         assert not collections and ring() is not None and not gc.isenabled()
@@ -42,7 +42,7 @@ def test_nothing_is_collected_within(collections):
 
 def test_what_was_made_brings_about_no_collection_of_all_there_is(collections):
     everything = 2
-    with uncollected():
+    with gc_paused():
         things = kept(len(gc.get_objects()))
     more = [kept(1000) for _ in range(30)]
     assert collections and everything not in collections
@@ -50,7 +50,7 @@ def test_what_was_made_brings_about_no_collection_of_all_there_is(collections):
 
 
 def test_what_was_made_is_collected_later():
-    with uncollected():
+    with gc_paused():
         ring = Ring()
     gone = weakref.ref(ring)
     del ring
@@ -59,8 +59,8 @@ def test_what_was_made_is_collected_later():
 
 
 def test_one_in_another_leaves_collections_off(collections):
-    with uncollected():
-        with uncollected():
+    with gc_paused():
+        with gc_paused():
             pass
         assert not gc.isenabled() and not collections
     assert gc.isenabled()
@@ -69,7 +69,7 @@ def test_one_in_another_leaves_collections_off(collections):
 def test_where_they_were_off_they_stay_off(collections):
     gc.disable()
     try:
-        with uncollected():
+        with gc_paused():
             pass
         assert not gc.isenabled() and not collections
     finally:
@@ -81,7 +81,7 @@ def test_what_somebody_has_frozen_stays_frozen():
     try:
         frozen = gc.get_freeze_count()
         assert frozen > 0
-        with uncollected():
+        with gc_paused():
             pass
         assert gc.get_freeze_count() >= 0.9 * frozen and gc.isenabled()
     finally:
@@ -89,6 +89,6 @@ def test_what_somebody_has_frozen_stays_frozen():
 
 
 def test_an_exception_ends_it():
-    with pytest.raises(KeyError), uncollected():
+    with pytest.raises(KeyError), gc_paused():
         raise KeyError
     assert gc.isenabled()

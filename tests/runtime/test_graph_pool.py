@@ -298,18 +298,18 @@ def test_out_of_memory_in_a_replay_makes_room_and_the_plan_comes_back(tiny_unet,
     acc = accelerate(unet, config())
     unet(*args, **kwargs)
     (plan,) = acc.plans.values()
-    honest = plan._hand_out
+    honest = plan._copy_outputs
 
     def short(outputs):
-        monkeypatch.setattr(plan, "_hand_out", honest)
+        monkeypatch.setattr(plan, "_copy_outputs", honest)
         raise torch.cuda.OutOfMemoryError("injected")
 
     for _ in range(2):
-        monkeypatch.setattr(plan, "_hand_out", short)
+        monkeypatch.setattr(plan, "_copy_outputs", short)
         assert relative(unet(*args, **kwargs)[0], acc.original(*args, **kwargs)[0]) < HALF
         assert relative(unet(*args, **kwargs)[0], acc.original(*args, **kwargs)[0]) < HALF
     assert acc.report.counter("out_of_memory") == 0 and acc.report.counter("graph_captures") == 3
-    monkeypatch.setattr(plan, "_hand_out", short)
+    monkeypatch.setattr(plan, "_copy_outputs", short)
     assert relative(unet(*args, **kwargs)[0], acc.original(*args, **kwargs)[0]) < HALF
-    assert not acc.plans and "injected" in str(acc._shelf._refused.values())
+    assert not acc.plans and "injected" in str(acc._cache._rejected.values())
     acc.release()

@@ -156,11 +156,11 @@ def test_replays_on_several_streams_do_not_meet(seed: int, monkeypatch: pytest.M
     for i in range(40):
         now[0] = rng.choice(streams)
         with pool.lock:
-            stream = pool.enter()
+            stream = pool.begin_use()
             # inputs, a kernel, outputs: all graphs have the same memory for them
             steps = [lambda i=i: shared.__setitem__(0, i), lambda: None, lambda i=i: found.append((i, shared[0]))]
             stream.work += steps
-            pool.leave(stream)
+            pool.end_use(stream)
     finish(streams, rng)
     assert found == [(i, i) for i in range(40)]
 
@@ -170,7 +170,7 @@ def test_on_one_stream_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_for_cuda(monkeypatch, Event=Event, current_stream=lambda device: stream)
     pool = GraphPool(GPU)
     for _ in range(3):
-        pool.leave(pool.enter())
+        pool.end_use(pool.begin_use())
     assert len(stream.work) == 3 and not any(isinstance(do, list) for do in stream.work)
 
 
@@ -209,7 +209,11 @@ def test_plans_on_two_streams_wait_for_each_other(card: Card, monkeypatch: pytes
 
     same()
     same()
-    for home, name, word in ((Plan, "_fill", "in"), (CardGraph, "replay", "replay"), (Plan, "_hand_out", "out")):
+    for home, name, word in (
+        (Plan, "_copy_inputs", "in"),
+        (CardGraph, "replay", "replay"),
+        (Plan, "_copy_outputs", "out"),
+    ):
         noted(home, name, word)
     told.clear()
     for number in (0, 1, 1, 0):

@@ -10,7 +10,7 @@ from kernels.support import needs_nvrtc, randn
 
 from sfast_ext.kernels.backend import nvrtc
 from sfast_ext.runtime import input_copies
-from sfast_ext.runtime.graph_pool import KEEPS
+from sfast_ext.runtime.graph_pool import CAN_UPDATE_GRAPH
 from sfast_ext.runtime.input_copies import Copies
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -188,7 +188,7 @@ def captured(ours, after=lambda: None):
     return graph
 
 
-needs_graphs = pytest.mark.skipif(not KEEPS, reason="this torch does not hand out its graphs")
+needs_graphs = pytest.mark.skipif(not CAN_UPDATE_GRAPH, reason="this torch does not hand out its graphs")
 
 
 @pytest.mark.gpu

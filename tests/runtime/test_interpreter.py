@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from sfast_ext.passes.rewrite import aten
-from sfast_ext.runtime.interpreter import _OFTEN, Program
+from sfast_ext.runtime.interpreter import _COMPILE_AFTER, Interpreter
 
 X, Y = torch.randn(4, 6), torch.randn(4, 6)
 
@@ -32,7 +32,7 @@ class Graph:
 
 
 def alike(gm, *inputs):
-    program = Program(gm)
+    program = Interpreter(gm)
     wanted, given = gm(*inputs), program(*inputs)
     assert len(given) == len(wanted)
     for a, b in zip(given, wanted):
@@ -91,7 +91,7 @@ def test_values_are_let_go_when_nobody_reads_them_any_more():
     for _ in range(5):
         x = g.add(made, x)
         g.add(made, x)  # that nobody reads at all
-    Program(g.module(x))(X, Y)
+    Interpreter(g.module(x))(X, Y)
     assert sum(ref() is not None for ref in alive) == 0
 
 
@@ -107,10 +107,10 @@ def test_what_runs_often_becomes_code():
     gm = g.module(g.add(aten.add.Tensor, g.x, g.y))
     recompiled, own = [], gm.recompile
     gm.recompile = lambda: (recompiled.append(True), own())[1]
-    program = Program(gm)
-    for i in range(_OFTEN + 3):
+    program = Interpreter(gm)
+    for i in range(_COMPILE_AFTER + 3):
         assert torch.equal(program(X, Y)[0], X + Y)
-        assert len(recompiled) == (i >= _OFTEN)
+        assert len(recompiled) == (i >= _COMPILE_AFTER)
 
 
 def test_it_runs_the_graph_as_it_is_though_the_code_is_old():
@@ -118,8 +118,8 @@ def test_it_runs_the_graph_as_it_is_though_the_code_is_old():
     gm = g.module(g.add(aten.add.Tensor, g.x, g.y))
     (node,) = [n for n in gm.graph.nodes if n.op == "call_function"]
     node.target = aten.mul.Tensor
-    program = Program(gm)
-    for _ in range(_OFTEN + 2):
+    program = Interpreter(gm)
+    for _ in range(_COMPILE_AFTER + 2):
         assert torch.equal(program(X, Y)[0], X * Y)
 
 
@@ -127,7 +127,7 @@ def test_weights_are_let_go_with_it():
     g = Graph()
     g.root.register_buffer("weight", torch.randn(4, 6))
     gm = g.module(g.add(aten.add.Tensor, g.x, g.graph.get_attr("weight")))
-    program, weight = Program(gm), weakref.ref(gm.weight)
+    program, weight = Interpreter(gm), weakref.ref(gm.weight)
     del gm.weight, g
     gc.disable()
     try:
@@ -142,13 +142,13 @@ def test_weights_are_let_go_with_it():
 def test_other_nodes_are_refused():
     g = Graph()
     with pytest.raises(NotImplementedError, match="call_method"):
-        Program(g.module(g.graph.call_method("sin", (g.x,))))
+        Interpreter(g.module(g.graph.call_method("sin", (g.x,))))
 
 
 def test_too_few_inputs_are_an_error():
     g = Graph()
     with pytest.raises(ValueError):
-        Program(g.module(g.x))(X)
+        Interpreter(g.module(g.x))(X)
 
 
 def test_a_run_goes_on_while_others_make_code():
@@ -157,12 +157,12 @@ def test_a_run_goes_on_while_others_make_code():
     def others(x: Tensor) -> Tensor:
         if not within:
             within.append(True)
-            for _ in range(_OFTEN + 1):
+            for _ in range(_COMPILE_AFTER + 1):
                 programs[0](X, Y)
         return x
 
     g = Graph()
-    program = Program(g.module(g.add(aten.add.Tensor, g.add(others, g.x), g.y)))
+    program = Interpreter(g.module(g.add(aten.add.Tensor, g.add(others, g.x), g.y)))
     programs.append(program)
     assert torch.equal(program(X, Y)[0], X + Y) and program._listed is None
     assert torch.equal(program(Y, X)[0], X + Y)

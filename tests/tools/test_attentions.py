@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sfast_ext.tools import Unavailable
-from sfast_ext.tools.lib import attentions
+from sfast_ext.tools.lib import Unavailable, attentions
 
 WRITTEN = ("sdp", "doggettx", "v1", "invokeai", "subquad")
 # everything but xformers, which is not installed here

@@ -11,8 +11,8 @@ import torch
 
 from sfast_ext import Config, cli
 from sfast_ext.kernels.backend import triton_runtime
-from sfast_ext.tools import Unavailable, bench
-from sfast_ext.tools.lib import attentions, engines, ways
+from sfast_ext.tools import bench
+from sfast_ext.tools.lib import Unavailable, attentions, engines, ways
 from sfast_ext.tools.lib.ways import OURS, Way
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

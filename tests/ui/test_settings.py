@@ -56,8 +56,8 @@ def gradio(monkeypatch):
     for name in ("Checkbox", "Slider", "Radio"):
         setattr(stand_in, name, type(name, (), {}))
     monkeypatch.setitem(sys.modules, "gradio", stand_in)
-    monkeypatch.setattr(settings, "_told", {})
-    monkeypatch.setattr(settings, "_good", {})
+    monkeypatch.setattr(settings, "_announced", {})
+    monkeypatch.setattr(settings, "_last_valid", {})
     return stand_in
 
 
@@ -182,7 +182,7 @@ def test_a_value_that_cannot_be_becomes_the_default_and_is_said_once(key, value)
 @pytest.mark.parametrize(("key", "value"), BAD)
 def test_a_value_that_cannot_be_leaves_the_last_good_one(key, value):
     report, opts = Report(), Options()
-    good, takes = GOOD[key]
+    good, valid = GOOD[key]
     for _ in range(2):
         opts.data[key] = good
         chosen = settings.config_from(opts, report)
@@ -195,7 +195,7 @@ def test_a_value_that_cannot_be_leaves_the_last_good_one(key, value):
     label = next(setting.label for setting in settings.SETTINGS if setting.key == key)
     assert first == again and first.startswith(f"{key} ({label}) = ")
     if len(repr(value)) < 100:
-        assert first.endswith(f"= {value!r} is not used, {good!r} stays: it takes {takes}")
+        assert first.endswith(f"= {value!r} is not valid; {good!r} stays in use. Valid: {valid}")
 
 
 @pytest.mark.parametrize(

@@ -63,21 +63,21 @@ def within(gate):
 
 def test_a_thread_is_alone_with_itself():
     gate = Gate()
-    with gate, gate, gate.alone(), gate.alone(), gate:
+    with gate, gate, gate.exclusive(), gate.exclusive(), gate:
         pass
 
 
 def test_nobody_is_alone_while_another_is_inside():
     gate = Gate()
-    with within(gate), pytest.raises(WeightsInUse), gate.alone():
+    with within(gate), pytest.raises(WeightsInUse), gate.exclusive():
         pass
-    with gate.alone():
+    with gate.exclusive():
         pass
 
 
 def test_two_may_be_inside_and_neither_is_alone():
     gate = Gate()
-    with within(gate), gate, pytest.raises(WeightsInUse), gate.alone():
+    with within(gate), gate, pytest.raises(WeightsInUse), gate.exclusive():
         pass
 
 
@@ -86,7 +86,7 @@ def test_who_waits_is_alone_when_the_last_has_left():
     with within(gate) as thread:
         threading.Timer(0.05, thread.go.set).start()
         # also from within
-        with gate, gate.alone(SOON):
+        with gate, gate.exclusive(SOON):
             assert thread.go.is_set()
 
 
@@ -98,7 +98,7 @@ def test_others_enter_when_who_was_alone_has_ended():
         with gate:
             order.append("inside")
 
-    with gate.alone():
+    with gate.exclusive():
         with contextlib.ExitStack() as ends:
             thread = Elsewhere(run)
             thread._thread.start()
@@ -113,10 +113,10 @@ def test_what_is_put_off_is_done_by_the_last_that_leaves():
     gate, done = Gate(), []
     with within(gate):
         with within(gate):
-            gate.when_alone(lambda: done.append(threading.get_ident()))
+            gate.when_exclusive(lambda: done.append(threading.get_ident()))
         assert not done
     assert len(done) == 1 and done[0] != threading.get_ident()
-    gate.when_alone(lambda: done.append(threading.get_ident()))
+    gate.when_exclusive(lambda: done.append(threading.get_ident()))
     assert done[1:] == [threading.get_ident()]
 
 
@@ -127,11 +127,11 @@ def test_a_failure_of_what_was_put_off_ends_nobody_elses_call(caplog):
         raise ValueError("injected")
 
     with pytest.raises(ValueError):
-        gate.when_alone(failing)
+        gate.when_exclusive(failing)
     with within(gate):
-        gate.when_alone(failing)
+        gate.when_exclusive(failing)
     assert "injected" in caplog.text
-    with gate.alone():
+    with gate.exclusive():
         pass
 
 
@@ -239,7 +239,7 @@ def test_what_was_put_off_is_left_where_plans_came_since(made):
     module, twin, acc = made
     x = planned(module, twin)
     with held_original(acc):
-        acc.arena.lay_back()
+        acc.arena.restore_layout()
         acc.arena.bind([])
         laid = pointers(module)
     assert pointers(module) == laid
@@ -254,7 +254,7 @@ def test_state_dict_waits_for_the_other_thread(in_time, made, monkeypatch):
         if in_time:
             threading.Timer(0.05, thread.go.set).start()
         else:
-            monkeypatch.setattr(arena, "LEND_S", 0.05)
+            monkeypatch.setattr(arena, "RESTORE_WAIT_S", 0.05)
         state = module.state_dict()
     for name, value in twin.state_dict().items():
         assert torch.equal(state[name], value)
@@ -289,8 +289,8 @@ def test_two_threads_get_right_results_while_plans_come_and_go(made):
         for x, y in zip(sizes[:2], expected):
             torch.testing.assert_close(module(x), y, rtol=1e-3, atol=1e-4)
         if i % 4 == 3:
-            acc._drop_all("a test drops them")
-            acc._lay_back()
+            acc._model.forget_plans("a test drops them")
+            acc._model.restore_layout(acc.report)
     ended.set()
     thread.join(SOON)
     assert not thread.is_alive() and not wrong

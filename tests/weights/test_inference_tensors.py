@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.runtime.plan import relative_error
+from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import models
 from sfast_ext.weights.original_layout import live_tensor, set_data
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from sfast_ext import Config, accelerate
-from sfast_ext.behaviour.forward_slot import accelerator_of
-from sfast_ext.runtime.plan import relative_error
+from sfast_ext import Config, accelerate, accelerator_of
+from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import models
 
 

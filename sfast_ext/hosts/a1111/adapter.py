@@ -1,42 +1,37 @@
-"""AUTOMATIC1111 WebUI 1.10: where its UNet is, when it changes, and what it does to it behind one's back."""
+"""AUTOMATIC1111 WebUI 1.10: where its UNet is, when it changes, and which of its features change the forward."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from sfast_ext import environment
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.a1111 import controlnet
-from sfast_ext.hosts.a1111.dormant_patches import Switches
-from sfast_ext.hosts.a1111.memory import HostMemory
-from sfast_ext.hosts.attachment import Attachment, of_the_host, wrap
-from sfast_ext.report import Report
-from sfast_ext.ui import api, settings
+from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
+from sfast_ext.hosts.a1111.memory import A1111Memory
+from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
+from sfast_ext.hosts.session import Session, ready
 
 LORA_LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAttention)
 """The classes whose forward the built-in Lora extension replaces."""
 
 LORA_MARKS = frozenset({"network_layer_name", "network_current_names", "network_weights_backup", "network_bias_backup"})
-"""What that extension notes on each layer; what it says of the weights, the weights themselves say."""
+"""What that extension notes on each layer. The weights themselves show what changed in them."""
 
-LEFT_BEHIND = frozenset({"_tome_info", "_deepcache_hooked"})
-"""What token merging and DeepCache leave on modules when they go; while they are on, we stand aside for other signs."""
-
-
-_session: Session | None = None
+LEFTOVER_MARKS = frozenset({"_tome_info", "_deepcache_hooked"})
+"""What token merging and DeepCache leave on modules after they are off. While they are on, other signs show it."""
 
 
 def detect() -> bool:
-    """Whether this process is AUTOMATIC1111's WebUI; its fork Forge has another model and is not."""
+    """Whether this process is AUTOMATIC1111's WebUI. Its fork Forge is not: it has another model."""
 
     def has(name: str) -> bool:
         try:
@@ -47,249 +42,220 @@ def detect() -> bool:
     return has("modules.sd_samplers_cfg_denoiser") and has("modules.sd_hijack_unet") and not has("modules_forge")
 
 
-class UnetHooks:
-    """What the accelerator of one UNet asks the WebUI at each call; every answer takes microseconds."""
+class A1111Hooks:
+    """What the accelerator of one UNet or ControlNet asks the WebUI at each call. Each answer takes microseconds."""
 
     def __init__(self, unet: nn.Module) -> None:
         from modules import devices, sd_hijack, sd_unet, shared
 
         self._devices, self._hijack, self._sd_unet, self._shared = devices, sd_hijack, sd_unet, shared
-        # Weak: the model may be thrown away while its accelerator is still waiting to be told.
+        # Weak: the WebUI may drop the model before its accelerator is released.
         self._unet = weakref.ref(unet)
         self._layers: list[nn.Module] = []
-        self._tiled: list[Any] = []
-        self._wanted: tuple[Any, ...] | None = None
-        self._biases = b""
-        self._moves: str | None = None
-        self._switches = Switches()
+        self._hypertile: list[Any] = []
+        self._applied: tuple[Any, ...] | None = None
+        self._bias_mask = b""
+        self._offloaded: str | None = None
+        self._dormant = DormantPatches()
         self.new_pass()
 
     def hooks(self) -> Hooks:
-        """In the shape that the accelerator takes."""
-        ignored = LORA_MARKS | LEFT_BEHIND | controlnet.MARKS
-        return Hooks(self.stand_aside, self.prepare, self.key, self.recognised, ignored=ignored)
+        """The hooks as the accelerator takes them."""
+        ignored = LORA_MARKS | LEFTOVER_MARKS | controlnet.MARKS
+        return Hooks(self.bypass_reason, self.prepare, self.key, self.recognised, ignored=ignored)
 
     def new_pass(self) -> None:
-        """Look over the whole UNet: once for each pass of a sampler, a millisecond."""
+        """Read the whole UNet. Called once for each pass of a sampler; takes a millisecond."""
         unet = self._unet()
         modules = [] if unet is None else list(unet.modules())
-        # Lora names the layers of its model; those of a ControlNet are not among them
+        # Lora names the layers of the model, and not those of a ControlNet
         self._layers = [m for m in modules if isinstance(m, LORA_LAYERS) and hasattr(m, "network_layer_name")]
-        self._tiled = [p for p in (vars(m).get("__webui_hypertile_params") for m in modules) if p is not None]
-        self._wanted = None
-        self._switches.new_pass()
-        self._moves = None if unet is None else self._moving(unet)
+        self._hypertile = [p for p in (vars(m).get("__webui_hypertile_params") for m in modules) if p is not None]
+        self._applied = None
+        self._dormant.new_pass()
+        self._offloaded = None if unet is None else self._offload_reason(unet)
 
-    def _moving(self, unet: nn.Module) -> str | None:
+    def _offload_reason(self, unet: nn.Module) -> str | None:
         if not getattr(self._shared.sd_model, "lowvram", False):
             return None
         if getattr(self._shared.cmd_opts, "lowvram", False):
-            return "--lowvram brings the weights in block by block"
-        if not gpu_room.may_stay(unet):
-            return "--medvram moves the UNet off the GPU, which has no room to keep it beside what comes next"
+            return "--lowvram moves the weights to the GPU block by block; start the WebUI without it to accelerate"
+        if not gpu_room.has_room_to_stay(unet):
+            return (
+                "--medvram moves the UNet off the GPU, and there is not enough free memory to keep it there; "
+                "start the WebUI without it if your images fit"
+            )
         return None
 
-    def stand_aside(self) -> str | None:
-        """Why the WebUI's own forward has to run, in words for its user; None where ours may."""
+    def bypass_reason(self) -> str | None:
+        """Why the call must be bypassed, in words for the user; None where it need not."""
         shared = self._shared
         if self._sd_unet.current_unet is not None:
             option = getattr(self._sd_unet.current_unet, "option", None)
-            return f"another UNet is active: {getattr(option, 'label', 'an SD Unet')} (Settings, SD Unet)"
-        if self._moves is not None:
-            return self._moves
+            label = getattr(option, "label", "an SD Unet")
+            return f"another UNet is active: {label}; set Settings > Stable Diffusion > SD Unet to None to accelerate"
+        if self._offloaded is not None:
+            return self._offloaded
         if getattr(self._devices, "fp8", False):
-            return "FP8 weight storage is on (Settings, Optimizations): the weights are not what is computed with"
+            return "FP8 weight storage is on; disable FP8 weight in Settings > Optimizations to accelerate"
         if shared.loaded_hypernetworks:
-            return f"a hypernetwork is active: {', '.join(str(h.name) for h in shared.loaded_hypernetworks)}"
+            names = ", ".join(str(h.name) for h in shared.loaded_hypernetworks)
+            return f"a hypernetwork is active: {names}; remove it from the prompt to accelerate"
         networks = _lora()
         if networks is not None and networks.loaded_networks and getattr(shared.opts, "lora_functional", False):
-            return "Lora is computed inside the layers (Settings, Compatibility, the old method for Lora)"
+            return (
+                "LoRA is computed inside the layers; "
+                "turn off 'Lora/Networks: use old method' in Settings > Compatibility to accelerate"
+            )
         if getattr(shared.sd_model, "applied_token_merged_ratio", 0):
-            # tomesd makes new classes for each picture: a plan would live for one
-            return "token merging is on (Settings, Optimizations): it rebuilds the layers for each picture"
-        if any(params.enabled for params in self._tiled):
-            return "Hypertile is on (Settings, Hypertile): its tiles are drawn at random in each layer"
-        return self._switches.on()
+            # tomesd makes new classes for each image, so a plan would last for one image
+            return "token merging is on; set its ratio to 0 in Settings > Optimizations to accelerate"
+        if any(params.enabled for params in self._hypertile):
+            return "Hypertile is on and draws its tiles at random; turn it off in Settings > Hypertile to accelerate"
+        return self._dormant.active()
 
     def prepare(self) -> None:
-        """Bring the weights up to the Lora set that is wanted.
+        """Apply the active LoRAs to the weights.
 
-        The WebUI does it in the forward of each layer, which a plan skips.
+        The WebUI does this in the forward of each layer, which a plan does not call.
         """
         networks = _lora()
         if networks is None or getattr(self._shared.opts, "lora_functional", False) or not self._layers:
             return
         wanted = tuple((n.name, n.te_multiplier, n.unet_multiplier, n.dyn_dim) for n in networks.loaded_networks)
-        # The first and the last layer tell of what happened without us: a checkpoint loaded into the same modules,
-        # which resets every layer, and a call of the original forward that was interrupted half way.
+        # The first and the last layer show what happened outside plans: a checkpoint loaded into the same modules,
+        # which resets every layer, or a call of the original forward that was interrupted.
         ends = self._layers[0], self._layers[-1]
-        if wanted == self._wanted and all(getattr(layer, "network_current_names", ()) == wanted for layer in ends):
+        if wanted == self._applied and all(getattr(layer, "network_current_names", ()) == wanted for layer in ends):
             return
         with torch.no_grad():
             for layer in self._layers:
                 networks.network_apply_weights(layer)
-        self._wanted = wanted
-        self._biases = bytes(getattr(layer, "bias", None) is not None for layer in self._layers)
+        self._applied = wanted
+        self._bias_mask = bytes(getattr(layer, "bias", None) is not None for layer in self._layers)
 
     def key(self) -> Hashable:
-        """What changes the UNet's forward and shows neither in its arguments nor in its modules."""
-        # A Lora may give a bias to a layer that has none, and take it away; the key is asked for before prepare().
-        self.prepare()
+        """What changes the UNet's forward and appears neither in its arguments nor in its modules."""
         attention = (sys.modules.get(name) for name in ("ldm.modules.attention", "sgm.modules.attention"))
         return (
-            # replaced by the cross attention optimization, which may be changed with no callback
+            # replaced by the cross attention optimization, which can change without a callback
             *(getattr(getattr(module, "CrossAttention", None), "forward", None) for module in attention),
             bool(getattr(self._shared.opts, "upcast_attn", False)),
             self._devices.unet_needs_upcast,
             self._devices.dtype_unet,
             self._hijack.model_hijack.circular_enabled,
-            self._biases,
+            # A LoRA may give a bias to a layer that has none, and take it away: prepare() has run before this is asked.
+            self._bias_mask,
         )
 
     def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
-        """Vouch for what the WebUI does to classes and to torch, and for patches that stay in place and only pass on
-        while they are off, Hypertile's among them."""
-        if kind in ("class", "function", "replaced") and of_the_host(function):
+        """Vouch for what the WebUI itself does to classes and to torch, and for patches that stay in place while they
+        are off and then only call the original, such as Hypertile's."""
+        if kind in ("class", "function", "replaced") and is_host_code(function):
             return True
-        # While one is on that was off before, we stand aside before this is asked.
+        # A patch that was switched on meanwhile bypasses the call before this is asked.
         params = vars(module).get("__webui_hypertile_params")
         if kind == "forward" and params is not None and getattr(function, "__wrapped__", None) == params.forward:
             return True
-        return self._switches.vouch(function)
+        return self._dormant.vouch(function)
 
 
-class Session:
-    """The extension in one run of the WebUI's scripts, from their loading to their unloading."""
+class A1111Session(Session):
+    """The extension in one run of the WebUI's scripts; see `Session`."""
+
+    HOST = "AUTOMATIC1111 WebUI"
 
     def __init__(self, version: str) -> None:
-        self.version = version
-        self.report = Report()
-        self._hooks: weakref.WeakKeyDictionary[nn.Module, UnetHooks] = weakref.WeakKeyDictionary()
-        self._unets = Attachment(self._hooks_for, self.report, parts=controlnet.blocks)
+        super().__init__(version)
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, A1111Hooks] = weakref.WeakKeyDictionary()
+        self._unets = Attachment(self._hooks_for, self.report, parts=controlnet.unet_blocks)
         self._controlnets = Attachment(self._hooks_for, self.report, name="controlnet")
+        self.attachments = (self._unets, self._controlnets)
         self._denoiser: weakref.ref[object] | None = None
-        self._memory = HostMemory(self._unets, _unet_of, self.report)
-        self._unwrap: list[Callable[[], None]] = []
+        self._memory = A1111Memory(self._unets, _unet_of, self.report)
         self._host_version = _host_version()
 
-    def register(self) -> None:
-        """Give the WebUI our callbacks and settings."""
-        from modules import script_callbacks, sd_models, shared
+    def install(self) -> list[Callable[[], object]]:
+        """Register callbacks, and wrap the functions that free memory, for which there are none."""
+        from modules import script_callbacks, sd_models
 
-        # At once, not in on_ui_settings alone: that one comes after the model is loaded, and never with --nowebui.
-        settings.register(shared.opts, shared.OptionInfo)
-        script_callbacks.on_ui_settings(lambda: settings.register(shared.opts, shared.OptionInfo))
-        script_callbacks.on_model_loaded(self.on_model_loaded)
-        script_callbacks.on_cfg_denoiser(self.on_cfg_denoiser)
-        script_callbacks.on_script_unloaded(self.release)
-        # there is no callback for the API's unload, which is to make memory free
-        self._unwrap = [wrap(sd_models, "unload_model_weights", self._unload), *self._memory.install()]
-        script_callbacks.on_app_started(lambda _demo, app: api.register(app, self.status, _api_passwords))
+        # a model was loaded; or other weights, or another VAE, into the model that is loaded
+        script_callbacks.on_model_loaded(self.callback(self._follow))
+        # before each step: the only callback after every switch of the model, those of refiner and hires fix too
+        script_callbacks.on_cfg_denoiser(self.callback(self._step))
+        return [wrap(sd_models, "unload_model_weights", self._unload), *self._memory.install()]
 
-    def on_model_loaded(self, sd_model: Any) -> None:
-        """A model was loaded, or other weights or another VAE into the one there is."""
-        self._guarded(lambda: self._follow(sd_model))
+    def show_error(self, exc: Exception) -> None:
+        """Show an exception once, where the WebUI would log it at every step."""
+        from modules import errors
 
-    def on_cfg_denoiser(self, params: Any) -> None:
-        """Before each step: the one occasion that comes after every switch, the refiner's and the hires fix's too."""
-        self._guarded(lambda: self._step(params))
+        errors.display_once(exc, "Stable Fast")
 
-    def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._guarded(self._give_back)
-        return original(*args, **kwargs)
+    def host_version(self) -> str:
+        """The git tag."""
+        return self._host_version
 
-    def _give_back(self) -> None:
-        self._unets.release()
-        self._controlnets.release()
-
-    def release(self) -> None:
-        """Give everything back; the scripts are unloaded, and loaded again perhaps."""
-        for unwrap in self._unwrap:
-            unwrap()
-        self._unwrap = []
-        self._give_back()
-
-    def status(self) -> dict[str, Any]:
-        """What GET /sfast/v1/status answers."""
-        from modules import shared
+    def model_name(self) -> str | None:
+        """The title of the checkpoint."""
         from modules.sd_models import model_data
 
-        model = model_data.sd_model
-        info = getattr(model, "sd_checkpoint_info", None)
-        return {
-            "version": self.version,
-            "host": {"name": "AUTOMATIC1111 WebUI", "version": self._host_version},
-            "environment": environment.describe(),
-            "enabled": settings.config_from(shared.opts, self.report).enabled,
-            "model": getattr(info, "title", None),
-            "accelerators": [*self._unets.status(), *self._controlnets.status()],
-            **self.report.as_dict(),
-        }
+        return getattr(getattr(model_data.sd_model, "sd_checkpoint_info", None), "title", None)
+
+    def api_passwords(self) -> Mapping[str, str]:
+        """The passwords of --api-auth by user, parsed as the WebUI parses them."""
+        from modules import shared
+
+        pairs = [pair.partition(":") for pair in (getattr(shared.cmd_opts, "api_auth", None) or "").split(",") if pair]
+        return {user: password for user, _, password in pairs}
+
+    def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.guarded(self.release_models)
+        return original(*args, **kwargs)
 
     def _hooks_for(self, unet: nn.Module) -> Hooks:
         hooks = self._hooks.get(unet)
         if hooks is None:
-            hooks = self._hooks[unet] = UnetHooks(unet)
+            hooks = self._hooks[unet] = A1111Hooks(unet)
         return hooks.hooks()
 
     def _step(self, params: Any) -> None:
         from modules import shared
 
-        self._unets.look_at_parts()
+        self._unets.check_parts()
         denoiser = getattr(params, "denoiser", None)
         seen = self._denoiser() if self._denoiser is not None else None
         new_pass = denoiser is None or denoiser is not seen or getattr(params, "sampling_step", 0) == 0
-        # Identities are compared at each step; settings are read and the UNet is looked over once for each pass.
-        if not new_pass and self._unets.settled(_unet_of(shared.sd_model)):
+        # Each step compares identities. Settings and the UNet are read once for each pass.
+        if not new_pass and self._unets.unchanged(_unet_of(shared.sd_model)):
             return
         self._denoiser = weakref.ref(denoiser) if denoiser is not None else None
         self._follow(shared.sd_model)
 
     def _follow(self, sd_model: Any) -> None:
-        from modules import sd_unet, shared
+        from modules import sd_unet
 
         self.report.new_generation()
-        # A TensorRT engine or the like has sent the stock UNet to the CPU for its memory: ours goes too.
+        # A TensorRT engine or the like has moved the stock UNet to the CPU to free memory: plans are released too.
         unet = None if sd_unet.current_unet is not None else _unet_of(sd_model)
-        config = settings.config_from(shared.opts, self.report)
-        accelerator = self._unets.follow(unet, config, keep=list(_resident()))
+        config = self.config()
+        accelerator = self._unets.follow(unet, config, keep=list(_resident_unets()))
         self._memory.watch(sd_model)
-        networks = [] if unet is None else controlnet.networks(unet)
-        beside = self._controlnets.follow_all(networks, config, keep=[] if unet is None else controlnet.kept(unet))
-        for each in (accelerator, *beside):
+        networks = [] if unet is None else controlnet.active_networks(unet)
+        networks_followed = self._controlnets.follow_all(
+            networks, config, keep=[] if unet is None else controlnet.cached_networks(unet)
+        )
+        for each in (accelerator, *networks_followed):
             if each is not None:
                 hooks = self._hooks.get(each.module)
                 if hooks is not None:
                     hooks.new_pass()
                 each.new_generation()
 
-    def _guarded(self, action: Any) -> None:
-        # The WebUI would log an exception at every step; ours goes to the report once, and the picture goes on.
-        try:
-            action()
-        except Exception as exc:
-            self.report.error("host", exc)
-            from modules import errors
-
-            errors.display_once(exc, "Stable Fast")
-
 
 def start(version: str) -> None:
-    """Called by the script that the WebUI loads; a second call, of reloaded scripts, replaces the first."""
-    global _session
-    if _session is not None:
-        _session.release()
-    _session = Session(version)
-    _session.register()
-    print(f"Stable Fast {version}: ready; Settings > Stable Fast, report at /sfast/v1/status")
-
-
-def _api_passwords() -> dict[str, str]:
-    """What --api-auth asks for, by user, as the WebUI reads it."""
-    from modules import shared
-
-    pairs = [pair.partition(":") for pair in (getattr(shared.cmd_opts, "api_auth", None) or "").split(",") if pair]
-    return {user: password for user, _, password in pairs}
+    """Start the extension; after the WebUI reloaded its scripts, in place of the session before."""
+    A1111Session.start(version)
+    print(ready(version))
 
 
 def _unet_of(sd_model: Any) -> nn.Module | None:
@@ -297,13 +263,13 @@ def _unet_of(sd_model: Any) -> nn.Module | None:
     return unet if isinstance(unet, nn.Module) else None
 
 
-def _resident() -> Iterator[nn.Module]:
-    """UNets of the other models that stay where they are while another is used: theirs keep their plans."""
+def _resident_unets() -> Iterator[nn.Module]:
+    """UNets of loaded models that stay on their device while another model is used. They keep their plans."""
     from modules import shared
     from modules.sd_models import model_data
 
     if getattr(shared.opts, "sd_checkpoints_keep_in_cpu", True) and str(shared.device) != "cpu":
-        # They are sent to the CPU for the GPU's memory, which is not ours to hold then.
+        # The WebUI moves them to the CPU to free GPU memory, so plans must not hold it.
         return
     for model in model_data.loaded_sd_models:
         unet = _unet_of(model)
@@ -312,7 +278,7 @@ def _resident() -> Iterator[nn.Module]:
 
 
 def _lora() -> ModuleType | None:
-    """The built-in Lora extension's module, where it is loaded."""
+    """The module of the built-in Lora extension; None where it is not loaded."""
     networks = sys.modules.get("networks")
     return networks if hasattr(networks, "network_apply_weights") and hasattr(networks, "loaded_networks") else None
 

@@ -1,7 +1,7 @@
-"""sd-webui-controlnet in AUTOMATIC1111: it lays a forward over the UNet's that runs the UNet's blocks itself.
+"""sd-webui-controlnet in AUTOMATIC1111, which replaces the UNet's forward by one that calls the UNet's blocks itself.
 
-What is read here was read in its version 1.1.455 (scripts/hook.py). Where it is another, nothing is found, and only the
-blocks are accelerated.
+The names are those of its version 1.1.455 (scripts/hook.py). In another version they may not be found; then the UNet's
+blocks are accelerated, and the ControlNets are not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from sfast_ext.behaviour.foreign_code import described
+from sfast_ext.behaviour.foreign_code import describe
 
 MARKS = frozenset(
     {
@@ -26,14 +26,14 @@ MARKS = frozenset(
         "ipadapter_hacks",
     }
 )
-"""What it notes on the UNet's modules for functions of its own, which mean the original forward where they are laid."""
+"""What it notes on the UNet's modules for functions of its own. Where it patches these in, the call is bypassed."""
 
 
-def blocks(unet: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The parts of an ldm or sgm UNet that a forward laid over it may run one by one; none lies in another."""
+def unet_blocks(unet: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks of an ldm or sgm UNet that another extension's forward may call one by one; none contains another."""
     for group in ("input_blocks", "output_blocks"):
         for i, block in enumerate(getattr(unet, group, ())):
-            # a lone convolution is one kernel: copies in and out would cost more than they gain
+            # a single convolution is one kernel: copies of inputs and outputs would cost more than a plan gains
             if any(True for m in block.modules() if isinstance(m, (nn.GroupNorm, nn.LayerNorm))):
                 yield f"{group}.{i}", block
     middle = getattr(unet, "middle_block", None)
@@ -41,16 +41,16 @@ def blocks(unet: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield "middle_block", middle
 
 
-def networks(unet: nn.Module) -> list[nn.Module]:
-    """The ControlNets that run beside the UNet in this pass, where they stay on the GPU for all of it."""
-    hook = _hook(unet)
-    return [] if hook is None or getattr(hook, "lowvram", False) else list(_units(hook))
+def active_networks(unet: nn.Module) -> list[nn.Module]:
+    """The ControlNets that run in this pass and stay on the GPU during all of it."""
+    hook = _hook_of(unet)
+    return [] if hook is None or getattr(hook, "lowvram", False) else list(_controlnets_of(hook))
 
 
-def kept(unet: nn.Module) -> list[nn.Module]:
-    """The ControlNets that the extension keeps loaded for its next use, less those that leave the GPU in this pass."""
-    hook = _hook(unet)
-    leaving = list(_units(hook)) if getattr(hook, "lowvram", False) else []
+def cached_networks(unet: nn.Module) -> list[nn.Module]:
+    """The ControlNets that the extension keeps loaded, without those that leave the GPU in this pass."""
+    hook = _hook_of(unet)
+    leaving = list(_controlnets_of(hook)) if getattr(hook, "lowvram", False) else []
     for data in getattr(sys.modules.get("modules.scripts"), "scripts_data", ()):
         cache = getattr(getattr(data, "script_class", None), "model_cache", None)
         if isinstance(cache, dict):
@@ -59,7 +59,7 @@ def kept(unet: nn.Module) -> list[nn.Module]:
     return []
 
 
-def _units(hook: Any) -> Iterator[nn.Module]:
+def _controlnets_of(hook: Any) -> Iterator[nn.Module]:
     for unit in getattr(hook, "control_params", None) or ():
         kind = getattr(unit, "control_model_type", None)
         network = getattr(getattr(unit, "control_model", None), "control_model", None)
@@ -67,10 +67,10 @@ def _units(hook: Any) -> Iterator[nn.Module]:
             yield network
 
 
-def _hook(unet: nn.Module) -> Any:
-    """The extension's own object for this pass, from the closure of the forward that it laid over the UNet's."""
+def _hook_of(unet: nn.Module) -> Any:
+    """The extension's object for this pass, from the closure of its forward on the UNet."""
     function = getattr(vars(unet).get("forward"), "__func__", None)
-    if function is None or ".hook" not in described(function):
+    if function is None or ".hook" not in describe(function):
         return None
     try:
         return inspect.getclosurevars(function).nonlocals.get("outer")

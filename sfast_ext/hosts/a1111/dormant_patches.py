@@ -1,9 +1,9 @@
-"""Patches that an extension lays for good, and that only pass on what they are given while its switch is off.
+"""Patches that an extension installs for good, and that only call the original while the extension's switch is off.
 
-FreeU lays one over `cat` when it is loaded. That such a patch does nothing is read from the code that runs, never told
-by its name: its first statement must be
+FreeU installs one over `cat` when it is loaded. That such a patch does nothing is read from its code, never inferred
+from its name: the first statement must be
 
-    if not <global>.<attribute>...: return <what was there before>(<all that it was given, as it was given>)
+    if not <global>.<attribute>...: return <original>(<all arguments, unchanged>)
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sfast_ext.behaviour.foreign_code import brought, described
+from sfast_ext.behaviour.foreign_code import describe, is_foreign
 
 
 @dataclass(frozen=True)
-class Switched:
-    """A patch that is not there while its switch is off."""
+class DormantPatch:
+    """A patch that has no effect while its switch is off."""
 
     function: Any
     switch: tuple[str, ...]
-    around: dict[str, Any]
-    below: Switched | None
-    """The patch that it passes on to, where that is one of the same kind."""
+    globals: dict[str, Any]
+    passes_to: DormantPatch | None
+    """The patch that it calls as its original, where that is a dormant patch too."""
 
-    def on(self) -> str | None:
-        """The patch in words where it is on, or cannot be asked; else None. Read as the patch itself does."""
+    def active(self) -> str | None:
+        """A reason where the patch is on or its switch cannot be read; else None. Reads what the patch reads."""
         try:
-            on = bool(functools.reduce(getattr, self.switch[1:], self.around[self.switch[0]]))
+            on = bool(functools.reduce(getattr, self.switch[1:], self.globals[self.switch[0]]))
         except Exception:
             on = True
         if on:
-            return f"{described(self.function)} is on"
-        return None if self.below is None else self.below.on()
+            return f"{describe(self.function)} is on; turn it off to accelerate"
+        return None if self.passes_to is None else self.passes_to.active()
 
 
-def switched(patch: Any) -> Switched | None:
-    """Read whether a patch does nothing while a switch is off, and neither does what it passes on to."""
-    function, originals = _taken_apart(patch)
+def read_patch(patch: Any) -> DormantPatch | None:
+    """The patch as a dormant one; None where it, or what it calls as its original, may have an effect while off."""
+    function, originals = _parts_of(patch)
     if function is None:
         return None
     switch = _switch(function)
     if switch is None:
         return None
     for name, original in originals.items():
-        if not callable(original) or not _begins_like(function, _guard(function, name, switch)):
+        if not callable(original) or not _starts_with(function, _guard(function, name, switch)):
             continue
-        below = switched(original) if brought(original, None) else None
-        if below is not None or not brought(original, None):
-            return Switched(patch, switch, function.__globals__, below)
+        below = read_patch(original) if is_foreign(original, None) else None
+        if below is not None or not is_foreign(original, None):
+            return DormantPatch(patch, switch, function.__globals__, below)
     return None
 
 
-def _taken_apart(patch: Any) -> tuple[types.FunctionType | None, dict[str, Any]]:
-    """The function, and what may be the one that was there before, by the name that it has in it."""
+def _parts_of(patch: Any) -> tuple[types.FunctionType | None, dict[str, Any]]:
+    """The function of a patch, and the candidates for its original by their names in it."""
     if isinstance(patch, functools.partial) and isinstance(patch.func, types.FunctionType):
         if patch.args or len(patch.keywords) != 1:
             return None, {}
@@ -74,7 +74,7 @@ def _taken_apart(patch: Any) -> tuple[types.FunctionType | None, dict[str, Any]]
 
 
 def _switch(function: types.FunctionType) -> tuple[str, ...] | None:
-    """The names of the value that the function's first branch asks for."""
+    """The names of the value that the function's first branch tests."""
     names: list[str] = []
     for instruction in _instructions(function.__code__):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_ATTR"):
@@ -85,7 +85,7 @@ def _switch(function: types.FunctionType) -> tuple[str, ...] | None:
 
 
 def _guard(function: types.FunctionType, original: str, switch: tuple[str, ...]) -> types.CodeType | None:
-    """A function of the same arguments that is nothing but the guard, compiled by this very interpreter."""
+    """A function with the same arguments that consists of the guard, compiled by this interpreter."""
     taken: list[str] = []
     passed: list[str] = []
     starred = False
@@ -121,8 +121,8 @@ def _inner(code: types.CodeType) -> types.CodeType:
     return next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
 
 
-def _begins_like(function: types.FunctionType, guard: types.CodeType | None) -> bool:
-    """Whether the code of a function is the guard, up to the end of the guard's return."""
+def _starts_with(function: types.FunctionType, guard: types.CodeType | None) -> bool:
+    """Whether a function's code is that of the guard, up to the guard's return."""
     if guard is None:
         return False
     compared = zip(_instructions(guard), _instructions(function.__code__))
@@ -135,32 +135,32 @@ def _begins_like(function: types.FunctionType, guard: types.CodeType | None) -> 
 
 
 def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
-    # how many variables are captured says nothing about what is done with them
+    # the number of captured variables says nothing about what the code does
     return (instruction for instruction in dis.get_instructions(code) if instruction.opname != "COPY_FREE_VARS")
 
 
-class Switches:
-    """The switches of the patches of one model that were vouched for, once off: asked before a plan may run again."""
+class DormantPatches:
+    """The dormant patches of one model that were vouched for. Their switches are read before a plan may run again."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Switched] = {}
-        self._before: dict[int, Switched] = {}
+        self._this_pass: dict[int, DormantPatch] = {}
+        self._last_pass: dict[int, DormantPatch] = {}
 
     def new_pass(self) -> None:
-        """What is not vouched for again in this pass is forgotten with the next: it is no longer laid."""
-        if self._known:
-            self._before, self._known = self._known, {}
+        """Begin a pass. A patch that no pass vouches for again is no longer installed, and is forgotten."""
+        if self._this_pass:
+            self._last_pass, self._this_pass = self._this_pass, {}
 
-    def on(self) -> str | None:
-        """At each call: a patch that was off and is on, in words. Microseconds."""
-        known = (*self._before.values(), *self._known.values())
-        return next((words for each in known if (words := each.on()) is not None), None)
+    def active(self) -> str | None:
+        """The reason of a patch that has been switched on; None where none has. Takes microseconds."""
+        known = (*self._last_pass.values(), *self._this_pass.values())
+        return next((words for each in known if (words := each.active()) is not None), None)
 
     def vouch(self, patch: Any) -> bool:
-        """Whether a patch does nothing now; if so, `on` follows its switch from here on."""
-        # what is kept keeps its patch, so that none has its address
-        found = self._known.get(id(patch)) or self._before.get(id(patch)) or switched(patch)
-        if found is None or found.on() is not None:
+        """Whether a patch has no effect now. If so, `active` reads its switch from here on."""
+        # an entry holds its patch, so no other object can get its id
+        found = self._this_pass.get(id(patch)) or self._last_pass.get(id(patch)) or read_patch(patch)
+        if found is None or found.active() is not None:
             return False
-        self._known[id(patch)] = found
+        self._this_pass[id(patch)] = found
         return True

@@ -1,4 +1,4 @@
-"""AUTOMATIC1111's GPU memory: what the WebUI makes free, or is about to take, is not to stay with plans."""
+"""AUTOMATIC1111's GPU memory: plans must not hold what the WebUI frees or is about to use."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from torch import nn
 
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.attachment import Attachment, wrap
+from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.report import Report
 from sfast_ext.runtime import graph_pool
 
-_WHY = "the WebUI needs the memory"
+_WHY = "the WebUI needs the GPU memory"
 
 
-class HostMemory:
-    """Gives the WebUI the memory that it counts on.
+class A1111Memory:
+    """Frees the memory that the WebUI relies on.
 
-    It sends its model to the CPU, or throws it away, before it loads another. Plans stay for a checkpoint of the same
-    architecture; what they read is copied anew at the next call, when the weights are back. Before a VAE decodes or
-    encodes, and before an upscaler, CUDA graphs go where there is not room beside them; they are captured anew.
+    The WebUI moves its model to the CPU, or drops it, before it loads another. Plans are kept for a checkpoint of the
+    same architecture; the weights that they read are copied again at the next call, when the model is back. Before a
+    VAE decodes or encodes, and before an upscaler runs, CUDA graphs are freed where there is no room beside them; they
+    are captured again.
 
     Args:
-        attachment: what holds plans of the models' UNets.
-        unet_of: the UNet of one of the WebUI's models.
+        attachment: has the accelerators of the UNets.
+        unet_of: gives the UNet of one of the WebUI's models.
     """
 
     def __init__(self, attachment: Attachment, unet_of: Callable[[Any], nn.Module | None], report: Report) -> None:
@@ -34,41 +36,37 @@ class HostMemory:
         self._vaes = VaeMemory(self._make_room)
 
     def install(self) -> list[Callable[[], None]]:
-        """Lay our functions around the WebUI's; returns what takes them away again."""
+        """Wrap functions of the WebUI; returns what removes the wrappers."""
         from modules import sd_models, upscaler
 
         names = ("send_model_to_cpu", "send_model_to_trash")
         return [
-            *(wrap(sd_models, name, self._sent) for name in names),
-            wrap(upscaler.Upscaler, "upscale", self._upscaled),
+            *(wrap(sd_models, name, self._send_away) for name in names),
+            wrap(upscaler.Upscaler, "upscale", self._upscale),
             self._vaes.release,
         ]
 
     def watch(self, model: Any) -> None:
-        """Look after the VAE of the model that is used, and no other."""
+        """Make room for the VAE of the model that is used, and for no other."""
         if torch.cuda.is_available():
             self._vaes.watch([getattr(model, "first_stage_model", None)])
 
-    def _sent(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    def _send_away(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         unet = self._unet_of(model)
         was_there = unet is not None and gpu_room.on_gpu(unet)
         result = original(model, *args, **kwargs)
         if unet is not None and was_there and not gpu_room.on_gpu(unet):
-            self._guarded(lambda: self._attachment.leave(unet))
+            self._guarded(lambda: self._attachment.suspend(unet))
         return result
 
-    def _upscaled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._make_room(gpu_room.AT_REST)
+    def _upscale(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._make_room(gpu_room.IDLE_RESERVE)
         return original(*args, **kwargs)
 
     def _make_room(self, needed: float) -> None:
-        # the weights that plans read are the model's own, but under --medvram
+        # the weights that plans read are the model's own, except with --medvram
         givers = (lambda: graph_pool.make_room(self._report, _WHY), self._attachment.give_memory_back)
         self._guarded(lambda: gpu_room.make_room(needed, givers))
 
     def _guarded(self, action: Callable[[], object]) -> None:
-        # in the midst of the host's work, which goes on whatever becomes of ours
-        try:
-            action()
-        except Exception as exc:
-            self._report.error("memory", exc)
+        guarded(self._report, "memory", action)

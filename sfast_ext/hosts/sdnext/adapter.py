@@ -1,4 +1,4 @@
-"""SD.Next: where its UNet is, when it changes, and what its features do to it."""
+"""SD.Next: where its UNet is, when it changes, and which of its features change the forward."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 
 from torch import nn
 
-from sfast_ext import environment
-from sfast_ext.behaviour.forward_slot import accelerator_of, is_own_forward
+from sfast_ext.accelerator import accelerator_of
+from sfast_ext.behaviour.forward_slot import is_own_forward
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import gpu_room
-from sfast_ext.hosts.attachment import Attachment, of_the_host, wrap
-from sfast_ext.hosts.sdnext.ip_adapters import Adapters
+from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
+from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
-from sfast_ext.hosts.sdnext.refusals import COMPILED, keeps_weights, passing_reason, standing_reason
-from sfast_ext.report import Report
-from sfast_ext.ui import api, settings
+from sfast_ext.hosts.sdnext.refusals import COMPILED, keeps_weights, model_bypass_reason, run_bypass_reason
+from sfast_ext.hosts.session import Session, ready
 
 BOOKKEEPING = frozenset(
     {
@@ -34,17 +33,15 @@ BOOKKEEPING = frozenset(
         "has_accelerate",
         "balanced_offload_device_map",
         "balanced_offload_max_memory",
-        # accelerate lays new ones over the UNet at each dispatch, which warn and pass on
+        # accelerate puts new ones on the UNet at each dispatch, which warn and call the original
         "to",
         "cuda",
         "hf_device_map",
-        # ToDo leaves it and a hook that writes to it behind; while its processors are there, we stand aside
+        # ToDo leaves it behind, and a hook that writes to it. While ToDo's processors are there, calls are bypassed
         "_tome_info",
     }
 )
-"""What LoRA and the offload note on modules; what they say of the weights, the weights themselves say."""
-
-_session: Session | None = None
+"""What LoRA and the offload note on modules. The weights themselves show what changed in them."""
 
 
 def detect() -> bool:
@@ -57,23 +54,18 @@ def detect() -> bool:
 
 
 def start(version: str) -> None:
-    """Called by the script that SD.Next loads; a second call, of reloaded scripts, replaces the first."""
-    global _session
-    if _session is not None:
-        _session.release()
-    _session = Session(version)
-    _session.register()
-    logging.getLogger("sfast_ext").info(
-        "Stable Fast %s: ready; Settings > Stable Fast, report at /sfast/v1/status", version
-    )
+    """Start the extension; after SD.Next reloaded its scripts, in place of the session before."""
+    SDNextSession.start(version)
+    logging.getLogger("sfast_ext").info("%s", ready(version))
 
 
-class Watch:
-    """What the accelerator of one network asks at each call; microseconds, but for the first of a pass.
+class SDNextHooks:
+    """What the accelerator of one network asks SD.Next at each call. Takes microseconds; the first call of a pass takes
+    milliseconds.
 
     Args:
-        pipeline: gives the pipeline that runs it.
-        new_pass: told that pipeline at the first call of each of its runs.
+        pipeline: gives the pipeline that runs the network.
+        new_pass: called with that pipeline at the first call of each of its runs.
     """
 
     def __init__(
@@ -82,24 +74,24 @@ class Watch:
         from modules import shared
 
         self._pipeline, self._tell = pipeline, new_pass
-        # Weak: the model may be thrown away while its accelerator is still waiting to be told.
+        # Weak: SD.Next may drop the model before its accelerator is released.
         self._unet = weakref.ref(unet)
         self._state = shared.state
         self._pass: int | None = None
         self._reason: str | None = None
-        self._scaled: list[Any] = []
+        self._scaled_processors: list[Any] = []
         self._blocks: list[nn.Module] = []
 
     def hooks(self) -> Hooks:
-        """In the shape that the accelerator takes."""
-        # all that is vouched for computes what the module's own forward does
+        """The hooks as the accelerator takes them."""
+        # every forward that is vouched for computes what the module's own does
         vouch = self.recognised
-        return Hooks(self.stand_aside, key=self.key, recognised=vouch, transparent=vouch, ignored=BOOKKEEPING)
+        return Hooks(self.bypass_reason, key=self.key, recognised=vouch, transparent=vouch, ignored=BOOKKEEPING)
 
-    def stand_aside(self) -> str | None:
-        """Why SD.Next's own forward has to run, or None."""
-        # Modifiers come and go with each run of the pipeline (base, hires, detailer), after every script
-        # callback; this counter is the host's own mark that such a run began.
+    def bypass_reason(self) -> str | None:
+        """Why the call must be bypassed, in words for the user; None where it need not."""
+        # Modifiers are applied and removed in each run of the pipeline (base, hires, detailer), after every script
+        # callback. SD.Next raises this counter when such a run begins.
         now = self._state.total_jobs
         if now != self._pass:
             self._pass = now
@@ -107,18 +99,18 @@ class Watch:
         return self._reason
 
     def key(self) -> Hashable:
-        """IP-Adapter scales, which may change at each step, and FreeU's factors."""
-        scales = tuple(tuple(s) if isinstance(s, list) else s for s in (p.scale for p in self._scaled))
+        """The scales of IP-Adapters, which may change at each step, and the factors of FreeU."""
+        scales = tuple(tuple(s) if isinstance(s, list) else s for s in (p.scale for p in self._scaled_processors))
         return scales, tuple(getattr(b, name, None) for b in self._blocks for name in ("s1", "s2", "b1", "b2"))
 
     def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
-        """Vouch for accelerate's hook on a submodule where it only moves arguments; offload sets hundreds.
+        """Vouch for what SD.Next itself does to classes and to torch.
 
-        And for the module's own forward as a bound method: accelerate and HyperTile leave that when they go.
+        Also for accelerate's hook on a submodule where it only moves arguments (offload sets hundreds), and for the
+        module's own forward as a bound method, which accelerate and HyperTile leave behind.
         """
         if kind in ("class", "function", "replaced"):
-            # what SD.Next itself does to classes and to torch
-            return of_the_host(function)
+            return is_host_code(function)
         if kind != "forward":
             return False
         if is_own_forward(function, module):
@@ -133,9 +125,9 @@ class Watch:
         if unet is None:
             return
         pipe = self._pipeline()
-        self._reason = passing_reason(pipe, unet)
+        self._reason = run_bypass_reason(pipe, unet)
         processors = (m.__dict__.get("processor", m._modules.get("processor")) for m in unet.modules())
-        self._scaled = [p for p in processors if isinstance(getattr(p, "scale", None), (list, float, int))]
+        self._scaled_processors = [p for p in processors if isinstance(getattr(p, "scale", None), (list, float, int))]
         self._blocks = list(getattr(unet, "up_blocks", None) or ())
         accelerator = accelerator_of(unet)
         if accelerator is not None:
@@ -144,109 +136,101 @@ class Watch:
             self._tell(pipe)
 
 
-class Session:
-    """The extension in one run of SD.Next's scripts, from their loading to their unloading."""
+class SDNextSession(Session):
+    """The extension in one run of SD.Next's scripts; see `Session`."""
+
+    HOST = "SD.Next"
 
     def __init__(self, version: str) -> None:
-        self.version = version
-        self.report = Report()
-        self.attachment = Attachment(lambda unet: Watch(unet, _pipeline, self._follow_beside).hooks(), self.report)
-        self._refiner = Attachment(lambda unet: Watch(unet, _refiner).hooks(), self.report, name="refiner")
-        self._beside = Attachment(lambda network: Watch(network, _pipeline).hooks(), self.report, name="controlnet")
-        self._offload = Offload((self._refiner, self._beside, self.attachment), self.report)
-        self._adapters = Adapters(self.attachment.holds, self._guarded)
+        super().__init__(version)
+        self._unets = Attachment(
+            lambda unet: SDNextHooks(unet, _pipeline, self._follow_controlnets).hooks(), self.report
+        )
+        self._refiner = Attachment(lambda unet: SDNextHooks(unet, _refiner).hooks(), self.report, name="refiner")
+        self._controlnets = Attachment(
+            lambda network: SDNextHooks(network, _pipeline).hooks(), self.report, name="controlnet"
+        )
+        self.attachments = (self._unets, self._refiner, self._controlnets)
+        self._offload = Offload((self._refiner, self._controlnets, self._unets), self.report)
+        self._ip_adapters = IPAdapterReuse(self._unets.holds, self.guarded)
         self._reloading = False
-        self._unwrap: list[Callable[[], None]] = []
-        self._log_parent: logging.Logger | None = None
 
     def register(self) -> None:
-        """Give SD.Next our callbacks and settings, and watch where it throws the model away."""
-        from modules import ipadapter, script_callbacks, sd_models, shared
-
+        """Connect to SD.Next's log before anything else is done."""
         self._join_log()
-        # At once: the model may be loaded, or a request answered, before the settings page is built.
-        settings.register(shared.opts, shared.OptionInfo)
-        script_callbacks.on_ui_settings(lambda: settings.register(shared.opts, shared.OptionInfo))
-        script_callbacks.on_model_loaded(lambda _model: self._guarded(self.follow))
-        script_callbacks.on_before_process(lambda _p: self._guarded(self.follow))
-        script_callbacks.on_script_unloaded(self.release)
-        script_callbacks.on_app_started(lambda _demo, app: api.register(app, self.status))
-        # There is no callback for any of these, and they happen to make memory free.
-        self._unwrap = [
+        super().register()
+
+    def install(self) -> list[Callable[[], object]]:
+        """Register callbacks, and wrap the functions that load, unload and move models, for which there are none."""
+        from modules import ipadapter, script_callbacks, sd_models
+
+        script_callbacks.on_model_loaded(self.callback(lambda _model: self.follow()))
+        script_callbacks.on_before_process(self.callback(lambda _p: self.follow()))
+        return [
             wrap(sd_models, "reload_model_weights", self._reload),
             wrap(sd_models, "unload_model_weights", self._unload),
-            wrap(ipadapter, "apply", self._adapters.apply),
+            wrap(ipadapter, "apply", self._ip_adapters.apply),
             *self._offload.install(),
         ]
 
     def follow(self) -> None:
-        """Look again at which UNets are loaded and whether they may be accelerated; before each job."""
-        from modules import shared
-
+        """Find which UNets are loaded and whether they can be accelerated. Called before each job."""
         self.report.new_generation()
-        config = settings.config_from(shared.opts, self.report)
-        for attachment, pipe in ((self.attachment, _pipeline()), (self._refiner, _refiner())):
+        config = self.config()
+        for attachment, pipe in ((self._unets, _pipeline()), (self._refiner, _refiner())):
             unet = _unet(pipe)
-            reason = self._refused(pipe, unet, config)
+            reason = self._bypass_reason(pipe, unet, config)
             if reason is not None:
-                self.report.fallback(reason)
+                self.report.bypassed(reason)
                 unet = None
             attachment.follow(unet, config)
         self._offload.watch(getattr(pipe, "vae", None) for pipe in (_pipeline(), _refiner()) if config.enabled)
 
-    def release(self) -> None:
-        """Give everything back; the scripts are unloaded, and loaded again perhaps."""
-        self._give_back()
-        self._offload.release()
-        while self._unwrap:
-            self._unwrap.pop()()
-        logger = logging.getLogger("sfast_ext")
-        if self._log_parent is not None:
-            logger.parent, self._log_parent = self._log_parent, None
+    def release_models(self) -> None:
+        """Release every network, and what is kept of IP-Adapters."""
+        super().release_models()
+        self._ip_adapters.clear()
 
-    def status(self) -> dict[str, Any]:
-        """What GET /sfast/v1/status answers."""
-        from modules import shared
+    def host_version(self) -> str:
+        """The commit."""
+        try:
+            from installer import version
 
-        info = getattr(_pipeline(), "sd_checkpoint_info", None)
-        return {
-            "version": self.version,
-            "host": {"name": "SD.Next", "version": _host_version()},
-            "environment": environment.describe(),
-            "enabled": settings.config_from(shared.opts, self.report).enabled,
-            "model": getattr(info, "name", None),
-            "accelerators": [*self.attachment.status(), *self._refiner.status(), *self._beside.status()],
-            **self.report.as_dict(),
-        }
+            return str(version.get("commit") or version.get("updated") or "unknown")
+        except Exception:
+            return "unknown"
 
-    def _refused(self, pipe: Any, unet: nn.Module | None, config: Config) -> str | None:
+    def model_name(self) -> str | None:
+        """The name of the checkpoint."""
+        return getattr(getattr(_pipeline(), "sd_checkpoint_info", None), "name", None)
+
+    def _bypass_reason(self, pipe: Any, unet: nn.Module | None, config: Config) -> str | None:
         from modules import sd_models_compile, shared
 
         if pipe is None or not config.enabled:
             return None
         if unet is None:
-            return f"{type(pipe).__name__} has no UNet: Stable Diffusion 1, 2 and XL are what is accelerated"
+            return f"{type(pipe).__name__} has no UNet; load a Stable Diffusion 1, 2 or XL model to accelerate"
         if getattr(pipe, "sfast", False):
             return COMPILED
         if sd_models_compile.deepcache_worker is not None:
-            return "DeepCache skips parts of the UNet on some steps"
-        reason = standing_reason(unet, shared.opts)
+            return "DeepCache skips parts of the UNet; turn it off in Settings > Model Compile to accelerate"
+        reason = model_bypass_reason(unet, shared.opts)
         moves = pipe is _refiner() and getattr(shared.opts, "diffusers_move_refiner", False)
-        if reason is None and moves and not gpu_room.may_stay(unet):
-            reason = "the refiner is moved off the GPU after each picture, which has no room to keep it there"
+        if reason is None and moves and not gpu_room.has_room_to_stay(unet):
+            reason = (
+                "the refiner is moved off the GPU after each image, and there is no room to keep it there; "
+                "turn off the option diffusers_move_refiner if both models fit"
+            )
         return reason
 
-    def _follow_beside(self, pipe: Any) -> None:
-        """The ControlNets of a pipeline that has begun a run: called before the UNet, so from the next step on."""
+    def _follow_controlnets(self, pipe: Any) -> None:
+        """Accelerate the ControlNets of a pipeline that has begun a run. They are called before the UNet, so it takes
+        effect from the next step on."""
         from modules import shared
 
-        networks = [n for n in _controlnets(pipe) if standing_reason(n, shared.opts) is None]
-        self._guarded(lambda: self._beside.follow_all(networks, settings.config_from(shared.opts, self.report)))
-
-    def _give_back(self) -> None:
-        for attachment in (self.attachment, self._refiner, self._beside):
-            attachment.release()
-        self._adapters.clear()
+        networks = [n for n in _controlnets_of(pipe) if model_bypass_reason(n, shared.opts) is None]
+        self.guarded(lambda: self._controlnets.follow_all(networks, self.config()))
 
     def _reload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._reloading = True
@@ -254,18 +238,18 @@ class Session:
             return original(*args, **kwargs)
         finally:
             self._reloading = False
-            # nothing was loaded, or what has no plans to take over
-            self._guarded(self.follow)
+            # nothing may have been loaded, or a model that has no use for the plans that were kept
+            self.guarded(self.follow)
 
     def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         op = args[0] if args else kwargs.get("op", "model")
-        attachment = self._refiner if op == "refiner" else self.attachment
-        # Before the parameters lose their storage, so that ours are given back and not left behind; but where
-        # another model comes at once, and there is room for both, the plans wait for it.
-        self._guarded(attachment.leave if self._reloading else attachment.release)
+        attachment = self._refiner if op == "refiner" else self._unets
+        # Before the parameters lose their storage, so that the memory of plans is freed, not left behind. Where another
+        # model is loaded at once, and there is room for both, the plans are kept for it.
+        self.guarded(attachment.suspend if self._reloading else attachment.release)
         if op != "refiner":
-            self._guarded(self._beside.release)
-            self._adapters.clear()
+            self.guarded(self._controlnets.release)
+            self._ip_adapters.clear()
         return original(*args, **kwargs)
 
     def _join_log(self) -> None:
@@ -273,18 +257,16 @@ class Session:
 
         # SD.Next silences the root logger.
         logger = logging.getLogger("sfast_ext")
-        self._log_parent, logger.parent = logger.parent, log
+        before, logger.parent = logger.parent, log
 
-    def _guarded(self, action: Callable[[], Any]) -> None:
-        # SD.Next prints a traceback for each exception of a callback; ours goes to the report.
-        try:
-            action()
-        except Exception as exc:
-            self.report.error("host", exc)
+        def leave_log() -> None:
+            logger.parent = before
+
+        self._undo.append(leave_log)
 
 
 def _pipeline() -> Any:
-    # shared.sd_model would load a model where there is none
+    # shared.sd_model would load a model if none is loaded
     from modules.modeldata import model_data
 
     return model_data.sd_model
@@ -301,17 +283,8 @@ def _unet(pipe: Any) -> nn.Module | None:
     return unet if isinstance(unet, nn.Module) else None
 
 
-def _controlnets(pipe: Any) -> list[nn.Module]:
+def _controlnets_of(pipe: Any) -> list[nn.Module]:
     held = getattr(pipe, "controlnet", None)
     nets = getattr(held, "nets", held)
     found = list(nets) if isinstance(nets, (list, tuple, nn.ModuleList)) else [nets]
     return [net for net in found if isinstance(net, nn.Module)]
-
-
-def _host_version() -> str:
-    try:
-        from installer import version
-
-        return str(version.get("commit") or version.get("updated") or "unknown")
-    except Exception:
-        return "unknown"

@@ -1,8 +1,8 @@
-"""IP-Adapters, which SD.Next loads anew for each picture and takes away after it.
+"""IP-Adapters, which SD.Next loads for each image and removes after it.
 
-Plans know modules by identity, so each picture would have plans of its own, at seconds each, and hold the weights of
-the last ones; a picture without an adapter too, as new processors come when one is taken away. Here the objects of the
-last picture take the place of the new ones, with the weights of the new.
+Plans identify modules by object identity. Each image would therefore need new plans, at seconds each, and the old plans
+would hold the weights of the image before; this concerns images without an adapter too, because removing one creates
+new processors. Here the objects of the last image are put back in place of the new ones, with the new weights.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from sfast_ext.weights.original_layout import set_data
 SCALE = frozenset({"scale"})
 
 
-class Adapters:
-    """The attention processors and the projection that each UNet had last, with an adapter and without one.
+class IPAdapterReuse:
+    """Holds the attention processors and the projection that each UNet had last, with an adapter and without.
 
     Args:
-        wanted: whether a UNet has plans.
-        guarded: runs what must not disturb the host.
+        has_plans: whether a UNet has plans.
+        guarded: runs a function whose exceptions must not reach the host.
     """
 
-    def __init__(self, wanted: Callable[[nn.Module], bool], guarded: Callable[[Callable[[], Any]], None]) -> None:
-        self._wanted, self._guarded = wanted, guarded
+    def __init__(self, has_plans: Callable[[nn.Module], bool], guarded: Callable[[Callable[[], Any]], None]) -> None:
+        self._has_plans, self._guarded = has_plans, guarded
         self._last: weakref.WeakKeyDictionary[nn.Module, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
     def apply(self, original: Callable[..., Any], pipe: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around the host's function that loads what a picture asks for, and says whether that was anything."""
+        """Wraps SD.Next's function that loads the adapters of an image and returns whether there are any."""
         loaded = original(pipe, *args, **kwargs)
         unet = getattr(pipe, "unet", None)
         if isinstance(unet, nn.Module) and hasattr(unet, "attn_processors"):
@@ -40,18 +40,18 @@ class Adapters:
         return loaded
 
     def clear(self) -> None:
-        """Hold nothing any more."""
+        """Drop everything that is held."""
         self._last.clear()
 
     def _reuse(self, unet: Any, loaded: bool) -> None:
-        if not self._wanted(unet):
+        if not self._has_plans(unet):
             self._last.pop(unet, None)
             return
         last = self._last.setdefault(unet, {})
         had, projected = last.get(loaded, ({}, None))
         now, projection = unet.attn_processors, getattr(unet, "encoder_hid_proj", None)
-        processors = {name: _in_place_of(new, had.get(name)) for name, new in now.items()}
-        projected = _in_place_of(projection, projected)
+        processors = {name: _reused(new, had.get(name)) for name, new in now.items()}
+        projected = _reused(projection, projected)
         if projected is not projection:
             unet.encoder_hid_proj = projected
         if any(processors[name] is not new for name, new in now.items()):
@@ -59,8 +59,8 @@ class Adapters:
         last[loaded] = processors, projected
 
 
-def _in_place_of(now: Any, last: Any) -> Any:
-    """`last` with the weights of `now`, where the two differ in nothing else; or `now`."""
+def _reused(now: Any, last: Any) -> Any:
+    """`last` with the weights of `now`, where the two differ in nothing else; otherwise `now`."""
     if last is now or type(last) is not type(now) or not type(now).__module__.startswith("diffusers."):
         return now
     if not isinstance(now, nn.Module):
@@ -70,7 +70,7 @@ def _in_place_of(now: Any, last: Any) -> Any:
     if next(shapes) != next(shapes) or structure(last, SCALE) != structure(now, SCALE):
         return now
     for (_, ours), (_, theirs) in zip(old, new):
-        # what plans read is brought up to date by the next call, as after any exchange of weights
+        # the next call copies these weights to where plans read them, as after any change of weights
         set_data(ours, theirs.detach())
     if hasattr(now, "scale"):
         last.scale = now.scale

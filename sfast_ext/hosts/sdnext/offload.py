@@ -1,7 +1,8 @@
-"""SD.Next's balanced offload: modules that leave the GPU and come back, and what wants its memory in between.
+"""SD.Next's balanced offload: modules that leave the GPU and come back, and what needs the memory in between.
 
-What plans read stays on the GPU when the host moves the weights to the CPU, for as long as what comes next has room
-beside it. Where it has not, the memory goes: that of the CUDA graphs first, then that of the weights. Plans stay.
+The weights that plans read stay on the GPU when SD.Next moves the model to the CPU, as long as what runs next has room
+beside them. Where there is no room, memory is freed: that of the CUDA graphs first, then that of the weights. The plans
+are kept.
 """
 
 from __future__ import annotations
@@ -17,119 +18,115 @@ from torch import nn
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.attachment import Attachment, wrap
+from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.report import Report
 from sfast_ext.runtime import graph_pool
 
-_WHY = "the host needs the memory"
+_WHY = "SD.Next needs the GPU memory"
 
 
 class Offload:
-    """Gives the host the memory that it counts on.
+    """Frees the memory that SD.Next relies on.
 
     Args:
-        attachments: whose weights it moves.
+        attachments: have the accelerators of the networks that it moves.
     """
 
     def __init__(self, attachments: Sequence[Attachment], report: Report) -> None:
         self._attachments, self._report = attachments, report
         self._vaes = VaeMemory(lambda needed: self._guarded(lambda: self._make_room(needed)))
-        self._ran_out: int | None = None
-        self._tight = False
+        self._oom_count: int | None = None
+        self._release_always = False
 
     def install(self) -> list[Callable[[], None]]:
-        """Watch the functions that move modules; returns what takes that away again."""
+        """Wrap the functions that move modules; returns what removes the wrappers."""
         import accelerate
         from modules import sd_offload, sd_offload_aux
 
         return [
-            wrap(sd_offload, "move_module_to_cpu", self._leave),
-            # by this the host brings a module, under its name in the package
-            wrap(accelerate, "dispatch_model", self._come),
-            wrap(sd_offload_aux, "move_aux_to_gpu", self._come_beside),
+            wrap(sd_offload, "move_module_to_cpu", self._move_to_cpu),
+            # SD.Next moves a module to the GPU with this, and looks it up in the package
+            wrap(accelerate, "dispatch_model", self._dispatch),
+            wrap(sd_offload_aux, "move_aux_to_gpu", self._move_aux_to_gpu),
+            self._vaes.release,
         ]
 
     def watch(self, vaes: Iterable[Any]) -> None:
-        """Look after these VAEs, and no others: they take more than their weights. Called before each job."""
+        """Make room for these VAEs, which need more memory than their weights, and for no others. Before each job."""
         if not torch.cuda.is_available():
             return
-        self._notice_failures()
+        self._notice_out_of_memory()
         self._vaes.watch(vaes)
 
-    def release(self) -> None:
-        """Take every hook off the VAEs."""
-        self._vaes.release()
-
-    def _leave(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        ours = self._ours(module)
+    def _move_to_cpu(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        ours = self._accelerators_in(module)
         was_there = ours and gpu_room.on_gpu(module)
         result = original(module, *args, **kwargs)
         if was_there and not gpu_room.on_gpu(module):
             self._report.count("weights_away")
-            self._guarded(lambda: self._make_room(math.inf if self._tight else gpu_room.AT_REST))
+            self._guarded(lambda: self._make_room(math.inf if self._release_always else gpu_room.IDLE_RESERVE))
         return result
 
-    def _come(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    def _dispatch(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         places: Any = args[0] if args else kwargs.get("device_map")
-        ours = self._ours(model) if isinstance(model, nn.Module) and isinstance(places, dict) else []
+        ours = self._accelerators_in(model) if isinstance(model, nn.Module) and isinstance(places, dict) else []
         if not ours and isinstance(model, nn.Module):
-            self._guarded(lambda: self._make_room(gpu_room.coming(model)))
+            self._guarded(lambda: self._make_room(gpu_room.load_bytes(model)))
         for accelerator in ours:
-            self._guarded(functools.partial(self._fetch, accelerator, set(places.values())))
-            # it asks for the state dict, to read the names
-            accelerator.lends = False
+            self._guarded(functools.partial(self._fetch_weights, accelerator, set(places.values())))
+            # dispatch_model calls state_dict() to read the names
+            accelerator.restores_for_saving = False
         try:
             return original(model, *args, **kwargs)
         finally:
             for accelerator in ours:
-                accelerator.lends = True
+                accelerator.restores_for_saving = True
 
-    def _come_beside(self, original: Callable[..., Any], name: str) -> Any:
-        """A model for captions and the like, which may be larger than the UNet."""
+    def _move_aux_to_gpu(self, original: Callable[..., Any], name: str) -> Any:
+        """Make room for an auxiliary model, such as one for captions, which may be larger than the UNet."""
         from modules import sd_offload_aux
 
         model = getattr(sd_offload_aux.aux_models.get(name), "model", None)
         if isinstance(model, nn.Module):
-            self._guarded(lambda: self._make_room(gpu_room.coming(model) + gpu_room.AT_REST))
+            self._guarded(lambda: self._make_room(gpu_room.load_bytes(model) + gpu_room.IDLE_RESERVE))
         return original(name)
 
-    def _fetch(self, accelerator: Accelerator, places: set[Any]) -> None:
-        """The host is about to bring a module: its weights go where plans read them, and are there when it looks."""
+    def _fetch_weights(self, accelerator: Accelerator, places: set[Any]) -> None:
+        """Move a module's weights to where plans read them, just before SD.Next moves the module to the GPU."""
         planned = {plan.device for plan in list(accelerator.plans.values())}
         try:
             if len(places) == 1 and planned == {_device(*places)}:
                 accelerator.fetch_weights()
                 return
         except Exception as exc:
-            self._report.event("memory", f"the weights are not brought to where plans read them: {exc}")
-        # in parts, elsewhere, or without room: a second copy would be in the host's way
+            what = "the weights could not be moved to where plans read them, SD.Next moves them itself"
+            self._report.event("memory", f"{what}: {exc}")
+        # in parts, to another device, or without room: SD.Next needs the memory of the second copy
         accelerator.give_memory_back()
 
     def _make_room(self, needed: float) -> None:
         givers = [lambda: graph_pool.make_room(self._report, _WHY), *(a.give_memory_back for a in self._attachments)]
         gpu_room.make_room(needed, givers)
 
-    def _notice_failures(self) -> None:
-        """Where the host ran out of memory, nothing is kept any more that it believes free."""
-        ran_out = torch.cuda.memory_stats().get("num_ooms", 0) - self._report.counter("out_of_memory")
-        if self._ran_out is not None and ran_out > self._ran_out and not self._tight:
-            self._tight = True
-            self._report.event("memory", "SD.Next ran out of GPU memory: from now on the weights leave when it says so")
-        self._ran_out = ran_out
+    def _notice_out_of_memory(self) -> None:
+        """After SD.Next ran out of memory, stop keeping weights on the GPU that it has moved off."""
+        oom_count = torch.cuda.memory_stats().get("num_ooms", 0) - self._report.counter("out_of_memory")
+        if self._oom_count is not None and oom_count > self._oom_count and not self._release_always:
+            self._release_always = True
+            what = "from now on no weights stay on the GPU that it moves off"
+            self._report.event("memory", f"SD.Next ran out of GPU memory: {what}")
+        self._oom_count = oom_count
 
-    def _ours(self, module: nn.Module) -> list[Accelerator]:
+    def _accelerators_in(self, module: nn.Module) -> list[Accelerator]:
         return [a for attachment in self._attachments for a in attachment.within(module)]
 
     def _guarded(self, action: Callable[[], object]) -> None:
-        # in the midst of the host's work, which goes on whatever becomes of ours
-        try:
-            action()
-        except Exception as exc:
-            self._report.error("memory", exc)
+        guarded(self._report, "memory", action)
 
 
 def _device(place: Any) -> torch.device | None:
-    """The device of an entry in a device map; None where weights are brought from when they are needed."""
+    """The device of an entry in a device map; None where weights are moved from there when they are needed."""
     if place in ("cpu", "disk", "meta"):
         return None
     device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)

@@ -1,4 +1,4 @@
-"""Why SD.Next's own forward has to run, in words for its user."""
+"""Reasons to bypass calls in SD.Next, in words for its user."""
 
 from __future__ import annotations
 
@@ -11,66 +11,75 @@ from torch import nn
 from sfast_ext.hosts import gpu_room
 
 OFFLOADS = {
-    "sequential": "brings the weights in layer by layer",
-    "group": "brings the weights in group by group",
+    "sequential": "moves the weights to the GPU layer by layer",
+    "group": "moves the weights to the GPU group by group",
 }
-"""Offload modes under which a plan would hold the very memory that the user wants free."""
+"""Offload modes with which a plan would hold the memory that the user wants free, and what each does."""
+
+OTHER_OFFLOAD = "choose 'balanced' or 'none' in Settings > Model Offloading to accelerate"
 
 PIPELINES = {
-    "PAG": "perturbed attention guidance exchanges attention processors between steps",
-    "Reference": "the Reference unit makes its layers remember what they saw",
+    "PAG": "perturbed attention guidance (PAG) replaces attention processors between steps; turn it off to accelerate",
+    "Reference": "the Reference unit keeps state in the layers; turn it off to accelerate",
 }
-"""Parts of pipeline class names, and what such a pipeline does to the UNet while it runs."""
+"""Parts of the class names of pipelines, and why such a pipeline cannot be accelerated."""
 
 COMPILERS = ("onediff", "oneflow", "sfast.")
-COMPILED = "SD.Next has compiled this model itself (Settings, Model Compile); one of the two is enough"
+COMPILED = "SD.Next has compiled this model; turn off Compile Model in Settings > Model Compile to accelerate"
 
 
-def standing_reason(unet: nn.Module, opts: Any) -> str | None:
-    """Why this UNet cannot be accelerated as it was loaded, in words for the user; None where it can.
+def model_bypass_reason(unet: nn.Module, opts: Any) -> str | None:
+    """Why a UNet cannot be accelerated as it is loaded; None where it can.
 
-    These hold from one job to the next, so nothing of the UNet is kept while one does.
+    Such a reason lasts from one job to the next, so nothing is kept for the UNet meanwhile.
     """
     mode = getattr(opts, "diffusers_offload_mode", "none")
     if mode in OFFLOADS:
-        return f"offload mode '{mode}' {OFFLOADS[mode]} (Settings, Model Offloading: 'balanced' or 'none')"
-    if mode == "model" and not gpu_room.may_stay(unet):
-        return "offload mode 'model' moves the UNet off the GPU, which has no room to keep it beside what comes next"
+        return f"offload mode '{mode}' {OFFLOADS[mode]}; {OTHER_OFFLOAD}"
+    if mode == "model" and not gpu_room.has_room_to_stay(unet):
+        what = "moves the UNet off the GPU, and there is not enough free memory to keep it there"
+        return f"offload mode 'model' {what}; {OTHER_OFFLOAD}"
     if _compiled(unet):
         return COMPILED
     quantised = _quantised(unet)
     if quantised is not None:
-        return f"the model is quantised ({quantised}): its weights are not plain numbers"
+        return f"the model is quantised ({quantised}); load one that is not quantised to accelerate"
     return None
 
 
-def passing_reason(pipe: Any, unet: nn.Module) -> str | None:
-    """Why the original forward must run in this pass of the pipeline; None where ours may. Milliseconds."""
+def run_bypass_reason(pipe: Any, unet: nn.Module) -> str | None:
+    """Why calls must be bypassed in this run of a pipeline; None where they need not. Takes milliseconds."""
     kind = type(pipe).__name__
     for part, what in PIPELINES.items():
         if part in kind:
             return what
     if hasattr(pipe, "tgate"):
-        return "T-Gate computes less from some step on"
+        return "T-Gate skips computations after some step; turn it off to accelerate"
     if getattr(unet, "peft_config", None):
-        return "LoRA is loaded by diffusers, which adds layers (Settings, Networks)"
+        return (
+            "LoRA is loaded by diffusers, which adds layers; "
+            "turn off 'LoRA load using Diffusers method' in Settings > Networks to accelerate"
+        )
     for module in unet.modules():
         attributes = module.__dict__
         if "_original_forward" in attributes:
-            return "HyperTile draws its tiles at random in each layer"
+            return "HyperTile draws its tiles at random; turn it off in Settings > Pipeline Modifiers to accelerate"
         if hasattr(type(module), "_parent"):
-            return "token merging (ToMe) or HiDiffusion has exchanged the classes of layers"
+            return "token merging (ToMe) or HiDiffusion replaces the classes of layers; turn it off to accelerate"
         if type(attributes.get("processor")).__name__ == "TokenMergeAttentionProcessor":
-            return "token merging (ToDo) looks at the number of the step"
+            return "token merging (ToDo) depends on the number of the step; turn it off to accelerate"
         if type(module).__name__ == "GeneralizedLinearAttention":
-            return "LinFusion has exchanged the attention layers"
+            return "LinFusion replaces the attention layers; turn it off and load the model again to accelerate"
         if "_diffusers_hook" in attributes:
-            return "layers have hooks of diffusers (group offload, layerwise casting or a cache)"
-        if module is not unet and not keeps_weights(attributes.get("_hf_hook")):
-            # on the UNet itself it is the offload by models, see standing_reason
             return (
-                "parts of the UNet do not fit on the GPU and are brought in layer by layer "
-                "(Settings, Model Offloading: with a higher high watermark more of it stays)"
+                "diffusers has put hooks on layers (group offload, layerwise casting or a cache); "
+                "turn that feature off and load the model again to accelerate"
+            )
+        if module is not unet and not keeps_weights(attributes.get("_hf_hook")):
+            # on the UNet itself it is the offload by models, see model_bypass_reason
+            return (
+                "parts of the UNet do not fit on the GPU and are moved there layer by layer; "
+                "raise the high watermark in Settings > Model Offloading to accelerate"
             )
     return None
 
@@ -102,7 +111,7 @@ def _weights(unet: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def keeps_weights(hook: Any) -> bool:
-    """Whether an accelerate hook leaves the weights where they are; None is no hook."""
+    """Whether an accelerate hook, or None for no hook, leaves the weights on their device."""
     if hook is None:
         return True
     inner = getattr(hook, "hooks", None)

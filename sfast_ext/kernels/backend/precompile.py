@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from sfast_ext import environment
 from sfast_ext.kernels.backend import health, nvrtc, size_prediction, triton_runtime
 from sfast_ext.kernels.backend.size_prediction import Call, Launch, Size
 
@@ -40,17 +39,18 @@ _Task = tuple[str, Callable[[], None]]
 
 
 @functools.lru_cache(maxsize=None)
-def get_ready() -> threading.Thread | None:
+def get_ready(triton_runs_on: Callable[[torch.device], bool]) -> threading.Thread | None:
     """Start a thread for the compilers' one-time work in a process: Triton hashes its own files for half a second,
-    mostly outside the GIL. It also runs the trial of Triton. None without a GPU to compile for."""
+    mostly outside the GIL. It also asks whether Triton runs on the GPU, which has it tried. None without a GPU to
+    compile for."""
     if not triton_runtime.AVAILABLE or triton_runtime.INTERPRETED or not torch.cuda.is_available():
         return None
-    thread = threading.Thread(target=_load_compilers, name="sfast: compilers", daemon=True)
+    thread = threading.Thread(target=_load_compilers, args=(triton_runs_on,), name="sfast: compilers", daemon=True)
     thread.start()
     return thread
 
 
-def _load_compilers() -> None:
+def _load_compilers(triton_runs_on: Callable[[torch.device], bool]) -> None:
     for home in ("triton.runtime.cache", "triton.compiler.compiler"):  # since 3.5, and before
         with contextlib.suppress(Exception):
             importlib.import_module(home).triton_key()
@@ -58,7 +58,7 @@ def _load_compilers() -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         if triton_runtime.hopper(device):
             nvrtc.bindings()
-        environment.triton_runs_on(device)
+        triton_runs_on(device)
 
 
 class BackgroundCompiler:

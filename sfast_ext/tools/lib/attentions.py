@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, einsum, nn
 
 from sfast_ext.call_signature import autocast_mode
-from sfast_ext.tools import Unavailable
+from sfast_ext.tools.lib import Unavailable
 
 SCORES = "b i d, b j d -> b i j"
 VALUES = "b i j, b j d -> b i d"

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from sfast_ext.kernels.backend import triton_runtime
-from sfast_ext.tools import Unavailable
-from sfast_ext.tools.lib import attentions, engines
+from sfast_ext.tools.lib import Unavailable, attentions, engines
 
 LEAST = (7, 0)
 """The oldest compute capability that is accelerated."""

@@ -26,9 +26,7 @@ TOLERANCE = 1e-3
 def host() -> Iterator[Any]:
     with standin.running(sfast_allow_cpu=True) as host:
         yield host
-        if a1111._session is not None:
-            a1111._session.release()
-            a1111._session = None
+        a1111.A1111Session.stop()
         # what a callback raises, the WebUI swallows: here it must not
         assert host.errors == []
 
@@ -38,8 +36,8 @@ def unet_of(host: Any) -> Any:
 
 
 def status() -> dict[str, Any]:
-    assert a1111._session is not None
-    return a1111._session.status()
+    assert a1111.A1111Session.running is not None
+    return a1111.A1111Session.running.status()
 
 
 def count(name: str) -> int:
@@ -102,7 +100,7 @@ def test_settings_are_there_before_the_model_and_hold_what_the_file_said():
         host.load(1)
         assert accelerator_of(unet_of(host)) is None
         assert "sfast_tolerance" in host.opts.data_labels
-        a1111._session = None
+        a1111.A1111Session.running = None
 
 
 def test_the_status_has_every_part(host):
@@ -205,7 +203,7 @@ def test_unloading_through_the_api_gives_everything_back(host):
     module.unload_model_weights()
     assert status()["accelerators"] == [] and "forward" not in vars(unet)
     assert same(host.generate(), reference(1))
-    a1111._session.release()
+    a1111.A1111Session.running.release()
     assert module.unload_model_weights is original
 
 
@@ -223,7 +221,7 @@ def test_the_refiner_as_a_model_of_its_own(host):
     one, two = host.model_data.sd_model, host.load(2, channels=64, limit=2)
     host.reuse(one)
     picture = host.generate(steps=6, refiner=lambda: host.reuse(two))
-    a1111._session.release()
+    a1111.A1111Session.running.release()
     host.forget_callbacks()
     host.reuse(one)
     assert same(picture, host.generate(steps=6, refiner=lambda: host.reuse(two)))
@@ -245,7 +243,7 @@ def test_a_forward_laid_over_ours_is_left_alone(host):
     before = count("plans run")
     host.generate()
     assert count("plans run") == before and unet.forward is not ours
-    assert any("in place of the model's forward" in event["message"] for event in status()["events"])
+    assert any("replaces the model's forward" in event["message"] for event in status()["events"])
     unet.forward = ours
     assert same(host.generate(), reference(1))
     assert count("plans run") == before + 3 and count("captures") == 1
@@ -254,7 +252,7 @@ def test_a_forward_laid_over_ours_is_left_alone(host):
 def test_a_forward_that_was_there_first_is_waited_for(host):
     a1111.start("test")
     unet = host.load(1).model.diffusion_model
-    a1111._session.release()
+    a1111.A1111Session.running.release()
     foreign = lambda x, timesteps=None, context=None: torch.zeros_like(x)
     unet.forward = foreign
     host.generate()
@@ -295,10 +293,10 @@ def test_an_sdunet_runs_instead_and_our_memory_goes(host):
 
 def test_an_sdunet_that_comes_within_a_pass_is_seen_at_the_call(host):
     started(host)
-    hooks = a1111.UnetHooks(unet_of(host))
-    assert hooks.stand_aside() is None
+    hooks = a1111.A1111Hooks(unet_of(host))
+    assert hooks.bypass_reason() is None
     host.sd_unet.current_unet = SimpleNamespace(option=SimpleNamespace(label="[TRT] engine"))
-    assert "[TRT] engine" in (hooks.stand_aside() or "")
+    assert "[TRT] engine" in (hooks.bypass_reason() or "")
 
 
 def hypertile(host: Any) -> None:
@@ -330,7 +328,7 @@ REASONS = {
     "lowvram": (lowvram, "--lowvram"),
     "fp8": (lambda host: setattr(host.devices, "fp8", True), "FP8"),
     "hypernetwork": (hypernetwork, "hypernetwork is active: anime"),
-    "functional lora": (functional_lora, "Lora is computed"),
+    "functional lora": (functional_lora, "LoRA is computed"),
     "token merging": (
         lambda host: setattr(host.model_data.sd_model, "applied_token_merged_ratio", 0.5),
         "token merging",
@@ -356,7 +354,7 @@ def test_medvram_is_lived_with_where_there_is_room(host, monkeypatch):
     started(host)
     host.model_data.sd_model.lowvram = True
     for room, runs in ((64 << 30, 5), (0, 0)):
-        monkeypatch.setattr(gpu_room, "free", lambda room=room: room)
+        monkeypatch.setattr(gpu_room, "free_bytes", lambda room=room: room)
         before = count("plans run")
         for _ in range(2):
             assert same(host.generate(), reference(1))
@@ -416,7 +414,7 @@ def test_a_class_that_a_script_of_the_users_patches_goes_to_the_original(host):
         BasicTransformerBlock.forward = own
     assert not same(*pictures) and count("plans run") == before
     (reason,) = status()["reasons"]
-    assert "has a foreign forward of its class" in reason and "in tests/hosts/adapters/test_a1111.py" in reason
+    assert "has a foreign forward of its class" in reason and "in adapters/test_a1111.py" in reason
     assert same(host.generate(), reference(1)) and count("captures") == 1
 
 

@@ -34,8 +34,8 @@ class Running:
         return self.host.model_data.sd_model.model.diffusion_model
 
     def counter(self, name: str) -> int:
-        assert a1111._session is not None
-        return int(a1111._session.report.counter(name))
+        assert a1111.A1111Session.running is not None
+        return int(a1111.A1111Session.running.report.counter(name))
 
     def picture(self, expected: torch.Tensor) -> int:
         """Make a picture, which is to be this; how many plans ran."""
@@ -56,9 +56,9 @@ def of(seed: int, channels: int = 32) -> torch.Tensor:
 @pytest.fixture
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """On a GPU with room for so many UNets; another model is said to take as much as two."""
-    for name in ("AT_REST", "WORKSPACE", "DECODING"):
+    for name in ("IDLE_RESERVE", "WORKSPACE", "DECODING_RESERVE"):
         monkeypatch.setattr(gpu_room, name, SIZE // 10)
-    monkeypatch.setattr(gpu_room, "ANOTHER_MODEL", 2 * SIZE)
+    monkeypatch.setattr(gpu_room, "NEXT_MODEL_RESERVE", 2 * SIZE)
     expected = of(1)
     running = standin.running(sfast_triton=False)
     with running as host, pretended_card(monkeypatch, int(request.param * SIZE)) as card:
@@ -68,8 +68,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
         on = Running(host, card)
         assert on.picture(expected) > 0 and card.holds(on.unet.out[2].weight)
         yield on
-        a1111._session.release()
-        a1111._session = None
+        a1111.A1111Session.stop()
         assert host.errors == []
 
 
@@ -117,7 +116,7 @@ def test_a_model_that_is_thrown_away_leaves_nothing(on, channels, monkeypatch):
     monkeypatch.setattr(host, "send_model_to_trash", thrown)
     if channels != 32:
         on.card.capacity *= 6
-        monkeypatch.setattr(gpu_room, "ANOTHER_MODEL", 40 * SIZE)
+        monkeypatch.setattr(gpu_room, "NEXT_MODEL_RESERVE", 40 * SIZE)
     captures = on.counter("captures")
     on.host.load(3, channels)
     assert held[0] < SMALL
@@ -134,7 +133,7 @@ def test_graphs_go_where_the_host_needs_the_memory(on, what, room, monkeypatch):
     latent, picture = torch.zeros(1, 4, 8, 8).to(GPU), torch.zeros(1, 3, 32, 32).to(GPU)
     # of its second width, 32 channels, in the decoder, of the first in the encoder
     needs = {"decode": 1.5 * 3 * 32 * 32 * 32 * 4, "encode": 1.5 * 5 * 16 * 32 * 32 * 4, "upscale": 0}
-    needed = int(needs[what] + (gpu_room.AT_REST if what == "upscale" else gpu_room.WORKSPACE))
+    needed = int(needs[what] + (gpu_room.IDLE_RESERVE if what == "upscale" else gpu_room.WORKSPACE))
     assert on.card.graph_bytes
     free = needed + (0 if room else -1)
     on.card.capacity = on.card.used - on.card.graph_bytes + free + (on.card.graph_bytes if room else 0)
@@ -157,7 +156,7 @@ def test_a_vae_of_another_model_is_not_watched(on):
     on.host.generate()
     assert not vae.decoder._forward_pre_hooks and not vae.encoder._forward_pre_hooks
     vae = on.host.model_data.sd_model.first_stage_model
-    a1111._session.release()
+    a1111.A1111Session.running.release()
     assert not vae.decoder._forward_pre_hooks
 
 
@@ -167,6 +166,6 @@ def test_the_functions_are_the_hosts_again_after_release(on):
     originals = [getattr(module, name).__wrapped__ for name in ("send_model_to_cpu", "send_model_to_trash")]
     upscaler = sys.modules["modules.upscaler"].Upscaler
     assert upscaler.upscale is not standin.upscale
-    a1111._session.release()
+    a1111.A1111Session.running.release()
     assert [module.send_model_to_cpu, module.send_model_to_trash] == originals
     assert upscaler.upscale is standin.upscale

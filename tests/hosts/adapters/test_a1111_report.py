@@ -130,7 +130,7 @@ def test_a_setting_given_as_text_is_what_the_status_says(host):  # noqa: F811
         assert same(host.generate(), reference(1))
         assert status()["enabled"] == on and (accelerator_of(unet) is not None) == on
     (message,) = [event["message"] for event in status()["events"] if event["stage"] == "settings"]
-    assert message == "sfast_enabled (Accelerate the UNet) = 'perhaps' is not used, False stays: it takes true or false"
+    assert message.startswith("sfast_enabled (Accelerate the UNet) = 'perhaps' is not valid; False stays in use.")
 
 
 def merge_tokens(model, ratio):
@@ -235,7 +235,7 @@ def test_under_a_forward_that_calls_no_block_the_report_says_that_nothing_is_acc
     assert same(cached(host, by_layers, steps=4), expected_of(by_layers))
     assert count("plans run") == before
     (reason,) = status()["reasons"]
-    assert reason.startswith("deepcache.") and "in place of the model's forward and calls none of its blocks" in reason
+    assert reason.startswith("deepcache.") and "replaces the model's forward and calls none of its blocks" in reason
     # the last step is told of by the first of the next picture
     assert status()["reasons"][reason] == 3 and unet_status()["idle"] == reason
     assert [part["calls"] for part in unet_status()["parts"]] == [0] * len(unet_status()["parts"])

@@ -149,7 +149,7 @@ def test_under_low_vram_the_networks_beside_run_as_they_did(host, units):  # noq
 def test_networks_that_the_extension_let_go_of_are_given_back(host, units, cache):  # noqa: F811
     started(host)
     hooked(host, *units)
-    assert controlnet.kept(unet_of(host)) == [unit.control_model.control_model for unit in units]
+    assert controlnet.cached_networks(unet_of(host)) == [unit.control_model.control_model for unit in units]
     host.generate()
     assert len(accelerators("controlnet")) == 2
     cache.clear()

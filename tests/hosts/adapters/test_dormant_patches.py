@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
 from hosts.adapters.test_a1111 import count, host, reference, same, started, status  # noqa: F401
-from sfast_ext.hosts.a1111.dormant_patches import Switches, switched
+from sfast_ext.hosts.a1111.dormant_patches import DormantPatches, read_patch
 
 FOLDER = "/webui/extensions/loud/lib_loud/patches.py"
 
@@ -51,12 +51,12 @@ def laid(source: str, before=max, **names):
 @pytest.mark.parametrize("source", [KEYWORD, CLOSURE])
 def test_a_patch_behind_a_switch_is_read(source):
     patch, state = laid(source)
-    found = switched(patch)
-    assert found is not None and found.on() is None
+    found = read_patch(patch)
+    assert found is not None and found.active() is None
     state.current = SimpleNamespace(on=True)
-    assert "patch of the extension loud is on" in found.on()
+    assert "patch of the extension loud is on" in found.active()
     del state.current
-    assert found.on() is not None
+    assert found.active() is not None
 
 
 @pytest.mark.parametrize(
@@ -76,42 +76,42 @@ def test_a_patch_behind_a_switch_is_read(source):
 def test_any_other_beginning_is_not_vouched_for(what, instead):
     assert what in KEYWORD
     patch, _ = laid(KEYWORD.replace(what, instead, 1), calls=[])
-    assert switched(patch) is None
+    assert read_patch(patch) is None
 
 
 def test_the_switch_may_not_be_the_functions_own_to_change():
     source = CLOSURE.replace("if not", "context = scale\n        if not")
-    assert switched(laid(source)[0]) is None
+    assert read_patch(laid(source)[0]) is None
     source = CLOSURE.replace("return before(x * factor", "run = lambda: x\n        return before(run() * factor")
-    assert switched(laid(source)[0]) is None
+    assert read_patch(laid(source)[0]) is None
 
 
 def test_what_it_passes_on_to_counts_too():
     lower, low = laid(KEYWORD)
     upper, _ = laid(CLOSURE, before=lower)
-    assert switched(upper).on() is None
+    assert read_patch(upper).active() is None
     low.current.on = True
-    assert switched(upper).on() is not None
+    assert read_patch(upper).active() is not None
     strange = written("def strange(x):\n    return -x\n")["strange"]
-    assert switched(laid(KEYWORD, before=strange)[0]) is None
+    assert read_patch(laid(KEYWORD, before=strange)[0]) is None
 
 
 def test_switches_of_patches_that_are_no_longer_laid_are_forgotten():
-    switches = Switches()
+    dormant = DormantPatches()
     patches = [laid(KEYWORD) for _ in range(3)]
     for patch, _ in patches:
-        switches.new_pass()
-        switches.new_pass()
-        assert switches.vouch(patch)
+        dormant.new_pass()
+        dormant.new_pass()
+        assert dormant.vouch(patch)
     for (_, state), known in zip(patches, (False, True, True)):
         state.current.on = True
-        assert (switches.on() is not None) == known
+        assert (dormant.active() is not None) == known
         state.current.on = False
 
 
 @pytest.mark.parametrize("what", [torch.cat, functools.partial(torch.cat, dim=1), torch.nn.Linear(1, 1), len, None])
 def test_other_things_are_no_such_patches(what):
-    assert switched(what) is None
+    assert read_patch(what) is None
 
 
 @pytest.fixture

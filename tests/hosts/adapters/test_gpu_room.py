@@ -31,8 +31,8 @@ def test_what_a_vae_takes_is_known(widths, dtype, monkeypatch):
     with torch.no_grad(), pretended_card(monkeypatch, 1 << 30) as card:
         vae.to("cuda", dtype)
         for run, part, x, told in (
-            (vae.decode, vae.decoder, torch.randn(2, 4, side, side), lambda x: gpu_room.decoding(widths, x)),
-            (vae.encode, vae.encoder, torch.randn(2, 3, size, size), lambda x: gpu_room.encoding(widths, x)),
+            (vae.decode, vae.decoder, torch.randn(2, 4, side, side), lambda x: gpu_room.decoder_bytes(widths, x)),
+            (vae.encode, vae.encoder, torch.randn(2, 3, size, size), lambda x: gpu_room.encoder_bytes(widths, x)),
         ):
             expected = []
             hook = part.register_forward_pre_hook(lambda _, args, told=told, to=expected: to.append(told(args[0])))
@@ -41,8 +41,8 @@ def test_what_a_vae_takes_is_known(widths, dtype, monkeypatch):
             run(x)
             hook.remove()
             # what comes with the largest activations is small, but for what torch 2.1 widens of halves on a CPU
-            most = 1.1 if TORCH >= (2, 2) or dtype == torch.float32 else gpu_room.SAFETY
-            assert 0.95 < (card.peak - before) / ((expected[0] - gpu_room.WORKSPACE) / gpu_room.SAFETY) < most
+            most = 1.1 if TORCH >= (2, 2) or dtype == torch.float32 else gpu_room.SAFETY_FACTOR
+            assert 0.95 < (card.peak - before) / ((expected[0] - gpu_room.WORKSPACE) / gpu_room.SAFETY_FACTOR) < most
 
 
 def test_what_graphs_set_aside_is_not_free(monkeypatch):
@@ -53,12 +53,12 @@ def test_what_graphs_set_aside_is_not_free(monkeypatch):
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: card.used + 50)
         pool = graph_pool.pool_of(held.device)
         pool._reserved = 300
-        assert gpu_room.free() == 650
+        assert gpu_room.free_bytes() == 650
 
 
 def test_room_is_made_by_one_after_the_other_until_there_is_enough(monkeypatch):
     free, called = [10], []
-    monkeypatch.setattr(gpu_room, "free", lambda: free[0])
+    monkeypatch.setattr(gpu_room, "free_bytes", lambda: free[0])
 
     def giver(size):
         def give():
@@ -88,6 +88,6 @@ def test_weights_stay_where_decoding_finds_room_beside_them(there, monkeypatch):
     with pretended_card(monkeypatch, room) as card:
         if there:
             net.to("cuda")
-        assert gpu_room.may_stay(net)
+        assert gpu_room.has_room_to_stay(net)
         card.capacity -= 1
-        assert not gpu_room.may_stay(net)
+        assert not gpu_room.has_room_to_stay(net)

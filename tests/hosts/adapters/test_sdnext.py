@@ -65,7 +65,7 @@ def test_another_size_is_another_plan(host: Host) -> None:
 def test_unticking_gives_the_forward_and_the_weights_back(host: Host) -> None:
     host.sd_models.load_model(pipeline())
     unet = host.modeldata.model_data.sd_model.unet
-    host.session.attachment.release()
+    host.session.release_models()
     before = forwards(unet), {n: (p.stride(), p.clone()) for n, p in unet.named_parameters()}
     host.picture()
     assert host.adapter.accelerator_of(unet) is not None
@@ -124,7 +124,7 @@ def test_hooks_that_only_move_arguments_are_vouched_for(host: Host) -> None:
 def test_offload_by_models_is_lived_with_where_there_is_room(
     host: Host, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_room, "free", lambda: room)
+    monkeypatch.setattr(gpu_room, "free_bytes", lambda: room)
     host.opts.diffusers_offload_mode = "model"
     host.sd_models.load_model(pipeline())
     unet = host.modeldata.model_data.sd_model.unet
@@ -139,7 +139,7 @@ def test_offload_by_models_is_lived_with_where_there_is_room(
 
 
 @pytest.mark.parametrize("mode", ["sequential", "group"])
-def test_other_offloads_stand_aside(host: Host, mode: str) -> None:
+def test_other_offloads_are_bypassed(host: Host, mode: str) -> None:
     host.sd_models.load_model(pipeline())
     host.picture()
     runs = host.runs()
@@ -259,7 +259,7 @@ def test_no_object_of_an_adapter_is_held_for_a_model_that_is_gone(host: Host) ->
     host.sd_models.load_model(pipeline())
     host.picture(adapter=3)
     pipe = host.modeldata.model_data.sd_model
-    last = weakref.ref(next(iter(host.session._adapters._last[pipe.unet][True][0].values())))
+    last = weakref.ref(next(iter(host.session._ip_adapters._last[pipe.unet][True][0].values())))
     assert last() is not None
     host.sd_models.unload_model_weights()
     del pipe
@@ -269,12 +269,12 @@ def test_no_object_of_an_adapter_is_held_for_a_model_that_is_gone(host: Host) ->
     assert last() is None
 
 
-def test_its_own_compile_and_quantised_weights_stand_aside(host: Host) -> None:
+def test_its_own_compile_and_quantised_weights_are_bypassed(host: Host) -> None:
     host.sd_models.load_model(pipeline())
     unet = host.modeldata.model_data.sd_model.unet
     unet.mid_block._compiled_call_impl = lambda *a, **k: None
     host.session.follow()
-    assert "compiled this model itself" in host.reasons()
+    assert "SD.Next has compiled this model" in host.reasons()
     del unet.mid_block._compiled_call_impl
     unet.mid_block.attentions[0].proj_in.sdnq_dequantizer = object()
     host.session.follow()

@@ -13,7 +13,7 @@ from faulty import failing
 
 from hosts.standins.sdnext import diffusers, network
 from hosts.standins.sdnext_card import SD15, SDXL, STEPS, Proportions, card_host
-from sfast_ext.runtime.plan_builder import Planner
+from sfast_ext import Accelerator
 from sfast_ext.weights.arena import WeightsAway
 
 accelerate = pytest.importorskip("accelerate")
@@ -187,10 +187,12 @@ def test_what_fails_while_weights_are_brought_is_no_failure_of_the_host(
     on.job(expected)
     for kind in (WeightsAway, torch.cuda.OutOfMemoryError):
         with monkeypatch.context() as patch:
-            fault = failing(patch, Planner, "fetch_weights", kind)
+            fault = failing(patch, Accelerator, "fetch_weights", kind)
             job = on.job(expected)
             assert fault.times and job["runs"] == STEPS and job["captures"] == 0
-    assert "not brought to where plans read them: injected" in str(on.host.status()["events"])
+    assert "could not be moved to where plans read them, SD.Next moves them itself: injected" in str(
+        on.host.status()["events"]
+    )
 
 
 def test_everything_is_given_back(open_card: Any) -> None:

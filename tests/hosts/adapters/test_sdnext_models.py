@@ -39,7 +39,7 @@ def test_another_unet_without_room_for_both_has_plans_of_its_own(host: Host, mon
     pipe = pipeline(0)
     host.sd_models.load_model(pipe)
     host.picture()
-    monkeypatch.setattr(gpu_room, "free", lambda: 0)
+    monkeypatch.setattr(gpu_room, "free_bytes", lambda: 0)
     pipe.unet = tiny_unet(7)
     close(host.picture(), host.stock())
     assert host.captures() == 2
@@ -83,7 +83,7 @@ def test_a_switch_to_a_checkpoint_of_the_same_architecture_keeps_the_plans(host:
 def test_a_switch_without_room_for_both_gives_the_memory_back(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host.sd_models.load_model(pipeline())
     host.picture()
-    monkeypatch.setattr(gpu_room, "free", lambda: 0)
+    monkeypatch.setattr(gpu_room, "free_bytes", lambda: 0)
     host.sd_models.reload_model_weights(lambda: pipeline(1))
     close(host.picture(), host.stock_of(1))
     assert host.captures() == 2
@@ -144,7 +144,7 @@ def test_the_refiner_is_given_back_where_the_gpu_has_no_room(host: Host, monkeyp
     host.sd_models.load_refiner(pipeline(5))
     host.picture(refine=True)
     assert [a["name"] for a in host.status()["accelerators"]] == ["unet", "refiner"]
-    monkeypatch.setattr(gpu_room, "free", lambda: 0)
+    monkeypatch.setattr(gpu_room, "free_bytes", lambda: 0)
     host.opts.diffusers_move_refiner = True
     host.picture(refine=True)
     assert "the refiner is moved off the GPU" in host.reasons()

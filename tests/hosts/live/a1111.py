@@ -187,7 +187,7 @@ def accelerated(played: Played, name: str) -> None:
     assert report["last_error"] is None, report["last_error"]
 
 
-def stepped_around(played: Played, name: str, words: str) -> None:
+def bypassed(played: Played, name: str, words: str) -> None:
     """Check that no plan ran in a step, that `words` say why, and that nothing of ours failed."""
     assert played.gained(name, "plans run") == 0
     assert any(words in reason for reason in played.reasons(name)), played.reasons(name)

@@ -237,13 +237,13 @@ class Played:
             assert difference(picture, other) < tolerance
 
     def accelerated(self, name: str) -> None:
-        """Check that plans ran in a step, that nothing stepped around, and that nothing of ours failed."""
+        """Check that plans ran in a step, that no call was bypassed, and that nothing of ours failed."""
         report = self.reports[name]
         assert self.ran(name) > 0, (self.reasons(name), report["events"][-6:])
         assert not self.reasons(name)
         assert report["last_error"] is None, report["last_error"]
 
-    def stepped_around(self, name: str, *words: str) -> None:
+    def bypassed(self, name: str, *words: str) -> None:
         """Check that no plan ran in a step, that a reason with these words says why, and nothing of ours failed."""
         assert self.ran(name) == 0
         reasons = self.reasons(name)

@@ -129,7 +129,7 @@ def test_the_old_method_for_lora_goes_to_the_original(played, stock):
     assert apart(play(webui, "txt2img", LORA), stock["lora 1"]) < 3 * TOLERANCE
     after = webui.get("/sfast/v1/status")
     assert count(after, "plans run") == count(before, "plans run")
-    assert any("Lora is computed inside the layers" in reason for reason in after["reasons"])
+    assert any("LoRA is computed inside the layers" in reason for reason in after["reasons"])
     play(webui, "options", {"lora_functional": False})
 
 

@@ -126,7 +126,7 @@ def test_chunks_of_keys_go_to_the_original(data: Path, stock_half) -> None:
     with start(data, "chunks", {"sfast_allow_cpu": True}, flags=flags) as webui:
         played = Played(webui).round(UPCAST[:1], status=True)
     # the WebUI counts chunks on a tensor
-    a1111.stepped_around(played, "plain", "reads a value")
+    a1111.bypassed(played, "plain", "reads a value")
     assert apart(played.pictures["plain"], stock_half["sub-quadratic"]["plain"]) < TOLERANCE
 
 

@@ -24,9 +24,9 @@ from .a1111 import (
     accelerated,
     add_extension,
     apart,
+    bypassed,
     equal_to_stock,
     pictured,
-    stepped_around,
 )
 
 FOLDER = Path(os.environ.get("SFAST_A1111_EXTENSIONS", "/nowhere"))
@@ -176,10 +176,10 @@ def test_the_extension_changes_the_picture(stock, name):
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_it_is_accelerated_or_stepped_around_by_name(played, name):
+def test_it_is_accelerated_or_bypassed_by_name(played, name):
     words = WORDS[name]
     if words is not None:
-        stepped_around(played, name, words)
+        bypassed(played, name, words)
     else:
         accelerated(played, name)
         assert played.reasons(name) == {}

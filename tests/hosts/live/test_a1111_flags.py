@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from .a1111 import FLAGS, MARKS, PLAIN, TOLERANCE, Played, accelerated, apart, start, stepped_around
+from .a1111 import FLAGS, MARKS, PLAIN, TOLERANCE, Played, accelerated, apart, bypassed, start
 
 pytestmark = MARKS
 
 # the flags, and why the original forward runs under them; nothing where plans do
-ASIDE = {
+BYPASSED = {
     "--opt-sdp-no-mem-attention": "",
     "--opt-split-attention-v1": "",
     "--opt-sub-quad-attention": "",
     "--upcast-sampling": "",
     "--medvram": "",
-    "--lowvram": "--lowvram brings the weights in block by block",
+    "--lowvram": "--lowvram moves the weights to the GPU block by block",
 }
 
 
-@pytest.mark.parametrize("flag", ASIDE)
+@pytest.mark.parametrize("flag", BYPASSED)
 def test_picture_under_a_flag_is_the_one_without_the_extension(data: Path, flag: str):
     flags = f"{FLAGS} {flag}"
     steps = [("plain", "txt2img", PLAIN), ("again", "txt2img", {**PLAIN, "seed": 2})]
@@ -30,8 +30,8 @@ def test_picture_under_a_flag_is_the_one_without_the_extension(data: Path, flag:
     with start(data, f"extended{flag}", {"sfast_allow_cpu": True}, flags=flags) as webui:
         played = Played(webui).round(steps, status=True)
     for name, *_ in steps:
-        if ASIDE[flag]:
-            stepped_around(played, name, ASIDE[flag])
+        if BYPASSED[flag]:
+            bypassed(played, name, BYPASSED[flag])
         else:
             accelerated(played, name)
         assert apart(played.pictures[name], stock[name]) < TOLERANCE

@@ -19,8 +19,8 @@ from .a1111 import (
     accelerated,
     add_extension,
     apart,
+    bypassed,
     equal_to_stock,
-    stepped_around,
 )
 
 pytestmark = MARKS
@@ -216,7 +216,7 @@ def test_the_patch_changes_the_picture(stock, name):
 
 @pytest.mark.parametrize("name", NAMED)
 def test_the_report_names_the_function_and_its_extension(played, name):
-    stepped_around(played, name, FUNCTIONS[name])
+    bypassed(played, name, FUNCTIONS[name])
     assert any(f"of the extension {name}" in reason for reason in played.reasons(name))
 
 

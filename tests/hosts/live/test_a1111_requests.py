@@ -19,11 +19,11 @@ from .a1111 import (
     Round,
     accelerated,
     apart,
+    bypassed,
     count,
     equal_to_stock,
     pictured,
     play,
-    stepped_around,
     told,
 )
 from .webui import encoded
@@ -91,7 +91,7 @@ ROUND: Round = [
     ("hires", "txt2img", HIRES),
     ("plain at the end", "txt2img", PLAIN),
 ]
-ASIDE = {"hypernetwork": "a hypernetwork is active: hyper"}
+BYPASSED = {"hypernetwork": "a hypernetwork is active: hyper"}
 SAME_PLANS = [
     "edited prompt",
     "alternating words",
@@ -119,7 +119,7 @@ SAME_PLANS = [
 test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
-@pytest.mark.parametrize("name", [name for name in pictured(ROUND) if name not in ASIDE])
+@pytest.mark.parametrize("name", [name for name in pictured(ROUND) if name not in BYPASSED])
 def test_plans_were_replayed(played, name):
     accelerated(played, name)
     assert played.reasons(name) == {}
@@ -130,9 +130,9 @@ def test_no_new_capture_for(played, name):
     assert played.gained(name, "captures") == 0
 
 
-@pytest.mark.parametrize("name", ASIDE)
+@pytest.mark.parametrize("name", BYPASSED)
 def test_the_original_forward_runs_and_the_report_says_why(played, name):
-    stepped_around(played, name, ASIDE[name])
+    bypassed(played, name, BYPASSED[name])
 
 
 def test_the_round_shows_what_it_should(stock):

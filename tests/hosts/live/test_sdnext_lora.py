@@ -63,4 +63,4 @@ def test_native_networks_are_accelerated(played: Played, name: str) -> None:
 def test_networks_loaded_by_diffusers_run_the_original_until_the_model_is_loaded_anew(
     played: Played, name: str
 ) -> None:
-    played.stepped_around(name, "LoRA is loaded by diffusers")
+    played.bypassed(name, "LoRA is loaded by diffusers")

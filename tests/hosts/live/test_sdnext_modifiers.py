@@ -53,7 +53,7 @@ ROUND: list[sdnext.Step] = [
 ]
 PICTURES = sdnext.pictured(ROUND)
 # what the reason is to say
-ASIDE = {
+BYPASSED = {
     "group": "offload mode 'group'",
     "group, LoRA": "offload mode 'group'",
     "group, LoRA gone": "offload mode 'group'",
@@ -77,14 +77,14 @@ def test_hypertile_changes_a_large_picture(played: Played) -> None:
     assert played.apart("HyperTile", "large") > TOLERANCE
 
 
-@pytest.mark.parametrize("name", [name for name in PICTURES if name not in ASIDE])
+@pytest.mark.parametrize("name", [name for name in PICTURES if name not in BYPASSED])
 def test_plans_ran(played: Played, name: str) -> None:
     played.accelerated(name)
 
 
-@pytest.mark.parametrize("name", ASIDE)
+@pytest.mark.parametrize("name", BYPASSED)
 def test_the_original_ran_and_the_reason_says_why(played: Played, name: str) -> None:
-    played.stepped_around(name, ASIDE[name])
+    played.bypassed(name, BYPASSED[name])
 
 
 @pytest.mark.parametrize("mode", ["balanced", "model", "none"])

@@ -66,7 +66,7 @@ class Host:
 
     @property
     def session(self) -> Any:
-        return self.adapter._session
+        return self.adapter.SDNextSession.running
 
     def status(self) -> dict[str, Any]:
         return self.session.status()
@@ -116,8 +116,7 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
         if isinstance(module, nn.Module):
             hooks.remove_hook_from_module(module, recurse=True)
     assert not found.script_callbacks.exceptions
-    found.session.release()
-    found.adapter._session = None
+    found.adapter.SDNextSession.stop()
     forget()
 
 

@@ -175,7 +175,7 @@ def card_host(
 ) -> Iterator[CardHost]:
     """The host on a card of `gib` GiB."""
     scale = weights(unet().to(dtype)) / like.unet
-    for name in ("AT_REST", "WORKSPACE", "DECODING"):
+    for name in ("IDLE_RESERVE", "WORKSPACE", "DECODING_RESERVE"):
         patch.setattr(gpu_room, name, int(getattr(gpu_room, name) / 2**30 * scale))
     hosting = hosted(patch)
     host = next(hosting)

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from kernels.support import finish
-from sfast_ext import kernels
+from sfast_ext import environment, kernels
 from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.backend import precompile, triton_runtime
 from sfast_ext.kernels.group_norm import group_norm, one_pass
@@ -255,15 +255,15 @@ def test_triton_hashes_itself_beside_the_model_load(monkeypatch):
     hashed = []
     precompile.get_ready.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert precompile.get_ready() is None
+    assert precompile.get_ready(environment.triton_runs_on) is None
     precompile.get_ready.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     homes = [importlib.import_module(home) for home in ("triton.runtime.cache", "triton.compiler.compiler")]
     homes = [module for module in homes if hasattr(module, "triton_key")]
     for module in homes:
         monkeypatch.setattr(module, "triton_key", lambda: hashed.append(threading.current_thread()))
-    thread = precompile.get_ready()
-    assert precompile.get_ready() is thread  # once in a process
+    thread = precompile.get_ready(environment.triton_runs_on)
+    assert precompile.get_ready(environment.triton_runs_on) is thread  # once in a process
     thread.join()
     assert set(hashed) == ({thread} if homes else set())
     precompile.get_ready.cache_clear()

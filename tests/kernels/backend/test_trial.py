@@ -19,7 +19,7 @@ from faulty import Pair, pretend_a_gpu
 
 from sfast_ext import Config, accelerator, environment
 from sfast_ext.kernels.backend import health, precompile, trial, triton_runtime
-from sfast_ext.runtime import graph_pool, verify
+from sfast_ext.runtime import graph_pool, plan_builder
 from sfast_ext.tools import doctor
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -211,7 +211,7 @@ def test_it_is_tried_in_the_background_as_soon_as_a_module_is_accelerated(stand_
     stand_in.may_end.set()
     pair.release()
     if triton:
-        precompile.get_ready().join(60)
+        precompile.get_ready(environment.triton_runs_on).join(60)
 
 
 @pytest.fixture
@@ -219,16 +219,16 @@ def pair(stand_in, monkeypatch):
     """A model on a pretended GPU, and whether Triton was allowed for each plan."""
     pool = pretend_a_gpu(monkeypatch)
     monkeypatch.setattr(trial, "refusal", refusal)
-    monkeypatch.setattr(accelerator, "get_ready", lambda: None)  # the first plan has it tried
-    monkeypatch.setattr(verify, "precompile", lambda graph, device: 0)
+    monkeypatch.setattr(accelerator, "get_ready", lambda runs_on: None)  # the first plan has it tried
+    monkeypatch.setattr(plan_builder, "precompile", lambda graph, device: 0)
     allowed: list[bool] = []
-    passes = verify.run_passes
+    passes = plan_builder.run_passes
 
     def run_passes(graph_module: Any, context: Any) -> Any:
         allowed.append(context.triton)
         return passes(graph_module, context)
 
-    monkeypatch.setattr(verify, "run_passes", run_passes)
+    monkeypatch.setattr(plan_builder, "run_passes", run_passes)
     health.clear()
     with torch.no_grad():
         made = Pair("unet", Config(drop_slower=False))

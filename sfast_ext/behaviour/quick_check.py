@@ -1,4 +1,4 @@
-"""A look for each call at what a forward reads: whether it is still what a reading found, in a handful of calls."""
+"""The check for each call: whether what a forward reads is unchanged since a reading, in a handful of calls."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _UNREAD: dict[type, frozenset[str]] = {
     nn.ModuleList: frozenset({"training"}),
     nn.Sequential: frozenset({"training"}),
 }
-"""Attributes that the forwards of these very classes do not read."""
+"""Attributes that the forwards of exactly these classes do not read."""
 _UNREAD_WHILE: dict[type, tuple[str, Any, frozenset[str]]] = {
     nn.Conv2d: ("padding_mode", "zeros", frozenset({"_reversed_padding_repeated_twice"})),
     nn.Dropout: ("p", 0.0, frozenset({"training"})),
 }
-"""(attribute, value, what they do not read while it has that value)."""
-# modules with the same attributes, from which on they are read together
+"""(attribute, value, attributes that are not read while it has that value)."""
+# from this number on, modules with the same attributes are read together
 _FEW = 4
 
 Namespace = Mapping[str, Any]
 
 
 class Attributes(NamedTuple):
-    """Of one module: its class and its dictionary, the names of what is read, and what they stood for."""
+    """One module: class, length of its dictionary, names of checked attributes, and their values."""
 
     module: nn.Module
     kind: type
@@ -49,10 +49,10 @@ class Attributes(NamedTuple):
 
 
 def attributes_of(module: nn.Module, ignored: frozenset[str]) -> Attributes:
-    """What a look reads of a module's attributes: none where tensors are among them, which are told by address.
+    """The attributes of a module to check. None if there are tensors among them, which are compared by address.
 
     Args:
-        ignored: names that say nothing, whatever they are exchanged for.
+        ignored: names without influence on behaviour.
     """
     home = module.__dict__
     if any(map(isinstance, dict.values(home), repeat(torch.Tensor))):
@@ -61,31 +61,31 @@ def attributes_of(module: nn.Module, ignored: frozenset[str]) -> Attributes:
     name, value, more = _UNREAD_WHILE.get(type(module), ("", None, _NOTHING))
     if name and home.get(name) == value:
         unread = unread | more
-    # readings take "training" by itself
+    # "training" is read separately
     names = tuple(n for n in home if n not in unread and (n == "training" or n not in ignored))
     return Attributes(module, type(module), len(home), names, tuple(map(home.get, names)))
 
 
-class Glance:
-    """What is looked at for each call.
+class QuickCheck:
+    """The check for each call. It is faster than `Snapshot.unchanged`, and sees less.
 
-    What took the place of another that it is equal to is not told apart, nor a name in a container that is not a
-    module's attributes. Not seen are hooks that come without torch's handle, where there was none, submodules of a
-    module that had none, and whatever has a name that no code of the forward looks up.
+    Not seen: an object that was replaced by an equal one; a renamed key in a container other than a module's
+    attributes; the first hook of a module if it was added without torch's handle; submodules of a module that had none;
+    and whatever has a name that no code of the forward looks up.
 
     Args:
-        modules: all of them; see `attributes_of`.
-        hooks: their containers of hooks, of which `no_hooks` are the empty ones.
-        next_hook: the number of torch's next handle when the first hook was looked for.
-        found: what methods that run found in classes and in their modules, by name.
-        sizes: of the classes among these.
+        modules: all modules; see `attributes_of`.
+        hooks: their dictionaries of hooks. `no_hooks` are the empty ones.
+        next_hook: the id of torch's next hook handle at the time of the reading.
+        found: what methods that run found by name, in classes and in modules.
+        sizes: the classes among these, with the number of their attributes.
         methods: (class, name, method).
-        cells: of closures, and what is in them.
-        bare: containers that are to stay empty.
-        loose: containers and their values.
-        lists: the same.
-        mixed: containers of tensors, and the addresses of what is in them.
-        parameters: by modules.
+        cells: closure cells, and their contents.
+        bare: containers that must stay empty.
+        loose: dictionaries, and their values.
+        lists: lists, and their items.
+        mixed: containers with tensors, and the addresses of their contents.
+        parameters: the parameters of all modules.
     """
 
     def __init__(
@@ -109,22 +109,22 @@ class Glance:
         self._homes = [each.module.__dict__ for each in modules]
         self._rows = _Rows(modules)
         self._classes, self._sizes = [vars(home) for home, _ in sizes], [size for _, size in sizes]
-        self._found = Found((home, _there(home, names)) for home, names in found)
+        self._found = NameTable((home, _there(home, names)) for home, names in found)
         self._methods = methods
-        # empty ones, and tensors, which are told by address
+        # empty cells, and tensors, which are compared by address
         apart = [content is None or isinstance(content, torch.Tensor) for content in map(content_of, cells[0])]
         self._apart = list(compress(zip(*cells), apart))
         plain = list(map(operator.not_, apart))
         self._cells, self._contents = list(compress(cells[0], plain)), list(compress(cells[1], plain))
         self._bare, (self._lists, self._items) = bare, lists
-        # views, which are made once
+        # views, created once
         self._loose, self._values = [dict.values(each) for each in loose[0]], loose[1]
         children = set(map(id, self._values))
         self._roots = [each.module for each in modules if id(each.module) not in children]
         kinds = {id(each.module): each.kind for each in modules}
         self._kinds = [kinds.get(id(each), type(each)) for each in (*self._values, *self._roots)]
         self._mixed, self._addresses = mixed
-        # where a parameter is none, one may come; of those that are there the weight arena knows
+        # a parameter that is None may be set; existing ones are tracked by the weight arena
         lacking: dict[str, list[dict]] = {}
         for each in parameters:
             for name in (name for name, value in each.items() if value is None):
@@ -132,34 +132,34 @@ class Glance:
         self._lacking = [(operator.itemgetter(name), each) for name, each in lacking.items()]
 
     def note_sizes(self) -> None:
-        """To be called when classes were read: what came since is nothing that is looked at."""
+        """Call this after classes were read and found unchanged: additions since then are irrelevant."""
         self._sizes = list(map(len, self._classes))
 
-    def holds(self) -> bool:
-        """Whether nobody added, took away or exchanged an attribute, a submodule or a hook, nor a class or a method."""
-        return list(map(len, self._classes)) == self._sizes and self.holds_but_for_sizes()
+    def unchanged(self) -> bool:
+        """Whether no attribute, submodule, hook, class or method was added, removed or replaced."""
+        return list(map(len, self._classes)) == self._sizes and self.unchanged_but_for_sizes()
 
-    def holds_but_for_sizes(self) -> bool:
-        """Whether it holds for all that was there."""
+    def unchanged_but_for_sizes(self) -> bool:
+        """The same, without additions to classes."""
         try:
             return (
                 not any(self._bare)
                 and self._no_hooks_came()
-                and self._found.holds()
+                and self._found.unchanged()
                 and all(getattr(kind, name) is function for kind, name, function in self._methods)
                 and all(map(operator.is_, map(_CONTENT, self._cells), self._contents))
-                and all(still(content_of(cell), content) for cell, content in self._apart)
-                and self._children_hold()
-                and self._rows.holds()
+                and all(same_content(content_of(cell), content) for cell, content in self._apart)
+                and self._children_unchanged()
+                and self._rows.unchanged()
                 and list(chain.from_iterable(self._lists)) == self._items
                 and list(map(addresses, self._mixed)) == self._addresses
                 and all(list(map(get, each)).count(None) == len(each) for get, each in self._lacking)
             )
         except Exception:
-            # an attribute is gone, or holds what cannot be compared
+            # an attribute is gone, or its value cannot be compared
             return False
 
-    def _children_hold(self) -> bool:
+    def _children_unchanged(self) -> bool:
         now = list(chain.from_iterable(self._loose))
         return now == self._values and list(map(type, chain(now, self._roots))) == self._kinds
 
@@ -173,7 +173,7 @@ class Glance:
 
 
 class _Rows:
-    """Modules, those together of which the same attributes are read."""
+    """Modules, grouped by the names of checked attributes."""
 
     def __init__(self, modules: list[Attributes]) -> None:
         rows: dict[tuple[str, ...], list[Attributes]] = {}
@@ -186,7 +186,7 @@ class _Rows:
         self._few, self._few_values = [], []
         for names, row in rows.items():
             get = operator.itemgetter(*names)
-            # of a single name it gives no tuple
+            # itemgetter returns no tuple for a single name
             values = [each.values[0] if len(names) == 1 else each.values for each in row]
             if len(row) < _FEW:
                 self._few += [(get, each.module.__dict__) for each in row]
@@ -195,7 +195,7 @@ class _Rows:
                 self._gets.append((get, [each.module.__dict__ for each in row]))
                 self._values.append(values)
 
-    def holds(self) -> bool:
+    def unchanged(self) -> bool:
         return (
             list(map(len, self._homes)) == self._lengths
             and [list(map(get, homes)) for get, homes in self._gets] == self._values
@@ -204,12 +204,12 @@ class _Rows:
 
 
 def _there(home: type | dict, names: dict[str, Any]) -> dict[str, Any]:
-    """What is looked at by name: what a class is given is seen by its size."""
+    """The names to check. Additions to a class are detected by its size instead."""
     return {n: v for n, v in names.items() if n in vars(home)} if isinstance(home, type) else names
 
 
-class Found:
-    """Names of namespaces, and what they stood for; those that were not there are to stay away."""
+class NameTable:
+    """Names in namespaces with their values. Names that did not exist must stay undefined."""
 
     def __init__(self, homes: Iterable[tuple[type | dict, dict[str, Any]]]) -> None:
         self._singles: list[tuple[Namespace, str]] = []
@@ -220,7 +220,7 @@ class Found:
         several: list[Any] = []
         for home, names in homes:
             namespace = namespace_of(home)
-            # one that is there may be None
+            # an existing name may have the value None
             there = {name: value for name, value in names.items() if value is not None or name in namespace}
             if len(there) == 1:
                 self._singles.append((namespace, next(iter(there))))
@@ -230,14 +230,14 @@ class Found:
                 several += there.values()
             absent = frozenset(names).difference(there)
             if absent:
-                # the shorter of the two is gone through
+                # iterate over the shorter of the two
                 few = len(absent) < len(namespace)
                 self._absent.append(namespace.keys().isdisjoint if few else absent.isdisjoint)
                 self._views.append(absent if few else namespace.keys())
         self._values = single + several
 
-    def holds(self) -> bool:
-        """Whether they stand for the same."""
+    def unchanged(self) -> bool:
+        """Whether all values are the same objects."""
         now = [namespace[name] for namespace, name in self._singles]
         for get, namespace in self._gets:
             now += get(namespace)
@@ -247,30 +247,30 @@ class Found:
 
 
 def namespace_of(home: type | dict) -> Namespace:
-    """The names of a class, or of what is one already."""
+    """The namespace of a class or a dictionary."""
     return home if isinstance(home, dict) else vars(home)
 
 
 def values_in(containers: list[dict]) -> chain:
-    """The values of dictionaries, one after another."""
+    """The values of all dictionaries."""
     return chain.from_iterable(map(dict.values, containers))
 
 
 def addresses(container: dict | list) -> tuple[int, ...]:
-    """Of what is in a container."""
+    """The addresses of the contents of a container."""
     if isinstance(container, dict):
         return (*map(id, container), *map(id, dict.values(container)))
     return tuple(map(id, container))
 
 
 def content_of(cell: CellType) -> Any:
-    """What a closure's cell holds; None where it is empty."""
+    """The contents of a closure cell. None if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
         return None
 
 
-def still(content: Any, noted: Any) -> bool:
-    """Whether a cell holds what was noted: a tensor by its address."""
+def same_content(content: Any, noted: Any) -> bool:
+    """Whether a cell has the recorded contents. A tensor is recorded by its address."""
     return content is noted or (isinstance(content, torch.Tensor) and id(content) == noted)

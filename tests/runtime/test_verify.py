@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from sfast_ext.runtime.plan import relative_error
+from sfast_ext.runtime.verify import relative_error
 
 NAN, INF = float("nan"), float("inf")
 

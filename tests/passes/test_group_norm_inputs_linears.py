@@ -1,4 +1,4 @@
-"""Which products of linear layers are told apart in a sum, so that the norm's kernel may add their bias."""
+"""Which linears are matched in a sum, so that the norm's kernel may add their bias."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from sfast_ext.passes.group_norm_inputs import Product, forth, match
+from sfast_ext.passes.group_norm_inputs import LinearMatch, match_linear, reapply
 from sfast_ext.passes.layer_norm import is_residual_add
 from sfast_ext.passes.rewrite import LINEAR, is_op, mutated
 
@@ -17,7 +17,7 @@ from .support import Traced, randn
 
 HALF = torch.bfloat16
 X = randn(2, 6, 8).to(HALF)
-PICTURE = randn(2, 8, 2, 3).to(HALF).to(memory_format=torch.channels_last)
+IMAGE = randn(2, 8, 2, 3).to(HALF).to(memory_format=torch.channels_last)
 
 
 class Block(nn.Module):
@@ -35,28 +35,28 @@ def traced(forward: Callable[..., Any], *inputs: Tensor, dtype: torch.dtype = HA
     return Traced(Block(forward, **options).to(dtype), *(x.to(dtype) for x in inputs or (X,)))
 
 
-def products(found: Traced) -> list[tuple[fx.Node, fx.Node, Product]]:
-    """Of each sum: it, its operand, and the product that this is; the later of two operands first."""
-    untouchable = mutated(found.graph)
+def linears(found: Traced) -> list[tuple[fx.Node, fx.Node, LinearMatch]]:
+    """Of each sum: it, its operand, and the linear that this is; the later of two operands first."""
+    pinned = mutated(found.graph)
     pairs = [(add, x) for add in found.graph.nodes if is_residual_add(add) for x in add.args[1::-1]]
-    matches = [(add, x, match(x, add, untouchable)) for add, x in pairs]
-    return [(add, x, product) for add, x, product in matches if product is not None]
+    matches = [(add, x, match_linear(x, add, pinned)) for add, x in pairs]
+    return [(add, x, matched) for add, x, matched in matches if matched is not None]
 
 
-def moved_again(found: Traced) -> None:
-    """The moves of each product, again of the same linear, in the place of those that there were."""
-    for add, x, product in products(found):
+def reapplied(found: Traced) -> None:
+    """Applies the views of each linear again, in the place of those that there were."""
+    for add, x, matched in linears(found):
         with found.graph.inserting_before(add):
-            moved = product.linear
-            for move in product.moves:
-                moved = forth(found.graph, moved, move)
-        add.replace_input_with(x, moved)
+            viewed = matched.linear
+            for view in matched.views:
+                viewed = reapply(found.graph, viewed, view)
+        add.replace_input_with(x, viewed)
     found.graph.eliminate_dead_code()
     found.graph.lint()
     found.gm.recompile()
 
 
-def to_picture(tokens: Tensor) -> Tensor:
+def to_image(tokens: Tensor) -> Tensor:
     return tokens.reshape(2, 2, 3, 8).permute(0, 3, 1, 2)
 
 
@@ -77,30 +77,30 @@ FOUND: dict[str, tuple[Callable[..., Any], int]] = {
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("what", FOUND)
-def test_the_product_in_a_sum_is_found(what: str, bias: bool) -> None:
+def test_the_linear_in_a_sum_is_matched(what: str, bias: bool) -> None:
     forward, count = FOUND[what]
     found = traced(forward, bias=bias)
     before = found.ops()
-    matches = products(found)
-    assert len(matches) == count and all(is_op(product.linear, LINEAR) for _, _, product in matches)
-    moved_again(found)
+    matches = linears(found)
+    assert len(matches) == count and all(is_op(matched.linear, LINEAR) for _, _, matched in matches)
+    reapplied(found)
     assert found.ops() == before
     assert found.error() == 0
 
 
 @pytest.mark.parametrize("swapped", [True, False])
-def test_tokens_that_become_a_picture(swapped: bool) -> None:
-    """The last linear of a transformer: its residual is the picture that went in."""
+def test_tokens_that_become_a_image(swapped: bool) -> None:
+    """The last linear of a transformer: its residual is the image that went in."""
 
-    def forward(m: Block, x: Tensor, picture: Tensor) -> Tensor:
-        tokens = to_picture(m.linear(x))
-        return (picture + tokens if swapped else tokens + picture).sin()
+    def forward(m: Block, x: Tensor, image: Tensor) -> Tensor:
+        tokens = to_image(m.linear(x))
+        return (image + tokens if swapped else tokens + image).sin()
 
-    found = traced(forward, X, PICTURE)
-    ((_, x, product),) = products(found)
-    shapes = [tuple(move.meta["val"].shape) for move in product.moves]
-    assert shapes == [(2, 2, 3, 8), (2, 8, 2, 3)] and product.moves[-1] is x
-    moved_again(found)
+    found = traced(forward, X, IMAGE)
+    ((_, x, matched),) = linears(found)
+    shapes = [tuple(view.meta["val"].shape) for view in matched.views]
+    assert shapes == [(2, 2, 3, 8), (2, 8, 2, 3)] and matched.views[-1] is x
+    reapplied(found)
     assert found.error() == 0
 
 
@@ -122,7 +122,7 @@ NONE: dict[str, Callable[..., Any]] = {
     "a part of it": lambda m, x: m.linear(x)[:, :3] + x[:, :3],
     "no linear": lambda m, x: x.sin() + x,
     "broadcast residual": lambda m, x: m.linear(x) + x[:1],
-    "broadcast product": lambda m, x: m.linear(x[:1]) + x,
+    "broadcast linear": lambda m, x: m.linear(x[:1]) + x,
     "a number": lambda m, x: m.linear(x) + 1,
     "with a factor": lambda m, x: torch.add(x, m.linear(x), alpha=2),
     "written input": write_input,
@@ -131,8 +131,8 @@ NONE: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("what", NONE)
 def test_in_others_there_is_none(what: str) -> None:
-    assert not products(traced(NONE[what]))
+    assert not linears(traced(NONE[what]))
 
 
 def test_in_full_precision_there_is_none() -> None:
-    assert not products(traced(lambda m, x: m.linear(x) + x, dtype=torch.float32))
+    assert not linears(traced(lambda m, x: m.linear(x) + x, dtype=torch.float32))

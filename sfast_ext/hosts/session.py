@@ -1,0 +1,145 @@
+"""What all adapters do the same way: start and stop, settings, status, and callbacks that raise nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+from sfast_ext import environment
+from sfast_ext.config import Config
+from sfast_ext.hosts.attachment import Attachment
+from sfast_ext.report import Report
+from sfast_ext.ui import api, settings
+
+
+class Session:
+    """The extension in one run of a host's scripts, from their loading to their unloading.
+
+    An adapter derives from it. It sets `HOST`, fills `attachments`, and defines `install`, `host_version` and
+    `model_name`. It may extend the other methods.
+    """
+
+    HOST: ClassVar[str]
+    """The host's name in the status."""
+    running: ClassVar[Session | None] = None
+    """The session of the loaded scripts. Each adapter's class has its own."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+        self.report = Report()
+        self.attachments: tuple[Attachment, ...] = ()
+        """They keep accelerators on the host's networks. The status lists them in this order."""
+        self._undo: list[Callable[[], object]] = []
+
+    @classmethod
+    def start(cls, version: str) -> None:
+        """Start a session, after releasing the one of the scripts that were loaded before."""
+        if cls.running is not None:
+            cls.running.release()
+        cls.running = cls(version)
+        cls.running.register()
+
+    @classmethod
+    def stop(cls) -> None:
+        """Release the running session."""
+        if cls.running is not None:
+            cls.running.release()
+            cls.running = None
+
+    def register(self) -> None:
+        """Register settings and callbacks with the host."""
+        from modules import script_callbacks, shared
+
+        # At once, and not only in on_ui_settings: the host may load its model, or answer a request, before it builds
+        # the settings page; and with --nowebui it never builds the page.
+        settings.register(shared.opts, shared.OptionInfo)
+        script_callbacks.on_ui_settings(self.callback(lambda: settings.register(shared.opts, shared.OptionInfo)))
+        script_callbacks.on_script_unloaded(self.callback(self.release))
+        script_callbacks.on_app_started(
+            self.callback(lambda _demo, app: api.register(app, self.status, self.api_passwords))
+        )
+        self._undo.extend(self.install())
+
+    def install(self) -> Iterable[Callable[[], object]]:
+        """Register the adapter's own callbacks and wrap functions of the host; returns what removes the wrappers."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Release everything. Called when the host unloads its scripts, which it may load again."""
+        self.release_models()
+        while self._undo:
+            self._undo.pop()()
+
+    def release_models(self) -> None:
+        """Release every network that is accelerated."""
+        for attachment in self.attachments:
+            attachment.release()
+
+    def callback(self, action: Callable[..., object]) -> Callable[..., None]:
+        """A function that does the same, and whose exceptions do not reach the host."""
+
+        def guarded_action(*args: Any, **kwargs: Any) -> None:
+            self.guarded(lambda: action(*args, **kwargs))
+
+        return guarded_action
+
+    def guarded(self, action: Callable[[], object]) -> None:
+        """Run an action in the host's thread. An exception goes to the report, and the host continues."""
+        guarded(self.report, "host callback", action, self.show_error)
+
+    def show_error(self, exc: Exception) -> None:
+        """Show an exception to the user in the host's own way, in addition to the report."""
+
+    def config(self) -> Config:
+        """The configuration that the user has chosen in the host's settings."""
+        from modules import shared
+
+        return settings.config_from(shared.opts, self.report)
+
+    def status(self) -> dict[str, Any]:
+        """What GET /sfast/v1/status answers."""
+        return {
+            "version": self.version,
+            "host": {"name": self.HOST, "version": self.host_version()},
+            "environment": environment.describe(),
+            "enabled": self.config().enabled,
+            "model": self.model_name(),
+            "accelerators": [each for attachment in self.attachments for each in attachment.status()],
+            **self.report.as_dict(),
+        }
+
+    def host_version(self) -> str:
+        """The host's version, or "unknown"."""
+        raise NotImplementedError
+
+    def model_name(self) -> str | None:
+        """The name of the loaded model; None where none is loaded."""
+        raise NotImplementedError
+
+    def api_passwords(self) -> Mapping[str, str]:
+        """The passwords of the host's API by user; empty where it requires none."""
+        return {}
+
+
+def ready(version: str) -> str:
+    """The line that an adapter writes to the host's log once it has started."""
+    return f"Stable Fast {version} is ready. Settings: Settings > Stable Fast. Status: {api.STATUS}"
+
+
+def guarded(
+    report: Report, stage: str, action: Callable[[], object], show: Callable[[Exception], object] | None = None
+) -> None:
+    """Run an action inside the host's work. An exception goes to the report, and the host continues.
+
+    Args:
+        stage: how the report calls the action.
+        show: called with the exception after the report; an exception of its own is dropped.
+    """
+    try:
+        action()
+    except Exception as exc:
+        report.error(stage, exc)
+        if show is not None:
+            with contextlib.suppress(Exception):
+                show(exc)

@@ -1,0 +1,28 @@
+"""What all passes are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+from sfast_ext import kernels
+
+if TYPE_CHECKING:
+    from sfast_ext.weights.submodule_arena import Arena
+
+
+@dataclass
+class PassContext:
+    """What passes may use: the weight arena, Triton kernels, and whether images are to be channels-last."""
+
+    arena: Arena
+    device: torch.device
+    triton: bool
+    channels_last: bool = True
+
+    def serves(self, *modules: ModuleType) -> bool:
+        """Whether all of these kernels may be launched. Operations without a kernel stay as they were captured."""
+        return all(kernels.serves(module, self.device, triton=self.triton) for module in modules)

@@ -1,0 +1,70 @@
+"""Handling of our own exceptions: report, then drop the plan, reject the key or disable the kernel that raised."""
+
+from __future__ import annotations
+
+import torch
+
+from sfast_ext.kernels.backend import health, precompile
+from sfast_ext.report import stage, words_of
+from sfast_ext.runtime.graph_pool import pool_of
+from sfast_ext.runtime.model_state import ModuleContext
+from sfast_ext.runtime.plan import Plan
+from sfast_ext.runtime.plan_cache import PlanCache
+from sfast_ext.runtime.plan_finder import READING_KEY
+from sfast_ext.runtime.replay_state import Lookup
+
+# a plan that ran out of memory this many times is rejected
+OUT_OF_MEMORY = 3
+
+
+class Failures:
+    """Handles the exceptions of one module's calls."""
+
+    def __init__(self, context: ModuleContext, cache: PlanCache) -> None:
+        self._context = context
+        self._cache = cache
+
+    def failed(self, exc: Exception, lookup: Lookup | None, *, building: bool) -> None:
+        """Report an exception, and disable what raised it. Raises nothing."""
+        report, where = self._context.report, stage()
+        report.error(where, exc)
+        if lookup is None or (lookup.plan is None and not building) or where == READING_KEY:
+            return
+        try:
+            plan = None if building else lookup.plan
+            if plan is not None and self.put_down(exc, lookup.device):
+                self._cache.drop(lookup.key)
+                return
+            if not self._evict_for_memory(exc, plan):
+                what = "no plan could be built" if building else "its plan failed"
+                self._cache.reject(lookup.key, f"{what}: {where}: {words_of(exc)}")
+        except Exception as again:
+            report.error("giving up a plan", again)
+
+    def put_down(self, exc: Exception, device: torch.device) -> bool:
+        """Disable the kernel that raised an exception, and all kernels that failed to compile if it is one of them.
+
+        Returns False if the exception came from no kernel, or from one that is disabled already.
+        """
+        report = self._context.report
+        reasons = health.blamed(exc)
+        uncompiled = precompile.failed(device)
+        if not uncompiled.keys().isdisjoint(reasons):
+            reasons = uncompiled | reasons
+        new = [name for name, reason in reasons.items() if health.put_down(name, device, reason)]
+        for name in new:
+            report.count("kernels_put_down")
+            report.event("kernel", f"{name} is put down, plans are made without it: {reasons[name]}")
+        return bool(new)
+
+    def _evict_for_memory(self, exc: Exception, plan: Plan | None) -> bool:
+        """Out of memory: evict all CUDA graphs, so that the original can run. True if `plan` may be used again."""
+        if not isinstance(exc, torch.cuda.OutOfMemoryError):
+            return False
+        device = self._context.device()
+        if device is not None and device.type == "cuda":
+            pool_of(device).make_room(self._context.report)
+        if plan is None:
+            return False
+        plan.out_of_memory += 1
+        return plan.out_of_memory < OUT_OF_MEMORY

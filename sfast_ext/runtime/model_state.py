@@ -1,0 +1,136 @@
+"""Shared state: `ModelState` of a model and its parts, `ModuleContext` of one accelerated module."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from sfast_ext.behaviour.forward_slot import ForwardSlot
+from sfast_ext.config import Config
+from sfast_ext.hooks import Hooks
+from sfast_ext.report import Report
+from sfast_ext.runtime.plan import Plan
+from sfast_ext.runtime.plan_cache import pool_for
+from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.submodule_arena import Arena
+
+
+class HasPlans(Protocol):
+    """What `ModelState` needs of an accelerator."""
+
+    @property
+    def plans(self) -> OrderedDict[Hashable, Plan]:
+        """All plans by key."""
+
+    def forget_plans(self, reason: str | None, *, at_once: bool = True) -> None:
+        """Drop all plans."""
+
+
+A = TypeVar("A", bound=HasPlans)
+
+
+class ModelState(Generic[A]):
+    """State shared by the accelerators of a model and of its parts.
+
+    Attributes:
+        whole: the accelerator of the model.
+        parts: the accelerators of submodules.
+        arena: the weights of the model, used by parts as well.
+        lock: held while plans are added or removed.
+        build_lock: held by the thread that builds a plan. One plan is built at a time.
+    """
+
+    def __init__(self, whole: A, module: nn.Module) -> None:
+        self.whole = whole
+        self.parts: list[A] = []
+        self.arena = WeightArena(module)
+        self.lock = threading.RLock()
+        self.build_lock = threading.Lock()
+
+    def accelerators(self) -> tuple[A, ...]:
+        """That of the whole and those of the parts."""
+        return (self.whole, *self.parts)
+
+    def forget_plans(self, reason: str, *, at_once: bool = True) -> None:
+        """Drop the plans of all accelerators: they share their weights."""
+        for accelerator in self.accelerators():
+            accelerator.forget_plans(reason, at_once=at_once)
+
+    def restore_layout(self, report: Report) -> None:
+        """Restore the original layout of the weights if there are no plans."""
+        if not any(accelerator.plans for accelerator in self.accelerators()):
+            try:
+                self.arena.restore_layout()
+            except Exception as exc:
+                report.error("laying the weights back", exc)
+
+    def give_memory_back(self) -> bool | None:
+        """Free the GPU memory of all plans, while the host has the weights of the model on another device.
+
+        Returns:
+            True if memory was freed, False if plans hold none, None if the module's own parameters use it.
+        """
+        with self.lock, contextlib.ExitStack() as locks:
+            plans = [plan for each in self.accelerators() for plan in each.plans.values()]
+            for pool in {id(pool): pool for plan in plans if (pool := pool_for(plan)) is not None}.values():
+                locks.enter_context(pool.lock)
+            given = self.arena.vacancies([weight for plan in plans for weight in plan.weights])
+            if not given:
+                return None if given is None else False
+            for plan in plans:
+                plan.drop_graph(pool_for(plan))
+            for device in {plan.device for plan in plans if plan.device.type == "cuda"}:
+                # the last launch may still read it
+                torch.cuda.synchronize(device)
+            self.arena.vacate(given)
+        return True
+
+
+@dataclass
+class ModuleContext:
+    """One accelerated module: read by the finder, the runner and the builder of its plans.
+
+    Attributes:
+        slot: where the forward of the module is replaced.
+        arena: the weights of the module.
+        model: shared with the other accelerators of the model.
+        is_part: whether the module is a part of the model.
+    """
+
+    module: nn.Module
+    config: Config
+    hooks: Hooks
+    report: Report
+    slot: ForwardSlot
+    arena: Arena
+    model: ModelState[Any]
+    is_part: bool
+
+    def device(self) -> torch.device | None:
+        """The device of the first parameter. None if there is none."""
+        first = _first_parameter(self.module)
+        return first.device if first is not None else None
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the original forward."""
+        with self.arena.gate:
+            return self.slot.original(*args, **kwargs)
+
+
+def _first_parameter(module: nn.Module) -> torch.Tensor | None:
+    """The first of `module.parameters()`, without the overhead of that generator."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():
+        found = _first_parameter(child) if child is not None else None
+        if found is not None:
+            return found
+    return None

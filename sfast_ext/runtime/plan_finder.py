@@ -1,0 +1,169 @@
+"""Looks up the plan of a call, and validates a speculative replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sfast_ext.behaviour.key import BehaviourKeys
+from sfast_ext.call_signature import NotOurs, Signature, flatten_call
+from sfast_ext.environment import unserved
+from sfast_ext.report import at
+from sfast_ext.runtime.backoff import CaptureBackoff
+from sfast_ext.runtime.model_state import ModuleContext
+from sfast_ext.runtime.plan import Plan
+from sfast_ext.runtime.plan_cache import PlanCache
+from sfast_ext.runtime.plan_runner import PlanRunner
+from sfast_ext.runtime.replay_state import SPECULATION_BACKOFF, Lookup, Speculation
+
+READING_KEY = "behaviour key"
+_BYPASS, _PREPARE, _KEY = "bypass_reason of the host", "prepare of the host", "key of the host"
+HOST_STAGES = (_BYPASS, _PREPARE, _KEY)
+"""Stages at which callbacks of the host run."""
+
+
+class PlanFinder:
+    """Looks up the calls of one module.
+
+    Args:
+        static_numbers: signatures whose numbers are part of the key.
+        backoff: delays captures.
+    """
+
+    def __init__(
+        self,
+        context: ModuleContext,
+        cache: PlanCache,
+        runner: PlanRunner,
+        static_numbers: set[Signature],
+        backoff: CaptureBackoff,
+    ) -> None:
+        self._context = context
+        self._cache = cache
+        self._runner = runner
+        self._static_numbers = static_numbers
+        self._backoff = backoff
+        self.speculation = Speculation()
+        self.keys = self._new_keys(0)
+
+    def follow(self, behaviour: int) -> None:
+        """The context has another module now. It has the behaviour with this number."""
+        self.keys = self._new_keys(behaviour)
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, speculate: bool = True) -> Lookup:
+        """Look up a call.
+
+        Args:
+            speculate: whether the weights may be confirmed after the replay. If False, they are confirmed here. The key
+                may be unconfirmed in both cases: a caller that looks up again has read it a moment ago.
+
+        Raises:
+            NotOurs: the call is bypassed.
+            WeightsAway, WeightsChanged: see `WeightArena.sync`.
+        """
+        hooks = self._context.hooks
+        if torch.is_grad_enabled():
+            raise NotOurs("gradients are being recorded")
+        at(_BYPASS)
+        reason = hooks.bypass_reason() if hooks.bypass_reason else None
+        if reason:
+            raise NotOurs(reason)
+        device = self._served_device()
+        at("arguments")
+        call = flatten_call(args, kwargs, device)
+        shape_signature = call.signature
+        if self._static_numbers and shape_signature in self._static_numbers:
+            call = flatten_call(args, kwargs, device, static_numbers=True)
+        if hooks.prepare is not None:
+            # before the key is read: it may add a bias to a layer
+            at(_PREPARE)
+            hooks.prepare()
+        known, due = self.keys.last, self.keys.stale
+        key_confirmed = known is None
+        behaviour, foreign = self._read_key() if known is None else known
+        if not key_confirmed and (self.speculation.key_first() or foreign):
+            at(READING_KEY)
+            behaviour, foreign = self.keys.current()
+            key_confirmed = True
+        if foreign:
+            raise NotOurs(foreign)
+        at(_KEY)
+        host = hooks.key() if hooks.key else None
+        key = (call.signature, behaviour, host, device)
+        plan = self._cache.plans.get(key)
+        # weights often change between generations
+        speculate = speculate and plan is not None and not due and self._may_speculate(plan)
+        key_confirmed = key_confirmed or (not speculate and self.keys.trusted)
+        if not key_confirmed and (plan is None or self._runner.is_compared(plan)):
+            # An unconfirmed key is good enough to run a plan, but not to refuse one: the obstacle may be gone.
+            # And a plan may only be compared with the behaviour that it was built for.
+            now, foreign = self._read_key()
+            if now != behaviour or foreign:
+                return self.find(args, kwargs, speculate=speculate)
+            key_confirmed = True
+        refused = self._cache.rejection(key)
+        if refused is not None:
+            raise NotOurs(refused)
+        if plan is None and self._backoff.must_wait(shape_signature, key):
+            raise NotOurs("what the model computes changes again and again: a plan is made when it stays the same")
+        if not speculate:
+            self._sync()
+        return Lookup(call, shape_signature, key, plan, behaviour, device, key_confirmed, not speculate)
+
+    def validate(self, lookup: Lookup) -> bool:
+        """Whether a speculative replay was valid: confirms the key and the weights if the lookup did not.
+
+        Raises:
+            WeightsAway, WeightsChanged: see `WeightArena.sync`.
+        """
+        if not lookup.key_confirmed:
+            at(READING_KEY)
+            behaviour, foreign = self.keys.current()
+            if behaviour != lookup.behaviour or foreign:
+                self.speculation.key_backoff = SPECULATION_BACKOFF
+                return False
+        if not lookup.weights_confirmed:
+            # set first, as sync may raise
+            self.speculation.weights_backoff = SPECULATION_BACKOFF
+            if self._sync():
+                return False
+            self.speculation.weights_backoff = 0
+        return True
+
+    def _served_device(self) -> torch.device:
+        device = self._context.device()
+        if device is None or device.type not in ("cuda", "cpu"):
+            raise NotOurs(f"the model is on {'no device' if device is None else device}, not on a GPU")
+        if device.type == "cpu" and not self._context.config.allow_cpu:
+            raise NotOurs("the model is on the CPU, and running there is switched off in the settings")
+        refused = unserved(device)
+        if refused is not None:
+            raise NotOurs(refused)
+        return device
+
+    def _may_speculate(self, plan: Plan) -> bool:
+        """Whether a replay may be launched before the weights are confirmed. It reads valid memory in any case, and its
+        result is discarded if the weights changed.
+
+        Not if the result is compared with the original's: the plan would be blamed for old weights.
+        """
+        if not (plan.has_graph and self._context.config.cuda_graphs) or self._runner.is_compared(plan):
+            return False
+        return not self.speculation.weights_first()
+
+    def _read_key(self) -> tuple[int, str | None]:
+        at(READING_KEY)
+        return self.keys.read()
+
+    def _sync(self) -> int:
+        at("weights")
+        copied = self._context.arena.sync()
+        if copied:
+            self._context.report.count("weights_copied", copied)
+        return copied
+
+    def _new_keys(self, first: int) -> BehaviourKeys:
+        context, hooks = self._context, self._context.hooks
+        kept = context.config.max_plans
+        return BehaviourKeys(context.module, hooks.ignored, hooks.recognised, kept, first, hooks.transparent)

@@ -1,0 +1,107 @@
+"""Runs the plans of one module, by CUDA graph if possible, and compares results with the original forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sfast_ext.call_signature import Call, flatten_output
+from sfast_ext.report import at
+from sfast_ext.runtime.graph_pool import GraphPool, pool_of
+from sfast_ext.runtime.model_state import ModuleContext
+from sfast_ext.runtime.plan import Plan
+from sfast_ext.runtime.plan_cache import PlanCache, pool_for
+from sfast_ext.runtime.replay_state import Lookup
+from sfast_ext.runtime.verify import comparable, relative_error, too_inaccurate
+from sfast_ext.weights.weight import WeightsAway
+
+
+class OriginalFailed(Exception):
+    """The original forward raised. This is the host's error, and is passed on unchanged."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class PlanRunner:
+    """Runs plans of one module.
+
+    Args:
+        cache: takes the keys of plans that differ from the original.
+    """
+
+    def __init__(self, context: ModuleContext, cache: PlanCache) -> None:
+        self._context = context
+        self._cache = cache
+
+    def run(self, lookup: Lookup, original: Callable[[], Any]) -> Any:
+        """The result of a call. It is the plan's, or the original's if the two are compared.
+
+        Args:
+            original: runs the original forward on the same inputs.
+
+        Raises:
+            OriginalFailed: the original forward raised.
+            WeightsAway: another thread freed the memory of the weights.
+        """
+        plan, config = lookup.plan, self._context.config
+        assert plan is not None
+        at("replay")
+        with self.guard(plan):
+            outputs = self.outputs(plan, lookup.call)
+        if self.is_compared(plan):
+            try:
+                result = original()
+            except Exception as exc:
+                raise OriginalFailed(exc) from exc
+            at("check")
+            references = flatten_output(result)[1]
+            if not comparable(references):
+                return result
+            plan.error = relative_error(outputs, references)
+            if not plan.error <= config.tolerance:
+                self._cache.reject(lookup.key, too_inaccurate(plan.error, config))
+            return result
+        at("result")
+        return plan.output(outputs)
+
+    def is_compared(self, plan: Plan) -> bool:
+        """Whether the next result of the plan is compared with the original's."""
+        check = self._context.config.check
+        return check == "always" or (check == "first" and plan.error is None)
+
+    def reject_inaccurate(self) -> None:
+        """Reject the plans whose known error exceeds the tolerance."""
+        config = self._context.config
+        if config.check == "never":
+            return
+        for key, plan in list(self._cache.plans.items()):
+            if plan.error is not None and not plan.error <= config.tolerance:
+                self._cache.reject(key, too_inaccurate(plan.error, config))
+
+    def outputs(self, plan: Plan, call: Call) -> list[torch.Tensor]:
+        """The flat outputs of a plan. The caller holds `guard`."""
+        context = self._context
+        if context.arena.vacant:
+            # freed by another thread since the last sync
+            raise WeightsAway("the memory of the weights was given back to the host")
+        if plan.device.type == "cuda" and context.config.cuda_graphs:
+            pool = pool_of(plan.device)
+            # a graph that was evicted is captured again
+            if plan.has_graph or (plan.no_graph_reason is None and self._capture_graph(plan, call, pool)):
+                return plan.replay(call.leaves, pool)
+        return plan.run_eagerly(call.leaves)
+
+    def guard(self, plan: Plan) -> Any:
+        """The lock to hold while a plan runs. Graphs of one pool share memory; on a CPU only the plan is protected."""
+        pool = pool_for(plan)
+        return pool.lock if pool is not None else self._context.model.lock
+
+    def _capture_graph(self, plan: Plan, call: Call, pool: GraphPool) -> bool:
+        config = self._context.config
+        share = 1 / len(self._context.model.parts) if self._context.is_part else 1.0
+        report = self._context.report
+        return plan.capture_graph(call.leaves, pool, report, config.max_graphs, config.graph_memory_mb, share)

@@ -1,0 +1,51 @@
+"""Detects parameters that were replaced or moved since the last sync."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Iterable
+from typing import Any
+
+import torch
+
+from sfast_ext.weights.weight import Weight
+
+
+class ChangeDetector:
+    """The slots of weights, and their contents when the live tensors last had their values.
+
+    There is one list for each property, so that thousands of slots are checked in a handful of calls.
+    """
+
+    def __init__(self, weights: Iterable[Weight], containers: Container[int] | None = None) -> None:
+        """Check the slots of `weights`. With `containers`, only slots in dictionaries with these ids."""
+        slots = [(w, c, n) for w in weights for c, n in w.slots if containers is None or id(c) in containers]
+        self.weights = [w for w, _, _ in slots]
+        self._containers = [container for _, container, _ in slots]
+        self._names = [name for _, _, name in slots]
+        # a weight that is not bound counts as changed, whatever is in its slots
+        self._bound = [w.tensor if w.bound is None else w.bound for w in self.weights]
+        self._pointers = [w.pointer for w in self.weights]
+        self._strides = [w.tensor.stride() for w in self.weights]
+
+    def changed(self) -> list[tuple[Weight, Any]]:
+        """The weights that changed, with the current contents of their slots. Microseconds if nothing changed."""
+        now = list(map(dict.get, self._containers, self._names))
+        if (
+            all(map(operator.is_, now, self._bound))
+            and list(map(torch.Tensor.data_ptr, self._bound)) == self._pointers
+            and list(map(torch.Tensor.stride, self._bound)) == self._strides
+        ):
+            return []
+        places = zip(self.weights, now, self._bound, self._pointers, self._strides)
+        return [
+            (weight, value)
+            for weight, value, bound, pointer, stride in places
+            if value is not bound or value.data_ptr() != pointer or value.stride() != stride
+        ]
+
+    def forget(self, weights: Container[int]) -> None:
+        """Drop the references to what was in the slots of these weights. They count as changed from now on."""
+        for i, weight in enumerate(self.weights):
+            if id(weight) in weights:
+                self._bound[i] = weight.tensor

@@ -1,0 +1,67 @@
+"""External references to the memory of live tensors, such as a host's backups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from sfast_ext.weights.original_layout import memory_of
+from sfast_ext.weights.weight import Weight, same_place
+
+
+def external_reader(
+    everything: Iterable[Weight], arrived: Iterable[tuple[Weight, torch.Tensor]], written: Iterable[Weight]
+) -> Weight | None:
+    """One of `written` whose memory is shared with a tensor that is neither in `everything` nor in `arrived`, or None.
+
+    Such a tensor may be one that a host keeps to put back (`weight.data`, a state dict), or one that it put in the slot
+    of another weight.
+    """
+    first: dict[int, Weight] = {}
+    for w in written:
+        first.setdefault(memory_of(w.tensor), w)
+    known: dict[int, dict[int, torch.Tensor]] = {memory: {} for memory in first}
+    spans: dict[int, list[tuple[int, int, bool]]] = {memory: [] for memory in first}
+
+    def note(tensor: torch.Tensor | None) -> None:
+        if tensor is not None and (ours := known.get(memory_of(tensor))) is not None:
+            ours[id(tensor)] = tensor
+
+    coming = {id(w): now for w, now in arrived}
+    writing = {id(w) for w in written}
+    for w in everything:
+        if type(w.tensor) is not torch.Tensor:
+            # no plan reads it, see `check_compatible`, and it may have no storage
+            continue
+        note(w.tensor)
+        note(w.tensor._base)
+        bound = w.bound if w.bound is not None and same_place(w.bound, w.tensor) else None
+        note(bound)
+        note(coming.get(id(w)))
+        within = spans.get(memory_of(w.tensor))
+        if within is not None and w.slots and w.tensor.numel() and (w.plans or bound is not None):
+            last = sum((size - 1) * stride for size, stride in zip(w.tensor.shape, w.tensor.stride()))
+            start = w.tensor.storage_offset()
+            within.append((start, start + last, id(w) in writing))
+    for memory, w in first.items():
+        end, was_written = -1, False
+        for start, last, is_written in sorted(spans[memory]):
+            if start <= end and (is_written or was_written):
+                return w
+            if last > end:
+                end, was_written = last, is_written
+        if _uses(w.tensor) - _ALONE >= len(known[memory]):
+            return w
+    return None
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    # before torch 2.6 it exists in GPU builds only
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    storage = tensor.untyped_storage()
+    return 0 if count is None else count(storage._cdata)
+
+
+# the use count of memory with a single tensor
+_ALONE = _uses(torch.empty(0, device="cpu"))

@@ -1,0 +1,101 @@
+"""What all sessions inherit, on a host that is nothing but its registrars."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sfast_ext.hosts.session import Session
+from sfast_ext.ui import settings
+
+
+class Host:
+    """Callbacks by name, and the settings that were registered."""
+
+    def __init__(self) -> None:
+        self.callbacks: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda callback: self.callbacks.update({name.removeprefix("on_"): callback})
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    host = Host()
+    opts = SimpleNamespace(add_option=lambda key, option: host.options.update({key: option}))
+    shared = SimpleNamespace(opts=opts, OptionInfo=lambda *args, **more: (args, more))
+    modules = ModuleType("modules")
+    modules.script_callbacks, modules.shared = host, shared  # type: ignore[attr-defined]
+    for name, module in (("modules", modules), ("modules.script_callbacks", host), ("modules.shared", shared)):
+        monkeypatch.setitem(sys.modules, name, module)
+    kinds = dict.fromkeys(("Checkbox", "Slider", "Radio"), object)
+    monkeypatch.setitem(sys.modules, "gradio", SimpleNamespace(**kinds))
+    return host
+
+
+@pytest.fixture
+def kind() -> type[Any]:
+    class Recorded(Session):
+        HOST = "a host"
+
+        def __init__(self, version: str) -> None:
+            super().__init__(version)
+            self.undone: list[str] = []
+            self.attachments = (SimpleNamespace(release=lambda: self.undone.append("models"), status=lambda: [{}]),)
+
+        def install(self) -> Any:
+            return [lambda: self.undone.append("first"), lambda: self.undone.append("second")]
+
+        def host_version(self) -> str:
+            return "1"
+
+        def model_name(self) -> str | None:
+            return None
+
+    return Recorded
+
+
+def test_a_start_registers_and_a_stop_undoes_it_in_reverse(host, kind):
+    kind.start("0")
+    session = kind.running
+    assert tuple(host.options) == settings.KEYS
+    assert {"ui_settings", "script_unloaded", "app_started"} <= set(host.callbacks)
+    kind.stop()
+    assert session.undone == ["models", "second", "first"] and kind.running is None
+    kind.stop()
+
+
+def test_a_second_start_releases_the_first_session(host, kind):
+    kind.start("0")
+    first = kind.running
+    kind.start("1")
+    assert first.undone and kind.running is not first and not kind.running.undone
+    assert Session.running is None
+
+
+def test_the_status_has_the_parts_of_every_host(host, kind):
+    kind.start("0")
+    status = kind.running.status()
+    assert (status["version"], status["host"]) == ("0", {"name": "a host", "version": "1"})
+    assert status["enabled"] and status["accelerators"] == [{}] and status["last_error"] is None
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_no_exception_reaches_the_host(host, kind, shown, monkeypatch):
+    seen = []
+
+    def show(self, exc):
+        seen.append(exc)
+        if not shown:
+            raise RuntimeError("the host cannot show it")
+
+    monkeypatch.setattr(kind, "show_error", show)
+    session = kind("0")
+    session.callback(lambda *args, **more: {}[args[0]])("a model", more=1)
+    error = session.status()["last_error"]
+    assert error["stage"] == "host callback" and "a model" in error["message"]
+    assert [type(exc) for exc in seen] == [KeyError]
