@@ -1,4 +1,4 @@
-"""The kernels at the shapes of SD 1.5 and SDXL, each with the PyTorch operations that it stands for."""
+"""The kernels at the shapes of SD 1.5 and SDXL, each with the PyTorch operations that it replaces: `CASES`, by name."""
 
 from __future__ import annotations
 
@@ -10,32 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext.kernels.attention import attention, query_attention
-from sfast_ext.kernels.conv import conv2d, narrow_conv, upsample, upsample_conv2d
-from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, conv_group_norm, group_norm
-from sfast_ext.kernels.linear import linear_accumulate, linear_geglu, linear_layer_norm
-from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm, timestep_embedding
+from sfast_ext import kernels
+from sfast_ext.kernels.attention import attention
+from sfast_ext.kernels.conv import conv2d, narrow_conv
+from sfast_ext.kernels.group_norm import group_norm
+from sfast_ext.kernels.linear import linear_accumulate, linear_layer_norm
 
-MODULES: dict[str, Any] = {
-    "layer_norm": layer_norm,
-    "add_layer_norm": add_layer_norm,
-    "group_norm": group_norm,
-    "add_group_norm": add_group_norm,
-    "cat_group_norm": cat_group_norm,
-    "geglu": geglu,
-    "bias_add": bias_add,
-    "upsample": upsample,
-    "attention": attention,
-    "query_attention": query_attention,
-    "linear_geglu": linear_geglu,
-    "linear_layer_norm": linear_layer_norm,
-    "timestep_embedding": timestep_embedding,
-    "linear_onto": linear_accumulate,
-    "conv2d": conv2d,
-    "conv_group_norm": conv_group_norm,
-    "narrow_conv": narrow_conv,
-    "upsample_conv2d": upsample_conv2d,
-}
+KERNELS = kernels.registered()
 NORM_ROWS = [(8192, 320), (2048, 640), (512, 1280), (2048, 1280), (8192, 640)]
 # (channels, height): batch 2; the last three are SDXL's
 IMAGES = [
@@ -105,19 +86,19 @@ class Case:
 
 
 def _case(kernel: str, shape: str, composition: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Case:
-    module = MODULES[kernel]
+    record = KERNELS[kernel]
     tensors = [a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)]
-    out = module.reference(*args, **kwargs)
+    out = record.reference(*args, **kwargs)
     outputs = out if isinstance(out, tuple) else (out,)
 
     def target() -> Any:
         wide = {name: _wide(value) for name, value in kwargs.items() if name != "out_dtype"}
-        return module.reference(*map(_wide, args), **wide)
+        return record.reference(*map(_wide, args), **wide)
 
     return Case(
         kernel,
         shape,
-        lambda: module.launch(*args, **kwargs),
+        lambda: record.launch(*args, **kwargs),
         lambda: composition(*args, **kwargs),
         target,
         sum(t.numel() * t.element_size() for t in (*tensors, *outputs)),
@@ -176,12 +157,12 @@ def _torch_add_group_norm(
     scale: float,
     groups: int,
     weight: Tensor,
-    term: Tensor,
+    norm_bias: Tensor,
     eps: float,
     silu: bool,
 ) -> tuple[Tensor, Tensor]:
     total = (x + bias[None, :, None, None] + residual) * scale
-    return total, F.silu(F.group_norm(total, groups, weight, term, eps))
+    return total, F.silu(F.group_norm(total, groups, weight, norm_bias, eps))
 
 
 def _torch_conv_group_norm(
@@ -191,12 +172,12 @@ def _torch_conv_group_norm(
     residual: Tensor,
     groups: int,
     weight: Tensor,
-    term: Tensor,
+    norm_bias: Tensor,
     eps: float,
     silu: bool,
 ) -> tuple[Tensor, Tensor]:
     total = F.conv2d(x, conv_weight, bias, padding=1) + residual
-    return total, F.silu(F.group_norm(total, groups, weight, term, eps))
+    return total, F.silu(F.group_norm(total, groups, weight, norm_bias, eps))
 
 
 def _torch_cat_group_norm(
@@ -206,12 +187,12 @@ def _torch_cat_group_norm(
     b: Tensor,
     groups: int,
     weight: Tensor,
-    term: Tensor,
+    norm_bias: Tensor,
     eps: float,
     silu: bool,
 ) -> tuple[Tensor, Tensor]:
     joined = torch.cat([a + bias[None, :, None, None] + residual, b], 1)
-    return joined, F.silu(F.group_norm(joined, groups, weight, term, eps))
+    return joined, F.silu(F.group_norm(joined, groups, weight, norm_bias, eps))
 
 
 def _torch_upsample(x: Tensor, size: tuple[int, int], steps: tuple[float, float]) -> Tensor:
@@ -244,22 +225,22 @@ def _torch_linear_add_norm(
     return _torch_add_layer_norm(F.linear(x, weight, bias), residual, scale, shift, eps)
 
 
-def _torch_linear_onto(x: Tensor, weight: Tensor, total: Tensor, start: Tensor) -> Tensor:
+def _torch_linear_accumulate(x: Tensor, weight: Tensor, total: Tensor, start: Tensor) -> Tensor:
     total.copy_(start)
     return F.linear(x, weight) + total
 
 
-def _onto(shape: str, x: Tensor, weight: Tensor, start: Tensor) -> Case:
+def _accumulate(shape: str, x: Tensor, weight: Tensor, start: Tensor) -> Case:
     """A product onto a sum, which each way is given anew first: ours writes over it."""
     total = start.clone()
     return Case(
-        "linear_onto",
+        "linear_accumulate",
         shape,
         lambda: linear_accumulate.launch(x, weight, total.copy_(start)),
-        lambda: _torch_linear_onto(x, weight, total, start),
+        lambda: _torch_linear_accumulate(x, weight, total, start),
         lambda: linear_accumulate.reference(x.double(), weight.double(), start.double()),
         sum(t.numel() * t.element_size() for t in (x, weight, start)) + 3 * start.numel() * start.element_size(),
-        (_torch_linear_onto, [x, weight, total, start], {}),
+        (_torch_linear_accumulate, [x, weight, total, start], {}),
     )
 
 
@@ -272,94 +253,194 @@ def _with_records(shape: str, operands: list[Any], depth: int) -> Case:
     return replace(case, ours=lambda: linear_layer_norm.launch(*given))
 
 
+class Operands:
+    """Random tensors."""
+
+    def __init__(self, dtype: torch.dtype, device: str) -> None:
+        self.dtype, self.device = dtype, device
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def image(self, channels: int, size: int) -> Tensor:
+        return self.randn(2, channels, size, size).to(memory_format=torch.channels_last)
+
+    def filters(self, columns: int, channels: int) -> Tensor:
+        weight = self.randn(columns, channels, 3, 3) * (9 * channels) ** -0.5
+        return weight.to(memory_format=torch.channels_last)
+
+
+Cases = Callable[[Operands], Iterator[Case]]
+CASES: dict[str, Cases] = {}
+"""By kernel: a function that yields its cases."""
+
+
+def _of(kernel: str) -> Callable[[Cases], Cases]:
+    def register(function: Cases) -> Cases:
+        CASES[kernel] = function
+        return function
+
+    return register
+
+
 def cases(dtype: torch.dtype, only: set[str], device: str = "cuda") -> Iterator[Case]:
     """Each kernel of `only` at each of its shapes, on random operands."""
+    operands = Operands(dtype, device)
+    for kernel, function in CASES.items():
+        if kernel in only:
+            yield from function(operands)
 
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
 
-    def image(channels: int, size: int) -> Tensor:
-        return randn(2, channels, size, size).to(memory_format=torch.channels_last)
-
+@_of("layer_norm")
+def _layer_norm(o: Operands) -> Iterator[Case]:
     for rows, columns in NORM_ROWS:
-        shape, affine = f"{rows}x{columns}", [randn(columns), randn(columns), 1e-5]
-        if "layer_norm" in only:
-            yield _case("layer_norm", shape, _torch_layer_norm, [randn(rows, columns), *affine], {})
-        if "add_layer_norm" in only:
-            operands = [randn(rows, columns), randn(rows, columns), *affine]
-            yield _case("add_layer_norm", shape, _torch_add_layer_norm, operands, {})
+        operands = [o.randn(rows, columns), o.randn(columns), o.randn(columns), 1e-5]
+        yield _case("layer_norm", f"{rows}x{columns}", _torch_layer_norm, operands, {})
+
+
+@_of("add_layer_norm")
+def _add_layer_norm(o: Operands) -> Iterator[Case]:
+    for rows, columns in NORM_ROWS:
+        operands = [o.randn(rows, columns), o.randn(rows, columns), o.randn(columns), o.randn(columns), 1e-5]
+        yield _case("add_layer_norm", f"{rows}x{columns}", _torch_add_layer_norm, operands, {})
+
+
+@_of("group_norm")
+def _group_norm(o: Operands) -> Iterator[Case]:
     for channels, size in IMAGES:
-        shape = f"2x{channels}x{size}x{size}"
-        if "group_norm" in only:
-            operands = [image(channels, size), 32, randn(channels), randn(channels), 1e-5]
-            options = {"shift": randn(2, channels), "silu": True}
-            case = _case("group_norm", shape, _torch_group_norm, operands, options)
-            yield case
-            fitting = [path for path, fits in group_norm._FITS.items() if fits(size * size, 32, channels // 32)]
-            yield from (_by_path(case, path) for path in [*fitting, "loop"])
-        if "bias_add" in only:
-            operands = [image(channels, size), randn(channels), image(channels, size)]
-            yield _case("bias_add", shape, _torch_bias_add, operands, {})
-        if "add_group_norm" in only:
-            operands = [image(channels, size), randn(channels), image(channels, size), 1.0, 32]
-            operands += [randn(channels), randn(channels), 1e-5]
-            yield _case("add_group_norm", shape, _torch_add_group_norm, operands, {"silu": True})
-    for below, skip, size in JOINED if "cat_group_norm" in only else ():
-        operands = [image(below, size), randn(below), image(below, size), image(skip, size), 32]
-        operands += [randn(below + skip), randn(below + skip)]
+        operands = [o.image(channels, size), 32, o.randn(channels), o.randn(channels), 1e-5]
+        options = {"shift": o.randn(2, channels), "silu": True}
+        case = _case("group_norm", f"2x{channels}x{size}x{size}", _torch_group_norm, operands, options)
+        yield case
+        fitting = [path for path, fits in group_norm._FITS.items() if fits(size * size, 32, channels // 32)]
+        yield from (_by_path(case, path) for path in [*fitting, "loop"])
+
+
+@_of("bias_add")
+def _bias_add(o: Operands) -> Iterator[Case]:
+    for channels, size in IMAGES:
+        operands = [o.image(channels, size), o.randn(channels), o.image(channels, size)]
+        yield _case("bias_add", f"2x{channels}x{size}x{size}", _torch_bias_add, operands, {})
+
+
+@_of("add_group_norm")
+def _add_group_norm(o: Operands) -> Iterator[Case]:
+    for channels, size in IMAGES:
+        operands = [o.image(channels, size), o.randn(channels), o.image(channels, size), 1.0, 32]
+        operands += [o.randn(channels), o.randn(channels), 1e-5]
+        yield _case("add_group_norm", f"2x{channels}x{size}x{size}", _torch_add_group_norm, operands, {"silu": True})
+
+
+@_of("cat_group_norm")
+def _cat_group_norm(o: Operands) -> Iterator[Case]:
+    for below, skip, size in JOINED:
+        operands = [o.image(below, size), o.randn(below), o.image(below, size), o.image(skip, size), 32]
+        operands += [o.randn(below + skip), o.randn(below + skip), 1e-5]
         shape = f"2x{below}+{skip}x{size}x{size}"
-        yield _case("cat_group_norm", shape, _torch_cat_group_norm, [*operands, 1e-5], {"silu": True})
-    for channels, size in SMALL if "upsample" in only else ():
-        operands = [image(channels, size), (2 * size, 2 * size), (0.5, 0.5)]
+        yield _case("cat_group_norm", shape, _torch_cat_group_norm, operands, {"silu": True})
+
+
+@_of("upsample")
+def _upsample(o: Operands) -> Iterator[Case]:
+    for channels, size in SMALL:
+        operands = [o.image(channels, size), (2 * size, 2 * size), (0.5, 0.5)]
         yield _case("upsample", f"2x{channels}x{size}x{size}", _torch_upsample, operands, {})
-    for channels, size in SMALL if "upsample_conv2d" in only else ():
-        weight = randn(channels, channels, 3, 3) * (9 * channels) ** -0.5
-        operands = [image(channels, size), weight.to(memory_format=torch.channels_last)]
+
+
+@_of("upsample_conv2d")
+def _upsample_conv2d(o: Operands) -> Iterator[Case]:
+    for channels, size in SMALL:
+        operands = [o.image(channels, size), o.filters(channels, channels)]
         yield _case("upsample_conv2d", f"2x{channels}x{size}x{size}", _torch_upsample_conv2d, operands, {})
-    if "geglu" in only:
-        for rows, columns in GATED:
-            yield _case("geglu", f"{rows}x{columns}", _torch_geglu, [randn(rows, columns)], {})
-    for rows, columns, inner in GATED_LINEARS if "linear_geglu" in only else ():
-        tensors = [randn(rows, inner), randn(2 * columns, inner) * inner**-0.5, randn(2 * columns)]
+
+
+@_of("geglu")
+def _geglu(o: Operands) -> Iterator[Case]:
+    for rows, columns in GATED:
+        yield _case("geglu", f"{rows}x{columns}", _torch_geglu, [o.randn(rows, columns)], {})
+
+
+@_of("linear_geglu")
+def _linear_geglu(o: Operands) -> Iterator[Case]:
+    for rows, columns, inner in GATED_LINEARS:
+        tensors = [o.randn(rows, inner), o.randn(2 * columns, inner) * inner**-0.5, o.randn(2 * columns)]
         yield _case("linear_geglu", f"{rows}x{columns}x{inner}", _torch_linear_geglu, tensors, {})
-    for rows, columns, inner in NORMED_LINEARS if "linear_layer_norm" in only else ():
-        tensors = [randn(rows, inner), randn(columns, inner) * inner**-0.5, randn(columns), randn(rows, columns)]
-        operands = [*tensors, randn(columns), randn(columns), 1e-5]
+
+
+@_of("linear_layer_norm")
+def _linear_layer_norm(o: Operands) -> Iterator[Case]:
+    for rows, columns, inner in NORMED_LINEARS:
+        tensors = [
+            o.randn(rows, inner),
+            o.randn(columns, inner) * inner**-0.5,
+            o.randn(columns),
+            o.randn(rows, columns),
+        ]
+        operands = [*tensors, o.randn(columns), o.randn(columns), 1e-5]
         yield _with_records(f"{rows}x{columns}x{inner}", operands, inner)
-    for rows, columns, inner in LINEARS if "linear_onto" in only else ():
-        tensors = [randn(rows, inner), randn(columns, inner) * inner**-0.5, randn(rows, columns)]
-        yield _onto(f"{rows}x{columns}x{inner}", *tensors)
-    for rows, columns in ((2, 320), (12, 256)) if "timestep_embedding" in only else ():
-        t = torch.linspace(1, 999, rows, device=device).long()[:, None]
-        frequency = torch.exp(-9.21 * torch.arange(columns // 2, device=device) / (columns // 2))[None]
-        options = {"sine_first": False, "out_dtype": dtype}
+
+
+@_of("linear_accumulate")
+def _linear_accumulate(o: Operands) -> Iterator[Case]:
+    for rows, columns, inner in LINEARS:
+        tensors = [o.randn(rows, inner), o.randn(columns, inner) * inner**-0.5, o.randn(rows, columns)]
+        yield _accumulate(f"{rows}x{columns}x{inner}", *tensors)
+
+
+@_of("timestep_embedding")
+def _timestep_embedding(o: Operands) -> Iterator[Case]:
+    for rows, columns in ((2, 320), (12, 256)):
+        t = torch.linspace(1, 999, rows, device=o.device).long()[:, None]
+        frequency = torch.exp(-9.21 * torch.arange(columns // 2, device=o.device) / (columns // 2))[None]
+        options = {"sine_first": False, "out_dtype": o.dtype}
         yield _case("timestep_embedding", f"{rows}x{columns}", _torch_timestep_embedding, [t, frequency], options)
-    for images, channels, height, width, columns in CONVOLUTIONS if "conv2d" in only else ():
-        weight = randn(columns, channels, 3, 3) * (9 * channels) ** -0.5
-        operands = [x.to(memory_format=torch.channels_last) for x in (randn(images, channels, height, width), weight)]
+
+
+@_of("conv2d")
+def _conv2d(o: Operands) -> Iterator[Case]:
+    for images, channels, height, width, columns in CONVOLUTIONS:
+        x = o.randn(images, channels, height, width).to(memory_format=torch.channels_last)
+        operands = [x, o.filters(columns, channels)]
         yield _case("conv2d", f"{images}x{channels}x{height}x{width}x{columns}", conv2d.fallback, operands, {})
-    for images, channels, height, width, columns in NARROW_CONVOLUTIONS if "narrow_conv" in only else ():
-        weight = randn(columns, channels, 3, 3) * (9 * channels) ** -0.5
-        operands = [x.to(memory_format=torch.channels_last) for x in (randn(images, channels, height, width), weight)]
-        shape, operands = f"{images}x{channels}x{height}x{width}x{columns}", [*operands, randn(columns)]
-        yield _case("narrow_conv", shape, narrow_conv.fallback, operands, {})
-    for images, channels, height, width, columns in NORMED_CONVOLUTIONS if "conv_group_norm" in only else ():
-        pictures = randn(images, channels, height, width), randn(images, columns, height, width)
-        weight = randn(columns, channels, 3, 3) * (9 * channels) ** -0.5
-        x, residual, weight = (t.to(memory_format=torch.channels_last) for t in (*pictures, weight))
-        operands = [x, weight, randn(columns), residual, 32, randn(columns), randn(columns), 1e-5]
+
+
+@_of("narrow_conv")
+def _narrow_conv(o: Operands) -> Iterator[Case]:
+    for images, channels, height, width, columns in NARROW_CONVOLUTIONS:
+        x = o.randn(images, channels, height, width).to(memory_format=torch.channels_last)
+        operands = [x, o.filters(columns, channels), o.randn(columns)]
+        yield _case(
+            "narrow_conv", f"{images}x{channels}x{height}x{width}x{columns}", narrow_conv.fallback, operands, {}
+        )
+
+
+@_of("conv_group_norm")
+def _conv_group_norm(o: Operands) -> Iterator[Case]:
+    for images, channels, height, width, columns in NORMED_CONVOLUTIONS:
+        x, residual = (
+            o.randn(images, depth, height, width).to(memory_format=torch.channels_last) for depth in (channels, columns)
+        )
+        operands = [x, o.filters(columns, channels), o.randn(columns), residual]
+        operands += [32, o.randn(columns), o.randn(columns), 1e-5]
         shape = f"{images}x{channels}x{height}x{width}x{columns}"
         yield _case("conv_group_norm", shape, _torch_conv_group_norm, operands, {"silu": True})
-    if "attention" in only:
-        for heads, queries, keys, size in HEADS:
-            q, k, v = (
-                randn(2, length, heads * size).unflatten(-1, (heads, size)).transpose(1, 2)
-                for length in (queries, keys, keys)
-            )
-            yield _case("attention", f"2x{heads}x{queries}x{keys}x{size}", attention.reference, [q, k, v], {})
-    for images, rows, heads, size, keys in PROMPTED if "query_attention" in only else ():
+
+
+@_of("attention")
+def _attention(o: Operands) -> Iterator[Case]:
+    for heads, queries, keys, size in HEADS:
+        q, k, v = (
+            o.randn(2, length, heads * size).unflatten(-1, (heads, size)).transpose(1, 2)
+            for length in (queries, keys, keys)
+        )
+        yield _case("attention", f"2x{heads}x{queries}x{keys}x{size}", attention.reference, [q, k, v], {})
+
+
+@_of("query_attention")
+def _query_attention(o: Operands) -> Iterator[Case]:
+    for images, rows, heads, size, keys in PROMPTED:
         columns = heads * size
-        x, weight = randn(images, rows, columns), randn(columns, columns) * columns**-0.5
-        k, v = randn(images, keys, 2 * columns).unflatten(-1, (2, heads, size)).transpose(1, 3).unbind(2)
+        x, weight = o.randn(images, rows, columns), o.randn(columns, columns) * columns**-0.5
+        k, v = o.randn(images, keys, 2 * columns).unflatten(-1, (2, heads, size)).transpose(1, 3).unbind(2)
         shape = f"{images}x{rows}x{columns}x{keys}"
         yield _case("query_attention", shape, _torch_query_attention, [x, weight, k, v], {})

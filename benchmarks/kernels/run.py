@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.cases import MODULES, Case, cases
+from benchmarks.kernels.cases import CASES, Case, cases
 from sfast_ext.kernels.group_norm import group_norm, one_pass
 from sfast_ext.kernels.pointwise import bias_add, geglu, layer_norm
 from sfast_ext.tools.bench import CACHES
@@ -175,7 +175,7 @@ def write(out: Path | None, result: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the rows go, as JSON")
-    parser.add_argument("--only", default=",".join(MODULES), help="kernels, with commas between them")
+    parser.add_argument("--only", default=",".join(CASES), help="kernels, with commas between them")
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--sweep", action="store_true", help="try other tile sizes too")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out, which takes minutes")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from sfast_ext.kernels.backend import registry
 from sfast_ext.tools.lib import rates
 
 OTHER = "copies, casts, other elementwise"
 ARITHMETIC = frozenset({"convolution", "linear", "attention"})
 """Kinds whose ceiling is the rate of the matrix units; that of the others is the bandwidth."""
-# the first that is found in an operation's name; names are those of aten and of the modules in sfast_ext.kernels
+# the first that is found in an operation's name; names are those of aten and of kernels
 _WORDS = [
     ("convolution", r"conv(?!ert)"),
     ("attention", r"attention|sdpa"),
@@ -28,7 +28,6 @@ _WORDS = [
     ("residual and bias", r"^add|_add|add$|bias|residual"),
 ]
 KINDS = (*(kind for kind, _ in _WORDS), OTHER)
-_KERNELS = "sfast_ext.kernels."
 
 
 class Cost(NamedTuple):
@@ -43,17 +42,16 @@ class Cost(NamedTuple):
 
 
 def operation(target: Any) -> str:
-    """The name of what a node calls: an aten operation's, or that of a kernel's module."""
+    """The name of what a node calls: an aten operation's, or a kernel's."""
     while isinstance(target, functools.partial):
         target = target.func
     packet = getattr(target, "overloadpacket", None)
     if packet is not None:
         return packet.__name__
-    home, name = getattr(target, "__module__", None) or "", getattr(target, "__name__", str(target))
-    if home.startswith(_KERNELS):
-        module = home.rpartition(".")[2]
-        return module if name in ("launch", "reference") else f"{module}.{name}"
-    return name
+    kernel, name = registry.of(target), getattr(target, "__name__", str(target))
+    if kernel is None:
+        return name
+    return kernel.name if name in ("launch", "reference") else f"{kernel.name}.{name}"
 
 
 def kind(name: str) -> str:
@@ -84,9 +82,9 @@ def _bytes(tensor: Tensor) -> int:
 
 def _flops(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """By shapes alone: a kernel's reference is run without memory, or its `flop_reference`, which has fewer."""
-    if getattr(target, "__module__", "").startswith(_KERNELS):
-        home = sys.modules[target.__module__]
-        target = getattr(home, "flop_reference", None) or getattr(home, "reference", target)
+    kernel = registry.of(target)
+    if kernel is not None:
+        target = kernel.flop_reference or kernel.reference
 
     def bare(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -97,4 +95,4 @@ def _flops(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     try:
         return rates.flops(lambda: target(*args, **kwargs))
     except Exception:
-        return 0  # it takes no tensors without memory: not one of those that have products in them
+        return 0  # it does not run without memory: none of the operations with FLOPs

@@ -1,26 +1,42 @@
-"""Fused operations, one a file: `launch` in Triton or CUDA C++, and `reference`, the same in plain PyTorch.
+"""Fused operations, one per file: `launch` in Triton or CUDA C++, and `reference`, the same in plain PyTorch.
 
-A reference is the oracle of tests, and what `launch` does on a CPU without Triton's interpreter. No plan is made of
-references: where no kernel serves an operation, PyTorch's own stays as it was recorded (`serves`).
-
-A module may say of its launch: NEEDS_TRITON = False, where it does without; USES, the kernels that it may call in its
-turn; WRITES, the argument whose memory the result takes.
+Each file declares a record (`backend.registry.Kernel`) and registers it. References are the oracles of tests; `launch`
+calls its reference on a CPU without Triton's interpreter. No plan is made of references: where no kernel serves an
+operation (`serves`), PyTorch's own stays as it was recorded.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from types import ModuleType
 
 import torch
 
-from sfast_ext.kernels.backend import health, triton_runtime
+from sfast_ext.kernels.backend import health, registry, triton_runtime
+from sfast_ext.kernels.backend.registry import Kernel
+
+_ROOMS = ("attention", "conv", "group_norm", "linear", "pointwise")
 
 
-def serves(module: ModuleType, device: torch.device, *, triton: bool) -> bool:
-    """Whether a kernel may be launched on a device: it needs no Triton or there is one, and it is not put down."""
-    return (triton or not getattr(module, "NEEDS_TRITON", True)) and health.usable(module, device)
+def serves(kernel: Kernel | ModuleType, device: torch.device, *, triton: bool) -> bool:
+    """Whether a kernel, or the kernel of a file, may be launched on a device: it is not disabled, and Triton is there
+    (`triton`) if it needs it."""
+    record = kernel if isinstance(kernel, Kernel) else registry.of(kernel)
+    if record is None:
+        raise ValueError(f"{kernel} has no kernel")
+    return (triton or not record.needs_triton) and health.usable(record, device)
+
+
+def registered() -> dict[str, Kernel]:
+    """All kernels by name; imports the files of all rooms."""
+    for room in _ROOMS:
+        package = importlib.import_module(f"{__name__}.{room}")
+        for file in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{package.__name__}.{file.name}")
+    return registry.known()
 
 
 def interpreted() -> bool:
-    """Whether the kernels were imported under TRITON_INTERPRET=1: then they run on the CPU, for tests."""
+    """Whether the kernels were imported under TRITON_INTERPRET=1: they run on the CPU then, for tests."""
     return triton_runtime.INTERPRETED

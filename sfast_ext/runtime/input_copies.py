@@ -1,9 +1,9 @@
-"""What a call brings, copied to where its graph reads it by one kernel: csrc/copies.cu.
+"""Copies a call's inputs to the static inputs of its CUDA graph, with one kernel: csrc/copies.cu.
 
-It is the graph's first node, which is told anew before each replay whence it copies; where torch does not hand out its
-graphs, a launch of its own. torch takes 40 microseconds of the host's time to copy three tensors behind a graph, such a
-launch 15, new parameters for a node 5 (on an NVIDIA H200's host). Where NVRTC is not there, torch copies one after
-another.
+The kernel is the graph's first node, whose parameters are updated with the sources' addresses before each replay; where
+torch does not hand out its graphs it is launched by itself. Host time for three tensors, beside an NVIDIA H200: 40
+microseconds with torch's copies, 15 with such a launch, 5 with an update of the node. Without NVRTC torch copies one
+tensor after another.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sfast_ext.kernels.backend.triton_runtime import INTERPRETED
 logger = logging.getLogger("sfast_ext")
 
 _MOST = 16  # tensors
-_LARGEST = 1 << 22  # bytes of one: of more torch makes more blocks
+_LARGEST = 1 << 22  # bytes of a tensor: torch's copy uses more blocks for larger ones
 _BLOCKS, _THREADS = 32, 256
-# of an entry of the kernel's table: to, from, bytes
+# an entry of the kernel's table: (to, from, bytes)
 _ENTRY, _FROM, _BYTES = 3, 1, 2
 _SHARED = ("func", "gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes")
 
 
 class Copies:
-    """Copies to the same tensors again and again.
+    """Copies to the same target tensors, again and again.
 
     Args:
         targets: tensors of one device.
@@ -53,14 +53,14 @@ class Copies:
             try:
                 return _SOURCE.warmup(MOST=_MOST) if _SOURCE.available(self._targets[0].device) else None
             except nvrtc.Unavailable:
-                return None  # the log has it
+                return None  # logged
 
     def __call__(self, sources: Sequence[Tensor | None]) -> None:
-        """Copies each source, of its target's shape: on the current stream, or at the next replay of the graph that
-        they have become a part of. A target of None stays as it is.
+        """Copy each source to its target, of the same shape: now on the current stream, or at the next replay of the
+        graph after `join`. Where a source is None the target stays as it is.
 
         Raises:
-            Unavailable: the graph cannot be told, and would read what was there before.
+            Unavailable: the graph's node cannot be updated, and a replay would use the previous sources.
         """
         taken: list[int] = []
         node = self._tell_node
@@ -96,7 +96,7 @@ class Copies:
         nvrtc.checked(driver.cuLaunchKernel(self._function, *grid, _THREADS, 1, 1, 0, stream, table, 0))
 
     def begin(self) -> None:
-        """Is captured as the first node of a graph, which copies nothing until it is told what."""
+        """Launch, to be captured as the first node of a graph; it copies nothing until it is updated."""
         if self._function is None:
             return
         for i in range(len(self._kinds)):
@@ -108,7 +108,12 @@ class Copies:
             self._function = None
 
     def join(self, graph: int, executable: int) -> None:
-        """From now on the first node of a graph copies: handles of what `begin` was captured in, and of what runs."""
+        """Let the first node of a graph copy from now on.
+
+        Args:
+            graph: handle of the graph in which `begin` was captured.
+            executable: handle of its instance.
+        """
         if self._function is None:
             return
         driver = nvrtc.bindings()[0]  # type: ignore[index]
@@ -125,7 +130,7 @@ class Copies:
         self._tell_node = lambda: tell(running, node, params)
 
     def _node(self, driver: Any, graph: Any) -> tuple[Any, Any]:
-        """Of the graph's nodes that wait for none the one that `begin` made, and its parameters."""
+        """The root node of a graph that `begin` made, and its parameters."""
         _, count = nvrtc.checked(driver.cuGraphGetRootNodes(graph))
         nodes, _ = nvrtc.checked(driver.cuGraphGetRootNodes(graph, count))
         assert self._function is not None
@@ -140,7 +145,7 @@ class Copies:
 
 
 def _alike(source: Tensor, kind: tuple[torch.dtype, int], index: int) -> bool:
-    """Whether its memory is as its target's."""
+    """Whether a source has its target's device, dtype and size, and dense memory."""
     plain = type(source) is Tensor and source.get_device() == index and (source.dtype, source.nbytes) == kind
     return plain and source.is_contiguous() and not source.is_neg()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-import sys
 from typing import Any
 
 import torch
 from torch import fx
+
+from sfast_ext.kernels.backend import registry
 
 
 def peak_bytes(graph: fx.Graph) -> int:
@@ -49,13 +50,10 @@ def _results(node: fx.Node, place: int, last: dict[fx.Node, int]) -> list[tuple[
 
 def _workspace(node: fx.Node) -> int:
     """Bytes that a kernel of ours holds while it runs, beside its result."""
-    workspace = getattr(_home(node), "workspace", None)
-    return workspace(*fx.map_arg(node.args, lambda n: n.meta.get("val"))) if workspace is not None else 0
-
-
-def _home(node: fx.Node) -> Any:
-    """The module of what a node calls."""
-    return sys.modules.get(getattr(node.target, "__module__", None) or "")
+    kernel = registry.of(node.target)
+    if kernel is None or kernel.workspace is None:
+        return 0
+    return kernel.workspace(*fx.map_arg(node.args, lambda n: n.meta.get("val")))
 
 
 def _base(node: fx.Node) -> fx.Node | None:
@@ -66,9 +64,9 @@ def _base(node: fx.Node) -> fx.Node | None:
     if node.target is operator.getitem:
         # a kernel's several results are memory of their own each
         return sources[0] if isinstance(sources[0].target, torch._ops.OpOverload) else None
-    written = getattr(_home(node), "WRITES", None)
-    if written is not None:
-        return node.args[written]  # type: ignore[return-value]
+    kernel = registry.of(node.target)
+    if kernel is not None and kernel.writes is not None:
+        return node.args[kernel.writes]  # type: ignore[return-value]
     schema = getattr(node.target, "_schema", None)
     views = schema is not None and any(result.alias_info is not None for result in schema.returns)
     return sources[0] if views or getattr(node.target, "__name__", "").startswith("reshape") else None

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend import nvrtc, precompile
+from sfast_ext.kernels.backend.registry import Kernel
 from sfast_ext.kernels.group_norm import two_pass
 
 HALF = (torch.float16, torch.bfloat16)
@@ -33,7 +34,7 @@ def wide(value: Any) -> Any:
     return value.detach().cpu().double() if isinstance(value, Tensor) else value
 
 
-def expected(module: ModuleType, *args: Any, **kwargs: Any) -> Any:
+def expected(module: ModuleType | Kernel, *args: Any, **kwargs: Any) -> Any:
     """The reference on the same values in float64."""
     kwargs.pop("out_dtype", None)
     return module.reference(*map(wide, args), **{name: wide(value) for name, value in kwargs.items()})

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sfast_ext.kernels.attention import flash_attention, short_attention, xformers_choice
 from sfast_ext.kernels.backend.nvrtc import Unavailable
+from sfast_ext.kernels.backend.registry import Kernel, register
 
 # With so few keys and so few rows of queries in all, cuDNN's planning (40 ms per shape) and its launch that clears
 # counters weigh most. For wide heads the other backends are faster even without those.
@@ -142,3 +143,15 @@ def _preferred(
         out = reference(q, k, v, mask, is_causal, scale)  # raises where torch cannot either
         _refused.add(key)
         return out
+
+
+KERNEL = register(
+    Kernel(
+        "attention",
+        reference,
+        launch,
+        fallback,
+        triton_functions=(short_attention.short_attention_kernel,),
+        cuda_sources=(flash_attention._SOURCE,),
+    )
+)

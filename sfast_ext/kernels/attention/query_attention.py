@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from sfast_ext.kernels.attention import attention, operands
 from sfast_ext.kernels.attention.operands import can_be_mapped, heads_map, in_base_2
 from sfast_ext.kernels.backend import nvrtc, smem_ring
+from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     INTERPRETED,
     cdiv,
@@ -25,8 +26,6 @@ from sfast_ext.kernels.backend.triton_runtime import (
     multiprocessors,
     supported,
 )
-
-USES = (attention,)
 
 _SIZE, _HEADS, _ROWS = 64, 5, 64  # head dimension; heads and rows of a tile
 _MOST_KEYS = 80
@@ -158,3 +157,6 @@ def _prepared(
 
 
 _SOURCE = nvrtc.Source("query_attention", _prepared, ("out", "x", "weight", "k", "v", "scale"), variants, ("weight",))
+
+
+KERNEL = register(Kernel("query_attention", reference, launch, uses=(attention.KERNEL,), cuda_sources=(_SOURCE,)))

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from sfast_ext.kernels.backend import registry
+from sfast_ext.kernels.backend.registry import Kernel
+
 _HOME = "sfast_ext.kernels."
 _LAUNCHES = ("launch", "fallback")
 _down: dict[tuple[str, str], str] = {}
@@ -49,19 +52,17 @@ def clear() -> None:
         _down.clear()
 
 
-def usable(module: ModuleType, device: torch.device) -> bool:
-    """Whether neither a kernel nor one that its launch calls (USES of its module) is put down."""
-    return not _down or all(reason(name_of(each), device) is None for each in _with_used(module))
+def usable(kernel: Kernel | ModuleType, device: torch.device) -> bool:
+    """Whether neither a kernel (or the kernel of a file) nor one that its launch may call is disabled on a device."""
+    record = kernel if isinstance(kernel, Kernel) else registry.of(kernel)
+    if record is None:
+        raise ValueError(f"{kernel} has no kernel")
+    return not _down or all(reason(each.name, device) is None for each in _with_used(record))
 
 
-def name_of(module: ModuleType) -> str:
-    """What a kernel is called: its file."""
-    return module.__name__.rpartition(".")[2]
-
-
-def _with_used(module: ModuleType) -> Iterator[ModuleType]:
-    yield module
-    for used in getattr(module, "USES", ()):
+def _with_used(kernel: Kernel) -> Iterator[Kernel]:
+    yield kernel
+    for used in kernel.uses:
         yield from _with_used(used)
 
 
@@ -100,6 +101,6 @@ def _launcher(traceback: TracebackType | None) -> str | None:
 
 
 def launcher_of(frame: Any) -> str | None:
-    """The kernel whose launch function a frame runs, or None."""
+    """The file name of the kernel whose launch function, or fallback, a frame runs; None for other frames."""
     home = frame.f_globals.get("__name__", "")
     return home.rpartition(".")[2] if frame.f_code.co_name in _LAUNCHES and home.startswith(_HOME) else None

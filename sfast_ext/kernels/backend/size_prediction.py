@@ -5,7 +5,6 @@ Launch functions are called in a dry run with tensors without memory; nothing is
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,9 +13,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from sfast_ext.kernels.backend import triton_runtime
+from sfast_ext.kernels.backend import registry, triton_runtime
 
-_KERNELS = "sfast_ext.kernels."
 # Factors of height and width, most likely first. With these, Stable Diffusion 1.5 after 512x512 and XL after 1024x1024
 # compile all that sizes from 384x384 to 1536x1536 launch; no other four factors miss less after other sizes.
 _SCALES = ((1, 9 / 8), (3 / 2, 3 / 2), (3 / 4, 3 / 4), (1 / 2, 1 / 2))
@@ -174,10 +172,8 @@ def _lengths(levels: dict[Size, Size]) -> dict[int, int]:
 
 
 def _launches_triton(target: Any) -> bool:
-    home = getattr(target, "__module__", "")
-    if not home.startswith(_KERNELS) or getattr(target, "__name__", "") != "launch":
-        return False
-    return getattr(sys.modules.get(home), "NEEDS_TRITON", True)
+    kernel = registry.of(target)
+    return kernel is not None and kernel.needs_triton and getattr(target, "__name__", "") == "launch"
 
 
 def _described(x: Any) -> Any:

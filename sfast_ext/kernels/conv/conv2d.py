@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend import nvrtc, smem_ring
+from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     INTERPRETED,
     cdiv,
@@ -306,3 +307,6 @@ def _prepared(
 
 _NAMES = ("out", "x", "weight", "shift", "residual", "partial")
 _SOURCE = nvrtc.Source("conv2d", _prepared, _NAMES, variants, ("weight",))
+
+
+KERNEL = register(Kernel("conv2d", reference, launch, fallback, cuda_sources=(_SOURCE,)))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     cdiv,
     channels_inner,
@@ -232,3 +233,14 @@ def applicable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if not is_dry_run() and not weight.is_contiguous(memory_format=torch.channels_last):
         return False
     return columns > 0 and (channels <= MOST_IN or columns in OUT)
+
+
+KERNEL = register(
+    Kernel(
+        "narrow_conv",
+        reference,
+        launch,
+        fallback,
+        triton_functions=(narrow_conv_in_kernel, narrow_conv_taps_kernel, narrow_conv_out_kernel),
+    )
+)

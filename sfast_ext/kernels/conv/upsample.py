@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     MAX_GRID_YZ,
     cdiv,
@@ -107,3 +108,6 @@ def launch(x: Tensor, size: tuple[int, int], steps: tuple[float, float], residua
             num_warps=4,
         )
     return channels_outer(out)
+
+
+KERNEL = register(Kernel("upsample", reference, launch, triton_functions=(upsample_kernel,)))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     HALF,
     cdiv,
@@ -25,8 +26,6 @@ from sfast_ext.kernels.backend.triton_runtime import (
     tl,
 )
 from sfast_ext.kernels.conv import conv2d, upsample
-
-USES = (conv2d, upsample)
 
 LEAST_CHANNELS = 128  # in and out: with fewer, moving the GEMMs' results takes longer than computing them
 _DOWN, _ACROSS, _BLOCK = 2, 4, 64  # a tile: pixels of the small image, and channels
@@ -156,9 +155,6 @@ def tap_gemms(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tenso
     return torch.baddbmm(x.new_empty(()), pixels.expand(9, -1, -1), taps, beta=0, alpha=_scale(x.dtype))
 
 
-flop_reference = tap_gemms
-
-
 def _scale(dtype: torch.dtype) -> float:
     """In float16 a tap's result may overflow where the sum of taps does not. The scale costs precision below 2**-11,
     far below a UNet's activations."""
@@ -175,3 +171,17 @@ def applicable(x: Tensor, weight: Tensor, cut: tuple[int, int]) -> bool:
     if min(columns, channels) < LEAST_CHANNELS:
         return False
     return is_dry_run() or weight.is_contiguous(memory_format=torch.channels_last)
+
+
+KERNEL = register(
+    Kernel(
+        "upsample_conv2d",
+        reference,
+        launch,
+        fallback,
+        workspace,
+        flop_reference=tap_gemms,
+        uses=(conv2d.KERNEL, upsample.KERNEL),
+        triton_functions=(upsample_conv2d_kernel,),
+    )
+)

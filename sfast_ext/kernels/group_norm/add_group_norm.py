@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.group_norm import fused_inputs, group_norm
 from sfast_ext.kernels.pointwise import bias_add
-
-USES = (bias_add, group_norm)
 
 
 def reference(
@@ -54,3 +53,14 @@ def launch(
         return done
     out_sum = bias_add.launch(x, conv_bias, residual, scale)
     return out_sum, group_norm.launch(out_sum, groups, weight, bias, eps, None, silu, out_dtype, patches)
+
+
+KERNEL = register(
+    Kernel(
+        "add_group_norm",
+        reference,
+        launch,
+        uses=(bias_add.KERNEL, group_norm.KERNEL),
+        triton_functions=fused_inputs.KERNELS,
+    )
+)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.group_norm import fused_inputs, group_norm
 from sfast_ext.kernels.pointwise import bias_add
-
-USES = (bias_add, group_norm)
 
 
 def reference(
@@ -55,3 +54,14 @@ def launch(
     summed = a if conv_bias is None and residual is None else bias_add.launch(a, conv_bias, residual)
     joined = torch.cat([summed, b.to(summed.dtype)], 1)
     return joined, group_norm.launch(joined, groups, weight, bias, eps, None, silu, out_dtype, patches)
+
+
+KERNEL = register(
+    Kernel(
+        "cat_group_norm",
+        reference,
+        launch,
+        uses=(bias_add.KERNEL, group_norm.KERNEL),
+        triton_functions=fused_inputs.KERNELS,
+    )
+)

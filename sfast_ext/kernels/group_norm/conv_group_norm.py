@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import DTYPES, channels_inner, channels_outer, is_dry_run
 from sfast_ext.kernels.conv import conv2d
-from sfast_ext.kernels.group_norm import add_group_norm, group_norm
+from sfast_ext.kernels.group_norm import add_group_norm, group_norm, two_pass
 from sfast_ext.kernels.group_norm.two_pass import Parts, normalise
-
-USES = (add_group_norm, conv2d, group_norm)
 
 
 def reference(
@@ -127,3 +126,15 @@ def _fused(
     inner = channels_inner(out_sum)
     out = normalise(inner, None, weight, bias, partial, parts, eps, silu, dtype)
     return None if residual is None else out_sum, channels_outer(out)
+
+
+KERNEL = register(
+    Kernel(
+        "conv_group_norm",
+        reference,
+        launch,
+        uses=(add_group_norm.KERNEL, conv2d.KERNEL, group_norm.KERNEL),
+        triton_functions=(two_pass.group_norm_combine_kernel, two_pass.group_norm_normalise_kernel),
+        cuda_sources=(conv2d._SOURCE,),
+    )
+)

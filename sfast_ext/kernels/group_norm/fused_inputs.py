@@ -262,3 +262,7 @@ def run(
     parts = Parts.of_rows(pixels, constants["PIXELS"])
     out = normalise(out_sum, None, weight, bias, partial, parts, eps, silu, dtype)
     return channels_outer(out_sum), channels_outer(out)
+
+
+KERNELS = (fused_group_norm_one_pass_kernel, fused_group_norm_part_statistics_kernel)
+"""What `run` launches in Triton, two_pass.py aside."""

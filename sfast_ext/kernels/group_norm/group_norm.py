@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     DTYPES,
     MAX_GRID_YZ,
@@ -32,6 +33,7 @@ from sfast_ext.kernels.backend.triton_runtime import (
     tl,
 )
 from sfast_ext.kernels.group_norm import one_pass as tiles
+from sfast_ext.kernels.group_norm import two_pass
 from sfast_ext.kernels.group_norm.two_pass import MOST, Parts, normalise
 
 _PATHS: tuple[str, ...] = ("whole", "parts")  # tried in this order before "loop"; paths not named are off
@@ -277,3 +279,19 @@ def _loop(inner: Tensor, shift: Tensor | None, groups: int) -> tuple[Tensor, Par
         num_warps=4 if block <= 512 else 8,
     )
     return partial, Parts.of_rows(pixels, per_split)
+
+
+KERNEL = register(
+    Kernel(
+        "group_norm",
+        reference,
+        launch,
+        triton_functions=(
+            group_norm_looped_statistics_kernel,
+            tiles.group_norm_one_pass_kernel,
+            tiles.group_norm_part_statistics_kernel,
+            two_pass.group_norm_combine_kernel,
+            two_pass.group_norm_normalise_kernel,
+        ),
+    )
+)

@@ -6,11 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import HALF
-
-NEEDS_TRITON = False
-WRITES = 2
-"""The argument whose memory the result takes."""
 
 
 def reference(x: Tensor, weight: Tensor, out_sum: Tensor) -> Tensor:
@@ -36,3 +33,6 @@ def launch(x: Tensor, weight: Tensor, out_sum: Tensor) -> Tensor:
         return reference(x, weight, out_sum)
     out_sum.view(-1, weight.shape[0]).addmm_(x.reshape(-1, weight.shape[1]), weight.t())
     return out_sum
+
+
+KERNEL = register(Kernel("linear_accumulate", reference, launch, writes=2, needs_triton=False))

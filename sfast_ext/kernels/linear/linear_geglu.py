@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend import nvrtc, smem_ring
+from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     INTERPRETED,
     cdiv,
@@ -23,8 +24,6 @@ from sfast_ext.kernels.backend.triton_runtime import (
     supported,
 )
 from sfast_ext.kernels.pointwise import geglu
-
-USES = (geglu,)
 
 _LEAST_SHARE = 0.9  # of the multiprocessors that tiles must fill; below, cuBLAS is faster
 _ALONE = 1.02  # time of a tile without a pair, relative to the same tile in a pair
@@ -160,3 +159,6 @@ def _prepared(
 
 
 _SOURCE = nvrtc.Source("linear_geglu", _prepared, ("out", "x", "weight", "bias"), variants, ("weight",))
+
+
+KERNEL = register(Kernel("linear_geglu", reference, launch, uses=(geglu.KERNEL,), cuda_sources=(_SOURCE,)))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend import nvrtc, smem_ring
+from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     INTERPRETED,
     cdiv,
@@ -27,8 +28,6 @@ from sfast_ext.kernels.backend.triton_runtime import (
     supported,
 )
 from sfast_ext.kernels.pointwise import add_layer_norm, layer_norm
-
-USES = (add_layer_norm, layer_norm)
 
 _MOST_PARTS = 16  # tiles of a row
 _RECORD = 2  # 8-byte words of a block's statistics of a row
@@ -296,3 +295,10 @@ _NAMES = (
     "eps",
 )
 _SOURCE = nvrtc.Source("linear_layer_norm", _prepared, _NAMES, variants, ("weight",))
+
+
+KERNEL = register(
+    Kernel(
+        "linear_layer_norm", reference, launch, uses=(add_layer_norm.KERNEL, layer_norm.KERNEL), cuda_sources=(_SOURCE,)
+    )
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     DTYPES,
     MAX_BLOCK,
@@ -149,3 +150,6 @@ def launch(
             num_warps=warps,
         )
     return out_sum, out
+
+
+KERNEL = register(Kernel("add_layer_norm", reference, launch, triton_functions=(add_layer_norm_kernel,)))

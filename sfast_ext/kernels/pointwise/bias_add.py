@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     MAX_GRID_YZ,
     cdiv,
@@ -95,3 +96,6 @@ def launch(x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float
             num_warps=4,
         )
     return channels_outer(out)
+
+
+KERNEL = register(Kernel("bias_add", reference, launch, triton_functions=(bias_add_kernel,)))

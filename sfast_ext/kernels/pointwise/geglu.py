@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     MAX_GRID_YZ,
     cdiv,
@@ -110,3 +111,6 @@ def launch(x: Tensor, gate_first: bool = False, approximate: str = "none") -> Te
             num_warps=4,
         )
     return out
+
+
+KERNEL = register(Kernel("geglu", reference, launch, triton_functions=(geglu_kernel,)))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     DTYPES,
     MAX_BLOCK,
@@ -118,3 +119,6 @@ def launch(
             num_warps=warps,
         )
     return out
+
+
+KERNEL = register(Kernel("layer_norm", reference, launch, triton_functions=(layer_norm_kernel,)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     MAX_GRID_YZ,
     cdiv,
@@ -62,3 +63,6 @@ def launch(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.dtyp
         operands = (frequency.contiguous(), out, half, t.stride(0))
         launch_kernel(timestep_embedding_kernel, grid, t, *operands, SINE_FIRST=sine_first, BLOCK=_BLOCK, num_warps=4)
     return out
+
+
+KERNEL = register(Kernel("timestep_embedding", reference, launch, triton_functions=(timestep_embedding_kernel,)))

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import attention, short_attention
-from sfast_ext.kernels.backend import health, triton_runtime
+from sfast_ext.kernels.backend import health, registry, triton_runtime
 from sfast_ext.kernels.conv import conv2d, upsample_conv2d
 from sfast_ext.kernels.group_norm import add_group_norm, group_norm
 from sfast_ext.kernels.linear import linear_accumulate, linear_geglu, linear_layer_norm
@@ -56,7 +56,7 @@ def test_a_kernel_that_is_put_down_serves_no_more_and_no_more_does_what_uses_it(
     ],
 )
 def test_what_a_launch_may_call_is_told(down, with_it):
-    health.put_down(health.name_of(down), GPU, "")
+    health.put_down(registry.of(down).name, GPU, "")
     assert not health.usable(with_it, GPU)
 
 
@@ -119,10 +119,10 @@ def test_what_came_from_no_kernel():
     assert health.blamed(health.KernelFailed({"a": "b"})) == {"a": "b"}
 
 
-def test_every_module_that_a_kernel_names_is_a_kernel():
-    for module in (add_group_norm, linear_geglu, linear_layer_norm, upsample_conv2d):
-        assert all(callable(used.launch) for used in module.USES)
-    assert callable(short_attention.applicable)
+@pytest.mark.parametrize("ask", [lambda x: kernels.serves(x, GPU, triton=True), lambda x: health.usable(x, GPU)])
+def test_a_file_without_a_kernel_is_an_error(ask):
+    with pytest.raises(ValueError, match="short_attention"):
+        ask(short_attention)
 
 
 def test_a_launch_that_cannot_is_the_reference():

@@ -127,6 +127,16 @@ def test_query_attention_compiles(dtype):
     assert query_attention.shared_bytes() + fixed <= SHARED
 
 
+COMPILED = {
+    "conv2d": test_conv2d_compiles,
+    "flash_attention": test_flash_attention_compiles,
+    "linear_geglu": test_linear_geglu_compiles,
+    "linear_layer_norm": test_linear_layer_norm_compiles,
+    "query_attention": test_query_attention_compiles,
+}
+"""Files of csrc, and what compiles them; that of input copies is compiled beside their tests."""
+
+
 def test_what_was_compiled_is_kept(monkeypatch, tmp_path):
     code = flash_attention._SOURCE.compiled(HOPPER, constants(40))
     assert flash_attention._SOURCE.compiled(HOPPER, constants(64)) != code

@@ -272,7 +272,7 @@ def test_tiles_hold_what_they_should():
                     assert held.constants["BLOCK"] >= held.groups * width
                     assert held.constants["GROUPS"] >= held.groups
                     assert held.parts * held.constants["PIXELS"] >= pixels > (held.parts - 1) * held.constants["PIXELS"]
-                    assert held.parts == Parts.of_rows(pixels, held.constants["PIXELS"]).total
+                    assert held.parts == Parts.of_rows(pixels, held.constants["PIXELS"]).boxes
                     assert held.groups * width % held.constants["UNIT"] == 0
 
 

@@ -1,0 +1,140 @@
+"""Operands of each registered kernel, at one small size: what its launch is compared with its reference at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .support import heads, randn
+
+HALF = torch.float16
+Operands = Callable[[torch.device], tuple[Any, ...]]
+CASES: dict[str, Operands] = {}
+"""By kernel: its arguments on a device."""
+
+
+def _of(kernel: str) -> Callable[[Operands], Operands]:
+    def register(function: Operands) -> Operands:
+        CASES[kernel] = function
+        return function
+
+    return register
+
+
+def _image(device: torch.device, *shape: int) -> Tensor:
+    return randn(*shape, dtype=HALF, device=device).to(memory_format=torch.channels_last)
+
+
+def _vectors(device: torch.device, count: int, size: int) -> list[Tensor]:
+    return [randn(size, dtype=HALF, device=device) for _ in range(count)]
+
+
+def _matrix(device: torch.device, rows: int, columns: int) -> Tensor:
+    return randn(rows, columns, dtype=HALF, device=device, std=columns**-0.5)
+
+
+def _filters(device: torch.device, columns: int, channels: int) -> Tensor:
+    weight = randn(columns, channels, 3, 3, dtype=HALF, device=device, std=(9 * channels) ** -0.5)
+    return weight.to(memory_format=torch.channels_last)
+
+
+@_of("layer_norm")
+def _layer_norm(device: torch.device) -> tuple[Any, ...]:
+    return (randn(9, 64, dtype=HALF, device=device), *_vectors(device, 2, 64), 1e-5)
+
+
+@_of("add_layer_norm")
+def _add_layer_norm(device: torch.device) -> tuple[Any, ...]:
+    x, residual = (randn(9, 64, dtype=HALF, device=device) for _ in range(2))
+    return (x, residual, *_vectors(device, 2, 64), 1e-5)
+
+
+@_of("bias_add")
+def _bias_add(device: torch.device) -> tuple[Any, ...]:
+    return (_image(device, 2, 64, 5, 4), *_vectors(device, 1, 64), _image(device, 2, 64, 5, 4))
+
+
+@_of("geglu")
+def _geglu(device: torch.device) -> tuple[Any, ...]:
+    return (randn(9, 128, dtype=HALF, device=device),)
+
+
+@_of("timestep_embedding")
+def _timestep_embedding(device: torch.device) -> tuple[Any, ...]:
+    frequency = torch.exp(-0.5 * torch.arange(16, dtype=torch.float32))[None]
+    return torch.tensor([[3], [40]], device=device), frequency.to(device), True
+
+
+@_of("group_norm")
+def _group_norm(device: torch.device) -> tuple[Any, ...]:
+    return (_image(device, 2, 64, 5, 4), 4, *_vectors(device, 2, 64), 1e-5)
+
+
+@_of("add_group_norm")
+def _add_group_norm(device: torch.device) -> tuple[Any, ...]:
+    x, residual = (_image(device, 2, 64, 5, 4) for _ in range(2))
+    conv_bias, weight, bias = _vectors(device, 3, 64)
+    return x, conv_bias, residual, 1.0, 4, weight, bias, 1e-5
+
+
+@_of("cat_group_norm")
+def _cat_group_norm(device: torch.device) -> tuple[Any, ...]:
+    a, residual, b = (_image(device, 2, channels, 5, 4) for channels in (64, 64, 32))
+    return (a, *_vectors(device, 1, 64), residual, b, 4, *_vectors(device, 2, 96), 1e-5)
+
+
+@_of("conv_group_norm")
+def _conv_group_norm(device: torch.device) -> tuple[Any, ...]:
+    x, residual = _image(device, 2, 64, 16, 16), _image(device, 2, 320, 16, 16)
+    return (x, _filters(device, 320, 64), *_vectors(device, 1, 320), residual, 32, *_vectors(device, 2, 320), 1e-5)
+
+
+@_of("conv2d")
+def _conv2d(device: torch.device) -> tuple[Any, ...]:
+    return _image(device, 2, 64, 16, 16), _filters(device, 320, 64)
+
+
+@_of("narrow_conv")
+def _narrow_conv(device: torch.device) -> tuple[Any, ...]:
+    return (_image(device, 2, 4, 5, 4), _filters(device, 32, 4), *_vectors(device, 1, 32))
+
+
+@_of("upsample")
+def _upsample(device: torch.device) -> tuple[Any, ...]:
+    return _image(device, 2, 64, 5, 4), (10, 8), (0.5, 0.5)
+
+
+@_of("upsample_conv2d")
+def _upsample_conv2d(device: torch.device) -> tuple[Any, ...]:
+    return _image(device, 1, 128, 5, 4), _filters(device, 128, 128)
+
+
+@_of("linear_accumulate")
+def _linear_accumulate(device: torch.device) -> tuple[Any, ...]:
+    return randn(9, 64, dtype=HALF, device=device), _matrix(device, 32, 64), randn(9, 32, dtype=HALF, device=device)
+
+
+@_of("linear_geglu")
+def _linear_geglu(device: torch.device) -> tuple[Any, ...]:
+    return (randn(256, 64, dtype=HALF, device=device), _matrix(device, 320, 64), *_vectors(device, 1, 320))
+
+
+@_of("linear_layer_norm")
+def _linear_layer_norm(device: torch.device) -> tuple[Any, ...]:
+    x, residual = randn(256, 64, dtype=HALF, device=device), randn(256, 320, dtype=HALF, device=device)
+    bias, weight, norm_bias = _vectors(device, 3, 320)
+    return x, _matrix(device, 320, 64), bias, residual, weight, norm_bias, 1e-5
+
+
+@_of("attention")
+def _attention(device: torch.device) -> tuple[Any, ...]:
+    return tuple(heads((1, 2, 70, 20, 40), HALF, device))
+
+
+@_of("query_attention")
+def _query_attention(device: torch.device) -> tuple[Any, ...]:
+    _, k, v = heads((1, 5, 64, 20, 64), HALF, device)
+    return randn(1, 64, 320, dtype=HALF, device=device), _matrix(device, 320, 320), k, v
