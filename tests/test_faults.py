@@ -78,7 +78,7 @@ BUILDING = {
     "the health of kernels": Stage(kernels, "serves", "pass "),
     "binding": Stage(WeightArena, "bind", "weights"),
     "binding, half done": Stage(WeightArena, "bind", "weights", done=True),
-    "a kernel, without memory": KernelStage(attention, "library", "first run", OOM),
+    "a kernel, without memory": KernelStage(attention, "fallback", "first run", OOM),
     "the first run": Stage(Plan, "run_eagerly", "first run"),
     "the check": Stage(verify, "relative_error", "check"),
     "the timing": Stage(verify, "milliseconds", "timing"),
