@@ -16,7 +16,7 @@ from sfast_ext.kernels.backend import nvrtc
 
 class Kernel(NamedTuple):
     module: ModuleType
-    takes: Callable[..., bool]  # whether it can, not whether it pays
+    applicable: Callable[..., bool]  # whether it can, not whether it pays
     keys: int
     size: int
     shapes: list[tuple[int, ...]]  # batch, heads, queries, keys, head dimension
@@ -91,19 +91,19 @@ def test_nan_stays_in_its_row(kernel, device):
 
 def test_what_they_do_not_take(kernel, device):
     q, k, v = kernel.operands(device)
-    takes = kernel.applicable
-    assert takes(q, k, v, None)
-    assert not takes(q, k, v, 0.0)
-    assert not takes(q, k, v, -1.0)
-    assert not takes(q[0], k[0], v[0], None)
-    assert not takes(q[:1], k, v, None)
-    assert not takes(q, k, v[:, :, 1:], None)
-    assert not takes(q.float(), k.float(), v.float(), None)
-    assert not takes(q, k.to(torch.bfloat16), v, None)
-    assert not takes(*(x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)), None)
-    assert not takes(q[:, :, :0], k, v, None)
+    applicable = kernel.applicable
+    assert applicable(q, k, v, None)
+    assert not applicable(q, k, v, 0.0)
+    assert not applicable(q, k, v, -1.0)
+    assert not applicable(q[0], k[0], v[0], None)
+    assert not applicable(q[:1], k, v, None)
+    assert not applicable(q, k, v[:, :, 1:], None)
+    assert not applicable(q.float(), k.float(), v.float(), None)
+    assert not applicable(q, k.to(torch.bfloat16), v, None)
+    assert not applicable(*(x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)), None)
+    assert not applicable(q[:, :, :0], k, v, None)
     for shape in kernel.refused:
-        assert not takes(*heads(shape, torch.float16, device), None)
+        assert not applicable(*heads(shape, torch.float16, device), None)
 
 
 @pytest.mark.gpu
@@ -159,7 +159,7 @@ UNETS += [(f"flash {shape[-1]}", shape) for shape in LONG_UNETS]
 @pytest.mark.parametrize(("name", "shape"), UNETS, ids=str)
 def test_unet_shapes(dtype, name, shape):
     q, k, v = heads(shape, dtype, torch.device("cuda"))
-    assert KERNELS[name].module.takes(q, k, v, None)
+    assert KERNELS[name].module.applicable(q, k, v, None)
     y = KERNELS[name].module.launch(q, k, v, None)
     for images in range(0, len(q), 2):  # float64 scores of all at once would be too much
         some = [x[images : images + 2] for x in (y, q, k, v)]
