@@ -490,14 +490,14 @@ def test_what_was_refused_is_looked_at_again_when_the_behaviour_changes(ticks):
 REGISTERED = {"activation": nn.functional.silu}
 
 
-def of_the_host(x):
+def host_function(x):
     """A function that a method calls; which functions it finds in a dictionary is not read."""
     return REGISTERED["activation"](x)
 
 
 class Layered(Net):
     def forward(self, x, t, scale: float = 1.0):
-        return super().forward(of_the_host(x), t, scale)
+        return super().forward(host_function(x), t, scale)
 
 
 def test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone(monkeypatch):

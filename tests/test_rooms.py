@@ -112,7 +112,7 @@ class Package:
         return self.modules[name]
 
 
-def home_of(file: str, rooms: Iterable[Room]) -> Room | None:
+def room_of(file: str, rooms: Iterable[Room]) -> Room | None:
     """The room of a file: the one whose entry for it is the longest."""
     found = [
         (len(e), room) for room in rooms for e in room.entries if e == file or (e[-1] == "/" and file.startswith(e))
@@ -124,7 +124,7 @@ def flaws_of_the_table(package: Package, rooms: list[Room]) -> list[str]:
     """Rooms and words of the table that stand for nothing, and files that it leaves out."""
     names = [room.name for room in rooms]
     entries = [entry for room in rooms for entry in room.entries]
-    homes = {file: home_of(file, rooms) for file in package.files}
+    homes = {file: room_of(file, rooms) for file in package.files}
     found = [f"the room {name} is there more than once" for name in {n for n in names if names.count(n) > 1}]
     found += [f"{entry} is in more than one room" for entry in {e for e in entries if entries.count(e) > 1}]
     found += [f"{file} is in no room" for file, room in homes.items() if room is None]
@@ -148,10 +148,10 @@ def forbidden_imports(package: Package, rooms: list[Room]) -> list[str]:
     """Imports from one room to another, and of other packages, that the table does not permit."""
     found = []
     for each in package.imports:
-        here = home_of(each.source, rooms)
+        here = room_of(each.source, rooms)
         if here is None:
             continue
-        there = home_of(each.target, rooms) if each.target in package.files else None
+        there = room_of(each.target, rooms) if each.target in package.files else None
         word = there.name if there is not None else each.target
         if word != here.name and word not in here.may and word not in ANYBODYS:
             found.append(f"{each}: the room {here.name} may not import {word}")

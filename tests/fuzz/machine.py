@@ -86,7 +86,7 @@ def released(w: World, rng: random.Random) -> None:
     w.release()
     if w.laid_out:
         # layouts are the host's alone now, and strides can be compared once more
-        w.both(_lay_out)
+        w.both(_permute_in_memory)
         w.laid_out.clear()
     if rng.random() < 0.5:
         w.acc.install()
@@ -94,7 +94,7 @@ def released(w: World, rng: random.Random) -> None:
         w.put_on()
 
 
-def _lay_out(m: nn.Module) -> None:
+def _permute_in_memory(m: nn.Module) -> None:
     for p in m.parameters():
         p.data = torch.empty(p.shape, dtype=p.dtype, device=p.device).copy_(p.data)
 
