@@ -29,7 +29,10 @@ MODELS, EVENTS = 20, 50
 def quiet():
     # failures made on purpose, thousands of them; pytest would keep what they log, and torch's own traces
     logging.disable(logging.CRITICAL)
+    logger = logging.getLogger("sfast_ext")
+    level = logger.level  # which a soak sets
     yield
+    logger.setLevel(level)
     logging.disable(logging.NOTSET)
 
 
