@@ -52,15 +52,16 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what runs elsewhere, and counts it for the summary."""
-    here, left = [], Counter[str]()
+    here, elsewhere, left = [], [], Counter[str]()
     for item in items:
         reason = _elsewhere(item)
         if reason is None:
             here.append(item)
         else:
+            elsewhere.append(item)
             left[reason] += 1
-    if left:
-        config.hook.pytest_deselected(items=[item for item in items if _elsewhere(item) is not None])
+    if elsewhere:
+        config.hook.pytest_deselected(items=elsewhere)
         items[:] = here
     config.stash[_LEFT] = dict(left)
     if hasattr(config, "workeroutput"):

@@ -22,7 +22,7 @@ _ROOMS = ("attention", "conv", "group_norm", "linear", "pointwise")
 def serves(kernel: Kernel | ModuleType, device: torch.device, *, triton: bool) -> bool:
     """Whether a kernel, or the kernel of a file, may be launched on a device: it is not disabled, and Triton is there
     (`triton`) if it needs it."""
-    record = kernel if isinstance(kernel, Kernel) else registry.of(kernel)
+    record = registry.of(kernel)
     if record is None:
         raise ValueError(f"{kernel} has no kernel")
     return (triton or not record.needs_triton) and health.usable(record, device)

@@ -50,7 +50,7 @@ class SubmoduleArena:
         return self._arena.channels_last(weight)
 
     def memoize(self, name: str, find: Callable[[], bool]) -> bool:
-        """See `WeightArena.remembered`."""
+        """See `WeightArena.memoize`."""
         return self._arena.memoize(name, find)
 
     def bind(self, weights: Sequence[Weight]) -> None:

@@ -54,7 +54,7 @@ def clear() -> None:
 
 def usable(kernel: Kernel | ModuleType, device: torch.device) -> bool:
     """Whether neither a kernel (or the kernel of a file) nor one that its launch may call is disabled on a device."""
-    record = kernel if isinstance(kernel, Kernel) else registry.of(kernel)
+    record = registry.of(kernel)
     if record is None:
         raise ValueError(f"{kernel} has no kernel")
     return not _down or all(reason(each.name, device) is None for each in _with_used(record))

@@ -60,7 +60,10 @@ def register(kernel: Kernel) -> Kernel:
 
 
 def of(target: Any) -> Kernel | None:
-    """The kernel whose file defines a function, such as a node's target, or that is a module; None for any other."""
+    """The kernel whose file defines a function, such as a node's target, or is a module; a kernel itself; None for any
+    other."""
+    if isinstance(target, Kernel):
+        return target
     home = target.__name__ if isinstance(target, ModuleType) else getattr(target, "__module__", None)
     return _by_module.get(home or "")
 
