@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.kernels import cases as benchmark_cases
 from sfast_ext import kernels
-from sfast_ext.kernels.backend import registry, trial
+from sfast_ext.kernels.backend import nvrtc, registry, trial
 from sfast_ext.kernels.backend.registry import Kernel
 from sfast_ext.kernels.pointwise import geglu, layer_norm
 
@@ -30,6 +30,7 @@ def lacking(
     benchmarks: Collection[str],
     functions: Collection[Any],
     sources: Collection[str],
+    tests: Collection[str],
 ) -> list[str]:
     """What kernels lack, in a sentence each.
 
@@ -39,6 +40,7 @@ def lacking(
         benchmarks: names with a benchmark case.
         functions: of Triton, with a compile case.
         sources: of csrc, with a compile case.
+        tests: names that a file of tests imports.
     """
     told = []
     compiled = [plain(function) for function in functions]
@@ -47,6 +49,8 @@ def lacking(
             told.append(f"{name} has no reference case: add it to tests/kernels/reference_cases.py")
         if name not in benchmarks:
             told.append(f"{name} has no benchmark case: add it to benchmarks/kernels/cases.py")
+        if name not in tests:
+            told.append(f"{name} has no tests: write test_{name}.py in the folder of tests/kernels for its room")
         for function in map(plain, kernel.triton_functions):
             if function not in compiled:
                 told.append(f"{name} has no compile case for {function.__name__}: add it to backend/test_compile.py")
@@ -68,7 +72,19 @@ def plain(function: Any) -> Any:
 
 
 def all_cases() -> tuple[Collection[Any], ...]:
-    return reference_cases.CASES, benchmark_cases.CASES, test_compile.COMPILED, test_nvrtc.COMPILED
+    compiled = test_compile.COMPILED, test_nvrtc.COMPILED
+    return reference_cases.CASES, benchmark_cases.CASES, *compiled, imported_by_tests()
+
+
+def imported_by_tests() -> set[str]:
+    """What the tests in the rooms of kernels import from `sfast_ext.kernels`."""
+    found = set()
+    for file in Path(__file__).parent.glob("*/test_*.py"):
+        if file.parent.name != "backend":
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sfast_ext.kernels."):
+                    found |= {alias.name for alias in node.names}
+    return found
 
 
 def test_no_kernel_lacks_a_case() -> None:
@@ -90,18 +106,18 @@ def test_what_a_new_kernel_lacks_is_named() -> None:
     assert [sentence.partition(":")[0] for sentence in told] == [
         "made_up has no reference case",
         "made_up has no benchmark case",
+        "made_up has no tests",
         "made_up has no compile case for tile",
         "made_up has no compile case for made_up.cu",
     ]
-    assert all("add it to" in sentence for sentence in told)
-    references, benchmarks, functions, sources = all_cases()
-    more = [*references, "made_up"], [*benchmarks, "made_up"], [*functions, layer_norm.tile], [*sources, "made_up"]
-    assert lacking({**REGISTERED, "made_up": new}, *more) == []
+    assert all(": add it to" in sentence or ": write" in sentence for sentence in told)
+    more = ["made_up"], ["made_up"], [layer_norm.tile], ["made_up"], ["made_up"]
+    assert lacking({**REGISTERED, "made_up": new}, *(map(list.__add__, map(list, all_cases()), more))) == []
 
 
 def test_a_kernel_that_names_nothing_it_launches_is_told() -> None:
-    references, benchmarks, *compiled = all_cases()
-    more = [*references, "made_up"], [*benchmarks, "made_up"], *compiled
+    references, benchmarks, functions, sources, tests = all_cases()
+    more = [*references, "made_up"], [*benchmarks, "made_up"], functions, sources, [*tests, "made_up"]
     (sentence,) = lacking({**REGISTERED, "made_up": made_up("made_up")}, *more)
     assert sentence.startswith("made_up launches nothing that its record names")
     assert lacking({**REGISTERED, "made_up": made_up("made_up", needs_triton=False)}, *more) == []
@@ -137,6 +153,14 @@ def test_every_triton_function_is_in_a_record() -> None:
     named = {plain(f).__name__ for kernel in REGISTERED.values() for f in kernel.triton_functions}
     written = {name for _, name in test_dialects.entries({f.stem: f.read_text(encoding="utf-8") for f in FILES})}
     assert written - named == {plain(trial.trial_kernel).__name__} and named <= written
+
+
+def test_every_source_is_in_a_record_and_in_the_page_of_kernels() -> None:
+    written = {file.stem for file in nvrtc.SOURCES.glob("*.cu")}
+    named = {source.name for kernel in REGISTERED.values() for source in kernel.cuda_sources}
+    assert written - named == {"copies"} and named <= written
+    page = (nvrtc.SOURCES.parent / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(written) if f"`csrc/{name}.cu`" not in page] == []
 
 
 def test_a_name_and_a_file_are_registered_once(monkeypatch) -> None:

@@ -10,6 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 HOSTS = Path("sfast_ext") / "hosts"
 TESTS = Path("tests") / "hosts"
+ROOMS = Path("docs") / "architecture.md"
+FEATURES = Path("docs") / "features.md"
 FUNCTIONS = {"detect": [], "start": ["version"]}
 """What scripts/stable_fast.py calls, and with what."""
 SESSION = ("install", "host_version", "model_name")
@@ -37,10 +39,16 @@ def missing(root: Path, name: str) -> list[str]:
     for session in sessions:
         methods = {f.name for f in session.body if isinstance(f, ast.FunctionDef)}
         found += [f"{session.name} does not define {method}()" for method in SESSION if method not in methods]
-        fields = {ast.unparse(t) for each in session.body if isinstance(each, ast.Assign) for t in each.targets}
+        fields = {
+            ast.unparse(t): each.value for each in session.body if isinstance(each, ast.Assign) for t in each.targets
+        }
         found += [] if "HOST" in fields else [f"{session.name} does not set HOST"]
+        if "HOST" in fields and ast.literal_eval(fields["HOST"]) not in _text(root / FEATURES):
+            found.append(f"{FEATURES} does not say what works in {ast.unparse(fields['HOST'])}")
     if name not in _registered(root / HOSTS / "__init__.py"):
         found.append(f"{HOSTS}/__init__.py does not name it in ADAPTERS")
+    if f"`hosts/{name}/`" not in _text(root / ROOMS):
+        found.append(f"the table of rooms in {ROOMS} has no row for `hosts/{name}/`")
     standin = TESTS / "standins" / f"{name}.py"
     if not (root / standin).is_file():
         found.append(f"there is no stand-in, {standin}")
@@ -59,6 +67,10 @@ def _registered(file: Path) -> set[object]:
         if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "ADAPTERS":
             return set(ast.literal_eval(each.value))
     return set()
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
 def _has_tests(file: Path) -> bool:
@@ -92,6 +104,7 @@ def test_an_empty_skeleton_is_noticed(skeleton):
         "no function start(version)",
         "no class derived from sfast_ext.hosts.session.Session",
         "does not name it in ADAPTERS",
+        "the table of rooms in docs/architecture.md has no row for `hosts/forge/`",
         "no stand-in, tests/hosts/standins/forge.py",
         "no tests of the adapter, tests/hosts/adapters/test_forge*.py",
         "no tests in the real host, tests/hosts/live/test_forge*.py",
@@ -111,10 +124,12 @@ def test_each_step_of_filling_it_takes_one_line_away(skeleton):
     )
     adapter, test = HOSTS / "forge" / "adapter.py", "def test_it(): ...\n"
     steps = [
-        (adapter, functions, 5),
-        (adapter, functions + empty, 8),
-        (adapter, functions + whole, 4),
-        (HOSTS / "__init__.py", 'ADAPTERS = ("a1111", "forge")\n', 3),
+        (adapter, functions, 6),
+        (adapter, functions + empty, 9),
+        (adapter, functions + whole, 6),
+        (HOSTS / "__init__.py", 'ADAPTERS = ("a1111", "forge")\n', 5),
+        (ROOMS, "| `hosts/forge` | `hosts/forge/` | Forge | `hosts` |\n", 4),
+        (FEATURES, "| Feature | Forge |\n", 3),
         (TESTS / "standins" / "forge.py", "", 2),
         (TESTS / "adapters" / "test_forge.py", "", 2),
         (TESTS / "adapters" / "test_forge.py", test, 1),
