@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
+from torch import fx
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -23,18 +24,14 @@ from sfast_ext.tools.lib import models
 from sfast_ext.weights.arena import WeightArena
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-# of the benchmark: model, width, height, pictures
+# of the benchmark: model, width, height, pictures. Without kernels of ours no pass asks how large a size is, only
+# whether it divides
 CASES = [
     ("sd15", 512, 512, 1),
-    ("sd15", 768, 512, 1),
     ("sd15", 904, 520, 1),
-    ("sd15", 1024, 1024, 1),
-    ("sd15", 512, 512, 4),
     ("sd21", 768, 768, 1),
     ("sdxl", 1024, 1024, 1),
-    ("sdxl", 832, 1216, 1),
-    ("sdxl", 1536, 1536, 1),
-    ("sdxl", 1024, 1024, 4),
+    ("sdxl", 832, 1216, 4),
 ]
 # what makes no kernel run
 FREE = ("empty", "detach", "device", "_efficientzerotensor")
@@ -59,7 +56,7 @@ class Operations(TorchDispatchMode):
         return out
 
 
-def run(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Operations:
+def run(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Operations:
     """The graph over tensors without memory: its weights and constants are such too."""
     for name in {str(node.target) for node in gm.graph.nodes if node.op == "get_attr"}:
         tensor = getattr(gm, name)
@@ -86,18 +83,27 @@ def unet(name: str) -> torch.nn.Module:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("last", [True, False], ids=["channels last", "as they lie"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}x{case[2]}x{case[3]}")
-def test_no_operation_more_than_the_original_and_nothing_on_the_cpu(case, last) -> None:
+def test_no_operation_more_than_the_original_and_nothing_on_the_cpu(case) -> None:
     module = unet(case[0])
     call = flatten_call(*models.unet_inputs(module, *case[1:]), CPU)
     inputs = call.tensors(CPU)
-    arena = WeightArena(module)
-    original, ours = (capture(module.forward, call, inputs, arena).graph_module for _ in range(2))
-    run_passes(ours, PassContext(arena, CPU, triton=False, channels_last=last))
-    before, after = run(original, inputs), run(ours, inputs)
-    arena.release()
-    assert not after.on_the_cpu and not before.on_the_cpu
-    assert after.count.total() <= before.count.total()
-    kernels = {node.target for node in ours.graph.nodes if node.op == "call_function" and is_kernel(node.target)}
-    assert kernels <= {attention.fallback}
+    before: Operations | None = None
+    for last in (True, False):
+        arena = WeightArena(module)
+        ours = capture(module.forward, call, inputs, arena).graph_module
+        if before is None:
+            before = run(fx.GraphModule(ours, copied(ours.graph)), inputs)
+        run_passes(ours, PassContext(arena, CPU, triton=False, channels_last=last))
+        after = run(ours, inputs)
+        arena.release()
+        assert not after.on_the_cpu and not before.on_the_cpu
+        assert after.count.total() <= before.count.total()
+        kernels = {node.target for node in ours.graph.nodes if node.op == "call_function" and is_kernel(node.target)}
+        assert kernels <= {attention.fallback}
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy

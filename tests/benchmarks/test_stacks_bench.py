@@ -22,6 +22,7 @@ def test_a_tiny_model(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(stacks.machine, "device", lambda: torch.device("cpu"))
     for name in ("xformers", "xformers.ops"):
         monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(stacks, "ROUNDS", 1)
     file = tmp_path / "deep" / "stacks.json"
     status = stacks.main(["--case", "tiny-sd15:64x64", "--iterations", "2", "--json", str(file)])
     result = json.loads(file.read_text())

@@ -88,7 +88,8 @@ def imported_by_tests() -> set[str]:
 
 
 def test_no_kernel_lacks_a_case() -> None:
-    assert lacking(REGISTERED, *all_cases()) == []
+    told = lacking(REGISTERED, *all_cases())
+    assert not told, "\n".join(told)
     assert set(REGISTERED) == set(reference_cases.CASES) == set(benchmark_cases.CASES)
 
 
@@ -100,9 +101,13 @@ def made_up(name: str, **parts: Any) -> Kernel:
     return Kernel(name, layer_norm.reference, layer_norm.launch, **parts)
 
 
+def of_it(told: list[str]) -> list[str]:
+    return [sentence for sentence in told if sentence.startswith("made_up")]
+
+
 def test_what_a_new_kernel_lacks_is_named() -> None:
     new = made_up("made_up", triton_functions=(layer_norm.tile,), cuda_sources=(Source,))
-    told = lacking({**REGISTERED, "made_up": new}, *all_cases())
+    told = of_it(lacking({**REGISTERED, "made_up": new}, *all_cases()))
     assert [sentence.partition(":")[0] for sentence in told] == [
         "made_up has no reference case",
         "made_up has no benchmark case",
@@ -112,23 +117,22 @@ def test_what_a_new_kernel_lacks_is_named() -> None:
     ]
     assert all(": add it to" in sentence or ": write" in sentence for sentence in told)
     more = ["made_up"], ["made_up"], [layer_norm.tile], ["made_up"], ["made_up"]
-    assert lacking({**REGISTERED, "made_up": new}, *(map(list.__add__, map(list, all_cases()), more))) == []
+    assert of_it(lacking({**REGISTERED, "made_up": new}, *map(list.__add__, map(list, all_cases()), more))) == []
 
 
 def test_a_kernel_that_names_nothing_it_launches_is_told() -> None:
     references, benchmarks, functions, sources, tests = all_cases()
     more = [*references, "made_up"], [*benchmarks, "made_up"], functions, sources, [*tests, "made_up"]
-    (sentence,) = lacking({**REGISTERED, "made_up": made_up("made_up")}, *more)
+    (sentence,) = of_it(lacking({**REGISTERED, "made_up": made_up("made_up")}, *more))
     assert sentence.startswith("made_up launches nothing that its record names")
-    assert lacking({**REGISTERED, "made_up": made_up("made_up", needs_triton=False)}, *more) == []
+    assert of_it(lacking({**REGISTERED, "made_up": made_up("made_up", needs_triton=False)}, *more)) == []
 
 
 def test_a_case_of_no_kernel_is_told() -> None:
     rest = {name: kernel for name, kernel in REGISTERED.items() if name != "geglu"}
-    assert lacking(rest, *all_cases()) == [
-        "a reference case is of geglu, which is no kernel",
-        "a benchmark case is of geglu, which is no kernel",
-    ]
+    told = lacking(rest, *all_cases())
+    assert "a reference case is of geglu, which is no kernel" in told
+    assert "a benchmark case is of geglu, which is no kernel" in told
 
 
 def test_every_file_with_a_launch_and_a_reference_is_registered() -> None:

@@ -71,11 +71,12 @@ def compared_with(tree: ast.AST) -> set[int]:
 
 
 def test_no_pass_lacks_anything() -> None:
-    assert lacking(PACKAGE, ROOT / "tests" / "passes", {entry.name for entry in PASSES}) == []
+    told = lacking(PACKAGE, ROOT / "tests" / "passes", {entry.name for entry in PASSES})
+    assert not told, "\n".join(told)
 
 
 def test_every_entry_of_the_table_is_found() -> None:
-    assert {name for _, name in written(PACKAGE)} == {entry.name for entry in PASSES}
+    assert {entry.name for entry in PASSES} <= {name for _, name in written(PACKAGE)}
     assert all(entry.name == entry.function.__name__ for entry in PASSES)
 
 

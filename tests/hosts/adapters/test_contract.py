@@ -12,6 +12,8 @@ HOSTS = Path("sfast_ext") / "hosts"
 TESTS = Path("tests") / "hosts"
 ROOMS = Path("docs") / "architecture.md"
 FEATURES = Path("docs") / "features.md"
+VARIABLES = {Path("tests") / "conftest.py": '"{}"', Path("CONTRIBUTING.md"): "`{}`"}
+"""Where the variable that names a checkout of the host is listed, and how it is written there."""
 FUNCTIONS = {"detect": [], "start": ["version"]}
 """What scripts/stable_fast.py calls, and with what."""
 SESSION = ("install", "host_version", "model_name")
@@ -49,6 +51,12 @@ def missing(root: Path, name: str) -> list[str]:
         found.append(f"{HOSTS}/__init__.py does not name it in ADAPTERS")
     if f"`hosts/{name}/`" not in _text(root / ROOMS):
         found.append(f"the table of rooms in {ROOMS} has no row for `hosts/{name}/`")
+    variable = f"SFAST_{name.upper()}_DIR"
+    found += [
+        f"{file} does not list {variable}"
+        for file, written in VARIABLES.items()
+        if written.format(variable) not in _text(root / file)
+    ]
     standin = TESTS / "standins" / f"{name}.py"
     if not (root / standin).is_file():
         found.append(f"there is no stand-in, {standin}")
@@ -79,12 +87,13 @@ def _has_tests(file: Path) -> bool:
 
 
 def test_there_are_adapters():
-    assert adapters(ROOT) == ["a1111", "sdnext"]
+    assert {"a1111", "sdnext"} <= set(adapters(ROOT))
 
 
 @pytest.mark.parametrize("name", adapters(ROOT))
 def test_an_adapter_has_all_that_is_asked_of_it(name):
-    assert missing(ROOT, name) == []
+    told = missing(ROOT, name)
+    assert not told, "\n".join(told)
 
 
 @pytest.fixture
@@ -105,6 +114,8 @@ def test_an_empty_skeleton_is_noticed(skeleton):
         "no class derived from sfast_ext.hosts.session.Session",
         "does not name it in ADAPTERS",
         "the table of rooms in docs/architecture.md has no row for `hosts/forge/`",
+        "tests/conftest.py does not list SFAST_FORGE_DIR",
+        "CONTRIBUTING.md does not list SFAST_FORGE_DIR",
         "no stand-in, tests/hosts/standins/forge.py",
         "no tests of the adapter, tests/hosts/adapters/test_forge*.py",
         "no tests in the real host, tests/hosts/live/test_forge*.py",
@@ -124,12 +135,14 @@ def test_each_step_of_filling_it_takes_one_line_away(skeleton):
     )
     adapter, test = HOSTS / "forge" / "adapter.py", "def test_it(): ...\n"
     steps = [
-        (adapter, functions, 6),
-        (adapter, functions + empty, 9),
-        (adapter, functions + whole, 6),
-        (HOSTS / "__init__.py", 'ADAPTERS = ("a1111", "forge")\n', 5),
-        (ROOMS, "| `hosts/forge` | `hosts/forge/` | Forge | `hosts` |\n", 4),
-        (FEATURES, "| Feature | Forge |\n", 3),
+        (adapter, functions, 8),
+        (adapter, functions + empty, 11),
+        (adapter, functions + whole, 8),
+        (HOSTS / "__init__.py", 'ADAPTERS = ("a1111", "forge")\n', 7),
+        (ROOMS, "| `hosts/forge` | `hosts/forge/` | Forge | `hosts` |\n", 6),
+        (FEATURES, "| Feature | Forge |\n", 5),
+        (Path("tests") / "conftest.py", 'WEBUIS = ("SFAST_FORGE_DIR",)\n', 4),
+        (Path("CONTRIBUTING.md"), "`SFAST_FORGE_DIR`\n", 3),
         (TESTS / "standins" / "forge.py", "", 2),
         (TESTS / "adapters" / "test_forge.py", "", 2),
         (TESTS / "adapters" / "test_forge.py", test, 1),

@@ -21,7 +21,7 @@ from sfast_ext.hosts import gpu_room
 
 OUTSIDE = 0.5
 """GiB that CUDA and the desktop have."""
-STEPS = 3
+STEPS = 2
 
 
 @dataclass(frozen=True)
