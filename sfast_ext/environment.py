@@ -125,6 +125,14 @@ def known_bad() -> list[str]:
     return found + left_out(torch.device("cuda", torch.cuda.current_device()))
 
 
+def nvrtc_version() -> str | None:
+    """The version of the NVRTC that torch brings, such as "12.8"; None where it was not found."""
+    from sfast_ext.kernels.backend import nvrtc
+
+    known = nvrtc.known()
+    return known[0] if known is not None else None
+
+
 def gpu_memory() -> int | None:
     """Bytes of the current GPU's memory; None without one."""
     if not torch.cuda.is_available():
@@ -142,7 +150,7 @@ def describe() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "triton": version("triton") or version("triton-windows"),
         "triton_error": triton_error(),
-        "cuda_bindings": version("cuda-bindings"),
+        "nvrtc": nvrtc_version(),
         "xformers": version("xformers"),
         "compiler": shutil.which("cc") or shutil.which("gcc") or shutil.which("cl"),
         "gpu": None,

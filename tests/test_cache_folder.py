@@ -13,6 +13,7 @@ from faulty import Pair, pretend_a_gpu
 
 from sfast_ext import Config, cache_folder, environment
 from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend.cuda_bindings import Bindings
 
 if sys.platform != "win32":
     import grp
@@ -183,7 +184,7 @@ def kernel(root, monkeypatch):
         return b"code", ""
 
     monkeypatch.setenv("SFAST_CACHE_DIR", str(root / "kernels"))
-    monkeypatch.setattr(nvrtc, "bindings", lambda: (None, SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0))))
+    monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(None, SimpleNamespace(version=lambda: (13, 0))))
     monkeypatch.setattr(nvrtc, "build", build)
     source = nvrtc.Source("flash_attention", lambda *args: None, ())
     return SimpleNamespace(source=source, asked=asked, folder=root / "kernels")

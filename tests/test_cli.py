@@ -65,16 +65,17 @@ def test_doctor_as_json(capsys):
 
 def test_doctor_says_what_follows_without_triton(monkeypatch):
     monkeypatch.setattr(doctor.environment, "triton_runs_on", lambda device: False)
-    found = {"gpu": "a card", "compiler": None, "cudnn": 90100}
+    found = {"gpu": "a card", "compiler": None, "cudnn": 90100, "nvrtc": None}
     assert any("none; PyTorch" in sentence for sentence in doctor.used(found))
+    assert any("kernels: CUDA C++, for norms" in sentence for sentence in doctor.used({**found, "nvrtc": "12.1"}))
     assert "No GPU" in doctor.used({**found, "gpu": None})[0]
 
 
-def test_doctor_says_what_cuda_bindings_are_for(monkeypatch):
+def test_doctor_says_what_runs_with_triton(monkeypatch):
     monkeypatch.setattr(doctor.environment, "triton_runs_on", lambda device: True)
-    said = doctor.used({"gpu": "a card", "compiler": "cc", "cudnn": 90100})
+    said = doctor.used({"gpu": "a card", "compiler": "cc", "cudnn": 90100, "nvrtc": "13.0"})
+    assert "Fused kernels: Triton, and CUDA C++ where that is quicker." in said
     attention, convolutions = (next(s for s in said if s.startswith(w)) for w in ("Attention", "Convolutions"))
-    assert "cuda-bindings" in attention and "by the same package" in convolutions
     assert said.index(convolutions) == said.index(attention) + 1
 
 

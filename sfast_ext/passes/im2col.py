@@ -38,7 +38,8 @@ def im2col(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
         return False
     image, weight = found
     writer = patches_writer(image)
-    if writer is None or not few_pixels(image) or not ctx.arena.channels_last(weight.meta["weight"]):
+    # the kernel in CUDA C++ writes no im2col matrix
+    if not ctx.triton or writer is None or not few_pixels(image) or not ctx.arena.channels_last(weight.meta["weight"]):
         return False
     n, channels, height, width = shape(image) or (0, 0, 0, 0)
     out = (shape(conv) or (0, 0))[1]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend.cuda_driver import CU_GRAPH_NODE_TYPE_KERNEL, CUDA_KERNEL_NODE_PARAMS, Driver
 from sfast_ext.kernels.backend.triton_runtime import INTERPRETED
 
 logger = logging.getLogger("sfast_ext")
@@ -26,7 +27,6 @@ _LARGEST = 1 << 22  # bytes of a tensor: torch's copy uses more blocks for large
 _BLOCKS, _THREADS = 32, 256
 # an entry of the kernel's table: (to, from, bytes)
 _ENTRY, _FROM, _BYTES = 3, 1, 2
-_SHARED = ("func", "gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes")
 
 
 class Copies:
@@ -78,7 +78,7 @@ class Copies:
             if source is not None:
                 self._targets[i].copy_(source, non_blocking=True)
         if node is not None:
-            nvrtc.checked(node())
+            node()
         elif taken:
             try:
                 self._launch()
@@ -89,11 +89,11 @@ class Copies:
                     self._targets[i].copy_(sources[i], non_blocking=True)  # type: ignore[arg-type]
 
     def _launch(self) -> None:
-        driver = nvrtc.bindings()[0]  # type: ignore[index]
         nvrtc.bind(self._index)
         stream, table = nvrtc.current_stream(self._index), ctypes.addressof(self._arguments)
-        grid = _BLOCKS, len(self._kinds), 1
-        nvrtc.checked(driver.cuLaunchKernel(self._function, *grid, _THREADS, 1, 1, 0, stream, table, 0))
+        grid, block = (_BLOCKS, len(self._kinds), 1), (_THREADS, 1, 1)
+        assert self._function is not None
+        nvrtc.loaded_driver().cuLaunchKernel(self._function, grid, block, 0, stream, table)
 
     def begin(self) -> None:
         """Launch, to be captured as the first node of a graph; it copies nothing until it is updated."""
@@ -116,31 +116,23 @@ class Copies:
         """
         if self._function is None:
             return
-        driver = nvrtc.bindings()[0]  # type: ignore[index]
         try:
-            node, there = self._node(driver, driver.CUgraph(graph))
-            params = driver.CUDA_KERNEL_NODE_PARAMS()
-            for name in _SHARED:
-                setattr(params, name, getattr(there, name))
-            params.kernelParams = ctypes.addressof(self._arguments)
+            driver = nvrtc.loaded_driver()
+            node, params = self._node(driver, graph)
+            params.kernelParams, params.extra = ctypes.addressof(self._arguments), None
         except Exception as exc:
             logger.debug("copies are launched by themselves: %s", exc)
             return
-        running, tell = driver.CUgraphExec(executable), driver.cuGraphExecKernelNodeSetParams
-        self._tell_node = lambda: tell(running, node, params)
+        tell = driver.cuGraphExecKernelNodeSetParams
+        self._tell_node = lambda: tell(executable, node, params)
 
-    def _node(self, driver: Any, graph: Any) -> tuple[Any, Any]:
+    def _node(self, driver: Driver, graph: int) -> tuple[int, CUDA_KERNEL_NODE_PARAMS]:
         """The root node of a graph that `begin` made, and its parameters."""
-        _, count = nvrtc.checked(driver.cuGraphGetRootNodes(graph))
-        nodes, _ = nvrtc.checked(driver.cuGraphGetRootNodes(graph, count))
-        assert self._function is not None
-        own = int(self._function)
-        for node in nodes:
-            if nvrtc.checked(driver.cuGraphNodeGetType(node)) != driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
-                continue
-            params = nvrtc.checked(driver.cuGraphKernelNodeGetParams(node))
-            if int(params.func) == own:
-                return node, params
+        for node in driver.cuGraphGetRootNodes(graph):
+            if driver.cuGraphNodeGetType(node) == CU_GRAPH_NODE_TYPE_KERNEL:
+                params = driver.cuGraphKernelNodeGetParams(node)
+                if params.func == self._function:
+                    return node, params
         raise nvrtc.Unavailable("the graph has no such node")
 
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from sfast_ext.call_signature import Call, as_tensor, rebuild_output
 from sfast_ext.kernels.backend.pdl import pdl_capture
+from sfast_ext.kernels.backend.triton_runtime import without_triton
 from sfast_ext.report import Report
 from sfast_ext.runtime import operations
 from sfast_ext.runtime.graph_pool import CAN_UPDATE_GRAPH, CapturedGraph, GraphPool, NoGraph
@@ -32,6 +33,7 @@ class Plan:
         graph_module: the rewritten graph. Takes and returns flat tensors.
         output_tree, output_strides: structure and strides of the original result, see `call_signature.flatten_output`.
         fused: the number of matches of each pass.
+        triton: whether the graph was rewritten for Triton's kernels; otherwise none is launched.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Plan:
         output_strides: Sequence[tuple[int, ...]],
         device: torch.device,
         fused: dict[str, int],
+        triton: bool = True,
     ) -> None:
         self.signature = call.signature
         self.device = device
@@ -61,7 +64,8 @@ class Plan:
         self._operations, self._digest = operations.counts(graph_module.graph), operations.digest(graph_module)
         self.weights = _bind_attributes(graph_module)
         self._graph_module = graph_module
-        self._function: Callable[..., Sequence[torch.Tensor]] = Interpreter(graph_module)
+        run: Callable[..., Sequence[torch.Tensor]] = Interpreter(graph_module)
+        self._function = run if triton else without_triton()(run)
         self._output_tree = output_tree
         self._output_strides = list(output_strides)
         self._set_static_inputs([])

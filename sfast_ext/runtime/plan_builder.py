@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capt
 from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
 from sfast_ext.config import Config
 from sfast_ext.kernels.backend.precompile import precompile
+from sfast_ext.kernels.backend.triton_runtime import without_triton
 from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.layout_time import channels_last_pays
@@ -176,11 +178,12 @@ def make_plan(captured: Captured, call: Call, arena: Arena, device: torch.device
     if device.type == "cuda" and not context.serves(group_norm):
         context.channels_last = arena.memoize("channels last", lambda: channels_last_pays(graph, device))
     fused = run_passes(captured.graph_module, context)
-    if triton:
+    with contextlib.nullcontext() if triton else without_triton():
         # needs shapes, which the plan removes from the graph
         precompile(graph, device)
     at("binding of weights")
-    return Plan(call, captured.graph_module, captured.output_tree, captured.output_strides, device, fused)
+    tree, strides = captured.output_tree, captured.output_strides
+    return Plan(call, captured.graph_module, tree, strides, device, fused, triton=triton)
 
 
 def _dtypes(graph: fx.Graph) -> set[torch.dtype]:

@@ -22,7 +22,7 @@ _NAMES = {
     "cuda": "CUDA of torch",
     "cudnn": "cuDNN",
     "triton": "Triton",
-    "cuda_bindings": "cuda-bindings",
+    "nvrtc": "NVRTC",
     "xformers": "xformers",
     "diffusers": "diffusers",
     "compiler": "C compiler",
@@ -49,16 +49,18 @@ def used(found: dict[str, Any]) -> list[str]:
         ]
     where = torch.device("cuda")
     if environment.triton_runs_on(where):
-        kernels = "Fused kernels: Triton."
+        kernels = "Fused kernels: Triton, and CUDA C++ where that is quicker."
+    elif found["nvrtc"]:
+        kernels = "Fused kernels: CUDA C++, for norms, activations and biases. Triton adds more."
     else:
         kernels = "Fused kernels: none; PyTorch's own run in their place."
     return [
         "The UNet is captured, rewritten and replayed as CUDA graphs, one for each size, batch and prompt length.",
         kernels,
         f"Attention: PyTorch's own (cuDNN {found['cudnn']}, flash, memory-efficient, whichever fits first); on Hopper"
-        " kernels of ours where they are quicker, over many keys by the package cuda-bindings.",
-        "Convolutions, and products with GEGLU: cuDNN's and cuBLAS's; on Hopper kernels of ours where they are quicker,"
-        " by the same package.",
+        " kernels of ours where they are quicker.",
+        "Convolutions, and products with GEGLU: cuDNN's and cuBLAS's; on Hopper kernels of ours where they are"
+        " quicker.",
     ]
 
 

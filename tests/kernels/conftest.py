@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from sfast_ext.kernels.backend import nvrtc, precompile, triton_runtime
+from sfast_ext.kernels.backend.cuda_bindings import Bindings
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.linear import linear_geglu
 
@@ -77,7 +78,7 @@ def nvrtc_calls(monkeypatch, tmp_path):
     """Stand-ins of NVRTC and a driver, with nothing compiled."""
     compiler = Nvrtc()
     monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path / "kernels"))
-    monkeypatch.setattr(nvrtc, "bindings", lambda: (None, SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0))))
+    monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(object(), SimpleNamespace(version=lambda: (13, 0))))
     monkeypatch.setattr(nvrtc, "build", compiler.build)
     monkeypatch.setattr(
         nvrtc.Source, "_load", lambda self, index, given, code: code or self.compiled(nvrtc.architecture(index), given)

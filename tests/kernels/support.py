@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext.kernels.backend import nvrtc, precompile
+from sfast_ext.kernels.backend import cuda_libraries, nvrtc, precompile
 from sfast_ext.kernels.backend.registry import Kernel
 from sfast_ext.kernels.group_norm import two_pass
 
@@ -69,9 +70,22 @@ def attended(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Ten
 
 
 def needs_nvrtc() -> None:
-    """Skips where a host has no cuda-bindings, which torch brings from 2.10 on; one that does not work is a failure."""
-    pytest.importorskip("cuda.bindings", reason="needs cuda-bindings, which torch brings from 2.10 on")
-    nvrtc.checked(nvrtc.bindings()[1].nvrtcVersion())
+    """Skips where there is no NVRTC, as beside a torch for CPUs; one that does not work is a failure."""
+    if not cuda_libraries.candidates(cuda_libraries.folders()):
+        pytest.skip("needs NVRTC, which torch for CUDA brings")
+    nvrtc.loaded_nvrtc()
+
+
+def driver_copies(to: Tensor, source: Tensor, size: int, stream: int) -> None:
+    """A copy by the driver, which is no kernel."""
+    place = ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(source.data_ptr())
+    assert cuda_libraries.driver().cuMemcpyDtoDAsync_v2(*place, ctypes.c_size_t(size), ctypes.c_void_p(stream)) == 0
+
+
+def driver_zeros(to: Tensor, size: int, stream: int) -> None:
+    """Zeros by the driver, which is no kernel."""
+    place, nothing = ctypes.c_void_p(to.data_ptr()), ctypes.c_ubyte(0)
+    assert cuda_libraries.driver().cuMemsetD8Async(place, nothing, ctypes.c_size_t(size), ctypes.c_void_p(stream)) == 0
 
 
 def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,10 @@ import pytest
 import torch
 from kernels.support import needs_nvrtc, randn
 
-from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend import cuda_bindings, nvrtc
+from sfast_ext.kernels.backend.cuda_bindings import Bindings
+from sfast_ext.kernels.backend.cuda_driver import CU_GRAPH_NODE_TYPE_KERNEL as KERNEL
+from sfast_ext.kernels.backend.cuda_driver import CUDA_KERNEL_NODE_PARAMS
 from sfast_ext.runtime import input_copies
 from sfast_ext.runtime.graph_pool import CAN_UPDATE_GRAPH
 from sfast_ext.runtime.input_copies import Copies
@@ -47,17 +50,17 @@ def copied(arguments):
 def launched(monkeypatch):
     """How many tensors each launch took."""
     taken = []
-    driver, compiler = nvrtc.bindings()
+    driver, compiler = cuda_bindings.bindings()
 
     class Driver:
         def __getattr__(self, name):
             return getattr(driver, name)
 
         def cuLaunchKernel(self, *args):
-            taken.append(copied(args[-2]))
+            taken.append(copied(args[-1]))
             return driver.cuLaunchKernel(*args)
 
-    monkeypatch.setattr(nvrtc, "bindings", lambda: (Driver(), compiler))
+    monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(Driver(), compiler))
     return taken
 
 
@@ -160,10 +163,10 @@ def test_a_launch_that_fails_is_the_last(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
 
     def failing(*args):
-        tried.append(copied(args[-2]))
-        return (201,)
+        tried.append(copied(args[-1]))
+        raise nvrtc.Unavailable("CUDA_ERROR_INVALID_CONTEXT")
 
-    monkeypatch.setattr(nvrtc, "bindings", lambda: (SimpleNamespace(cuLaunchKernel=failing), None))
+    monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(SimpleNamespace(cuLaunchKernel=failing), None))
     monkeypatch.setattr(nvrtc, "bind", lambda index: None)
     monkeypatch.setattr(nvrtc, "current_stream", lambda index: 0)
     for _ in range(2):
@@ -242,25 +245,23 @@ def test_what_torch_copies_a_graph_leaves_alone():
 class Nodes:
     """A driver of one graph: by node its kind and its kernel."""
 
-    CUgraph = CUgraphExec = staticmethod(lambda handle: handle)
-    CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_KERNEL="kernel")
-    CUDA_KERNEL_NODE_PARAMS = SimpleNamespace
-
     def __init__(self, **nodes):
-        self.nodes, self.told, self.status = nodes, [], 0
+        self.nodes, self.told, self.fails = nodes, [], False
 
-    def cuGraphGetRootNodes(self, graph, count=0):
-        return 0, list(self.nodes)[:count], len(self.nodes)
+    def cuGraphGetRootNodes(self, graph):
+        return list(self.nodes)
 
     def cuGraphNodeGetType(self, node):
-        return 0, self.nodes[node][0]
+        return KERNEL if self.nodes[node][0] == "kernel" else KERNEL + 2
 
     def cuGraphKernelNodeGetParams(self, node):
-        return 0, SimpleNamespace(**dict.fromkeys(input_copies._SHARED, 1) | {"func": self.nodes[node][1]})
+        return CUDA_KERNEL_NODE_PARAMS(self.nodes[node][1], kernelParams=1, extra=1)
 
     def cuGraphExecKernelNodeSetParams(self, executable, node, params):
+        assert params.extra is None
         self.told.append((executable, node, params.func, copied(params.kernelParams)))
-        return (self.status,)
+        if self.fails:
+            raise nvrtc.Unavailable("CUDA_ERROR_INVALID_VALUE")
 
 
 @pytest.fixture
@@ -268,7 +269,7 @@ def joined(monkeypatch):
     """Copies that have joined a graph of a driver, for CPU tensors."""
 
     def join(driver, targets):
-        monkeypatch.setattr(nvrtc, "bindings", lambda: (driver, None))
+        monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(driver, None))
         ours = Copies(targets)
         ours._function = 7
         ours.join(1, 2)
@@ -319,7 +320,7 @@ def test_a_node_that_cannot_be_told_must_not_run(joined):
     sources = some(CPU)
     driver = Nodes(ours=("kernel", 7))
     ours = joined(driver, poisoned(sources))
-    driver.status = 1
+    driver.fails = True
     with pytest.raises(nvrtc.Unavailable):
         ours(sources)
 
@@ -330,7 +331,7 @@ def test_without_its_node_they_are_launched(monkeypatch, joined, nodes):
     driver = Nodes(**nodes)
     ours = joined(driver, poisoned(sources))
     tried = []
-    driver.cuLaunchKernel = lambda *args: (tried.append(copied(args[-2])), (0,))[1]
+    driver.cuLaunchKernel = lambda *args: tried.append(copied(args[-1]))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # a CPU's index
     monkeypatch.setattr(nvrtc, "bind", lambda index: None)
     monkeypatch.setattr(nvrtc, "current_stream", lambda index: 0)

@@ -1,32 +1,42 @@
-"""NVIDIA's Python bindings (package cuda-bindings): the CUDA driver and NVRTC."""
+"""The CUDA driver and NVRTC of this machine. Nothing has to be installed: torch brings NVRTC, the driver is there."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-from typing import Any
+import logging
+from typing import NamedTuple
+
+from sfast_ext.kernels.backend import cuda_libraries
+from sfast_ext.kernels.backend.cuda_driver import Driver
+from sfast_ext.kernels.backend.nvrtc_library import Nvrtc
+
+logger = logging.getLogger("sfast_ext")
 
 
-class Unavailable(RuntimeError):
-    """A CUDA C++ kernel cannot be compiled, loaded or launched here; the message is the driver's or compiler's."""
+class Bindings(NamedTuple):
+    driver: Driver | None
+    """None on a machine without one."""
+    nvrtc: Nvrtc | None
+    """None where it was not found, see `missing`."""
 
 
 @functools.lru_cache(maxsize=None)
-def bindings() -> tuple[Any, Any] | None:
-    """Modules (driver, nvrtc) of cuda.bindings; None where they are not installed or do not load."""
+def bindings() -> Bindings:
+    """What there is."""
+    compiler = missing() is None
     try:
-        return importlib.import_module("cuda.bindings.driver"), importlib.import_module("cuda.bindings.nvrtc")
-    except Exception:  # a broken installation raises anything
-        return None
+        driver = Driver(cuda_libraries.driver())
+    except Exception as exc:  # a library may lack a function
+        logger.debug("no CUDA driver: %s", exc)
+        driver = None
+    return Bindings(driver, Nvrtc(cuda_libraries.nvrtc()) if compiler else None)
 
 
-def checked(result: tuple[Any, ...]) -> Any:
-    """The values a call of the bindings returned beside its error code: one, or a list of several.
-
-    Raises:
-        Unavailable: the error code is not 0.
-    """
-    error, *values = result
-    if int(error):
-        raise Unavailable(f"{type(error).__name__}.{getattr(error, 'name', error)}")
-    return values[0] if len(values) == 1 else values
+@functools.lru_cache(maxsize=None)
+def missing() -> str | None:
+    """Why there is no NVRTC; None where there is."""
+    try:
+        Nvrtc(cuda_libraries.nvrtc()).version()
+    except Exception as exc:
+        return str(exc)
+    return None

@@ -1,7 +1,6 @@
 """CUDA C++ kernels of csrc, compiled by NVRTC at run time, for what Triton cannot express.
 
-They need the package cuda-bindings, which torch brings from 2.10 on; without it the kernels are unavailable and callers
-fall back. Compiled kernels are kept in the user's cache.
+Without NVRTC the kernels are unavailable and callers fall back. Compiled kernels are kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -22,10 +21,13 @@ import torch
 from torch import Tensor
 
 from sfast_ext import cache_folder
-from sfast_ext.kernels.backend import pdl
-from sfast_ext.kernels.backend.cuda_bindings import Unavailable, bindings, checked
+from sfast_ext.kernels.backend import cuda_driver, pdl
+from sfast_ext.kernels.backend.cuda_bindings import bindings, missing
+from sfast_ext.kernels.backend.cuda_driver import Driver
+from sfast_ext.kernels.backend.cuda_errors import Unavailable
+from sfast_ext.kernels.backend.nvrtc_library import Nvrtc
 
-__all__ = ["Source", "Unavailable", "bindings", "checked"]
+__all__ = ["Source", "Unavailable", "bindings"]
 
 logger = logging.getLogger("sfast_ext")
 
@@ -63,30 +65,34 @@ def architecture(index: int | None) -> str:
 
 
 @functools.lru_cache(maxsize=None)
-def _known() -> tuple[str, tuple[int, ...]] | None:
+def known() -> tuple[str, tuple[int, ...]] | None:
     """NVRTC's version and the compute capabilities it supports, times ten, sorted; None where it does not tell."""
-    found = bindings()
-    if found is None:
+    compiler = bindings().nvrtc
+    if compiler is None:
         return None
     try:
-        version, known = checked(found[1].nvrtcVersion()), checked(found[1].nvrtcGetSupportedArchs())
-        return ".".join(map(str, version)), tuple(sorted(map(int, known)))
+        return ".".join(map(str, compiler.version())), tuple(sorted(compiler.architectures()))
     except Exception as exc:
         logger.debug("NVRTC does not say what it compiles for: %s", exc)
         return None
 
 
 def refusal(device: torch.device) -> str | None:
-    """Why NVRTC cannot compile for a GPU (it does not know the architecture); None where it can or does not tell, and
-    without a GPU or NVRTC."""
-    told = _known() if device.type == "cuda" and torch.cuda.is_available() else None
+    """Why NVRTC cannot compile for a GPU: it is not there, or does not know the architecture; None where it can or does
+    not tell, and without a GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    reason = missing()
+    if reason is not None:
+        return f"{reason}, so kernels in CUDA C++ are left out"
+    told = known()
     if told is None or not told[1]:
         return None
     major, minor = torch.cuda.get_device_capability(device.index)
-    version, known = told
-    if 10 * major + minor in known:
+    version, capabilities = told
+    if 10 * major + minor in capabilities:
         return None
-    least, most = (f"{each // 10}.{each % 10}" for each in (known[0], known[-1]))
+    least, most = (f"{each // 10}.{each % 10}" for each in (capabilities[0], capabilities[-1]))
     return (
         f"NVRTC {version} does not know compute capability {major}.{minor}, but {least} to {most}, so kernels in CUDA"
         " C++ are left out"
@@ -103,10 +109,22 @@ def bind(index: int) -> None:
 
 def _use_context(index: int) -> Any:
     """Make a GPU's primary context, the one the CUDA runtime uses, current; returns the driver's device."""
-    driver = bindings()[0]  # type: ignore[index]
-    device = checked(driver.cuDeviceGet(index))
-    checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(device))))
+    driver = loaded_driver()
+    device = driver.cuDeviceGet(index)
+    driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(device))
     return device
+
+
+def loaded_driver() -> Driver:
+    """The CUDA driver.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    driver = bindings().driver
+    if driver is None:
+        raise Unavailable("the CUDA driver was not found")
+    return driver
 
 
 def current_stream(index: int) -> int:
@@ -124,23 +142,10 @@ def tensor_map(x: Tensor, sizes: list[int], strides: list[int], box: list[int]) 
         box: elements of a box; its rows are 32, 64 or 128 bytes, swizzled over that width in shared memory. What is out
             of bounds is loaded as zeros.
     """
-    driver = bindings()[0]  # type: ignore[index]
-    kind = "BFLOAT16" if x.dtype == torch.bfloat16 else "FLOAT16"
-    return checked(
-        driver.cuTensorMapEncodeTiled(
-            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
-            len(sizes),
-            x.data_ptr(),
-            [driver.cuuint64_t(n) for n in sizes],
-            [driver.cuuint64_t(n) for n in strides],
-            [driver.cuuint32_t(n) for n in box],
-            [driver.cuuint32_t(1)] * len(sizes),
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{box[0] * x.element_size()}B"),
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    )
+    bf16 = x.dtype == torch.bfloat16
+    kind = cuda_driver.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if bf16 else cuda_driver.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    swizzle: int = getattr(cuda_driver, f"CU_TENSOR_MAP_SWIZZLE_{box[0] * x.element_size()}B")
+    return loaded_driver().cuTensorMapEncodeTiled(kind, x.data_ptr(), sizes, strides, box, swizzle)
 
 
 class Source:
@@ -176,7 +181,9 @@ class Source:
 
     def available(self, device: torch.device) -> bool:
         """Whether it can be used on a device: NVRTC supports the device and nothing has failed there so far."""
-        return bindings() is not None and device.index not in self._refused and refusal(device) is None
+        found = bindings()
+        there = found.nvrtc is not None and found.driver is not None
+        return there and device.index not in self._refused and refusal(device) is None
 
     def warmup(self, *args: Any, grid: Any = None, **constants: int) -> Any:
         """Compile and load it for the current device; returns the driver's function.
@@ -198,17 +205,16 @@ class Source:
         function = self._function(index, constants)
         own, threads, shared = self.prepare(*args, **constants)
         kept = [_address(x) if x is None or isinstance(x, Tensor) else x for x in own]
-        places = [x.getPtr() if hasattr(x, "getPtr") else ctypes.addressof(x) for x in kept]
+        places = [ctypes.addressof(x) for x in kept]
         table = (ctypes.c_void_p * len(places))(*places)
         blocks = (*grid, 1, 1)[:3]
         stream = current_stream(index)
-        driver = bindings()[0]  # type: ignore[index]
+        driver = loaded_driver()
         at = ctypes.addressof(table)
         if self._uses_pdl(args):
-            config = pdl.launch_config(driver, blocks, threads, shared, stream)
-            checked(driver.cuLaunchKernelEx(config, function, at, 0))
+            driver.cuLaunchKernelEx(pdl.launch_config(blocks, threads, shared, stream), function, at)
         else:
-            checked(driver.cuLaunchKernel(function, *blocks, threads, 1, 1, shared, stream, at, 0))
+            driver.cuLaunchKernel(function, blocks, (threads, 1, 1), shared, stream, at)
 
     def _uses_pdl(self, args: tuple[Any, ...]) -> bool:
         names = self.reads_before_wait
@@ -227,25 +233,21 @@ class Source:
             return self._functions[key]
 
     def _load(self, index: int, constants: dict[str, int], code: bytes | None) -> Any:
-        driver = bindings()[0]  # type: ignore[index]
+        driver = loaded_driver()
         device = _use_context(index)
         code = code or self.compiled(architecture(index), constants)
-        module = checked(driver.cuModuleLoadData(code))
-        function = checked(driver.cuModuleGetFunction(module, self.name.encode()))
-        limits, uses = driver.CUdevice_attribute, driver.CUfunction_attribute
-        most = checked(
-            driver.cuDeviceGetAttribute(limits.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device)
-        )
-        fixed = checked(driver.cuFuncGetAttribute(uses.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
-        checked(driver.cuFuncSetAttribute(function, uses.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most - fixed))
+        function = driver.cuModuleGetFunction(driver.cuModuleLoadData(code), self.name.encode())
+        most = driver.cuDeviceGetAttribute(cuda_driver.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device)
+        fixed = driver.cuFuncGetAttribute(cuda_driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
+        limit = cuda_driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        driver.cuFuncSetAttribute(function, limit, most - fixed)
         return function
 
     def compiled(self, architecture: str, constants: dict[str, int]) -> bytes:
         """The cubin, from the user's cache or compiled now; Unavailable where it does not compile."""
         source = (SOURCES / f"{self.name}.cu").read_bytes()
         included = b"".join(_headers().values())
-        nvrtc = bindings()[1]  # type: ignore[index]
-        key = repr((checked(nvrtc.nvrtcVersion()), architecture, sorted(constants.items()))).encode()
+        key = repr((loaded_nvrtc().version(), architecture, sorted(constants.items()))).encode()
         file = folder() / f"{self.name}-{hashlib.sha256(key + included + source).hexdigest()[:16]}.cubin"
         with _locks.setdefault(file, threading.Lock()):
             try:
@@ -287,22 +289,18 @@ def build(source: bytes, architecture: str, constants: dict[str, int]) -> tuple[
     Raises:
         Unavailable: it does not compile; the message is the compiler's log.
     """
-    nvrtc = bindings()[1]  # type: ignore[index]
-    headers = _headers()
-    program = checked(
-        nvrtc.nvrtcCreateProgram(source, b"kernel.cu", len(headers), list(headers.values()), list(headers))
-    )
     options = [f"--gpu-architecture={architecture}", "-default-device", "--ptxas-options=-v"]
     options += [f"-D{name}={value}" for name, value in constants.items()]
-    try:
-        error = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])[0]
-        words = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program)))
-        nvrtc.nvrtcGetProgramLog(program, words)
-        log = words.decode(errors="replace").strip("\0 \n")
-        if int(error):
-            raise Unavailable(log or str(error))
-        code = bytes(checked(nvrtc.nvrtcGetCUBINSize(program)))
-        checked(nvrtc.nvrtcGetCUBIN(program, code))
-        return code, log
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
+    return loaded_nvrtc().compile(source, _headers(), options)
+
+
+def loaded_nvrtc() -> Nvrtc:
+    """NVRTC.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    compiler = bindings().nvrtc
+    if compiler is None:
+        raise Unavailable(missing() or "there is no NVRTC")
+    return compiler

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import functools
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import cuda_bindings
+from sfast_ext.kernels.backend import cuda_bindings, cuda_driver
 
 # sorted (begin, end) addresses that no captured kernel writes; None where kernels are launched without PDL
 _readonly_spans: ContextVar[list[tuple[int, int]] | None] = ContextVar("readonly_spans", default=None)
@@ -49,7 +49,7 @@ def capture_keeps_pdl() -> bool:
     """Whether torch's CUDA and the driver keep the launch attribute in a captured graph: from 12.3 on."""
     try:
         built = tuple(int(part) for part in str(torch.version.cuda).split(".")[:2])
-        driver = cuda_bindings.checked(cuda_bindings.bindings()[0].cuDriverGetVersion())  # type: ignore[index]
+        driver = cuda_bindings.bindings().driver.cuDriverGetVersion()  # type: ignore[union-attr]
     except Exception:
         return False
     major, minor = _CAPTURED_SINCE
@@ -77,14 +77,9 @@ def _is_readonly(x: Tensor, spans: list[tuple[int, int]]) -> bool:
     return dense and place >= 0 and begin + x.nbytes <= spans[place][1]
 
 
-def launch_config(driver: Any, blocks: tuple[int, ...], threads: int, shared: int, stream: int) -> Any:
+def launch_config(blocks: tuple[int, ...], threads: int, shared: int, stream: int) -> cuda_driver.CUlaunchConfig:
     """cuLaunchKernelEx's configuration with programmatic stream serialization."""
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes, config.hStream = shared, stream
-    config.attrs, config.numAttrs = [attribute], 1
-    return config
+    attribute = cuda_driver.CUlaunchAttribute(id=cuda_driver.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+    attribute.value[0] = 1
+    # the structure keeps the attribute alive
+    return cuda_driver.CUlaunchConfig(*blocks, threads, 1, 1, shared, stream, ctypes.pointer(attribute), 1)

@@ -6,6 +6,7 @@ Most of a compilation runs outside the GIL or in other processes, so threads are
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import importlib
 import logging
@@ -100,7 +101,9 @@ class BackgroundCompiler:
             self._queue(compiled, device)
             if calls and latent is not None:
                 for size in size_prediction.likely_sizes(latent):
-                    predict = functools.partial(self._predict, calls, latent, size, device)
+                    # in the caller's context: it says whether Triton is used
+                    here = contextvars.copy_context()
+                    predict = functools.partial(here.run, self._predict, calls, latent, size, device)
                     self._needs_gil.append((f"launches for a latent of {size[0]}x{size[1]}", predict))
                 self.defer()
             if (self._waiting or self._needs_gil) and self._thread is None:
@@ -185,7 +188,7 @@ def precompile(graph: fx.Graph, device: torch.device) -> int:
 
     A kernel that does not compile is left to its first launch, which raises.
     """
-    if not triton_runtime.AVAILABLE or triton_runtime.INTERPRETED or device.type != "cuda":
+    if triton_runtime.INTERPRETED or device.type != "cuda":
         return 0
     _background.defer()
     try:

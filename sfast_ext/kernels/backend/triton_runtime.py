@@ -122,6 +122,19 @@ def device_of(x: Tensor) -> torch.device:
     return x.device if state is None or state[1] is None else state[1]
 
 
+_off: ContextVar[bool] = ContextVar("triton_off", default=False)
+
+
+@contextlib.contextmanager
+def without_triton() -> Iterator[None]:
+    """Within, in this thread, no Triton kernel is launched: for plans that are made without Triton where it imports."""
+    token = _off.set(True)
+    try:
+        yield
+    finally:
+        _off.reset(token)
+
+
 @functools.lru_cache(maxsize=None)
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of a GPU; (0, 0) for other devices."""
@@ -144,6 +157,8 @@ def supported(x: Tensor, *others: Tensor | None) -> bool:
     tensors without memory stand in for those of a GPU.
     """
     device, dry = x.device, is_dry_run()
+    if _off.get():
+        return False
     if not dry and (not AVAILABLE or not (INTERPRETED or capability(device) >= (7, 0))):
         return False
     where = device_of(x)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sfast_ext.kernels.backend import cuda_tier
 from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     DTYPES,
@@ -33,7 +34,7 @@ from sfast_ext.kernels.backend.triton_runtime import (
     tl,
 )
 from sfast_ext.kernels.group_norm import one_pass as tiles
-from sfast_ext.kernels.group_norm import two_pass
+from sfast_ext.kernels.group_norm import portable, two_pass
 from sfast_ext.kernels.group_norm.two_pass import MOST, Parts, normalise
 
 _PATHS: tuple[str, ...] = ("whole", "parts")  # tried in this order before "loop"; paths not named are off
@@ -203,11 +204,13 @@ def launch(
     out_dtype: torch.dtype | None = None,
     patches: bool = False,
 ) -> Tensor:
-    """`reference` as one Triton kernel, or as two that read x twice, the second time mostly from L2."""
+    """`reference` as one Triton kernel, or as two that read x twice, the second time mostly from L2; without Triton
+    as two in CUDA C++."""
     batch, channels = x.shape[:2]
     dtype = out_dtype or x.dtype
+    triton = supported(x, weight, bias, shift)
     if (
-        not supported(x, weight, bias, shift)
+        not (triton or cuda_tier.usable(portable.STATISTICS, x, weight, bias, shift))
         or groups < 1
         or channels % groups
         or channels > _MOST_CHANNELS
@@ -219,13 +222,18 @@ def launch(
         or (shift is not None and shift.shape != (batch, channels))
     ):
         return reference(x, groups, weight, bias, eps, shift, silu, out_dtype, patches)
-    if patches and not supports_patches(x, groups):
+    if patches and not (triton and supports_patches(x, groups)):
         return patches_of(launch(x, groups, weight, bias, eps, shift, silu, out_dtype))
     inner = channels_inner(x)
     pixels = inner.numel() // (batch * channels)
     group_width = channels // groups
     shift = shift if shift is None or shift.stride(1) == 1 else shift.contiguous()
     weight, bias = (vector if vector is None else vector.contiguous() for vector in (weight, bias))
+    if not triton:
+        normed = portable.launch(inner, groups, weight, bias, eps, shift, silu, dtype)
+        if normed is None:
+            return reference(x, groups, weight, bias, eps, shift, silu, out_dtype)
+        return channels_outer(normed)
     rows, shift_stride = (inner, 0) if shift is None else (shift, shift.stride(0))
     vectors = (rows, *(inner if vector is None else vector for vector in (weight, bias)))
     affine = (shift_stride, *(int(vector is not None) for vector in (shift, weight, bias)), int(silu))
@@ -286,6 +294,8 @@ KERNEL = register(
         "group_norm",
         reference,
         launch,
+        portable=True,
+        cuda_sources=portable.SOURCES,
         triton_functions=(
             group_norm_looped_statistics_kernel,
             tiles.group_norm_one_pass_kernel,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sfast_ext.kernels.backend import cuda_tier, nvrtc
 from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     DTYPES,
@@ -111,9 +112,15 @@ def launch(
     shift: Tensor | None = None,
     post_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference` as one Triton kernel: two reads, two writes."""
+    """`reference` as one kernel: two reads, two writes."""
     columns = x.shape[-1]
     dtype = out_dtype or x.dtype
+    operands = (x, residual, shift, post_bias, weight, bias)
+    if cuda_tier.usable(_SOURCE, *operands) and x.shape == residual.shape and dtype in DTYPES:
+        dense = (x.contiguous(), residual.contiguous(), *operands[2:])
+        out_sum, out = (torch.empty(x.shape, dtype=kind, device=x.device) for kind in (x.dtype, dtype))
+        if layer_norm.launch_rows(_SOURCE, dense, out_sum, out, eps):
+            return out_sum, out
     if (
         not supported(x, residual, weight, bias, shift, post_bias)
         or x.shape != residual.shape
@@ -152,4 +159,15 @@ def launch(
     return out_sum, out
 
 
-KERNEL = register(Kernel("add_layer_norm", reference, launch, triton_functions=(add_layer_norm_kernel,)))
+_SOURCE = nvrtc.Source("layer_norm", layer_norm._prepared, layer_norm.ROW_OPERANDS, reads_before_wait=())
+
+KERNEL = register(
+    Kernel(
+        "add_layer_norm",
+        reference,
+        launch,
+        portable=True,
+        triton_functions=(add_layer_norm_kernel,),
+        cuda_sources=(_SOURCE,),
+    )
+)

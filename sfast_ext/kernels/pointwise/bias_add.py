@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from sfast_ext.kernels.backend import cuda_tier, nvrtc
 from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     MAX_GRID_YZ,
@@ -66,14 +70,22 @@ def bias_add_kernel(
 
 
 def launch(x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float = 1.0) -> Tensor:
-    """`reference` as one Triton kernel."""
+    """`reference` as one kernel."""
     channels = x.shape[1]
-    if (
-        not supported(x, bias, residual)
-        or not 0 < channels <= MAX_GRID_YZ * _BLOCK
-        or (bias is not None and bias.shape != (channels,))
-        or (residual is not None and residual.shape != x.shape)
-    ):
+    fits = (bias is None or bias.shape == (channels,)) and (residual is None or residual.shape == x.shape)
+    if fits and channels and cuda_tier.usable(_SOURCE, x, bias, residual):
+        inner = channels_inner(x)
+        rest = [None if bias is None else bias.contiguous(), None if residual is None else channels_inner(residual)]
+        out = torch.empty(inner.shape, dtype=x.dtype, device=x.device)
+        given = constants(cuda_tier.pack(channels, inner, *rest), x.dtype)
+        try:
+            if inner.numel():
+                grid = (cdiv(inner.numel(), _THREADS * given["PACK"] * given["PACKS"]),)
+                launch_kernel(_SOURCE, grid, inner, *rest, out, inner.numel(), channels, float(scale), **given)
+            return channels_outer(out)
+        except nvrtc.Unavailable:
+            pass  # logged; `available` is False from now on
+    if not supported(x, bias, residual) or not fits or not 0 < channels <= MAX_GRID_YZ * _BLOCK:
         return reference(x, bias, residual, scale)
     inner = channels_inner(x)
     out = torch.empty(inner.shape, dtype=x.dtype, device=x.device)
@@ -98,4 +110,23 @@ def launch(x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float
     return channels_outer(out)
 
 
-KERNEL = register(Kernel("bias_add", reference, launch, triton_functions=(bias_add_kernel,)))
+_THREADS = 256
+_PACKS = 2  # accesses of a thread, so that loads overlap
+
+
+def constants(pack: int, dtype: torch.dtype) -> dict[str, int]:
+    """Compile-time parameters of csrc/bias_add.cu."""
+    return {"TYPE": cuda_tier.type_of(dtype), "PACK": pack, "PACKS": _PACKS}
+
+
+def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
+    *tensors, count, channels, scale = args
+    return [*tensors, ctypes.c_longlong(count), ctypes.c_int(channels), ctypes.c_float(scale)], _THREADS, 0
+
+
+_OPERANDS = ("x", "bias", "residual", "out", "count", "channels", "scale")
+_SOURCE = nvrtc.Source("bias_add", _prepared, _OPERANDS, reads_before_wait=())
+
+KERNEL = register(
+    Kernel("bias_add", reference, launch, portable=True, triton_functions=(bias_add_kernel,), cuda_sources=(_SOURCE,))
+)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sfast_ext.kernels.backend import cuda_tier, nvrtc
 from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     MAX_GRID_YZ,
@@ -84,8 +88,20 @@ def geglu_kernel(
 
 
 def launch(x: Tensor, gate_first: bool = False, approximate: str = "none") -> Tensor:
-    """`reference` as one Triton kernel."""
+    """`reference` as one kernel."""
     half = x.shape[-1] // 2
+    if cuda_tier.usable(_SOURCE, x) and not x.shape[-1] % 2 and half and approximate in ("none", "tanh"):
+        dense = x.contiguous()
+        out = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
+        given = constants(cuda_tier.pack(half, dense), x.dtype, gate_first, approximate)
+        count = out.numel() // half
+        try:
+            if count:
+                grid = (cdiv(count * half, _THREADS * given["PACK"] * given["PACKS"]),)
+                launch_kernel(_SOURCE, grid, dense, out, count, half, **given)
+            return out
+        except nvrtc.Unavailable:
+            pass  # logged; `available` is False from now on
     if (
         not supported(x)
         or x.shape[-1] % 2
@@ -113,4 +129,28 @@ def launch(x: Tensor, gate_first: bool = False, approximate: str = "none") -> Te
     return out
 
 
-KERNEL = register(Kernel("geglu", reference, launch, triton_functions=(geglu_kernel,)))
+_THREADS = 256
+_PACKS = 2  # accesses of a thread, so that loads overlap
+
+
+def constants(pack: int, dtype: torch.dtype, gate_first: bool, approximate: str) -> dict[str, int]:
+    """Compile-time parameters of csrc/geglu.cu."""
+    tanh = int(approximate == "tanh")
+    return {
+        "TYPE": cuda_tier.type_of(dtype),
+        "GATE_FIRST": int(gate_first),
+        "TANH": tanh,
+        "PACK": pack,
+        "PACKS": _PACKS,
+    }
+
+
+def _prepared(x: Tensor, out: Tensor, rows: int, half: int, **constants: int) -> tuple[list[Any], int, int]:
+    return [x, out, ctypes.c_int(rows), ctypes.c_int(half)], _THREADS, 0
+
+
+_SOURCE = nvrtc.Source("geglu", _prepared, ("x", "out", "rows", "half"), reads_before_wait=())
+
+KERNEL = register(
+    Kernel("geglu", reference, launch, portable=True, triton_functions=(geglu_kernel,), cuda_sources=(_SOURCE,))
+)

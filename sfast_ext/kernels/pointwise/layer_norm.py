@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sfast_ext.kernels.backend import cuda_tier, nvrtc
 from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     DTYPES,
@@ -92,9 +96,15 @@ def tile(columns: int) -> tuple[int, int, int]:
 def launch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`reference` as one Triton kernel; rows stay in registers between the two passes over them."""
+    """`reference` as one kernel; rows stay in registers between the two passes over them."""
     columns = x.shape[-1]
     dtype = out_dtype or x.dtype
+    if cuda_tier.usable(_SOURCE, x, weight, bias) and dtype in DTYPES:
+        rows_of = x.contiguous()
+        operands = (rows_of, None, None, None, weight, bias)
+        out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        if launch_rows(_SOURCE, operands, None, out, eps):
+            return out
     if not supported(x, weight, bias) or not 0 < columns <= MAX_BLOCK or dtype not in DTYPES:
         return reference(x, weight, bias, eps, out_dtype)
     x = x.contiguous()
@@ -121,4 +131,87 @@ def launch(
     return out
 
 
-KERNEL = register(Kernel("layer_norm", reference, launch, triton_functions=(layer_norm_kernel,)))
+_ROW_THREADS = 32  # the fewest of a row
+_BLOCK_THREADS = 128
+_ROW_CHUNKS = 4  # of a thread, until a row has _MOST_ROW_THREADS
+_MOST_ROW_THREADS = 512
+_MOST_CHUNKS = 16
+
+
+def constants(columns: int, pack: int, dtype: torch.dtype, out: torch.dtype, add: bool) -> dict[str, int] | None:
+    """Compile-time parameters of csrc/layer_norm.cu; None for rows that it does not take."""
+    threads = _ROW_THREADS
+    while threads < _MOST_ROW_THREADS and columns > threads * pack * _ROW_CHUNKS:
+        threads *= 2
+    chunks = cdiv(columns, threads * pack)
+    if not 0 < chunks <= _MOST_CHUNKS:
+        return None
+    return {
+        "TYPE": cuda_tier.type_of(dtype),
+        "OUT": cuda_tier.type_of(out),
+        "ADD": int(add),
+        "THREADS": threads,
+        "ROWS": max(1, _BLOCK_THREADS // threads),
+        "CHUNKS": chunks,
+        "PACK": pack,
+    }
+
+
+def launch_rows(
+    source: nvrtc.Source, operands: tuple[Tensor | None, ...], out_sum: Tensor | None, out: Tensor, eps: float
+) -> bool:
+    """Launch csrc/layer_norm.cu; whether that was possible.
+
+    Args:
+        operands: x, residual, shift, post_bias, weight, bias. x and residual are contiguous.
+    """
+    x = operands[0]
+    assert x is not None
+    columns = x.shape[-1]
+    vectors = [None if v is None else v.contiguous() for v in operands[2:]]
+    if not columns:
+        return False
+    pack = cuda_tier.pack(columns, *operands[:2], *vectors)
+    given = constants(columns, pack, x.dtype, out.dtype, out_sum is not None)
+    count = x.numel() // columns
+    if given is None:
+        return False
+    if count:
+        try:
+            launch_kernel(
+                source,
+                (cdiv(count, given["ROWS"]),),
+                *operands[:2],
+                *vectors,
+                out_sum,
+                out,
+                count,
+                columns,
+                eps,
+                **given,
+            )
+        except nvrtc.Unavailable:
+            return False  # logged; `available` is False from now on
+    return True
+
+
+def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
+    *tensors, rows, columns, eps = args
+    numbers = ctypes.c_int(rows), ctypes.c_int(columns), ctypes.c_float(eps)
+    return [*tensors, *numbers], constants["THREADS"] * constants["ROWS"], 0
+
+
+ROW_OPERANDS = ("x", "residual", "shift", "post_bias", "weight", "bias", "out_sum", "out", "rows", "columns", "eps")
+_SOURCE = nvrtc.Source("layer_norm", _prepared, ROW_OPERANDS, reads_before_wait=())
+
+
+KERNEL = register(
+    Kernel(
+        "layer_norm",
+        reference,
+        launch,
+        portable=True,
+        triton_functions=(layer_norm_kernel,),
+        cuda_sources=(_SOURCE,),
+    )
+)

@@ -14,9 +14,11 @@ import torch
 
 from kernels.support import needs_nvrtc
 from sfast_ext.kernels.attention import flash_attention, query_attention
-from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend import cuda_bindings, cuda_tier, nvrtc
+from sfast_ext.kernels.backend.cuda_bindings import Bindings
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
+from sfast_ext.kernels.pointwise import bias_add, geglu, layer_norm
 
 HOPPER = "sm_90a"
 REGISTERS = 65536  # of a multiprocessor
@@ -29,16 +31,17 @@ def compiler(monkeypatch, tmp_path):
     needs_nvrtc()
 
 
-def built(name: str, constants: dict[str, int], spilled: int = 0) -> tuple[int, int]:
+def built(name: str, constants: dict[str, int], spilled: int = 0, architecture: str = HOPPER) -> tuple[int, int]:
     """A kernel's registers, as they are given out, and bytes of shared memory beside those that a launch asks for."""
-    code, log = nvrtc.build((nvrtc.SOURCES / f"{name}.cu").read_bytes(), HOPPER, constants)
+    code, log = nvrtc.build((nvrtc.SOURCES / f"{name}.cu").read_bytes(), architecture, constants)
     assert code[:4] == b"\x7fELF"
     # products that the compiler serialises, or registers that it spills, cost more than the kernel gains
     assert "Potential Performance Loss" not in log
     assert "warning" not in log
     assert int(re.search(r"(\d+) bytes spill stores", log)[1]) <= spilled
     registers = -(-int(re.search(r"Used (\d+) registers", log)[1]) // 8) * 8
-    return registers, int(re.search(r"(\d+) bytes smem", log)[1])
+    shared = re.search(r"(\d+) bytes smem", log)
+    return registers, int(shared[1]) if shared else 0
 
 
 def constants(size: int) -> dict[str, int]:
@@ -127,7 +130,39 @@ def test_query_attention_compiles(dtype):
     assert query_attention.shared_bytes() + fixed <= SHARED
 
 
+def portable_cases() -> list[tuple[str, dict[str, int]]]:
+    """Of each kernel for any card, what float16 and float32 ask for at a UNet's sizes."""
+    found: list[tuple[str, dict[str, int]]] = []
+    for dtype, pack in ((torch.float16, 8), (torch.bfloat16, 8), (torch.float32, 4), (torch.float16, 1)):
+        kind = cuda_tier.TYPES[dtype]
+        found += [("bias_add", bias_add.constants(pack, dtype)), ("geglu", geglu.constants(pack, dtype, False, "none"))]
+        for columns in (320, 640, 1280):
+            for add in (False, True):
+                given = layer_norm.constants(columns, pack, dtype, dtype, add)
+                assert given is not None
+                found.append(("layer_norm", given))
+        found.append(("group_norm_statistics", {"TYPE": kind, "PACK": pack}))
+        found.append(("group_norm_normalise", {"TYPE": kind, "OUT": kind, "PACK": pack, "SILU": 1}))
+    return found
+
+
+PORTABLE = portable_cases()
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), PORTABLE, ids=[f"{name}-{'-'.join(map(str, given.values()))}" for name, given in PORTABLE]
+)
+def test_portable_kernels_compile_for_every_card(name, given):
+    _, known = nvrtc.known()
+    for capability in sorted({70, 75, 80, 86, 89, 90, 100, 120} & set(known)):
+        registers, fixed = built(name, given, architecture=f"sm_{capability}")
+        threads = given["THREADS"] * given["ROWS"] if name == "layer_norm" else 256
+        # two blocks of a multiprocessor at least, in half of the shared memory that every card has
+        assert 2 * registers * threads <= REGISTERS and fixed <= 24 << 10
+
+
 COMPILED = {
+    **dict.fromkeys((name for name, _ in PORTABLE), test_portable_kernels_compile_for_every_card),
     "conv2d": test_conv2d_compiles,
     "flash_attention": test_flash_attention_compiles,
     "linear_geglu": test_linear_geglu_compiles,
@@ -265,6 +300,8 @@ def test_what_does_not_compile_says_why():
 def test_a_kernel_that_failed_is_not_asked_again(monkeypatch, caplog):
     kernel = nvrtc.Source("flash_attention", flash_attention._prepared, ())
     device = torch.device("cuda", 0)
+    # a driver, which is not reached
+    monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(object(), cuda_bindings.bindings().nvrtc))
     assert kernel.available(device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (1, 0))
@@ -275,9 +312,16 @@ def test_a_kernel_that_failed_is_not_asked_again(monkeypatch, caplog):
     assert "flash_attention.cu is not used" in caplog.text
 
 
-def test_without_bindings_there_is_no_kernel(monkeypatch):
-    monkeypatch.setattr(nvrtc, "bindings", lambda: None)
+@pytest.mark.parametrize("found", [Bindings(object(), None), Bindings(None, object()), Bindings(None, None)])
+def test_without_nvrtc_or_a_driver_there_is_no_kernel(monkeypatch, found):
+    monkeypatch.setattr(nvrtc, "bindings", lambda: found)
     assert not flash_attention._SOURCE.available(torch.device("cuda", 0))
+    if found.driver is None:
+        with pytest.raises(nvrtc.Unavailable, match="driver was not found"):
+            nvrtc.loaded_driver()
+    if found.nvrtc is None:
+        with pytest.raises(nvrtc.Unavailable):
+            nvrtc.loaded_nvrtc()
 
 
 @pytest.mark.gpu
@@ -292,14 +336,13 @@ def test_what_a_launch_hands_over(monkeypatch):
     handed = []
 
     def launched(function, *rest):
-        table = (ctypes.c_void_p * 3).from_address(rest[-2])
+        table = (ctypes.c_void_p * 3).from_address(rest[-1])
         handed.append([ctypes.c_uint64.from_address(place).value for place in table[:2]])
         handed.append(ctypes.c_int.from_address(table[2]).value)
-        return (0,)
 
     tensor = torch.ones(3)
     source = nvrtc.Source("none", lambda *args: ([*args, ctypes.c_int(7)], 128, 0), ())
-    monkeypatch.setattr(nvrtc, "bindings", lambda: (SimpleNamespace(cuLaunchKernel=launched), None))
+    monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(SimpleNamespace(cuLaunchKernel=launched), None))
     monkeypatch.setattr(source, "_function", lambda index, constants: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(nvrtc, "current_stream", lambda index: 0)
@@ -310,11 +353,11 @@ def test_what_a_launch_hands_over(monkeypatch):
 def test_each_thread_is_given_the_context_of_its_gpu(monkeypatch):
     given = []
     driver = SimpleNamespace(
-        cuDeviceGet=lambda index: (0, f"GPU {index}"),
-        cuDevicePrimaryCtxRetain=lambda device: (0, f"context of {device}"),
-        cuCtxSetCurrent=lambda context: given.append((threading.get_ident(), context)) or (0,),
+        cuDeviceGet=lambda index: f"GPU {index}",
+        cuDevicePrimaryCtxRetain=lambda device: f"context of {device}",
+        cuCtxSetCurrent=lambda context: given.append((threading.get_ident(), context)),
     )
-    monkeypatch.setattr(nvrtc, "bindings", lambda: (driver, None))
+    monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(driver, None))
     monkeypatch.setattr(nvrtc, "_bound", threading.local())
     for index in (0, 0, 1, 1, 0):
         nvrtc.bind(index)

@@ -11,6 +11,7 @@ import torch
 from kernels.support import needs_nvrtc
 from sfast_ext import environment
 from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend.cuda_bindings import Bindings
 from sfast_ext.runtime import input_copies
 
 GPU = torch.device("cuda", 0)
@@ -18,9 +19,9 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    nvrtc._known.cache_clear()
+    nvrtc.known.cache_clear()
     yield
-    nvrtc._known.cache_clear()
+    nvrtc.known.cache_clear()
 
 
 @pytest.fixture
@@ -28,10 +29,9 @@ def card(monkeypatch, tmp_path):
     """A GPU, and an NVRTC by what it answers; it compiles nothing."""
 
     def pretend(capability, version=(13, 0), known=(75, 80, 90, 121), **others):
-        compiler = SimpleNamespace(
-            nvrtcVersion=lambda: (0, *version), nvrtcGetSupportedArchs=lambda: (0, list(known)), **others
-        )
-        monkeypatch.setattr(nvrtc, "bindings", lambda: (None, compiler))
+        compiler = SimpleNamespace(version=lambda: version, architectures=lambda: list(known), **others)
+        monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(object(), compiler))
+        monkeypatch.setattr(nvrtc, "missing", lambda: None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
 
     def build(source, architecture, constants):
@@ -77,7 +77,7 @@ def test_nothing_is_compiled_or_warned_of_on_such_a_card(card, monkeypatch, capl
         assert found._found() is None and not caplog.records
         # of one that it knows, and that fails, the log tells
         card((8, 0))
-        nvrtc._known.cache_clear()
+        nvrtc.known.cache_clear()
         assert found._found() is None and "copies.cu is not used" in caplog.text
 
 
@@ -88,14 +88,22 @@ def test_an_older_nvrtc_knows_volta(card):
 
 def test_one_that_does_not_answer_is_met_at_the_first_compilation(card, monkeypatch):
     card((7, 0))
-    monkeypatch.delattr(nvrtc.bindings()[1], "nvrtcGetSupportedArchs")
+    monkeypatch.delattr(nvrtc.bindings().nvrtc, "architectures")
     assert nvrtc.refusal(GPU) is None and source().available(GPU)
     card((7, 0), known=())
-    nvrtc._known.cache_clear()
+    nvrtc.known.cache_clear()
     assert nvrtc.refusal(GPU) is None
-    monkeypatch.setattr(nvrtc, "bindings", lambda: None)
-    nvrtc._known.cache_clear()
+    monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(object(), None))
+    nvrtc.known.cache_clear()
     assert nvrtc.refusal(GPU) is None and not source().available(GPU)
+
+
+def test_where_there_is_none_the_report_says_why(card, monkeypatch):
+    card((8, 6))
+    monkeypatch.setattr(nvrtc, "missing", lambda: "libnvrtc.so.12 does not load (no such file)")
+    reason = "libnvrtc.so.12 does not load (no such file), so kernels in CUDA C++ are left out"
+    assert nvrtc.refusal(GPU) == reason and environment.left_out(GPU) == [f"{reason}."]
+    assert not source().available(GPU)
 
 
 def test_without_a_gpu_nothing_is_asked(card, monkeypatch):
@@ -106,7 +114,7 @@ def test_without_a_gpu_nothing_is_asked(card, monkeypatch):
 
 def test_what_the_installed_one_says():
     needs_nvrtc()
-    version, known = nvrtc._known()
+    version, known = nvrtc.known()
     assert version.partition(".")[0].isdigit() and {80, 90} <= set(known)
     # what it does not name it does not compile
     assert (70 in known) == (int(version.partition(".")[0]) < 13)

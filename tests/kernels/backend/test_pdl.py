@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.support import randn
+from kernels.support import driver_copies, driver_zeros, randn
 from sfast_ext.kernels.attention import flash_attention, query_attention
-from sfast_ext.kernels.backend import cuda_bindings, nvrtc, pdl
+from sfast_ext.kernels.backend import cuda_bindings, cuda_driver, nvrtc, pdl
+from sfast_ext.kernels.backend.cuda_bindings import Bindings
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
 from sfast_ext.runtime import input_copies
@@ -28,34 +29,24 @@ def poisoned():
 class Driver:
     """Notes how kernels were launched, and launches none."""
 
-    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="early")
-
     def __init__(self):
         self.launched = []
 
-    def CUlaunchAttribute(self):
-        return SimpleNamespace(value=SimpleNamespace())
-
-    def CUlaunchConfig(self):
-        return SimpleNamespace()
-
     def cuLaunchKernel(self, function, *rest):
         self.launched.append("in turn")
-        return (0,)
 
     def cuLaunchKernelEx(self, config, function, *rest):
-        (attribute,) = config.attrs
-        assert (attribute.id, attribute.value.programmaticStreamSerializationAllowed) == ("early", 1)
+        early = cuda_driver.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        assert (config.attrs[0].id, config.attrs[0].value[0]) == (early, 1)
         assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (7, 1, 1) and config.numAttrs == 1
         assert (config.blockDimX, config.sharedMemBytes, config.hStream) == (384, 1000, 5)
         self.launched.append("early")
-        return (0,)
 
 
 @pytest.fixture
 def driver(monkeypatch):
     stand_in = Driver()
-    monkeypatch.setattr(nvrtc, "bindings", lambda: (stand_in, None))
+    monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(stand_in, None))
     monkeypatch.setattr(pdl, "capture_keeps_pdl", lambda: True)
     monkeypatch.setattr(nvrtc, "current_stream", lambda index: 5)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -141,7 +132,7 @@ def test_in_turn_outside_of_captures_and_where_nothing_is_told(monkeypatch, driv
 def test_which_cuda_keeps_beginnings(monkeypatch, built, runs, kept):
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(
-        cuda_bindings, "bindings", lambda: (SimpleNamespace(cuDriverGetVersion=lambda: (0, runs)), None)
+        cuda_bindings, "bindings", lambda: Bindings(SimpleNamespace(cuDriverGetVersion=lambda: runs), None)
     )
     pdl.capture_keeps_pdl.cache_clear()
     try:
@@ -290,15 +281,15 @@ def test_a_weight_that_the_graph_itself_writes(launches):
 def test_behind_what_is_no_kernel(launches, nodes):
     weights = operands()
     x = randn(8192, 640, dtype=torch.float16, device=CUDA)
-    taken, driver = torch.zeros_like(x), nvrtc.bindings()[0]
+    taken = torch.zeros_like(x)
 
     def run(x):
         stream = torch.cuda.current_stream().cuda_stream
         taken.copy_(slow(x))
         if nodes == "copies":
-            nvrtc.checked(driver.cuMemcpyDtoDAsync(taken.data_ptr(), x.data_ptr(), x.nbytes, stream))
+            driver_copies(taken, x, x.nbytes, stream)
         else:
-            nvrtc.checked(driver.cuMemsetD8Async(taken.data_ptr(), 0, x.nbytes // 2, stream))
+            driver_zeros(taken, x.nbytes // 2, stream)
         return linear_layer_norm.launch(taken, weights[0], weights[1][2], x, weights[1][0], weights[1][1], 1e-5)
 
     turns, wanted = captured(run, x, None)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kernels.support import randn
+from kernels.support import driver_copies, driver_zeros, randn
 from sfast_ext.kernels.attention import short_attention
-from sfast_ext.kernels.backend import nvrtc, pdl, triton_runtime
+from sfast_ext.kernels.backend import cuda_libraries, pdl, triton_runtime
 from sfast_ext.kernels.conv import upsample
 from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, conv_group_norm, group_norm
 from sfast_ext.kernels.linear import linear_layer_norm
@@ -206,13 +207,14 @@ def test_the_same_to_the_bit_as_in_turn(begins, chain, behind):
 
 def programmatic(graph):
     """(edges along which a kernel may begin early, all edges)."""
-    driver = nvrtc.bindings()[0]
-    edges = getattr(driver, "cuGraphGetEdges_v2", driver.cuGraphGetEdges)  # with their data
-    handle = driver.CUgraph(graph.raw_cuda_graph())
-    count = nvrtc.checked(edges(handle))[-1]
-    data = nvrtc.checked(edges(handle, count))[2]
-    kind = int(driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
-    return sum(int(edge.type) == kind for edge in data), count
+    edges = cuda_libraries.driver().cuGraphGetEdges_v2
+    handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+    assert edges(handle, None, None, None, ctypes.byref(count)) == 0
+    nodes = [(ctypes.c_void_p * count.value)() for _ in range(2)]
+    # CUgraphEdgeData: ports, the type of dependency, which is 1 for a programmatic one, and 5 reserved bytes
+    data = (ctypes.c_ubyte * (8 * count.value))()
+    assert edges(handle, *nodes, data, ctypes.byref(count)) == 0
+    return sum(kind == 1 for kind in data[2::8]), count.value
 
 
 @pytest.mark.gpu
@@ -240,16 +242,16 @@ def test_a_capture_keeps_it(begins, early):
 @pytest.mark.parametrize("nodes", ["copies", "zeros"])
 def test_behind_what_is_no_kernel(begins, nodes):
     x = randn(8192, 640, dtype=HALF, device=CUDA)
-    taken, driver = torch.zeros_like(x), nvrtc.bindings()[0]
+    taken = torch.zeros_like(x)
 
     def run(x):
         stream = torch.cuda.current_stream().cuda_stream
         y = layer_norm.launch(slow(x), None, None, 1e-5)
         taken.copy_(y)
         if nodes == "copies":
-            nvrtc.checked(driver.cuMemcpyDtoDAsync(taken.data_ptr(), y.data_ptr(), x.nbytes // 2, stream))
+            driver_copies(taken, y, x.nbytes // 2, stream)
         else:
-            nvrtc.checked(driver.cuMemsetD8Async(taken.data_ptr(), 0, x.nbytes // 2, stream))
+            driver_zeros(taken, x.nbytes // 2, stream)
         return add_layer_norm.launch(taken, y, None, None, 1e-5)
 
     turns, early, wanted, results = both(run, x, begins)

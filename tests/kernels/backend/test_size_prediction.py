@@ -17,6 +17,7 @@ from kernels.support import finish
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import flash_attention, query_attention
 from sfast_ext.kernels.backend import nvrtc, precompile, triton_runtime
+from sfast_ext.kernels.backend.cuda_bindings import Bindings
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.linear import linear_geglu
 
@@ -175,10 +176,10 @@ def test_python_ends_after_the_compilation_at_hand(tmp_path):
     script = """
         import threading, time
         import torch
-        from sfast_ext.kernels.backend import nvrtc, precompile
+        from sfast_ext.kernels.backend import cuda_bindings, nvrtc, precompile
         begun = threading.Event()
         class Nvrtc:
-            nvrtcVersion = lambda self: (0, 13, 0)
+            version = lambda self: (13, 0)
         def build(*args):
             print("begun", flush=True)
             begun.set()
@@ -186,7 +187,7 @@ def test_python_ends_after_the_compilation_at_hand(tmp_path):
                 time.sleep(0.01)
             print("done", flush=True)
             return b"code", ""
-        nvrtc.bindings, nvrtc.build = lambda: (None, Nvrtc()), build
+        nvrtc.bindings, nvrtc.build = lambda: cuda_bindings.Bindings(object(), Nvrtc()), build
         torch.cuda.get_device_capability = lambda index: (9, 0)
         source = nvrtc.Source("conv2d", None, (), lambda given: [{"N": n} for n in range(100)])
         launch = precompile.Launch(source, (), {"N": 0})
@@ -226,7 +227,7 @@ def test_where_nothing_was_compiled_no_thread_is_started(nvrtc_calls, monkeypatc
     assert precompile.precompile(graph_of((torch.add, NORMED, NORMED)), GPU) == 0
     nvrtc_calls.answer = broken
     assert precompile.precompile(unet(32), GPU) == 0
-    monkeypatch.setattr(nvrtc, "bindings", lambda: None)
+    monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(None, None))
     monkeypatch.setattr(precompile, "_compile", lambda *args, **more: False)  # Triton's, which a GPU would do
     assert precompile.precompile(unet(24), GPU) == 0
     assert started == [] and precompile._background._thread is None

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from kernels.support import half_dtype, randn, wide
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import nvrtc, triton_runtime
+from sfast_ext.kernels.backend.cuda_bindings import Bindings
 from sfast_ext.kernels.conv import conv2d
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -309,7 +310,7 @@ def asked_by(shape, dtype, groups):
 def test_siblings_are_what_further_sizes_ask_for(h200, monkeypatch, dtype):
     """Of all that a UNet asks for: whatever the first is, with the statistics of its groups or without."""
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(nvrtc, "bindings", lambda: (None, None))
+    monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(object(), object()))
     sides = (8, 16, 24, 32, 33, 40, 48, 64, 96, 128)
     asked = {0: set(), 10: set(), 20: set(), 40: set()}  # by channels of a group
     for columns, groups in product((320, 640, 1280), (0, 32)):
@@ -352,7 +353,7 @@ def test_slots_fit_a_block(tile):
 @pytest.mark.parametrize("layout", [NHWC, torch.contiguous_format], ids=str)  # the graph tells that of the original
 def test_it_is_compiled_ahead_for_what_it_will_launch(h200, monkeypatch, layout):
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(nvrtc, "bindings", lambda: (None, None))
+    monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(object(), object()))
     x, weight = (picture(shape).contiguous(memory_format=layout) for shape in ((2, 1280, 32, 32), (1280, 1280, 3, 3)))
     with triton_runtime.dry_run(torch.device("cuda", 0)) as collected:
         out = conv2d.launch(x, weight)

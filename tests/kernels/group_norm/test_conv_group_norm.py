@@ -7,6 +7,7 @@ from torch import fx
 from kernels.support import close, each_dtype, few_parts, half_dtype, randn, wide
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import nvrtc, precompile, triton_runtime
+from sfast_ext.kernels.backend.cuda_bindings import Bindings
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.group_norm import add_group_norm, conv_group_norm, group_norm, two_pass
 
@@ -274,7 +275,7 @@ def test_both_kernels_are_compiled_ahead(monkeypatch, size, layout, added):
     for home in (conv2d, two_pass):
         monkeypatch.setattr(home, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(nvrtc, "bindings", lambda: (None, None))
+    monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(object(), object()))
     found = precompile.launches(graph_of(size, layout, added), torch.device("cuda", 0)).values()
     convolution, normalise = found
     assert convolution.kernel is conv2d._SOURCE and normalise.kernel is two_pass.group_norm_normalise_kernel

@@ -1,0 +1,126 @@
+// Stands for the GPU where a C++ compiler of the host builds a kernel, for tests: one thread of the host for each thread
+// of a block, blocks one after the other. Threads of a warp meet at a shuffle, those of a block at __syncthreads, which
+// must be reached by all of them, as on a GPU.
+
+#include <pthread.h>
+
+#include <cmath>
+#include <cstring>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __restrict__
+#define __launch_bounds__(...)
+#define __shared__ static
+#define SHARED_MEMORY(Type, name) Type* const name = reinterpret_cast<Type*>(cpu::shared)
+
+struct cpu_index {
+  unsigned x, y, z;
+};
+static thread_local cpu_index threadIdx, blockIdx;
+static cpu_index blockDim, gridDim;
+
+namespace cpu {
+static unsigned char* shared;
+static pthread_barrier_t block;
+static std::vector<pthread_barrier_t> warps;
+static float lanes[1024];
+}  // namespace cpu
+
+inline void __syncthreads() { pthread_barrier_wait(&cpu::block); }
+inline void pdl_wait() {}
+
+inline float float_of_bits(unsigned bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+inline unsigned bits_of_float(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+inline float half_to_float(unsigned short bits) {
+  _Float16 x;
+  std::memcpy(&x, &bits, 2);
+  return x;
+}
+
+inline unsigned short float_to_half(float x) {
+  const _Float16 y = x;
+  unsigned short bits;
+  std::memcpy(&bits, &y, 2);
+  return bits;
+}
+
+inline float shuffle_xor(float x, int lanes) {
+  const unsigned me = threadIdx.x;
+  pthread_barrier_t* const warp = &cpu::warps[me / 32];
+  cpu::lanes[me] = x;
+  pthread_barrier_wait(warp);
+  const float theirs = cpu::lanes[me ^ (unsigned)lanes];
+  pthread_barrier_wait(warp);
+  return theirs;
+}
+
+inline float __expf(float x) { return std::exp(x); }
+inline int min(int x, int y) { return x < y ? x : y; }
+inline int max(int x, int y) { return x > y ? x : y; }
+
+namespace cpu {
+template <class... Args, size_t... Number>
+void call(void (*kernel)(Args...), void** args, std::index_sequence<Number...>) {
+  kernel(*static_cast<typename std::remove_const<Args>::type*>(args[Number])...);
+}
+
+template <class... Args>
+struct Launch {
+  void (*kernel)(Args...);
+  void** args;
+  unsigned thread;
+};
+
+template <class... Args>
+void* run(void* given) {
+  const Launch<Args...>& launch = *static_cast<Launch<Args...>*>(given);
+  threadIdx = {launch.thread, 0, 0};
+  for (unsigned z = 0; z < gridDim.z; ++z)
+    for (unsigned y = 0; y < gridDim.y; ++y)
+      for (unsigned x = 0; x < gridDim.x; ++x) {
+        blockIdx = {x, y, z};
+        call(launch.kernel, launch.args, std::index_sequence_for<Args...>());
+        pthread_barrier_wait(&block);
+      }
+  return nullptr;
+}
+
+// `threads` is a multiple of 32, at most 1024; `bytes` of dynamic shared memory are poisoned. Returns 0, or an error code
+// of the system.
+template <class... Args>
+int launch(void (*kernel)(Args...), void** args, const unsigned* grid, unsigned threads, unsigned bytes) {
+  gridDim = {grid[0], grid[1], grid[2]};
+  blockDim = {threads, 1, 1};
+  std::vector<unsigned char> memory(bytes + 16, 0xff);
+  shared = memory.data() + (16 - reinterpret_cast<size_t>(memory.data()) % 16) % 16;
+  warps.resize(threads / 32);
+  pthread_barrier_init(&block, nullptr, threads);
+  for (auto& warp : warps) pthread_barrier_init(&warp, nullptr, 32);
+  std::vector<Launch<Args...>> launches(threads);
+  std::vector<pthread_t> running(threads);
+  for (unsigned thread = 0; thread < threads; ++thread) {
+    launches[thread] = {kernel, args, thread};
+    const int failed = pthread_create(&running[thread], nullptr, run<Args...>, &launches[thread]);
+    if (failed) return failed;
+  }
+  for (auto& each : running) pthread_join(each, nullptr);
+  pthread_barrier_destroy(&block);
+  for (auto& warp : warps) pthread_barrier_destroy(&warp);
+  return 0;
+}
+}  // namespace cpu

@@ -1,0 +1,106 @@
+// Elements of tensors on any card from compute capability 7.0 on: float16, bfloat16 or float32 in memory, float32 in
+// registers. No header of CUDA is needed: conversions are PTX, or integer arithmetic. csrc/cpu.h stands for the GPU where
+// a C++ compiler of the host builds a kernel for its tests.
+
+#ifdef SFAST_CPU
+#include "cpu.h"
+#else
+#define SHARED_MEMORY(Type, name)                             \
+  extern __shared__ __align__(16) unsigned char name##_raw[]; \
+  Type* const name = reinterpret_cast<Type*>(name##_raw)
+
+// With programmatic dependent launch: lets the next kernel be scheduled, and waits for the previous one to have
+// completed. The first statement of every kernel; nothing is read before it.
+__device__ __forceinline__ void pdl_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ float half_to_float(unsigned short bits) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
+  return y;
+}
+
+__device__ __forceinline__ unsigned short float_to_half(float x) {
+  unsigned short bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+
+__device__ __forceinline__ float float_of_bits(unsigned bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ unsigned bits_of_float(float x) { return __float_as_uint(x); }
+__device__ __forceinline__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(0xffffffffu, x, lanes); }
+#endif
+
+enum { kFloat16, kBFloat16, kFloat32 };
+
+template <int Type>
+struct Stored {
+  typedef unsigned short Bits;
+};
+template <>
+struct Stored<kFloat32> {
+  typedef float Bits;
+};
+
+template <int Type>
+__device__ __forceinline__ float to_float(typename Stored<Type>::Bits bits);
+template <>
+__device__ __forceinline__ float to_float<kFloat16>(unsigned short bits) {
+  return half_to_float(bits);
+}
+template <>
+__device__ __forceinline__ float to_float<kBFloat16>(unsigned short bits) {
+  return float_of_bits((unsigned)bits << 16);
+}
+template <>
+__device__ __forceinline__ float to_float<kFloat32>(float x) {
+  return x;
+}
+
+template <int Type>
+__device__ __forceinline__ typename Stored<Type>::Bits from_float(float x);
+template <>
+__device__ __forceinline__ unsigned short from_float<kFloat16>(float x) {
+  return float_to_half(x);
+}
+template <>
+__device__ __forceinline__ unsigned short from_float<kBFloat16>(float x) {
+  // to the nearest, ties to even; NaN stays NaN
+  const unsigned bits = bits_of_float(x);
+  return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+template <>
+__device__ __forceinline__ float from_float<kFloat32>(float x) {
+  return x;
+}
+
+// `Count` elements that one thread loads or stores at once: 16 bytes at most in one access, aligned to them.
+template <int Type, int Count>
+struct alignas(Count * sizeof(typename Stored<Type>::Bits) < 16 ? Count * sizeof(typename Stored<Type>::Bits) : 16) Pack {
+  typename Stored<Type>::Bits of[Count];
+};
+
+template <int Type, int Count>
+__device__ __forceinline__ void load(const typename Stored<Type>::Bits* from, float (&to)[Count]) {
+  const Pack<Type, Count> pack = *reinterpret_cast<const Pack<Type, Count>*>(from);
+#pragma unroll
+  for (int i = 0; i < Count; ++i) to[i] = to_float<Type>(pack.of[i]);
+}
+
+template <int Type, int Count>
+__device__ __forceinline__ void store(typename Stored<Type>::Bits* to, const float (&from)[Count]) {
+  Pack<Type, Count> pack;
+#pragma unroll
+  for (int i = 0; i < Count; ++i) pack.of[i] = from_float<Type>(from[i]);
+  *reinterpret_cast<Pack<Type, Count>*>(to) = pack;
+}
+
+// Rounds to a type and back.
+template <int Type>
+__device__ __forceinline__ float rounded(float x) {
+  return to_float<Type>(from_float<Type>(x));
+}

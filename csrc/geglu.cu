@@ -1,0 +1,42 @@
+// GEGLU: value * gelu(gate) of the halves of rows; for any card.
+//
+// Compile-time parameters: TYPE (elements.h); GATE_FIRST, whether the gate is the first half; TANH, GELU by tanh instead
+// of erf; PACK, elements of an access; PACKS, accesses of a thread.
+
+#include "elements.h"
+
+typedef Stored<TYPE>::Bits Element;
+
+__device__ __forceinline__ float gelu(float x) {
+#if TANH
+  // 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u))
+  return x / (1.f + expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+#else
+  return 0.5f * x * (1.f + erff(x * 0.7071067811865476f));
+#endif
+}
+
+// x: (rows, 2 half); out: (rows, half); half is a multiple of PACK.
+extern "C" __global__ void __launch_bounds__(256) geglu(const Element* x, Element* out, int rows, int half) {
+  pdl_wait();
+  const int across = half / PACK;
+  const long long packs = (long long)rows * across;
+  float value[PACKS][PACK], gate[PACKS][PACK];
+  const long long first = (long long)blockIdx.x * (256 * PACKS) + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const long long at = first + 256 * i;
+    if (at >= packs) continue;
+    const Element* const from = x + (at / across * 2 * across + at % across) * PACK;
+    load<TYPE>(from + (GATE_FIRST ? half : 0), value[i]);
+    load<TYPE>(from + (GATE_FIRST ? 0 : half), gate[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    const long long at = first + 256 * i;
+    if (at >= packs) continue;
+#pragma unroll
+    for (int j = 0; j < PACK; ++j) value[i][j] *= gelu(gate[i][j]);
+    store<TYPE>(out + at * PACK, value[i]);
+  }
+}

@@ -1,0 +1,112 @@
+"""Finds and loads NVRTC and the CUDA driver.
+
+NVRTC comes with torch: in torch/lib on Windows and in older Linux wheels (there with a hash in its name), in NVIDIA's
+own packages beside torch in newer ones. Files are listed, not named: their versions differ. NVRTC opens its built-ins
+by their plain name, which fails where their folder is not on the loader's path; so they are loaded first, by full path.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger("sfast_ext")
+
+# the second choices of newer wheels ("libnvrtc.alt.so.12") do not match
+_NVRTC = re.compile(r"nvrtc64_(\d+)_\d+\.dll|libnvrtc(?:-[0-9a-f]+)?\.so(?:\.(\d+)[\d.]*)?", re.I)
+_BUILTINS = re.compile(r"nvrtc-builtins64_\d+\.dll|libnvrtc-builtins(?:-[0-9a-f]+)?\.so[\d.]*", re.I)
+_DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+
+
+class NotFound(RuntimeError):
+    """A library is not there or does not load; the message says which, for the user."""
+
+
+@functools.lru_cache(maxsize=None)
+def driver() -> ctypes.CDLL:
+    """The library of NVIDIA's driver.
+
+    Raises:
+        NotFound: it does not load.
+    """
+    return _loaded(_DRIVER)
+
+
+@functools.lru_cache(maxsize=None)
+def nvrtc() -> ctypes.CDLL:
+    """The NVRTC of torch's CUDA version, or the newest one beside a torch without CUDA.
+
+    Raises:
+        NotFound: there is none, or it does not load.
+    """
+    reasons = []
+    for file in candidates(folders()):
+        try:
+            _load_builtins(file.parent)
+            return _loaded(str(file))
+        except NotFound as exc:
+            reasons.append(str(exc))
+    raise NotFound("; ".join(reasons) or "NVRTC was not found beside torch")
+
+
+def folders() -> list[Path]:
+    """Folders that may hold NVRTC, likeliest first."""
+    beside = Path(torch.__file__).parent
+    found = [beside / "lib"]
+    for root in dict.fromkeys((beside.parent, *map(Path, sys.path))):
+        # nvidia/cuda_nvrtc/lib, nvidia/cu13/lib; on Windows bin, bin/x86_64
+        found += [folder for kind in ("bin/*", "bin", "lib") for folder in sorted(root.glob(f"nvidia/*/{kind}"))]
+    # conda
+    found += [Path(sys.prefix) / "Library" / "bin", Path(sys.prefix) / "lib"]
+    return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
+
+
+def candidates(places: Iterable[Path]) -> list[Path]:
+    """The NVRTC libraries in some folders, best first: those of torch's CUDA version, then those whose name has none.
+
+    Other major versions are left out, as the driver may not know their code; but not beside a torch without CUDA.
+    """
+    wanted = int(torch.version.cuda.partition(".")[0]) if torch.version.cuda else None
+    found: list[tuple[int | None, Path]] = []
+    for file in _listed(places):
+        name = _NVRTC.fullmatch(file.name)
+        if name is not None:
+            # nvrtc64_120_0.dll is of all of CUDA 12; libnvrtc.so.12, but libnvrtc.so.11.2
+            found.append((int(name[1][:-1]) if name[1] else int(name[2]) if name[2] else None, file))
+    if wanted is None:
+        return [file for _, file in sorted(found, key=lambda each: -(each[0] or 0))]
+    fitting = [each for each in found if each[0] in (wanted, None)]
+    return [file for _, file in sorted(fitting, key=lambda each: each[0] is None)]
+
+
+def _listed(places: Iterable[Path]) -> Iterator[Path]:
+    for folder in places:
+        try:
+            yield from sorted(folder.iterdir())
+        except OSError as exc:
+            logger.debug("%s is not searched: %s", folder, exc)
+
+
+def _load_builtins(folder: Path) -> None:
+    for file in _listed([folder]):
+        if _BUILTINS.fullmatch(file.name):
+            try:
+                # globally: NVRTC's own search by name finds what is loaded
+                ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
+            except OSError as exc:
+                logger.debug("%s does not load: %s", file, exc)
+
+
+def _loaded(name: str) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(name)
+    except OSError as exc:
+        raise NotFound(f"{Path(name).name} does not load ({exc})") from exc

@@ -1,0 +1,54 @@
+"""Kernels in CUDA C++ on the CPU: compiled by the host's C++ compiler, with csrc/cpu.h in the GPU's place."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sfast_ext.kernels.backend import nvrtc
+
+COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+_MAIN = """
+#include "{name}.cu"
+extern "C" int launch(void** args, const unsigned* grid, unsigned threads, unsigned bytes) {{
+  return cpu::launch({name}, args, grid, threads, bytes);
+}}
+"""
+
+
+@functools.lru_cache(maxsize=None)
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="cuda-on-cpu-"))
+
+
+@functools.lru_cache(maxsize=None)
+def compiled(name: str, constants: tuple[tuple[str, int], ...]) -> Any:
+    """The kernel of a file of csrc as a function of a table of addresses, grid, threads and bytes."""
+    assert COMPILER is not None
+    key = hashlib.sha256(repr((name, constants)).encode()).hexdigest()[:16]
+    source, library = _folder() / f"{key}.cpp", _folder() / f"{key}.so"
+    source.write_text(_MAIN.format(name=name))
+    options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wall", "-Wno-unknown-pragmas", "-DSFAST_CPU"]
+    options += [f"-D{key}={value}" for key, value in constants] + [f"-I{nvrtc.SOURCES}"]
+    done = subprocess.run([COMPILER, *options, source, "-o", library], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr, done.stderr
+    return ctypes.CDLL(str(library)).launch
+
+
+def launch(source: nvrtc.Source, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
+    """In the place of `nvrtc.Source._launch`."""
+    own, threads, shared = source.prepare(*args, **constants)
+    kept = [nvrtc._address(x) if x is None or isinstance(x, Tensor) else x for x in own]
+    table = (ctypes.c_void_p * len(kept))(*(ctypes.addressof(x) for x in kept))
+    run = compiled(source.name, tuple(sorted(constants.items())))
+    assert run(table, (ctypes.c_uint * 3)(*(*grid, 1, 1)[:3]), threads, shared) == 0

@@ -1,0 +1,183 @@
+"""Kernels in CUDA C++ for any card, on the CPU: against their references in float64, at odd sizes, in memory that is
+poisoned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from sfast_ext import kernels
+from sfast_ext.kernels.backend import cuda_tier, nvrtc, triton_runtime
+from sfast_ext.kernels.group_norm import group_norm, portable
+from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm
+
+from . import cuda_on_cpu
+from .support import DTYPES, close, expected, randn
+
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(
+    kernels.interpreted(), reason="the interpreter's run is of Triton's kernels, these run without TRITON_INTERPRET"
+)
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the kernels that were launched, on the CPU."""
+    found: list[str] = []
+
+    def launch(source, grid, *args, **constants):
+        found.append(source.name)
+        cuda_on_cpu.launch(source, grid, *args, **constants)
+
+    monkeypatch.setattr(nvrtc.Source, "_launch", launch)
+    monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: source.name in PORTABLE)
+    yield found
+
+
+RECORDS = [kernel for kernel in kernels.registered().values() if kernel.portable]
+PORTABLE = {source.name for kernel in RECORDS for source in kernel.cuda_sources}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+ROWS = [(63, 30), (3, 7, 320), (5, 1000), (2, 3, 1280), (3, 8192), (77,)]
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", ROWS, ids=str)
+def test_layer_norm(launched, dtype, shape):
+    x = randn(*shape, dtype=dtype, device=CPU, mean=2.0)
+    weight, bias = (randn(shape[-1], dtype=dtype, device=CPU) for _ in range(2))
+    for vectors in ((weight, bias), (weight, None), (None, None)):
+        y = layer_norm.launch(x, *vectors, 1e-5)
+        assert y.dtype == dtype
+        close(y, expected(layer_norm, x, *vectors, 1e-5))
+    assert launched == ["layer_norm"] * 3
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(63, 30), (3, 7, 320), (2, 1280)], ids=str)
+@pytest.mark.parametrize("vectors", [(), ("shift",), ("shift", "post_bias")], ids=str)
+def test_add_layer_norm(launched, dtype, shape, vectors):
+    x, residual = (randn(*shape, dtype=dtype, device=CPU) for _ in range(2))
+    weight, bias = (randn(shape[-1], dtype=dtype, device=CPU) for _ in range(2))
+    options = {name: randn(shape[-1], dtype=dtype, device=CPU) for name in vectors}
+    total, y = add_layer_norm.launch(x, residual, weight, bias, 1e-5, **options)
+    # of the sum as it is rounded: rounding it another way moves the norm
+    reference = add_layer_norm.reference(x, residual, weight, bias, 1e-5, **options)
+    close(total, reference[0].double())
+    close(y, reference[1].double(), scale=2)
+    assert launched == ["layer_norm"]
+
+
+@each_dtype
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("shape", [(63, 30), (1, 2), (3, 7, 640), (3, 5, 520)], ids=str)
+def test_geglu(launched, dtype, approximate, shape):
+    x = randn(*shape, dtype=dtype, device=CPU, std=2.0)
+    for gate_first in (False, True):
+        y = geglu.launch(x, gate_first, approximate)
+        close(y, expected(geglu, x, gate_first, approximate))
+    assert launched == ["geglu"] * 2
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(2, 30, 5, 7), (1, 1, 1, 1), (2, 320, 3, 5), (3, 64, 9, 4)], ids=str)
+def test_bias_add(launched, dtype, shape):
+    x, residual = (image(shape, dtype) for _ in range(2))
+    bias = randn(shape[1], dtype=dtype, device=CPU)
+    for operands in ((bias, residual), (None, residual), (bias, None)):
+        y = bias_add.launch(x, *operands, 0.7)
+        close(y, expected(bias_add, x, *operands, 0.7))
+        assert y.is_contiguous(memory_format=torch.channels_last)
+    assert launched == ["bias_add"] * 3
+
+
+def image(shape: tuple[int, ...], dtype: torch.dtype, mean: float = 0.0) -> Tensor:
+    return randn(*shape, dtype=dtype, device=CPU, mean=mean).to(memory_format=torch.channels_last)
+
+
+IMAGES = [((2, 320, 8, 8), 32), ((1, 640, 5, 7), 32), ((2, 1280, 1, 1), 32), ((1, 30, 9, 7), 3), ((2, 30, 1, 1), 30)]
+IMAGES += [((1, 300, 3, 5), 1), ((1, 8, 40, 25), 2), ((2, 2560, 2, 3), 32), ((1, 100, 129, 1), 5)]
+
+
+@pytest.fixture
+def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of the CPU for each of the GPU's: images are cut into few parts."""
+    monkeypatch.setattr(portable, "multiprocessors", lambda device: 2)
+
+
+@pytest.mark.parametrize(("dtype", "silu"), [(torch.float32, False), *((each, True) for each in DTYPES)], ids=str)
+@pytest.mark.parametrize(("shape", "groups"), IMAGES, ids=str)
+def test_group_norm(launched, few_blocks, dtype, silu, shape, groups):
+    x, shift = image(shape, dtype, mean=3.0), randn(*shape[:2], dtype=dtype, device=CPU)
+    weight, bias = (randn(shape[1], dtype=dtype, device=CPU) for _ in range(2))
+    with triton_runtime.without_triton():
+        y = group_norm.launch(x, groups, weight, bias, 1e-5, shift, silu)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    # a group of one value is 0 times 316, by which what float32 leaves of the sum with the shift is multiplied
+    single = groups == shape[1] and shape[2:] == (1, 1)
+    close(y, expected(group_norm, x, groups, weight, bias, 1e-5, shift, silu), scale=300 if single else 2)
+    assert launched == ["group_norm_statistics", "group_norm_normalise"]
+
+
+def test_group_norm_of_a_large_mean(launched, few_blocks):
+    x = image((1, 64, 20, 20), torch.float32, mean=1e4)
+    with triton_runtime.without_triton():
+        y = group_norm.launch(x, 4, None, None, 1e-5)
+    close(y, expected(group_norm, x, 4, None, None, 1e-5), scale=200)
+    assert len(launched) == 2
+
+
+def test_group_norm_writes_patches_as_well(launched, few_blocks):
+    x = image((2, 64, 4, 5), torch.float32)
+    with triton_runtime.without_triton():
+        y = group_norm.launch(x, 4, None, None, 1e-5, patches=True)
+    close(y, expected(group_norm, x, 4, None, None, 1e-5, patches=True))
+
+
+def test_results_repeat(launched, few_blocks):
+    x = image((2, 64, 30, 30), torch.float16)
+    with triton_runtime.without_triton():
+        first, again = (group_norm.launch(x, 4, None, None, 1e-5) for _ in range(2))
+    assert torch.equal(first, again)
+
+
+def test_other_strides_and_places(launched, few_blocks):
+    whole = randn(3, 7, 83, dtype=torch.float16, device=CPU)
+    for x in (whole[..., 3:], whole.transpose(0, 1), whole[:, ::2], whole[1:, :, 1:81]):
+        close(layer_norm.launch(x, None, None, 1e-5), expected(layer_norm, x, None, None, 1e-5))
+        if x.shape[-1] % 2 == 0:
+            close(geglu.launch(x), expected(geglu, x))
+    dense = randn(2, 40, 5, 6, dtype=torch.float16, device=CPU)
+    for x in (dense, dense[:, 3:35], dense.to(memory_format=torch.channels_last)[:, 1:33]):
+        close(bias_add.launch(x, None, x), expected(bias_add, x, None, x))
+        with triton_runtime.without_triton():
+            close(group_norm.launch(x, 2, None, None, 1e-5), expected(group_norm, x, 2, None, None, 1e-5), scale=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_what_they_do_not_take(launched, dtype):
+    x = torch.ones(2, 8, dtype=dtype)
+    assert not cuda_tier.usable(layer_norm._SOURCE, x)
+    assert not cuda_tier.usable(layer_norm._SOURCE, torch.ones(2), x)
+    assert not cuda_tier.usable(layer_norm._SOURCE, torch.ones(2), torch.ones(2, dtype=torch.float16))
+    assert launched == []
+
+
+def test_an_empty_tensor(launched):
+    x = torch.ones(0, 64)
+    assert layer_norm.launch(x, None, None, 1e-5).shape == (0, 64) and geglu.launch(x).shape == (0, 32)
+    assert bias_add.launch(torch.ones(0, 8, 2, 2), None, None).shape == (0, 8, 2, 2) and launched == []
+
+
+def test_conversions_of_bfloat16_and_float16():
+    """Ties to even, infinities, NaN, subnormal numbers and what overflows: as torch rounds. A product of two numbers of
+    at most 12 bits is exact in float32, so there is one right result."""
+    for dtype in (torch.float16, torch.bfloat16):
+        values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(256, 256, 1, 1)
+        for scale in (1.0, 1.00390625, 1.5, 3.0, 0.5**9, 2.0**12):
+            y, wanted = bias_add.launch(values, None, None, scale), (values.float() * scale).to(dtype)
+            assert torch.equal(torch.isnan(y), torch.isnan(wanted))
+            assert torch.equal(y.nan_to_num(7.0), wanted.nan_to_num(7.0)), (dtype, scale)
