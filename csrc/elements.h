@@ -85,10 +85,20 @@ struct alignas(Count * sizeof(typename Stored<Type>::Bits) < 16 ? Count * sizeof
 };
 
 template <int Type, int Count>
-__device__ __forceinline__ void load(const typename Stored<Type>::Bits* from, float (&to)[Count]) {
-  const Pack<Type, Count> pack = *reinterpret_cast<const Pack<Type, Count>*>(from);
+__device__ __forceinline__ void unpack(const Pack<Type, Count>& pack, float (&to)[Count]) {
 #pragma unroll
   for (int i = 0; i < Count; ++i) to[i] = to_float<Type>(pack.of[i]);
+}
+
+// Loads without conversion: what is loaded long before its use takes half of the registers so.
+template <int Type, int Count>
+__device__ __forceinline__ void load(const typename Stored<Type>::Bits* from, Pack<Type, Count>& to) {
+  to = *reinterpret_cast<const Pack<Type, Count>*>(from);
+}
+
+template <int Type, int Count>
+__device__ __forceinline__ void load(const typename Stored<Type>::Bits* from, float (&to)[Count]) {
+  unpack(*reinterpret_cast<const Pack<Type, Count>*>(from), to);
 }
 
 template <int Type, int Count>

@@ -10,39 +10,48 @@
 typedef Stored<TYPE>::Bits In;
 typedef Stored<OUT>::Bits Out;
 
-__device__ __forceinline__ float sum_of_warp(float x) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) x += shuffle_xor(x, lanes);
-  return x;
-}
-
 // Grid (blocks of per_block pixels, images). x, out: (images, pixels, channels); shift as in group_norm_statistics.cu;
 // weight, bias: (channels,), or null; partial: (2, images, parts, groups), of per_part pixels each. The threads are as
-// in that kernel. Dynamic shared memory: 2 * groups floats.
-extern "C" __global__ void group_norm_normalise(const In* x, const In* shift, const In* weight, const In* bias,
-                                                const float* partial, Out* out, int pixels, int per_block, int per_part,
-                                                int parts, int channels, int groups, int lanes, int shift_stride,
-                                                float eps) {
+// in that kernel. Dynamic shared memory: (2 + warps) * groups floats.
+extern "C" __global__ void group_norm_normalise(
+    const In* __restrict__ x, const In* __restrict__ shift, const In* __restrict__ weight, const In* __restrict__ bias,
+    const float* __restrict__ partial, Out* __restrict__ out, int pixels, int per_block, int per_part, int parts,
+    int channels, int groups, int lanes, int shift_stride, float eps) {
   SHARED_MEMORY(float, room);
   pdl_wait();
-  const int width = channels / groups, in_warp = threadIdx.x % 32;
+  const int width = channels / groups, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const long long size = (long long)gridDim.y * parts * groups;
-  const float* const statistics = partial + (long long)blockIdx.y * parts * groups;
-  for (int group = threadIdx.x / 32; group < groups; group += blockDim.x / 32) {
+  const float* const means = partial + (long long)blockIdx.y * parts * groups;
+  float* const of_warps = room + 2 * groups;
+  // a warp has every `warps`-th part, a thread every 32nd group
+  for (int group = threadIdx.x % 32; group < groups; group += 32) {
     float mean = 0.f;
-    for (int part = in_warp; part < parts; part += 32)
-      mean += statistics[part * groups + group] * (min(per_part, pixels - part * per_part) / (float)pixels);
-    mean = sum_of_warp(mean);
+#pragma unroll 4
+    for (int part = warp; part < parts; part += warps)
+      mean += means[part * groups + group] * (min(per_part, pixels - part * per_part) / (float)pixels);
+    of_warps[warp * groups + group] = mean;
+  }
+  __syncthreads();
+  for (int group = threadIdx.x; group < groups; group += blockDim.x) {
+    float mean = 0.f;
+    for (int i = 0; i < warps; ++i) mean += of_warps[i * groups + group];
+    room[group] = mean;
+  }
+  __syncthreads();
+  for (int group = threadIdx.x % 32; group < groups; group += 32) {
     float m2 = 0.f;
-    for (int part = in_warp; part < parts; part += 32) {
-      const float delta = statistics[part * groups + group] - mean;
-      m2 += statistics[size + part * groups + group] + min(per_part, pixels - part * per_part) * width * delta * delta;
+#pragma unroll 4
+    for (int part = warp; part < parts; part += warps) {
+      const float delta = means[part * groups + group] - room[group];
+      m2 += means[size + part * groups + group] + min(per_part, pixels - part * per_part) * width * delta * delta;
     }
-    m2 = sum_of_warp(m2);
-    if (in_warp == 0) {
-      room[group] = mean;
-      room[groups + group] = 1.f / sqrtf(m2 / ((float)pixels * width) + eps);
-    }
+    of_warps[warp * groups + group] = m2;
+  }
+  __syncthreads();
+  for (int group = threadIdx.x; group < groups; group += blockDim.x) {
+    float m2 = 0.f;
+    for (int i = 0; i < warps; ++i) m2 += of_warps[i * groups + group];
+    room[groups + group] = 1.f / sqrtf(m2 / ((float)pixels * width) + eps);
   }
   __syncthreads();
   const int across = channels / PACK, lane = threadIdx.x / across, column = threadIdx.x % across * PACK;

@@ -19,8 +19,10 @@ __device__ __forceinline__ float sum_of_warp(float x) {
 // first, or null; partial: (2, images, parts, groups), means first. A part is per_part pixels, the last one the rest.
 // channels is a multiple of PACK, `lanes` times channels / PACK threads are used, the block is whole warps. Dynamic
 // shared memory: 2 * lanes * channels floats.
-extern "C" __global__ void group_norm_statistics(const Element* x, const Element* shift, float* partial, int pixels,
-                                                 int per_part, int channels, int groups, int lanes, int shift_stride) {
+extern "C" __global__ void group_norm_statistics(const Element* __restrict__ x,
+                                                 const Element* __restrict__ shift, float* __restrict__ partial,
+                                                 int pixels, int per_part, int channels, int groups, int lanes,
+                                                 int shift_stride) {
   SHARED_MEMORY(float, room);
   pdl_wait();
   const int across = channels / PACK, lane = threadIdx.x / across, column = threadIdx.x % across * PACK;

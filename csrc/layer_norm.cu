@@ -28,42 +28,61 @@ __device__ __forceinline__ float sum_of_row(float x, float* room) {
 // of PACK. out_sum = x + shift + residual, rounded; the norm reads it, then post_bias is added. Without ADD there is x
 // alone.
 extern "C" __global__ void __launch_bounds__(THREADS* ROWS)
-    layer_norm(const In* x, const In* residual, const In* shift, const In* post_bias, const In* weight, const In* bias,
-               In* out_sum, Out* out, int rows, int columns, float eps) {
+    layer_norm(const In* __restrict__ x, const In* __restrict__ residual, const In* __restrict__ shift,
+               const In* __restrict__ post_bias, const In* __restrict__ weight, const In* __restrict__ bias,
+               In* __restrict__ out_sum, Out* __restrict__ out, int rows, int columns, float eps) {
   __shared__ float room[THREADS * ROWS / 32];
   pdl_wait();
   const int row = blockIdx.x * ROWS + threadIdx.x / THREADS;
   const long long start = (long long)row * columns;
-  float value[CHUNKS][PACK];
-  float sum = 0.f;
+  // all loads are issued before the first use
+  Pack<TYPE, PACK> loaded[CHUNKS];
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
     const int column = (i * THREADS + threadIdx.x % THREADS) * PACK;
-    const bool inside = row < rows && column < columns;
+    if (row < rows && column < columns) load(x + start + column, loaded[i]);
+  }
+#if ADD
+  Pack<TYPE, PACK> added[CHUNKS];
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    const int column = (i * THREADS + threadIdx.x % THREADS) * PACK;
+    if (row < rows && column < columns) load(residual + start + column, added[i]);
+  }
+#endif
+  float value[CHUNKS][PACK];
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    const int column = (i * THREADS + threadIdx.x % THREADS) * PACK;
 #pragma unroll
     for (int j = 0; j < PACK; ++j) value[i][j] = 0.f;
-    if (inside) load<TYPE>(x + start + column, value[i]);
+    if (row >= rows || column >= columns) continue;
+    unpack(loaded[i], value[i]);
 #if ADD
     float more[PACK];
-    if (inside && shift) {
+    if (shift) {
       load<TYPE>(shift + column, more);
+#pragma unroll
       for (int j = 0; j < PACK; ++j) value[i][j] += more[j];
     }
-    if (inside) {
-      load<TYPE>(residual + start + column, more);
-      for (int j = 0; j < PACK; ++j) value[i][j] = rounded<TYPE>(value[i][j] + more[j]);
-      if (post_bias) {
-        load<TYPE>(post_bias + column, more);
-        for (int j = 0; j < PACK; ++j) more[j] += value[i][j];
-        store<TYPE>(out_sum + start + column, more);
-      } else {
-        store<TYPE>(out_sum + start + column, value[i]);
-      }
+    unpack(added[i], more);
+#pragma unroll
+    for (int j = 0; j < PACK; ++j) value[i][j] = rounded<TYPE>(value[i][j] + more[j]);
+    if (post_bias) {
+      load<TYPE>(post_bias + column, more);
+#pragma unroll
+      for (int j = 0; j < PACK; ++j) more[j] += value[i][j];
+      store<TYPE>(out_sum + start + column, more);
+    } else {
+      store<TYPE>(out_sum + start + column, value[i]);
     }
 #endif
+  }
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i)
 #pragma unroll
     for (int j = 0; j < PACK; ++j) sum += value[i][j];
-  }
   const float mean = sum_of_row(sum, room) / columns;
   float squares = 0.f;
 #pragma unroll

@@ -1,6 +1,7 @@
 """Kernels in CUDA C++ for any card (csrc/elements.h): which operands they take, and how elements are accessed.
 
-They need NVRTC, which torch brings, and compute capability 7.0. Where they can be used they go before Triton's.
+They need NVRTC, which torch brings, and compute capability 7.0. Triton's kernels go before them: on an NVIDIA H200 they
+are as fast at large sizes, and faster by a microsecond at small ones.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sfast_ext.kernels.backend import nvrtc
-from sfast_ext.kernels.backend.triton_runtime import DTYPES, INTERPRETED, device_of, is_dry_run
+from sfast_ext.kernels.backend.triton_runtime import DTYPES, INTERPRETED, device_of, is_dry_run, supported
 
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """Values of TYPE and OUT in csrc/elements.h."""
@@ -18,11 +19,11 @@ _ACCESS = 16  # bytes
 
 
 def usable(source: nvrtc.Source, x: Tensor, *others: Tensor | None) -> bool:
-    """Whether a kernel can be launched with these tensors: all of x's dtype and device, and plain.
+    """Whether a kernel is launched with these tensors: all of x's dtype and device, and plain; and Triton's cannot be.
 
     In a dry run tensors without memory stand in for those of a GPU.
     """
-    if INTERPRETED or x.dtype not in TYPES or not source.available(device_of(x)):
+    if INTERPRETED or x.dtype not in TYPES or supported(x, *others) or not source.available(device_of(x)):
         return False
     if is_dry_run():
         return all(t is None or t.dtype == x.dtype for t in others)

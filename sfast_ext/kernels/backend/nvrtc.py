@@ -182,7 +182,7 @@ class Source:
     def available(self, device: torch.device) -> bool:
         """Whether it can be used on a device: NVRTC supports the device and nothing has failed there so far."""
         found = bindings()
-        there = found.nvrtc is not None and found.driver is not None
+        there = device.type == "cuda" and found.nvrtc is not None and found.driver is not None
         return there and device.index not in self._refused and refusal(device) is None
 
     def warmup(self, *args: Any, grid: Any = None, **constants: int) -> Any:

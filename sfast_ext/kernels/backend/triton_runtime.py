@@ -157,9 +157,9 @@ def supported(x: Tensor, *others: Tensor | None) -> bool:
     tensors without memory stand in for those of a GPU.
     """
     device, dry = x.device, is_dry_run()
-    if _off.get():
+    if not AVAILABLE or _off.get():
         return False
-    if not dry and (not AVAILABLE or not (INTERPRETED or capability(device) >= (7, 0))):
+    if not dry and not INTERPRETED and capability(device) < (7, 0):
         return False
     where = device_of(x)
     for tensor in (x, *others):

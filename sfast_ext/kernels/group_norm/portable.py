@@ -16,7 +16,7 @@ from sfast_ext.kernels.backend import cuda_tier, nvrtc
 from sfast_ext.kernels.backend.triton_runtime import cdiv, device_of, launch_kernel, multiprocessors
 
 _THREADS = 256  # of a block, unless one pixel has more accesses
-_MOST_PARTS = 64  # which each normalising block reads
+_MOST_PARTS = 128  # which each normalising block reads
 _BLOCKS = 4  # per multiprocessor
 _PIXELS = 4  # of a thread at least
 _MOST_SHARED = 48 << 10  # bytes that every card gives a block
@@ -38,7 +38,8 @@ def shape(channels: int, pack: int) -> Shape | None:
     lanes = max(1, _THREADS // across)
     if 8 * lanes * channels > _MOST_SHARED:
         return None
-    return Shape(pack, lanes, cdiv(across * lanes, 32) * 32)
+    # where channels are few the rest of the threads help with the groups
+    return Shape(pack, lanes, max(_THREADS, cdiv(across * lanes, 32) * 32))
 
 
 def pixels_per_block(pixels: int, images: int, lanes: int, blocks: int, most: int) -> int:
@@ -71,7 +72,7 @@ def launch(
     while pack > 1 and stride % pack:
         pack //= 2
     found = shape(channels, pack)
-    if found is None:
+    if found is None or _normalise_bytes(found.threads, groups) > _MOST_SHARED:
         return None
     blocks = _BLOCKS * multiprocessors(device_of(inner))
     per_part = pixels_per_block(pixels, images, found.lanes, blocks, _MOST_PARTS)
@@ -92,6 +93,10 @@ def launch(
     return out
 
 
+def _normalise_bytes(threads: int, groups: int) -> int:
+    return 4 * (2 + threads // 32) * groups
+
+
 def _threads(channels: int, pack: int) -> int:
     found = shape(channels, pack)
     assert found is not None
@@ -108,7 +113,8 @@ def _prepared_normalise(*args: Any, **constants: int) -> tuple[list[Any], int, i
     tensors, numbers, eps = args[:6], args[6:-1], args[-1]
     channels, groups = numbers[4:6]
     values = [*map(ctypes.c_int, numbers), ctypes.c_float(eps)]
-    return [*tensors, *values], _threads(channels, constants["PACK"]), 8 * groups
+    threads = _threads(channels, constants["PACK"])
+    return [*tensors, *values], threads, _normalise_bytes(threads, groups)
 
 
 STATISTICS = nvrtc.Source(

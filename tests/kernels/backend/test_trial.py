@@ -285,6 +285,7 @@ def test_the_doctor_tries_it_and_says_why(stand_in, monkeypatch):
     properties.multi_processor_count = 28
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)  # it would ask a real GPU
+    monkeypatch.setattr(doctor.environment, "nvrtc_version", lambda: None)
     found = doctor.collect()
     assert len(stand_in.threads) == 1
     assert any("C compiler" in sentence and "python3-dev" in sentence for sentence in found["known_bad"])
