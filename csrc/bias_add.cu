@@ -10,7 +10,6 @@ typedef Stored<TYPE>::Bits Element;
 extern "C" __global__ void __launch_bounds__(256)
     bias_add(const Element* __restrict__ x, const Element* __restrict__ bias, const Element* __restrict__ residual,
              Element* __restrict__ out, long long count, int channels, float scale) {
-  pdl_wait();
   Pack<TYPE, PACK> loaded[PACKS], more[PACKS];
   const long long first = ((long long)blockIdx.x * (256 * PACKS) + threadIdx.x) * PACK;
 #pragma unroll

@@ -32,7 +32,6 @@ static float lanes[1024];
 }  // namespace cpu
 
 inline void __syncthreads() { pthread_barrier_wait(&cpu::block); }
-inline void pdl_wait() {}
 
 inline float float_of_bits(unsigned bits) {
   float x;

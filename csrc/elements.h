@@ -9,15 +9,6 @@
   extern __shared__ __align__(16) unsigned char name##_raw[]; \
   Type* const name = reinterpret_cast<Type*>(name##_raw)
 
-// With programmatic dependent launch: lets the next kernel be scheduled, and waits for the previous one to have
-// completed. The first statement of every kernel; nothing is read before it.
-__device__ __forceinline__ void pdl_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 __device__ __forceinline__ float half_to_float(unsigned short bits) {
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));

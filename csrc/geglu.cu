@@ -29,7 +29,6 @@ __device__ __forceinline__ float gelu(float x) {
 
 // x: (rows, 2 half); out: (rows, half); half is a multiple of PACK.
 extern "C" __global__ void __launch_bounds__(256) geglu(const Element* __restrict__ x, Element* __restrict__ out, int rows, int half) {
-  pdl_wait();
   const int across = half / PACK;
   const long long packs = (long long)rows * across;
   float value[PACKS][PACK], gate[PACKS][PACK];

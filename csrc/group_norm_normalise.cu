@@ -18,7 +18,6 @@ extern "C" __global__ void group_norm_normalise(
     const float* __restrict__ partial, Out* __restrict__ out, int pixels, int per_block, int per_part, int parts,
     int channels, int groups, int lanes, int shift_stride, float eps) {
   SHARED_MEMORY(float, room);
-  pdl_wait();
   const int width = channels / groups, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const long long size = (long long)gridDim.y * parts * groups;
   const float* const means = partial + (long long)blockIdx.y * parts * groups;

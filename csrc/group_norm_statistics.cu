@@ -24,7 +24,6 @@ extern "C" __global__ void group_norm_statistics(const Element* __restrict__ x,
                                                  int pixels, int per_part, int channels, int groups, int lanes,
                                                  int shift_stride) {
   SHARED_MEMORY(float, room);
-  pdl_wait();
   const int across = channels / PACK, lane = threadIdx.x / across, column = threadIdx.x % across * PACK;
   const int begin = blockIdx.x * per_part, end = min(begin + per_part, pixels);
   const Element* const image = x + (long long)blockIdx.y * pixels * channels;

@@ -32,7 +32,6 @@ extern "C" __global__ void __launch_bounds__(THREADS* ROWS)
                const In* __restrict__ post_bias, const In* __restrict__ weight, const In* __restrict__ bias,
                In* __restrict__ out_sum, Out* __restrict__ out, int rows, int columns, float eps) {
   __shared__ float room[THREADS * ROWS / 32];
-  pdl_wait();
   const int row = blockIdx.x * ROWS + threadIdx.x / THREADS;
   const long long start = (long long)row * columns;
   // all loads are issued before the first use

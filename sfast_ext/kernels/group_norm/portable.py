@@ -121,7 +121,6 @@ STATISTICS = nvrtc.Source(
     "group_norm_statistics",
     _prepared_statistics,
     ("x", "shift", "partial", "pixels", "per_part", "channels", "groups", "lanes", "shift_stride"),
-    reads_before_wait=(),
 )
 NORMALISE = nvrtc.Source(
     "group_norm_normalise",
@@ -130,6 +129,5 @@ NORMALISE = nvrtc.Source(
         "x", "shift", "weight", "bias", "partial", "out", "pixels", "per_block", "per_part", "parts", "channels",
         "groups", "lanes", "shift_stride", "eps",
     ),
-    reads_before_wait=(),
 )  # fmt: skip
 SOURCES = (STATISTICS, NORMALISE)

@@ -159,7 +159,7 @@ def launch(
     return out_sum, out
 
 
-_SOURCE = nvrtc.Source("layer_norm", layer_norm._prepared, layer_norm.ROW_OPERANDS, reads_before_wait=())
+_SOURCE = nvrtc.Source("layer_norm", layer_norm._prepared, layer_norm.ROW_OPERANDS)
 
 KERNEL = register(
     Kernel(

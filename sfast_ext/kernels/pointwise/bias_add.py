@@ -125,7 +125,7 @@ def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
 
 
 _OPERANDS = ("x", "bias", "residual", "out", "count", "channels", "scale")
-_SOURCE = nvrtc.Source("bias_add", _prepared, _OPERANDS, reads_before_wait=())
+_SOURCE = nvrtc.Source("bias_add", _prepared, _OPERANDS)
 
 KERNEL = register(
     Kernel("bias_add", reference, launch, portable=True, triton_functions=(bias_add_kernel,), cuda_sources=(_SOURCE,))

@@ -149,7 +149,7 @@ def _prepared(x: Tensor, out: Tensor, rows: int, half: int, **constants: int) ->
     return [x, out, ctypes.c_int(rows), ctypes.c_int(half)], _THREADS, 0
 
 
-_SOURCE = nvrtc.Source("geglu", _prepared, ("x", "out", "rows", "half"), reads_before_wait=())
+_SOURCE = nvrtc.Source("geglu", _prepared, ("x", "out", "rows", "half"))
 
 KERNEL = register(
     Kernel("geglu", reference, launch, portable=True, triton_functions=(geglu_kernel,), cuda_sources=(_SOURCE,))

@@ -202,7 +202,7 @@ def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
 
 
 ROW_OPERANDS = ("x", "residual", "shift", "post_bias", "weight", "bias", "out_sum", "out", "rows", "columns", "eps")
-_SOURCE = nvrtc.Source("layer_norm", _prepared, ROW_OPERANDS, reads_before_wait=())
+_SOURCE = nvrtc.Source("layer_norm", _prepared, ROW_OPERANDS)
 
 
 KERNEL = register(
