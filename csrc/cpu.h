@@ -6,9 +6,7 @@
 
 #include <cmath>
 #include <cstring>
-#include <tuple>
 #include <utility>
-#include <vector>
 
 #define __global__
 #define __device__
@@ -27,7 +25,7 @@ static cpu_index blockDim, gridDim;
 namespace cpu {
 static unsigned char* shared;
 static pthread_barrier_t block;
-static std::vector<pthread_barrier_t> warps;
+static pthread_barrier_t warps[32];
 static float lanes[1024];
 }  // namespace cpu
 
@@ -99,27 +97,27 @@ void* run(void* given) {
   return nullptr;
 }
 
-// `threads` is a multiple of 32, at most 1024; `bytes` of dynamic shared memory are poisoned. Returns 0, or an error code
-// of the system.
+// Shared memory is poisoned. Returns 0, or an error code: -1 for a block that no GPU takes, or the system's.
 template <class... Args>
 int launch(void (*kernel)(Args...), void** args, const unsigned* grid, unsigned threads, unsigned bytes) {
   gridDim = {grid[0], grid[1], grid[2]};
   blockDim = {threads, 1, 1};
-  std::vector<unsigned char> memory(bytes + 16, 0xff);
-  shared = memory.data() + (16 - reinterpret_cast<size_t>(memory.data()) % 16) % 16;
-  warps.resize(threads / 32);
+  alignas(16) static unsigned char memory[48 << 10];
+  std::memset(memory, 0xff, sizeof memory);
+  shared = memory;
+  if (threads > 1024 || threads % 32 || bytes > sizeof memory) return -1;
   pthread_barrier_init(&block, nullptr, threads);
-  for (auto& warp : warps) pthread_barrier_init(&warp, nullptr, 32);
-  std::vector<Launch<Args...>> launches(threads);
-  std::vector<pthread_t> running(threads);
+  for (unsigned warp = 0; warp < threads / 32; ++warp) pthread_barrier_init(&warps[warp], nullptr, 32);
+  static Launch<Args...> launches[1024];
+  static pthread_t running[1024];
   for (unsigned thread = 0; thread < threads; ++thread) {
     launches[thread] = {kernel, args, thread};
     const int failed = pthread_create(&running[thread], nullptr, run<Args...>, &launches[thread]);
     if (failed) return failed;
   }
-  for (auto& each : running) pthread_join(each, nullptr);
+  for (unsigned thread = 0; thread < threads; ++thread) pthread_join(running[thread], nullptr);
   pthread_barrier_destroy(&block);
-  for (auto& warp : warps) pthread_barrier_destroy(&warp);
+  for (unsigned warp = 0; warp < threads / 32; ++warp) pthread_barrier_destroy(&warps[warp]);
   return 0;
 }
 }  // namespace cpu

@@ -73,7 +73,7 @@ SETTINGS = (
         "triton",
         "Use fused Triton kernels",
         "They read and write memory fewer times in norms and activations. They are compiled once, which takes some "
-        "seconds, and cached on disk. Without Triton, PyTorch's kernels run",
+        "seconds, and cached on disk. Without Triton, kernels in CUDA C++ and PyTorch's run",
     ),
     Setting(
         "sfast_check",

@@ -81,6 +81,9 @@ def launched(calls: Iterable[Call], device: torch.device | None = None) -> dict[
 def key(launch: Launch) -> Any:
     """Equal for launches that share a compilation: Triton specializes integers on width, 1 and divisibility by 16."""
     kernel = launch.kernel
+    if not hasattr(kernel, "fn"):
+        # CUDA C++: compiled by its constants alone
+        return id(kernel), tuple(sorted(launch.constants.items()))
     unspecialized = set(getattr(kernel, "do_not_specialize", None) or ())  # names; positions in older versions
     seen: list[Any] = []
     for place, (name, value) in enumerate(zip(kernel.arg_names, launch.args)):

@@ -230,7 +230,7 @@ def launch(
     shift = shift if shift is None or shift.stride(1) == 1 else shift.contiguous()
     weight, bias = (vector if vector is None else vector.contiguous() for vector in (weight, bias))
     if not triton:
-        normed = portable.launch(inner, groups, weight, bias, eps, shift, silu, dtype)
+        normed = portable.normalised(inner, groups, weight, bias, eps, shift, silu, dtype)
         if normed is None:
             return reference(x, groups, weight, bias, eps, shift, silu, out_dtype)
         return channels_outer(normed)

@@ -48,7 +48,7 @@ def pixels_per_block(pixels: int, images: int, lanes: int, blocks: int, most: in
     return max(cdiv(pixels, wanted), min(pixels, _PIXELS * lanes))
 
 
-def launch(
+def normalised(
     inner: Tensor,
     groups: int,
     weight: Tensor | None,
@@ -84,12 +84,9 @@ def launch(
     more = (pixels, per_block, per_part, parts, channels, groups, found.lanes, stride, eps)
     kind = cuda_tier.type_of(inner.dtype)
     last = {"TYPE": kind, "OUT": cuda_tier.type_of(dtype), "PACK": pack, "SILU": int(silu)}
-    try:
-        launch_kernel(STATISTICS, (parts, images), inner, shift, partial, *sizes, TYPE=kind, PACK=pack)
-        grid = (cdiv(pixels, per_block), images)
-        launch_kernel(NORMALISE, grid, inner, shift, weight, bias, partial, out, *more, **last)
-    except nvrtc.Unavailable:
-        return None  # logged; `usable` is False from now on
+    launch_kernel(STATISTICS, (parts, images), inner, shift, partial, *sizes, TYPE=kind, PACK=pack)
+    grid = (cdiv(pixels, per_block), images)
+    launch_kernel(NORMALISE, grid, inner, shift, weight, bias, partial, out, *more, **last)
     return out
 
 

@@ -78,13 +78,10 @@ def launch(x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float
         rest = [None if bias is None else bias.contiguous(), None if residual is None else channels_inner(residual)]
         out = torch.empty(inner.shape, dtype=x.dtype, device=x.device)
         given = constants(cuda_tier.pack(channels, inner, *rest), x.dtype)
-        try:
-            if inner.numel():
-                grid = (cdiv(inner.numel(), _THREADS * given["PACK"] * given["PACKS"]),)
-                launch_kernel(_SOURCE, grid, inner, *rest, out, inner.numel(), channels, float(scale), **given)
-            return channels_outer(out)
-        except nvrtc.Unavailable:
-            pass  # logged; `available` is False from now on
+        if inner.numel():
+            grid = (cdiv(inner.numel(), _THREADS * given["PACK"] * given["PACKS"]),)
+            launch_kernel(_SOURCE, grid, inner, *rest, out, inner.numel(), channels, float(scale), **given)
+        return channels_outer(out)
     if not supported(x, bias, residual) or not fits or not 0 < channels <= MAX_GRID_YZ * _BLOCK:
         return reference(x, bias, residual, scale)
     inner = channels_inner(x)

@@ -95,13 +95,10 @@ def launch(x: Tensor, gate_first: bool = False, approximate: str = "none") -> Te
         out = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
         given = constants(cuda_tier.pack(half, dense), x.dtype, gate_first, approximate)
         count = out.numel() // half
-        try:
-            if count:
-                grid = (cdiv(count * half, _THREADS * given["PACK"] * given["PACKS"]),)
-                launch_kernel(_SOURCE, grid, dense, out, count, half, **given)
-            return out
-        except nvrtc.Unavailable:
-            pass  # logged; `available` is False from now on
+        if count:
+            grid = (cdiv(count * half, _THREADS * given["PACK"] * given["PACKS"]),)
+            launch_kernel(_SOURCE, grid, dense, out, count, half, **given)
+        return out
     if (
         not supported(x)
         or x.shape[-1] % 2

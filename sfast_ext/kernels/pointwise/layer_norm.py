@@ -160,7 +160,7 @@ def constants(columns: int, pack: int, dtype: torch.dtype, out: torch.dtype, add
 def launch_rows(
     source: nvrtc.Source, operands: tuple[Tensor | None, ...], out_sum: Tensor | None, out: Tensor, eps: float
 ) -> bool:
-    """Launch csrc/layer_norm.cu; whether that was possible.
+    """Launch csrc/layer_norm.cu; False for rows that it does not take.
 
     Args:
         operands: x, residual, shift, post_bias, weight, bias. x and residual are contiguous.
@@ -177,21 +177,18 @@ def launch_rows(
     if given is None:
         return False
     if count:
-        try:
-            launch_kernel(
-                source,
-                (cdiv(count, given["ROWS"]),),
-                *operands[:2],
-                *vectors,
-                out_sum,
-                out,
-                count,
-                columns,
-                eps,
-                **given,
-            )
-        except nvrtc.Unavailable:
-            return False  # logged; `available` is False from now on
+        launch_kernel(
+            source,
+            (cdiv(count, given["ROWS"]),),
+            *operands[:2],
+            *vectors,
+            out_sum,
+            out,
+            count,
+            columns,
+            eps,
+            **given,
+        )
     return True
 
 

@@ -34,13 +34,13 @@ WHEELS = {
     "Windows, CUDA 12.8": (
         "12.8",
         "nvidia/cuda_nvrtc/bin",
-        "nvrtc-builtins64_128.alt.dll nvrtc-builtins64_128.dll nvrtc64_120_0.alt.dll nvrtc64_120_0.dll",
+        "nvrtc-builtins64_128.dll nvrtc64_120_0.alt.dll nvrtc64_120_0.dll",
         "nvrtc64_120_0.dll",
     ),
     "Windows, CUDA 13.0": (
         "13.0",
         "nvidia/cu13/bin/x86_64",
-        "nvrtc-builtins64_130.alt.dll nvrtc-builtins64_130.dll nvrtc64_130_0.alt.dll nvrtc64_130_0.dll",
+        "nvrtc-builtins64_130.dll nvrtc64_130_0.alt.dll nvrtc64_130_0.dll",
         "nvrtc64_130_0.dll",
     ),
     # torch's own folder: in its wheels for Windows, and in those for Linux before NVIDIA's packages
