@@ -68,7 +68,6 @@ inline float shuffle_xor(float x, int lanes) {
 
 inline float __expf(float x) { return std::exp(x); }
 inline int min(int x, int y) { return x < y ? x : y; }
-inline int max(int x, int y) { return x > y ? x : y; }
 
 namespace cpu {
 template <class... Args, size_t... Number>

@@ -105,3 +105,10 @@ template <int Type>
 __device__ __forceinline__ float rounded(float x) {
   return to_float<Type>(from_float<Type>(x));
 }
+
+// The sum over the threads of a warp, in each of them.
+__device__ __forceinline__ float sum_of_warp(float x) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) x += shuffle_xor(x, lanes);
+  return x;
+}

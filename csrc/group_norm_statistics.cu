@@ -9,12 +9,6 @@
 
 typedef Stored<TYPE>::Bits Element;
 
-__device__ __forceinline__ float sum_of_warp(float x) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) x += shuffle_xor(x, lanes);
-  return x;
-}
-
 // Grid (parts, images). x: (images, pixels, channels); shift: (images, channels), rows shift_stride apart, added to x
 // first, or null; partial: (2, images, parts, groups), means first. A part is per_part pixels, the last one the rest.
 // channels is a multiple of PACK, `lanes` times channels / PACK threads are used, the block is whole warps. Dynamic

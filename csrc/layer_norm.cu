@@ -12,8 +12,7 @@ typedef Stored<OUT>::Bits Out;
 
 // The sum over the threads of a row; `room` is memory for a float of each warp.
 __device__ __forceinline__ float sum_of_row(float x, float* room) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) x += shuffle_xor(x, lanes);
+  x = sum_of_warp(x);
   if (THREADS == 32) return x;
   const int warp = threadIdx.x / 32, first = threadIdx.x / THREADS * (THREADS / 32);
   if (threadIdx.x % 32 == 0) room[warp] = x;

@@ -180,9 +180,9 @@ def test_one_that_does_not_compile_is_blamed_by_name(launched, few_blocks, monke
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
 def test_what_they_do_not_take(launched, dtype):
     x = torch.ones(2, 8, dtype=dtype)
-    assert not cuda_tier.usable(layer_norm._SOURCE, x)
-    assert not cuda_tier.usable(layer_norm._SOURCE, torch.ones(2), x)
-    assert not cuda_tier.usable(layer_norm._SOURCE, torch.ones(2), torch.ones(2, dtype=torch.float16))
+    assert not cuda_tier.usable(layer_norm.SOURCE, x)
+    assert not cuda_tier.usable(layer_norm.SOURCE, torch.ones(2), x)
+    assert not cuda_tier.usable(layer_norm.SOURCE, torch.ones(2), torch.ones(2, dtype=torch.float16))
     assert launched == []
 
 

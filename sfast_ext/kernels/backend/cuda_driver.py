@@ -73,7 +73,6 @@ _INT, _HANDLE = POINTER(c_int), POINTER(c_void_p)
 _LAUNCH = (c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p)
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
-    "cuInit": (c_uint,),
     "cuDriverGetVersion": (_INT,),
     "cuDeviceGet": (_INT, c_int),
     "cuDevicePrimaryCtxRetain": (_HANDLE, c_int),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sfast_ext.kernels.backend import nvrtc
-from sfast_ext.kernels.backend.triton_runtime import DTYPES, INTERPRETED, device_of, is_dry_run, supported
+from sfast_ext.kernels.backend.triton_runtime import INTERPRETED, device_of, is_dry_run, supported
 
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """Values of TYPE and OUT in csrc/elements.h."""
@@ -46,9 +46,3 @@ def pack(width: int, *operands: Tensor | None) -> int:
     while count > 1 and (width % count or any(place % (count * size) for place in places)):
         count //= 2
     return count
-
-
-def type_of(dtype: torch.dtype) -> int:
-    """TYPE of csrc/elements.h."""
-    assert dtype in DTYPES
-    return TYPES[dtype]

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext.kernels.backend import cuda_tier
 from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     DTYPES,
@@ -210,7 +209,7 @@ def launch(
     dtype = out_dtype or x.dtype
     triton = supported(x, weight, bias, shift)
     if (
-        not (triton or cuda_tier.usable(portable.STATISTICS, x, weight, bias, shift))
+        not (triton or portable.usable(x, weight, bias, shift))
         or groups < 1
         or channels % groups
         or channels > _MOST_CHANNELS

@@ -48,6 +48,11 @@ def pixels_per_block(pixels: int, images: int, lanes: int, blocks: int, most: in
     return max(cdiv(pixels, wanted), min(pixels, _PIXELS * lanes))
 
 
+def usable(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether both kernels can be launched with these tensors, see `cuda_tier.usable`."""
+    return all(cuda_tier.usable(source, x, *others) for source in SOURCES)
+
+
 def normalised(
     inner: Tensor,
     groups: int,
@@ -58,13 +63,11 @@ def normalised(
     silu: bool,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Group norm of inner (N, ..., C), as `group_norm.reference`; None where the kernels do not take it.
+    """Group norm of inner (N, ..., C), as `group_norm.reference`; None for a shape that the kernels do not take.
 
     Args:
-        weight, bias: (C,), contiguous. shift: (N, C), its rows contiguous.
+        inner, weight, bias, shift: `usable`. weight, bias: (C,), contiguous. shift: (N, C), its rows contiguous.
     """
-    if not all(cuda_tier.usable(source, inner, weight, bias, shift) for source in SOURCES):
-        return None
     images, channels = inner.shape[0], inner.shape[-1]
     pixels = inner.numel() // (images * channels)
     stride = 0 if shift is None else shift.stride(0)
@@ -82,8 +85,8 @@ def normalised(
     out = torch.empty(inner.shape, dtype=dtype, device=inner.device)
     sizes = (pixels, per_part, channels, groups, found.lanes, stride)
     more = (pixels, per_block, per_part, parts, channels, groups, found.lanes, stride, eps)
-    kind = cuda_tier.type_of(inner.dtype)
-    last = {"TYPE": kind, "OUT": cuda_tier.type_of(dtype), "PACK": pack, "SILU": int(silu)}
+    kind = cuda_tier.TYPES[inner.dtype]
+    last = {"TYPE": kind, "OUT": cuda_tier.TYPES[dtype], "PACK": pack, "SILU": int(silu)}
     launch_kernel(STATISTICS, (parts, images), inner, shift, partial, *sizes, TYPE=kind, PACK=pack)
     grid = (cdiv(pixels, per_block), images)
     launch_kernel(NORMALISE, grid, inner, shift, weight, bias, partial, out, *more, **last)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import cuda_tier, nvrtc
+from sfast_ext.kernels.backend import cuda_tier
 from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     DTYPES,
@@ -116,10 +116,10 @@ def launch(
     columns = x.shape[-1]
     dtype = out_dtype or x.dtype
     operands = (x, residual, shift, post_bias, weight, bias)
-    if cuda_tier.usable(_SOURCE, *operands) and x.shape == residual.shape and dtype in DTYPES:
+    if cuda_tier.usable(layer_norm.SOURCE, *operands) and x.shape == residual.shape and dtype in DTYPES:
         dense = (x.contiguous(), residual.contiguous(), *operands[2:])
         out_sum, out = (torch.empty(x.shape, dtype=kind, device=x.device) for kind in (x.dtype, dtype))
-        if layer_norm.launch_rows(_SOURCE, dense, out_sum, out, eps):
+        if layer_norm.launch_rows(dense, out_sum, out, eps):
             return out_sum, out
     if (
         not supported(x, residual, weight, bias, shift, post_bias)
@@ -159,8 +159,6 @@ def launch(
     return out_sum, out
 
 
-_SOURCE = nvrtc.Source("layer_norm", layer_norm._prepared, layer_norm.ROW_OPERANDS)
-
 KERNEL = register(
     Kernel(
         "add_layer_norm",
@@ -168,6 +166,6 @@ KERNEL = register(
         launch,
         portable=True,
         triton_functions=(add_layer_norm_kernel,),
-        cuda_sources=(_SOURCE,),
+        cuda_sources=(layer_norm.SOURCE,),
     )
 )

@@ -113,7 +113,7 @@ _PACKS = 2  # accesses of a thread, so that loads overlap
 
 def constants(pack: int, dtype: torch.dtype) -> dict[str, int]:
     """Compile-time parameters of csrc/bias_add.cu."""
-    return {"TYPE": cuda_tier.type_of(dtype), "PACK": pack, "PACKS": _PACKS}
+    return {"TYPE": cuda_tier.TYPES[dtype], "PACK": pack, "PACKS": _PACKS}
 
 
 def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:

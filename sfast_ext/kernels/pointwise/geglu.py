@@ -134,7 +134,7 @@ def constants(pack: int, dtype: torch.dtype, gate_first: bool, approximate: str)
     """Compile-time parameters of csrc/geglu.cu."""
     tanh = int(approximate == "tanh")
     return {
-        "TYPE": cuda_tier.type_of(dtype),
+        "TYPE": cuda_tier.TYPES[dtype],
         "GATE_FIRST": int(gate_first),
         "TANH": tanh,
         "PACK": pack,

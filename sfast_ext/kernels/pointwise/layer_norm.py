@@ -99,11 +99,11 @@ def launch(
     """`reference` as one kernel; rows stay in registers between the two passes over them."""
     columns = x.shape[-1]
     dtype = out_dtype or x.dtype
-    if cuda_tier.usable(_SOURCE, x, weight, bias) and dtype in DTYPES:
+    if cuda_tier.usable(SOURCE, x, weight, bias) and dtype in DTYPES:
         rows_of = x.contiguous()
         operands = (rows_of, None, None, None, weight, bias)
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        if launch_rows(_SOURCE, operands, None, out, eps):
+        if launch_rows(operands, None, out, eps):
             return out
     if not supported(x, weight, bias) or not 0 < columns <= MAX_BLOCK or dtype not in DTYPES:
         return reference(x, weight, bias, eps, out_dtype)
@@ -147,8 +147,8 @@ def constants(columns: int, pack: int, dtype: torch.dtype, out: torch.dtype, add
     if not 0 < chunks <= _MOST_CHUNKS:
         return None
     return {
-        "TYPE": cuda_tier.type_of(dtype),
-        "OUT": cuda_tier.type_of(out),
+        "TYPE": cuda_tier.TYPES[dtype],
+        "OUT": cuda_tier.TYPES[out],
         "ADD": int(add),
         "THREADS": threads,
         "ROWS": max(1, _BLOCK_THREADS // threads),
@@ -157,9 +157,7 @@ def constants(columns: int, pack: int, dtype: torch.dtype, out: torch.dtype, add
     }
 
 
-def launch_rows(
-    source: nvrtc.Source, operands: tuple[Tensor | None, ...], out_sum: Tensor | None, out: Tensor, eps: float
-) -> bool:
+def launch_rows(operands: tuple[Tensor | None, ...], out_sum: Tensor | None, out: Tensor, eps: float) -> bool:
     """Launch csrc/layer_norm.cu; False for rows that it does not take.
 
     Args:
@@ -178,7 +176,7 @@ def launch_rows(
         return False
     if count:
         launch_kernel(
-            source,
+            SOURCE,
             (cdiv(count, given["ROWS"]),),
             *operands[:2],
             *vectors,
@@ -198,8 +196,8 @@ def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
     return [*tensors, *numbers], constants["THREADS"] * constants["ROWS"], 0
 
 
-ROW_OPERANDS = ("x", "residual", "shift", "post_bias", "weight", "bias", "out_sum", "out", "rows", "columns", "eps")
-_SOURCE = nvrtc.Source("layer_norm", _prepared, ROW_OPERANDS)
+_OPERANDS = ("x", "residual", "shift", "post_bias", "weight", "bias", "out_sum", "out", "rows", "columns", "eps")
+SOURCE = nvrtc.Source("layer_norm", _prepared, _OPERANDS)
 
 
 KERNEL = register(
@@ -209,6 +207,6 @@ KERNEL = register(
         launch,
         portable=True,
         triton_functions=(layer_norm_kernel,),
-        cuda_sources=(_SOURCE,),
+        cuda_sources=(SOURCE,),
     )
 )
