@@ -67,6 +67,7 @@ inline float shuffle_xor(float x, int lanes) {
 }
 
 inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float x, float y) { return x / y; }
 inline int min(int x, int y) { return x < y ? x : y; }
 
 namespace cpu {

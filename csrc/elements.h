@@ -92,12 +92,41 @@ __device__ __forceinline__ void load(const typename Stored<Type>::Bits* from, fl
   unpack(*reinterpret_cast<const Pack<Type, Count>*>(from), to);
 }
 
+// Rounds two elements at once, which Ampere and later do in one instruction.
+template <int Type>
+__device__ __forceinline__ unsigned pair_of(float first, float second) {
+#if __CUDA_ARCH__ >= 800
+  unsigned bits;
+  if (Type == kFloat16)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+#else
+  return (unsigned)from_float<Type>(first) | (unsigned)from_float<Type>(second) << 16;
+#endif
+}
+
+template <int Type, int Count>
+__device__ __forceinline__ Pack<Type, Count> packed(const float (&from)[Count]) {
+  Pack<Type, Count> pack;
+  if constexpr (sizeof(typename Stored<Type>::Bits) == 2 && Count % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < Count; i += 2) {
+      const unsigned bits = pair_of<Type>(from[i], from[i + 1]);
+      pack.of[i] = (unsigned short)bits;
+      pack.of[i + 1] = (unsigned short)(bits >> 16);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) pack.of[i] = from_float<Type>(from[i]);
+  }
+  return pack;
+}
+
 template <int Type, int Count>
 __device__ __forceinline__ void store(typename Stored<Type>::Bits* to, const float (&from)[Count]) {
-  Pack<Type, Count> pack;
-#pragma unroll
-  for (int i = 0; i < Count; ++i) pack.of[i] = from_float<Type>(from[i]);
-  *reinterpret_cast<Pack<Type, Count>*>(to) = pack;
+  *reinterpret_cast<Pack<Type, Count>*>(to) = packed<Type>(from);
 }
 
 // Rounds to a type and back.

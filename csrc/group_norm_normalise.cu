@@ -1,86 +1,84 @@
-// Second pass of a group norm of channels-last images: combines the statistics of the parts of an image (Chan, Golub and
-// LeVeque 1979) and normalises; for any card.
+// Second pass of a group norm of large channels-last images: combines the statistics of the parts of an image (Chan, Golub
+// and LeVeque 1979) and normalises; for any card.
 //
-// A thread has PACK neighbouring channels of each `lanes`-th pixel of its block.
+// A thread has PACK neighbouring channels of each `lanes`-th pixel of its block, EACH at a time.
 //
-// Compile-time parameters: TYPE and OUT, the types of operands and result (elements.h); PACK; SILU, whether SiLU follows.
+// Compile-time parameters: TYPE and OUT, the types of operands and result (elements.h); PACK; EACH; THREADS, of the
+// largest block, and RESIDENT, such blocks of a multiprocessor.
 
-#include "elements.h"
+#define FUSED 0
+#include "group_norm.h"
 
-typedef Stored<TYPE>::Bits In;
-typedef Stored<OUT>::Bits Out;
+typedef Stored<OUT>::Bits Result;
 
-// Grid (blocks of per_block pixels, images). x, out: (images, pixels, channels); shift as in group_norm_statistics.cu;
-// weight, bias: (channels,), or null; partial: (2, images, parts, groups), of per_part pixels each. The threads are as
-// in that kernel. Dynamic shared memory: (2 + warps) * groups floats.
-extern "C" __global__ void group_norm_normalise(
-    const In* __restrict__ x, const In* __restrict__ shift, const In* __restrict__ weight, const In* __restrict__ bias,
-    const float* __restrict__ partial, Out* __restrict__ out, int pixels, int per_block, int per_part, int parts,
-    int channels, int groups, int lanes, int shift_stride, float eps) {
-  SHARED_MEMORY(float, room);
-  const int width = channels / groups, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const long long size = (long long)gridDim.y * parts * groups;
-  const float* const means = partial + (long long)blockIdx.y * parts * groups;
-  float* const of_warps = room + 2 * groups;
-  // a warp has every `warps`-th part, a thread every 32nd group
-  for (int group = threadIdx.x % 32; group < groups; group += 32) {
-    float mean = 0.f;
-#pragma unroll 4
-    for (int part = warp; part < parts; part += warps)
-      mean += means[part * groups + group] * (min(per_part, pixels - part * per_part) / (float)pixels);
-    of_warps[warp * groups + group] = mean;
-  }
-  __syncthreads();
-  for (int group = threadIdx.x; group < groups; group += blockDim.x) {
-    float mean = 0.f;
-    for (int i = 0; i < warps; ++i) mean += of_warps[i * groups + group];
-    room[group] = mean;
-  }
-  __syncthreads();
-  for (int group = threadIdx.x % 32; group < groups; group += 32) {
-    float m2 = 0.f;
-#pragma unroll 4
-    for (int part = warp; part < parts; part += warps) {
-      const float delta = means[part * groups + group] - room[group];
-      m2 += means[size + part * groups + group] + min(per_part, pixels - part * per_part) * width * delta * delta;
-    }
-    of_warps[warp * groups + group] = m2;
-  }
-  __syncthreads();
-  for (int group = threadIdx.x; group < groups; group += blockDim.x) {
-    float m2 = 0.f;
-    for (int i = 0; i < warps; ++i) m2 += of_warps[i * groups + group];
-    room[groups + group] = 1.f / sqrtf(m2 / ((float)pixels * width) + eps);
-  }
-  __syncthreads();
-  const int across = channels / PACK, lane = threadIdx.x / across, column = threadIdx.x % across * PACK;
-  if (lane >= lanes) return;
-  float centre[PACK], scale[PACK], beta[PACK];
-#pragma unroll
-  for (int j = 0; j < PACK; ++j) centre[j] = beta[j] = 0.f, scale[j] = 1.f;
-  if (shift) load<TYPE>(shift + (long long)blockIdx.y * shift_stride + column, centre);
-  if (weight) load<TYPE>(weight + column, scale);
+// Grid (blocks of per_block pixels, blocks of block_groups groups, images). x, out: (images, pixels, channels); shift:
+// as addend in group_norm.h; weight, bias: (channels,), or null; partial: (2, images, parts, groups), of per_part
+// pixels each, the last one of the rest. The threads are as in group_norm_statistics.cu.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    group_norm_normalise(const In* __restrict__ x, const In* __restrict__ shift, const In* __restrict__ weight,
+                         const In* __restrict__ bias, const float* __restrict__ partial, Result* __restrict__ out,
+                         int pixels, int per_block, int channels, int groups, int block_groups, int lanes,
+                         int shift_stride, int per_part, int parts, int with_silu, float eps) {
+  __shared__ float mean_of[128], rstd_of[128];
+  const int width = channels / groups, packs = block_groups * width / PACK;
+  const int lane = quotient(threadIdx.x, 1.f / packs), inner = (threadIdx.x - lane * packs) * PACK;
+  const int first_group = blockIdx.y * block_groups, here = min(block_groups, groups - first_group);
+  const int mine_first = quotient(inner, 1.f / width), split = (mine_first + 1) * width - inner;
+  const int in_warp = threadIdx.x % 32;
+  const bool active = lane < lanes && inner < here * width;
+  const int column = min(first_group * width + inner, channels - PACK);
+  const Operands operands = {x, nullptr, shift, nullptr, nullptr, channels, channels, shift_stride, 1.f};
+  const Column mine(operands, blockIdx.z, pixels, column);
+  const int begin = blockIdx.x * per_block, end = active ? min(begin + per_block, pixels) : 0;
+  // the first loads do not wait for the statistics
+  Access loaded[EACH], gamma = Access(), beta = Access();
+  load_pixels(mine, begin + lane, lanes, end, loaded);
+  if (weight) load<TYPE>(weight + column, gamma);
   if (bias) load<TYPE>(bias + column, beta);
+
+  const float* const means = partial + (long long)blockIdx.z * parts * groups + first_group;
+  const float* const m2s = means + (long long)gridDim.z * parts * groups;
+  const float values = (float)pixels * width;
+  for (int group = threadIdx.x / 32; group < here; group += blockDim.x / 32) {
+    // deviations of the parts' means from that of the first part, see value_at
+    const float centre = means[group];
+    Sums sums = {0.f, 0.f};
+#pragma unroll 4
+    for (int part = in_warp; part < parts; part += 32) {
+      const float count = (float)min(per_part, pixels - part * per_part) * width;
+      const float deviation = means[part * groups + group] - centre;
+      sums.add({count * deviation, m2s[part * groups + group] + count * deviation * deviation});
+    }
+    sums = sums_of_warp(sums);
+    if (in_warp == 0) {
+      mean_of[group] = centre + sums.sum / values;
+      rstd_of[group] = 1.f / sqrtf(sums.m2(values) / values + eps);
+    }
+  }
+  __syncthreads();
+  if (!active) return;
+  float factor[PACK], offset[PACK];
 #pragma unroll
   for (int j = 0; j < PACK; ++j) {
-    const int group = (column + j) / width;
-    centre[j] = room[group] - centre[j];
-    scale[j] *= room[groups + group];
+    const int group = mine_first + (j >= split);
+    factor[j] = rstd_of[group] * (weight ? to_float<TYPE>(gamma.of[j]) : 1.f);
+    offset[j] = (mine.addend[j] - mean_of[group]) * factor[j] + (bias ? to_float<TYPE>(beta.of[j]) : 0.f);
   }
-  const int begin = blockIdx.x * per_block, end = min(begin + per_block, pixels);
-  const long long image = (long long)blockIdx.y * pixels * channels + column;
-#pragma unroll 4
-  for (int pixel = begin + lane; pixel < end; pixel += lanes) {
-    const long long at = image + (long long)pixel * channels;
-    float value[PACK];
-    load<TYPE>(x + at, value);
+  Result* const image = out + (long long)blockIdx.z * pixels * channels + column;
+  for (int from = begin + lane; from < end; from += lanes * EACH) {
+    if (from != begin + lane) load_pixels(mine, from, lanes, end, loaded);
 #pragma unroll
-    for (int j = 0; j < PACK; ++j) {
-      value[j] = (value[j] - centre[j]) * scale[j] + beta[j];
-#if SILU
-      value[j] = value[j] / (1.f + __expf(-value[j]));
-#endif
+    for (int i = 0; i < EACH; ++i) {
+      const int pixel = from + i * lanes;
+      if (pixel >= end) continue;
+      float value[PACK];
+      unpack(loaded[i], value);
+#pragma unroll
+      for (int j = 0; j < PACK; ++j) {
+        value[j] = value[j] * factor[j] + offset[j];
+        if (with_silu) value[j] = silu(value[j]);
+      }
+      store<OUT>(image + (long long)pixel * channels, value);
     }
-    store<OUT>(out + at, value);
   }
 }

@@ -1,81 +1,80 @@
-// First pass of a group norm of channels-last images: mean and M2 (sum of squared deviations) of the groups in a part of
-// an image's pixels; for any card.
+// First pass of a group norm of large channels-last images: mean and M2 (sum of squared deviations) of some groups in a
+// part of an image's pixels; for any card.
 //
-// A block has all channels of its pixels. A thread has PACK neighbouring channels of each `lanes`-th pixel.
+// A thread has PACK neighbouring channels of each `lanes`-th pixel of its block, EACH at a time.
 //
-// Compile-time parameters: TYPE (elements.h); PACK.
+// Compile-time parameters: those of group_norm.h; EACH; THREADS, of the largest block, and RESIDENT,
+// such blocks of a multiprocessor.
 
-#include "elements.h"
+#include "group_norm.h"
 
-typedef Stored<TYPE>::Bits Element;
-
-// Grid (parts, images). x: (images, pixels, channels); shift: (images, channels), rows shift_stride apart, added to x
-// first, or null; partial: (2, images, parts, groups), means first. A part is per_part pixels, the last one the rest.
-// channels is a multiple of PACK, `lanes` times channels / PACK threads are used, the block is whole warps. Dynamic
-// shared memory: 2 * lanes * channels floats.
-extern "C" __global__ void group_norm_statistics(const Element* __restrict__ x,
-                                                 const Element* __restrict__ shift, float* __restrict__ partial,
-                                                 int pixels, int per_part, int channels, int groups, int lanes,
-                                                 int shift_stride) {
-  SHARED_MEMORY(float, room);
-  const int across = channels / PACK, lane = threadIdx.x / across, column = threadIdx.x % across * PACK;
-  const int begin = blockIdx.x * per_part, end = min(begin + per_part, pixels);
-  const Element* const image = x + (long long)blockIdx.y * pixels * channels;
-  // Deviations from the first pixel: as that is one of the values, the sum of squares is at most (1 + count) times M2,
-  // which bounds cancellation however large the mean is.
-  const Element* const first = image + (long long)begin * channels;
-  if (lane < lanes) {
-    float centre[PACK], sums[PACK], squares[PACK];
-    load<TYPE>(first + column, centre);
+// Grid (parts, blocks of block_groups groups, images). Operands: group_norm.h. partial: (2, images, parts, groups), means
+// first. A part is per_part pixels, the last one the rest. A block's channels are a multiple of PACK, `lanes` times
+// channels / PACK threads are used, the block is whole warps.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    group_norm_statistics(const In* __restrict__ a, const In* __restrict__ b, const In* __restrict__ addend,
+                          const In* __restrict__ residual, In* __restrict__ sum, float* __restrict__ partial, int pixels,
+                          int per_part, int channels, int groups, int block_groups, int lanes, int first,
+                          int addend_stride, float scale) {
+  __shared__ Sums of_threads[2][THREADS];
+  const int width = channels / groups, packs = block_groups * width / PACK;
+  const int lane = quotient(threadIdx.x, 1.f / packs), inner = (threadIdx.x - lane * packs) * PACK;
+  const int first_group = blockIdx.y * block_groups, here = min(block_groups, groups - first_group);
+  const int in_warp = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int mine_first = quotient(inner, 1.f / width), split = (mine_first + 1) * width - inner;
+  const bool active = lane < lanes && inner < here * width;
+  const Operands operands = {a, b, addend, residual, sum, channels, first, addend_stride, scale};
+  // threads without channels stand before the last ones, whose operands they may address
+  const int column = min(first_group * width + inner, channels - PACK);
+  const Column mine(operands, blockIdx.z, pixels, column);
+  const int begin = blockIdx.x * per_part, end = active ? min(begin + per_part, pixels) : 0;
+  // channels of one access belong to one group or two: those before `split` to the first
+  float centres[2];
+  for (int i = 0; i < 2; ++i) {
+    const int group = first_group + min(mine_first + i, here - 1);
+    centres[i] = value_at(operands, blockIdx.z, pixels, begin, group * width);
+  }
+  Sums sums[PACK];
 #pragma unroll
-    for (int j = 0; j < PACK; ++j) sums[j] = squares[j] = 0.f;
-#pragma unroll 4
-    for (int pixel = begin + lane; pixel < end; pixel += lanes) {
+  for (int j = 0; j < PACK; ++j) sums[j] = {0.f, 0.f};
+  for (int from = begin + lane; from < end; from += lanes * EACH) {
+    Access loaded[EACH];
+    load_pixels(mine, from, lanes, end, loaded);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      if (from + i * lanes >= end) continue;
       float value[PACK];
-      load<TYPE>(image + (long long)pixel * channels + column, value);
+      values_of(mine, loaded[i], value);
 #pragma unroll
-      for (int j = 0; j < PACK; ++j) {
-        value[j] -= centre[j];
-        sums[j] += value[j];
-        squares[j] += value[j] * value[j];
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < PACK; ++j) {
-      room[lane * channels + column + j] = sums[j];
-      room[(lanes + lane) * channels + column + j] = squares[j];
+      for (int j = 0; j < PACK; ++j) sums[j].add(value[j] - (j < split ? centres[0] : centres[1]));
     }
   }
-  __syncthreads();
-  // of each channel, in place
-  const float count = end - begin;
-  for (int channel = threadIdx.x; channel < channels; channel += blockDim.x) {
-    float sum = 0.f, square = 0.f;
-    for (int i = 0; i < lanes; ++i) {
-      sum += room[i * channels + channel];
-      square += room[(lanes + i) * channels + channel];
-    }
-    const float added = shift ? to_float<TYPE>(shift[(long long)blockIdx.y * shift_stride + channel]) : 0.f;
-    room[channel] = to_float<TYPE>(first[channel]) + sum / count + added;
-    room[lanes * channels + channel] = fmaxf(square - sum * sum / count, 0.f);
+  Sums by_group[2] = {{0.f, 0.f}, {0.f, 0.f}};
+#pragma unroll
+  for (int j = 0; j < PACK; ++j) {
+    if (j < split)
+      by_group[0].add(sums[j]);
+    else
+      by_group[1].add(sums[j]);
   }
+  of_threads[0][threadIdx.x] = by_group[0];
+  of_threads[1][threadIdx.x] = by_group[1];
   __syncthreads();
-  const int width = channels / groups, in_warp = threadIdx.x % 32;
-  const long long size = (long long)gridDim.y * gridDim.x * groups;
-  for (int group = threadIdx.x / 32; group < groups; group += blockDim.x / 32) {
-    float sum = 0.f;
-    for (int i = in_warp; i < width; i += 32) sum += room[group * width + i];
-    const float mean = sum_of_warp(sum) / width;
-    float m2 = 0.f;
-    for (int i = in_warp; i < width; i += 32) {
-      const float delta = room[group * width + i] - mean;
-      m2 += room[lanes * channels + group * width + i] + count * delta * delta;
-    }
-    m2 = sum_of_warp(m2);
+  const float count = (float)(min(begin + per_part, pixels) - begin) * width;
+  const long long size = (long long)gridDim.z * gridDim.x * groups;
+  const long long at = ((long long)blockIdx.z * gridDim.x + blockIdx.x) * groups + first_group;
+  // a warp has each `warps`-th group
+  for (int group = warp; group < here; group += warps) {
+    const int last_pack = (group * width + width - 1) / PACK;
+    Sums of_group = {0.f, 0.f};
+    for (int row = in_warp; row < lanes; row += 32)
+      for (int pack = group * width / PACK; pack <= last_pack; ++pack)
+        of_group.add(of_threads[pack * PACK < group * width][row * packs + pack]);
+    of_group = sums_of_warp(of_group);
     if (in_warp == 0) {
-      const long long at = ((long long)blockIdx.y * gridDim.x + blockIdx.x) * groups + group;
-      partial[at] = mean;
-      partial[size + at] = m2;
+      const float centre = value_at(operands, blockIdx.z, pixels, begin, (first_group + group) * width);
+      partial[at + group] = centre + of_group.sum / count;
+      partial[size + at + group] = of_group.m2(count);
     }
   }
 }

@@ -37,9 +37,8 @@ def im2col(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     if found is None or only_user(found.x) is not conv:
         return False
     image, weight = found
-    writer = patches_writer(image)
-    # the kernel in CUDA C++ writes no im2col matrix
-    if not ctx.triton or writer is None or not few_pixels(image) or not ctx.arena.channels_last(weight.meta["weight"]):
+    writer = patches_writer(image, ctx)
+    if writer is None or not few_pixels(image) or not ctx.arena.channels_last(weight.meta["weight"]):
         return False
     n, channels, height, width = shape(image) or (0, 0, 0, 0)
     out = (shape(conv) or (0, 0))[1]
@@ -56,7 +55,7 @@ def im2col(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     return True
 
 
-def patches_writer(image: Any) -> fx.Node | None:
+def patches_writer(image: Any, ctx: PassContext) -> fx.Node | None:
     """Returns the norm that makes `image`, if its kernel can write the im2col matrix instead."""
     val = value(image)
     if val is None:
@@ -70,7 +69,7 @@ def patches_writer(image: Any) -> fx.Node | None:
         groups = writer.args[4]
     else:
         return None
-    return writer if group_norm.supports_patches(val, groups) else None
+    return writer if group_norm.supports_patches(val, groups, triton=ctx.triton) else None
 
 
 def few_pixels(image: fx.Node) -> bool:

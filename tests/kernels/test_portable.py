@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import cuda_tier, health, nvrtc, triton_runtime
-from sfast_ext.kernels.group_norm import group_norm, portable
+from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_norm, portable
 from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm
 
 from . import cuda_on_cpu
@@ -102,15 +102,25 @@ IMAGES = [((2, 320, 8, 8), 32), ((1, 640, 5, 7), 32), ((2, 1280, 1, 1), 32), ((1
 IMAGES += [((1, 300, 3, 5), 1), ((1, 8, 40, 25), 2), ((1, 2560, 2, 3), 32)]
 
 
-@pytest.fixture
-def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread of the CPU for each of the GPU's: images are cut into few parts."""
+ONE, TWO = ["group_norm_whole"], ["group_norm_statistics", "group_norm_normalise"]
+
+
+@pytest.fixture(params=[1, 2], ids=["one launch", "two launches"])
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels of both ways, which here are taken whatever the size; small blocks, as each thread of the GPU is one
+    of the CPU."""
     monkeypatch.setattr(portable, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(portable, "_WHOLE_THREADS", 256)
+    monkeypatch.setattr(portable, "_THREADS", 96)
+    if request.param == 1:
+        return ONE
+    monkeypatch.setattr(portable, "whole", lambda *args: None)
+    return TWO
 
 
 @pytest.mark.parametrize(("dtype", "silu"), [(torch.float32, False), *((each, True) for each in DTYPES)], ids=str)
 @pytest.mark.parametrize(("shape", "groups"), IMAGES, ids=str)
-def test_group_norm(launched, few_blocks, dtype, silu, shape, groups):
+def test_group_norm(launched, launches, dtype, silu, shape, groups):
     x, shift = image(shape, dtype, mean=3.0), randn(*shape[:2], dtype=dtype, device=CPU)
     weight, bias = (randn(shape[1], dtype=dtype, device=CPU) for _ in range(2))
     with triton_runtime.without_triton():
@@ -119,32 +129,90 @@ def test_group_norm(launched, few_blocks, dtype, silu, shape, groups):
     # a group of one value is 0 times 316, by which what float32 leaves of the sum with the shift is multiplied
     single = groups == shape[1] and shape[2:] == (1, 1)
     close(y, expected(group_norm, x, groups, weight, bias, 1e-5, shift, silu), scale=300 if single else 2)
-    assert launched == ["group_norm_statistics", "group_norm_normalise"]
+    assert launched == launches
 
 
-def test_group_norm_of_a_large_mean(launched, few_blocks):
+def test_group_norm_of_a_large_mean(launched, launches):
     x = image((1, 64, 20, 20), torch.float32, mean=1e4)
     with triton_runtime.without_triton():
         y = group_norm.launch(x, 4, None, None, 1e-5)
     close(y, expected(group_norm, x, 4, None, None, 1e-5), scale=200)
-    assert len(launched) == 2
+    assert launched == launches
 
 
-def test_group_norm_writes_patches_as_well(launched, few_blocks):
-    x = image((2, 64, 4, 5), torch.float32)
+@each_dtype
+def test_group_norm_writes_patches_as_well(launched, launches, dtype):
+    for shape in ((2, 64, 4, 5), (1, 40, 1, 3), (1, 40, 3, 1)):
+        x = image(shape, dtype)
+        with triton_runtime.without_triton():
+            y = group_norm.launch(x, 4, None, None, 1e-5, silu=True, patches=True)
+        close(y, expected(group_norm, x, 4, None, None, 1e-5, silu=True, patches=True))
+    assert launched == 3 * launches
+
+
+def test_more_parts_than_a_normalising_block_reads(launched, launches, monkeypatch):
+    """Parts of several tiles, the last of them with a rest, and blocks that loop."""
+    monkeypatch.setattr(portable, "_MOST_PARTS", 3)
+    monkeypatch.setattr(portable, "_BLOCKS", 1)
+    for shape, groups in (((1, 30, 37, 31), 3), ((2, 24, 50, 13), 6)):
+        x = image(shape, torch.float16, mean=3.0)
+        with triton_runtime.without_triton():
+            y = group_norm.launch(x, groups, None, None, 1e-5)
+        close(y, expected(group_norm, x, groups, None, None, 1e-5), scale=2)
+    assert launched == 2 * launches
+
+
+@each_dtype
+@pytest.mark.parametrize("operands", ["", "bias", "residual", "bias residual"])
+@pytest.mark.parametrize("shape", [(2, 320, 4, 6), (1, 30, 9, 7)], ids=str)
+def test_add_group_norm(launched, launches, dtype, operands, shape):
+    x, residual = image(shape, dtype, mean=3.0), image(shape, dtype) if "residual" in operands else None
+    conv_bias, weight, bias = (randn(shape[1], dtype=dtype, device=CPU) for _ in range(3))
+    args = (x, conv_bias if "bias" in operands else None, residual, 0.7, 10, weight, bias, 1e-5, True)
     with triton_runtime.without_triton():
-        y = group_norm.launch(x, 4, None, None, 1e-5, patches=True)
-    close(y, expected(group_norm, x, 4, None, None, 1e-5, patches=True))
+        total, y = add_group_norm.launch(*args)
+    # of the sum as it is rounded: rounding it another way moves the norm
+    reference = add_group_norm.reference(*args)
+    close(total, reference[0].double())
+    close(y, reference[1].double(), scale=2)
+    assert launched == launches
 
 
-def test_results_repeat(launched, few_blocks):
+@each_dtype
+@pytest.mark.parametrize("operands", ["", "bias residual"])
+@pytest.mark.parametrize(("first", "second", "groups"), [(320, 640, 32), (40, 24, 8), (21, 9, 3)])
+def test_cat_group_norm(launched, launches, dtype, operands, first, second, groups):
+    a, b = image((2, first, 4, 6), dtype, mean=3.0), image((2, second, 4, 6), dtype)
+    conv_bias, residual = randn(first, dtype=dtype, device=CPU), image(a.shape, dtype)
+    weight, bias = (randn(first + second, dtype=dtype, device=CPU) for _ in range(2))
+    args = (*((conv_bias, residual) if operands else (None, None)), b, groups, weight, bias, 1e-5, True)
+    with triton_runtime.without_triton():
+        joined, y = cat_group_norm.launch(a, *args)
+    reference = cat_group_norm.reference(a, *args)
+    close(joined, reference[0].double())
+    close(y, reference[1].double(), scale=2)
+    assert launched == launches
+
+
+def test_fused_inputs_with_patches(launched, launches):
+    x, b = image((2, 64, 4, 5), torch.float16), image((2, 32, 4, 5), torch.float16)
+    with triton_runtime.without_triton():
+        _, added = add_group_norm.launch(x, None, x, 1.0, 4, None, None, 1e-5, patches=True)
+        _, joined = cat_group_norm.launch(x, None, None, b, 4, None, None, 1e-5, patches=True)
+    close(added, add_group_norm.reference(x, None, x, 1.0, 4, None, None, 1e-5, patches=True)[1].double(), scale=2)
+    close(joined, cat_group_norm.reference(x, None, None, b, 4, None, None, 1e-5, patches=True)[1].double(), scale=2)
+    if launches == ONE:
+        assert launched == 2 * ONE
+
+
+def test_results_repeat(launched, launches):
     x = image((2, 64, 30, 30), torch.float16)
     with triton_runtime.without_triton():
         first, again = (group_norm.launch(x, 4, None, None, 1e-5) for _ in range(2))
     assert torch.equal(first, again)
 
 
-def test_other_strides_and_places(launched, few_blocks):
+def test_other_strides_and_places(launched, launches):
     whole = randn(3, 7, 83, dtype=torch.float16, device=CPU)
     for x in (whole[..., 3:], whole.transpose(0, 1), whole[:, ::2], whole[1:, :, 1:81]):
         close(layer_norm.launch(x, None, None, 1e-5), expected(layer_norm, x, None, None, 1e-5))
@@ -157,7 +225,7 @@ def test_other_strides_and_places(launched, few_blocks):
             close(group_norm.launch(x, 2, None, None, 1e-5), expected(group_norm, x, 2, None, None, 1e-5), scale=2)
 
 
-def test_one_that_does_not_compile_is_blamed_by_name(launched, few_blocks, monkeypatch):
+def test_one_that_does_not_compile_is_blamed_by_name(launched, launches, monkeypatch):
     def launch(source, grid, *args, **constants):
         raise nvrtc.Unavailable("no such instruction")
 
@@ -169,6 +237,8 @@ def test_one_that_does_not_compile_is_blamed_by_name(launched, few_blocks, monke
         "geglu": lambda: geglu.launch(x),
         "bias_add": lambda: bias_add.launch(x, None, x),
         "group_norm": lambda: group_norm.launch(x, 2, None, None, 1e-5),
+        "add_group_norm": lambda: add_group_norm.launch(x, None, x, 1.0, 2, None, None, 1e-5),
+        "cat_group_norm": lambda: cat_group_norm.launch(x, None, None, x, 2, None, None, 1e-5),
     }
     assert set(calls) == {kernel.name for kernel in RECORDS}
     for name, call in calls.items():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sfast_ext.kernels.backend.registry import Kernel, register
-from sfast_ext.kernels.group_norm import fused_inputs, group_norm
+from sfast_ext.kernels.group_norm import fused_inputs, group_norm, portable
 from sfast_ext.kernels.pointwise import bias_add
 
 
@@ -46,7 +46,7 @@ def launch(
     out_dtype: torch.dtype | None = None,
     patches: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`reference` as one or two Triton kernels; where an image is too large for their tiles, as separate kernels."""
+    """`reference` as one or two kernels; where an image is too large for their tiles, as separate ones."""
     dtype = out_dtype or a.dtype
     done = fused_inputs.run(a, b, conv_bias, residual, 1.0, groups, weight, bias, eps, silu, dtype, patches)
     if done is not None:
@@ -61,7 +61,9 @@ KERNEL = register(
         "cat_group_norm",
         reference,
         launch,
+        portable=True,
         uses=(bias_add.KERNEL, group_norm.KERNEL),
+        cuda_sources=portable.SOURCES,
         triton_functions=fused_inputs.KERNELS,
     )
 )

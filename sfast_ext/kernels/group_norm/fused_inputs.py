@@ -1,7 +1,7 @@
 """Group norm whose kernel first computes its input: a sum, or a concatenation.
 
-The input is written, as others read it, and its statistics are computed from the same registers. Tiles are those of
-one_pass.py, the second launch of the two-launch path is that of two_pass.py.
+The input is written, as others read it, and its statistics are computed from the same registers. In Triton tiles are
+those of one_pass.py and the second of two launches is that of two_pass.py; for CUDA C++ see portable.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sfast_ext.kernels.backend.triton_runtime import (
     supported,
     tl,
 )
-from sfast_ext.kernels.group_norm import group_norm
+from sfast_ext.kernels.group_norm import group_norm, portable
 from sfast_ext.kernels.group_norm import one_pass as tiles
 from sfast_ext.kernels.group_norm.two_pass import Parts, normalise
 
@@ -209,8 +209,9 @@ def run(
     """(out_sum, its norm) channels last; None, with nothing launched, where no tile fits such tensors."""
     batch, channels = a.shape[0], a.shape[1] + (0 if b is None else b.shape[1])
     others = [t for t in (b, residual) if t is not None]
+    triton = supported(a, b, conv_bias, residual, weight, bias)
     if (
-        not supported(a, b, conv_bias, residual, weight, bias)
+        not (triton or portable.usable(a, b, conv_bias, residual, weight, bias))
         or a.numel() == 0
         or any(t.dtype != a.dtype for t in others)
         or (b is not None and (b.shape[0], *b.shape[2:]) != (batch, *a.shape[2:]))
@@ -223,6 +224,8 @@ def run(
     ):
         return None
     pixels, group_width = a.numel() // (batch * a.shape[1]), channels // groups
+    if not triton:
+        return _portable(a, b, conv_bias, residual, scale, groups, weight, bias, eps, silu, dtype, patches)
     path, tile = group_norm.fitting(pixels, groups, group_width)
     if tile is None or (patches and path != "whole"):
         return None
@@ -262,6 +265,31 @@ def run(
     parts = Parts.of_rows(pixels, constants["PIXELS"])
     out = normalise(out_sum, None, weight, bias, partial, parts, eps, silu, dtype)
     return channels_outer(out_sum), channels_outer(out)
+
+
+def _portable(
+    a: Tensor,
+    b: Tensor | None,
+    conv_bias: Tensor | None,
+    residual: Tensor | None,
+    scale: float,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    silu: bool,
+    dtype: torch.dtype,
+    patches: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """`run` in CUDA C++."""
+    images = (None if x is None else channels_inner(x) for x in (residual, b))
+    vectors = (None if v is None else v.contiguous() for v in (conv_bias, weight, bias))
+    (added, second), (addend, weight, bias) = images, vectors
+    inputs = portable.Inputs(channels_inner(a), addend, added, second, scale, fused=True)
+    done = portable.normalised(inputs, groups, weight, bias, eps, silu, dtype, patches)
+    if done is None or done[0] is None:
+        return None
+    return channels_outer(done[0]), done[1] if patches else channels_outer(done[1])
 
 
 KERNELS = (fused_group_norm_one_pass_kernel, fused_group_norm_part_statistics_kernel)

@@ -86,9 +86,14 @@ def patches_of(y: Tensor) -> Tensor:
     return torch.stack(seen, 3).flatten(3)
 
 
-def supports_patches(x: Tensor, groups: int) -> bool:
-    """Whether the kernel itself writes the im2col matrix for such an x."""
-    return x.dim() == 4 and fitting(x.shape[2] * x.shape[3], groups, x.shape[1] // groups)[0] == "whole"
+def supports_patches(x: Tensor, groups: int, *, triton: bool = True) -> bool:
+    """Whether the kernel itself, in Triton or else in CUDA C++, writes the im2col matrix for such an x."""
+    if x.dim() != 4:
+        return False
+    pixels, width = x.shape[2] * x.shape[3], x.shape[1] // groups
+    if triton:
+        return fitting(pixels, groups, width)[0] == "whole"
+    return portable.supports_patches(pixels, width, x.dtype)
 
 
 def empty(inner: Tensor, dtype: torch.dtype, patches: bool) -> Tensor:
@@ -203,8 +208,8 @@ def launch(
     out_dtype: torch.dtype | None = None,
     patches: bool = False,
 ) -> Tensor:
-    """`reference` as one Triton kernel, or as two that read x twice, the second time mostly from L2; without Triton
-    as two in CUDA C++."""
+    """`reference` as one kernel in Triton or CUDA C++, or as two that read x twice, the second time mostly from
+    L2."""
     batch, channels = x.shape[:2]
     dtype = out_dtype or x.dtype
     triton = supported(x, weight, bias, shift)
@@ -221,7 +226,7 @@ def launch(
         or (shift is not None and shift.shape != (batch, channels))
     ):
         return reference(x, groups, weight, bias, eps, shift, silu, out_dtype, patches)
-    if patches and not (triton and supports_patches(x, groups)):
+    if patches and not supports_patches(x, groups, triton=triton):
         return patches_of(launch(x, groups, weight, bias, eps, shift, silu, out_dtype))
     inner = channels_inner(x)
     pixels = inner.numel() // (batch * channels)
@@ -229,10 +234,12 @@ def launch(
     shift = shift if shift is None or shift.stride(1) == 1 else shift.contiguous()
     weight, bias = (vector if vector is None else vector.contiguous() for vector in (weight, bias))
     if not triton:
-        normed = portable.normalised(inner, groups, weight, bias, eps, shift, silu, dtype)
-        if normed is None:
+        done = portable.normalised(portable.Inputs(inner, shift), groups, weight, bias, eps, silu, dtype, patches)
+        if done is None and patches:
+            return patches_of(launch(x, groups, weight, bias, eps, shift, silu, out_dtype))
+        if done is None:
             return reference(x, groups, weight, bias, eps, shift, silu, out_dtype)
-        return channels_outer(normed)
+        return done[1] if patches else channels_outer(done[1])
     rows, shift_stride = (inner, 0) if shift is None else (shift, shift.stride(0))
     vectors = (rows, *(inner if vector is None else vector for vector in (weight, bias)))
     affine = (shift_stride, *(int(vector is not None) for vector in (shift, weight, bias)), int(silu))

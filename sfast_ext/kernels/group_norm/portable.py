@@ -1,133 +1,263 @@
-"""Group norm in CUDA C++ for any card: csrc/group_norm_statistics.cu and csrc/group_norm_normalise.cu.
+"""Group norm in CUDA C++ for any card: one launch for small images (csrc/group_norm_whole.cu), two for large ones
+(csrc/group_norm_statistics.cu, csrc/group_norm_normalise.cu).
 
-Two launches: statistics of parts of each image, then their combination and the normalisation. No atomics: results are
-bitwise reproducible.
+The kernels that read x first also compute it, where it is a sum or a concatenation. No atomics: results are bitwise
+reproducible.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sfast_ext.kernels.backend import cuda_tier, nvrtc
-from sfast_ext.kernels.backend.triton_runtime import cdiv, device_of, launch_kernel, multiprocessors
+from sfast_ext.kernels.backend.triton_runtime import (
+    MAX_GRID_YZ,
+    cdiv,
+    device_of,
+    launch_kernel,
+    multiprocessors,
+    next_power_of_2,
+)
 
+_WHOLE_THREADS = 1024  # of a block at most, one launch
+_WHOLE_ELEMENTS = 32  # of a thread at most, one launch; half of it of other types and large blocks
+_WHOLE_PIXELS = 512  # at most, one launch that computes its input: more are too many short rows for a block
+_EACH = 4  # accesses of a thread at a time, two launches
 _THREADS = 256  # of a block, unless one pixel has more accesses
+_RESIDENT = 2  # such blocks of a multiprocessor: all run at once
+_CHANNELS = 80  # of a block, unless a group is wider
+_MOST_GROUPS = 128  # of a block
 _MOST_PARTS = 128  # which each normalising block reads
-_BLOCKS = 4  # per multiprocessor
-_PIXELS = 4  # of a thread at least
-_MOST_SHARED = 48 << 10  # bytes that every card gives a block
 
 
-class Shape(NamedTuple):
-    """Threads of a block: `lanes` pixels at a time, each by channels / pack threads."""
+class Inputs(NamedTuple):
+    """What a norm is taken of: (a + addend + residual) * scale, with b concatenated.
 
-    pack: int
+    a, residual (N, ..., A), b (N, ..., B), addend (N, A), or (A,) with `fused`. With `fused` the sum is rounded to a's
+    dtype and a result too; without, there are a and addend alone.
+    """
+
+    a: Tensor
+    addend: Tensor | None = None
+    residual: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
+    fused: bool = False
+
+    @property
+    def first(self) -> int:
+        return self.a.shape[-1]
+
+    @property
+    def channels(self) -> int:
+        return self.first + (0 if self.b is None else self.b.shape[-1])
+
+    @property
+    def pixels(self) -> int:
+        return self.a.numel() // (self.a.shape[0] * self.first)
+
+    @property
+    def addend_stride(self) -> int:
+        return self.addend.stride(0) if self.addend is not None and self.addend.dim() == 2 else 0
+
+    def pack(self, width: int, *vectors: Tensor | None) -> int:
+        """Channels of one access, of which a group has as many at least."""
+        sizes = math.gcd(math.gcd(self.channels, self.first), self.addend_stride)
+        found = cuda_tier.pack(sizes, self.a, self.b, self.addend, self.residual, *vectors)
+        while found > width:
+            found //= 2
+        return found
+
+
+class Tile(NamedTuple):
+    """Threads of a block, which takes `lanes` pixels at a time, and accesses of a thread; of `groups` groups."""
+
     lanes: int
     threads: int
+    each: int
+    groups: int
 
 
-def shape(channels: int, pack: int) -> Shape | None:
-    """The shape of blocks; None for channels that they do not take."""
-    across = channels // pack
-    if across > cuda_tier.MOST_THREADS:
+def whole(pixels: int, width: int, pack: int, dtype: torch.dtype) -> Tile | None:
+    """The tile of a group in one launch; None where it does not fit."""
+    pack = math.gcd(width, pack)
+    packs = width // pack
+    if packs > _WHOLE_THREADS:
         return None
-    lanes = max(1, _THREADS // across)
-    if 8 * lanes * channels > _MOST_SHARED:
+    each = next_power_of_2(cdiv(pixels, _WHOLE_THREADS // packs))
+    lanes = cdiv(pixels, each)
+    threads = cdiv(lanes * packs, 32) * 32
+    most = _WHOLE_ELEMENTS if dtype == torch.float16 or threads <= _WHOLE_THREADS // 2 else _WHOLE_ELEMENTS // 2
+    return Tile(lanes, threads, each, 1) if each * pack <= most else None
+
+
+def block(groups: int, width: int, pack: int) -> Tile | None:
+    """The tile of two launches; None for channels that it does not take."""
+    step = pack // math.gcd(width, pack)  # whole accesses
+    each = max(step, min(_CHANNELS // width, _MOST_GROUPS) // step * step)
+    each = min(each, groups)
+    packs = each * width // pack
+    if packs > cuda_tier.MOST_THREADS:
         return None
-    # where channels are few the rest of the threads help with the groups
-    return Shape(pack, lanes, max(_THREADS, cdiv(across * lanes, 32) * 32))
-
-
-def pixels_per_block(pixels: int, images: int, lanes: int, blocks: int, most: int) -> int:
-    """Pixels of a block, for about so many blocks in all and at most so many of an image."""
-    wanted = max(1, min(most, cdiv(blocks, images)))
-    return max(cdiv(pixels, wanted), min(pixels, _PIXELS * lanes))
+    lanes = max(1, _THREADS // packs)
+    return Tile(lanes, cdiv(lanes * packs, 32) * 32, _EACH, each)
 
 
 def usable(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether both kernels can be launched with these tensors, see `cuda_tier.usable`."""
+    """Whether the kernels can be launched with these tensors, see `cuda_tier.usable`."""
     return all(cuda_tier.usable(source, x, *others) for source in SOURCES)
 
 
+def supports_patches(pixels: int, width: int, dtype: torch.dtype) -> bool:
+    """Whether the im2col matrix of such an image can be written, from aligned operands."""
+    return whole(pixels, width, 16 // dtype.itemsize, dtype) is not None
+
+
 def normalised(
-    inner: Tensor,
+    inputs: Inputs,
     groups: int,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    shift: Tensor | None,
     silu: bool,
     dtype: torch.dtype,
-) -> Tensor | None:
-    """Group norm of inner (N, ..., C), as `group_norm.reference`; None for a shape that the kernels do not take.
+    patches: bool = False,
+) -> tuple[Tensor | None, Tensor] | None:
+    """The sum (N, ..., C), None without `fused`, and its group norm, as `group_norm.reference`; None for a shape that
+    the kernels do not take.
 
     Args:
-        inner, weight, bias, shift: `usable`. weight, bias: (C,), contiguous. shift: (N, C), its rows contiguous.
+        inputs: contiguous and `usable`, but for the rows of a two-dimensional addend, which may be apart.
+        weight, bias: (C,), contiguous and `usable`.
+        patches: the norm is returned as its im2col matrix, (N, H, W, 9 C); only where `whole` is not None.
     """
-    images, channels = inner.shape[0], inner.shape[-1]
-    pixels = inner.numel() // (images * channels)
-    stride = 0 if shift is None else shift.stride(0)
-    pack = cuda_tier.pack(channels, inner, weight, bias, shift)
-    while pack > 1 and stride % pack:
-        pack //= 2
-    found = shape(channels, pack)
-    if found is None or _normalise_bytes(found.threads, groups) > _MOST_SHARED:
+    a, images, channels, pixels = inputs.a, inputs.a.shape[0], inputs.channels, inputs.pixels
+    width = channels // groups
+    pack = inputs.pack(width, weight, bias)
+    one = None if inputs.fused and pixels > _WHOLE_PIXELS else whole(pixels, width, pack, a.dtype)
+    if (one is None and patches) or max(images, groups) > MAX_GRID_YZ:
         return None
-    blocks = _BLOCKS * multiprocessors(device_of(inner))
-    per_part = pixels_per_block(pixels, images, found.lanes, blocks, _MOST_PARTS)
-    per_block = pixels_per_block(pixels, images, found.lanes, blocks, pixels)
+    total = torch.empty((*a.shape[:-1], channels), dtype=a.dtype, device=a.device) if inputs.fused else None
+    operands = (a, inputs.b, inputs.addend, inputs.residual)
+    constants = {"TYPE": cuda_tier.TYPES[a.dtype], "FUSED": int(inputs.fused)}
+    scale = float(inputs.scale)
+    if one is not None:
+        out = torch.empty((*a.shape[:-1], (9 if patches else 1) * channels), dtype=dtype, device=a.device)
+        sizes: tuple[int, ...] = (pixels, channels, groups, one.lanes, inputs.first, inputs.addend_stride)
+        flags = (a.shape[-2] if patches else 0, int(silu))
+        constants |= {"OUT": cuda_tier.TYPES[dtype], "PACK": math.gcd(width, pack), "EACH": one.each}
+        constants |= {"THREADS": 512 if one.threads <= 512 else _WHOLE_THREADS}
+        launch_kernel(
+            WHOLE, (groups, images), *operands, weight, bias, total, out, *sizes, *flags, scale, float(eps), **constants
+        )
+        return total, out
+    tile = block(groups, width, pack)
+    if tile is None:
+        return None
+    resident = _resident(tile)
+    per_part = _pixels_of_block(pixels, images, groups, tile, resident, a, _MOST_PARTS)
     parts = cdiv(pixels, per_part)
-    partial = torch.empty((2, images, parts, groups), dtype=torch.float32, device=inner.device)
-    out = torch.empty(inner.shape, dtype=dtype, device=inner.device)
-    sizes = (pixels, per_part, channels, groups, found.lanes, stride)
-    more = (pixels, per_block, per_part, parts, channels, groups, found.lanes, stride, eps)
-    kind = cuda_tier.TYPES[inner.dtype]
-    last = {"TYPE": kind, "OUT": cuda_tier.TYPES[dtype], "PACK": pack, "SILU": int(silu)}
-    launch_kernel(STATISTICS, (parts, images), inner, shift, partial, *sizes, TYPE=kind, PACK=pack)
-    grid = (cdiv(pixels, per_block), images)
-    launch_kernel(NORMALISE, grid, inner, shift, weight, bias, partial, out, *more, **last)
+    partial = torch.empty((2, images, parts, groups), dtype=torch.float32, device=a.device)
+    sizes = (pixels, per_part, channels, groups, tile.groups, tile.lanes, inputs.first, inputs.addend_stride)
+    grid = (parts, cdiv(groups, tile.groups), images)
+    constants |= {"PACK": pack, "EACH": tile.each, **resident}
+    launch_kernel(STATISTICS, grid, *operands, total, partial, *sizes, scale, **constants)
+    x, shift = (a, inputs.addend) if total is None else (total, None)
+    return total, _normalise(x, shift, weight, bias, partial, per_part, eps, silu, dtype, pack, tile)
+
+
+def _normalise(
+    x: Tensor,
+    shift: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    partial: Tensor,
+    per_part: int,
+    eps: float,
+    silu: bool,
+    dtype: torch.dtype,
+    pack: int,
+    tile: Tile,
+) -> Tensor:
+    """The second launch: x (N, ..., C) plus shift (N, C), normalised.
+
+    partial is (2, N, parts, groups): means and sums of squared deviations of parts of per_part pixels of the sum.
+    """
+    _, images, parts, groups = partial.shape
+    channels = x.shape[-1]
+    pixels = x.numel() // (images * channels)
+    resident = _resident(tile)
+    per_block = _pixels_of_block(pixels, images, groups, tile, resident, x, pixels)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    stride = 0 if shift is None else shift.stride(0)
+    sizes = (pixels, per_block, channels, groups, tile.groups, tile.lanes, stride, per_part, parts, int(silu))
+    constants = {"TYPE": cuda_tier.TYPES[x.dtype], "OUT": cuda_tier.TYPES[dtype], "PACK": pack, "EACH": tile.each}
+    constants |= resident
+    grid = (cdiv(pixels, per_block), cdiv(groups, tile.groups), images)
+    launch_kernel(NORMALISE, grid, x, shift, weight, bias, partial, out, *sizes, float(eps), **constants)
     return out
 
 
-def _normalise_bytes(threads: int, groups: int) -> int:
-    return 4 * (2 + threads // 32) * groups
+def _resident(tile: Tile) -> dict[str, int]:
+    """Threads of the largest block, and such blocks of a multiprocessor."""
+    if tile.threads > _THREADS:
+        return {"THREADS": cuda_tier.MOST_THREADS, "RESIDENT": 1}
+    return {"THREADS": _THREADS, "RESIDENT": _RESIDENT}
 
 
-def _threads(channels: int, pack: int) -> int:
-    found = shape(channels, pack)
-    assert found is not None
-    return found.threads
+def _pixels_of_block(
+    pixels: int, images: int, groups: int, tile: Tile, resident: dict[str, int], x: Tensor, most: int
+) -> int:
+    """Pixels of a block, so that all blocks run at once, but at most so many of an image."""
+    at_once = resident["RESIDENT"] * multiprocessors(device_of(x)) // (cdiv(groups, tile.groups) * images)
+    wanted = cdiv(pixels, max(1, min(most, at_once)))
+    return cdiv(wanted, tile.lanes) * tile.lanes
 
 
-def _prepared_statistics(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
-    tensors, numbers = args[:3], args[3:]
-    _, _, channels, _, lanes, _ = numbers
-    return [*tensors, *map(ctypes.c_int, numbers)], _threads(channels, constants["PACK"]), 8 * lanes * channels
+def _numbers(values: tuple[Any, ...]) -> list[Any]:
+    return [ctypes.c_float(x) if isinstance(x, float) else ctypes.c_int(x) for x in values]
 
 
-def _prepared_normalise(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
-    tensors, numbers, eps = args[:6], args[6:-1], args[-1]
-    channels, groups = numbers[4:6]
-    values = [*map(ctypes.c_int, numbers), ctypes.c_float(eps)]
-    threads = _threads(channels, constants["PACK"])
-    return [*tensors, *values], threads, _normalise_bytes(threads, groups)
+def _prepared_whole(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
+    tensors, numbers = args[:8], args[8:]
+    channels, groups, lanes = numbers[1:4]
+    threads = lanes * (channels // groups // constants["PACK"])
+    return [*tensors, *_numbers(numbers)], cdiv(threads, 32) * 32, 0
 
 
+def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
+    tensors, numbers = args[:6], args[6:]
+    channels, groups, block_groups, lanes = numbers[2:6]
+    threads = lanes * (block_groups * (channels // groups) // constants["PACK"])
+    return [*tensors, *_numbers(numbers)], cdiv(threads, 32) * 32, 0
+
+
+_OPERANDS = ("a", "b", "addend", "residual")
+_TILE = ("channels", "groups", "block_groups", "lanes")
+WHOLE = nvrtc.Source(
+    "group_norm_whole",
+    _prepared_whole,
+    (
+        *_OPERANDS, "weight", "bias", "sum", "out", "pixels", "channels", "groups", "lanes", "first", "addend_stride",
+        "across", "with_silu", "scale", "eps",
+    ),
+)  # fmt: skip
 STATISTICS = nvrtc.Source(
     "group_norm_statistics",
-    _prepared_statistics,
-    ("x", "shift", "partial", "pixels", "per_part", "channels", "groups", "lanes", "shift_stride"),
+    _prepared,
+    (*_OPERANDS, "sum", "partial", "pixels", "per_part", *_TILE, "first", "addend_stride", "scale"),
 )
 NORMALISE = nvrtc.Source(
     "group_norm_normalise",
-    _prepared_normalise,
+    _prepared,
     (
-        "x", "shift", "weight", "bias", "partial", "out", "pixels", "per_block", "per_part", "parts", "channels",
-        "groups", "lanes", "shift_stride", "eps",
+        "x", "shift", "weight", "bias", "partial", "out", "pixels", "per_block", *_TILE, "shift_stride", "per_part",
+        "parts", "with_silu", "eps",
     ),
 )  # fmt: skip
-SOURCES = (STATISTICS, NORMALISE)
+SOURCES = (WHOLE, STATISTICS, NORMALISE)
