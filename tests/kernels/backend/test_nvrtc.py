@@ -16,9 +16,9 @@ from kernels.support import needs_nvrtc
 from sfast_ext.kernels.attention import flash_attention, query_attention
 from sfast_ext.kernels.backend import cuda_bindings, cuda_tier, nvrtc
 from sfast_ext.kernels.backend.cuda_bindings import Bindings
-from sfast_ext.kernels.conv import conv2d
+from sfast_ext.kernels.conv import conv2d, upsample, upsample_conv2d
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
-from sfast_ext.kernels.pointwise import bias_add, geglu, layer_norm
+from sfast_ext.kernels.pointwise import bias_add, geglu, layer_norm, timestep_embedding
 
 HOPPER = "sm_90a"
 REGISTERS = 65536  # of a multiprocessor
@@ -141,8 +141,12 @@ def portable_cases() -> list[tuple[str, dict[str, int]]]:
                 given = layer_norm.constants(columns, pack, dtype, dtype, add)
                 assert given is not None
                 found.append(("layer_norm", given))
+        found.append(("upsample", upsample.constants(pack, dtype)))
+        found.append(("upsample_conv2d", upsample_conv2d.constants(pack, dtype)))
         found.append(("group_norm_statistics", {"TYPE": kind, "PACK": pack}))
         found.append(("group_norm_normalise", {"TYPE": kind, "OUT": kind, "PACK": pack, "SILU": 1}))
+    for time, dtype in ((torch.int64, torch.float16), (torch.float32, torch.float32)):
+        found.append(("timestep_embedding", timestep_embedding.constants(time, dtype)))
     return found
 
 
