@@ -66,6 +66,12 @@ inline float shuffle_xor(float x, int lanes) {
   return theirs;
 }
 
+// by itself, not with an addition behind it
+inline float rounded_product(float x, float y) {
+  volatile const float product = x * y;
+  return product;
+}
+
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline int min(int x, int y) { return x < y ? x : y; }

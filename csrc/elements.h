@@ -23,6 +23,7 @@ __device__ __forceinline__ unsigned short float_to_half(float x) {
 
 __device__ __forceinline__ float float_of_bits(unsigned bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ unsigned bits_of_float(float x) { return __float_as_uint(x); }
+__device__ __forceinline__ float rounded_product(float x, float y) { return __fmul_rn(x, y); }
 __device__ __forceinline__ float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(0xffffffffu, x, lanes); }
 #endif
 

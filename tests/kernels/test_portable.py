@@ -3,6 +3,7 @@ poisoned."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import cuda_tier, health, nvrtc, triton_runtime
+from sfast_ext.kernels.conv import upsample, upsample_conv2d
 from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_norm, portable
-from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm
+from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm, timestep_embedding
 
 from . import cuda_on_cpu
-from .support import DTYPES, close, expected, randn
+from .support import DTYPES, TOLERANCE, close, close_rows, expected, randn
 
 CPU = torch.device("cpu")
 
@@ -92,6 +94,85 @@ def test_bias_add(launched, dtype, shape):
         close(y, expected(bias_add, x, *operands, 0.7))
         assert y.is_contiguous(memory_format=torch.channels_last)
     assert launched == ["bias_add"] * 3
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("shape", "size"), [((2, 30, 5, 7), (10, 14)), ((1, 8, 7, 4), (3, 9)), ((3, 320, 3, 2), (5, 3))], ids=str
+)
+def test_upsample(launched, dtype, shape, size):
+    x, residual = (image(shape, dtype) for _ in range(2))
+    steps = tuple(float(torch.tensor(a / b, dtype=torch.float32)) for a, b in zip(shape[2:], size))
+    y = upsample.launch(x, size, steps)
+    assert torch.equal(y, upsample.reference(x, size, steps)) and y.is_contiguous(memory_format=torch.channels_last)
+    y = upsample.launch(x, size, steps, residual.contiguous())
+    assert torch.equal(y, upsample.reference(x, size, steps, residual))
+    assert launched == ["upsample"] * 2
+
+
+def test_pixels_that_are_equally_near_are_chosen_as_torch_does(launched):
+    for before, after in ((21, 41), (15, 29), (9, 100), (100, 9), (3, 3), (1, 600)):
+        x = image((1, 4, before, 3), torch.float32)
+        step = float(torch.tensor(before / after, dtype=torch.float32))
+        wanted = torch.nn.functional.interpolate(x, size=(after, 3), mode="nearest")
+        assert torch.equal(upsample.launch(x, (after, 3), (step, 1.0)), wanted)
+
+
+CUTS = [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 128, 128, 5, 7), (1, 136, 130, 3, 9), (3, 128, 131, 1, 1)], ids=str)
+def test_upsample_conv2d(launched, dtype, sizes):
+    images, channels, columns, height, width = sizes
+    x, weight = image((images, channels, height, width), dtype), image((columns, channels, 3, 3), dtype)
+    weight = weight * (9 * channels) ** -0.5
+    for cut in CUTS:
+        y = upsample_conv2d.launch(x, weight, cut)
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        close_rows(y.flatten(1), expected(upsample_conv2d, x, weight, cut).flatten(1))
+    assert launched == ["upsample_conv2d"] * 4
+
+
+def test_each_tap_of_an_upsampled_image(launched):
+    """What lies beside an image in memory is not beside it, and no tap is another's."""
+    x = image((3, 128, 3, 10), torch.float16)
+    x[1] = torch.inf
+    for tap in range(9):
+        weight = torch.zeros(128, 128, 9, dtype=torch.float16)
+        weight[:, :, tap] = torch.eye(128)
+        weight = weight.view(128, 128, 3, 3).to(memory_format=torch.channels_last)
+        padded = torch.nn.functional.pad(torch.nn.functional.interpolate(x, scale_factor=2), (1, 1, 1, 1))
+        down, across = divmod(tap, 3)
+        y = upsample_conv2d.launch(x, weight)
+        for one in (0, 2):
+            assert torch.equal(y[one], padded[one, :, down : down + 6, across : across + 20])
+    assert launched == ["upsample_conv2d"] * 9
+
+
+def test_an_upsampled_image_that_is_not_the_kernels_takes_two_operations(launched):
+    x, weight = image((1, 128, 3, 4), torch.float32), image((128, 128, 3, 3), torch.float32)
+    close(upsample_conv2d.launch(x, weight), expected(upsample_conv2d, x, weight), scale=100)
+    assert launched == ["upsample"]
+
+
+@each_dtype
+@pytest.mark.parametrize("half", [160, 3])
+def test_timestep_embedding(launched, dtype, half):
+    frequency = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32) / half)
+    times = torch.tensor([0, 999, 500, 1, 1024, 981])
+    for kind in timestep_embedding.TIMES if dtype == torch.float32 else (torch.int64,):
+        t = times.to(kind)[:, None]
+        for given, some in ((t, frequency), (t[1:2].expand(4, 1), frequency[None]), (t[::2], frequency)):
+            # the angle is rounded to float32 by everybody; from there on in float64
+            angle = (given.float() * some.reshape(1, -1)).double()
+            for first in (True, False):
+                y = timestep_embedding.launch(given, some, first, dtype)
+                wanted = torch.cat([angle.sin(), angle.cos()] if first else [angle.cos(), angle.sin()], -1)
+                assert y.dtype == dtype
+                # of angles that are nearly a multiple of pi/2 as well
+                torch.testing.assert_close(y, wanted.to(dtype), rtol=TOLERANCE[dtype][0], atol=2e-7)
+    assert set(launched) == {"timestep_embedding"}
 
 
 def image(shape: tuple[int, ...], dtype: torch.dtype, mean: float = 0.0) -> Tensor:
@@ -221,6 +302,7 @@ def test_other_strides_and_places(launched, launches):
     dense = randn(2, 40, 5, 6, dtype=torch.float16, device=CPU)
     for x in (dense, dense[:, 3:35], dense.to(memory_format=torch.channels_last)[:, 1:33]):
         close(bias_add.launch(x, None, x), expected(bias_add, x, None, x))
+        assert torch.equal(upsample.launch(x, (9, 7), (0.5, 0.9)), upsample.reference(x, (9, 7), (0.5, 0.9)))
         with triton_runtime.without_triton():
             close(group_norm.launch(x, 2, None, None, 1e-5), expected(group_norm, x, 2, None, None, 1e-5), scale=2)
 
@@ -236,6 +318,11 @@ def test_one_that_does_not_compile_is_blamed_by_name(launched, launches, monkeyp
         "add_layer_norm": lambda: add_layer_norm.launch(x, x, None, None, 1e-5),
         "geglu": lambda: geglu.launch(x),
         "bias_add": lambda: bias_add.launch(x, None, x),
+        "upsample": lambda: upsample.launch(x, (4, 4), (0.5, 0.5)),
+        "upsample_conv2d": lambda: upsample_conv2d.launch(
+            image((1, 128, 2, 2), torch.float16), image((128, 128, 3, 3), torch.float16)
+        ),
+        "timestep_embedding": lambda: timestep_embedding.launch(torch.ones(2, 1), torch.ones(4), True),
         "group_norm": lambda: group_norm.launch(x, 2, None, None, 1e-5),
         "add_group_norm": lambda: add_group_norm.launch(x, None, x, 1.0, 2, None, None, 1e-5),
         "cat_group_norm": lambda: cat_group_norm.launch(x, None, None, x, 2, None, None, 1e-5),
@@ -260,6 +347,8 @@ def test_an_empty_tensor(launched):
     x = torch.ones(0, 64)
     assert layer_norm.launch(x, None, None, 1e-5).shape == (0, 64) and geglu.launch(x).shape == (0, 32)
     assert bias_add.launch(torch.ones(0, 8, 2, 2), None, None).shape == (0, 8, 2, 2) and launched == []
+    assert upsample.launch(torch.ones(0, 8, 2, 2), (4, 4), (0.5, 0.5)).shape == (0, 8, 4, 4) and launched == []
+    assert timestep_embedding.launch(torch.ones(0, 1), torch.ones(4), True).shape == (0, 8) and launched == []
 
 
 def test_conversions_of_bfloat16_and_float16():

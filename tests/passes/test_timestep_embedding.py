@@ -39,6 +39,12 @@ def test_one_kernel(t: Tensor, sine_first: bool, exchanged: bool, dtype: torch.d
     assert traced.error() < 1e-6
 
 
+def test_without_triton(with_nvrtc: None) -> None:
+    traced = Traced(lambda t: embedded(t), T)
+    traced.ctx.triton = False
+    assert traced.rewrite(cleanup, timestep_embedding) == 1
+
+
 def test_the_order_of_the_factors_does_not_matter() -> None:
     def forward(t: Tensor) -> Tensor:
         angle = FREQUENCY * t[:, None]

@@ -40,6 +40,12 @@ def test_a_sum_is_made_as_it_is_read() -> None:
     assert traced.error() == 0
 
 
+def test_without_triton(with_nvrtc: None) -> None:
+    traced = Traced(lambda x: F.interpolate(x.sin() + x.cos(), scale_factor=2.0), X)
+    traced.ctx.triton = False
+    assert traced.rewrite(upsample) == 1 and traced.ops()["add"] == 0
+
+
 def needed_elsewhere(x: Tensor) -> list[Tensor]:
     total = x.sin() + x.cos()
     return [F.interpolate(total, scale_factor=2.0), total * 2]

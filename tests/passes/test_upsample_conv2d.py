@@ -77,6 +77,12 @@ def test_the_convolution_of_an_upsampled_image_is_of_the_small_one(what: str) ->
     assert traced.rewrite(upsample) == (what == "before a norm")  # of the other image
 
 
+def test_without_triton(with_nvrtc: None) -> None:
+    for forward in (PLAIN, lambda m, x: m.conv(twice(x.sin() + x.cos()))):
+        traced, count, _ = rewritten(forward, triton=False)
+        assert count == 1 and not traced.convolutions() and traced.ops()["add"] == 0
+
+
 @pytest.mark.parametrize("size", [(10, 13), (9, 14), (9, 13)], ids=str)
 def test_a_row_or_a_column_may_be_left_out(size: tuple[int, int]) -> None:
     traced, count, _ = rewritten(lambda m, x: m.conv(twice(x.sin(), size=size)))
@@ -137,7 +143,7 @@ def test_what_must_stay(what: str) -> None:
     assert traced.error() < 1e-2
 
 
-@pytest.mark.parametrize(("x", "triton"), [(X.float(), True), (X, False)], ids=["float32", "no Triton"])
+@pytest.mark.parametrize(("x", "triton"), [(X.float(), True), (X, False)], ids=["float32", "neither Triton nor NVRTC"])
 def test_where_it_is_not_there(x: Tensor, triton: bool) -> None:
     traced, count, _ = rewritten(PLAIN, triton, x)
     assert count == 0 and len(traced.convolutions()) == 1

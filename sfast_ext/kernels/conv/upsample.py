@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from sfast_ext.kernels.backend import cuda_tier, nvrtc
 from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     MAX_GRID_YZ,
@@ -76,9 +80,19 @@ def upsample_kernel(
 
 
 def launch(x: Tensor, size: tuple[int, int], steps: tuple[float, float], residual: Tensor | None = None) -> Tensor:
-    """`reference` as one Triton kernel."""
+    """`reference` as one kernel."""
     batch, channels, height, width = x.shape
     alike = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
+    fits = alike and 0 < size[1] * channels <= _MOST_OF_A_LINE and min(height, width, *size) > 0
+    if fits and cuda_tier.usable(_SOURCE, x, residual):
+        inner, other = channels_inner(x), None if residual is None else channels_inner(residual)
+        out = torch.empty((batch, *size, channels), dtype=x.dtype, device=x.device)
+        given = constants(cuda_tier.pack(channels, inner, other), x.dtype)
+        if out.numel():
+            grid = (batch * size[0], cdiv(size[1] * channels, given["THREADS"] * given["PACK"] * given["PACKS"]))
+            sizes = (channels, height, width, *size, *map(float, steps))
+            launch_kernel(_SOURCE, grid, inner, other, out, *sizes, **given)
+        return channels_outer(out)
     if (
         not supported(x, residual)
         or not alike
@@ -110,4 +124,24 @@ def launch(x: Tensor, size: tuple[int, int], steps: tuple[float, float], residua
     return channels_outer(out)
 
 
-KERNEL = register(Kernel("upsample", reference, launch, triton_functions=(upsample_kernel,)))
+_THREADS = 256
+_PACKS = 2  # accesses of a thread, so that loads overlap
+_MOST_OF_A_LINE = MAX_GRID_YZ * _THREADS * _PACKS  # elements
+
+
+def constants(pack: int, dtype: torch.dtype) -> dict[str, int]:
+    """Compile-time parameters of csrc/upsample.cu."""
+    return {"TYPE": cuda_tier.TYPES[dtype], "THREADS": _THREADS, "PACK": pack, "PACKS": _PACKS}
+
+
+def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
+    tensors, sizes, steps = args[:3], args[3:8], args[8:]
+    return [*tensors, *map(ctypes.c_int, sizes), *map(ctypes.c_float, steps)], constants["THREADS"], 0
+
+
+_OPERANDS = ("x", "residual", "out", "channels", "height", "width", "out_height", "out_width", "step_y", "step_x")
+_SOURCE = nvrtc.Source("upsample", _prepared, _OPERANDS)
+
+KERNEL = register(
+    Kernel("upsample", reference, launch, portable=True, triton_functions=(upsample_kernel,), cuda_sources=(_SOURCE,))
+)

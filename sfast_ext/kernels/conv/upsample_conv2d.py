@@ -7,10 +7,14 @@ quarter of the FLOPs, and the upsampled image is never written.
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sfast_ext.kernels.backend import cuda_tier, nvrtc
 from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     HALF,
@@ -114,13 +118,20 @@ def upsample_conv2d_kernel(
 
 
 def launch(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tensor:
-    """`reference` by nine GEMMs, each rounded to x's dtype, and a Triton kernel that adds them up in float32; where not
+    """`reference` by nine GEMMs, each rounded to x's dtype, and a kernel that adds them up in float32; where not
     `applicable`, by `fallback`."""
     if not applicable(x, weight, cut):
         return fallback(x, weight, cut)
     images, _, height, width = x.shape
     columns, size = weight.shape[0], _size(x, cut)
     out = torch.empty((images, *size, columns), dtype=x.dtype, device=x.device)
+    if cuda_tier.usable(_SOURCE, x, weight):
+        products = tap_gemms(x, weight)
+        given = constants(cuda_tier.pack(columns, products), x.dtype)
+        tiles = images * cdiv(height, given["DOWN"]) * cdiv(width, given["ACROSS"])
+        grid = (tiles * cdiv(columns, given["LANES"] * given["PACK"]),)
+        launch_kernel(_SOURCE, grid, products, out, images, height, width, *size, columns, 1 / _scale(x.dtype), **given)
+        return channels_outer(out)
     launch_kernel(
         upsample_conv2d_kernel,
         (images * cdiv(height, _DOWN) * cdiv(width, _ACROSS) * cdiv(columns, _BLOCK),),
@@ -163,7 +174,9 @@ def _scale(dtype: torch.dtype) -> float:
 
 def applicable(x: Tensor, weight: Tensor, cut: tuple[int, int]) -> bool:
     """Whether `launch` can compute it this way, and that is the faster way."""
-    if x.dim() != 4 or weight.dim() != 4 or not supported(x, weight) or not x.numel() or x.dtype not in HALF:
+    if x.dim() != 4 or weight.dim() != 4 or not x.numel() or x.dtype not in HALF:
+        return False
+    if not supported(x, weight) and not cuda_tier.usable(_SOURCE, x, weight):
         return False
     columns, channels = weight.shape[:2]
     if weight.dtype != x.dtype or weight.shape[1:] != (x.shape[1], 3, 3) or not {*cut} <= {0, 1}:
@@ -172,6 +185,24 @@ def applicable(x: Tensor, weight: Tensor, cut: tuple[int, int]) -> bool:
         return False
     return is_dry_run() or weight.is_contiguous(memory_format=torch.channels_last)
 
+
+_TILE = {"DOWN": 4, "ACROSS": 8, "LANES": 8}  # of csrc/upsample_conv2d.cu
+_PACK = 4  # elements of an access at most: a thread has four sums of each
+
+
+def constants(pack: int, dtype: torch.dtype) -> dict[str, int]:
+    """Compile-time parameters of csrc/upsample_conv2d.cu."""
+    return {"TYPE": cuda_tier.TYPES[dtype], **_TILE, "PACK": min(pack, _PACK)}
+
+
+def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
+    tensors, sizes, scale = args[:2], args[2:-1], args[-1]
+    threads = constants["DOWN"] * constants["ACROSS"] * constants["LANES"]
+    return [*tensors, *map(ctypes.c_int, sizes), ctypes.c_float(scale)], threads, 0
+
+
+_OPERANDS = ("products", "out", "images", "height", "width", "large_height", "large_width", "channels", "scale")
+_SOURCE = nvrtc.Source("upsample_conv2d", _prepared, _OPERANDS)
 
 KERNEL = register(
     Kernel(
@@ -182,6 +213,8 @@ KERNEL = register(
         workspace,
         flop_reference=tap_gemms,
         uses=(conv2d.KERNEL, upsample.KERNEL),
+        portable=True,
         triton_functions=(upsample_conv2d_kernel,),
+        cuda_sources=(_SOURCE,),
     )
 )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from sfast_ext.kernels.backend import cuda_tier, nvrtc
 from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
     MAX_GRID_YZ,
@@ -19,6 +23,7 @@ from sfast_ext.kernels.backend.triton_runtime import (
 
 _BLOCK = 128
 TIMES = (torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64)
+"""Types of timesteps, by their number in csrc/timestep_embedding.cu."""
 
 
 def reference(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -46,11 +51,12 @@ def timestep_embedding_kernel(t, frequency, out, half, stride, SINE_FIRST: const
 
 
 def launch(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.dtype | None = None) -> Tensor:
-    """`reference` as one Triton kernel."""
+    """`reference` as one kernel."""
     half, dtype = frequency.numel(), out_dtype or frequency.dtype
     out = torch.empty((t.shape[0], 2 * half), dtype=dtype, device=frequency.device)
+    triton, portable = supported(frequency, out), cuda_tier.usable(_SOURCE, frequency) and dtype in cuda_tier.TYPES
     if (
-        not supported(frequency, out)
+        not (triton or portable)
         or frequency.dtype != torch.float32
         or t.dtype not in TIMES
         or t.device != frequency.device
@@ -61,8 +67,33 @@ def launch(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.dtyp
     if out.numel():
         grid = (t.shape[0], cdiv(half, _BLOCK))
         operands = (frequency.contiguous(), out, half, t.stride(0))
+        if not triton:
+            launch_kernel(_SOURCE, grid, t, *operands, int(sine_first), **constants(t.dtype, dtype))
+            return out
         launch_kernel(timestep_embedding_kernel, grid, t, *operands, SINE_FIRST=sine_first, BLOCK=_BLOCK, num_warps=4)
     return out
 
 
-KERNEL = register(Kernel("timestep_embedding", reference, launch, triton_functions=(timestep_embedding_kernel,)))
+def constants(time: torch.dtype, dtype: torch.dtype) -> dict[str, int]:
+    """Compile-time parameters of csrc/timestep_embedding.cu."""
+    return {"TIME": TIMES.index(time), "OUT": cuda_tier.TYPES[dtype], "THREADS": _BLOCK}
+
+
+def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
+    *tensors, half, stride, sine_first = args
+    numbers = ctypes.c_int(half), ctypes.c_longlong(stride), ctypes.c_int(sine_first)
+    return [*tensors, *numbers], constants["THREADS"], 0
+
+
+_SOURCE = nvrtc.Source("timestep_embedding", _prepared, ("t", "frequency", "out", "half", "stride", "sine_first"))
+
+KERNEL = register(
+    Kernel(
+        "timestep_embedding",
+        reference,
+        launch,
+        portable=True,
+        triton_functions=(timestep_embedding_kernel,),
+        cuda_sources=(_SOURCE,),
+    )
+)

@@ -17,10 +17,10 @@ from kernels.support import needs_nvrtc
 from sfast_ext.kernels.attention import flash_attention, query_attention
 from sfast_ext.kernels.backend import cuda_bindings, nvrtc
 from sfast_ext.kernels.backend.cuda_bindings import Bindings
-from sfast_ext.kernels.conv import conv2d
+from sfast_ext.kernels.conv import conv2d, upsample, upsample_conv2d
 from sfast_ext.kernels.group_norm import portable
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
-from sfast_ext.kernels.pointwise import bias_add, geglu, layer_norm
+from sfast_ext.kernels.pointwise import bias_add, geglu, layer_norm, timestep_embedding
 
 HOPPER = "sm_90a"
 REGISTERS = 65536  # of a multiprocessor
@@ -142,6 +142,10 @@ def portable_cases() -> list[tuple[str, dict[str, int]]]:
                 given = layer_norm.constants(columns, pack, dtype, dtype, add)
                 assert given is not None
                 found.append(("layer_norm", given))
+        found.append(("upsample", upsample.constants(pack, dtype)))
+        found.append(("upsample_conv2d", upsample_conv2d.constants(pack, dtype)))
+    for time, dtype in ((torch.int64, torch.float16), (torch.float32, torch.float32)):
+        found.append(("timestep_embedding", timestep_embedding.constants(time, dtype)))
     return found + group_norm_cases()
 
 
@@ -171,11 +175,11 @@ PORTABLE = portable_cases()
 def test_portable_kernels_compile_for_every_card(name, given):
     _, known = nvrtc.known()
     for capability in sorted({70, 75, 80, 86, 89, 90, 100, 120} & set(known)):
-        # 8 bytes of the largest variant on 8.0, outside of its loops over pixels
+        # the largest variant, on 8.0 alone
         spilled = 8 if name == "group_norm_whole" else 0
         registers, fixed = built(name, given, spilled, f"sm_{capability}")
         threads = given.get("THREADS", 256) * given.get("ROWS", 1)
-        # two blocks of a multiprocessor at least, or one that fills it; in half of the shared memory that every card has
+        # two blocks of a multiprocessor or one that fills it, in half of the shared memory that every card has
         assert (1 if threads > 512 else 2) * registers * threads <= REGISTERS and fixed <= 24 << 10
 
 
