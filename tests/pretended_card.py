@@ -120,9 +120,9 @@ class Card(TorchDispatchMode):
             known.append(key)
             held.append(key in storages and x.layout is torch.strided and not _gone(storages[key][0].cdata))
         here = True in held
-        if here and False in held and func.overloadpacket.__name__ not in CROSSING:
-            if any(x.dim() and not hold for x, hold in zip(given, held)):
-                raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two in {func}")
+        mixed = here and False in held and any(x.dim() and not hold for x, hold in zip(given, held))
+        if mixed and func.overloadpacket.__name__ not in CROSSING:
+            raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two in {func}")
         wanted = kwargs.get("device")
         if wanted is None:
             ours = here
