@@ -79,6 +79,20 @@ def _elsewhere(item: pytest.Item) -> str | None:
     return None
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    # what was imported stays: the garbage collector need not look at it again
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    # nor, at the end, five times at all that pytest and imported modules still hold
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Each worker collects the same tests: the last one tells."""

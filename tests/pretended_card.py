@@ -36,6 +36,7 @@ CROSSING = frozenset({"copy_", "_to_copy", "_foreach_copy_", "index", "set_"})
 
 # torch before 2.2 calls it so
 _device = getattr(torch._C, "TensorBase", getattr(torch._C, "_TensorBase", None)).device.__get__
+_gone = torch.UntypedStorage._expired  # whether the storage of a weak reference is freed
 _to = torch.Tensor.to
 _tensor = torch.tensor
 
@@ -53,7 +54,6 @@ class Card(TorchDispatchMode):
         self.peak = self.refused = 0
         self.faults: list[str] = []
         self.recording: CardGraph | None = None
-        self.replaying = False
         self.graph_bytes = 0
         # in a capture tensors are seen as they are; in a plan's graph "cpu" means the card
         self.blind = self.in_plan = False
@@ -61,11 +61,17 @@ class Card(TorchDispatchMode):
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._bytes = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # nothing here is compiled, and to tell torch.compile so takes as long as the rest
+        return False
+
     @property
     def allocated(self) -> int:
         """Bytes of the tensors there are."""
-        self._storages = {key: known for key, known in self._storages.items() if not known[0].expired()}
-        self._bytes = sum(size for _, size in self._storages.values())
+        storages = self._storages
+        for key in [key for key, (there, _) in storages.items() if _gone(there.cdata)]:
+            self._bytes -= storages.pop(key)[1]
         return self._bytes
 
     @property
@@ -78,7 +84,7 @@ class Card(TorchDispatchMode):
         if type(tensor) not in PLAIN or tensor.layout is not torch.strided or _device(tensor).type != "cpu":
             return False
         known = self._storages.get(tensor.untyped_storage()._cdata)
-        return known is not None and not known[0].expired()
+        return known is not None and not _gone(known[0].cdata)
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         return GPU if not self.blind and self.holds(tensor) else _device(tensor)
@@ -105,12 +111,17 @@ class Card(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = _tensors((args, kwargs))
-        if any(type(x) not in PLAIN or _device(x).type != "cpu" for x in given):
-            return func(*args, **kwargs)
-        held = [self.holds(x) for x in given]
-        here = any(held)
-        name = func.overloadpacket.__name__
-        if here and name not in CROSSING and any(x.dim() and not hold for x, hold in zip(given, held)):
+        storages = self._storages
+        known, held = [], []
+        for x in given:
+            if type(x) not in PLAIN or _device(x).type != "cpu":
+                return func(*args, **kwargs)
+            key = x.untyped_storage()._cdata
+            known.append(key)
+            held.append(key in storages and x.layout is torch.strided and not _gone(storages[key][0].cdata))
+        here = True in held
+        mixed = here and False in held and any(x.dim() and not hold for x, hold in zip(given, held))
+        if mixed and func.overloadpacket.__name__ not in CROSSING:
             raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two in {func}")
         wanted = kwargs.get("device")
         if wanted is None:
@@ -121,12 +132,12 @@ class Card(TorchDispatchMode):
                 return func(*args, **kwargs)
             ours = wanted.type == "cuda" or self.in_plan
             kwargs = {**kwargs, "device": CPU}
-        known = {x.untyped_storage()._cdata for x in given}
         result = func(*args, **kwargs)
         if ours:
             for x in _tensors(result):
-                if x.untyped_storage()._cdata not in known:
-                    self._allocate(x.untyped_storage())
+                storage = x.untyped_storage()
+                if storage._cdata not in known:
+                    self._allocate(storage)
         if self.recording is not None:
             self.recording.note(func, args, kwargs, result)
         return result
@@ -134,18 +145,19 @@ class Card(TorchDispatchMode):
     def _allocate(self, storage: torch.UntypedStorage) -> None:
         size = storage.nbytes()
         key = storage._cdata
-        if key in self._storages and not self._storages[key][0].expired():
-            return
-        self._storages[key] = StorageWeakRef(storage), 0 if self.replaying else size
-        if self.replaying:
-            # what a graph computes lies in its own memory
-            return
+        before = self._storages.get(key)
+        if before is not None:
+            if not _gone(before[0].cdata):
+                return
+            self._bytes -= before[1]
+        self._storages[key] = StorageWeakRef(storage), size
         self._bytes += size
         if self._bytes + self.graph_bytes <= min(self.peak, self.capacity - self.outside):
             return
         used = self.used
         if used + self.outside > self.capacity:
             del self._storages[key]
+            self._bytes -= size
             self.refused += 1
             raise torch.cuda.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {size} bytes, {used - size} of {self.capacity} are in use"
@@ -240,9 +252,8 @@ class CardGraph(PretendedGraph):
             return x.tensor(card) if isinstance(x, _Address) else x
 
         assert self._steps and PretendedGraph.capturing is None
-        was = card.replaying, card.in_plan
-        card.replaying = card.in_plan = True
-        try:
+        # what a graph computes lies in its own memory: nothing is allocated
+        with torch._C._DisableTorchDispatch():
             for func, args, kwargs, made in self._steps:
                 args, kwargs = _mapped(there, (args, kwargs))
                 for x, known in zip(_tensors(func(*args, **kwargs)), made):
@@ -252,8 +263,6 @@ class CardGraph(PretendedGraph):
                 tensor = output()
                 if tensor is not None:
                     tensor.copy_(values[number])
-        finally:
-            card.replaying, card.in_plan = was
 
     def _reference(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
@@ -272,11 +281,19 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors in nested lists, tuples and dictionaries."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, (list, tuple)):
-        return []
-    return [x for each in tree for x in _tensors(each)]
+    found: list[torch.Tensor] = []
+    _collect((tree,), found)
+    return found
+
+
+def _collect(leaves: Any, found: list[torch.Tensor]) -> None:
+    for each in leaves:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            _collect(each, found)
+        elif isinstance(each, dict):
+            _collect(each.values(), found)
 
 
 def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:

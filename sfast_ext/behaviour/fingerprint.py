@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import functools
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ from sfast_ext.behaviour.foreign_code import (
     torchs_methods,
     written_by,
 )
-from sfast_ext.behaviour.forward_slot import AcceleratedForward, is_own_forward
+from sfast_ext.behaviour.forward_slot import AcceleratedForward, OwnForward, is_own_forward
 from sfast_ext.behaviour.reach import names_within
 from sfast_ext.behaviour.snapshot import LONGEST, NoSnapshot, Snapshot
 
@@ -117,12 +117,21 @@ def fingerprint(
     return reader.fingerprint(around)
 
 
-def structure(root: nn.Module, ignored: frozenset[str] = frozenset()) -> tuple[Hashable, ...]:
+KnownCode = dict[Hashable, tuple[frozenset[str], "dict[type, _Class]"]]
+"""What was read of classes, by the classes and functions that were read together; see `structure`."""
+
+
+def structure(
+    root: nn.Module, ignored: frozenset[str] = frozenset(), known: KnownCode | None = None
+) -> tuple[Hashable, ...]:
     """The behaviour key with types in place of objects. Equal for modules that compute the same with the same weights.
 
     Shapes and dtypes are not part of it: the weight arena compares those.
+
+    Args:
+        known: filled, and used again, by readings of several modules between which no code changes.
     """
-    reader = _Structure(_MECHANICS | ignored, root)
+    reader = _Structure(_MECHANICS | ignored, root, known)
     reader.read_all(root)
     return tuple(reader.key)
 
@@ -167,15 +176,18 @@ class _Reader:
         """Read all modules, then the code that they run. Which code runs is only known after all modules were read."""
         self.read("", root, is_root=True)
         kinds = dict.fromkeys(kind for *_, kind in self.called)
-        self.names = names_within(kinds, self.functions.values())
+        self.read_classes(kinds)
         for kind in kinds:
-            self.classes[kind] = self.read_class(kind)
             self.key += self.classes[kind].key
         for path, module, kind in self.called:
             self.patches += [Patch(path, module, what, f) for what, f in self.classes[kind].patches]
         for function in self.functions.values():
             for layer in layers(function):
                 self.key += [self.read_in(*found) for found in read_by(layer)]
+
+    def read_classes(self, kinds: Iterable[type]) -> None:
+        self.names = names_within(kinds, self.functions.values())
+        self.classes = {kind: self.read_class(kind) for kind in kinds}
 
     def surroundings(self, around: surroundings.Surroundings, root: nn.Module) -> None:
         """Read replaced functions of torch, and global module hooks."""
@@ -293,8 +305,8 @@ class _Reader:
         attributes = module.__dict__
         for slot in ("forward", "_old_forward"):
             function = attributes.get(slot)
-            if isinstance(function, AcceleratedForward):
-                # our own forward, on a part: what it replaced counts
+            while isinstance(function, OwnForward):
+                # on a part, or while a capture is made
                 function = function.previous
             if function is not None and not is_own_forward(function, module):
                 if slot != "forward" or self.transparent is None or not self.transparent(module, slot, function):
@@ -373,11 +385,23 @@ class _Reader:
 class _Structure(_Reader):
     """Reads what two objects of the same type have in common."""
 
-    def __init__(self, skip: frozenset[str], root: nn.Module) -> None:
+    def __init__(self, skip: frozenset[str], root: nn.Module, known: KnownCode | None) -> None:
         super().__init__(skip, root)
+        self.known = known
         # it is never checked again
         self.snapshot = NoSnapshot()
         self.numbers: dict[int, int] = {}
+
+    def read_classes(self, kinds: Iterable[type]) -> None:
+        # the package and the extension tell what is foreign
+        together = self.package, self.extension, tuple(kinds), tuple(self.functions)
+        found = None if self.known is None else self.known.get(together)
+        if found is None:
+            super().read_classes(kinds)
+            if self.known is not None:
+                self.known[together] = self.names, self.classes
+        else:
+            self.names, self.classes = found
 
     def first_sight(self, module: nn.Module) -> bool:
         # numbers instead of addresses: a module in two places has the same number in both trees

@@ -24,7 +24,15 @@ class SlotOwner(Protocol):
         """Called before the module's parameters are saved. Raises nothing."""
 
 
-class AcceleratedForward:
+class OwnForward:
+    """A forward that we put on an instance, beside which the one that it replaced counts."""
+
+    __slots__ = ()
+    previous: Callable[..., Any] | None
+    """That of the instance before; None for that of the class."""
+
+
+class AcceleratedForward(OwnForward):
     """The object in the slot. It calls its owner, and looks like the forward that it replaces."""
 
     # not in __dict__: functools.update_wrapper, as accelerate calls it, copies that, and deepcopy would follow

@@ -19,8 +19,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from sfast_ext.behaviour.fingerprint import structure
-from sfast_ext.behaviour.forward_slot import AcceleratedForward, is_own_forward
+from sfast_ext.behaviour.fingerprint import KnownCode, structure
+from sfast_ext.behaviour.forward_slot import AcceleratedForward, OwnForward, is_own_forward
 from sfast_ext.environment import TORCH
 
 try:
@@ -74,8 +74,7 @@ def reuse_blocks(root: nn.Module, ignored: frozenset[str], tracer: fx.Tracer) ->
         for module in _candidates(root):
             attributes = module.__dict__
             taken.append((attributes, attributes.get("forward", _absent)))
-            inner = attributes.get("forward") or functools.partial(type(module).forward, module)
-            attributes["forward"] = functools.partial(reuser.call, module, inner)
+            attributes["forward"] = _ReusedForward(reuser, module)
         yield
     finally:
         for attributes, before in taken:
@@ -83,6 +82,20 @@ def reuse_blocks(root: nn.Module, ignored: frozenset[str], tracer: fx.Tracer) ->
                 attributes.pop("forward", None)
             else:
                 attributes["forward"] = before
+
+
+class _ReusedForward(OwnForward):
+    """Records a call of a module, or copies what was recorded."""
+
+    __slots__ = ("previous", "_reuser", "_module", "_inner")
+
+    def __init__(self, reuser: _BlockReuser, module: nn.Module) -> None:
+        self.previous = module.__dict__.get("forward")
+        self._reuser, self._module = reuser, module
+        self._inner = self.previous or functools.partial(type(module).forward, module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._reuser.call(self._module, self._inner, *args, **kwargs)
 
 
 def _absent() -> None:
@@ -121,6 +134,7 @@ class _BlockReuser:
         self._tracer = tracer
         self._thread = threading.get_ident()
         self._recordings: dict[Hashable, _Recording | None] = {}
+        self._code: KnownCode = {}
 
     def call(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tracer = self._tracer
@@ -152,7 +166,7 @@ class _BlockReuser:
             for name, tensor in held.items()
             if tensor is not None
         )
-        return structure(module, self._ignored), weights
+        return structure(module, self._ignored, self._code), weights
 
 
 def _described(leaves: list[Any]) -> Hashable:

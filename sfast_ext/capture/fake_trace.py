@@ -1,8 +1,8 @@
 """`make_fx` under fake tensors, without its repeated work for the thousand weights of a UNet.
 
 The graph equals that of plain make_fx, node for node. Saved are the meta computation of an operation on shapes that
-were seen before, a fake tensor for each weight, and a linear search for the name of each weight. This depends on
-internals of torch. If they are not as expected, plain make_fx is used.
+were seen before in this process, a fake tensor for each weight, and a linear search for the name of each weight. This
+depends on internals of torch. If they are not as expected, plain make_fx is used.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.l
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _DATA = {*READS, torch.Tag.inplace_view}
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+# results of meta computations, by the settings of torch that they may depend on, see `_settings`
+_memos: dict[Any, dict[Any, Any]] = {}
+# of a UNet's size some 400 are new; more are forgotten together before the next capture
+MOST_REMEMBERED = 20_000
 # the frame of make_fx that has the tracer is at most this many callers above the recorded function
 _NEAR = 6
 
@@ -113,14 +117,15 @@ class _NotCacheable(Exception):
 
 
 class _MemoFakeMode(FakeTensorMode):
-    """Computes the metadata of a result once for arguments of equal metadata. Used for one capture."""
+    """Computes the metadata of a result once for arguments of equal metadata. Used for one capture; what it computes
+    serves later ones as well."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if TORCH < (2, 5):
             # torch's own cache truncates the storage of the base of a cached view
             self.cache_enabled = False
-        self._known: dict[Any, Any] | None = {}
+        self._known: dict[Any, Any] | None = _memo()
         self._made: dict[Any, FakeTensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -228,6 +233,30 @@ class _MemoFakeMode(FakeTensorMode):
                     meta = tensors[base].as_strided(shape, stride, offset)
             results.append(FakeTensor(self, meta, device))
         return results[0] if kind is None else kind(results)
+
+
+def _memo() -> dict[Any, Any]:
+    """What was computed before under the present settings."""
+    if sum(map(len, _memos.values())) > MOST_REMEMBERED:
+        _memos.clear()
+    return _memos.setdefault(_settings(), {})
+
+
+def _settings() -> tuple[Any, ...]:
+    """What may choose between implementations, whose results differ in strides, beside the arguments."""
+    backends = torch.backends
+    cudnn_sdp = getattr(backends.cuda, "cudnn_sdp_enabled", None)  # from torch 2.5 on
+    return (
+        torch.get_default_dtype(),
+        getattr(torch._C, "_get_mkldnn_enabled", bool)(),
+        cudnn_sdp is not None and cudnn_sdp(),
+        backends.cudnn.enabled,
+        backends.cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+        backends.cuda.flash_sdp_enabled(),
+        backends.cuda.mem_efficient_sdp_enabled(),
+        backends.cuda.math_sdp_enabled(),
+    )
 
 
 @functools.lru_cache(maxsize=None)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from sfast_ext.behaviour import fingerprint
 from sfast_ext.capture import block_reuse
 from sfast_ext.capture.fake_trace import record
 
@@ -86,6 +87,16 @@ def check(module, monkeypatch, expected, *inputs):
 
 def test_blocks_of_one_kind_are_recorded_once(monkeypatch):
     check(Stack(*[Block() for _ in range(4)]), monkeypatch, 3)
+
+
+@pytest.mark.skipif(not block_reuse.SUPPORTED, reason="nothing is compared")
+def test_the_code_of_a_kind_of_block_is_read_once(monkeypatch):
+    read = []
+    original = fingerprint.names_within
+    monkeypatch.setattr(fingerprint, "names_within", lambda *these: read.append(these) or original(*these))
+    # each block in a stack of its own, whose blocks are compared as well
+    check(Stack(*[Stack(Block(), Block()) for _ in range(3)]), monkeypatch, 3)
+    assert len(read) == 2
 
 
 @pytest.mark.parametrize("tied", [1, 0])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
@@ -78,21 +79,56 @@ def test_the_graph_is_the_same_under_autocast():
         same(forward, *inputs)
 
 
-@pytest.mark.skipif(not block_reuse.SUPPORTED, reason="before torch 2.6 operations are taken apart first")
-def test_shapes_met_before_are_not_worked_out_again(monkeypatch):
-    worked_out = []
+@pytest.fixture
+def worked_out(monkeypatch):
+    """The operations whose results torch computed."""
+    found = []
     original = FakeTensorMode.__torch_dispatch__
 
     def counting(self, func, *args, **kwargs):
-        worked_out.append(func)
+        found.append(func)
         return original(self, func, *args, **kwargs)
 
+    monkeypatch.setattr(fake_trace, "_memos", {})
     monkeypatch.setattr(FakeTensorMode, "__torch_dispatch__", counting)
+    return found
+
+
+apart = pytest.mark.skipif(not block_reuse.SUPPORTED, reason="before torch 2.6 operations are taken apart first")
+
+
+@apart
+def test_shapes_met_before_are_not_worked_out_again(worked_out):
     layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(8)])
     found = same(lambda x: [layers(x)], X)
     assert sum(node.target is aten.layer_norm.default for node in found.graph.nodes) == 8
     # once by ours, eight times by make_fx alone
     assert worked_out.count(aten.native_layer_norm.default) == 1 + 8
+    same(lambda x: [layers(x)], X)
+    # the second time by make_fx alone
+    assert worked_out.count(aten.native_layer_norm.default) == 1 + 8 + 8
+
+
+@apart
+def test_under_other_settings_shapes_are_worked_out_anew(worked_out, monkeypatch):
+    layer = nn.LayerNorm(4)
+    record = functools.partial(fake_trace.record, lambda x: [layer(x)], [X])
+    with torch.no_grad():
+        record()
+        monkeypatch.setattr(torch.backends.cudnn, "deterministic", not torch.backends.cudnn.deterministic)
+        record()
+        monkeypatch.undo()
+    assert worked_out.count(aten.native_layer_norm.default) == 2
+
+
+@apart
+def test_what_is_remembered_has_an_end(worked_out, monkeypatch):
+    monkeypatch.setattr(fake_trace, "MOST_REMEMBERED", 3)
+    layer = nn.LayerNorm(4)
+    for _ in range(2):
+        with torch.no_grad():
+            fake_trace.record(lambda x: [layer(x), x + 1, x + 2, x + 3], [X])
+    assert worked_out.count(aten.native_layer_norm.default) == 2
 
 
 X = torch.randn(2, 4)

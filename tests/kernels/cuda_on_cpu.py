@@ -17,7 +17,11 @@ from torch import Tensor
 from sfast_ext.kernels.backend import nvrtc
 
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+# what csrc/cpu.h includes; most of a compilation would be to read it
+_STANDARD = "#include <pthread.h>\n#include <cmath>\n#include <cstring>\n#include <utility>\n"
+_OPTIONS = ("-O1", "-std=c++17", "-fPIC", "-pthread", "-Wall", "-Wno-unknown-pragmas")
 _MAIN = """
+#include "standard.h"
 #include "{name}.cu"
 extern "C" int launch(void** args, const unsigned* grid, unsigned threads, unsigned bytes) {{
   return cpu::launch({name}, args, grid, threads, bytes);
@@ -27,7 +31,13 @@ extern "C" int launch(void** args, const unsigned* grid, unsigned threads, unsig
 
 @functools.lru_cache(maxsize=None)
 def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="cuda-on-cpu-"))
+    folder = Path(tempfile.mkdtemp(prefix="cuda-on-cpu-"))
+    header = folder / "standard.h"
+    header.write_text(_STANDARD)
+    # precompiled; a compiler that cannot, or does not find it, reads the header itself
+    made = [COMPILER, *_OPTIONS, "-x", "c++-header", header, "-o", folder / "standard.h.gch"]
+    subprocess.run(made, capture_output=True)  # type: ignore[arg-type]
+    return folder
 
 
 @functools.lru_cache(maxsize=None)
@@ -37,8 +47,8 @@ def compiled(name: str, constants: tuple[tuple[str, int], ...]) -> Any:
     key = hashlib.sha256(repr((name, constants)).encode()).hexdigest()[:16]
     source, library = _folder() / f"{key}.cpp", _folder() / f"{key}.so"
     source.write_text(_MAIN.format(name=name))
-    options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wall", "-Wno-unknown-pragmas", "-DSFAST_CPU"]
-    options += [f"-D{key}={value}" for key, value in constants] + [f"-I{nvrtc.SOURCES}"]
+    options = [*_OPTIONS, "-shared", "-DSFAST_CPU", *(f"-D{key}={value}" for key, value in constants)]
+    options += [f"-I{nvrtc.SOURCES}"]
     done = subprocess.run([COMPILER, *options, source, "-o", library], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr, done.stderr

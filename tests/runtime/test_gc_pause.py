@@ -8,6 +8,15 @@ import pytest
 from sfast_ext.runtime.gc_pause import gc_paused
 
 
+@pytest.fixture(autouse=True)
+def thawed():
+    """As in a host, where nobody has frozen anything."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def collections():
     """The generations that are collected."""

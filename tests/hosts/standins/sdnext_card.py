@@ -34,8 +34,8 @@ class Proportions:
     height: int
 
 
-SD15 = Proportions(1.60, 0.23, 32, 32)  # 512x512: 0.375 GiB to decode
-SDXL = Proportions(4.78, 1.55, 36, 36)  # 1024x1024: 1.5 GiB
+SD15 = Proportions(1.60, 0.23, 22, 22)  # 512x512: 0.375 GiB to decode
+SDXL = Proportions(4.78, 1.55, 24, 24)  # 1024x1024: 1.5 GiB
 
 
 class CLIPTextModel(nn.Module):
@@ -58,7 +58,7 @@ def unet(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     return diffusers.UNet2DConditionModel(
         sample_size=8,
-        block_out_channels=(8, 32, 128),
+        block_out_channels=(4, 16, 64),
         layers_per_block=1,
         norm_num_groups=4,
         down_block_types=("DownBlock2D", "DownBlock2D", "CrossAttnDownBlock2D"),
@@ -71,7 +71,7 @@ def unet(seed: int = 0) -> Any:
 def vae(seed: int = 1) -> Any:
     torch.manual_seed(seed)
     return diffusers.AutoencoderKL(
-        block_out_channels=(8, 64),
+        block_out_channels=(4, 32),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
         layers_per_block=1,
