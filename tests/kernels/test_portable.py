@@ -191,7 +191,7 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """The kernels of both ways, which here are taken whatever the size; small blocks, as each thread of the GPU is one
     of the CPU."""
     monkeypatch.setattr(portable, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(portable, "_WHOLE_THREADS", 256)
+    monkeypatch.setattr(portable, "_WHOLE_THREADS", 512)
     monkeypatch.setattr(portable, "_THREADS", 96)
     if request.param == 1:
         return ONE
@@ -234,7 +234,7 @@ def test_group_norm_writes_patches_as_well(launched, launches, dtype):
 def test_more_parts_than_a_normalising_block_reads(launched, launches, monkeypatch):
     """Parts of several tiles, the last of them with a rest, and blocks that loop."""
     monkeypatch.setattr(portable, "_MOST_PARTS", 3)
-    monkeypatch.setattr(portable, "_BLOCKS", 1)
+    monkeypatch.setattr(portable, "_RESIDENT", 1)
     for shape, groups in (((1, 30, 37, 31), 3), ((2, 24, 50, 13), 6)):
         x = image(shape, torch.float16, mean=3.0)
         with triton_runtime.without_triton():

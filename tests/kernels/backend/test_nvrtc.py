@@ -15,7 +15,7 @@ import torch
 
 from kernels.support import needs_nvrtc
 from sfast_ext.kernels.attention import flash_attention, query_attention
-from sfast_ext.kernels.backend import cuda_bindings, nvrtc
+from sfast_ext.kernels.backend import cuda_bindings, cuda_tier, nvrtc
 from sfast_ext.kernels.backend.cuda_bindings import Bindings
 from sfast_ext.kernels.conv import conv2d, upsample, upsample_conv2d
 from sfast_ext.kernels.group_norm import portable
