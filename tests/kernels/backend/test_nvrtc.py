@@ -16,7 +16,7 @@ from kernels.support import needs_nvrtc
 from sfast_ext.kernels.attention import flash_attention, query_attention
 from sfast_ext.kernels.backend import cuda_bindings, cuda_tier, nvrtc
 from sfast_ext.kernels.backend.cuda_bindings import Bindings
-from sfast_ext.kernels.conv import conv2d, upsample, upsample_conv2d
+from sfast_ext.kernels.conv import conv2d, narrow_conv_portable, upsample, upsample_conv2d
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
 from sfast_ext.kernels.pointwise import bias_add, geglu, layer_norm, timestep_embedding
 
@@ -145,6 +145,10 @@ def portable_cases() -> list[tuple[str, dict[str, int]]]:
         found.append(("upsample_conv2d", upsample_conv2d.constants(pack, dtype)))
         found.append(("group_norm_statistics", {"TYPE": kind, "PACK": pack}))
         found.append(("group_norm_normalise", {"TYPE": kind, "OUT": kind, "PACK": pack, "SILU": 1}))
+        channels = 4 if pack > 1 else 9
+        found.append(("narrow_conv_in", narrow_conv_portable.in_constants(channels, pack, dtype)))
+        if pack > 1:
+            found.append(("narrow_conv_out", narrow_conv_portable.out_constants(channels, dtype)))
     for time, dtype in ((torch.int64, torch.float16), (torch.float32, torch.float32)):
         found.append(("timestep_embedding", timestep_embedding.constants(time, dtype)))
     return found
@@ -160,7 +164,7 @@ def test_portable_kernels_compile_for_every_card(name, given):
     _, known = nvrtc.known()
     for capability in sorted({70, 75, 80, 86, 89, 90, 100, 120} & set(known)):
         registers, fixed = built(name, given, architecture=f"sm_{capability}")
-        threads = given["THREADS"] * given["ROWS"] if name == "layer_norm" else 256
+        threads = given.get("THREADS", 256) * given.get("ROWS", 1)
         # two blocks of a multiprocessor at least, in half of the shared memory that every card has
         assert 2 * registers * threads <= REGISTERS and fixed <= 24 << 10
 
