@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import cuda_tier, health, nvrtc, triton_runtime
-from sfast_ext.kernels.conv import upsample, upsample_conv2d
+from sfast_ext.kernels.conv import narrow_conv, upsample, upsample_conv2d
 from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_norm, portable
 from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm, timestep_embedding
 
@@ -154,6 +154,43 @@ def test_an_upsampled_image_that_is_not_the_kernels_takes_two_operations(launche
     x, weight = image((1, 128, 3, 4), torch.float32), image((128, 128, 3, 3), torch.float32)
     close(upsample_conv2d.launch(x, weight), expected(upsample_conv2d, x, weight), scale=100)
     assert launched == ["upsample"]
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 4, 72, 5, 7), (2, 9, 130, 9, 4), (3, 16, 7, 1, 1), (2, 320, 4, 5, 3), (1, 37, 8, 9, 8), (3, 17, 4, 1, 2)],
+    ids=str,
+)
+def test_narrow_conv(launched, dtype, sizes):
+    images, channels, columns, height, width = sizes
+    x, weight = image((images, channels, height, width), dtype), image((columns, channels, 3, 3), dtype)
+    weight, bias = weight * (9 * channels) ** -0.5, randn(columns, dtype=dtype, device=CPU)
+    wide = torch.cat([x, x], 3)
+    for some, add in ((x, bias), (x.contiguous(), None), (wide[..., ::2], bias), (x.transpose(2, 3), bias)):
+        y = narrow_conv.launch(some, weight, add)
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        close_rows(y.flatten(1), expected(narrow_conv, some, weight, add).flatten(1), scale=2)
+    assert launched == ["narrow_conv_in" if channels <= narrow_conv.MOST_IN else "narrow_conv_out"] * 4
+
+
+@pytest.mark.parametrize(("channels", "columns"), [(4, 72), (37, 8)])
+def test_zeros_are_around_an_image_and_nothing_of_the_next(launched, channels, columns):
+    x = torch.zeros(3, channels, 5, 7, dtype=torch.float16).to(memory_format=torch.channels_last)
+    x[1] = torch.inf
+    weight, bias = image((columns, channels, 3, 3), torch.float16), randn(columns, dtype=torch.float16, device=CPU)
+    y = narrow_conv.launch(x, weight, bias)
+    for one in (0, 2):
+        assert torch.equal(y[one], bias[:, None, None].expand(columns, 5, 7))
+    assert not torch.isfinite(y[1]).any() and len(launched) == 1
+
+
+def test_products_of_a_narrow_convolution_may_be_larger_than_any_sum(launched):
+    x = torch.full((1, 37, 4, 5), 25.0, dtype=torch.float16).to(memory_format=torch.channels_last)
+    weight = torch.zeros(4, 37, 3, 3, dtype=torch.float16)
+    weight[:, :, 1, 0], weight[:, :, 1, 1], weight[:, :, 1, 2] = 90, 1, -90  # 83250, which is infinite in float16
+    y = narrow_conv.launch(x, weight.to(memory_format=torch.channels_last))
+    assert bool((y[..., 1:-1] == 925).all()) and launched == ["narrow_conv_out"]
 
 
 @each_dtype
@@ -322,6 +359,7 @@ def test_one_that_does_not_compile_is_blamed_by_name(launched, launches, monkeyp
         "upsample_conv2d": lambda: upsample_conv2d.launch(
             image((1, 128, 2, 2), torch.float16), image((128, 128, 3, 3), torch.float16)
         ),
+        "narrow_conv": lambda: narrow_conv.launch(torch.ones(2, 4, 2, 2), image((8, 4, 3, 3), torch.float32)),
         "timestep_embedding": lambda: timestep_embedding.launch(torch.ones(2, 1), torch.ones(4), True),
         "group_norm": lambda: group_norm.launch(x, 2, None, None, 1e-5),
         "add_group_norm": lambda: add_group_norm.launch(x, None, x, 1.0, 2, None, None, 1e-5),

@@ -62,6 +62,11 @@ def test_few_channels_are_read_as_they_lie() -> None:
     assert traced.error() < 1e-2
 
 
+def test_without_triton(with_nvrtc: None) -> None:
+    traced, count, _ = rewritten(triton=False)
+    assert count == 2 == len(traced.launches(kernel)) and not traced.convolutions()
+
+
 @pytest.mark.parametrize("options", OTHER_CONVOLUTIONS, ids=str)
 def test_other_convolutions_stay(options: dict[str, Any]) -> None:
     traced, count, _ = rewritten(**options)
@@ -93,7 +98,7 @@ def test_what_must_stay(what: str) -> None:
     assert traced.error() < 1e-2
 
 
-@pytest.mark.parametrize(("x", "triton"), [(X.float(), True), (X, False)], ids=["float32", "no Triton"])
+@pytest.mark.parametrize(("x", "triton"), [(X.float(), True), (X, False)], ids=["float32", "neither Triton nor NVRTC"])
 def test_where_it_is_not_there(x: Tensor, triton: bool) -> None:
     traced, count, _ = rewritten(triton=triton, x=x)
     assert count == 0 and len(traced.convolutions()) == 2

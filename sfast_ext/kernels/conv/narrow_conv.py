@@ -25,6 +25,7 @@ from sfast_ext.kernels.backend.triton_runtime import (
     supported,
     tl,
 )
+from sfast_ext.kernels.conv import narrow_conv_portable as portable
 
 MOST_IN = 16  # channels: latents, with mask and masked image for inpainting
 OUT = (4, 8)
@@ -159,10 +160,13 @@ def narrow_conv_out_kernel(
 
 
 def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`reference` by Triton where `applicable`, else by `fallback`; channels last."""
+    """`reference` by kernels where `applicable`, else by `fallback`; channels last."""
     if not applicable(x, weight, bias):
         return fallback(x, weight, bias)
     n, channels, height, width = x.shape
+    if portable.usable(x, weight, bias):
+        compute = portable.from_few if channels <= MOST_IN else portable.to_few
+        return channels_outer(compute(x, weight, bias))
     columns, pixels = weight.shape[0], n * height * width
     out = torch.empty((n, height, width, columns), dtype=x.dtype, device=x.device)
     some = weight if bias is None else bias
@@ -223,7 +227,10 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def applicable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernels can read the operands on this GPU, and are faster than cuDNN."""
-    if x.dim() != 4 or weight.dim() != 4 or not supported(x, weight, bias) or not mma_supported(x) or not x.numel():
+    if x.dim() != 4 or weight.dim() != 4 or not x.numel():
+        return False
+    triton = supported(x, weight, bias) and mma_supported(x)
+    if not triton and not portable.usable(x, weight, bias):
         return False
     columns, channels = weight.shape[:2]
     if any(t.dtype != x.dtype for t in (weight, bias) if t is not None) or weight.shape[1:] != (x.shape[1], 3, 3):
@@ -241,6 +248,8 @@ KERNEL = register(
         reference,
         launch,
         fallback,
+        portable=True,
         triton_functions=(narrow_conv_in_kernel, narrow_conv_taps_kernel, narrow_conv_out_kernel),
+        cuda_sources=portable.SOURCES,
     )
 )

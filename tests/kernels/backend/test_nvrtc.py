@@ -17,7 +17,7 @@ from kernels.support import needs_nvrtc
 from sfast_ext.kernels.attention import flash_attention, query_attention
 from sfast_ext.kernels.backend import cuda_bindings, cuda_tier, nvrtc
 from sfast_ext.kernels.backend.cuda_bindings import Bindings
-from sfast_ext.kernels.conv import conv2d, upsample, upsample_conv2d
+from sfast_ext.kernels.conv import conv2d, narrow_conv_portable, upsample, upsample_conv2d
 from sfast_ext.kernels.group_norm import portable
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
 from sfast_ext.kernels.pointwise import bias_add, geglu, layer_norm, timestep_embedding
@@ -146,6 +146,10 @@ def portable_cases() -> list[tuple[str, dict[str, int]]]:
                 found.append(("layer_norm", given))
         found.append(("upsample", upsample.constants(pack, dtype)))
         found.append(("upsample_conv2d", upsample_conv2d.constants(pack, dtype)))
+        channels = 4 if pack > 1 else 9
+        found.append(("narrow_conv_in", narrow_conv_portable.in_constants(channels, pack, dtype)))
+        if pack > 1:
+            found.append(("narrow_conv_out", narrow_conv_portable.out_constants(channels, dtype)))
     for time, dtype in ((torch.int64, torch.float16), (torch.float32, torch.float32)):
         found.append(("timestep_embedding", timestep_embedding.constants(time, dtype)))
     return found + group_norm_cases()
