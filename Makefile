@@ -49,13 +49,13 @@ demo: .venv/.demo
 	.venv/bin/python -m sfast_ext demo
 
 test: lint
-	.venv/bin/python -m pytest -n $(WORKERS) tests
-	TRITON_INTERPRET=1 .venv/bin/python -m pytest -n $(WORKERS) -m interpreter tests/kernels
+	.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal tests
+	TRITON_INTERPRET=1 .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -m interpreter tests/kernels
 
 test-coarse-clock: export SFAST_TEST_CLOCK_STEP := $(STEP)
 test-coarse-clock: .venv/.dev
-	.venv/bin/python -m pytest -n $(WORKERS) tests
-	TRITON_INTERPRET=1 .venv/bin/python -m pytest -n $(WORKERS) -m interpreter tests/kernels
+	.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal tests
+	TRITON_INTERPRET=1 .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -m interpreter tests/kernels
 
 ifneq ($(filter test-stack,$(MAKECMDGOALS)),)
 ifeq ($(wildcard requirements-stack/$(TORCH).txt),)
@@ -71,9 +71,9 @@ endif
 STACK := $(STACKS)/torch-$(TORCH)-python$(VERSION)
 
 test-stack: $(STACK)/.installed
-	$(STACK)/bin/python -m pytest -n $(WORKERS) tests
+	$(STACK)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests
 ifeq ($(filter $(TORCH),$(NO_INTERPRETER)),)
-	TRITON_INTERPRET=1 $(STACK)/bin/python -m pytest -n $(WORKERS) -m interpreter tests/kernels
+	TRITON_INTERPRET=1 $(STACK)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m interpreter tests/kernels
 endif
 
 $(STACK)/.installed: requirements-stack/$(TORCH).txt requirements-test.txt $(if $(filter 2.13.0,$(TORCH)),requirements-dev.txt requirements-demo.txt)

@@ -139,6 +139,17 @@ def tiny_unet() -> Callable[..., nn.Module]:
 
 
 @pytest.fixture
+def two_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made anew by the name of tiny-sd15 has two levels, for tests that are not about the model."""
+    shape = {
+        "block_out_channels": (32, 64),
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    }
+    monkeypatch.setitem(models._TINY, "sd15", {**models._TINY["sd15"], **shape})
+
+
+@pytest.fixture
 def unet_inputs() -> Callable[..., tuple]:
     """`unet_inputs(unet, width, height, images)`: positional and keyword arguments of one call under guidance."""
     return models.unet_inputs

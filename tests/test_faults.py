@@ -153,19 +153,19 @@ def test_the_report_names_what_failed(phase, stage, monkeypatch):
     assert stage.words in named
 
 
-# the module whose reference fails, and the kernels that compute by it
+# the module whose reference fails, the kernels that compute by it, and the smaller model that has them
 KERNELS = {
-    "group_norm": (group_norm, {"group_norm"}),
-    "layer_norm": (layer_norm, {"layer_norm", "add_layer_norm"}),
-    "geglu": (geglu, {"geglu"}),
-    "attention": (attention, {"attention"}),
+    "group_norm": (group_norm, {"group_norm"}, "small"),
+    "layer_norm": (layer_norm, {"layer_norm", "add_layer_norm"}, "unet"),
+    "geglu": (geglu, {"geglu"}, "small"),
+    "attention": (attention, {"attention"}, "small"),
 }
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_that_fails_costs_that_kernel(name, monkeypatch, kernels_on_the_cpu):
-    module, fail = KERNELS[name]
-    pair, captures = Pair("unet"), Counting(monkeypatch)
+    module, fail, kind = KERNELS[name]
+    pair, captures = Pair(kind), Counting(monkeypatch)
     fault = failing(monkeypatch, module, "reference")
     pair.same(CALLS)
     assert pair.runs == CALLS - 1 and captures.times == len(fail) + 1 and fault.times == len(fail)
@@ -182,8 +182,8 @@ def test_a_kernel_that_fails_costs_that_kernel(name, monkeypatch, kernels_on_the
 
 def test_kernels_that_all_fail_leave_what_pytorch_does(monkeypatch, kernels_on_the_cpu):
     pair, captures = Pair("unet"), Counting(monkeypatch)
-    every = set().union(*(fail for _, fail in KERNELS.values()))
-    for module, _ in KERNELS.values():
+    every = set().union(*(fail for _, fail, _ in KERNELS.values()))
+    for module, *_ in KERNELS.values():
         failing(monkeypatch, module, "reference")
     pair.same(CALLS)
     assert pair.runs == CALLS - 1 and captures.times == len(every) + 1
@@ -192,7 +192,7 @@ def test_kernels_that_all_fail_leave_what_pytorch_does(monkeypatch, kernels_on_t
 
 
 def test_a_dtype_that_triton_does_not_compile_here_costs_no_kernel(monkeypatch, kernels_on_the_cpu):
-    pair = Pair("unet")
+    pair = Pair()
     monkeypatch.setattr(
         environment, "triton_refusal", lambda device, *dtypes: "not here" if torch.float32 in dtypes else None
     )
@@ -204,7 +204,7 @@ def test_a_dtype_that_triton_does_not_compile_here_costs_no_kernel(monkeypatch, 
 
 
 def test_kernels_that_did_not_compile_are_put_down_together(monkeypatch, kernels_on_the_cpu):
-    pair, captures = Pair("unet"), Counting(monkeypatch)
+    pair, captures = Pair(), Counting(monkeypatch)
     compiled = {"geglu": "CompilationError: one", "group_norm": "CompilationError: other"}
     monkeypatch.setattr(precompile, "failed", lambda device: compiled)
     failing(monkeypatch, group_norm, "reference")
@@ -215,7 +215,7 @@ def test_kernels_that_did_not_compile_are_put_down_together(monkeypatch, kernels
 
 
 def test_a_kernel_that_fails_in_a_later_run_costs_that_kernel_too(monkeypatch, kernels_on_the_cpu):
-    pair = Pair("unet")
+    pair = Pair()
     pair.same(3)
     assert pair.runs == 2
     failing(monkeypatch, geglu, "reference")

@@ -97,7 +97,7 @@ def forward(model):
     return lambda: unet(*args, **kwargs)
 
 
-def test_where_the_replay_launches_something_else_the_run_by_nodes_is_taken(monkeypatch):
+def test_where_the_replay_launches_something_else_the_run_by_nodes_is_taken(monkeypatch, two_levels):
     monkeypatch.setattr(profile.trace, "record", StandIn(extra_in_replays=profile.REPLAYS))
     found = profile.measure("tiny-sd15", 64, 64, 1, CPU)
     assert found["durations_from"] == "the run by nodes"
@@ -106,7 +106,7 @@ def test_where_the_replay_launches_something_else_the_run_by_nodes_is_taken(monk
     assert "Times from the run by nodes" in profile_page.section(found)
 
 
-def test_where_kernels_of_a_replay_overlap_the_run_by_nodes_is_taken(monkeypatch):
+def test_where_kernels_of_a_replay_overlap_the_run_by_nodes_is_taken(monkeypatch, two_levels):
     monkeypatch.setattr(profile.trace, "record", StandIn(in_replays=0.5))
     found = profile.measure("tiny-sd15", 64, 64, 1, CPU)
     kernels = found["launched"]["by_nodes"][0]
@@ -117,7 +117,7 @@ def test_where_kernels_of_a_replay_overlap_the_run_by_nodes_is_taken(monkeypatch
     assert "begin before the one in front has ended" in words and "between kernels" not in words
 
 
-def test_a_kernel_that_ends_within_the_one_in_front_takes_nothing(monkeypatch):
+def test_a_kernel_that_ends_within_the_one_in_front_takes_nothing(monkeypatch, two_levels):
     stand_in = StandIn(in_replays=0.5)
     stand_in.durations["nodes"] = 0.0
     monkeypatch.setattr(profile.trace, "record", stand_in)
@@ -126,7 +126,7 @@ def test_a_kernel_that_ends_within_the_one_in_front_takes_nothing(monkeypatch):
     assert "0 TFLOP/s" in profile_page.section(found)
 
 
-def test_kernels_of_no_node_have_a_row_of_their_own(monkeypatch):
+def test_kernels_of_no_node_have_a_row_of_their_own(monkeypatch, two_levels):
     monkeypatch.setattr(profile.trace, "attribute", lambda events, launched, prefix: ([None] * len(launched), {}))
     monkeypatch.setattr(profile.trace, "record", StandIn())
     found = profile.measure("tiny-sd15", 64, 64, 1, CPU)
@@ -201,7 +201,7 @@ def test_what_a_node_costs():
     assert found == ("query_attention", "attention", "2×6×24, 32×24, 2×4×5×8, 2×4×5×8", flops, moved)
 
 
-def test_the_page_keeps_the_words_around_its_tables(tmp_path, monkeypatch):
+def test_the_page_keeps_the_words_around_its_tables(tmp_path, monkeypatch, two_levels):
     monkeypatch.setattr(profile.trace, "record", StandIn())
     found = profile.measure("tiny-sd15", 64, 64, 1, CPU)
     page, file = tmp_path / "profile.md", tmp_path / "profile.json"

@@ -12,7 +12,7 @@ import torch
 from sfast_ext import Config, cli
 from sfast_ext.kernels.backend import triton_runtime
 from sfast_ext.tools import bench
-from sfast_ext.tools.lib import Unavailable, attentions, engines, ways
+from sfast_ext.tools.lib import Unavailable, attentions, engines, models, ways
 from sfast_ext.tools.lib.ways import OURS, Way
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -117,7 +117,7 @@ def test_bench_gives_all_engines_the_attention_and_writes_what_was_asked_for(tmp
 
 
 @pytest.mark.parametrize("name", [name for name in attentions.NAMES if name != "xformers"])
-def test_each_engine_runs_with_each_attention(name):
+def test_each_engine_runs_with_each_attention(name, two_levels):
     options = bench.Options(
         "tiny-sd15", [(64, 64)], [1], ["sfast", "eager"], 1, 77, False, False, None, ours=Way("sfast", name)
     )
@@ -147,10 +147,10 @@ def test_what_is_missing_ends_the_command_with_a_sentence(monkeypatch, capsys):
 
 @pytest.mark.skipif(torch.__version__ < "2.3", reason="that torch.compile breaks the graph where memory is asked for")
 @pytest.mark.parametrize("name", ["doggettx", "invokeai", "subquad"])
-def test_torch_compile_takes_the_free_memory_for_a_constant(name, monkeypatch, tiny_unet, unet_inputs):
+def test_torch_compile_takes_the_free_memory_for_a_constant(name, monkeypatch, two_levels, unet_inputs):
     """As one graph: what asks for memory would break it in two."""
     asked = []
-    unet = tiny_unet()
+    unet = models.random_unet("tiny-sd15")
     args, kwargs = unet_inputs(unet)
     with torch.no_grad():
         wanted = unet(*args, **kwargs)[0]

@@ -5,6 +5,8 @@ Only what the adapter touches is here, and only behaviour that was seen in the W
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.machinery
 import sys
 from collections import defaultdict
@@ -24,14 +26,21 @@ LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)
 
 def make_unet(seed: int, channels: int = 32) -> nn.Module:
     """ldm's UNet in SD 1.5's shape, tiny, none of its weights zero."""
+    unet = copy.deepcopy(_made(channels))
+    unet.load_state_dict(weights(unet, seed))
+    return unet.eval().requires_grad_(False)
+
+
+@functools.lru_cache(maxsize=None)
+def _made(channels: int) -> nn.Module:
     from ldm.modules.diffusionmodules.openaimodel import UNetModel
 
-    unet = UNetModel(
+    return UNetModel(
         image_size=32,
         in_channels=4,
         out_channels=4,
         model_channels=channels,
-        attention_resolutions=[2, 1],
+        attention_resolutions=[2],  # one level has attention, one has none
         num_res_blocks=1,
         channel_mult=[1, 2],
         num_heads=4,
@@ -41,8 +50,6 @@ def make_unet(seed: int, channels: int = 32) -> nn.Module:
         use_checkpoint=False,
         legacy=False,
     )
-    unet.load_state_dict(weights(unet, seed))
-    return unet.eval().requires_grad_(False)
 
 
 def weights(unet: nn.Module, seed: int) -> dict[str, torch.Tensor]:
