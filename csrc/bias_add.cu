@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(256)
     float value[PACK], add[PACK];
     unpack(loaded[i], value);
     if (bias) {
-      load<TYPE>(bias + at % channels, add);
+      load<TYPE>(bias + (unsigned)(at / PACK) % (unsigned)(channels / PACK) * PACK, add);
 #pragma unroll
       for (int j = 0; j < PACK; ++j) value[j] += add[j];
     }

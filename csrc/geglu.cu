@@ -27,26 +27,28 @@ __device__ __forceinline__ float gelu(float x) {
 #endif
 }
 
-// x: (rows, 2 half); out: (rows, half); half is a multiple of PACK.
-extern "C" __global__ void __launch_bounds__(256) geglu(const Element* __restrict__ x, Element* __restrict__ out, int rows, int half) {
-  const int across = half / PACK;
-  const long long packs = (long long)rows * across;
-  float value[PACKS][PACK], gate[PACKS][PACK];
-  const long long first = (long long)blockIdx.x * (256 * PACKS) + threadIdx.x;
+// x: (rows, 2 half); out: (rows, half); half is a multiple of PACK, and there are fewer
+// than 2^31 accesses.
+extern "C" __global__ void __launch_bounds__(256, 4)
+    geglu(const Element* __restrict__ x, Element* __restrict__ out, int rows, int half) {
+  const unsigned across = half / PACK, packs = rows * across;
+  Pack<TYPE, PACK> value[PACKS], gate[PACKS];
+  const unsigned first = blockIdx.x * (256 * PACKS) + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) {
-    const long long at = first + 256 * i;
+    const unsigned at = first + 256 * i;
     if (at >= packs) continue;
-    const Element* const from = x + (at / across * 2 * across + at % across) * PACK;
-    load<TYPE>(from + (GATE_FIRST ? half : 0), value[i]);
-    load<TYPE>(from + (GATE_FIRST ? 0 : half), gate[i]);
+    const Element* const from = x + ((long long)at + at / across * across) * PACK;
+    load(from + (GATE_FIRST ? half : 0), value[i]);
+    load(from + (GATE_FIRST ? 0 : half), gate[i]);
   }
 #pragma unroll
   for (int i = 0; i < PACKS; ++i) {
-    const long long at = first + 256 * i;
+    const unsigned at = first + 256 * i;
     if (at >= packs) continue;
+    float y[PACK];
 #pragma unroll
-    for (int j = 0; j < PACK; ++j) value[i][j] *= gelu(gate[i][j]);
-    store<TYPE>(out + at * PACK, value[i]);
+    for (int j = 0; j < PACK; ++j) y[j] = to_float<TYPE>(value[i].of[j]) * gelu(to_float<TYPE>(gate[i].of[j]));
+    store<TYPE>(out + (long long)at * PACK, y);
   }
 }

@@ -133,15 +133,20 @@ def launch(
 
 _ROW_THREADS = 32  # the fewest of a row
 _BLOCK_THREADS = 128
-_ROW_CHUNKS = 4  # of a thread, until a row has _MOST_ROW_THREADS
+# Accesses of a thread, until a row has _MOST_ROW_THREADS, and elements of an access, at most: what leaves registers for
+# 1,024 threads of a multiprocessor. Conversions of float16 need fewer; by 5, 640 columns divide.
+_ROW_CHUNKS, _ROW_CHUNKS_FLOAT16 = 3, 5
+_ROW_PACK = 4
 _MOST_ROW_THREADS = 512
 _MOST_CHUNKS = 16
 
 
 def constants(columns: int, pack: int, dtype: torch.dtype, out: torch.dtype, add: bool) -> dict[str, int] | None:
     """Compile-time parameters of csrc/layer_norm.cu; None for rows that it does not take."""
+    pack = min(pack, _ROW_PACK)
     threads = _ROW_THREADS
-    while threads < _MOST_ROW_THREADS and columns > threads * pack * _ROW_CHUNKS:
+    most = _ROW_CHUNKS_FLOAT16 if dtype == torch.float16 else _ROW_CHUNKS
+    while threads < _MOST_ROW_THREADS and columns > threads * pack * most:
         threads *= 2
     chunks = cdiv(columns, threads * pack)
     if not 0 < chunks <= _MOST_CHUNKS:
