@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from sfast_ext import environment
 from sfast_ext.config import Config
 from sfast_ext.hosts.attachment import Attachment
-from sfast_ext.report import Report
+from sfast_ext.report import Report, logger
 from sfast_ext.ui import api, settings
 
 
@@ -31,6 +32,7 @@ class Session:
         self.attachments: tuple[Attachment, ...] = ()
         """They keep accelerators on the host's networks. The status lists them in this order."""
         self._undo: list[Callable[[], object]] = []
+        self._log_level: int | None = None
 
     @classmethod
     def start(cls, version: str) -> None:
@@ -54,6 +56,8 @@ class Session:
         # At once, and not only in on_ui_settings: the host may load its model, or answer a request, before it builds
         # the settings page; and with --nowebui it never builds the page.
         settings.register(shared.opts, shared.OptionInfo)
+        self._follow_log_level()
+        self._undo.append(lambda: logger.setLevel(logging.NOTSET))
         script_callbacks.on_ui_settings(self.callback(lambda: settings.register(shared.opts, shared.OptionInfo)))
         script_callbacks.on_script_unloaded(self.callback(self.release))
         script_callbacks.on_app_started(
@@ -95,7 +99,16 @@ class Session:
         """The configuration that the user has chosen in the host's settings."""
         from modules import shared
 
+        self._follow_log_level()
         return settings.config_from(shared.opts, self.report)
+
+    def _follow_log_level(self) -> None:
+        from modules import shared
+
+        level = settings.log_level(shared.opts, self.report)
+        if level != self._log_level:
+            self._log_level = level
+            logger.setLevel(level)
 
     def status(self) -> dict[str, Any]:
         """What GET /sfast/v1/status answers."""

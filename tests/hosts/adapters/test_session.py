@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,12 +28,12 @@ class Host:
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     host = Host()
     opts = SimpleNamespace(add_option=lambda key, option: host.options.update({key: option}))
-    shared = SimpleNamespace(opts=opts, OptionInfo=lambda *args, **more: (args, more))
+    shared = SimpleNamespace(opts=opts, OptionInfo=lambda *args, **more: SimpleNamespace(given=(args, more)))
     modules = ModuleType("modules")
     modules.script_callbacks, modules.shared = host, shared  # type: ignore[attr-defined]
     for name, module in (("modules", modules), ("modules.script_callbacks", host), ("modules.shared", shared)):
         monkeypatch.setitem(sys.modules, name, module)
-    kinds = dict.fromkeys(("Checkbox", "Slider", "Radio"), object)
+    kinds = dict.fromkeys(("Checkbox", "Slider", "Radio", "HTML"), object)
     monkeypatch.setitem(sys.modules, "gradio", SimpleNamespace(**kinds))
     return host
 
@@ -62,7 +63,7 @@ def kind() -> type[Any]:
 def test_a_start_registers_and_a_stop_undoes_it_in_reverse(host, kind):
     kind.start("0")
     session = kind.running
-    assert tuple(host.options) == settings.KEYS
+    assert set(settings.KEYS) < set(host.options)
     assert {"ui_settings", "script_unloaded", "app_started"} <= set(host.callbacks)
     kind.stop()
     assert session.undone == ["models", "second", "first"] and kind.running is None
@@ -99,3 +100,14 @@ def test_no_exception_reaches_the_host(host, kind, shown, monkeypatch):
     error = session.status()["last_error"]
     assert error["stage"] == "host callback" and "a model" in error["message"]
     assert [type(exc) for exc in seen] == [KeyError]
+
+
+def test_the_console_says_as_much_as_the_setting_wants(host, kind):
+    logger = logging.getLogger("sfast_ext")
+    kind.start("0")
+    assert logger.level == logging.INFO
+    sys.modules["modules.shared"].opts.sfast_log_level = "quiet"
+    kind.running.config()
+    assert logger.level == logging.WARNING
+    kind.stop()
+    assert logger.level == logging.NOTSET

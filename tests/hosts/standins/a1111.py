@@ -160,7 +160,7 @@ class Host:
             "modules.sd_hijack_unet": _module("modules.sd_hijack_unet"),
             "networks": self.networks,
             # settings name its components; nothing shows them here
-            "gradio": _module("gradio", Checkbox=object, Slider=object, Radio=object),
+            "gradio": _module("gradio", Checkbox=object, Slider=object, Radio=object, HTML=object),
         }
         for name, module in found.items():
             if name.startswith("modules."):
