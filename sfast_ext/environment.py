@@ -66,6 +66,13 @@ def unserved(device: torch.device) -> str | None:
     return None
 
 
+def no_gpu() -> str | None:
+    """Why nothing can be accelerated on this machine, in words for its user; None where a GPU is served."""
+    if not torch.cuda.is_available():
+        return "torch finds no NVIDIA GPU"
+    return unserved(torch.device("cuda", torch.cuda.current_device()))
+
+
 def triton_runs_on(device: torch.device) -> bool:
     """Whether Triton kernels can run on tensors of this device; of some dtype at least, see `triton_refusal`. On a GPU
     the first call waits for a small kernel to be compiled and launched."""

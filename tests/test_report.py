@@ -107,3 +107,35 @@ def test_an_error_that_comes_at_every_call_is_one_event_whichever_stages_it_fail
             report.error(stage, AttributeError("module 'modules.shared' has no attribute 'opts'"))
         report.error("key", ValueError("another"))
     assert len(messages(report)) == 2 and report.counter("errors") == 60
+
+
+def test_what_the_last_picture_had_is_told_apart_from_all_since_the_start():
+    report = Report()
+    for _ in range(3):
+        report.bypassed("a hypernetwork is active")
+    report.new_generation()
+    report.bypassed("Hypertile is on")
+    rows = {row["reason"]: (row["calls"], row["calls_last"]) for row in report.as_dict()["reasons_listed"]}
+    assert rows == {"a hypernetwork is active": (3, 0), "Hypertile is on": (1, 1)}
+    assert report.as_dict()["reasons_listed"][0]["reason"] == "Hypertile is on"
+    assert report.as_dict()["last_pass"] == {"accelerated": 0, "bypassed": 1, "prepared": 0}
+
+
+def test_a_pass_without_a_call_leaves_the_last_picture_as_it_was():
+    report = Report()
+    report.count("captures")
+    report.count("replays", 19)
+    report.new_generation()
+    report.new_generation()
+    assert report.as_dict()["last_pass"] == {"accelerated": 19, "bypassed": 0, "prepared": 1}
+    report.count("replays")
+    assert report.as_dict()["last_pass"] == {"accelerated": 1, "bypassed": 0, "prepared": 0}
+
+
+def test_reasons_age(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("sfast_ext.report.time.monotonic", lambda: now[0])
+    report = Report()
+    report.bypassed("Hypertile is on")
+    now[0] += 61
+    assert report.as_dict()["reasons_listed"][0]["seconds_ago"] == 61

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +19,7 @@ from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
 from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
 from sfast_ext.hosts.session import Session, ready
+from sfast_ext.ui import words
 
 LORA_LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAttention)
 """The classes whose forward the built-in Lora extension replaces."""
@@ -57,12 +58,19 @@ class A1111Hooks:
         self._bias_mask = b""
         self._offloaded: str | None = None
         self._dormant = DormantPatches()
+        self.pictures: int | None = None
+        """How many are made at once; None where the WebUI does not say."""
         self.new_pass()
 
     def hooks(self) -> Hooks:
         """The hooks as the accelerator takes them."""
         ignored = LORA_MARKS | LEFTOVER_MARKS | controlnet.MARKS
-        return Hooks(self.bypass_reason, self.prepare, self.key, self.recognised, ignored=ignored)
+        vouch = self.recognised
+        return Hooks(self.bypass_reason, self.prepare, self.key, vouch, words=self.words, ignored=ignored)
+
+    def words(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
+        """A call in a user's words."""
+        return words.size_words(shapes, self.pictures)
 
     def new_pass(self) -> None:
         """Read the whole UNet. Called once for each pass of a sampler; takes a millisecond."""
@@ -172,6 +180,7 @@ class A1111Session(Session):
         self._controlnets = Attachment(self._hooks_for, self.report, name="controlnet")
         self.attachments = (self._unets, self._controlnets)
         self._denoiser: weakref.ref[object] | None = None
+        self._pictures: int | None = None
         self._memory = A1111Memory(self._unets, _unet_of, self.report)
         self._host_version = _host_version()
 
@@ -208,6 +217,12 @@ class A1111Session(Session):
         pairs = [pair.partition(":") for pair in (getattr(shared.cmd_opts, "api_auth", None) or "").split(",") if pair]
         return {user: password for user, _, password in pairs}
 
+    def api_is_on(self) -> bool:
+        """Whether --api was given, or --nowebui, which implies it."""
+        from modules import shared
+
+        return bool(getattr(shared.cmd_opts, "api", False) or getattr(shared.cmd_opts, "nowebui", False))
+
     def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.guarded(self.release_models)
         return original(*args, **kwargs)
@@ -229,6 +244,7 @@ class A1111Session(Session):
         if not new_pass and self._unets.unchanged(_unet_of(shared.sd_model)):
             return
         self._denoiser = weakref.ref(denoiser) if denoiser is not None else None
+        self._pictures = getattr(getattr(denoiser, "p", None), "batch_size", None)
         self._follow(shared.sd_model)
 
     def _follow(self, sd_model: Any) -> None:
@@ -248,6 +264,7 @@ class A1111Session(Session):
             if each is not None:
                 hooks = self._hooks.get(each.module)
                 if hooks is not None:
+                    hooks.pictures = self._pictures
                     hooks.new_pass()
                 each.new_generation()
 

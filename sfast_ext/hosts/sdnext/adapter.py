@@ -20,6 +20,7 @@ from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
 from sfast_ext.hosts.sdnext.refusals import COMPILED, keeps_weights, model_bypass_reason, run_bypass_reason
 from sfast_ext.hosts.session import Session, ready
+from sfast_ext.ui import words
 
 BOOKKEEPING = frozenset(
     {
@@ -66,14 +67,19 @@ class SDNextHooks:
     Args:
         pipeline: gives the pipeline that runs the network.
         new_pass: called with that pipeline at the first call of each of its runs.
+        pictures: gives how many are made at once; None where SD.Next does not say.
     """
 
     def __init__(
-        self, unet: nn.Module, pipeline: Callable[[], Any], new_pass: Callable[[Any], None] | None = None
+        self,
+        unet: nn.Module,
+        pipeline: Callable[[], Any],
+        new_pass: Callable[[Any], None] | None = None,
+        pictures: Callable[[], int | None] = lambda: None,
     ) -> None:
         from modules import shared
 
-        self._pipeline, self._tell = pipeline, new_pass
+        self._pipeline, self._tell, self._pictures = pipeline, new_pass, pictures
         # Weak: SD.Next may drop the model before its accelerator is released.
         self._unet = weakref.ref(unet)
         self._state = shared.state
@@ -86,7 +92,14 @@ class SDNextHooks:
         """The hooks as the accelerator takes them."""
         # every forward that is vouched for computes what the module's own does
         vouch = self.recognised
-        return Hooks(self.bypass_reason, key=self.key, recognised=vouch, transparent=vouch, ignored=BOOKKEEPING)
+        return Hooks(
+            self.bypass_reason,
+            key=self.key,
+            recognised=vouch,
+            transparent=vouch,
+            words=lambda shapes: words.size_words(shapes, self._pictures()),
+            ignored=BOOKKEEPING,
+        )
 
     def bypass_reason(self) -> str | None:
         """Why the call must be bypassed, in words for the user; None where it need not."""
@@ -143,12 +156,19 @@ class SDNextSession(Session):
 
     def __init__(self, version: str) -> None:
         super().__init__(version)
+        self._pictures: int | None = None
+
+        def pictures() -> int | None:
+            return self._pictures
+
         self._unets = Attachment(
-            lambda unet: SDNextHooks(unet, _pipeline, self._follow_controlnets).hooks(), self.report
+            lambda unet: SDNextHooks(unet, _pipeline, self._follow_controlnets, pictures).hooks(), self.report
         )
-        self._refiner = Attachment(lambda unet: SDNextHooks(unet, _refiner).hooks(), self.report, name="refiner")
+        self._refiner = Attachment(
+            lambda unet: SDNextHooks(unet, _refiner, pictures=pictures).hooks(), self.report, name="refiner"
+        )
         self._controlnets = Attachment(
-            lambda network: SDNextHooks(network, _pipeline).hooks(), self.report, name="controlnet"
+            lambda network: SDNextHooks(network, _pipeline, pictures=pictures).hooks(), self.report, name="controlnet"
         )
         self.attachments = (self._unets, self._refiner, self._controlnets)
         self._offload = Offload((self._refiner, self._controlnets, self._unets), self.report)
@@ -165,13 +185,24 @@ class SDNextSession(Session):
         from modules import ipadapter, script_callbacks, sd_models
 
         script_callbacks.on_model_loaded(self.callback(lambda _model: self.follow()))
-        script_callbacks.on_before_process(self.callback(lambda _p: self.follow()))
+        script_callbacks.on_before_process(self.callback(self._before_process))
         return [
             wrap(sd_models, "reload_model_weights", self._reload),
             wrap(sd_models, "unload_model_weights", self._unload),
             wrap(ipadapter, "apply", self._ip_adapters.apply),
             *self._offload.install(),
         ]
+
+    def _before_process(self, p: Any) -> None:
+        self._pictures = getattr(p, "batch_size", None)
+        self.follow()
+
+    def subpath(self) -> str:
+        """That of --subpath or of the settings."""
+        from modules import shared
+
+        path = str(getattr(shared.opts, "subpath", None) or "")
+        return path if not path or path.startswith("/") else f"/{path}"
 
     def follow(self) -> None:
         """Find which UNets are loaded and whether they can be accelerated. Called before each job."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sfast_ext.hosts.session import Session
-from sfast_ext.ui import settings
+from sfast_ext.ui import settings, tab
 
 
 class Host:
@@ -46,7 +46,8 @@ def kind() -> type[Any]:
         def __init__(self, version: str) -> None:
             super().__init__(version)
             self.undone: list[str] = []
-            self.attachments = (SimpleNamespace(release=lambda: self.undone.append("models"), status=lambda: [{}]),)
+            nothing = {"release": lambda: self.undone.append("models"), "status": lambda: [{}], "drop_plans": lambda: 0}
+            self.attachments = (SimpleNamespace(**nothing),)
 
         def install(self) -> Any:
             return [lambda: self.undone.append("first"), lambda: self.undone.append("second")]
@@ -111,3 +112,30 @@ def test_the_console_says_as_much_as_the_setting_wants(host, kind):
     assert logger.level == logging.WARNING
     kind.stop()
     assert logger.level == logging.NOTSET
+
+
+def test_the_tab_is_one_of_the_host_s(host, kind, monkeypatch):
+    kind.start("0")
+    asked = []
+    monkeypatch.setattr(tab, "tabs", lambda drop, report: asked.append((drop(), report())) or [("page", "t", "k")])
+    assert host.callbacks["ui_tabs"]() == [("page", "t", "k")]
+    ((dropped, text),) = asked
+    assert dropped == 0 and text.startswith("Stable Fast 0 in a host 1")
+
+
+def test_a_tab_that_cannot_be_made_leaves_the_host_s_others(host, kind):
+    kind.start("0")
+    # the stand-in of gradio has no pages
+    assert host.callbacks["ui_tabs"]() == []
+    assert kind.running.status()["last_error"]["stage"] == "the tab"
+
+
+def test_stages_are_shown_where_the_host_shows_text(host, kind):
+    kind.start("0")
+    state = SimpleNamespace(job="task(1)", textinfo=None)
+    sys.modules["modules.shared"].state = state
+    assert kind.running.status()["busy"]
+    kind.running.report.preparing("512x512", "recording")
+    assert state.textinfo == "Stable Fast: recording"
+    kind.running.report.preparing(None)
+    assert state.textinfo is None
