@@ -17,6 +17,7 @@ _thread = threading.local()
 
 EVENTS_KEPT = 200
 REASONS_KEPT = 100
+REMEDY = "the tab Stable Fast, 'Copy a report', or /sfast/v1/help#failed"
 LONGEST = 500
 """The maximum length of a message in characters."""
 
@@ -171,8 +172,9 @@ class Report:
             self._last_error = {"time": time.time(), "stage": stage, "message": text, "traceback": trace}
             if not again:
                 self._events.append({"time": time.time(), "stage": stage, "message": text})
-        level = logging.DEBUG if again else logging.WARNING
-        log(level, "%s failed, the original forward runs instead: %s\n%s", stage, text, trace)
+        if not again:
+            log(logging.WARNING, "%s failed, the WebUI's own code makes the picture: %s; see %s", stage, text, REMEDY)
+        log(logging.DEBUG, "%s failed: %s\n%s", stage, text, trace)
 
     def preparing(self, label: str | None, stage: str = "", began: float = 0.0) -> None:
         """Say what is being prepared for later calls, which stage it is at, and since when; None: nothing is."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from sfast_ext.report import LONGEST, REASONS_KEPT, Report
@@ -139,3 +141,24 @@ def test_reasons_age(monkeypatch):
     report.bypassed("Hypertile is on")
     now[0] += 61
     assert report.as_dict()["reasons_listed"][0]["seconds_ago"] == 61
+
+
+def test_the_first_failure_of_a_kind_is_a_line_with_a_remedy_and_the_next_are_counted(caplog):
+    report = Report()
+    with caplog.at_level(logging.INFO, logger="sfast_ext"):
+        for _ in range(3):
+            try:
+                raise ValueError("it broke")
+            except ValueError as exc:
+                report.error("capture", exc)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "capture failed" in line and "ValueError: it broke" in line and "/sfast/v1/help#failed" in line
+    assert "Traceback" not in line and "\n" not in line
+    assert report.counter("errors") == 3
+    assert "Traceback" in report.as_dict()["last_error"]["traceback"]
+
+
+def test_tracebacks_are_in_the_log_at_debug(caplog):
+    with caplog.at_level(logging.DEBUG, logger="sfast_ext"):
+        Report().error("capture", ValueError("it broke"))
+    assert "ValueError: it broke" in caplog.records[-1].getMessage() and len(caplog.records) == 2

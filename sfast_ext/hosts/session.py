@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from sfast_ext import environment
 from sfast_ext.config import Config
+from sfast_ext.hosts import xyz
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.report import Report, logger
 from sfast_ext.ui import api, bug_report, reasons, settings, tab, words
@@ -37,12 +38,13 @@ class Session:
         self._described: tuple[bool, dict[str, Any], str | None] | None = None
 
     @classmethod
-    def start(cls, version: str) -> None:
-        """Start a session, after releasing the one of the scripts that were loaded before."""
+    def start(cls, version: str) -> Session:
+        """Start a session, after releasing the one of the scripts that were loaded before. Returns it."""
         if cls.running is not None:
             cls.running.release()
-        cls.running = cls(version)
-        cls.running.register()
+        session = cls.running = cls(version)
+        session.register()
+        return session
 
     @classmethod
     def stop(cls) -> None:
@@ -50,6 +52,16 @@ class Session:
         if cls.running is not None:
             cls.running.release()
             cls.running = None
+
+    def greeting(self) -> str:
+        """The line that an adapter writes to the host's log once it has started: what was found, what will happen."""
+        config = self.config()
+        missing = None if config.allow_cpu else environment.no_gpu()
+        if missing is not None:
+            will = f"no supported NVIDIA GPU ({missing}); the WebUI's own code makes every picture"
+        else:
+            will = f"{environment.in_short()}; {'on' if config.enabled else 'off, see Settings > Stable Fast'}"
+        return f"Stable Fast {self.version}: {will}"
 
     def register(self) -> None:
         """Register settings and callbacks with the host."""
@@ -62,6 +74,7 @@ class Session:
         self._undo.append(lambda: logger.setLevel(logging.NOTSET))
         script_callbacks.on_ui_settings(self.callback(lambda: settings.register(shared.opts, shared.OptionInfo)))
         script_callbacks.on_script_unloaded(self.callback(self.release))
+        script_callbacks.on_before_ui(self.callback(self._add_axes))
         script_callbacks.on_ui_tabs(lambda: self._tab())
         script_callbacks.on_app_started(self.callback(lambda _demo, app: api.register(app, self._source())))
         self._undo.extend(self.install())
@@ -154,6 +167,15 @@ class Session:
         """Drop all plans; they are made anew when they are needed. Returns how many there were."""
         return sum(attachment.drop_plans() for attachment in self.attachments)
 
+    def _add_axes(self) -> None:
+        grid = self.xyz_grid()
+        if grid is not None:
+            xyz.add_axes(grid)
+
+    def xyz_grid(self) -> Any:
+        """The host's module that has the axes of its X/Y/Z plot; None where it has none."""
+        return None
+
     def _tab(self) -> list[Any]:
         # a host goes through the result: an exception of ours must leave it an empty one
         try:
@@ -195,11 +217,6 @@ class Session:
     def api_passwords(self) -> Mapping[str, str]:
         """The passwords of the host's API by user; empty where it requires none."""
         return {}
-
-
-def ready(version: str) -> str:
-    """The line that an adapter writes to the host's log once it has started."""
-    return f"Stable Fast {version} is ready. Settings: Settings > Stable Fast. Status: {api.STATUS}"
 
 
 def guarded(

@@ -18,7 +18,7 @@ from sfast_ext.hosts.a1111 import controlnet
 from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
 from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
-from sfast_ext.hosts.session import Session, ready
+from sfast_ext.hosts.session import Session
 from sfast_ext.ui import words
 
 LORA_LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAttention)
@@ -217,6 +217,13 @@ class A1111Session(Session):
         pairs = [pair.partition(":") for pair in (getattr(shared.cmd_opts, "api_auth", None) or "").split(",") if pair]
         return {user: password for user, _, password in pairs}
 
+    def xyz_grid(self) -> Any:
+        """The module of its script."""
+        from modules import scripts
+
+        found = (data.module for data in scripts.scripts_data if data.script_class.__module__ == "xyz_grid.py")
+        return next(found, None)
+
     def api_is_on(self) -> bool:
         """Whether --api was given, or --nowebui, which implies it."""
         from modules import shared
@@ -271,8 +278,7 @@ class A1111Session(Session):
 
 def start(version: str) -> None:
     """Start the extension; after the WebUI reloaded its scripts, in place of the session before."""
-    A1111Session.start(version)
-    print(ready(version))
+    print(A1111Session.start(version).greeting())
 
 
 def _unet_of(sd_model: Any) -> nn.Module | None:

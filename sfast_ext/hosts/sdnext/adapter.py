@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -19,7 +20,7 @@ from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
 from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
 from sfast_ext.hosts.sdnext.refusals import COMPILED, keeps_weights, model_bypass_reason, run_bypass_reason
-from sfast_ext.hosts.session import Session, ready
+from sfast_ext.hosts.session import Session
 from sfast_ext.ui import words
 
 BOOKKEEPING = frozenset(
@@ -56,8 +57,7 @@ def detect() -> bool:
 
 def start(version: str) -> None:
     """Start the extension; after SD.Next reloaded its scripts, in place of the session before."""
-    SDNextSession.start(version)
-    logging.getLogger("sfast_ext").info("%s", ready(version))
+    logging.getLogger("sfast_ext").info("%s", SDNextSession.start(version).greeting())
 
 
 class SDNextHooks:
@@ -196,6 +196,10 @@ class SDNextSession(Session):
     def _before_process(self, p: Any) -> None:
         self._pictures = getattr(p, "batch_size", None)
         self.follow()
+
+    def xyz_grid(self) -> Any:
+        """The module that its two scripts share."""
+        return sys.modules.get("scripts.xyz.xyz_grid_classes")
 
     def subpath(self) -> str:
         """That of --subpath or of the settings."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sfast_ext.hosts import session, xyz
 from sfast_ext.hosts.session import Session
 from sfast_ext.ui import settings, tab
 
@@ -63,11 +64,11 @@ def kind() -> type[Any]:
 
 def test_a_start_registers_and_a_stop_undoes_it_in_reverse(host, kind):
     kind.start("0")
-    session = kind.running
+    running = kind.running
     assert set(settings.KEYS) < set(host.options)
     assert {"ui_settings", "script_unloaded", "app_started"} <= set(host.callbacks)
     kind.stop()
-    assert session.undone == ["models", "second", "first"] and kind.running is None
+    assert running.undone == ["models", "second", "first"] and kind.running is None
     kind.stop()
 
 
@@ -96,9 +97,9 @@ def test_no_exception_reaches_the_host(host, kind, shown, monkeypatch):
             raise RuntimeError("the host cannot show it")
 
     monkeypatch.setattr(kind, "show_error", show)
-    session = kind("0")
-    session.callback(lambda *args, **more: {}[args[0]])("a model", more=1)
-    error = session.status()["last_error"]
+    mine = kind("0")
+    mine.callback(lambda *args, **more: {}[args[0]])("a model", more=1)
+    error = mine.status()["last_error"]
     assert error["stage"] == "host callback" and "a model" in error["message"]
     assert [type(exc) for exc in seen] == [KeyError]
 
@@ -139,3 +140,30 @@ def test_stages_are_shown_where_the_host_shows_text(host, kind):
     assert state.textinfo == "Stable Fast: recording"
     kind.running.report.preparing(None)
     assert state.textinfo is None
+
+
+def test_the_plot_gets_its_axes_where_the_host_has_one(host, kind, monkeypatch):
+    kind.start("0")
+    host.callbacks["before_ui"]()
+    axes = []
+    monkeypatch.setattr(kind, "xyz_grid", lambda self: "the module")
+    monkeypatch.setattr(xyz, "add_axes", axes.append)
+    host.callbacks["before_ui"]()
+    assert axes == ["the module"] and kind.running.status()["last_error"] is None
+
+
+@pytest.mark.parametrize(
+    ("missing", "chosen", "said"),
+    [
+        (None, {}, "a card, torch 2.7, CUDA C++ kernels; on"),
+        (None, {"sfast_enabled": False}, "a card, torch 2.7, CUDA C++ kernels; off, see Settings > Stable Fast"),
+        ("torch finds no NVIDIA GPU", {"sfast_enabled": False}, "no supported NVIDIA GPU (torch finds no NVIDIA GPU)"),
+        ("torch finds no NVIDIA GPU", {"sfast_allow_cpu": True}, "a card, torch 2.7, CUDA C++ kernels; on"),
+    ],
+)
+def test_the_first_line_says_what_was_found_and_what_will_happen(host, kind, monkeypatch, missing, chosen, said):
+    monkeypatch.setattr(session.environment, "no_gpu", lambda: missing)
+    monkeypatch.setattr(session.environment, "in_short", lambda: "a card, torch 2.7, CUDA C++ kernels")
+    vars(sys.modules["modules.shared"].opts).update(chosen)
+    line = kind.start("0.2").greeting()
+    assert line.startswith(f"Stable Fast 0.2: {said}") and "\n" not in line
