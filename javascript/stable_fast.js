@@ -32,10 +32,10 @@
     }
 
     function planLine(plan) {
-        if (typeof plan.ms_before !== 'number' || typeof plan.ms_after !== 'number' || plan.ms_after <= 0) {
-            return typeset(plan.label) + ': not timed yet';
+        if (typeof plan.speedup !== 'number') {
+            return typeset(plan.label) + ': not compared in time';
         }
-        const times = (plan.ms_before / plan.ms_after).toFixed(1);
+        const times = plan.speedup.toFixed(1);
         return `${typeset(plan.label)}: ${times}× (${plan.ms_before.toFixed(1)} → ${plan.ms_after.toFixed(1)} ms a step)`;
     }
 

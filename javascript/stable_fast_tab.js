@@ -22,7 +22,7 @@
     }
 
     function times(plan) {
-        return plan.ms_before && plan.ms_after ? plan.ms_before / plan.ms_after : null;
+        return typeof plan.speedup === 'number' ? plan.speedup : null;
     }
 
     function seconds(ago) {

@@ -126,6 +126,7 @@ PLAN = {
     "state": "replaying",
     "ms_before": 31.0,
     "ms_after": 14.8,
+    "speedup": 2.1,
     "replays": 30,
     "last_pass": True,
     "used_at": 1e9,
@@ -316,7 +317,7 @@ def test_the_tab_shows_what_runs_what_is_ready_and_why_not():
 
 
 def test_plans_are_sorted_by_any_column_and_the_focus_stays():
-    other = {**PLAN, "label": "768x512", "ms_before": 40.0, "ms_after": None, "last_pass": False, "used_at": 5.0}
+    other = {**PLAN, "label": "768x512", "ms_before": 40.0, "speedup": None, "last_pass": False, "used_at": 5.0}
     status = {**STATUS, "accelerators": [{"name": "unet", "plans": [other, PLAN]}]}
     script = """
         const view = document.getElementById('stable_fast_view');

@@ -29,6 +29,7 @@ class Plan(BaseModel):
     used_at: Optional[float] = Field(None, description="when a picture used it last, in seconds since 1970")
     ms_before: Optional[float] = Field(None, description="milliseconds of the original's step, measured for it")
     ms_after: Optional[float] = Field(None, description="milliseconds of its own step, measured at the same time")
+    speedup: Optional[float] = Field(None, description="their ratio; null on a CPU, where they are not timed alike")
     first_call_s: Optional[float] = Field(None, description="seconds that its preparation took")
     memory_mb: float = Field(..., description="GPU memory of its CUDA graph")
     error: Optional[float] = Field(None, description="relative difference from the original")

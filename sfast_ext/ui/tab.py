@@ -21,7 +21,7 @@ def tabs(drop: Callable[[], int], report: Callable[[], str]) -> list[tuple[Any, 
         return []
 
     def dropped() -> str:
-        return f"{drop()} plans were dropped; they are made anew when they are needed."
+        return f"Plans dropped: {drop()}. They are made anew when they are needed."
 
     with gradio.Blocks(analytics_enabled=False) as page:
         gradio.HTML('<div id="stable_fast_view">Loading ...</div>', elem_id="stable_fast_tables")

@@ -36,17 +36,11 @@ def size_words(shapes: Sequence[tuple[int, ...]], pictures: int | None = None) -
     return ", ".join(said)
 
 
-def speedup(plan: Mapping[str, Any]) -> float | None:
-    """How many times faster a plan is than the original; both were measured when it was made. None if they were not."""
-    before, after = plan.get("ms_before"), plan.get("ms_after")
-    return before / after if before and after else None
-
-
 def plan_words(plan: Mapping[str, Any]) -> str:
     """A plan in one line: "512x512, 1 picture, 77 tokens: 2.1x (31.0 -> 14.8 ms a step)"."""
-    times = speedup(plan)
+    times = plan.get("speedup")
     if times is None:
-        return f"{plan['label']}: not timed yet"
+        return f"{plan['label']}: not compared in time"
     return f"{plan['label']}: {times:.1f}x ({plan['ms_before']:.1f} -> {plan['ms_after']:.1f} ms a step)"
 
 
@@ -86,7 +80,7 @@ def _speed(status: Mapping[str, Any]) -> str:
     accelerators = [each for each in status["accelerators"] if not each.get("idle")]
     plans = [plan for each in accelerators for plan in each.get("plans", ()) if plan.get("last_pass")]
     plan = max(plans, key=lambda plan: plan["replays"], default=None)
-    times = speedup(plan) if plan is not None else None
+    times = plan.get("speedup") if plan is not None else None
     said = [] if times is None else [f"{times:.1f}x"]
     pace = next((each["calls_per_s"] for each in accelerators if each.get("calls_per_s")), None)
     if pace is not None and plan is not None:

@@ -34,6 +34,7 @@ STATUS = {
                     "signature": "f16[2,4,64,64]",
                     "ms_before": 31.0,
                     "ms_after": 14.8,
+                    "speedup": 2.1,
                     "state": "replaying",
                     "replays": 20,
                     "error": 0.001,

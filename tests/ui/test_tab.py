@@ -45,7 +45,7 @@ def test_it_has_a_place_for_the_tables_and_three_buttons(gradio):
     ((page, title, key),) = tab.tabs(lambda: 3, lambda: "a report")
     assert (title, key) == ("Stable Fast", "stable_fast") and page is Component.made[0]
     assert 'id="stable_fast_view"' in by_id("tables").args[0]
-    assert by_id("drop").events[0]["fn"]() == "3 plans were dropped; they are made anew when they are needed."
+    assert by_id("drop").events[0]["fn"]() == "Plans dropped: 3. They are made anew when they are needed."
     assert by_id("report").events[0]["fn"]() == "a report"
     # the page's own functions, under the page's own authentication, and not among the named ones of its API
     assert all(by_id(name).events[0]["api_name"] is False for name in ("drop", "report"))

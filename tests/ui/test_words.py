@@ -7,7 +7,14 @@ import pytest
 from sfast_ext.ui import words
 
 UNET = [(2, 4, 64, 64), (2,), (2, 77, 768)]
-PLAN = {"label": "512x512, 1 picture", "ms_before": 31.04, "ms_after": 14.78, "replays": 20, "last_pass": True}
+PLAN = {
+    "label": "512x512, 1 picture",
+    "ms_before": 31.04,
+    "ms_after": 14.78,
+    "speedup": 2.1,
+    "replays": 20,
+    "last_pass": True,
+}
 ON = {"accelerated": 20, "bypassed": 0, "prepared": 0}
 
 
@@ -31,8 +38,7 @@ def test_a_call_is_called_by_its_size(shapes, pictures, said):
 
 def test_a_plan_in_one_line():
     assert words.plan_words(PLAN) == "512x512, 1 picture: 2.1x (31.0 -> 14.8 ms a step)"
-    assert words.plan_words({**PLAN, "ms_before": None}) == "512x512, 1 picture: not timed yet"
-    assert words.plan_words({**PLAN, "ms_after": 0.0}) == "512x512, 1 picture: not timed yet"
+    assert words.plan_words({**PLAN, "speedup": None}) == "512x512, 1 picture: not compared in time"
 
 
 def status(**change):
@@ -71,7 +77,7 @@ def test_the_state_in_a_few_words(change, state, text):
 
 
 def test_what_was_not_measured_is_not_shown():
-    plan = {**PLAN, "ms_before": None}
+    plan = {**PLAN, "speedup": None}
     assert words.badge(status(accelerators=[{"plans": [plan], "calls_per_s": None}]))["text"] == "accelerated"
 
 
@@ -81,7 +87,7 @@ def test_an_old_reason_is_not_that_of_the_last_picture():
 
 
 def test_a_plan_of_another_picture_is_not_the_speed_of_this_one():
-    slow = {**PLAN, "ms_after": 31.0, "last_pass": False, "replays": 900}
+    slow = {**PLAN, "speedup": 1.0, "last_pass": False, "replays": 900}
     assert words.badge(status(accelerators=[{"plans": [slow, PLAN]}]))["text"] == "2.1x"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
 from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
 from sfast_ext.hosts.session import Session
+from sfast_ext.report import logger
 from sfast_ext.ui import words
 
 LORA_LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAttention)
@@ -184,6 +186,20 @@ class A1111Session(Session):
         self._memory = A1111Memory(self._unets, _unet_of, self.report)
         self._host_version = _host_version()
 
+    def register(self) -> None:
+        """Write to the console before anything else is done."""
+        self._join_console()
+        super().register()
+
+    def _join_console(self) -> None:
+        # without --loglevel the WebUI configures no log, and Python then writes warnings only
+        if logger.hasHandlers():
+            return
+        handler = _console()
+        handler.setFormatter(logging.Formatter("Stable Fast: %(message)s"))
+        logger.addHandler(handler)
+        self._undo.append(lambda: logger.removeHandler(handler))
+
     def install(self) -> list[Callable[[], object]]:
         """Register callbacks, and wrap the functions that free memory, for which there are none."""
         from modules import script_callbacks, sd_models
@@ -279,6 +295,17 @@ class A1111Session(Session):
 def start(version: str) -> None:
     """Start the extension; after the WebUI reloaded its scripts, in place of the session before."""
     print(A1111Session.start(version).greeting())
+
+
+def _console() -> logging.Handler:
+    """A handler that writes around the WebUI's progress bars, where the WebUI has one."""
+    plain = logging.StreamHandler()
+    try:
+        from modules.logging_config import TqdmLoggingHandler
+
+        return TqdmLoggingHandler(plain) if TqdmLoggingHandler is not None else plain
+    except ImportError:
+        return plain
 
 
 def _unet_of(sd_model: Any) -> nn.Module | None:
