@@ -56,11 +56,14 @@ class Session:
     def greeting(self) -> str:
         """The line that an adapter writes to the host's log once it has started: what was found, what will happen."""
         config = self.config()
-        missing = None if config.allow_cpu else environment.no_gpu()
+        try:
+            missing, found = None if config.allow_cpu else environment.no_gpu(), environment.in_short()
+        except Exception as exc:  # of a broken driver
+            missing, found = f"{type(exc).__name__}: {exc}", ""
         if missing is not None:
             will = f"no supported NVIDIA GPU ({missing}); the WebUI's own code makes every picture"
         else:
-            will = f"{environment.in_short()}; {'on' if config.enabled else 'off, see Settings > Stable Fast'}"
+            will = f"{found}; {'on' if config.enabled else 'off, see Settings > Stable Fast'}"
         return f"Stable Fast {self.version}: {will}"
 
     def register(self) -> None:

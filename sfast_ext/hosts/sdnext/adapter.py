@@ -22,6 +22,7 @@ from sfast_ext.hosts.sdnext.offload import Offload
 from sfast_ext.hosts.sdnext.refusals import COMPILED, keeps_weights, model_bypass_reason, run_bypass_reason
 from sfast_ext.hosts.session import Session
 from sfast_ext.ui import words
+from sfast_ext.ui.api import STATUS
 
 BOOKKEEPING = frozenset(
     {
@@ -294,10 +295,18 @@ class SDNextSession(Session):
         logger = logging.getLogger("sfast_ext")
         before, logger.parent = logger.parent, log
 
+        # SD.Next logs each request, and the badge asks every second while a picture is made
+        log.addFilter(_is_not_the_badge)
+
         def leave_log() -> None:
+            log.removeFilter(_is_not_the_badge)
             logger.parent = before
 
         self._undo.append(leave_log)
+
+
+def _is_not_the_badge(record: logging.LogRecord) -> bool:
+    return not (isinstance(record.msg, str) and record.msg.startswith("API ") and f"{STATUS} " in record.msg)
 
 
 def _pipeline() -> Any:

@@ -167,3 +167,12 @@ def test_the_first_line_says_what_was_found_and_what_will_happen(host, kind, mon
     vars(sys.modules["modules.shared"].opts).update(chosen)
     line = kind.start("0.2").greeting()
     assert line.startswith(f"Stable Fast 0.2: {said}") and "\n" not in line
+
+
+def test_a_broken_driver_stops_no_start(host, kind, monkeypatch):
+    def broken():
+        raise RuntimeError("CUDA unknown error")
+
+    monkeypatch.setattr(session.environment, "no_gpu", broken)
+    line = kind.start("0.2").greeting()
+    assert line.startswith("Stable Fast 0.2: no supported NVIDIA GPU (RuntimeError: CUDA unknown error)")

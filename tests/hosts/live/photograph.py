@@ -47,7 +47,7 @@ def main() -> None:
         page.on("response", lambda answer: missing.append(answer.url) if answer.status >= 400 else None)
         page.on("request", lambda request: asked.append(request.url) if "/sfast/" in request.url else None)
         page.goto(f"{arguments.url}/?__theme={arguments.theme}", timeout=180_000)
-        page.wait_for_selector(".sfast-badge .sfast-state", state="attached", timeout=180_000)
+        page.wait_for_selector(".sfast-badge .sfast-state", state="attached", timeout=90_000)
         page.wait_for_timeout(3000)
         if arguments.generate:
             _generate(page)
