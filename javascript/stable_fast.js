@@ -1,172 +1,246 @@
-// A badge in the lower corner that says whether calls are accelerated. A click opens the status.
+// The badge below the Generate button: whether the last picture was accelerated, how much, and why not.
 
 (function() {
-    const PERIOD = 2000;
-    let badge = null;
-    let panel = null;
+    const URL = './sfast/v1/status';
+    const TABS = ['txt2img', 'img2img', 'control'];
+    const PERIOD = 1000;
+    // polls without work after which nothing more is expected: the job of a click may begin late
+    const PATIENCE = 5;
+    const SIGNS = {on: '●', partly: '◐', preparing: '◌', ready: '○', original: '▲', off: '■', none: '■', unknown: '?'};
+
+    const badges = [];
+    const listeners = [];
+    let live = null;
     let timer = null;
+    let idle = 0;
+    let last = null;
 
-    // parts with plans of their own, which another extension's forward calls
-    function inParts(accelerator) {
-        return (accelerator.parts || []).filter((part) => part.plans > 0);
+    // Python writes "512x512" and "->", for consoles of any code page; names of models stay as they are
+    function typeset(text) {
+        return String(text).replace(/(\d)x(?=\d|\b)/g, '$1×').replace(/->/g, '→').replace(/× *, /g, '× · ');
     }
 
-    function words(status) {
-        if (!status.enabled) {
-            return ['off', 'Stable Fast: off'];
-        }
-        // an idle accelerator still has plans, but another extension's forward does not call them
-        const accelerators = status.accelerators.filter((accelerator) => !accelerator.idle);
-        const plans = accelerators.flatMap((accelerator) => accelerator.plans || []);
-        // between jobs the memory of weights and graphs may be freed for the host
-        const away = accelerators.some((accelerator) => accelerator.weights && accelerator.weights.away);
-        if (away || plans.some((plan) => plan.state === 'replaying')) {
-            return ['on', 'Stable Fast: accelerated'];
-        }
-        if (accelerators.some((accelerator) => inParts(accelerator).length > 0)) {
-            return ['on', 'Stable Fast: accelerated, block by block'];
-        }
-        if (plans.length > 0) {
-            return ['on', 'Stable Fast: accelerated, no CUDA graph'];
-        }
-        return ['waiting', Object.keys(status.reasons).length > 0 ? 'Stable Fast: bypassed' : 'Stable Fast: ready'];
-    }
-
-    function line(parent, text, bold) {
-        const element = document.createElement('div');
+    function add(parent, tag, text, name) {
+        const element = document.createElement(tag);
         // textContent, never innerHTML: reasons carry names of models and of other extensions
-        element.textContent = text;
-        element.style.fontWeight = bold ? 'bold' : 'normal';
+        element.textContent = text === undefined ? '' : text;
+        if (name) {
+            element.className = name;
+        }
         parent.appendChild(element);
+        return element;
     }
 
-    function milliseconds(value) {
-        return typeof value === 'number' ? value.toFixed(1) + ' ms' : '–';
+    function planLine(plan) {
+        if (typeof plan.speedup !== 'number') {
+            return typeset(plan.label) + ': not compared in time';
+        }
+        const times = plan.speedup.toFixed(1);
+        return `${typeset(plan.label)}: ${times}× (${plan.ms_before.toFixed(1)} → ${plan.ms_after.toFixed(1)} ms a step)`;
     }
 
-    function fill(status) {
+    function plansOf(status) {
+        return status.accelerators.flatMap((each) => (each.plans || []).map((plan) => ({...plan, network: each.name})));
+    }
+
+    function details(panel, status) {
         panel.textContent = '';
-        line(panel, 'Stable Fast ' + status.version, true);
-        line(panel, [status.environment.gpu || 'no GPU', 'torch ' + status.environment.torch, status.model || 'no model'].join(' · '));
-        for (const accelerator of status.accelerators) {
-            if (accelerator.idle) {
-                line(panel, accelerator.name + ': ' + accelerator.idle, true);
-            }
-            const parts = inParts(accelerator);
-            if (parts.length > 0) {
-                const calls = parts.reduce((sum, part) => sum + part.replays, 0);
-                line(panel, accelerator.name + ': ' + parts.length + ' blocks, one by one · ' + calls + ' calls', true);
-            }
-            for (const plan of accelerator.plans || []) {
-                line(panel, plan.signature, true);
-                line(panel, [
-                    plan.state,
-                    milliseconds(plan.ms_before) + ' → ' + milliseconds(plan.ms_after),
-                    plan.replays + ' calls',
-                    plan.captures + (plan.captures === 1 ? ' capture' : ' captures')
-                ].join(' · '));
+        add(panel, 'div', status.badge.detail, 'sfast-strong');
+        if (!status.no_gpu) {
+            plansOf(status).filter((plan) => plan.last_pass).forEach((plan) => add(panel, 'div', planLine(plan)));
+        }
+        add(panel, 'div', [status.environment.gpu || 'no GPU', 'torch ' + status.environment.torch].join(', '), 'sfast-weak');
+        const link = add(panel, 'button', 'Open the tab Stable Fast', 'sfast-link');
+        link.type = 'button';
+        link.addEventListener('click', openTab);
+    }
+
+    function openTab() {
+        const buttons = Array.from(gradioApp().querySelectorAll('#tabs button'));
+        const tab = buttons.find((button) => button.textContent.trim() === 'Stable Fast');
+        if (tab) {
+            tab.click();
+        }
+    }
+
+    // what lies behind an element: themes have no colour, or a transparent one, where others have one
+    function cover(element) {
+        for (let behind = element; behind; behind = behind.parentElement) {
+            const colour = getComputedStyle(behind).backgroundColor;
+            const [, , , alpha = '1'] = (colour || '').match(/[\d.]+/g) || [];
+            if (colour && colour !== 'transparent' && Number(alpha) === 1) {
+                element.style.backgroundColor = colour;
+                return;
             }
         }
-        const reasons = Object.entries(status.reasons);
-        if (reasons.length > 0) {
-            line(panel, 'Bypassed calls in the last images', true);
-            reasons.forEach(([reason, count]) => line(panel, count + ' × ' + reason));
+        Object.assign(element.style, {backgroundColor: 'Canvas', color: 'CanvasText'});
+    }
+
+    function write(state, text, status) {
+        const said = state === 'original' ? text : typeset(text);
+        for (const {button, label, sign, panel} of badges) {
+            if (button.dataset.state !== state || label.textContent !== said) {
+                button.dataset.state = state;
+                sign.textContent = SIGNS[state] || SIGNS.unknown;
+                label.textContent = said;
+            }
+            if (status) {
+                details(panel, status);
+            } else {
+                panel.textContent = said;
+            }
         }
-        if (status.last_error) {
-            line(panel, 'Last error', true);
-            line(panel, status.last_error.stage + ': ' + status.last_error.message);
+        // a screen reader is told of another state, not of each number
+        if (live && live.dataset.state !== state) {
+            live.dataset.state = state;
+            live.textContent = 'Stable Fast: ' + said;
         }
     }
 
     async function refresh() {
         try {
-            const answer = await fetch('./sfast/v1/status');
+            const answer = await fetch(URL);
             if (answer.status === 401) {
-                badge.dataset.state = 'unknown';
-                badge.textContent = 'Stable Fast: log in for status';
-                return;
+                write('unknown', 'log in for status', null);
+                return null;
             }
             if (!answer.ok) {
                 throw new Error(String(answer.status));
             }
-            const status = await answer.json();
-            const [state, text] = words(status);
-            badge.dataset.state = state;
-            badge.textContent = text;
-            if (!panel.hidden) {
-                fill(status);
-            }
+            last = await answer.json();
+            write(last.badge.state, last.badge.text, last);
+            listeners.forEach((listener) => listener(last));
+            return last;
         } catch (error) {
-            badge.dataset.state = 'unknown';
-            badge.textContent = 'Stable Fast: no status';
+            write('unknown', 'no status', null);
+            return null;
         }
     }
 
-    function toggle() {
-        panel.hidden = !panel.hidden;
-        clearInterval(timer);
-        timer = null;
-        if (!panel.hidden) {
-            // only while the page is visible
-            timer = setInterval(() => {
-                if (!document.hidden) {
-                    refresh();
-                }
-            }, PERIOD);
-            panel.style.bottom = `${window.innerHeight - badge.getBoundingClientRect().top + 4}px`;
+    async function poll() {
+        if (document.hidden) {
+            return;
         }
-        refresh();
-    }
-
-    // SD.Next's themes have 'none' where others have a colour, or a transparent one
-    function cover(element) {
-        const [, , , alpha = '1'] = getComputedStyle(element).backgroundColor.match(/[\d.]+/g) || [];
-        if (Number(alpha) < 1) {
-            Object.assign(element.style, {background: '#2b2b2b', color: '#f0f0f0'});
+        const status = await refresh();
+        idle = status && (status.busy || status.preparing) ? 0 : idle + 1;
+        if (idle >= PATIENCE) {
+            clearInterval(timer);
+            timer = null;
         }
     }
 
-    function style(element, bottom) {
-        Object.assign(element.style, {
-            position: 'fixed',
-            left: '8px',
-            bottom: bottom,
-            // above the results of SD.Next's modern UI on a phone (999), below an image at full size (1001)
-            zIndex: '1000',
-            padding: '2px 8px',
-            borderRadius: '6px',
-            fontSize: '12px',
-            background: 'var(--sd-main-background-color, var(--background-fill-secondary, #333))',
-            color: 'var(--sd-label-color, var(--body-text-color, #eee))',
-            border: '1px solid var(--border-color-primary, #666)'
+    function watch() {
+        idle = 0;
+        if (timer === null) {
+            timer = setInterval(poll, PERIOD);
+        }
+    }
+
+    function make() {
+        const box = document.createElement('div');
+        box.className = 'sfast-badge';
+        const button = add(box, 'button', undefined, 'sfast-state');
+        button.type = 'button';
+        button.dataset.state = 'unknown';
+        const sign = add(button, 'span', SIGNS.unknown, 'sfast-sign');
+        sign.setAttribute('aria-hidden', 'true');
+        add(button, 'span', 'Stable Fast', 'sfast-name');
+        const label = add(button, 'span', '…', 'sfast-text');
+        const panel = add(box, 'div', undefined, 'sfast-details');
+        panel.id = `stable_fast_details_${badges.length}`;
+        button.setAttribute('aria-describedby', panel.id);
+        button.setAttribute('aria-expanded', 'false');
+        const pin = (on) => {
+            box.classList.toggle('sfast-pinned', on);
+            button.setAttribute('aria-expanded', String(on));
+        };
+        button.addEventListener('click', () => {
+            pin(button.getAttribute('aria-expanded') === 'false');
+            refresh();
+        });
+        const look = () => {
+            cover(panel);
+            refresh();
+        };
+        box.addEventListener('mouseenter', look);
+        button.addEventListener('focus', look);
+        box.addEventListener('keydown', (event) => {
+            if (event.key === 'Escape') {
+                // the host would interrupt the picture
+                event.stopPropagation();
+                pin(false);
+                button.blur();
+            }
+        });
+        return {box, button, sign, label, panel};
+    }
+
+    // after each update of the page: SD.Next's modern theme moves buttons after they were made
+    function place() {
+        TABS.forEach((tab, index) => {
+            const button = document.getElementById(`${tab}_generate`);
+            if (!button) {
+                return;
+            }
+            const row = button.closest(`#${tab}_generate_box`) || button;
+            badges[index] = badges[index] || make();
+            if (badges[index].box.previousElementSibling !== row) {
+                row.after(badges[index].box);
+                cover(badges[index].button);
+            }
         });
     }
 
-    onUiLoaded(() => {
-        if (badge) {
+    function start() {
+        if (live) {
             return;
         }
-        badge = document.createElement('button');
-        badge.id = 'stable_fast_badge';
-        badge.type = 'button';
-        badge.title = 'Stable Fast status; click for details';
-        style(badge, '8px');
-        badge.addEventListener('click', toggle);
-        panel = document.createElement('div');
-        panel.id = 'stable_fast_panel';
-        panel.hidden = true;
-        style(panel, '36px');
-        Object.assign(panel.style, {maxWidth: 'min(40em, 100vw - 16px)', maxHeight: '60vh', overflow: 'auto', whiteSpace: 'pre-wrap'});
-        const root = gradioApp();
-        (root === document ? document.body : root).append(panel, badge);
-        [badge, panel].forEach(cover);
+        live = document.createElement('div');
+        live.className = 'sfast-live';
+        live.setAttribute('role', 'status');
+        document.body.appendChild(live);
+        place();
+        if (typeof onAfterUiUpdate === 'function') {
+            onAfterUiUpdate(place);
+        }
+        document.addEventListener('click', (event) => {
+            const target = event.target;
+            if (target && target.closest && target.closest(TABS.map((tab) => `#${tab}_generate`).join(','))) {
+                watch();
+            }
+        }, true);
+        document.addEventListener('visibilitychange', () => {
+            if (!document.hidden) {
+                refresh();
+            }
+        });
         refresh();
-    });
+    }
+
+    // where the page may not write to the clipboard, as over plain http, the text stays there to be copied by hand
+    function copy(text) {
+        if (navigator.clipboard) {
+            navigator.clipboard.writeText(text).catch(() => {});
+        }
+    }
+
+    // for the tab, which is another file
+    window.stableFast = {
+        refresh, typeset, add, planLine, plansOf, copy,
+        onStatus: (listener) => {
+            listeners.push(listener);
+            if (last) {
+                listener(last);
+            }
+        }
+    };
+
+    onUiLoaded(start);
 
     // not every host has it
     if (typeof onOptionsChanged === 'function') {
         onOptionsChanged(() => {
-            if (badge) {
+            if (live) {
                 refresh();
             }
         });

@@ -34,6 +34,7 @@ from sfast_ext.runtime.plan_cache import PlanCache, pool_for
 from sfast_ext.runtime.plan_finder import HOST_STAGES, PlanFinder
 from sfast_ext.runtime.plan_runner import OriginalFailed, PlanRunner
 from sfast_ext.runtime.replay_state import Lookup, ReplayState
+from sfast_ext.timing import Pace
 from sfast_ext.weights.submodule_arena import Arena, SubmoduleArena
 from sfast_ext.weights.weight import WeightsAway, WeightsChanged, WeightsInUse
 
@@ -83,6 +84,8 @@ class Accelerator:
         self._finder = PlanFinder(context, cache, self._runner, self._builder.static_numbers, self._backoff)
         self._released = False
         self._inside = threading.local()
+        self._pace = Pace()
+        self._passes = 1
 
     @property
     def module(self) -> nn.Module:
@@ -148,6 +151,8 @@ class Accelerator:
         """
         if self.whole is None:
             self.report.new_generation()
+        self._passes += 1
+        self._pace.restart()
         self._cache.new_generation()
         self._backoff.new_generation()
         self._finder.keys.begin_generation()
@@ -269,12 +274,15 @@ class Accelerator:
         """The state of this accelerator, for the status page."""
         with self._model.lock:
             device = self._context.device()
+            plans = list(self.plans.values())
+            latest = max((plan.pass_of_use for plan in plans), default=0)
             return {
                 "name": self.name,
                 "module": type(self.module).__qualname__,
                 "device": str(device),
                 "installed": self.installed(),
-                "plans": [plan.status() for plan in list(self.plans.values())],
+                "plans": [{**plan.status(), "last_pass": latest > 0 and plan.pass_of_use == latest} for plan in plans],
+                "calls_per_s": self._pace.per_second(),
                 "parts": [part._summary() for part in self.parts],
                 "weights": self.arena.status(),
                 "graph_pool": pool_of(device).status() if device is not None and device.type == "cuda" else None,
@@ -347,6 +355,9 @@ class Accelerator:
         at("keeping the plan")
         self._cache.touch(lookup.key)
         plan.replays += 1
+        self._pace.tick()
+        if plan.pass_of_use != self._passes:
+            plan.pass_of_use, plan.used_at = self._passes, time.time()
         self._backoff.record_replay(lookup.shape_signature, plan.replays)
         self.report.count("replays" if plan.has_graph else "eager_runs")
         return result
@@ -360,6 +371,7 @@ class Accelerator:
             seconds = time.perf_counter() - started
             run = OriginalRun(lambda: self.original(*args, **kwargs), result, seconds, trace)
             self._try_to_build(lookup, run)
+        self._pace.restart()
         return result
 
     def _try_to_build(self, lookup: Lookup, run: OriginalRun) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,10 @@ class Signature:
         """The signature as readable text."""
         text = ", ".join(_words(self.tree, ""))
         return f"{text} under autocast {self.mode[1]}" if self.mode else text
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of all tensors, in the order of the arguments."""
+        return list(_shapes(self.tree))
 
 
 @dataclass
@@ -179,6 +183,18 @@ def _rebuild(tree: Any, leaves: Sequence[Any]) -> Any:
     if kind is dict:
         return {key: _rebuild(t, leaves) for key, t in tree[2]}
     return kind((key, _rebuild(t, leaves)) for key, t in tree[2])
+
+
+def _shapes(tree: Any) -> Iterator[tuple[int, ...]]:
+    tag = tree[0]
+    if tag == "tensor":
+        yield tree[2]
+    elif tag == "call":
+        yield from (shape for each in (*tree[1], *(t for _, t in tree[2])) for shape in _shapes(each))
+    elif tag in ("tuple", "list"):
+        yield from (shape for each in tree[2] for shape in _shapes(each))
+    elif tag in ("data", "dict"):
+        yield from (shape for _, each in tree[2] for shape in _shapes(each))
 
 
 _SHORT = {

@@ -66,6 +66,23 @@ def unserved(device: torch.device) -> str | None:
     return None
 
 
+def no_gpu() -> str | None:
+    """Why nothing can be accelerated on this machine, in words for its user; None where a GPU is served."""
+    if not torch.cuda.is_available():
+        return "torch finds no NVIDIA GPU"
+    return unserved(torch.device("cuda", torch.cuda.current_device()))
+
+
+def in_short() -> str:
+    """GPU, torch and kernels in a few words. Imports and tries nothing: it is for the start of a program."""
+    gpu = torch.cuda.get_device_name(torch.cuda.current_device()) if torch.cuda.is_available() else "CPU"
+    triton = version("triton") or version("triton-windows")
+    kernels = f"Triton {triton} and CUDA C++ kernels" if triton else "CUDA C++ kernels"
+    if not torch.cuda.is_available():
+        kernels = "PyTorch's own kernels"
+    return f"{gpu}, torch {torch.__version__}, {kernels}"
+
+
 def triton_runs_on(device: torch.device) -> bool:
     """Whether Triton kernels can run on tensors of this device; of some dtype at least, see `triton_refusal`. On a GPU
     the first call waits for a small kernel to be compiled and launched."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,5 +27,7 @@ class Hooks:
     """Whether a forward put over a module's computes what the module's own does. Plans stay valid when one such forward
     replaces another: a host may put one over a module each time it moves it. The arguments are those of `recognised`,
     which is asked as well."""
+    words: Callable[[Sequence[tuple[int, ...]]], str | None] | None = None
+    """How a user names a call whose tensors have these shapes, such as "512x512, 1 picture"; None where they do not."""
     ignored: frozenset[str] = frozenset()
     """Module attributes that the host uses for bookkeeping. They change without changing what a forward computes."""

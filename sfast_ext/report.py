@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import threading
 import time
 import traceback
 from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 logger = logging.getLogger("sfast_ext")
@@ -15,11 +17,13 @@ _thread = threading.local()
 
 EVENTS_KEPT = 200
 REASONS_KEPT = 100
+REMEDY = "the tab Stable Fast, 'Copy a report', or /sfast/v1/help#failed"
 LONGEST = 500
 """The maximum length of a message in characters."""
 
 # counters of calls that are not bypassed
 _CALLS = frozenset({"captures", "eager_runs", "replays"})
+_ACCELERATED = frozenset({"eager_runs", "replays"})
 _ADDRESS = re.compile(r"(?: at)? 0x[0-9a-fA-F]+")
 # a number by itself, not the number of a block ("blocks.3"), a device ("cuda:1") or a line of code
 _NUMBER = re.compile(r"(?<![\w.:-])\d+(?:\.\d+)?(?:e[-+]?\d+)?(?!\w)")
@@ -28,6 +32,20 @@ _NUMBER = re.compile(r"(?<![\w.:-])\d+(?:\.\d+)?(?:e[-+]?\d+)?(?!\w)")
 def at(stage: str) -> None:
     """Set the stage of this thread. Exceptions are attributed to it until the next stage."""
     _thread.stage = stage
+    watch = getattr(_thread, "watch", None)
+    if watch is not None:
+        watch(stage)
+
+
+@contextlib.contextmanager
+def watched_stages(watch: Callable[[str], None]) -> Iterator[None]:
+    """Call `watch` with each stage that this thread reaches in the meantime."""
+    before = getattr(_thread, "watch", None)
+    _thread.watch = watch
+    try:
+        yield
+    finally:
+        _thread.watch = before
 
 
 def stage() -> str:
@@ -54,7 +72,8 @@ class _Reasons:
 
     def __init__(self, *, latest: bool) -> None:
         self._latest = latest
-        self._counted: dict[str, tuple[str, int]] = {}
+        # by kind: the text, the number of calls, when the last one was
+        self._counted: dict[str, tuple[str, int, float]] = {}
 
     def add(self, reason: str) -> str | None:
         """Count a reason. Returns its text if it is new, otherwise None."""
@@ -63,16 +82,30 @@ class _Reasons:
         if first and len(self._counted) >= REASONS_KEPT:
             # a reason that embeds a changing value must not grow without bound
             kind = reason = "(further reasons)"
-        text, n = self._counted.get(kind, (reason, 0))
-        self._counted[kind] = (reason if self._latest else text, n + 1)
+        text, n, _ = self._counted.get(kind, (reason, 0, 0.0))
+        self._counted[kind] = (reason if self._latest else text, n + 1, time.monotonic())
         return reason if first else None
 
     def merged(self, other: _Reasons) -> dict[str, int]:
         """The calls by reason, summed with those of a later record."""
         found = dict(self._counted)
-        for kind, (text, n) in other._counted.items():
-            found[kind] = (text, n + found.get(kind, ("", 0))[1])
-        return dict(found.values())
+        for kind, (text, n, when) in other._counted.items():
+            found[kind] = (text, n + found.get(kind, ("", 0, 0.0))[1], when)
+        return {text: n for text, n, _ in found.values()}
+
+    def listed(self, latest: _Reasons) -> list[dict[str, Any]]:
+        """Each reason with its calls, those in a later record, and seconds since the last one; most frequent first."""
+        now = time.monotonic()
+        rows = [
+            {
+                "reason": text,
+                "calls": n,
+                "calls_last": latest._counted.get(kind, ("", 0, 0.0))[1],
+                "seconds_ago": round(now - when, 1),
+            }
+            for kind, (text, n, when) in self._counted.items()
+        ]
+        return sorted(rows, key=lambda row: (-row["calls_last"], -row["calls"]))
 
 
 class Report:
@@ -82,12 +115,17 @@ class Report:
         self._lock = threading.Lock()
         self._before, self._now = _Reasons(latest=True), _Reasons(latest=True)
         self._since_start = _Reasons(latest=False)
+        # calls of the last generation that had any
+        self._pass: Counter[str] = Counter()
         # whether there was a call in this generation
         self._called = False
         self._counters: Counter[str] = Counter()
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
         self._last_error: dict[str, Any] | None = None
         self._said: set[str] = set()
+        self._preparing: dict[str, Any] | None = None
+        self.on_stage: Callable[[str | None], None] | None = None
+        """Called with the words of each stage of a preparation, and with None at its end; see `preparation`."""
 
     def new_generation(self) -> None:
         """A generation begins. Reasons are listed for this generation and the last one with a call. If this is never
@@ -100,7 +138,8 @@ class Report:
         """Record that a call was bypassed, and why."""
         reason = one_line(reason)
         with self._lock:
-            self._called = True
+            self._begin_calls()
+            self._pass["bypassed"] += 1
             self._now.add(reason)
             new = self._since_start.add(reason)
             self._counters["fallbacks"] += 1
@@ -112,7 +151,7 @@ class Report:
         message = one_line(message)
         with self._lock:
             self._events.append({"time": time.time(), "stage": stage, "message": message})
-        _log(logging.INFO, "%s: %s", stage, message)
+        log(logging.INFO, "%s: %s", stage, message)
 
     def once(self, stage: str, message: str) -> None:
         """Record a fact that does not change while the process runs. Repetitions are ignored."""
@@ -133,14 +172,37 @@ class Report:
             self._last_error = {"time": time.time(), "stage": stage, "message": text, "traceback": trace}
             if not again:
                 self._events.append({"time": time.time(), "stage": stage, "message": text})
-        level = logging.DEBUG if again else logging.WARNING
-        _log(level, "%s failed, the original forward runs instead: %s\n%s", stage, text, trace)
+        if not again:
+            log(logging.WARNING, "%s failed, the WebUI's own code makes the picture: %s; see %s", stage, text, REMEDY)
+        log(logging.DEBUG, "%s failed: %s\n%s", stage, text, trace)
+
+    def preparing(self, label: str | None, stage: str = "", began: float = 0.0) -> None:
+        """Say what is being prepared for later calls, which stage it is at, and since when; None: nothing is."""
+        self._preparing = None if label is None else {"label": label, "stage": stage, "began": began}
+        if self.on_stage is not None:
+            try:
+                self.on_stage(None if label is None else f"Stable Fast: {stage}")
+            except Exception as exc:
+                self.error("showing a stage", exc)
+
+    def _prepared(self) -> dict[str, Any] | None:
+        now = self._preparing
+        if now is None:
+            return None
+        return {"label": now["label"], "stage": now["stage"], "seconds": round(time.monotonic() - now["began"], 1)}
 
     def count(self, name: str, n: int = 1) -> None:
         """Add to a counter."""
         with self._lock:
-            self._called |= name in _CALLS
+            if name in _CALLS:
+                self._begin_calls()
+                self._pass["accelerated" if name in _ACCELERATED else "prepared"] += n
             self._counters[name] += n
+
+    def _begin_calls(self) -> None:
+        if not self._called:
+            self._called = True
+            self._pass.clear()
 
     def counter(self, name: str) -> int:
         """The value of a counter. 0 if it was never counted."""
@@ -151,15 +213,19 @@ class Report:
         """A JSON-compatible copy."""
         with self._lock:
             return {
+                "preparing": self._prepared(),
+                "last_pass": {name: self._pass[name] for name in ("accelerated", "bypassed", "prepared")},
                 "reasons": self._before.merged(self._now),
                 "reasons_since_start": self._since_start.merged(_Reasons(latest=False)),
+                "reasons_listed": self._since_start.listed(self._now if self._called else self._before),
                 "counters": dict(self._counters),
                 "events": list(self._events),
                 "last_error": dict(self._last_error) if self._last_error else None,
             }
 
 
-def _log(level: int, message: str, *args: Any) -> None:
+def log(level: int, message: str, *args: Any) -> None:
+    """Write a line to the extension's log. Raises nothing."""
     try:
         logger.log(level, message, *args)
     except Exception:

@@ -78,5 +78,32 @@ class Timer:
         return max(min(STEPS * step, MOST_S), step)
 
 
+class Pace:
+    """How many calls come in a second, while they come one after the other. Takes a reading of the clock a call."""
+
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
+        self._first = self._last = 0.0
+        self._calls = 0
+        self._before: float | None = None
+
+    def tick(self) -> None:
+        """A call is done."""
+        self._last = self._clock()
+        if self._calls == 0:
+            self._first = self._last
+        self._calls += 1
+
+    def restart(self) -> None:
+        """What follows has nothing to do with the calls before, whose pace is kept until there is another."""
+        self._before = self.per_second()
+        self._calls = 0
+
+    def per_second(self) -> float | None:
+        """The pace of the calls since the last restart; before there are three of them, that of those before it."""
+        taken = self._last - self._first
+        return (self._calls - 1) / taken if self._calls > 2 and taken > 0 else self._before
+
+
 timer = Timer()
 """That of `time.perf_counter`."""

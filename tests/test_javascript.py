@@ -1,4 +1,4 @@
-"""The badge, in node with as much of a browser as it touches."""
+"""The badge and the tab, in node with as much of a browser as they touch."""
 
 from __future__ import annotations
 
@@ -15,155 +15,340 @@ NODE = shutil.which("node")
 BROWSER = """
 class Element {
     constructor(tag) {
-        Object.assign(this, {tag, style: {}, dataset: {}, children: [], listeners: {}, hidden: false, text: ''});
+        Object.assign(this, {tag, style: {}, dataset: {}, children: [], listeners: {}, attributes: {}});
+        Object.assign(this, {text: '', className: '', id: ''});
+        this.classList = {toggle: (name, on) => { this.pinned = on; }};
+        this.offsetParent = {};
+        this.hidden = false;
     }
-    set textContent(text) { this.text = text; this.children = []; }
+    set textContent(text) { this.text = String(text); this.children = []; }
     get textContent() {
         return [this.text, ...this.children.map((child) => child.textContent)].filter(Boolean).join('|');
     }
-    appendChild(child) { this.children.push(child); }
-    append(...children) { this.children.push(...children); }
+    set innerHTML(text) { throw new Error('innerHTML is never set'); }
+    get parentElement() { return this.parent || null; }
+    get previousElementSibling() {
+        const all = this.parent ? this.parent.children : [];
+        return all[all.indexOf(this) - 1] || null;
+    }
+    appendChild(child) {
+        child.remove();
+        child.parent = this;
+        this.children.push(child);
+    }
+    remove() {
+        if (this.parent) this.parent.children = this.parent.children.filter((each) => each !== this);
+    }
+    after(other) {
+        other.remove();
+        other.parent = this.parent;
+        this.parent.children.splice(this.parent.children.indexOf(this) + 1, 0, other);
+    }
+    closest(selector) {
+        for (let each = this; each; each = each.parent) {
+            if (selector.split(',').includes('#' + each.id)) return each;
+        }
+        return null;
+    }
+    all() { return [this, ...this.children.flatMap((child) => child.all())]; }
+    querySelectorAll(selector) {
+        const tag = selector.split(' ').pop();
+        return this.all().filter((each) => each.tag === tag);
+    }
+    setAttribute(name, value) { this.attributes[name] = value; }
+    getAttribute(name) { return this.attributes[name]; }
     addEventListener(name, listener) { this.listeners[name] = listener; }
-    getBoundingClientRect() { return {top: 770}; }
+    focus() { focused.push(this.textContent); }
+    blur() {}
+    click() { this.clicked = true; }
 }
+const focused = [];
 const body = new Element('body');
-globalThis.document = {createElement: (tag) => new Element(tag), body, hidden: false};
+const on = {};
+globalThis.document = {
+    createElement: (tag) => new Element(tag),
+    getElementById: (id) => body.all().find((each) => each.id === id) || null,
+    querySelectorAll: (selector) => body.querySelectorAll(selector),
+    addEventListener: (name, listener) => { on[name] = listener; },
+    body, hidden: false
+};
+function put(parent, tag, id, text) {
+    const element = new Element(tag);
+    Object.assign(element, {id, text: text || ''});
+    parent.appendChild(element);
+    return element;
+}
+const actions = ['txt2img', 'img2img'].map((tab) => put(body, 'div', tab));
+const boxes = actions.map((column) => put(column, 'div', column.id + '_generate_box'));
+const buttons = boxes.map((box) => put(box, 'button', box.id.replace('_box', '')));
+const tables = put(body, 'div', 'stable_fast_tables');
+put(tables, 'div', 'stable_fast_view');
 globalThis.gradioApp = () => document;
-globalThis.window = {innerHeight: 800};
+globalThis.window = globalThis;
+Object.defineProperty(globalThis, 'navigator', {value: {}, configurable: true});
+globalThis.IntersectionObserver = class {
+    constructor(callback) { this.callback = callback; }
+    observe() { observers.push(this.callback); }
+};
+const observers = [];
 // what the browser makes of the theme's colour
-globalThis.getComputedStyle = () => ({backgroundColor: process.argv[2]});
+const colour = (element) => (element.tag === 'body' ? 'rgb(1, 2, 3)' : process.argv[2]);
+globalThis.getComputedStyle = (element) => ({backgroundColor: colour(element)});
 const loaded = [];
+const updated = [];
 globalThis.onUiLoaded = (callback) => loaded.push(callback);
+globalThis.onAfterUiUpdate = (callback) => updated.push(callback);
 globalThis.onOptionsChanged = () => {};
-const timers = new Set();
-globalThis.setInterval = () => { const timer = {}; timers.add(timer); return timer; };
+const timers = new Map();
+globalThis.setInterval = (callback) => { const timer = {}; timers.set(timer, callback); return timer; };
 globalThis.clearInterval = (timer) => timers.delete(timer);
-const status = JSON.parse(process.argv[1]);
+let status = JSON.parse(process.argv[1]);
 const fetched = [];
 globalThis.fetch = async(url) => {
     fetched.push(url);
     return {ok: typeof status === 'object' && status !== null, status: status ?? 404, json: async() => status};
 };
 const settle = () => new Promise((resolve) => setImmediate(resolve));
-"""
-
-SCRIPT = """
-(async() => {
+const badges = () => body.all().filter((each) => each.className === 'sfast-badge');
+const byClass = (name, root) => (root || body).all().find((each) => each.className === name);
+const byTag = (tag, root) => root.all().filter((each) => each.tag === tag);
+const tick = async() => { [...timers.values()].forEach((callback) => callback()); await settle(); };
+async function start() {
     loaded.forEach((callback) => callback());
     loaded.forEach((callback) => callback());
     await settle();
-    const [panel, badge] = body.children;
-    const shown = {badge: badge.textContent, state: badge.dataset.state};
-    Object.assign(shown, {elements: body.children.length, idle: timers.size});
-    badge.listeners.click();
-    await settle();
-    shown.panel = panel.textContent;
-    Object.assign(shown, {style: badge.style, above: panel.style.bottom, panelStyle: panel.style});
-    shown.open = timers.size;
-    badge.listeners.click();
-    await settle();
-    shown.closed = timers.size;
-    shown.urls = [...new Set(fetched)];
-    console.log(JSON.stringify(shown));
-})();
+}
 """
 
+PLAN = {
+    "label": "512x512, 1 picture, 77 tokens",
+    "signature": "f16[2,4,64,64]",
+    "state": "replaying",
+    "ms_before": 31.0,
+    "ms_after": 14.8,
+    "speedup": 2.1,
+    "replays": 30,
+    "last_pass": True,
+    "used_at": 1e9,
+    "memory_mb": 120.0,
+    "error": 0.0012,
+}
+EVIL = "<img src=x onerror=alert(1)>"
 STATUS = {
     "version": "0.1.0",
     "enabled": True,
-    "model": "<b>model</b>",
+    "busy": False,
+    "no_gpu": None,
+    "preparing": None,
+    "model": EVIL,
+    "badge": {"state": "on", "text": "2.1x, 23 it/s", "detail": "The last picture was accelerated."},
     "environment": {"gpu": "a card", "torch": "2.7"},
-    "accelerators": [
-        {
-            "plans": [
-                {
-                    "signature": "f16[2,4,64,64]",
-                    "state": "replaying",
-                    "ms_before": 24.61,
-                    "ms_after": None,
-                    "replays": 30,
-                    "captures": 1,
-                }
-            ]
-        }
-    ],
-    "reasons": {"a hypernetwork is active": 3},
+    "accelerators": [{"name": "unet", "plans": [PLAN], "graph_pool": {"graphs": 1, "memory_mb": 120.0}}],
+    "reasons_listed": [],
     "last_error": None,
 }
 
 
-def show(status, background="rgb(17, 24, 39)"):
+def run(script, status=STATUS, background="rgb(17, 24, 39)"):
+    """What a script reports of the page, once both files are loaded into it."""
     if NODE is None:
         pytest.skip("node is not installed")
-    source = BROWSER + (ROOT / "javascript" / "stable_fast.js").read_text(encoding="utf-8") + SCRIPT
+    files = ("stable_fast.js", "stable_fast_tab.js")
+    sources = "".join((ROOT / "javascript" / file).read_text(encoding="utf-8") for file in files)
+    told = f"(async() => {{ const shown = {{}}; await start(); {script}; console.log(JSON.stringify(shown)); }})();"
     result = subprocess.run(
-        [NODE, "-e", source, json.dumps(status), background], capture_output=True, text=True, timeout=300
+        [NODE, "-e", BROWSER + sources + told, json.dumps(status), background],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
 
-def test_badge_and_panel():
-    shown = show(STATUS)
-    assert (shown["badge"], shown["state"], shown["elements"]) == ("Stable Fast: accelerated", "on", 2)
-    for text in ("a card", "torch 2.7", "<b>model</b>", "24.6 ms → –", "30 calls", "3 × a hypernetwork is active"):
-        assert text in shown["panel"]
-    assert shown["urls"] == ["./sfast/v1/status"]
+READ = """
+    const [first] = badges();
+    Object.assign(shown, {
+        badge: byClass('sfast-text', first).textContent, state: byClass('sfast-state', first).dataset.state,
+        sign: byClass('sfast-sign', first).textContent, details: byClass('sfast-details', first).textContent
+    });
+"""
 
 
-def test_it_asks_again_only_while_the_panel_is_open():
-    shown = show(STATUS)
-    assert (shown["idle"], shown["open"], shown["closed"]) == (0, 1, 0)
+def test_a_badge_stands_below_each_generate_button():
+    shown = run(READ + "shown.after = badges().map((each) => each.previousElementSibling.id);")
+    assert shown["after"] == ["txt2img_generate_box", "img2img_generate_box"]
+    assert (shown["badge"], shown["state"]) == ("2.1× · 23 it/s", "on")
+    for text in (
+        "The last picture",
+        "512×512, 1 picture, 77 tokens: 2.1× (31.0 → 14.8 ms a step)",
+        "a card, torch 2.7",
+    ):
+        assert text in shown["details"]
+    assert "f16" not in shown["details"]
 
 
-@pytest.mark.parametrize(
-    ("change", "badge"),
-    [
-        ({"enabled": False}, "Stable Fast: off"),
-        ({"accelerators": [], "reasons": {}}, "Stable Fast: ready"),
-        ({"accelerators": []}, "Stable Fast: bypassed"),
-        (
-            {"accelerators": [{"plans": [{"signature": "x", "state": "running without a graph"}]}]},
-            "Stable Fast: accelerated, no CUDA graph",
-        ),
-    ],
-)
-def test_words(change, badge):
-    assert show({**STATUS, **change})["badge"] == badge
+def test_it_follows_a_button_that_the_theme_moves():
+    script = """
+        const elsewhere = put(body, 'div', 'elsewhere');
+        elsewhere.appendChild(buttons[0]);
+        updated.forEach((callback) => callback());
+        shown.where = badges().map((each) => each.previousElementSibling.id);
+        shown.count = badges().length;
+    """
+    shown = run(script)
+    assert sorted(shown["where"]) == ["img2img_generate_box", "txt2img_generate"] and shown["count"] == 2
 
 
-def test_it_is_on_while_the_host_has_the_memory_of_the_weights():
-    accelerator = {"plans": [{"signature": "x", "state": "running without a graph"}], "weights": {"away": True}}
-    assert show({**STATUS, "accelerators": [accelerator]})["badge"] == "Stable Fast: accelerated"
+def test_one_request_at_the_start_and_none_while_idle():
+    shown = run("await tick(); shown.urls = fetched; shown.timers = timers.size;")
+    assert shown == {"urls": ["./sfast/v1/status"], "timers": 0}
 
 
-@pytest.mark.parametrize("background", ["rgba(0, 0, 0, 0)", "rgba(32, 32, 32, 0.25)", "rgb(17, 24, 39)"])
+def test_it_asks_while_a_picture_is_made_and_stops_after():
+    script = """
+        on.click({target: buttons[1]});
+        shown.started = timers.size;
+        status.busy = true;
+        for (let i = 0; i < 9; i++) await tick();
+        shown.working = timers.size;
+        status.busy = false;
+        for (let i = 0; i < 5; i++) await tick();
+        shown.ended = timers.size;
+    """
+    assert run(script) == {"started": 1, "working": 1, "ended": 0}
+
+
+def test_another_click_starts_nothing():
+    assert run("on.click({target: body}); shown.timers = timers.size;") == {"timers": 0}
+
+
+def test_nothing_is_asked_while_the_page_is_hidden():
+    script = """
+        on.click({target: buttons[0]});
+        document.hidden = true;
+        const before = fetched.length;
+        await tick();
+        shown.hidden = fetched.length - before;
+        document.hidden = false;
+        on.visibilitychange();
+        await settle();
+        shown.back = fetched.length - before;
+    """
+    assert run(script) == {"hidden": 0, "back": 1}
+
+
+def test_a_screen_reader_hears_of_states_and_not_of_numbers():
+    script = """
+        const heard = [];
+        const live = byClass('sfast-live');
+        const states = [['on', '2.1x, 23 it/s'], ['on', '2.1x, 24 it/s'], ['off', 'off'], ['off', 'off']];
+        for (const [state, text] of states) {
+            status.badge = {...status.badge, state, text};
+            await stableFast.refresh();
+            if (heard[heard.length - 1] !== live.textContent) heard.push(live.textContent);
+        }
+        Object.assign(shown, {heard, role: live.attributes.role});
+    """
+    assert run(script) == {"heard": ["Stable Fast: 2.1× · 23 it/s", "Stable Fast: off"], "role": "status"}
+
+
+def test_states_differ_by_sign_and_word():
+    signs = {}
+    for state in ("on", "partly", "preparing", "ready", "original", "off"):
+        shown = run(READ, {**STATUS, "badge": {"state": state, "text": state, "detail": "."}})
+        signs[state] = shown["sign"]
+    assert len(set(signs.values())) == len(signs)
+
+
+def test_details_open_by_keyboard_and_close_without_interrupting_the_picture():
+    script = """
+        const [first] = badges();
+        const button = byClass('sfast-state', first);
+        button.listeners.click();
+        shown.open = button.attributes['aria-expanded'];
+        let stopped = false;
+        first.listeners.keydown({key: 'Escape', stopPropagation: () => { stopped = true; }});
+        Object.assign(shown, {closed: button.attributes['aria-expanded'], stopped});
+        shown.described = byClass('sfast-details', first).id === button.attributes['aria-describedby'];
+    """
+    assert run(script) == {"open": "true", "closed": "false", "stopped": True, "described": True}
+
+
+@pytest.mark.parametrize("background", ["rgba(0, 0, 0, 0)", "rgba(32, 32, 32, 0.25)", "transparent", "rgb(17, 24, 39)"])
 def test_nothing_shines_through(background):
-    shown = show(STATUS, background)
-    for style in (shown["style"], shown["panelStyle"]):
-        assert (style["background"] == "#2b2b2b") == background.startswith("rgba")
-        assert "opacity" not in style and 999 < int(style["zIndex"]) < 1001
-    assert shown["above"] == "34px"
+    script = """
+        const [first] = badges();
+        first.listeners.mouseenter();
+        shown.colour = byClass('sfast-details', first).style.backgroundColor;
+    """
+    opaque = background if background.startswith("rgb(") else "rgb(1, 2, 3)"
+    assert run(script, background=background) == {"colour": opaque}
 
 
-def test_blocks_that_run_one_by_one():
-    parts = [{"name": f"unet.{i}", "plans": plans, "replays": 30 * plans} for i, plans in enumerate((1, 0, 2))]
-    shown = show({**STATUS, "accelerators": [{"name": "unet", "plans": [], "parts": parts}]})
-    assert shown["badge"] == "Stable Fast: accelerated, block by block"
-    assert "unet: 2 blocks, one by one · 90 calls" in shown["panel"]
-
-
-def test_what_another_forward_runs_past_is_not_on():
-    part = {"name": "unet.0", "plans": 1, "calls": 3, "replays": 2}
-    accelerator = {"name": "unet", "parts": [part], "idle": "cached.forward calls no blocks"}
-    shown = show({**STATUS, "accelerators": [{**STATUS["accelerators"][0], **accelerator}]})
-    assert shown["badge"] == "Stable Fast: bypassed"
-    assert "unet: cached.forward calls no blocks" in shown["panel"]
+def test_names_are_text():
+    reason = {"reason": EVIL + " 4x", "code": "a b", "calls": 3, "calls_last": 1, "seconds_ago": 5}
+    badge = {"state": "original", "text": f"original: {EVIL} 4x", "detail": EVIL}
+    status = {**STATUS, "badge": badge, "reasons_listed": [reason]}
+    shown = run(READ + "shown.tab = document.getElementById('stable_fast_view').textContent;", status)
+    assert shown["badge"] == f"original: {EVIL} 4x" and EVIL in shown["details"] and EVIL + " 4x" in shown["tab"]
 
 
 def test_without_an_answer():
-    assert show(None)["badge"] == "Stable Fast: no status"
+    assert run(READ, None)["badge"] == "no status"
 
 
 def test_who_is_not_logged_in_is_told_so():
-    assert show(401)["badge"] == "Stable Fast: log in for status"
+    assert run(READ, 401)["badge"] == "log in for status"
+
+
+VIEW = "const view = document.getElementById('stable_fast_view'); shown.text = view.textContent;"
+
+
+def test_the_tab_shows_what_runs_what_is_ready_and_why_not():
+    old = {"reason": "Hypertile is on", "code": "hypertile", "calls": 90, "calls_last": 0, "seconds_ago": 7200}
+    new = {"reason": "a hypernetwork is active", "code": "hypernetwork", "calls": 3, "calls_last": 3, "seconds_ago": 4}
+    script = VIEW + "shown.links = byTag('a', view).map((each) => each.href);"
+    shown = run(script, {**STATUS, "reasons_listed": [new, old]})
+    for text in ("Now", "Original|31.0 ms", "Stable Fast|14.8 ms", "512×512, 1 picture, 77 tokens (last picture)"):
+        assert text in shown["text"]
+    assert "3|3|4 s ago|a hypernetwork is active" in shown["text"] and "0|90|2 h ago|Hypertile is on" in shown["text"]
+    assert shown["links"] == ["./sfast/v1/help#hypernetwork", "./sfast/v1/help#hypertile"]
+
+
+def test_plans_are_sorted_by_any_column_and_the_focus_stays():
+    other = {**PLAN, "label": "768x512", "ms_before": 40.0, "speedup": None, "last_pass": False, "used_at": 5.0}
+    status = {**STATUS, "accelerators": [{"name": "unet", "plans": [other, PLAN]}]}
+    script = """
+        const view = document.getElementById('stable_fast_view');
+        const sizes = () => byTag('tr', view).slice(1).map((row) => row.children[0].textContent.slice(0, 7));
+        const head = (name) => byTag('button', view).find((each) => each.textContent.startsWith(name));
+        shown.used = sizes();
+        head('Before').listeners.click();
+        shown.before = sizes();
+        head('Before').listeners.click();
+        shown.turned = sizes();
+        head('Times').listeners.click();
+        shown.unknown_last = sizes();
+        shown.sort = byTag('th', view).map((each) => each.attributes['aria-sort']).filter((each) => each !== 'none');
+        shown.focused = focused.pop();
+    """
+    shown = run(script, status)
+    assert shown["used"] == ["512×512", "768×512"] and shown["before"] == ["768×512", "512×512"]
+    assert shown["turned"] == ["512×512", "768×512"] and shown["unknown_last"] == ["512×512", "768×512"]
+    assert shown["sort"] == ["descending"] and shown["focused"].startswith("Times faster")
+
+
+def test_the_tab_asks_when_it_is_opened():
+    shown = run(
+        "observers.forEach((each) => each([{isIntersecting: true}])); await settle(); shown.n = fetched.length;"
+    )
+    assert shown == {"n": 2}
+
+
+def test_without_a_gpu_that_is_said_and_no_number():
+    badge = {"state": "none", "text": "no supported NVIDIA GPU", "detail": "torch finds no NVIDIA GPU."}
+    status = {**STATUS, "no_gpu": "torch finds no NVIDIA GPU", "badge": badge}
+    shown = run(READ + VIEW, status)
+    assert shown["badge"] == "no supported NVIDIA GPU" and "31.0" not in shown["details"]
+    assert "Original|31.0" not in shown["text"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from sfast_ext.report import LONGEST, REASONS_KEPT, Report
@@ -107,3 +109,56 @@ def test_an_error_that_comes_at_every_call_is_one_event_whichever_stages_it_fail
             report.error(stage, AttributeError("module 'modules.shared' has no attribute 'opts'"))
         report.error("key", ValueError("another"))
     assert len(messages(report)) == 2 and report.counter("errors") == 60
+
+
+def test_what_the_last_picture_had_is_told_apart_from_all_since_the_start():
+    report = Report()
+    for _ in range(3):
+        report.bypassed("a hypernetwork is active")
+    report.new_generation()
+    report.bypassed("Hypertile is on")
+    rows = {row["reason"]: (row["calls"], row["calls_last"]) for row in report.as_dict()["reasons_listed"]}
+    assert rows == {"a hypernetwork is active": (3, 0), "Hypertile is on": (1, 1)}
+    assert report.as_dict()["reasons_listed"][0]["reason"] == "Hypertile is on"
+    assert report.as_dict()["last_pass"] == {"accelerated": 0, "bypassed": 1, "prepared": 0}
+
+
+def test_a_pass_without_a_call_leaves_the_last_picture_as_it_was():
+    report = Report()
+    report.count("captures")
+    report.count("replays", 19)
+    report.new_generation()
+    report.new_generation()
+    assert report.as_dict()["last_pass"] == {"accelerated": 19, "bypassed": 0, "prepared": 1}
+    report.count("replays")
+    assert report.as_dict()["last_pass"] == {"accelerated": 1, "bypassed": 0, "prepared": 0}
+
+
+def test_reasons_age(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("sfast_ext.report.time.monotonic", lambda: now[0])
+    report = Report()
+    report.bypassed("Hypertile is on")
+    now[0] += 61
+    assert report.as_dict()["reasons_listed"][0]["seconds_ago"] == 61
+
+
+def test_the_first_failure_of_a_kind_is_a_line_with_a_remedy_and_the_next_are_counted(caplog):
+    report = Report()
+    with caplog.at_level(logging.INFO, logger="sfast_ext"):
+        for _ in range(3):
+            try:
+                raise ValueError("it broke")
+            except ValueError as exc:
+                report.error("capture", exc)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "capture failed" in line and "ValueError: it broke" in line and "/sfast/v1/help#failed" in line
+    assert "Traceback" not in line and "\n" not in line
+    assert report.counter("errors") == 3
+    assert "Traceback" in report.as_dict()["last_error"]["traceback"]
+
+
+def test_tracebacks_are_in_the_log_at_debug(caplog):
+    with caplog.at_level(logging.DEBUG, logger="sfast_ext"):
+        Report().error("capture", ValueError("it broke"))
+    assert "ValueError: it broke" in caplog.records[-1].getMessage() and len(caplog.records) == 2

@@ -15,7 +15,7 @@ from coarse_clock import sitecustomize as coarse_clock
 from sfast_ext import timing
 from sfast_ext.config import Config
 from sfast_ext.runtime import verify
-from sfast_ext.timing import MOST_S, STEPS, Timer
+from sfast_ext.timing import MOST_S, STEPS, Pace, Timer
 from sfast_ext.tools.lib import engines, rates
 
 CPU = torch.device("cpu")
@@ -167,3 +167,23 @@ def test_the_suites_clock_is_what_was_asked_for():
     if step is not None:
         # on a busy machine the thread may be interrupted for several steps, again and again
         assert min(timing.timer.step() for _ in range(20)) == pytest.approx(step, rel=1e-3)
+
+
+def test_the_pace_is_that_of_calls_one_after_the_other():
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+    assert pace.per_second() is None
+    for _ in range(5):
+        pace.tick()
+        now[0] += 0.25
+    assert pace.per_second() == 4
+    now[0] += 100
+    pace.restart()
+    pace.tick()
+    # two calls do not make a pace: that of the picture before is kept
+    pace.tick()
+    assert pace.per_second() == 4
+    for _ in range(3):
+        now[0] += 0.5
+        pace.tick()
+    assert pace.per_second() == pytest.approx(4 / 1.5)

@@ -135,6 +135,16 @@ class Attachment:
             inner = {id(m) for m in module.modules()}
             return [a for a in self._accelerators if id(a.module) in inner]
 
+    def drop_plans(self) -> int:
+        """Drop all plans of all modules; new ones may be made at once. Returns how many there were."""
+        with self._lock:
+            dropped = 0
+            for accelerator in self._accelerators:
+                for each in (accelerator, *accelerator.parts):
+                    dropped += len(each.plans)
+                    each.forget_plans("the user has dropped them")
+            return dropped
+
     def give_memory_back(self) -> None:
         """Free the memory that plans hold of modules whose weights the host has moved; see `Accelerator`."""
         with self._lock:

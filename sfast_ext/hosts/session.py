@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from sfast_ext import environment
 from sfast_ext.config import Config
+from sfast_ext.hosts import xyz
 from sfast_ext.hosts.attachment import Attachment
-from sfast_ext.report import Report
-from sfast_ext.ui import api, settings
+from sfast_ext.report import Report, logger
+from sfast_ext.ui import api, bug_report, reasons, settings, tab, words
 
 
 class Session:
@@ -28,17 +30,21 @@ class Session:
     def __init__(self, version: str) -> None:
         self.version = version
         self.report = Report()
+        self.report.on_stage = self.show_stage
         self.attachments: tuple[Attachment, ...] = ()
         """They keep accelerators on the host's networks. The status lists them in this order."""
         self._undo: list[Callable[[], object]] = []
+        self._log_level: int | None = None
+        self._described: tuple[bool, dict[str, Any], str | None] | None = None
 
     @classmethod
-    def start(cls, version: str) -> None:
-        """Start a session, after releasing the one of the scripts that were loaded before."""
+    def start(cls, version: str) -> Session:
+        """Start a session, after releasing the one of the scripts that were loaded before. Returns it."""
         if cls.running is not None:
             cls.running.release()
-        cls.running = cls(version)
-        cls.running.register()
+        session = cls.running = cls(version)
+        session.register()
+        return session
 
     @classmethod
     def stop(cls) -> None:
@@ -47,6 +53,19 @@ class Session:
             cls.running.release()
             cls.running = None
 
+    def greeting(self) -> str:
+        """The line that an adapter writes to the host's log once it has started: what was found, what will happen."""
+        config = self.config()
+        try:
+            missing, found = None if config.allow_cpu else environment.no_gpu(), environment.in_short()
+        except Exception as exc:  # of a broken driver
+            missing, found = f"{type(exc).__name__}: {exc}", ""
+        if missing is not None:
+            will = f"no supported NVIDIA GPU ({missing}); the WebUI's own code makes every picture"
+        else:
+            will = f"{found}; {'on' if config.enabled else 'off, see Settings > Stable Fast'}"
+        return f"Stable Fast {self.version}: {will}"
+
     def register(self) -> None:
         """Register settings and callbacks with the host."""
         from modules import script_callbacks, shared
@@ -54,11 +73,13 @@ class Session:
         # At once, and not only in on_ui_settings: the host may load its model, or answer a request, before it builds
         # the settings page; and with --nowebui it never builds the page.
         settings.register(shared.opts, shared.OptionInfo)
+        self._follow_log_level()
+        self._undo.append(lambda: logger.setLevel(logging.NOTSET))
         script_callbacks.on_ui_settings(self.callback(lambda: settings.register(shared.opts, shared.OptionInfo)))
         script_callbacks.on_script_unloaded(self.callback(self.release))
-        script_callbacks.on_app_started(
-            self.callback(lambda _demo, app: api.register(app, self.status, self.api_passwords))
-        )
+        script_callbacks.on_before_ui(self.callback(self._add_axes))
+        script_callbacks.on_ui_tabs(lambda: self._tab())
+        script_callbacks.on_app_started(self.callback(lambda _demo, app: api.register(app, self._source())))
         self._undo.extend(self.install())
 
     def install(self) -> Iterable[Callable[[], object]]:
@@ -95,19 +116,98 @@ class Session:
         """The configuration that the user has chosen in the host's settings."""
         from modules import shared
 
+        self._follow_log_level()
         return settings.config_from(shared.opts, self.report)
 
+    def _follow_log_level(self) -> None:
+        from modules import shared
+
+        level = settings.log_level(shared.opts, self.report)
+        if level != self._log_level:
+            self._log_level = level
+            logger.setLevel(level)
+
+    def _source(self) -> api.Source:
+        return api.Source(
+            self.status, self.bug_report, self.drop_plans, self.api_passwords, self.api_is_on, self.subpath
+        )
+
     def status(self) -> dict[str, Any]:
-        """What GET /sfast/v1/status answers."""
-        return {
+        """What GET /sfast/v1/status answers. It asks the GPU nothing once a first answer was given."""
+        config = self.config()
+        described, missing = self._machine()
+        found = {
             "version": self.version,
             "host": {"name": self.HOST, "version": self.host_version()},
-            "environment": environment.describe(),
-            "enabled": self.config().enabled,
+            "environment": described,
+            "busy": self.busy(),
+            "no_gpu": None if config.allow_cpu else missing,
+            "enabled": config.enabled,
             "model": self.model_name(),
             "accelerators": [each for attachment in self.attachments for each in attachment.status()],
             **self.report.as_dict(),
         }
+        for row in found["reasons_listed"]:
+            row["code"] = reasons.code_of(row["reason"])
+        return {**found, "badge": words.badge(found)}
+
+    def _machine(self) -> tuple[dict[str, Any], str | None]:
+        """What this machine has, and why nothing can be accelerated on it. Read again after the first plan: kernels
+        were tried by then."""
+        tried = self.report.counter("captures") > 0
+        if self._described is None or self._described[0] != tried:
+            self._described = tried, environment.describe(), environment.no_gpu()
+        return self._described[1:]
+
+    def bug_report(self) -> str:
+        """The text for a bug report, see `bug_report.text`."""
+        from modules import shared
+
+        chosen = {key: getattr(shared.opts, key, None) for key in settings.KEYS}
+        return bug_report.text(self.status(), chosen)
+
+    def drop_plans(self) -> int:
+        """Drop all plans; they are made anew when they are needed. Returns how many there were."""
+        return sum(attachment.drop_plans() for attachment in self.attachments)
+
+    def _add_axes(self) -> None:
+        grid = self.xyz_grid()
+        if grid is not None:
+            xyz.add_axes(grid)
+
+    def xyz_grid(self) -> Any:
+        """The host's module that has the axes of its X/Y/Z plot; None where it has none."""
+        return None
+
+    def _tab(self) -> list[Any]:
+        # a host goes through the result: an exception of ours must leave it an empty one
+        try:
+            return tab.tabs(self.drop_plans, self.bug_report)
+        except Exception as exc:
+            self.report.error("the tab", exc)
+            return []
+
+    def busy(self) -> bool:
+        """Whether the host is at a job."""
+        from modules import shared
+
+        return bool(getattr(getattr(shared, "state", None), "job", ""))
+
+    def show_stage(self, stage: str | None) -> None:
+        """Show a stage of a preparation in the host's progress bar; None: it has ended."""
+        from modules import shared
+
+        state = getattr(shared, "state", None)
+        if state is not None and hasattr(state, "textinfo"):
+            state.textinfo = stage
+
+    def api_is_on(self) -> bool:
+        """Whether the host's own API answers."""
+        return True
+
+    def subpath(self) -> str:
+        """Below which path the host serves its page as well; "" where nowhere."""
+        return ""
 
     def host_version(self) -> str:
         """The host's version, or "unknown"."""
@@ -120,11 +220,6 @@ class Session:
     def api_passwords(self) -> Mapping[str, str]:
         """The passwords of the host's API by user; empty where it requires none."""
         return {}
-
-
-def ready(version: str) -> str:
-    """The line that an adapter writes to the host's log once it has started."""
-    return f"Stable Fast {version} is ready. Settings: Settings > Stable Fast. Status: {api.STATUS}"
 
 
 def guarded(

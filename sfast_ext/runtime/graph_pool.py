@@ -171,8 +171,8 @@ class GraphPool:
 
     def status(self) -> dict[str, Any]:
         """For the report."""
-        with self.lock:
-            return {"graphs": len(self._entries), "memory_mb": round(self.size / MB, 1)}
+        # without the lock, which a capture holds for long
+        return {"graphs": len(self._entries), "memory_mb": round(self.size / MB, 1)}
 
     def _capture(self, run: Callable[[], list[torch.Tensor]], expected: int) -> CapturedGraph:
         if self._handle is None:

@@ -50,6 +50,12 @@ class Plan:
         self.device = device
         self.fused = fused
         self.state = NO_GRAPH
+        self.label = self.signature.words()
+        """How the user calls it, see `Hooks.words`."""
+        self.pass_of_use = 0
+        """The pass of the sampler in which it ran last, by number."""
+        self.used_at: float | None = None
+        """When a pass used it last, by `time.time`."""
         self.behaviour = 0
         """The number of the captured behaviour, see `BehaviourKeys`."""
         self.no_graph_reason: str | None = None
@@ -167,16 +173,26 @@ class Plan:
             del self._graph_module.__dict__[name]
         self.weights = []
 
+    def speedup(self) -> float | None:
+        """How many times faster than the original, both timed alike when it was made. None where they were not: on a
+        CPU the original's time is that of its first run."""
+        if self.device.type != "cuda" or not self.ms_before or not self.ms_after:
+            return None
+        return self.ms_before / self.ms_after
+
     def status(self) -> dict[str, Any]:
         """For the report."""
         return {
+            "label": self.label,
             "signature": self.signature.words(),
             "state": self.state,
             "no_graph_reason": self.no_graph_reason,
             "captures": self.captures,
             "replays": self.replays,
+            "used_at": self.used_at,
             "ms_before": self.ms_before,
             "ms_after": self.ms_after,
+            "speedup": self.speedup(),
             "first_call_s": self.first_call_s,
             "memory_mb": round(self._graph.size / 2**20, 1) if self._graph else 0.0,
             "error": self.error,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from sfast_ext.kernels.backend.triton_runtime import without_triton
 from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.layout_time import channels_last_pays
+from sfast_ext.preparation import Preparation
 from sfast_ext.report import at
 from sfast_ext.runtime.backoff import CaptureBackoff
 from sfast_ext.runtime.failures import Failures
@@ -94,19 +96,29 @@ class PlanBuilder:
             # their plans bind weights, which then cannot be packed for the whole
             for part in context.model.parts:
                 part.forget_plans("the model is captured as a whole")
-        at("weights")
-        context.arena.sync()
+        label = self._label(lookup)
+        with Preparation(context.report, label, logging.DEBUG if context.is_part else logging.INFO):
+            at("weights")
+            context.arena.sync()
+            plan = self._attempts(lookup, run)
+        if plan is not None:
+            plan.label = label
+            plan.first_call_s = round(run.seconds + time.perf_counter() - started, 3)
+            context.report.event("plan", f"{plan.state}: {label}, built in {plan.first_call_s} s")
+
+    def _label(self, lookup: Lookup) -> str:
+        signature, words = lookup.call.signature, self._context.hooks.words
+        return (words(signature.shapes()) if words is not None else None) or signature.words()
+
+    def _attempts(self, lookup: Lookup, run: OriginalRun) -> Plan | None:
+        """A plan, if need be without the kernels that fail. None, with the reason reported, if there can be none."""
         while True:
             try:
-                plan = self._attempt(lookup, run)
-                break
+                return self._attempt(lookup, run)
             except Exception as exc:
-                if not self._failures.put_down(exc, device):
+                if not self._failures.put_down(exc, lookup.device):
                     raise
             run.trace = None  # consumed by the attempt
-        if plan is not None:
-            plan.first_call_s = round(run.seconds + time.perf_counter() - started, 3)
-            context.report.event("plan", f"{plan.state}: {plan.signature.words()}, built in {plan.first_call_s} s")
 
     def _attempt(self, lookup: Lookup, run: OriginalRun) -> Plan | None:
         """A plan with the enabled kernels. None, with the reason reported, if there can be none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -13,6 +14,8 @@ from sfast_ext.config import Config
 from sfast_ext.report import Report
 
 SECTION = ("stable_fast", "Stable Fast")
+CATEGORY = ("stable_fast", "Acceleration")
+"""The heading above the section in AUTOMATIC1111, which has "Uncategorized" for who names none."""
 
 logger = logging.getLogger("sfast_ext")
 
@@ -33,15 +36,53 @@ class Setting:
     choices: tuple[str, ...] = ()
     valid: str = "true or false"
     """The valid values, in words."""
+    group: str = "main"
 
+
+MAIN, MEMORY, EXPERT = "main", "memory", "expert"
+"""The groups of the page, in this order."""
+
+HELP = "./sfast/v1/help"
+"""Where the extension serves its page of troubleshooting; relative, so that it is right behind a proxy."""
+
+INTRO = (
+    "Stable Fast makes the sampling steps faster on NVIDIA GPUs, without changing the picture beyond half-precision "
+    f'rounding. <a href="{HELP}" target="_blank">When a picture is not faster</a>'
+)
+HEADINGS = {
+    MAIN: ("sfast_intro", INTRO),
+    MEMORY: ("sfast_memory_heading", "<h3>GPU memory</h3>"),
+    EXPERT: ("sfast_expert_heading", "<h3>For experts</h3> The defaults are right for nearly everybody."),
+}
+"""Before each group: the key of its heading, and its HTML."""
 
 SETTINGS = (
     Setting(
         "sfast_enabled",
         "enabled",
-        "Accelerate the UNet",
-        "Images stay the same up to half-precision rounding. The first image of a new size takes a few seconds "
-        "longer. Off: the WebUI's own forward runs",
+        "Make pictures faster with Stable Fast",
+        "The first picture of a new size takes a few seconds longer, the next ones are faster. Off: the WebUI's own "
+        "code makes the picture, for comparison",
+    ),
+    Setting(
+        "sfast_graph_memory_mb",
+        "graph_memory_mb",
+        "GPU memory for fast replays (MB)",
+        "More keeps more picture sizes fast at once; less leaves room for large images and other models. Above it the "
+        "least recently used sizes are freed, and prepared again when needed. 0: no limit",
+        group=MEMORY,
+        slider=(0, 32768, 256),
+        valid="a number of MB, 0 (no limit) or more",
+    ),
+    Setting(
+        "sfast_max_graphs",
+        "max_graphs",
+        "Most sizes kept ready",
+        "Each combination of size, batch and prompt length counts as one. More saves preparing again when you switch "
+        "between sizes, and takes more memory",
+        group=MEMORY,
+        slider=(1, 64, 1),
+        valid="a number, 1 or more",
     ),
     Setting(
         "sfast_cuda_graphs",
@@ -49,24 +90,7 @@ SETTINGS = (
         "Replay CUDA graphs",
         "Removes the CPU time for launching kernels, which is most of the gain at small sizes. Takes GPU memory for "
         "each size in use",
-    ),
-    Setting(
-        "sfast_graph_memory_mb",
-        "graph_memory_mb",
-        "GPU memory for CUDA graphs (MB)",
-        "Above this limit the least recently used graphs are freed, and captured again when needed. A lower value "
-        "leaves more memory for large images and other models. 0: no limit",
-        slider=(0, 32768, 256),
-        valid="a number of MB, 0 (no limit) or more",
-    ),
-    Setting(
-        "sfast_max_graphs",
-        "max_graphs",
-        "Maximum number of CUDA graphs",
-        "Each combination of size, batch and prompt length has its own graph. A higher value avoids new captures when "
-        "you switch between sizes, and takes more memory",
-        slider=(1, 64, 1),
-        valid="a number, 1 or more",
+        group=EXPERT,
     ),
     Setting(
         "sfast_triton",
@@ -74,6 +98,7 @@ SETTINGS = (
         "Use fused Triton kernels",
         "They read and write memory fewer times in norms and activations. They are compiled once, which takes some "
         "seconds, and cached on disk. Without Triton, kernels in CUDA C++ and PyTorch's run",
+        group=EXPERT,
     ),
     Setting(
         "sfast_check",
@@ -81,6 +106,7 @@ SETTINGS = (
         "Compare plans with the WebUI's own forward",
         "first use: one extra call for each new plan; a plan that differs is discarded. always: every call runs twice, "
         "for troubleshooting. never: no extra call, plans are not checked",
+        group=EXPERT,
         choices=tuple(CHECK_LABELS),
         valid=", ".join(CHECK_LABELS),
     ),
@@ -90,6 +116,7 @@ SETTINGS = (
         "Maximum relative error in that comparison",
         "Half-precision rounding stays well below the default. A lower value discards more plans and their speed-up. "
         "A higher value accepts larger differences",
+        group=EXPERT,
         slider=(0.001, 0.1, 0.001),
         valid="a number above 0",
     ),
@@ -98,10 +125,23 @@ SETTINGS = (
         "allow_cpu",
         "Also run on the CPU",
         "For trying the extension without a GPU. It is not faster there",
+        group=EXPERT,
     ),
 )
 
-KEYS = tuple(setting.key for setting in SETTINGS)
+LOG_LEVEL = Setting(
+    "sfast_log_level",
+    "log_level",
+    "What Stable Fast writes to the console",
+    "normal: what was found, the steps of a preparation, and each kind of failure once. quiet: failures only. debug: "
+    "everything, with tracebacks, for a bug report",
+    group=EXPERT,
+    choices=("quiet", "normal", "debug"),
+    valid="quiet, normal, debug",
+)
+LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
+
+KEYS = tuple(setting.key for setting in (*SETTINGS, LOG_LEVEL))
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -113,6 +153,8 @@ _last_valid: dict[str, Any] = {}
 
 def default_of(setting: Setting) -> Any:
     """The value that the WebUI shows until the user chooses one."""
+    if setting is LOG_LEVEL:
+        return "normal"
     value = getattr(Config(), setting.field)
     if setting.field == "graph_memory_mb":
         value = _share_of_gpu_memory(value, setting)
@@ -132,24 +174,59 @@ def _share_of_gpu_memory(most: int, setting: Setting) -> int:
     return most if total is None else min(most, (total >> 22) // step * step)
 
 
+def _memory_of_gpu(most: float, step: float) -> float:
+    """The GPU's memory in MB, in steps of the slider: more cannot be spent. `most` without a GPU."""
+    total = environment.gpu_memory()
+    return most if total is None else (total >> 20) // int(step) * int(step)
+
+
 def register(opts: Any, option_info: Callable[..., Any]) -> None:
-    """Add the settings to those of a WebUI. May be called again.
+    """Add the settings to those of a WebUI, group by group. May be called again.
 
     Args:
         opts: `shared.opts` of AUTOMATIC1111 or SD.Next.
         option_info: its `OptionInfo`.
     """
-    for setting in SETTINGS:
-        component, arguments = _component(setting)
+    page = _Page(option_info)
+    for group, (key, text) in HEADINGS.items():
+        opts.add_option(key, page.heading(text))
+        for setting in (*SETTINGS, LOG_LEVEL):
+            if setting.group == group:
+                opts.add_option(setting.key, page.option(setting))
+
+
+class _Page:
+    """Makes options as a WebUI has them. What it offers beside `OptionInfo` lies in the same module."""
+
+    def __init__(self, option_info: Callable[..., Any]) -> None:
+        self._option_info = option_info
+        beside = sys.modules.get(getattr(option_info, "__module__", ""))
+        # AUTOMATIC1111 alone; SD.Next makes headings of plain options
+        self._html = getattr(beside, "OptionHTML", None)
         # SD.Next has .info() but does not show it; it does show gradio's own line under the label. Only SD.Next's
         # OptionInfo has `validate`.
-        comments_are_shown = hasattr(option_info, "info") and not hasattr(option_info, "validate")
-        if not comments_are_shown:
+        self._shows_comments = hasattr(option_info, "info") and not hasattr(option_info, "validate")
+        categories = getattr(beside, "categories", None)
+        self._category = categories.register_category(*CATEGORY) if categories is not None else None
+
+    def heading(self, text: str) -> Any:
+        """A line of HTML between options."""
+        import gradio
+
+        option = self._html(text) if self._html is not None else self._option_info(text, "", gradio.HTML)
+        return self._placed(option)
+
+    def option(self, setting: Setting) -> Any:
+        """The option of a setting, with what it costs and gives."""
+        component, arguments = _component(setting)
+        if not self._shows_comments:
             arguments["info"] = setting.info
-        option = option_info(default_of(setting), setting.label, component, arguments, section=SECTION)
-        if comments_are_shown:
-            option = option.info(setting.info)
-        opts.add_option(setting.key, option)
+        option = self._option_info(default_of(setting), setting.label, component, arguments, section=SECTION)
+        return self._placed(option.info(setting.info) if self._shows_comments else option)
+
+    def _placed(self, option: Any) -> Any:
+        option.section, option.category_id = SECTION, self._category
+        return option
 
 
 def _component(setting: Setting) -> tuple[Any, dict[str, Any]]:
@@ -157,6 +234,8 @@ def _component(setting: Setting) -> tuple[Any, dict[str, Any]]:
 
     if setting.slider is not None:
         least, greatest, step = setting.slider
+        if setting.field == "graph_memory_mb":
+            greatest = _memory_of_gpu(greatest, step)
         return gradio.Slider, {"minimum": least, "maximum": greatest, "step": step}
     if setting.choices:
         return gradio.Radio, {"choices": list(setting.choices)}
@@ -186,6 +265,20 @@ def config_from(opts: Any, report: Report | None = None) -> Config:
             _last_valid[setting.key] = converted
             _announced.pop(setting.key, None)
     return config
+
+
+def log_level(opts: Any, report: Report | None = None) -> int:
+    """The level of the extension's logger that the user has chosen; see `config_from` for invalid values."""
+    value = getattr(opts, LOG_LEVEL.key, None)
+    if value is None:
+        return LEVELS["normal"]
+    if isinstance(value, str) and value in LEVELS:
+        _last_valid[LOG_LEVEL.key] = value
+        _announced.pop(LOG_LEVEL.key, None)
+        return LEVELS[value]
+    kept = _last_valid.get(LOG_LEVEL.key, "normal")
+    _announce(LOG_LEVEL, value, kept, report)
+    return LEVELS[kept]
 
 
 _TYPES = {field.name: type(getattr(Config(), field.name)) for field in fields(Config)}
@@ -225,7 +318,7 @@ def _announce(setting: Setting, value: Any, kept: Any, report: Report | None) ->
     if _announced.get(setting.key) == said:
         return
     _announced[setting.key] = said
-    used = _displayed(setting, kept)
+    used = kept if setting is LOG_LEVEL else _displayed(setting, kept)
     message = f"{setting.key} ({setting.label}) = {said} is not valid; {used!r} stays in use. Valid: {setting.valid}"
     if report is not None:
         report.event("settings", message)

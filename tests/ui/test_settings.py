@@ -53,7 +53,7 @@ class Options:
 @pytest.fixture(autouse=True)
 def gradio(monkeypatch):
     stand_in = types.ModuleType("gradio")
-    for name in ("Checkbox", "Slider", "Radio"):
+    for name in ("Checkbox", "Slider", "Radio", "HTML"):
         setattr(stand_in, name, type(name, (), {}))
     monkeypatch.setitem(sys.modules, "gradio", stand_in)
     monkeypatch.setattr(settings, "_announced", {})
@@ -68,19 +68,58 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_field_of_the_table_is_one_of_the_configuration():
-    assert len(set(settings.KEYS)) == len(settings.SETTINGS) == 8
+    assert len(set(settings.KEYS)) == len(settings.SETTINGS) + 1 == 9
     for setting in settings.SETTINGS:
         assert setting.key == f"sfast_{setting.field}"
         assert hasattr(Config(), setting.field)
         assert len(setting.info) > 40
+        assert setting.group in settings.HEADINGS
+
+
+def test_groups_follow_each_other_each_below_its_heading():
+    opts = Options()
+    settings.register(opts, A1111OptionInfo)
+    assert tuple(opts.data_labels) == (
+        "sfast_intro",
+        "sfast_enabled",
+        "sfast_memory_heading",
+        "sfast_graph_memory_mb",
+        "sfast_max_graphs",
+        "sfast_expert_heading",
+        "sfast_cuda_graphs",
+        "sfast_triton",
+        "sfast_check",
+        "sfast_tolerance",
+        "sfast_allow_cpu",
+        "sfast_log_level",
+    )
+
+
+def test_the_page_says_first_what_it_does_and_where_help_is():
+    opts = Options()
+    settings.register(opts, A1111OptionInfo)
+    first = next(iter(opts.data_labels.values()))
+    assert "faster" in first.default and 'href="./sfast/v1/help"' in first.default
+
+
+def test_the_search_of_settings_finds_the_switch_by_fast():
+    # AUTOMATIC1111 searches the text of each option as it is shown
+    switch = settings.SETTINGS[0]
+    assert switch.key == "sfast_enabled" and "fast" in f"{switch.label} {switch.info}".lower()
+    assert "fast" in settings.INTRO.lower()
+
+
+def test_what_a_picture_maker_reads_first_has_no_word_of_engineers():
+    first = [s for s in settings.SETTINGS if s.group != settings.EXPERT]
+    words = " ".join([settings.INTRO, *(f"{s.label} {s.info}" for s in first)]).lower()
+    assert not [word for word in ("graph", "plan", "forward", "kernel", "tensor", "unet") if word in words]
 
 
 def test_registered_settings_show_their_cost_in_automatic1111(gradio):
     opts = Options()
     settings.register(opts, A1111OptionInfo)
     settings.register(opts, A1111OptionInfo)
-    assert tuple(opts.data_labels) == settings.KEYS
-    for setting in settings.SETTINGS:
+    for setting in (*settings.SETTINGS, settings.LOG_LEVEL):
         option = opts.data_labels[setting.key]
         assert option.section == ("stable_fast", "Stable Fast")
         assert option.comment_after.count(setting.info) == 1
@@ -88,6 +127,49 @@ def test_registered_settings_show_their_cost_in_automatic1111(gradio):
     assert opts.data_labels["sfast_check"].component is gradio.Radio
     assert opts.data_labels["sfast_check"].component_args["choices"] == ["first use", "always", "never"]
     assert opts.data_labels["sfast_tolerance"].component is gradio.Slider
+
+
+class Categories:
+    def __init__(self):
+        self.labels = {}
+
+    def register_category(self, key, label):
+        self.labels[key] = label
+        return key
+
+
+class OptionHTML(A1111OptionInfo):
+    """AUTOMATIC1111's: its text is its default, and it is not saved."""
+
+    def __init__(self, text):
+        super().__init__(text)
+        self.do_not_save = True
+
+
+def test_automatic1111_has_a_category_for_them_and_saves_no_heading(monkeypatch):
+    categories = Categories()
+    monkeypatch.setattr(sys.modules[__name__], "categories", categories, raising=False)
+    opts = Options()
+    settings.register(opts, A1111OptionInfo)
+    assert list(categories.labels.values()) == ["Acceleration"]
+    assert {option.category_id for option in opts.data_labels.values()} == set(categories.labels)
+    assert all(opts.data_labels[key].do_not_save for key, _ in settings.HEADINGS.values())
+
+
+def test_sdnext_has_headings_of_its_own_kind(gradio, monkeypatch):
+    monkeypatch.delattr(sys.modules[__name__], "OptionHTML")
+    opts = Options()
+    settings.register(opts, SDNextOptionInfo)
+    heading = opts.data_labels["sfast_expert_heading"]
+    assert heading.component is gradio.HTML and heading.label == "" and heading.section == settings.SECTION
+
+
+@pytest.mark.parametrize(("gib", "greatest"), [(None, 32768), (8, 8192), (7.79, 7936), (80, 81920)])
+def test_no_more_memory_can_be_chosen_than_the_gpu_has(gib, greatest, monkeypatch):
+    monkeypatch.setattr(settings.environment, "gpu_memory", lambda: None if gib is None else int(gib * 2**30))
+    opts = Options()
+    settings.register(opts, A1111OptionInfo)
+    assert opts.data_labels["sfast_graph_memory_mb"].component_args["maximum"] == greatest
 
 
 def test_registered_settings_show_their_cost_in_sdnext():
@@ -207,6 +289,16 @@ def test_text_that_says_true_or_false_is_read_as_it_is_meant(key, text, meant):
     report = Report()
     config = settings.config_from(Options(**{key: text}), report)
     assert getattr(config, key.removeprefix("sfast_")) is meant and said(report) == []
+
+
+def test_the_level_of_the_log_is_one_of_three_and_a_wrong_one_is_named():
+    report = Report()
+    assert settings.log_level(Options(), report) == logging.INFO
+    for word, level in settings.LEVELS.items():
+        assert settings.log_level(Options(sfast_log_level=word), report) == level
+    for value in ("loud", 10, ["debug"]):
+        assert settings.log_level(Options(sfast_log_level=value), report) == logging.DEBUG
+    assert len(said(report)) == 3 and "sfast_log_level" in said(report)[0] and "'debug' stays" in said(report)[0]
 
 
 def test_without_a_report_it_goes_to_the_log(caplog):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,9 @@ from sfast_ext.hosts.a1111 import controlnet
 from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
 from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
-from sfast_ext.hosts.session import Session, ready
+from sfast_ext.hosts.session import Session
+from sfast_ext.report import logger
+from sfast_ext.ui import words
 
 LORA_LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAttention)
 """The classes whose forward the built-in Lora extension replaces."""
@@ -57,12 +60,19 @@ class A1111Hooks:
         self._bias_mask = b""
         self._offloaded: str | None = None
         self._dormant = DormantPatches()
+        self.pictures: int | None = None
+        """How many are made at once; None where the WebUI does not say."""
         self.new_pass()
 
     def hooks(self) -> Hooks:
         """The hooks as the accelerator takes them."""
         ignored = LORA_MARKS | LEFTOVER_MARKS | controlnet.MARKS
-        return Hooks(self.bypass_reason, self.prepare, self.key, self.recognised, ignored=ignored)
+        vouch = self.recognised
+        return Hooks(self.bypass_reason, self.prepare, self.key, vouch, words=self.words, ignored=ignored)
+
+    def words(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
+        """A call in a user's words."""
+        return words.size_words(shapes, self.pictures)
 
     def new_pass(self) -> None:
         """Read the whole UNet. Called once for each pass of a sampler; takes a millisecond."""
@@ -172,8 +182,23 @@ class A1111Session(Session):
         self._controlnets = Attachment(self._hooks_for, self.report, name="controlnet")
         self.attachments = (self._unets, self._controlnets)
         self._denoiser: weakref.ref[object] | None = None
+        self._pictures: int | None = None
         self._memory = A1111Memory(self._unets, _unet_of, self.report)
         self._host_version = _host_version()
+
+    def register(self) -> None:
+        """Write to the console before anything else is done."""
+        self._join_console()
+        super().register()
+
+    def _join_console(self) -> None:
+        # without --loglevel the WebUI configures no log, and Python then writes warnings only
+        if logger.hasHandlers():
+            return
+        handler = _console()
+        handler.setFormatter(logging.Formatter("Stable Fast: %(message)s"))
+        logger.addHandler(handler)
+        self._undo.append(lambda: logger.removeHandler(handler))
 
     def install(self) -> list[Callable[[], object]]:
         """Register callbacks, and wrap the functions that free memory, for which there are none."""
@@ -208,6 +233,19 @@ class A1111Session(Session):
         pairs = [pair.partition(":") for pair in (getattr(shared.cmd_opts, "api_auth", None) or "").split(",") if pair]
         return {user: password for user, _, password in pairs}
 
+    def xyz_grid(self) -> Any:
+        """The module of its script."""
+        from modules import scripts
+
+        found = (data.module for data in scripts.scripts_data if data.script_class.__module__ == "xyz_grid.py")
+        return next(found, None)
+
+    def api_is_on(self) -> bool:
+        """Whether --api was given, or --nowebui, which implies it."""
+        from modules import shared
+
+        return bool(getattr(shared.cmd_opts, "api", False) or getattr(shared.cmd_opts, "nowebui", False))
+
     def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.guarded(self.release_models)
         return original(*args, **kwargs)
@@ -229,6 +267,7 @@ class A1111Session(Session):
         if not new_pass and self._unets.unchanged(_unet_of(shared.sd_model)):
             return
         self._denoiser = weakref.ref(denoiser) if denoiser is not None else None
+        self._pictures = getattr(getattr(denoiser, "p", None), "batch_size", None)
         self._follow(shared.sd_model)
 
     def _follow(self, sd_model: Any) -> None:
@@ -248,14 +287,25 @@ class A1111Session(Session):
             if each is not None:
                 hooks = self._hooks.get(each.module)
                 if hooks is not None:
+                    hooks.pictures = self._pictures
                     hooks.new_pass()
                 each.new_generation()
 
 
 def start(version: str) -> None:
     """Start the extension; after the WebUI reloaded its scripts, in place of the session before."""
-    A1111Session.start(version)
-    print(ready(version))
+    print(A1111Session.start(version).greeting())
+
+
+def _console() -> logging.Handler:
+    """A handler that writes around the WebUI's progress bars, where the WebUI has one."""
+    plain = logging.StreamHandler()
+    try:
+        from modules.logging_config import TqdmLoggingHandler
+
+        return TqdmLoggingHandler(plain) if TqdmLoggingHandler is not None else plain
+    except ImportError:
+        return plain
 
 
 def _unet_of(sd_model: Any) -> nn.Module | None:

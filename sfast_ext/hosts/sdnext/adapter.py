@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -19,7 +20,9 @@ from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
 from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
 from sfast_ext.hosts.sdnext.refusals import COMPILED, keeps_weights, model_bypass_reason, run_bypass_reason
-from sfast_ext.hosts.session import Session, ready
+from sfast_ext.hosts.session import Session
+from sfast_ext.ui import words
+from sfast_ext.ui.api import STATUS
 
 BOOKKEEPING = frozenset(
     {
@@ -55,8 +58,7 @@ def detect() -> bool:
 
 def start(version: str) -> None:
     """Start the extension; after SD.Next reloaded its scripts, in place of the session before."""
-    SDNextSession.start(version)
-    logging.getLogger("sfast_ext").info("%s", ready(version))
+    logging.getLogger("sfast_ext").info("%s", SDNextSession.start(version).greeting())
 
 
 class SDNextHooks:
@@ -66,14 +68,19 @@ class SDNextHooks:
     Args:
         pipeline: gives the pipeline that runs the network.
         new_pass: called with that pipeline at the first call of each of its runs.
+        pictures: gives how many are made at once; None where SD.Next does not say.
     """
 
     def __init__(
-        self, unet: nn.Module, pipeline: Callable[[], Any], new_pass: Callable[[Any], None] | None = None
+        self,
+        unet: nn.Module,
+        pipeline: Callable[[], Any],
+        new_pass: Callable[[Any], None] | None = None,
+        pictures: Callable[[], int | None] = lambda: None,
     ) -> None:
         from modules import shared
 
-        self._pipeline, self._tell = pipeline, new_pass
+        self._pipeline, self._tell, self._pictures = pipeline, new_pass, pictures
         # Weak: SD.Next may drop the model before its accelerator is released.
         self._unet = weakref.ref(unet)
         self._state = shared.state
@@ -86,7 +93,14 @@ class SDNextHooks:
         """The hooks as the accelerator takes them."""
         # every forward that is vouched for computes what the module's own does
         vouch = self.recognised
-        return Hooks(self.bypass_reason, key=self.key, recognised=vouch, transparent=vouch, ignored=BOOKKEEPING)
+        return Hooks(
+            self.bypass_reason,
+            key=self.key,
+            recognised=vouch,
+            transparent=vouch,
+            words=lambda shapes: words.size_words(shapes, self._pictures()),
+            ignored=BOOKKEEPING,
+        )
 
     def bypass_reason(self) -> str | None:
         """Why the call must be bypassed, in words for the user; None where it need not."""
@@ -143,12 +157,19 @@ class SDNextSession(Session):
 
     def __init__(self, version: str) -> None:
         super().__init__(version)
+        self._pictures: int | None = None
+
+        def pictures() -> int | None:
+            return self._pictures
+
         self._unets = Attachment(
-            lambda unet: SDNextHooks(unet, _pipeline, self._follow_controlnets).hooks(), self.report
+            lambda unet: SDNextHooks(unet, _pipeline, self._follow_controlnets, pictures).hooks(), self.report
         )
-        self._refiner = Attachment(lambda unet: SDNextHooks(unet, _refiner).hooks(), self.report, name="refiner")
+        self._refiner = Attachment(
+            lambda unet: SDNextHooks(unet, _refiner, pictures=pictures).hooks(), self.report, name="refiner"
+        )
         self._controlnets = Attachment(
-            lambda network: SDNextHooks(network, _pipeline).hooks(), self.report, name="controlnet"
+            lambda network: SDNextHooks(network, _pipeline, pictures=pictures).hooks(), self.report, name="controlnet"
         )
         self.attachments = (self._unets, self._refiner, self._controlnets)
         self._offload = Offload((self._refiner, self._controlnets, self._unets), self.report)
@@ -165,13 +186,28 @@ class SDNextSession(Session):
         from modules import ipadapter, script_callbacks, sd_models
 
         script_callbacks.on_model_loaded(self.callback(lambda _model: self.follow()))
-        script_callbacks.on_before_process(self.callback(lambda _p: self.follow()))
+        script_callbacks.on_before_process(self.callback(self._before_process))
         return [
             wrap(sd_models, "reload_model_weights", self._reload),
             wrap(sd_models, "unload_model_weights", self._unload),
             wrap(ipadapter, "apply", self._ip_adapters.apply),
             *self._offload.install(),
         ]
+
+    def _before_process(self, p: Any) -> None:
+        self._pictures = getattr(p, "batch_size", None)
+        self.follow()
+
+    def xyz_grid(self) -> Any:
+        """The module that its two scripts share."""
+        return sys.modules.get("scripts.xyz.xyz_grid_classes")
+
+    def subpath(self) -> str:
+        """That of --subpath or of the settings."""
+        from modules import shared
+
+        path = str(getattr(shared.opts, "subpath", None) or "")
+        return path if not path or path.startswith("/") else f"/{path}"
 
     def follow(self) -> None:
         """Find which UNets are loaded and whether they can be accelerated. Called before each job."""
@@ -259,10 +295,18 @@ class SDNextSession(Session):
         logger = logging.getLogger("sfast_ext")
         before, logger.parent = logger.parent, log
 
+        # SD.Next logs each request, and the badge asks every second while a picture is made
+        log.addFilter(_is_not_the_badge)
+
         def leave_log() -> None:
+            log.removeFilter(_is_not_the_badge)
             logger.parent = before
 
         self._undo.append(leave_log)
+
+
+def _is_not_the_badge(record: logging.LogRecord) -> bool:
+    return not (isinstance(record.msg, str) and record.msg.startswith("API ") and f"{STATUS} " in record.msg)
 
 
 def _pipeline() -> Any:

@@ -130,7 +130,8 @@ def test_a_setting_given_as_text_is_what_the_status_says(host):  # noqa: F811
         assert same(host.generate(), reference(1))
         assert status()["enabled"] == on and (accelerator_of(unet) is not None) == on
     (message,) = [event["message"] for event in status()["events"] if event["stage"] == "settings"]
-    assert message.startswith("sfast_enabled (Accelerate the UNet) = 'perhaps' is not valid; False stays in use.")
+    told = "sfast_enabled (Make pictures faster with Stable Fast) = 'perhaps' is not valid; False stays in use."
+    assert message.startswith(told)
 
 
 def merge_tokens(model, ratio):

@@ -295,3 +295,14 @@ def test_a_model_without_a_unet_is_named(host: Host) -> None:
     host.modeldata.model_data.sd_model = SimpleNamespace(transformer=nn.Linear(2, 2))
     host.session.follow()
     assert "has no UNet" in host.reasons()
+
+
+def test_the_badge_s_questions_are_not_logged(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    log = importlib.import_module("modules.logger").log
+    form = "API user=None code=200 http/1.1 GET {} 127.0.0.1 0.01"
+    with caplog.at_level("INFO", logger=log.name):
+        log.info(form.format("/sfast/v1/status"))
+        log.info(form.format("/sdapi/v1/options"))
+        host.adapter.SDNextSession.stop()
+        log.info(form.format("/sfast/v1/status"))
+    assert [record.msg.split()[5] for record in caplog.records] == ["/sdapi/v1/options", "/sfast/v1/status"]

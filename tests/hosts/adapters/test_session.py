@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sfast_ext.hosts import session, xyz
 from sfast_ext.hosts.session import Session
-from sfast_ext.ui import settings
+from sfast_ext.ui import settings, tab
 
 
 class Host:
@@ -27,12 +29,12 @@ class Host:
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     host = Host()
     opts = SimpleNamespace(add_option=lambda key, option: host.options.update({key: option}))
-    shared = SimpleNamespace(opts=opts, OptionInfo=lambda *args, **more: (args, more))
+    shared = SimpleNamespace(opts=opts, OptionInfo=lambda *args, **more: SimpleNamespace(given=(args, more)))
     modules = ModuleType("modules")
     modules.script_callbacks, modules.shared = host, shared  # type: ignore[attr-defined]
     for name, module in (("modules", modules), ("modules.script_callbacks", host), ("modules.shared", shared)):
         monkeypatch.setitem(sys.modules, name, module)
-    kinds = dict.fromkeys(("Checkbox", "Slider", "Radio"), object)
+    kinds = dict.fromkeys(("Checkbox", "Slider", "Radio", "HTML"), object)
     monkeypatch.setitem(sys.modules, "gradio", SimpleNamespace(**kinds))
     return host
 
@@ -45,7 +47,8 @@ def kind() -> type[Any]:
         def __init__(self, version: str) -> None:
             super().__init__(version)
             self.undone: list[str] = []
-            self.attachments = (SimpleNamespace(release=lambda: self.undone.append("models"), status=lambda: [{}]),)
+            nothing = {"release": lambda: self.undone.append("models"), "status": lambda: [{}], "drop_plans": lambda: 0}
+            self.attachments = (SimpleNamespace(**nothing),)
 
         def install(self) -> Any:
             return [lambda: self.undone.append("first"), lambda: self.undone.append("second")]
@@ -61,11 +64,11 @@ def kind() -> type[Any]:
 
 def test_a_start_registers_and_a_stop_undoes_it_in_reverse(host, kind):
     kind.start("0")
-    session = kind.running
-    assert tuple(host.options) == settings.KEYS
+    running = kind.running
+    assert set(settings.KEYS) < set(host.options)
     assert {"ui_settings", "script_unloaded", "app_started"} <= set(host.callbacks)
     kind.stop()
-    assert session.undone == ["models", "second", "first"] and kind.running is None
+    assert running.undone == ["models", "second", "first"] and kind.running is None
     kind.stop()
 
 
@@ -94,8 +97,82 @@ def test_no_exception_reaches_the_host(host, kind, shown, monkeypatch):
             raise RuntimeError("the host cannot show it")
 
     monkeypatch.setattr(kind, "show_error", show)
-    session = kind("0")
-    session.callback(lambda *args, **more: {}[args[0]])("a model", more=1)
-    error = session.status()["last_error"]
+    mine = kind("0")
+    mine.callback(lambda *args, **more: {}[args[0]])("a model", more=1)
+    error = mine.status()["last_error"]
     assert error["stage"] == "host callback" and "a model" in error["message"]
     assert [type(exc) for exc in seen] == [KeyError]
+
+
+def test_the_console_says_as_much_as_the_setting_wants(host, kind):
+    logger = logging.getLogger("sfast_ext")
+    kind.start("0")
+    assert logger.level == logging.INFO
+    sys.modules["modules.shared"].opts.sfast_log_level = "quiet"
+    kind.running.config()
+    assert logger.level == logging.WARNING
+    kind.stop()
+    assert logger.level == logging.NOTSET
+
+
+def test_the_tab_is_one_of_the_host_s(host, kind, monkeypatch):
+    kind.start("0")
+    asked = []
+    monkeypatch.setattr(tab, "tabs", lambda drop, report: asked.append((drop(), report())) or [("page", "t", "k")])
+    assert host.callbacks["ui_tabs"]() == [("page", "t", "k")]
+    ((dropped, text),) = asked
+    assert dropped == 0 and text.startswith("Stable Fast 0 in a host 1")
+
+
+def test_a_tab_that_cannot_be_made_leaves_the_host_s_others(host, kind):
+    kind.start("0")
+    # the stand-in of gradio has no pages
+    assert host.callbacks["ui_tabs"]() == []
+    assert kind.running.status()["last_error"]["stage"] == "the tab"
+
+
+def test_stages_are_shown_where_the_host_shows_text(host, kind):
+    kind.start("0")
+    state = SimpleNamespace(job="task(1)", textinfo=None)
+    sys.modules["modules.shared"].state = state
+    assert kind.running.status()["busy"]
+    kind.running.report.preparing("512x512", "recording")
+    assert state.textinfo == "Stable Fast: recording"
+    kind.running.report.preparing(None)
+    assert state.textinfo is None
+
+
+def test_the_plot_gets_its_axes_where_the_host_has_one(host, kind, monkeypatch):
+    kind.start("0")
+    host.callbacks["before_ui"]()
+    axes = []
+    monkeypatch.setattr(kind, "xyz_grid", lambda self: "the module")
+    monkeypatch.setattr(xyz, "add_axes", axes.append)
+    host.callbacks["before_ui"]()
+    assert axes == ["the module"] and kind.running.status()["last_error"] is None
+
+
+@pytest.mark.parametrize(
+    ("missing", "chosen", "said"),
+    [
+        (None, {}, "a card, torch 2.7, CUDA C++ kernels; on"),
+        (None, {"sfast_enabled": False}, "a card, torch 2.7, CUDA C++ kernels; off, see Settings > Stable Fast"),
+        ("torch finds no NVIDIA GPU", {"sfast_enabled": False}, "no supported NVIDIA GPU (torch finds no NVIDIA GPU)"),
+        ("torch finds no NVIDIA GPU", {"sfast_allow_cpu": True}, "a card, torch 2.7, CUDA C++ kernels; on"),
+    ],
+)
+def test_the_first_line_says_what_was_found_and_what_will_happen(host, kind, monkeypatch, missing, chosen, said):
+    monkeypatch.setattr(session.environment, "no_gpu", lambda: missing)
+    monkeypatch.setattr(session.environment, "in_short", lambda: "a card, torch 2.7, CUDA C++ kernels")
+    vars(sys.modules["modules.shared"].opts).update(chosen)
+    line = kind.start("0.2").greeting()
+    assert line.startswith(f"Stable Fast 0.2: {said}") and "\n" not in line
+
+
+def test_a_broken_driver_stops_no_start(host, kind, monkeypatch):
+    def broken():
+        raise RuntimeError("CUDA unknown error")
+
+    monkeypatch.setattr(session.environment, "no_gpu", broken)
+    line = kind.start("0.2").greeting()
+    assert line.startswith("Stable Fast 0.2: no supported NVIDIA GPU (RuntimeError: CUDA unknown error)")

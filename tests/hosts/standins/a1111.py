@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 CONTEXT = 32
-CALLBACKS = ("ui_settings", "before_ui", "model_loaded", "cfg_denoiser", "script_unloaded", "app_started")
+CALLBACKS = ("ui_settings", "ui_tabs", "before_ui", "model_loaded", "cfg_denoiser", "script_unloaded", "app_started")
 LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)
 
 
@@ -167,7 +167,7 @@ class Host:
             "modules.sd_hijack_unet": _module("modules.sd_hijack_unet"),
             "networks": self.networks,
             # settings name its components; nothing shows them here
-            "gradio": _module("gradio", Checkbox=object, Slider=object, Radio=object),
+            "gradio": _module("gradio", Checkbox=object, Slider=object, Radio=object, HTML=object),
         }
         for name, module in found.items():
             if name.startswith("modules."):
@@ -242,6 +242,7 @@ class Host:
         x = torch.randn((2, 4, size, size), generator=generator).to(self.place)
         context = torch.randn((2, tokens, CONTEXT), generator=generator).to(self.place)
         denoiser = Denoiser()
+        denoiser.p = SimpleNamespace(batch_size=1)
         for step in range(steps):
             if refiner is not None and step == steps // 2:
                 refiner()

@@ -7,7 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 callback_map: dict[str, list[Callable[..., Any]]] = {
-    name: [] for name in ("model_loaded", "before_process", "ui_settings", "app_started", "script_unloaded")
+    name: []
+    for name in (
+        "model_loaded",
+        "before_process",
+        "before_ui",
+        "ui_settings",
+        "ui_tabs",
+        "app_started",
+        "script_unloaded",
+    )
 }
 exceptions: list[BaseException] = []
 
@@ -31,6 +40,14 @@ def on_before_process(callback: Callable[..., Any]) -> None:
 
 def on_ui_settings(callback: Callable[..., Any]) -> None:
     callback_map["ui_settings"].append(callback)
+
+
+def on_before_ui(callback: Callable[..., Any]) -> None:
+    callback_map["before_ui"].append(callback)
+
+
+def on_ui_tabs(callback: Callable[..., Any]) -> None:
+    callback_map["ui_tabs"].append(callback)
 
 
 def on_app_started(callback: Callable[..., Any]) -> None:

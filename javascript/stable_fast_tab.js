@@ -1,0 +1,153 @@
+// The tab Stable Fast: what runs now, the sizes that are ready, and why pictures were not accelerated.
+
+(function() {
+    // [heading, value to sort by, text]; numbers sort downwards first
+    const COLUMNS = [
+        ['Size', (plan) => plan.label, (plan) => stableFast.typeset(plan.label)],
+        ['Network', (plan) => plan.network || '', null],
+        ['Before, ms', (plan) => plan.ms_before, (plan) => fixed(plan.ms_before, 1)],
+        ['After, ms', (plan) => plan.ms_after, (plan) => fixed(plan.ms_after, 1)],
+        ['Times faster', times, (plan) => fixed(times(plan), 1)],
+        ['Steps', (plan) => plan.replays, null],
+        ['Last used', (plan) => plan.used_at, (plan) => age(plan.used_at)],
+        ['Memory, MB', (plan) => plan.memory_mb, (plan) => fixed(plan.memory_mb, 0)],
+        ['Difference', (plan) => plan.error, (plan) => (typeof plan.error === 'number' ? plan.error.toExponential(1) : '–')]
+    ];
+    let view = null;
+    let shown = null;
+    let order = {column: 6, down: true};
+
+    function fixed(value, digits) {
+        return typeof value === 'number' ? value.toFixed(digits) : '–';
+    }
+
+    function times(plan) {
+        return typeof plan.speedup === 'number' ? plan.speedup : null;
+    }
+
+    function seconds(ago) {
+        if (ago < 90) {
+            return `${Math.max(0, Math.round(ago))} s ago`;
+        }
+        return ago < 5400 ? `${Math.round(ago / 60)} min ago` : `${Math.round(ago / 3600)} h ago`;
+    }
+
+    function age(time) {
+        return typeof time === 'number' ? seconds(Date.now() / 1000 - time) : '–';
+    }
+
+    function bar(parent, name, value, most, kind) {
+        const row = stableFast.add(parent, 'div', undefined, `sfast-bar ${kind}`);
+        stableFast.add(row, 'span', name);
+        stableFast.add(row, 'div').style.width = `${Math.round(60 * value / most)}%`;
+        stableFast.add(row, 'span', `${value.toFixed(1)} ms`);
+    }
+
+    function now(status) {
+        const {add} = stableFast;
+        add(view, 'h3', 'Now');
+        add(view, 'p', status.badge.detail);
+        add(view, 'p', [status.model || 'no model', status.environment.gpu || 'no GPU', 'torch ' + status.environment.torch].join(' · '));
+        const plan = stableFast.plansOf(status).find((each) => each.last_pass && times(each));
+        if (plan && !status.no_gpu) {
+            add(view, 'p', stableFast.planLine(plan));
+            const most = Math.max(plan.ms_before, plan.ms_after);
+            bar(view, 'Original', plan.ms_before, most, 'sfast-before');
+            bar(view, 'Stable Fast', plan.ms_after, most, 'sfast-after');
+            add(view, 'p', 'Both were measured with this picture’s own data when its size was prepared.', 'sfast-weak');
+        }
+        const pools = status.accelerators.map((each) => each.graph_pool).filter(Boolean);
+        if (pools.length > 0) {
+            add(view, 'p', `GPU memory held for fast replays: ${pools[0].memory_mb} MB`);
+        }
+    }
+
+    function sorted(plans) {
+        const value = COLUMNS[order.column][1];
+        const known = (plan) => value(plan) !== null && value(plan) !== undefined;
+        const compare = (a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0);
+        const rows = plans.filter(known).sort(compare);
+        return [...(order.down ? rows.reverse() : rows), ...plans.filter((plan) => !known(plan))];
+    }
+
+    function plans(status) {
+        const {add} = stableFast;
+        const found = stableFast.plansOf(status);
+        add(view, 'h3', 'Plans');
+        if (found.length === 0) {
+            add(view, 'p', 'None yet. One is made for each size, number of pictures and length of the prompt.');
+            return;
+        }
+        const table = add(add(view, 'div', undefined, 'sfast-scroll'), 'table');
+        const head = add(add(table, 'thead'), 'tr');
+        COLUMNS.forEach(([name], column) => {
+            const cell = add(head, 'th');
+            cell.setAttribute('scope', 'col');
+            const mine = order.column === column;
+            cell.setAttribute('aria-sort', mine ? (order.down ? 'descending' : 'ascending') : 'none');
+            const button = add(cell, 'button', name + (mine ? (order.down ? ' ▼' : ' ▲') : ''));
+            button.type = 'button';
+            button.addEventListener('click', () => {
+                order = {column, down: mine ? !order.down : column > 1};
+                draw(shown);
+                view.querySelectorAll('th button')[column].focus();
+            });
+        });
+        const body = add(table, 'tbody');
+        sorted(found).forEach((plan) => {
+            const row = add(body, 'tr', undefined, plan.last_pass ? 'sfast-last' : '');
+            COLUMNS.forEach(([, value, text], column) => {
+                const said = text ? text(plan) : value(plan);
+                const mark = column === 0 && plan.last_pass ? ' (last picture)' : '';
+                add(row, 'td', said + mark, column > 1 ? 'sfast-number' : '');
+            });
+        });
+    }
+
+    function reasons(status) {
+        const {add} = stableFast;
+        add(view, 'h3', 'Not accelerated');
+        if (status.reasons_listed.length === 0) {
+            add(view, 'p', status.no_gpu ? status.badge.detail : 'Nothing: every step so far was accelerated or prepared.');
+            return;
+        }
+        const table = add(add(view, 'div', undefined, 'sfast-scroll'), 'table');
+        const head = add(add(table, 'thead'), 'tr');
+        ['This picture', 'Since the start', 'Last', 'Why', ''].forEach((name) => add(head, 'th', name).setAttribute('scope', 'col'));
+        const body = add(table, 'tbody');
+        status.reasons_listed.forEach((each) => {
+            const row = add(body, 'tr', undefined, each.calls_last > 0 ? 'sfast-last' : '');
+            [each.calls_last, each.calls, seconds(each.seconds_ago)].forEach((said) => add(row, 'td', said, 'sfast-number'));
+            add(row, 'td', each.reason);
+            const link = add(add(row, 'td'), 'a', 'What to do');
+            link.href = './sfast/v1/help#' + encodeURIComponent(each.code);
+            link.target = '_blank';
+        });
+    }
+
+    function draw(status) {
+        shown = status;
+        if (!view || !status || view.offsetParent === null) {
+            return;
+        }
+        view.textContent = '';
+        now(status);
+        plans(status);
+        reasons(status);
+    }
+
+    onUiLoaded(() => {
+        view = view || document.getElementById('stable_fast_view');
+        if (!view || view.dataset.ready) {
+            return;
+        }
+        view.dataset.ready = 'yes';
+        stableFast.onStatus(draw);
+        // asks when the tab is opened, not before
+        new IntersectionObserver((entries) => {
+            if (entries.some((entry) => entry.isIntersecting)) {
+                stableFast.refresh();
+            }
+        }).observe(view.parentElement);
+    });
+})();

@@ -1,0 +1,84 @@
+"""What the routes answer, for the WebUI's description of its API."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from pydantic import BaseModel, Field
+
+# pydantic evaluates annotations, and its older version knows no `X | None`
+# ruff: noqa: UP045
+
+
+class Version(BaseModel):
+    """Versions."""
+
+    version: str = Field(..., description="of the extension")
+    host: dict[str, str] = Field(..., description="name and version of the WebUI")
+
+
+class Plan(BaseModel):
+    """What is kept ready for one size, batch and prompt length."""
+
+    network: Optional[str] = Field(None, description="the network that it accelerates: unet, refiner or controlnet")
+    label: str = Field(..., description="size, pictures and tokens in words")
+    signature: str = Field(..., description="all inputs with their types and shapes")
+    state: str = Field(..., description="whether it replays a CUDA graph")
+    last_pass: bool = Field(..., description="whether the last picture used it")
+    replays: int = Field(..., description="steps that it made")
+    used_at: Optional[float] = Field(None, description="when a picture used it last, in seconds since 1970")
+    ms_before: Optional[float] = Field(None, description="milliseconds of the original's step, measured for it")
+    ms_after: Optional[float] = Field(None, description="milliseconds of its own step, measured at the same time")
+    speedup: Optional[float] = Field(None, description="their ratio; null on a CPU, where they are not timed alike")
+    first_call_s: Optional[float] = Field(None, description="seconds that its preparation took")
+    memory_mb: float = Field(..., description="GPU memory of its CUDA graph")
+    error: Optional[float] = Field(None, description="relative difference from the original")
+
+
+class Reason(BaseModel):
+    """Why steps were not accelerated."""
+
+    reason: str = Field(..., description="the sentence")
+    code: str = Field(..., description="its entry in the help")
+    calls: int = Field(..., description="steps since the start")
+    calls_last: int = Field(..., description="steps of the last picture")
+    seconds_ago: float = Field(..., description="since the last such step")
+
+
+class Badge(BaseModel):
+    """The state in short."""
+
+    state: str = Field(..., description="on, partly, preparing, ready, original, off or none")
+    text: str = Field(..., description="a few words")
+    detail: str = Field(..., description="a sentence")
+
+
+class Status(BaseModel):
+    """All that is known."""
+
+    version: str = Field(..., description="of the extension")
+    host: dict[str, str] = Field(..., description="name and version of the WebUI")
+    environment: dict[str, Any] = Field(..., description="torch, CUDA, GPU, Triton")
+    busy: bool = Field(..., description="whether the WebUI is at a job")
+    no_gpu: Optional[str] = Field(None, description="why nothing can be accelerated on this machine")
+    enabled: bool = Field(..., description="whether the setting is on")
+    model: Optional[str] = Field(None, description="the loaded model")
+    badge: Badge = Field(..., description="the state in short")
+    accelerators: list[dict[str, Any]] = Field(..., description="one for each network, with its plans")
+    preparing: Optional[dict[str, Any]] = Field(None, description="what is being prepared, its stage and seconds")
+    last_pass: dict[str, int] = Field(..., description="steps of the last picture: accelerated, bypassed, prepared")
+    reasons: dict[str, int] = Field(..., description="why steps were bypassed, in the last two passes of the sampler")
+    reasons_since_start: dict[str, int] = Field(..., description="the same since the start")
+    reasons_listed: list[Reason] = Field(..., description="the same with age and entry in the help")
+
+
+class ReportText(BaseModel):
+    """A bug report."""
+
+    text: str = Field(..., description="versions, card, settings, reasons and the last error; no prompt, no folders")
+
+
+class Dropped(BaseModel):
+    """The effect of drop."""
+
+    dropped: int = Field(..., description="plans that there were")

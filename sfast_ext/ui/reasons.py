@@ -1,0 +1,60 @@
+"""Which entry of docs/troubleshooting.md explains a reason of the report.
+
+A test compares this table with the reasons that the code can give, and with the entries of that page.
+"""
+
+from __future__ import annotations
+
+import re
+
+OTHER = "other"
+"""The entry for a text that no row knows."""
+
+TABLE: tuple[tuple[str, str], ...] = (
+    ("no-gpu", r"the model is on the CPU|the model is on .*not on a GPU|torch finds no NVIDIA GPU"),
+    ("unsupported-gpu", r"this torch is built for ROCm|the GPU has compute capability"),
+    ("hypernetwork", r"a hypernetwork is active"),
+    ("hypertile", r"Hypertile is on|HyperTile draws its tiles"),
+    ("token-merging", r"token merging"),
+    ("fp8", r"FP8 weight storage is on"),
+    ("other-sd-unet", r"another UNet is active"),
+    ("lora-inside-layers", r"LoRA is computed inside the layers|LoRA is loaded by diffusers"),
+    ("lowvram", r"--lowvram moves|--medvram moves"),
+    ("offload", r"offload mode|the refiner is moved off the GPU|parts of the UNet do not fit on the GPU"),
+    ("compiled", r"SD\.Next has compiled this model|its forward calls a function that torch\.compile made"),
+    ("quantised", r"the model is quantised"),
+    ("no-unet", r".* has no UNet;"),
+    ("step-cache", r"DeepCache skips|T-Gate skips"),
+    ("attention-features", r"perturbed attention guidance|the Reference unit|LinFusion replaces"),
+    ("diffusers-hooks", r"diffusers has put hooks on layers"),
+    ("runs-layers-itself", r".* replaces the model's forward and calls none of its blocks"),
+    (
+        "another-extension",
+        r".* has a foreign |.* is (replaced by|gone)|.* is in place of the forward of |.* is on; turn",
+    ),
+    ("changes-again", r"what the model computes changes again and again"),
+    ("training", r"gradients are being recorded"),
+    ("random-numbers", r"its forward draws random numbers|.* with dropout, which draws random numbers"),
+    ("state", r"its forward keeps state between calls|its forward writes to "),
+    ("depends-on-values", r"its forward reads a value from the device|its forward reads a tensor "),
+    ("different-picture", r"its plan differs from the original"),
+    ("slower", r"its plan is slower than the original"),
+    ("out-of-memory", r"the GPU has no memory left|(no plan could be built|its plan failed): .*OutOfMemoryError"),
+    ("failed", r"no plan could be built|its plan failed"),
+    ("weights-elsewhere", r"(the|some) weights are on |the memory of the weights was given back"),
+    (
+        "arguments",
+        r".* is a dict with keys|.* which a plan cannot take as an input|.* not a plain tensor"
+        r"|.* is on the meta device|.* is on .*, the model on ",
+    ),
+    ("cannot-be-recorded", r".*cannot be recorded|.*can be recorded|an argument of .* is a "),
+    ("many-reasons", r"\(further reasons\)"),
+)
+"""Entries with the beginnings of reasons, first match first."""
+
+_COMPILED = [(code, re.compile(pattern)) for code, pattern in TABLE]
+
+
+def code_of(reason: str) -> str:
+    """The entry for a reason, as its anchor on the page."""
+    return next((code for code, pattern in _COMPILED if pattern.match(reason)), OTHER)

@@ -1,0 +1,104 @@
+"""What a user is shown of pictures that a host's stand-in makes: sizes in words, the last picture, dropped plans."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
+
+from hosts.adapters.test_a1111 import host, started, status  # noqa: F401
+from sfast_ext.hosts.a1111 import adapter
+
+
+def plans():
+    return [plan for each in status()["accelerators"] for plan in each["plans"]]
+
+
+def test_a_plan_is_called_by_its_size_and_the_last_picture_s_is_marked(host):  # noqa: F811
+    started(host)
+    host.generate(steps=4)
+    host.generate(size=16, steps=4)
+    assert [(p["label"], p["last_pass"]) for p in plans()] == [
+        ("64x64, 1 picture, 7 tokens", False),
+        ("128x128, 1 picture, 7 tokens", True),
+    ]
+    host.generate(steps=4)
+    assert [p["label"] for p in plans() if p["last_pass"]] == ["64x64, 1 picture, 7 tokens"]
+
+
+def test_the_speed_up_is_that_which_was_measured(host, monkeypatch):  # noqa: F811
+    started(host)
+    host.generate(steps=5)
+    (plan,) = plans()
+    assert plan["ms_before"] > 0 and plan["ms_after"] > 0
+    # on a CPU the original's time is that of one run, of the first
+    assert plan["speedup"] is None
+    badge = status()["badge"]
+    assert badge["state"] == "on" and re.fullmatch(r"[\d.]+ it/s", badge["text"])
+    (held,) = (p for a in adapter.A1111Session.running.attachments for x in a._accelerators for p in x.plans.values())
+    monkeypatch.setattr(held, "device", torch.device("cuda:0"))
+    assert held.speedup() == plan["ms_before"] / plan["ms_after"]
+    monkeypatch.setattr(held, "ms_before", None)
+    assert held.speedup() is None
+
+
+def test_dropped_plans_are_made_anew(host):  # noqa: F811
+    started(host)
+    picture = host.generate(steps=4)
+    session = adapter.A1111Session.running
+    assert session.drop_plans() == 1 and plans() == []
+    assert session.drop_plans() == 0
+    torch.testing.assert_close(host.generate(steps=4), picture)
+    assert len(plans()) == 1
+
+
+def test_a_report_names_what_happened(host):  # noqa: F811
+    started(host)
+    host.generate(steps=4)
+    text = adapter.A1111Session.running.bug_report()
+    for part in ("AUTOMATIC1111 WebUI v1.10.1", "64x64, 1 picture, 7 tokens", "sfast_check", "torch:"):
+        assert part in text
+    assert "seed 1" not in text
+
+
+def test_the_status_takes_less_than_two_milliseconds_and_asks_the_gpu_nothing(host, monkeypatch):  # noqa: F811
+    started(host)
+    for size in (8, 16):
+        host.generate(size=size, steps=3)
+    session = adapter.A1111Session.running
+    session.status()
+
+    def asked(*args, **more):
+        raise AssertionError("the GPU was asked")
+
+    for name in ("is_available", "mem_get_info", "get_device_properties", "memory_reserved", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, asked)
+    taken = []
+    for _ in range(50):
+        started_at = time.perf_counter()
+        session.status()
+        taken.append(time.perf_counter() - started_at)
+    # the quickest: what other processes do does not count
+    assert min(taken) < 2e-3
+
+
+def test_the_console_names_the_stages_where_the_webui_configures_no_log(host, capsys):  # noqa: F811
+    logger = logging.getLogger("sfast_ext")
+    # pytest's own handlers are on the root logger
+    logger.propagate, before = False, list(logger.handlers)
+    try:
+        started(host)
+        (handler,) = (each for each in logger.handlers if each not in before)
+        host.generate(steps=3)
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Stable Fast: ")]
+        for part in ("preparing 64x64, 1 picture, 7 tokens: recording ...", "prepared 64x64, 1 picture, 7 tokens in "):
+            assert any(part in line for line in lines)
+        adapter.A1111Session.stop()
+        assert handler not in logger.handlers
+    finally:
+        logger.propagate = True

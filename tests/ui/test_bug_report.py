@@ -1,0 +1,90 @@
+"""The text for a bug report has what a fault needs, and nothing that belongs to the user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sfast_ext.ui import bug_report
+from sfast_ext.ui.bug_report import without_paths
+
+
+@pytest.fixture(autouse=True)
+def somebody(monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/Ann Other"))
+    monkeypatch.setattr(bug_report.getpass, "getuser", lambda: "annother")
+
+
+STATUS = {
+    "version": "0.2",
+    "host": {"name": "AUTOMATIC1111 WebUI", "version": "v1.10.1"},
+    "environment": {"gpu": "a card", "torch": "2.7", "xformers": None, "known_bad": ["Triton does not import"]},
+    "badge": {"state": "on", "text": "2.1x", "detail": "The last picture was accelerated."},
+    "model": "my secret face model.safetensors",
+    "accelerators": [
+        {
+            "name": "unet",
+            "module": "UNetModel",
+            "device": "cuda:0",
+            "kernels_put_down": {"geglu": "no"},
+            "plans": [
+                {
+                    "label": "512x512, 1 picture",
+                    "signature": "f16[2,4,64,64]",
+                    "ms_before": 31.0,
+                    "ms_after": 14.8,
+                    "speedup": 2.1,
+                    "state": "replaying",
+                    "replays": 20,
+                    "error": 0.001,
+                }
+            ],
+        }
+    ],
+    "reasons_listed": [{"reason": "Hypertile is on", "calls": 9, "calls_last": 3, "seconds_ago": 1.0}],
+    "counters": {"replays": 20},
+    "events": [{"stage": "plan", "message": f"event {i}"} for i in range(60)],
+    "last_error": {
+        "stage": "capture",
+        "message": "m",
+        "traceback": 'File "/home/Ann Other/webui/extensions/x/y.py", line 3\\n  File "D:\\\\AI\\\\annother\\\\z.py"',
+    },
+}
+
+
+def test_it_has_what_a_fault_needs():
+    text = bug_report.text(STATUS, {"sfast_enabled": True, "sfast_check": "always"})
+    for part in (
+        "Stable Fast 0.2 in AUTOMATIC1111 WebUI v1.10.1", "gpu: a card", "torch: 2.7", "note: Triton does not import",
+        "sfast_check: 'always'", "512x512, 1 picture: 2.1x (31.0 -> 14.8 ms a step)", "f16[2,4,64,64]",
+        "kernel geglu is not used: no", "3 / 9: Hypertile is on", "replays: 20", "event 59", "Last error, in capture",
+        "extensions", "y.py",
+    ):  # fmt: skip
+        assert part in text
+    assert "event 19" not in text and "xformers" not in text
+
+
+def test_it_names_neither_the_user_nor_the_model():
+    text = bug_report.text(STATUS, {})
+    for part in ("Ann Other", "annother", "secret", "/home"):
+        assert part not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("a hypernetwork is active: x; see Settings > SD Unet", None),
+        ("the ratio is true/false, 31 ms/step", None),
+        ("http://127.0.0.1:7860/sfast/v1/status", None),
+        ("n/a and a / b", None),
+        ("in extensions/x.py", None),
+        ("'/srv/me/webui/x.py'", "'.../webui/x.py'"),
+        (r"C:\Users\me\webui\x.py failed", ".../webui/x.py failed"),
+        (r"\\server\share\me\x.py", ".../me/x.py"),
+        ("(/srv/me/a b)", "(.../me/a b)"),
+        ("/home/Ann Other/.cache/sfast_ext/k", "~/.cache/sfast_ext/k"),
+    ],
+)
+def test_of_a_path_the_last_two_parts_are_left(text, left):
+    assert without_paths(text) == (text if left is None else left)
