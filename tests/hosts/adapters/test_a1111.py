@@ -51,18 +51,10 @@ def same(picture: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLER
 
 def reference(seed: int, channels: int = 32, loras: dict[str, float] | None = None, **options: Any) -> torch.Tensor:
     """The picture as the WebUI makes it without us."""
-    from ldm.modules.attention import BasicTransformerBlock, CrossAttention
-
-    classes = BasicTransformerBlock.forward, CrossAttention.forward
-    return _reference(seed, channels, tuple((loras or {}).items()), tuple(options.items()), classes)
-
-
-@functools.lru_cache(maxsize=None)
-def _reference(seed: int, channels: int, loras: Any, options: Any, classes: Any) -> torch.Tensor:
     with standin.running() as other:
         other.load(seed, channels)
-        other.lora(**dict(loras))
-        return other.generate(**dict(options))
+        other.lora(**(loras or {}))
+        return other.generate(**options)
 
 
 def started(host: Any, seed: int = 1) -> Any:
