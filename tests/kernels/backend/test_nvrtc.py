@@ -176,7 +176,8 @@ PORTABLE = portable_cases()
 
 
 CARDS = {70, 75, 80, 86, 89, 90, 100, 120}
-MOST_USED = [(name, given) for name, given in PORTABLE if given["TYPE"] == cuda_tier.TYPES[torch.float16]]
+HALF = cuda_tier.TYPES[torch.float16]
+MOST_USED = [(name, given) for name, given in PORTABLE if given.get("TYPE", given.get("OUT")) == HALF]
 MOST_USED = list({name: (name, given) for name, given in reversed(MOST_USED)}.values())
 
 
