@@ -42,9 +42,9 @@ _Task = tuple[str, Callable[[], None]]
 @functools.lru_cache(maxsize=None)
 def get_ready(triton_runs_on: Callable[[torch.device], bool]) -> threading.Thread | None:
     """Start a thread for the compilers' one-time work in a process: Triton hashes its own files for half a second,
-    mostly outside the GIL. It also asks whether Triton runs on the GPU, which has it tried. None without a GPU to
-    compile for."""
-    if not triton_runtime.AVAILABLE or triton_runtime.INTERPRETED or not torch.cuda.is_available():
+    mostly outside the GIL, and NVRTC is loaded where its kernels will run. It also asks whether Triton runs on the GPU,
+    which has it tried. None without a GPU to compile for."""
+    if triton_runtime.INTERPRETED or not torch.cuda.is_available():
         return None
     thread = threading.Thread(target=_load_compilers, args=(triton_runs_on,), name="sfast: compilers", daemon=True)
     thread.start()
@@ -52,14 +52,16 @@ def get_ready(triton_runs_on: Callable[[torch.device], bool]) -> threading.Threa
 
 
 def _load_compilers(triton_runs_on: Callable[[torch.device], bool]) -> None:
-    for home in ("triton.runtime.cache", "triton.compiler.compiler"):  # since 3.5, and before
-        with contextlib.suppress(Exception):
-            importlib.import_module(home).triton_key()
+    if triton_runtime.AVAILABLE:
+        for home in ("triton.runtime.cache", "triton.compiler.compiler"):  # since 3.5, and before
+            with contextlib.suppress(Exception):
+                importlib.import_module(home).triton_key()
     with contextlib.suppress(Exception):  # the next caller meets and reports it
         device = torch.device("cuda", torch.cuda.current_device())
-        if triton_runtime.hopper(device):
+        if not triton_runtime.AVAILABLE or triton_runtime.hopper(device):
             nvrtc.bindings()
-        triton_runs_on(device)
+        if triton_runtime.AVAILABLE and not triton_runs_on(device):
+            nvrtc.bindings()
 
 
 class BackgroundCompiler:

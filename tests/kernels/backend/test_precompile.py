@@ -14,7 +14,7 @@ from torch import fx
 from kernels.support import finish
 from sfast_ext import environment, kernels
 from sfast_ext.kernels.attention import attention
-from sfast_ext.kernels.backend import precompile, triton_runtime
+from sfast_ext.kernels.backend import nvrtc, precompile, triton_runtime
 from sfast_ext.kernels.group_norm import group_norm, one_pass
 from sfast_ext.kernels.pointwise import bias_add, geglu, layer_norm
 
@@ -267,6 +267,20 @@ def test_triton_hashes_itself_beside_the_model_load(monkeypatch):
     thread.join()
     assert set(hashed) == ({thread} if homes else set())
     precompile.get_ready.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("available", "runs", "card", "loaded"),
+    [(False, False, 8, 1), (True, False, 8, 1), (True, True, 8, 0), (True, True, 9, 1)],
+)
+def test_nvrtc_is_loaded_beside_the_model_load_where_its_kernels_will_run(monkeypatch, available, runs, card, loaded):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton_runtime, "AVAILABLE", available)
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (card, 0))
+    monkeypatch.setattr(nvrtc, "bindings", lambda: calls.append(1))
+    precompile._load_compilers(lambda device: runs)
+    assert len(calls) == loaded
 
 
 @pytest.mark.gpu
