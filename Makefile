@@ -6,6 +6,7 @@
 # make soak         EVENTS=20000 random events, SEED=0 the first seed; a failure names the command that plays it again
 # make mutations    takes away each condition that keeps a stale or wrong plan from running: a test must notice; ONLY=words
 # make compile-table  what each Triton compiles for each card, without a GPU, into docs/triton.md (Python 3.10 or 3.11)
+# make cuda-table   registers, spills and occupancy of the kernels in CUDA C++ for each card and NVRTC, into docs/cuda.md
 # make lint         ruff and mypy alone
 # make bench        UNets at several sizes, four ways to run each (needs a GPU), into benchmarks/results/unet-<gpu>.json
 # make clean        removes the environments and everything generated
@@ -25,6 +26,7 @@ ONLY ?=
 CASES ?=
 TABLE ?=
 TRITON_WHEELS ?= .triton
+NVRTC_WHEELS ?= .nvrtc
 STEP ?= 0.004
 TORCH ?= 2.13.0
 STACKS ?= .stacks
@@ -43,7 +45,7 @@ NO_INTERPRETER := 2.1.2 2.3.1
 LDM := stable-diffusion-sdkit==2.1.5
 PIP := -m pip install --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo test test-coarse-clock test-stack test-floor soak mutations compile-table lint bench doctor clean
+.PHONY: demo test test-coarse-clock test-stack test-floor soak mutations compile-table cuda-table lint bench doctor clean
 
 demo: .venv/.demo
 	.venv/bin/python -m sfast_ext demo
@@ -95,6 +97,9 @@ mutations: .venv/.dev
 compile-table: .venv/.demo
 	TRITON_WHEELS=$(TRITON_WHEELS) .venv/bin/python -m benchmarks.compile_table $(TABLE)
 
+cuda-table: .venv/.demo
+	NVRTC_WHEELS=$(NVRTC_WHEELS) .venv/bin/python -m benchmarks.compile_table.cuda
+
 lint: .venv/.dev
 	.venv/bin/ruff check .
 	.venv/bin/mypy
@@ -121,5 +126,5 @@ doctor: .venv/.demo
 	touch $@
 
 clean:
-	rm -rf .venv .triton $(STACKS) demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .triton .nvrtc $(STACKS) demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

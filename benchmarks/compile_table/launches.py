@@ -51,7 +51,7 @@ def collect(cases: Sequence[str], dtype: str) -> dict[str, list[dict[str, Any]]]
     return {capability: list(launches.values()) for capability, launches in found.items()}
 
 
-def _calls(case: str, dtype: torch.dtype) -> list[size_prediction.Call]:
+def _calls(case: str, dtype: torch.dtype, *, triton: bool = True) -> list[size_prediction.Call]:
     from diffusers import UNet2DConditionModel
 
     name, _, size = case.partition(":")
@@ -65,7 +65,7 @@ def _calls(case: str, dtype: torch.dtype) -> list[size_prediction.Call]:
     call = flatten_call(*models.unet_inputs(unet, width, height), _CPU)
     arena = WeightArena(unet)
     gm = capture(unet.forward, call, call.tensors(_CPU), arena).graph_module
-    run_passes(gm, PassContext(arena, _CPU, triton=True))
+    run_passes(gm, PassContext(arena, _CPU, triton=triton))
     calls = size_prediction.calls(gm.graph)
     arena.release()
     return calls

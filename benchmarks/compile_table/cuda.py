@@ -1,0 +1,240 @@
+"""Compiles the kernels in CUDA C++ for any card by each NVRTC, for cards that need not be there: docs/cuda.md.
+
+python -m benchmarks.compile_table.cuda                    # every NVRTC
+python -m benchmarks.compile_table.cuda --nvrtc 12.1.105   # results of others stay as they are
+
+Constants are those of the launches of whole UNets without Triton. Registers, spills and shared memory are what the
+compiler says. Occupancy follows from them and from the card's limits (CUDA C++ Programming Guide, "Compute
+Capabilities").
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from benchmarks.compile_table import launches
+from sfast_ext import kernels
+from sfast_ext.kernels.backend import cuda_libraries, nvrtc, size_prediction, triton_runtime
+from sfast_ext.kernels.backend.nvrtc_library import Nvrtc
+
+ROOT = Path(__file__).parents[2]
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "cuda-compile.json", ROOT / "docs" / "cuda.md"
+BEGIN, END = "<!-- compiled: begin -->", "<!-- compiled: end -->"
+PACKAGES = {
+    "12.1.105": "nvidia-cuda-nvrtc-cu12",
+    "12.8.93": "nvidia-cuda-nvrtc-cu12",
+    "13.0.88": "nvidia-cuda-nvrtc",
+}
+CASES = ("sd15:512x512", "sdxl:1024x1024")
+DTYPES = ("float16", "bfloat16", "float32")
+REGISTERS, LARGEST_REGISTER_UNIT = 65536, 256
+
+
+class Card(NamedTuple):
+    """Limits of a multiprocessor: resident threads and blocks, bytes of shared memory, and those of one block."""
+
+    threads: int
+    blocks: int
+    shared: int
+    shared_of_block: int
+
+
+CARDS = {
+    70: Card(2048, 32, 96 << 10, 96 << 10),
+    75: Card(1024, 16, 64 << 10, 64 << 10),
+    80: Card(2048, 32, 164 << 10, 163 << 10),
+    86: Card(1536, 16, 100 << 10, 99 << 10),
+    89: Card(1536, 24, 100 << 10, 99 << 10),
+    90: Card(2048, 32, 228 << 10, 227 << 10),
+    100: Card(2048, 32, 228 << 10, 227 << 10),
+    120: Card(1536, 24, 100 << 10, 99 << 10),
+}
+
+
+class Launch(NamedTuple):
+    """What is compiled, and the block that it is launched with."""
+
+    name: str
+    constants: tuple[tuple[str, int], ...]
+    threads: int
+    shared: int
+    """Bytes of dynamic shared memory."""
+
+
+def collect(cases: Sequence[str], dtypes: Sequence[str]) -> list[Launch]:
+    """The launches of portable kernels that differ, of cases such as "sd15:512x512", on any of CARDS."""
+    sources = {id(s) for k in kernels.registered().values() if k.portable for s in k.cuda_sources}
+    found: dict[Launch, None] = {}
+    with triton_runtime.without_triton(), mock.patch.object(nvrtc.Source, "available", lambda *args: True):
+        for dtype in dtypes:
+            for case in cases:
+                calls = launches._calls(case, getattr(torch, dtype), triton=False)
+                for capability in launches.MULTIPROCESSORS:
+                    with launches._card(capability):
+                        made = size_prediction.launched(calls, launches._GPU).values()
+                    found |= dict.fromkeys(described(each) for each in made if id(each.kernel) in sources)
+                print(f"{case}, {dtype}: {len(found)} launches", file=sys.stderr, flush=True)
+    return sorted(found)
+
+
+def described(launch: size_prediction.Launch) -> Launch:
+    """A launch with the block that its source prepares."""
+    _, threads, shared = launch.kernel.prepare(*launch.args, **launch.constants)
+    return Launch(launch.kernel.name, tuple(sorted(launch.constants.items())), threads, shared)
+
+
+def compiled(launch: Launch, capability: int) -> dict[str, Any]:
+    """Registers, bytes of spill stores, bytes of shared memory and occupancy of a launch on a card.
+
+    Raises:
+        Unavailable: it does not compile.
+    """
+    source = (nvrtc.SOURCES / f"{launch.name}.cu").read_bytes()
+    _, log = nvrtc.build(source, f"sm_{capability}", dict(launch.constants))
+    registers, spills = _number(r"Used (\d+) registers", log), _number(r"(\d+) bytes spill stores", log)
+    shared = launch.shared + _number(r"(\d+) bytes smem", log)
+    return {
+        "registers": registers,
+        "spills": spills,
+        "shared": shared,
+        "occupancy": occupancy(CARDS[capability], launch.threads, registers, shared),
+    }
+
+
+def _number(text: str, log: str) -> int:
+    found = re.search(text, log)
+    return int(found[1]) if found else 0
+
+
+def occupancy(card: Card, threads: int, registers: int, shared: int) -> float:
+    """Resident threads of the most that a multiprocessor has; 0 where a block does not fit."""
+    warps = -(-threads // 32)
+    of_warp = -(-registers * 32 // LARGEST_REGISTER_UNIT) * LARGEST_REGISTER_UNIT
+    if shared > card.shared_of_block:
+        return 0.0
+    blocks = min(card.blocks, card.threads // (32 * warps), REGISTERS // (of_warp * warps))
+    if shared:
+        blocks = min(blocks, card.shared // (shared + 1024 if card.shared > card.shared_of_block else shared))
+    return round(blocks * 32 * warps / card.threads, 3)
+
+
+def compile_all(wanted: Iterable[Launch]) -> dict[str, Any]:
+    """By capability and kernel, the worst of its launches; of the NVRTC that is loaded, for the cards that it knows."""
+    wanted, found = list(wanted), {}
+    _, known = nvrtc.known() or ("", ())
+    for capability in CARDS:
+        if capability not in known:
+            continue
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            made = list(pool.map(functools.partial(compiled, capability=capability), wanted))
+        rows: dict[str, dict[str, Any]] = {}
+        for launch, told in zip(wanted, made):
+            row = rows.setdefault(launch.name, {"launches": 0, **told})
+            row["launches"] += 1
+            row["occupancy"] = min(row["occupancy"], told["occupancy"])
+            for name in ("registers", "spills", "shared"):
+                row[name] = max(row[name], told[name])
+        found[str(capability)] = rows
+    return found
+
+
+def library(version: str, folder: Path) -> Path:
+    """The folder of an NVRTC, installed first where it is not there."""
+    home = folder / version
+    if not home.is_dir():
+        package = f"{PACKAGES[version]}=={version}"
+        options = ["--disable-pip-version-check", "--quiet", "--no-deps", "--target", str(home)]
+        if subprocess.run([sys.executable, "-m", "pip", "install", *options, package]).returncode:
+            sys.exit(f"pip installed no {package}")
+    return next(file.parent for file in sorted(home.glob("nvidia/*/lib/libnvrtc.so*")))
+
+
+def use(folder: Path) -> None:
+    """Compile by the NVRTC of a folder in this process."""
+    with mock.patch.object(cuda_libraries, "folders", lambda: [folder]):
+        cuda_libraries.nvrtc.cache_clear()
+        Nvrtc(cuda_libraries.nvrtc()).version()
+
+
+def render(results: dict[str, Any]) -> str:
+    """A table for each NVRTC."""
+    return "\n\n".join(f"### NVRTC {version}\n\n{_table(rows)}" for version, rows in results.items())
+
+
+def _table(by_card: dict[str, Any]) -> str:
+    names = sorted({name for rows in by_card.values() for name in rows})
+    lines = [["Kernel", "launches", *by_card], ["---"] * (2 + len(by_card))]
+    for name in names:
+        rows = [rows.get(name) for rows in by_card.values()]
+        count = max(row["launches"] for row in rows if row)
+        lines.append([f"`{name}`", str(count), *(_cell(row) for row in rows)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "–"
+    spills = f", **{row['spills']} spilled**" if row["spills"] else ""
+    return f"{row['registers']}{spills}, {row['shared'] / 1024:.1f} KB, {100 * row['occupancy']:.0f} %"
+
+
+def write_page(results: dict[str, Any]) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN, 1)
+    PAGE.write_text(f"{before}{BEGIN}\n{render(results)}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Compile, and write results and page; 1 where a launch has no room on a card."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvrtc", action="append", choices=PACKAGES, help="a version (default: all)")
+    parser.add_argument("--child", nargs=3, metavar="X", help=argparse.SUPPRESS)
+    args = parser.parse_args(given)
+    if args.child:
+        folder, wanted, out = map(Path, args.child)
+        use(folder)
+        read = json.loads(wanted.read_text(encoding="utf-8"))
+        made = compile_all(Launch(n, tuple((k, v) for k, v in c), t, s) for n, c, t, s in read)
+        out.write_text(json.dumps(made), encoding="utf-8")
+        return 0
+    folder = Path(os.environ.get("NVRTC_WHEELS") or ROOT / ".nvrtc")
+    folder.mkdir(exist_ok=True)
+    wanted, out = folder / "launches.json", folder / "out.json"
+    wanted.write_text(json.dumps(collect(CASES, DTYPES)), encoding="utf-8")
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    for version in args.nvrtc or PACKAGES:
+        # another process: a library that is loaded stays
+        child = ["--child", str(library(version, folder)), str(wanted), str(out)]
+        subprocess.run([sys.executable, "-m", "benchmarks.compile_table.cuda", *child], check=True, cwd=ROOT)
+        results[version] = json.loads(out.read_text(encoding="utf-8"))
+        results = {name: results[name] for name in PACKAGES if name in results}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_page(results)
+        print(f"NVRTC {version}: done", flush=True)
+    crowded = [
+        f"{name} on {card} by NVRTC {version}"
+        for version, cards in results.items()
+        for card, rows in cards.items()
+        for name, row in rows.items()
+        if not row["occupancy"]
+    ]
+    for line in crowded:
+        print(f"no room: {line}", file=sys.stderr)
+    return 1 if crowded else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,53 @@
+"""The table of the kernels in CUDA C++: what counts as room on a card, and what a cell says."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.compile_table import cuda
+from sfast_ext.kernels.backend import nvrtc
+
+LAUNCH = cuda.Launch("bias_add", (("PACK", 8),), 256, 0)
+LOG = "0 bytes stack frame, {spills} bytes spill stores\nUsed {registers} registers, 1024 bytes smem"
+
+
+@pytest.mark.parametrize(
+    ("capability", "threads", "registers", "shared", "blocks"),
+    [
+        (86, 256, 32, 0, 6),
+        (86, 256, 64, 0, 4),
+        (80, 1024, 64, 0, 1),
+        (90, 96, 40, 0, 17),  # registers are given out to whole warps, in units of 256
+        (75, 256, 32, 48 << 10, 1),
+        (75, 256, 32, 65 << 10, 0),
+        (86, 128, 32, 40 << 10, 2),
+        (86, 128, 32, 50 << 10, 1),  # the system keeps 1 KB of each block's
+    ],
+)
+def test_occupancy(capability, threads, registers, shared, blocks):
+    card = cuda.CARDS[capability]
+    expected = blocks * threads / card.threads
+    assert cuda.occupancy(card, threads, registers, shared) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.fixture
+def logs(monkeypatch):
+    """The compiler's log by architecture; it knows three cards."""
+    found = {"sm_75": LOG.format(spills=0, registers=40), "sm_86": LOG.format(spills=16, registers=128)}
+    monkeypatch.setattr(nvrtc, "known", lambda: ("12.1", (75, 86, 87)))
+    monkeypatch.setattr(nvrtc, "build", lambda source, architecture, constants: (b"", found[architecture]))
+
+
+def test_the_worst_launch_of_a_kernel_counts(logs):
+    found = cuda.compile_all([LAUNCH, LAUNCH._replace(threads=512, shared=2048)])
+    assert set(found) == {"75", "86"}
+    row = found["86"]["bias_add"]
+    assert row == {"launches": 2, "registers": 128, "spills": 16, "shared": 3072, "occupancy": 0.333}
+    assert "**16 spilled**" in cuda._cell(row) and "spilled" not in cuda._cell(found["75"]["bias_add"])
+    assert cuda.render({"12.1.105": found}).count("`bias_add`") == 1
+
+
+def test_launches_are_those_of_a_plan_without_triton():
+    launches = cuda.collect(["tiny-sd15:64x64"], ["float16"])
+    assert {"group_norm_whole", "layer_norm", "geglu"} <= {launch.name for launch in launches}
+    assert all(launch.threads % 32 == 0 and launch.shared <= 48 << 10 for launch in launches)
