@@ -80,13 +80,13 @@ extern "C" __global__ void __launch_bounds__(THREADS* ROWS, 1024 / (THREADS * RO
   }
   Access gamma[CHUNKS], beta[CHUNKS];
   load_columns(weight, columns, gamma);
-  load_columns(bias, columns, beta);
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i)
 #pragma unroll
     for (int j = 0; j < PACK; ++j) sum += value[i][j];
   const float mean = sum_of_row(sum, room[0]) / columns;
+  load_columns(bias, columns, beta);
   float squares = 0.f;
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
