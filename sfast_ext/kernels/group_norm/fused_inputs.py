@@ -225,7 +225,14 @@ def run(
         return None
     pixels, group_width = a.numel() // (batch * a.shape[1]), channels // groups
     if not triton:
-        return _portable(a, b, conv_bias, residual, scale, groups, weight, bias, eps, silu, dtype, patches)
+        images = (None if x is None else channels_inner(x) for x in (residual, b))
+        vectors = (None if v is None else v.contiguous() for v in (conv_bias, weight, bias))
+        (added, second), (vector, weight, bias) = images, vectors
+        inputs = portable.Inputs(channels_inner(a), vector, added, second, scale, fused=True)
+        done = portable.normalised(inputs, groups, weight, bias, eps, silu, dtype, patches)
+        if done is None or done[0] is None:
+            return None
+        return channels_outer(done[0]), done[1] if patches else channels_outer(done[1])
     path, tile = group_norm.fitting(pixels, groups, group_width)
     if tile is None or (patches and path != "whole"):
         return None
@@ -265,31 +272,6 @@ def run(
     parts = Parts.of_rows(pixels, constants["PIXELS"])
     out = normalise(out_sum, None, weight, bias, partial, parts, eps, silu, dtype)
     return channels_outer(out_sum), channels_outer(out)
-
-
-def _portable(
-    a: Tensor,
-    b: Tensor | None,
-    conv_bias: Tensor | None,
-    residual: Tensor | None,
-    scale: float,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    silu: bool,
-    dtype: torch.dtype,
-    patches: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """`run` in CUDA C++."""
-    images = (None if x is None else channels_inner(x) for x in (residual, b))
-    vectors = (None if v is None else v.contiguous() for v in (conv_bias, weight, bias))
-    (added, second), (addend, weight, bias) = images, vectors
-    inputs = portable.Inputs(channels_inner(a), addend, added, second, scale, fused=True)
-    done = portable.normalised(inputs, groups, weight, bias, eps, silu, dtype, patches)
-    if done is None or done[0] is None:
-        return None
-    return channels_outer(done[0]), done[1] if patches else channels_outer(done[1])
 
 
 KERNELS = (fused_group_norm_one_pass_kernel, fused_group_norm_part_statistics_kernel)
