@@ -10,6 +10,7 @@ typedef Stored<TYPE>::Bits Element;
 extern "C" __global__ void __launch_bounds__(256)
     bias_add(const Element* __restrict__ x, const Element* __restrict__ bias, const Element* __restrict__ residual,
              Element* __restrict__ out, long long count, int channels, float scale) {
+  pdl_wait();
   Pack<TYPE, PACK> loaded[PACKS], more[PACKS];
   const long long first = ((long long)blockIdx.x * (256 * PACKS) + threadIdx.x) * PACK;
 #pragma unroll
@@ -24,14 +25,14 @@ extern "C" __global__ void __launch_bounds__(256)
     const long long at = first + 256 * PACK * i;
     if (at >= count) continue;
     float value[PACK], add[PACK];
-    unpack(loaded[i], value);
+    loaded[i].to(value);
     if (bias) {
       load<TYPE>(bias + (unsigned)(at / PACK) % (unsigned)(channels / PACK) * PACK, add);
 #pragma unroll
       for (int j = 0; j < PACK; ++j) value[j] += add[j];
     }
     if (residual) {
-      unpack(more[i], add);
+      more[i].to(add);
 #pragma unroll
       for (int j = 0; j < PACK; ++j) value[j] += add[j];
     }

@@ -1,11 +1,12 @@
-// Stands for the GPU where a C++ compiler of the host builds a kernel, for tests: one thread of the host for each thread
-// of a block, blocks one after the other. Threads of a warp meet at a shuffle, those of a block at __syncthreads, which
-// must be reached by all of them, as on a GPU.
+// Stands for the GPU where a C++ compiler of the host builds a kernel, for tests: blocks run one after the other, and the
+// threads of a block in turns in one thread of the host, each with a stack of its own. Threads of a warp meet at a
+// shuffle, those of a block at __syncthreads, which must be reached by all of them.
 
-#include <pthread.h>
+#include <ucontext.h>
 
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #define __global__
@@ -19,17 +20,47 @@
 struct cpu_index {
   unsigned x, y, z;
 };
-static thread_local cpu_index threadIdx, blockIdx;
-static cpu_index blockDim, gridDim;
+static cpu_index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace cpu {
+enum { kMostThreads = 1024, kStack = 64 << 10 };
+
+struct Barrier {
+  unsigned members, arrived, passed;
+};
+
+// A thread of a block, and the barrier where it waits; `turn` is how often others had passed it when it came.
+struct Thread {
+  ucontext_t context;
+  const Barrier* at;
+  unsigned turn;
+  bool ended;
+
+  bool waits() const { return at && at->passed == turn; }
+};
+
 static unsigned char* shared;
-static pthread_barrier_t block;
-static pthread_barrier_t warps[32];
-static float lanes[1024];
+static Barrier block, warps[kMostThreads / 32];
+static float lanes[kMostThreads];
+static Thread threads[kMostThreads];
+static ucontext_t scheduler;
+
+inline void wait(Barrier& barrier) {
+  Thread& me = threads[threadIdx.x];
+  me.at = &barrier;
+  me.turn = barrier.passed;
+  if (++barrier.arrived == barrier.members) {
+    barrier.arrived = 0;
+    ++barrier.passed;
+    return;
+  }
+  swapcontext(&me.context, &scheduler);
+}
 }  // namespace cpu
 
-inline void __syncthreads() { pthread_barrier_wait(&cpu::block); }
+inline void __syncthreads() { cpu::wait(cpu::block); }
+
+inline void pdl_wait() {}
 
 inline float float_of_bits(unsigned bits) {
   float x;
@@ -56,13 +87,17 @@ inline unsigned short float_to_half(float x) {
   return bits;
 }
 
+inline void halves_to_floats(unsigned word, float& first, float& second) {
+  first = half_to_float((unsigned short)word);
+  second = half_to_float((unsigned short)(word >> 16));
+}
+
 inline float shuffle_xor(float x, int lanes) {
   const unsigned me = threadIdx.x;
-  pthread_barrier_t* const warp = &cpu::warps[me / 32];
   cpu::lanes[me] = x;
-  pthread_barrier_wait(warp);
+  cpu::wait(cpu::warps[me / 32]);
   const float theirs = cpu::lanes[me ^ (unsigned)lanes];
-  pthread_barrier_wait(warp);
+  cpu::wait(cpu::warps[me / 32]);
   return theirs;
 }
 
@@ -74,6 +109,7 @@ inline float rounded_product(float x, float y) {
 
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 inline int min(int x, int y) { return x < y ? x : y; }
 
 namespace cpu {
@@ -84,46 +120,64 @@ void call(void (*kernel)(Args...), void** args, std::index_sequence<Number...>) 
 
 template <class... Args>
 struct Launch {
-  void (*kernel)(Args...);
-  void** args;
-  unsigned thread;
-};
+  static void (*kernel)(Args...);
+  static void** args;
 
+  static void run() {
+    call(kernel, args, std::index_sequence_for<Args...>());
+    threads[threadIdx.x].ended = true;
+  }
+};
 template <class... Args>
-void* run(void* given) {
-  const Launch<Args...>& launch = *static_cast<Launch<Args...>*>(given);
-  threadIdx = {launch.thread, 0, 0};
-  for (unsigned z = 0; z < gridDim.z; ++z)
-    for (unsigned y = 0; y < gridDim.y; ++y)
-      for (unsigned x = 0; x < gridDim.x; ++x) {
-        blockIdx = {x, y, z};
-        call(launch.kernel, launch.args, std::index_sequence_for<Args...>());
-        pthread_barrier_wait(&block);
-      }
-  return nullptr;
+void (*Launch<Args...>::kernel)(Args...);
+template <class... Args>
+void** Launch<Args...>::args;
+
+// Runs a block whose threads begin with `run`. Returns whether all of them ended: not where some wait for others that
+// have ended or wait elsewhere.
+inline bool run_block(void (*run)(), unsigned count, unsigned char* stacks) {
+  block = {count, 0, 0};
+  for (unsigned warp = 0; warp < count / 32; ++warp) warps[warp] = {32, 0, 0};
+  for (unsigned i = 0; i < count; ++i) {
+    threads[i].at = nullptr;
+    threads[i].ended = false;
+    getcontext(&threads[i].context);
+    threads[i].context.uc_stack.ss_sp = stacks + (size_t)i * kStack;
+    threads[i].context.uc_stack.ss_size = kStack;
+    threads[i].context.uc_link = &scheduler;
+    makecontext(&threads[i].context, run, 0);
+  }
+  unsigned left = count;
+  for (bool moved = true; left && moved;) {
+    moved = false;
+    for (unsigned i = 0; i < count; ++i) {
+      if (threads[i].ended || threads[i].waits()) continue;
+      moved = true;
+      threadIdx = {i, 0, 0};
+      swapcontext(&scheduler, &threads[i].context);
+      left -= threads[i].ended;
+    }
+  }
+  return !left;
 }
 
-// Shared memory is poisoned. Returns 0, or an error code: -1 for a block that no GPU takes, or the system's.
+// Shared memory is poisoned. Returns 0, or an error code: -1 for a block that no GPU takes, -2 for a barrier that some
+// threads never reach.
 template <class... Args>
-int launch(void (*kernel)(Args...), void** args, const unsigned* grid, unsigned threads, unsigned bytes) {
+int launch(void (*kernel)(Args...), void** args, const unsigned* grid, unsigned count, unsigned bytes) {
   gridDim = {grid[0], grid[1], grid[2]};
-  blockDim = {threads, 1, 1};
+  blockDim = {count, 1, 1};
   alignas(16) static unsigned char memory[48 << 10];
   std::memset(memory, 0xff, sizeof memory);
   shared = memory;
-  if (threads > 1024 || threads % 32 || bytes > sizeof memory) return -1;
-  pthread_barrier_init(&block, nullptr, threads);
-  for (unsigned warp = 0; warp < threads / 32; ++warp) pthread_barrier_init(&warps[warp], nullptr, 32);
-  static Launch<Args...> launches[1024];
-  static pthread_t running[1024];
-  for (unsigned thread = 0; thread < threads; ++thread) {
-    launches[thread] = {kernel, args, thread};
-    const int failed = pthread_create(&running[thread], nullptr, run<Args...>, &launches[thread]);
-    if (failed) return failed;
-  }
-  for (unsigned thread = 0; thread < threads; ++thread) pthread_join(running[thread], nullptr);
-  pthread_barrier_destroy(&block);
-  for (unsigned warp = 0; warp < threads / 32; ++warp) pthread_barrier_destroy(&warps[warp]);
+  if (count > kMostThreads || count % 32 || bytes > sizeof memory) return -1;
+  const std::unique_ptr<unsigned char[]> stacks(new unsigned char[(size_t)count * kStack]);
+  Launch<Args...>::kernel = kernel;
+  Launch<Args...>::args = args;
+  for (blockIdx.z = 0; blockIdx.z < gridDim.z; ++blockIdx.z)
+    for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
+      for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
+        if (!run_block(Launch<Args...>::run, count, stacks.get())) return -2;
   return 0;
 }
 }  // namespace cpu

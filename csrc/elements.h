@@ -5,6 +5,10 @@
 #ifdef SFAST_CPU
 #include "cpu.h"
 #else
+#if __CUDA_ARCH__ >= 900
+// With PDL a kernel starts while those in front still write what it reads: its loads must be coherent.
+#define __restrict__
+#endif
 #define SHARED_MEMORY(Type, name)                             \
   extern __shared__ __align__(16) unsigned char name##_raw[]; \
   Type* const name = reinterpret_cast<Type*>(name##_raw)
@@ -19,6 +23,20 @@ __device__ __forceinline__ unsigned short float_to_half(float x) {
   unsigned short bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bits;
+}
+
+// The two float16 of a word, the lower half first.
+__device__ __forceinline__ void halves_to_floats(unsigned word, float& first, float& second) {
+  asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.f32.f16 %0, low;\n\tcvt.f32.f16 %1, high;\n\t}"
+      : "=f"(first), "=f"(second)
+      : "r"(word));
+}
+
+// PDL (hopper.h), the first statement of a kernel: lets the next kernel be scheduled and waits for those in front.
+__device__ __forceinline__ void pdl_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ float float_of_bits(unsigned bits) { return __uint_as_float(bits); }
@@ -70,27 +88,16 @@ __device__ __forceinline__ float from_float<kFloat32>(float x) {
   return x;
 }
 
-// `Count` elements that one thread loads or stores at once: 16 bytes at most in one access, aligned to them.
-template <int Type, int Count>
-struct alignas(Count * sizeof(typename Stored<Type>::Bits) < 16 ? Count * sizeof(typename Stored<Type>::Bits) : 16) Pack {
-  typename Stored<Type>::Bits of[Count];
-};
-
-template <int Type, int Count>
-__device__ __forceinline__ void unpack(const Pack<Type, Count>& pack, float (&to)[Count]) {
-#pragma unroll
-  for (int i = 0; i < Count; ++i) to[i] = to_float<Type>(pack.of[i]);
+template <int Type>
+__device__ __forceinline__ void to_floats(unsigned word, float& first, float& second);
+template <>
+__device__ __forceinline__ void to_floats<kFloat16>(unsigned word, float& first, float& second) {
+  halves_to_floats(word, first, second);
 }
-
-// Loads without conversion: what is loaded long before its use takes half of the registers so.
-template <int Type, int Count>
-__device__ __forceinline__ void load(const typename Stored<Type>::Bits* from, Pack<Type, Count>& to) {
-  to = *reinterpret_cast<const Pack<Type, Count>*>(from);
-}
-
-template <int Type, int Count>
-__device__ __forceinline__ void load(const typename Stored<Type>::Bits* from, float (&to)[Count]) {
-  unpack(*reinterpret_cast<const Pack<Type, Count>*>(from), to);
+template <>
+__device__ __forceinline__ void to_floats<kBFloat16>(unsigned word, float& first, float& second) {
+  first = float_of_bits(word << 16);
+  second = float_of_bits(word & 0xffff0000);
 }
 
 // Rounds two elements at once, which Ampere and later do in one instruction.
@@ -108,26 +115,53 @@ __device__ __forceinline__ unsigned pair_of(float first, float second) {
 #endif
 }
 
-template <int Type, int Count>
-__device__ __forceinline__ Pack<Type, Count> packed(const float (&from)[Count]) {
-  Pack<Type, Count> pack;
-  if constexpr (sizeof(typename Stored<Type>::Bits) == 2 && Count % 2 == 0) {
+// `Count` elements that one thread loads or stores at once: 16 bytes at most in one access, aligned to them. Elements of
+// two bytes are kept in pairs: to take one out of its word would cost as much as its conversion.
+template <int Type, int Count, bool Paired = sizeof(typename Stored<Type>::Bits) == 2 && Count % 2 == 0>
+struct alignas(Count * sizeof(typename Stored<Type>::Bits) < 16 ? Count * sizeof(typename Stored<Type>::Bits) : 16) Pack {
+  typename Stored<Type>::Bits of[Count];
+
+  __device__ __forceinline__ void to(float (&values)[Count]) const {
 #pragma unroll
-    for (int i = 0; i < Count; i += 2) {
-      const unsigned bits = pair_of<Type>(from[i], from[i + 1]);
-      pack.of[i] = (unsigned short)bits;
-      pack.of[i + 1] = (unsigned short)(bits >> 16);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < Count; ++i) pack.of[i] = from_float<Type>(from[i]);
+    for (int i = 0; i < Count; ++i) values[i] = to_float<Type>(of[i]);
   }
-  return pack;
+
+  __device__ __forceinline__ void from(const float (&values)[Count]) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) of[i] = from_float<Type>(values[i]);
+  }
+};
+template <int Type, int Count>
+struct alignas(Count * 2 < 16 ? Count * 2 : 16) Pack<Type, Count, true> {
+  unsigned pairs[Count / 2];
+
+  __device__ __forceinline__ void to(float (&values)[Count]) const {
+#pragma unroll
+    for (int i = 0; i < Count; i += 2) to_floats<Type>(pairs[i / 2], values[i], values[i + 1]);
+  }
+
+  __device__ __forceinline__ void from(const float (&values)[Count]) {
+#pragma unroll
+    for (int i = 0; i < Count; i += 2) pairs[i / 2] = pair_of<Type>(values[i], values[i + 1]);
+  }
+};
+
+// Loads without conversion: what is loaded long before its use takes half of the registers so.
+template <int Type, int Count>
+__device__ __forceinline__ void load(const typename Stored<Type>::Bits* from, Pack<Type, Count>& to) {
+  to = *reinterpret_cast<const Pack<Type, Count>*>(from);
+}
+
+template <int Type, int Count>
+__device__ __forceinline__ void load(const typename Stored<Type>::Bits* from, float (&to)[Count]) {
+  reinterpret_cast<const Pack<Type, Count>*>(from)->to(to);
 }
 
 template <int Type, int Count>
 __device__ __forceinline__ void store(typename Stored<Type>::Bits* to, const float (&from)[Count]) {
-  *reinterpret_cast<Pack<Type, Count>*>(to) = packed<Type>(from);
+  Pack<Type, Count> pack;
+  pack.from(from);
+  *reinterpret_cast<Pack<Type, Count>*>(to) = pack;
 }
 
 // Rounds to a type and back.
@@ -136,9 +170,10 @@ __device__ __forceinline__ float rounded(float x) {
   return to_float<Type>(from_float<Type>(x));
 }
 
-// The sum over the threads of a warp, in each of them.
-__device__ __forceinline__ float sum_of_warp(float x) {
+// The sum over so many neighbouring threads of a warp, a power of 2, in each of them.
+template <int Lanes>
+__device__ __forceinline__ float sum_of_lanes(float x) {
 #pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) x += shuffle_xor(x, lanes);
+  for (int lanes = Lanes / 2; lanes > 0; lanes /= 2) x += shuffle_xor(x, lanes);
   return x;
 }

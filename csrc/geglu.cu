@@ -31,6 +31,7 @@ __device__ __forceinline__ float gelu(float x) {
 // than 2^31 accesses.
 extern "C" __global__ void __launch_bounds__(256, 4)
     geglu(const Element* __restrict__ x, Element* __restrict__ out, int rows, int half) {
+  pdl_wait();
   const unsigned across = half / PACK, packs = rows * across;
   Pack<TYPE, PACK> value[PACKS], gate[PACKS];
   const unsigned first = blockIdx.x * (256 * PACKS) + threadIdx.x;
@@ -46,9 +47,11 @@ extern "C" __global__ void __launch_bounds__(256, 4)
   for (int i = 0; i < PACKS; ++i) {
     const unsigned at = first + 256 * i;
     if (at >= packs) continue;
-    float y[PACK];
+    float y[PACK], gates[PACK];
+    value[i].to(y);
+    gate[i].to(gates);
 #pragma unroll
-    for (int j = 0; j < PACK; ++j) y[j] = to_float<TYPE>(value[i].of[j]) * gelu(to_float<TYPE>(gate[i].of[j]));
+    for (int j = 0; j < PACK; ++j) y[j] *= gelu(gates[j]);
     store<TYPE>(out + (long long)at * PACK, y);
   }
 }

@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_pixels(const Column& column, int first, int
   for (int i = 0; i < Each; ++i) {
     const int pixel = first + i * lanes;
     loaded[i] = Access();
-    if (pixel < end) load<TYPE>(column.source + (long long)pixel * column.step, loaded[i]);
+    if (pixel < end) load<TYPE>(column.source + (unsigned)pixel * column.step, loaded[i]);
   }
 #if FUSED
   Access added[Each];
@@ -64,7 +64,7 @@ __device__ __forceinline__ void load_pixels(const Column& column, int first, int
 #pragma unroll
     for (int i = 0; i < Each; ++i) {
       const int pixel = first + i * lanes;
-      if (pixel < end) load<TYPE>(column.residual + (long long)pixel * column.step, added[i]);
+      if (pixel < end) load<TYPE>(column.residual + (unsigned)pixel * column.step, added[i]);
     }
   }
 #pragma unroll
@@ -72,13 +72,16 @@ __device__ __forceinline__ void load_pixels(const Column& column, int first, int
     const int pixel = first + i * lanes;
     if (pixel >= end) continue;
     float value[PACK];
-    unpack(loaded[i], value);
+    loaded[i].to(value);
+    if (column.residual) {
+      float more[PACK];
+      added[i].to(more);
 #pragma unroll
-    for (int j = 0; j < PACK; ++j) {
-      if (column.residual) value[j] += to_float<TYPE>(added[i].of[j]);
-      value[j] = (value[j] + column.addend[j]) * column.scale;
+      for (int j = 0; j < PACK; ++j) value[j] += more[j];
     }
-    loaded[i] = packed<TYPE>(value);
+#pragma unroll
+    for (int j = 0; j < PACK; ++j) value[j] = (value[j] + column.addend[j]) * column.scale;
+    loaded[i].from(value);
     *reinterpret_cast<Access*>(column.sum + (long long)pixel * column.channels) = loaded[i];
   }
 #endif
@@ -86,7 +89,7 @@ __device__ __forceinline__ void load_pixels(const Column& column, int first, int
 
 // The values of an access, of which the norm is taken.
 __device__ __forceinline__ void values_of(const Column& column, const Access& loaded, float (&value)[PACK]) {
-  unpack(loaded, value);
+  loaded.to(value);
 #if !FUSED
 #pragma unroll
   for (int j = 0; j < PACK; ++j) value[j] += column.addend[j];

@@ -19,6 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                          const In* __restrict__ bias, const float* __restrict__ partial, Result* __restrict__ out,
                          int pixels, int per_block, int channels, int groups, int block_groups, int lanes,
                          int shift_stride, int per_part, int parts, int with_silu, float eps) {
+  pdl_wait();
   __shared__ float mean_of[128], rstd_of[128];
   const int width = channels / groups, packs = block_groups * width / PACK;
   const int lane = quotient(threadIdx.x, 1.f / packs), inner = (threadIdx.x - lane * packs) * PACK;
@@ -57,12 +58,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   }
   __syncthreads();
   if (!active) return;
-  float factor[PACK], offset[PACK];
+  float factor[PACK], offset[PACK], scale[PACK], more[PACK];
+  gamma.to(scale);
+  beta.to(more);
 #pragma unroll
   for (int j = 0; j < PACK; ++j) {
     const int group = mine_first + (j >= split);
-    factor[j] = rstd_of[group] * (weight ? to_float<TYPE>(gamma.of[j]) : 1.f);
-    offset[j] = (mine.addend[j] - mean_of[group]) * factor[j] + (bias ? to_float<TYPE>(beta.of[j]) : 0.f);
+    factor[j] = rstd_of[group] * (weight ? scale[j] : 1.f);
+    offset[j] = (mine.addend[j] - mean_of[group]) * factor[j] + more[j];
   }
   Result* const image = out + (long long)blockIdx.z * pixels * channels + column;
   for (int from = begin + lane; from < end; from += lanes * EACH) {
@@ -72,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       const int pixel = from + i * lanes;
       if (pixel >= end) continue;
       float value[PACK];
-      unpack(loaded[i], value);
+      loaded[i].to(value);
 #pragma unroll
       for (int j = 0; j < PACK; ++j) {
         value[j] = value[j] * factor[j] + offset[j];

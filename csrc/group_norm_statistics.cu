@@ -16,6 +16,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                           const In* __restrict__ residual, In* __restrict__ sum, float* __restrict__ partial, int pixels,
                           int per_part, int channels, int groups, int block_groups, int lanes, int first,
                           int addend_stride, float scale) {
+  pdl_wait();
   __shared__ Sums of_threads[2][THREADS];
   const int width = channels / groups, packs = block_groups * width / PACK;
   const int lane = quotient(threadIdx.x, 1.f / packs), inner = (threadIdx.x - lane * packs) * PACK;

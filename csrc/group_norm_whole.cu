@@ -33,6 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                      const In* __restrict__ residual, const In* __restrict__ weight, const In* __restrict__ bias,
                      In* __restrict__ sum, Result* __restrict__ out, int pixels, int channels, int groups, int lanes,
                      int first, int addend_stride, int across, int with_silu, float scale, float eps) {
+  pdl_wait();
   __shared__ Sums of_warps[32];
   const int width = channels / groups, packs = width / PACK, lane = threadIdx.x / packs;
   const int column = blockIdx.x * width + (threadIdx.x - lane * packs) * PACK;
@@ -61,19 +62,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const Sums none = {0.f, 0.f};
   sums = sums_of_warp(in_warp < warps ? of_warps[in_warp] : none);
   const float count = (float)pixels * width;
-  const float mean = centre + sums.sum / count, rstd = 1.f / sqrtf(sums.m2(count) / count + eps);
+  const float mean = centre + __fdividef(sums.sum, count), rstd = rsqrtf(__fdividef(sums.m2(count), count) + eps);
 
+  float factor[PACK], more[PACK];
+  gamma.to(factor);
+#pragma unroll
+  for (int j = 0; j < PACK; ++j) factor[j] = weight ? factor[j] * rstd : rstd;
   Result* const image = out + (long long)blockIdx.y * pixels * channels * (across ? 9 : 1);
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const int pixel = lane + i * lanes;
     if (pixel >= end) continue;
     values_of(mine, loaded[i], value);
+    beta.to(more);
 #pragma unroll
     for (int j = 0; j < PACK; ++j) {
-      value[j] = (value[j] - mean) * rstd;
-      if (weight) value[j] *= to_float<TYPE>(gamma.of[j]);
-      if (bias) value[j] += to_float<TYPE>(beta.of[j]);
+      value[j] = (value[j] - mean) * factor[j] + more[j];
       if (with_silu) value[j] = silu(value[j]);
     }
     if (across)

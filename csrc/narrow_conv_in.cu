@@ -22,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     narrow_conv_in(const Element* __restrict__ x, const Element* __restrict__ weight, const Element* __restrict__ bias,
                    Element* __restrict__ out, int pixels, int height, int width, int columns, long long x_image,
                    long long x_channel, long long x_row, long long x_column) {
+  pdl_wait();
   alignas(16) __shared__ float patches[kDepth][kTile];
   alignas(16) __shared__ float filters[kDepth][kRow];
   const int first_pixel = blockIdx.x * kTile, first_column = blockIdx.y * kColumns;

@@ -12,6 +12,7 @@ typedef Stored<TYPE>::Bits Element;
 extern "C" __global__ void __launch_bounds__(THREADS)
     narrow_conv_out(const Element* __restrict__ products, const Element* __restrict__ bias, Element* __restrict__ out,
                     int pixels, int height, int width, float scale) {
+  pdl_wait();
   const int pixel = blockIdx.x * THREADS + threadIdx.x;
   if (pixel >= pixels) return;
   const int y = pixel / width % height, x = pixel % width;

@@ -28,6 +28,7 @@ struct Time<kInt64> {
 extern "C" __global__ void __launch_bounds__(THREADS)
     timestep_embedding(const Time<TIME>::Bits* __restrict__ t, const float* __restrict__ frequency,
                        Stored<OUT>::Bits* __restrict__ out, int half, long long stride, int sine_first) {
+  pdl_wait();
   const int column = blockIdx.y * THREADS + threadIdx.x;
   if (column >= half) return;
   // rounded as in torch: angles are so large that what rounding leaves of them is seen

@@ -13,6 +13,7 @@ typedef Stored<TYPE>::Bits Element;
 extern "C" __global__ void __launch_bounds__(THREADS)
     upsample(const Element* __restrict__ x, const Element* __restrict__ residual, Element* __restrict__ out, int channels,
              int height, int width, int out_height, int out_width, float step_y, float step_x) {
+  pdl_wait();
   const int across = channels / PACK, packs = out_width * across;
   const int line = blockIdx.x, y = line % out_height;
   const long long from = ((long long)(line / out_height) * height + min((int)(y * step_y), height - 1)) * width * channels;
@@ -35,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (at >= packs) continue;
     if (residual) {
       float value[PACK], add[PACK];
-      unpack(loaded[i], value);
-      unpack(more[i], add);
+      loaded[i].to(value);
+      more[i].to(add);
 #pragma unroll
       for (int j = 0; j < PACK; ++j) value[j] += add[j];
       store<TYPE>(to + (long long)at * PACK, value);

@@ -16,6 +16,7 @@ typedef Stored<TYPE>::Bits Element;
 extern "C" __global__ void __launch_bounds__(DOWN* ACROSS* LANES, 2)
     upsample_conv2d(const Element* __restrict__ products, Element* __restrict__ out, int images, int height, int width,
                     int large_height, int large_width, int channels, float scale) {
+  pdl_wait();
   const int tiles_across = (width + ACROSS - 1) / ACROSS, tiles_down = (height + DOWN - 1) / DOWN;
   const int blocks = (channels + LANES * PACK - 1) / (LANES * PACK);
   const int tile = blockIdx.x / blocks, pixel = threadIdx.x / LANES;
@@ -49,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(DOWN* ACROSS* LANES, 2)
     for (int i = 0; i < 5; ++i) {
       if (!rows[i] || !columns[j]) continue;
       float value[PACK];
-      unpack(loaded[i], value);
+      loaded[i].to(value);
 #pragma unroll
       for (int c = 0; c < PACK; ++c) {
         if (i == 0 || i == 2 || i == 3) upper[c] += value[c];

@@ -142,4 +142,4 @@ def _alike(source: Tensor, kind: tuple[torch.dtype, int], index: int) -> bool:
     return plain and source.is_contiguous() and not source.is_neg()
 
 
-_SOURCE = nvrtc.Source("copies", lambda *args, **constants: ([], _THREADS, 0), ("copies",))
+_SOURCE = nvrtc.Source("copies", lambda *args, **constants: ([], _THREADS, 0), ("copies",), reads_before_wait=None)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sfast_ext import cache_folder
-from sfast_ext.kernels.backend import cuda_driver, pdl
+from sfast_ext.kernels.backend import cuda_driver, pdl, triton_runtime
 from sfast_ext.kernels.backend.cuda_bindings import bindings, missing
 from sfast_ext.kernels.backend.cuda_driver import Driver
 from sfast_ext.kernels.backend.cuda_errors import Unavailable
@@ -160,7 +160,7 @@ class Source:
         arg_names: of the arguments of a launch.
         variants: see `Variants`.
         reads_before_wait: arguments that the kernel reads before `pdl_wait`, see `pdl`; None for a kernel that never
-            waits and so is launched without PDL.
+            waits and so is launched without PDL. By default `pdl_wait` is its first statement.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Source:
         prepare: Prepare,
         arg_names: tuple[str, ...],
         variants: Variants | None = None,
-        reads_before_wait: tuple[str, ...] | None = None,
+        reads_before_wait: tuple[str, ...] | None = (),
     ) -> None:
         self.name, self.prepare, self.arg_names = name, prepare, arg_names
         self.reads_before_wait = reads_before_wait
@@ -211,14 +211,16 @@ class Source:
         stream = current_stream(index)
         driver = loaded_driver()
         at = ctypes.addressof(table)
-        if self._uses_pdl(args):
+        if self._uses_pdl(args, index):
             driver.cuLaunchKernelEx(pdl.launch_config(blocks, threads, shared, stream), function, at)
         else:
             driver.cuLaunchKernel(function, blocks, (threads, 1, 1), shared, stream, at)
 
-    def _uses_pdl(self, args: tuple[Any, ...]) -> bool:
+    def _uses_pdl(self, args: tuple[Any, ...], index: int) -> bool:
         names = self.reads_before_wait
-        return names is not None and pdl.allowed(args[self.arg_names.index(name)] for name in names)
+        if names is None or triton_runtime.capability(torch.device("cuda", index)) < pdl.LEAST:
+            return False
+        return pdl.allowed(args[self.arg_names.index(name)] for name in names)
 
     def _function(self, index: int, constants: dict[str, int], code: bytes | None = None) -> Any:
         key = index, *constants.items()

@@ -5,7 +5,8 @@ A CUDA C++ kernel that is launched with the attribute may start once all blocks 
 only memory that no kernel in the graph writes: weights, which it prefetches into shared memory. Which memory that is,
 `pdl_capture` says. In a captured CUDA graph the edge between the two kernels becomes a programmatic one.
 
-Kernels of Triton (`triton_runtime.pdl_enabled`) wait in their first statement and so read nothing early.
+Kernels of Triton (`triton_runtime.pdl_enabled`) and those in CUDA C++ for any card (`pdl_wait` in csrc/elements.h) wait
+in their first statement and so read nothing early.
 
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization
 """
@@ -26,6 +27,8 @@ from sfast_ext.kernels.backend import cuda_bindings, cuda_driver
 
 # sorted (begin, end) addresses that no captured kernel writes; None where kernels are launched without PDL
 _readonly_spans: ContextVar[list[tuple[int, int]] | None] = ContextVar("readonly_spans", default=None)
+LEAST = 9, 0
+"""The compute capability from which on GPUs have it."""
 # CUDA's version from which stream capture keeps the launch attribute
 _CAPTURED_SINCE = 12, 3
 

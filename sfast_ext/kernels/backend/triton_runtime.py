@@ -192,7 +192,7 @@ def pdl_enabled(device: torch.device) -> bool:
     kernel has completed and its writes are visible. So a completed kernel implies that all before it completed, which
     foreign kernels, copies and events behind it rely on.
     """
-    return HAS_PDL and pdl.capture_keeps_pdl() and capability(device)[0] >= _HOPPER
+    return HAS_PDL and pdl.capture_keeps_pdl() and capability(device) >= pdl.LEAST
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constants: Any) -> None:

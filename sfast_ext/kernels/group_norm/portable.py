@@ -33,6 +33,7 @@ _RESIDENT = 2  # such blocks of a multiprocessor: all run at once
 _CHANNELS = 80  # of a block, unless a group is wider
 _MOST_GROUPS = 128  # of a block
 _MOST_PARTS = 128  # which each normalising block reads
+_MOST_ELEMENTS = 2**32  # of an image: offsets in it are 32-bit
 
 
 class Inputs(NamedTuple):
@@ -140,7 +141,7 @@ def normalised(
     width = channels // groups
     pack = inputs.pack(width, weight, bias)
     one = None if inputs.fused and pixels > _WHOLE_PIXELS else whole(pixels, width, pack, a.dtype)
-    if (one is None and patches) or max(images, groups) > MAX_GRID_YZ:
+    if (one is None and patches) or max(images, groups) > MAX_GRID_YZ or pixels * channels >= _MOST_ELEMENTS:
         return None
     total = torch.empty((*a.shape[:-1], channels), dtype=a.dtype, device=a.device) if inputs.fused else None
     operands = (a, inputs.b, inputs.addend, inputs.residual)

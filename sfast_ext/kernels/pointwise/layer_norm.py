@@ -131,11 +131,11 @@ def launch(
     return out
 
 
-_ROW_THREADS = 32  # the fewest of a row
+_ROW_THREADS = 16  # the fewest of a row
 _BLOCK_THREADS = 128
 # Accesses of a thread, until a row has _MOST_ROW_THREADS, and elements of an access, at most: what leaves registers for
-# 1,024 threads of a multiprocessor. Conversions of float16 need fewer; by 5, 640 columns divide.
-_ROW_CHUNKS, _ROW_CHUNKS_FLOAT16 = 3, 5
+# 1,024 threads of a multiprocessor. By 5 the columns of Stable Diffusion divide.
+_ROW_CHUNKS, _ROW_CHUNKS_FLOAT32 = 5, 3
 _ROW_PACK = 4
 _MOST_ROW_THREADS = 512
 _MOST_CHUNKS = 16
@@ -145,7 +145,7 @@ def constants(columns: int, pack: int, dtype: torch.dtype, out: torch.dtype, add
     """Compile-time parameters of csrc/layer_norm.cu; None for rows that it does not take."""
     pack = min(pack, _ROW_PACK)
     threads = _ROW_THREADS
-    most = _ROW_CHUNKS_FLOAT16 if dtype == torch.float16 else _ROW_CHUNKS
+    most = _ROW_CHUNKS_FLOAT32 if dtype == torch.float32 else _ROW_CHUNKS
     while threads < _MOST_ROW_THREADS and columns > threads * pack * most:
         threads *= 2
     chunks = cdiv(columns, threads * pack)
@@ -159,6 +159,7 @@ def constants(columns: int, pack: int, dtype: torch.dtype, out: torch.dtype, add
         "ROWS": max(1, _BLOCK_THREADS // threads),
         "CHUNKS": chunks,
         "PACK": pack,
+        "EXACT": int(columns == threads * chunks * pack),
     }
 
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import subprocess
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kernels.support import driver_copies, driver_zeros, randn
+from kernels.support import driver_copies, driver_zeros, needs_nvrtc, randn
+from sfast_ext import kernels
 from sfast_ext.kernels.attention import flash_attention, query_attention
-from sfast_ext.kernels.backend import cuda_bindings, cuda_driver, nvrtc, pdl
+from sfast_ext.kernels.backend import cuda_bindings, cuda_driver, nvrtc, pdl, triton_runtime
 from sfast_ext.kernels.backend.cuda_bindings import Bindings
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
+from sfast_ext.kernels.pointwise import layer_norm
 from sfast_ext.runtime import input_copies
 
 CUDA = torch.device("cuda")
@@ -48,6 +53,7 @@ def driver(monkeypatch):
     stand_in = Driver()
     monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(stand_in, None))
     monkeypatch.setattr(pdl, "capture_keeps_pdl", lambda: True)
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: pdl.LEAST)
     monkeypatch.setattr(nvrtc, "current_stream", lambda index: 5)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -119,6 +125,13 @@ def test_in_turn_outside_of_captures_and_where_nothing_is_told(monkeypatch, driv
     assert driver.launched == ["in turn"] * 5
 
 
+def test_in_turn_on_older_cards(monkeypatch, driver):
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 9))
+    with pdl.pdl_capture([WEIGHT]):
+        source()[7,](X, WEIGHT)
+    assert driver.launched == ["in turn"]
+
+
 @pytest.mark.parametrize(
     ("built", "runs", "kept"),
     [
@@ -150,6 +163,32 @@ def test_who_begins_early_waits(module):
     early = text.partition("pdl_wait();")[0]
     assert ("load_weight(" in early) == (module._SOURCE.reads_before_wait == ("weight",))
     assert set(module._SOURCE.reads_before_wait) <= set(module._SOURCE.arg_names)
+
+
+PORTABLE = [s for k in kernels.registered().values() if k.portable for s in k.cuda_sources]
+
+
+@pytest.mark.parametrize("kernel", list(dict.fromkeys(PORTABLE)), ids=lambda kernel: kernel.name)
+def test_kernels_for_any_card_wait_first(kernel):
+    text = (nvrtc.SOURCES / f"{kernel.name}.cu").read_text()
+    _, _, after = text.partition('extern "C" __global__')
+    assert after.partition("{\n")[2].strip().startswith("pdl_wait();") and kernel.reads_before_wait == ()
+
+
+def test_nothing_is_loaded_before_the_wait_and_all_loads_are_coherent():
+    """In machine code: loads of the compiler's choice could go ahead, or through the cache for constants."""
+    needs_nvrtc()
+    disassembler = Path(pytest.importorskip("triton").__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    if not disassembler.exists():
+        pytest.skip("this Triton has no nvdisasm")
+    given = layer_norm.constants(1280, 4, torch.float16, torch.float16, True)
+    code, _ = nvrtc.build((nvrtc.SOURCES / "layer_norm.cu").read_bytes(), "sm_90", given)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        listed = subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    before, wait, after = listed.partition("ACQBULK")
+    assert wait and "LDG" not in before and "LDG" in after and "CONSTANT" not in after
 
 
 def test_a_kernel_that_says_nothing_does_not_wait():
