@@ -17,6 +17,7 @@ from sfast_ext.call_signature import Call, Signature
 from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capture, capture_live
 from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
 from sfast_ext.config import Config
+from sfast_ext.kernels.backend import choices
 from sfast_ext.kernels.backend.precompile import precompile
 from sfast_ext.kernels.backend.triton_runtime import without_triton
 from sfast_ext.kernels.group_norm import group_norm
@@ -33,6 +34,8 @@ from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.runtime.replay_state import Lookup
 from sfast_ext.runtime.verify import verify_plan
 from sfast_ext.weights.submodule_arena import Arena
+
+_MEASURING = 1.0  # seconds of a first call in which ways to compute the same are compared, at most
 
 
 @dataclass
@@ -148,7 +151,7 @@ class PlanBuilder:
         if not plan.fused:
             report.event("passes", "the graph reads strides or unknown sizes, so nothing in it is rewritten")
         try:
-            with self._runner.guard(plan):
+            with choices.measuring(_MEASURING), self._runner.guard(plan):
                 refusal = verify_plan(
                     plan,
                     lambda: self._runner.outputs(plan, lookup.call),

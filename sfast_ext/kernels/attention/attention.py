@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.attention import flash_attention, short_attention, xformers_choice
+from sfast_ext.kernels.attention import flash_attention, short_attention, xformers_backends
+from sfast_ext.kernels.backend import choices
+from sfast_ext.kernels.backend.choices import Run
 from sfast_ext.kernels.backend.nvrtc import Unavailable
 from sfast_ext.kernels.backend.registry import Kernel, register
+from sfast_ext.kernels.backend.triton_runtime import hopper
 
 # With so few keys and so few rows of queries in all, cuDNN's planning (40 ms per shape) and its launch that clears
 # counters weigh most. For wide heads the other backends are faster even without those.
@@ -41,12 +44,12 @@ def _preference() -> tuple[Any, dict[str, list[Any]]] | None:
 _PREFERENCE = _preference()
 # not F.scaled_dot_product_attention, which SD.Next and others replace
 _sdpa = torch._C._nn.scaled_dot_product_attention
-_choices = xformers_choice.Choices()
-_refused: set[tuple[Any, ...]] = set()  # shapes that a preferred backend accepted and then raised on
+_choices = choices.Choices("attention")
+_refused: set[str] = set()  # shapes that a preferred backend accepted and then raised on
 
 
 def first(q: Tensor, k: Tensor) -> str:
-    """The backend tried first, "cudnn", "flash" or "efficient", by measurements on an NVIDIA H200."""
+    """The backend tried first on Hopper, "cudnn", "flash" or "efficient", by measurements on an NVIDIA H200."""
     rows, size = q.numel() // q.shape[-1], q.shape[-1]
     if k.shape[-2] > _FEW_KEYS or rows > _FEW_ROWS or size <= _WIDE:
         return "cudnn"
@@ -93,35 +96,47 @@ def fallback(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """`reference` by torch's backends in the order of `first`, math last; or by a kernel of xformers where the host has
-    imported that and it is faster. Any strides; synchronises only to measure times, once for each shape.
+    """`reference` by the fastest of torch's backends and of xformers' kernels, where the host has imported those.
+
+    A shape that was not measured (`choices`) runs by torch's choice, on Hopper by that of `first`. Any strides;
+    synchronises only to measure.
     """
     if not q.is_cuda:
         return reference(q, k, v, mask, is_causal, scale)
-    return _quickest(q, k, v, mask, is_causal, scale)
+    return _fastest(q, k, v, mask, is_causal, scale)
 
 
-def _quickest(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
-    key = (
-        q.device,
-        q.shape,
-        k.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        q.dtype,
-        is_causal,
-        None if mask is None else (mask.shape, mask.stride(), mask.dtype),
-    )
-    others = xformers_choice.candidates(q, k, v, mask, is_causal, scale)
+def _fastest(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+    given = [(tuple(x.shape), x.stride()) for x in (q, k, v)]
+    key = f"{given} {q.dtype} {is_causal} {None if mask is None else (tuple(mask.shape), mask.stride(), mask.dtype)}"
+    others = _backends(q, k, v, mask, is_causal, scale)
+    others |= xformers_backends.candidates(q, k, v, mask, is_causal, scale)
     if not others:
         return _preferred(key, q, k, v, mask, is_causal, scale)
-    return _choices.run(key, lambda: _preferred(key, q, k, v, mask, is_causal, scale), others)
+    return _choices.run(q.device, key, lambda: _preferred(key, q, k, v, mask, is_causal, scale), others)
+
+
+def _backends(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> dict[str, Run]:
+    """torch's backends by name, each with the others behind it: none is switched off, which other threads would see.
+    Empty where torch has no priority, and on Hopper, for which `first` knows, unless all is to be measured."""
+    if _PREFERENCE is None or (hopper(q.device) and not choices.thorough()):
+        return {}
+    sdpa_kernel, orders = _PREFERENCE
+
+    def runner(name: str) -> Run:
+        def run() -> Tensor:
+            with sdpa_kernel(orders[name], set_priority=True):
+                return reference(q, k, v, mask, is_causal, scale)
+
+        return run
+
+    return {name: runner(name) for name in orders}
 
 
 def _preferred(
-    key: tuple[Any, ...],
+    key: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -129,9 +144,9 @@ def _preferred(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """By torch's backends. One may accept a shape and then fail to plan it: from then on torch's own choice runs that
-    shape."""
-    if _PREFERENCE is None or key in _refused:
+    """By torch's choice, on Hopper in the order of `first`. A backend may accept a shape and then fail to plan it: from
+    then on torch's choice runs that shape."""
+    if _PREFERENCE is None or key in _refused or not hopper(q.device):
         return reference(q, k, v, mask, is_causal, scale)
     sdpa_kernel, orders = _PREFERENCE
     try:

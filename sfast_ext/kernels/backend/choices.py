@@ -1,0 +1,288 @@
+"""Which of several ways to compute the same runs a shape: the fastest, as measured on the user's own GPU.
+
+A plan's first run measures, within a budget (`measuring`). What was measured is kept on disk, by GPU, driver and
+versions. A shape that was not measured runs as the caller expects to be fastest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sfast_ext import cache_folder
+from sfast_ext.kernels.backend import cuda_bindings, nvrtc
+
+logger = logging.getLogger("sfast_ext")
+
+OWN = "torch"
+"""The name of what runs a shape that was not measured."""
+# another must take less than this fraction of its time
+MARGIN = 0.98
+# relative L2 error against its result, beyond rounding in bfloat16: versions of xformers that do not fit the GPU have
+# given zeros and NaN
+LIMIT = 2e-2
+_ROUNDS, _RUNS = 3, 4
+# clock cycles the GPU sleeps, some 0.2 ms: all runs of a round are queued by then
+_HEAD_START = 400_000
+_FORMAT = 1
+
+Run = Callable[[], Tensor]
+
+
+class Choice(NamedTuple):
+    """What runs a shape, and the milliseconds of all that were measured."""
+
+    name: str
+    milliseconds: dict[str, float]
+
+
+@dataclass
+class Budget:
+    """Seconds that may still be spent on measurements; None without a limit."""
+
+    left: float | None
+    thorough: bool
+    """Whether also what is known from another card is measured."""
+
+
+_budget: ContextVar[Budget | None] = ContextVar("budget", default=None)
+
+
+@contextlib.contextmanager
+def measuring(seconds: float | None, thorough: bool = False) -> Iterator[Budget]:
+    """Within, in this thread, shapes that are met for the first time are measured until the seconds are spent. What was
+    measured is written to disk at the end."""
+    budget = Budget(seconds, thorough)
+    token = _budget.set(budget)
+    try:
+        yield budget
+    finally:
+        _budget.reset(token)
+        for memory in list(_memories.values()):
+            memory.save()
+
+
+def thorough() -> bool:
+    """Whether also what is known from another card is to be measured now."""
+    budget = _budget.get()
+    return budget is not None and budget.thorough
+
+
+@dataclass
+class Memory:
+    """What was measured on one GPU, in a file; None keeps nothing."""
+
+    file: Path | None
+    machine: dict[str, Any]
+    _known: dict[str, dict[str, Any]] | None = None
+    _new: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def get(self, what: str, key: str) -> Choice | None:
+        """What was chosen for a shape, in this process or another."""
+        if self._known is None:
+            self._known = self._read()
+        return _valid(self._known.get(what, {}).get(key))
+
+    def put(self, what: str, key: str, choice: Choice) -> None:
+        """Remember a choice; `save` writes it."""
+        self.get(what, key)
+        for kept in (self._known, self._new):
+            assert kept is not None
+            kept.setdefault(what, {})[key] = {"chosen": choice.name, "ms": choice.milliseconds}
+
+    def choices(self) -> dict[str, dict[str, Choice]]:
+        """All that is known, by what was chosen and shape."""
+        self.get("", "")
+        found: dict[str, dict[str, Choice]] = {}
+        for what, keys in (self._known or {}).items():
+            valid = {key: _valid(kept) for key, kept in keys.items()}
+            found[what] = {key: choice for key, choice in valid.items() if choice is not None}
+        return found
+
+    def save(self) -> None:
+        """Write what is new beside what others have written meanwhile."""
+        if self.file is None or not self._new:
+            return
+        merged = self._read()
+        for what, keys in self._new.items():
+            merged.setdefault(what, {}).update(keys)
+        text = json.dumps({"format": _FORMAT, "machine": self.machine, "choices": merged}, indent=1)
+        try:
+            cache_folder.make(self.file.parent, nvrtc.folder())
+            with tempfile.NamedTemporaryFile(dir=self.file.parent, delete=False) as made:
+                made.write(text.encode())
+            os.replace(made.name, self.file)  # atomic: two writers may race
+        except OSError as exc:
+            logger.debug("choices are measured anew each time: %s", exc)
+            return
+        self._new = {}
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        """What the file holds; nothing where it is missing, spoilt or another format's."""
+        if self.file is None:
+            return {}
+        try:
+            kept = json.loads(cache_folder.read(self.file, nvrtc.folder()))
+            found = kept["choices"] if kept["format"] == _FORMAT else {}
+            return {str(what): dict(keys) for what, keys in found.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+
+def _valid(found: Any) -> Choice | None:
+    try:
+        return Choice(str(found["chosen"]), {str(name): float(ms) for name, ms in found["ms"].items()})
+    except (TypeError, KeyError, ValueError, AttributeError):
+        return None
+
+
+_memories: dict[torch.device, Memory] = {}
+
+
+def memory_of(device: torch.device) -> Memory:
+    """What was measured on a GPU, its driver and these versions."""
+    if device not in _memories:
+        machine = machine_of(device)
+        name = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
+        file: Path | None = None
+        with contextlib.suppress(RuntimeError, OSError):  # the user has no home
+            file = nvrtc.folder() / f"choices-{name}.json"
+        _memories[device] = Memory(file, machine)
+    return _memories[device]
+
+
+def machine_of(device: torch.device) -> dict[str, Any]:
+    """What measurements depend on, as JSON can carry."""
+    machine: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpu": device.type}
+    machine["sources"] = _sources()
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        driver = cuda_bindings.bindings().driver
+        machine["gpu"] = properties.name
+        machine["multiprocessors"] = properties.multi_processor_count
+        machine["driver"] = driver.cuDriverGetVersion() if driver is not None else None
+        machine["cudnn"] = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return machine
+
+
+@functools.lru_cache(maxsize=None)
+def _sources() -> str:
+    """A digest of the kernels in CUDA C++, which are among what is measured."""
+    found = hashlib.sha256()
+    for file in sorted(nvrtc.SOURCES.iterdir()):
+        found.update(file.read_bytes())
+    return found.hexdigest()[:16]
+
+
+class Choices:
+    """Chooses for one operation.
+
+    Args:
+        what: its name on disk.
+        clock: the milliseconds of a call.
+        may_time: whether times can be taken now: not while a CUDA graph is captured.
+        memory: of a device, where choices are kept.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        clock: Callable[[Run], float] | None = None,
+        may_time: Callable[[], bool] | None = None,
+        memory: Callable[[torch.device], Memory] = memory_of,
+    ) -> None:
+        self._what = what
+        self._clock = clock or _milliseconds
+        self._may_time = may_time or _outside_of_captures
+        self._memory = memory
+        self._chosen: dict[tuple[torch.device, str], str] = {}
+
+    def run(self, device: torch.device, key: str, own: Run, others: Mapping[str, Run]) -> Tensor:
+        """The result of the one chosen for `key`; of `own` where none is chosen yet, and none can be.
+
+        `others` are part of the question: where a library is imported that was not, shapes are measured anew.
+        """
+        place = device, f"{key} of {', '.join(sorted(others))}"
+        name = self._chosen.get(place) or self._find(*place, own, others)
+        other = others.get(name)
+        if other is None:
+            return own()
+        try:
+            return other()
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception:
+            logger.debug("%s by %s raised and is put aside for %s", self._what, name, key, exc_info=True)
+            self._chosen[place] = OWN
+            return own()
+
+    def _find(self, device: torch.device, key: str, own: Run, others: Mapping[str, Run]) -> str:
+        memory = self._memory(device)
+        known = memory.get(self._what, key)
+        if known is not None:
+            self._chosen[device, key] = known.name
+            return known.name
+        budget = _budget.get()
+        if budget is None or (budget.left is not None and budget.left <= 0) or not self._may_time():
+            return OWN
+        began = time.perf_counter()
+        choice = self._quickest(own, others)
+        if budget.left is not None:
+            budget.left -= time.perf_counter() - began
+        memory.put(self._what, key, choice)
+        self._chosen[device, key] = choice.name
+        return choice.name
+
+    def _quickest(self, own: Run, others: Mapping[str, Run]) -> Choice:
+        expected = own()
+        taken = {OWN: self._clock(own)}
+        for name, other in others.items():
+            try:
+                if _alike(other(), expected):
+                    taken[name] = self._clock(other)
+                else:
+                    logger.debug("%s by %s is put aside: its result is not PyTorch's", self._what, name)
+            except Exception as exc:
+                logger.debug("%s by %s is put aside: %s", self._what, name, exc)
+        best = min(taken, key=lambda name: taken[name])
+        return Choice(best if taken[best] < MARGIN * taken[OWN] else OWN, {n: round(ms, 4) for n, ms in taken.items()})
+
+
+def _alike(result: Tensor, expected: Tensor) -> bool:
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return False
+    result, expected = result.float(), expected.float()
+    return bool(torch.linalg.vector_norm(result - expected) <= LIMIT * torch.linalg.vector_norm(expected))
+
+
+def _outside_of_captures() -> bool:
+    return not torch.cuda.is_current_stream_capturing()
+
+
+def _milliseconds(run: Run) -> float:
+    """GPU milliseconds of a run without waiting for the CPU, as in a CUDA graph: the least of a few rounds."""
+    least = float("inf")
+    for _ in range(_ROUNDS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(_HEAD_START)
+        start.record()
+        for _ in range(_RUNS):
+            run()
+        end.record()
+        end.synchronize()
+        least = min(least, start.elapsed_time(end) / _RUNS)
+    return least
