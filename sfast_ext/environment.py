@@ -157,6 +157,16 @@ def gpu_memory() -> int | None:
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
+MOST_FOR_GRAPHS_MB = 4096
+
+
+def graph_budget_mb() -> int:
+    """MB that CUDA graphs may take where nobody chose: a quarter of the current GPU's memory, and no more than a large
+    card has use for."""
+    total = gpu_memory()
+    return MOST_FOR_GRAPHS_MB if total is None else min(MOST_FOR_GRAPHS_MB, total >> 22)
+
+
 def describe() -> dict[str, Any]:
     """Versions and devices, as JSON can carry."""
     found: dict[str, Any] = {
