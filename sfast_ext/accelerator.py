@@ -293,7 +293,8 @@ class Accelerator:
         """Run the original forward. Parts run their original forwards too: they are accelerated for a third party's
         forward that calls them itself.
 
-        Where it runs out of memory beside CUDA graphs, they are freed, and it runs again: without us it had that memory.
+        Where it runs out of memory beside CUDA graphs, they are freed, and it runs again: without us it would have that
+        memory.
         """
         with _building() if self.parts else contextlib.nullcontext():
             try:

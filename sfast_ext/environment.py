@@ -150,6 +150,14 @@ def nvrtc_version() -> str | None:
     return known[0] if known is not None else None
 
 
+def nvrtc_file() -> str | None:
+    """The NVRTC that is tried first, with its folder, but without what leads there: that may name the user."""
+    from sfast_ext.kernels.backend import cuda_libraries
+
+    first = next(iter(cuda_libraries.candidates(cuda_libraries.folders())), None)
+    return None if first is None else f"{first.parent.name}/{first.name}"
+
+
 def gpu_memory() -> int | None:
     """Bytes of the current GPU's memory; None without one."""
     if not torch.cuda.is_available():
