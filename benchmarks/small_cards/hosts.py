@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -144,7 +145,8 @@ class A1111(Host):
         )
         host.reuse(model)
         host.fire("model_loaded", model)
-        self._denoiser, self._event = standin.Denoiser, SimpleNamespace
+        self._denoiser = standin.Denoiser
+        self._sampler: Any = None
 
     def encode(self, ids: torch.Tensor) -> list[Any]:
         return self._conditioner(ids)
@@ -187,7 +189,7 @@ class SDNext(Host):
     def __init__(self, parts: Parts, device: torch.device, gib: float, ours: bool) -> None:
         super().__init__(parts, device)
         sys.path.insert(0, str(TESTS / "hosts" / "standins" / "sdnext_root"))
-        from modules import devices, modeldata, sd_models, sd_offload, shared
+        from modules import devices, sd_models, sd_offload, shared
 
         self._shared, self._offload, devices.device = shared, sd_offload, device
         shared.gpu_memory = gib
@@ -213,7 +215,6 @@ class SDNext(Host):
         for module in (parts.unet, parts.vae, *parts.encoders):
             nn.Module.to(module, "cpu")
         sd_models.load_model(self.pipe)
-        self._models = modeldata.model_data
 
     def picture(self, width: int, height: int, steps: int, at: At) -> torch.Tensor:
         from modules import script_callbacks
@@ -257,8 +258,6 @@ def open_host(parts: Parts, device: torch.device, mode: str, gib: float, ours: b
 
 
 def _of_tests(name: str) -> Any:
-    import importlib
-
     if str(TESTS) not in sys.path:
         sys.path.append(str(TESTS))
     return importlib.import_module(name)

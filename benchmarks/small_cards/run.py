@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from benchmarks.small_cards.card import small_card
 from benchmarks.small_cards.hosts import A1111_MODES, MODES, open_host
 from benchmarks.small_cards.parts import NAMES, TINY, build
 from benchmarks.unet.run import RESULTS, file_for
+from sfast_ext.runtime.failures import out_of_memory
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import machine
 
@@ -108,10 +110,10 @@ def one(case: Case, ours: bool, steps: int, file: Path) -> None:
     except ImportError as exc:
         row["missing"] = f"{type(exc).__name__}: {exc}"
     except Exception as exc:
-        where = "out_of_memory" if life.out_of_memory(exc) else "failed"
+        where = "out_of_memory" if out_of_memory(exc) else "failed"
         row[where] = "loading" if not row["pictures"] else "the end"
         row["message"] = f"{type(exc).__name__}: {exc}"[:1000]
-        row["traceback"] = life.traceback.format_exc()[-3000:]
+        row["traceback"] = traceback.format_exc()[-3000:]
     row["process_s"] = round(time.perf_counter() - began, 2)
     file.write_text(json.dumps(row), encoding="utf-8")
 
