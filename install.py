@@ -11,6 +11,16 @@ import sys
 
 PYTHON = (3, 10)
 TORCH = (2, 1)
+TRITON_WINDOWS = {
+    (2, 4): "3.2",
+    (2, 5): "3.2",
+    (2, 6): "3.3",
+    (2, 7): "3.4",
+    (2, 8): "3.5",
+    (2, 9): "3.6",
+    (2, 10): "3.7",
+}
+"""The first triton-windows that is too new for a torch (its README). There is none for an older torch."""
 
 
 def installed(*packages: str) -> str | None:
@@ -30,16 +40,28 @@ def remarks() -> list[str]:
         found.append(f"it needs Python {PYTHON[0]}.{PYTHON[1]} or later; this is {sys.version.split()[0]}")
     torch = installed("torch")
     numbers = re.match(r"(\d+)\.(\d+)", torch or "")
-    if numbers and tuple(map(int, numbers.groups())) < TORCH:
+    release = tuple(map(int, numbers.groups())) if numbers else ()
+    if release and release < TORCH:
         found.append(f"it needs torch {TORCH[0]}.{TORCH[1]} or later; this is {torch}")
     # on the CPU there is nothing that Triton could do; builds for it say so in their version
     if torch and "+cpu" not in torch and sys.platform != "darwin" and installed("triton", "triton-windows") is None:
-        package = "triton-windows" if sys.platform == "win32" else "triton"
-        found.append(
-            f"Triton is not installed, so its fused kernels are off; '{sys.executable} -m pip install {package}', "
-            "in the version made for your torch, turns them on"
-        )
+        package = _triton_for(release)
+        if package is not None:
+            found.append(
+                "Triton is not installed, so kernels in CUDA C++ run in its place, which are a little slower. "
+                f'To add it: "{sys.executable}" -m pip install "{package}"'
+            )
     return found
+
+
+def _triton_for(release: tuple[int, ...]) -> str | None:
+    """What pip is to install for a torch; None where there is nothing for it."""
+    if sys.platform != "win32":
+        return "triton"
+    if release < min(TRITON_WINDOWS):
+        return None
+    limit = TRITON_WINDOWS.get(release[:2])  # type: ignore[call-overload]
+    return f"triton-windows<{limit}" if limit else "triton-windows"
 
 
 if __name__ == "__main__":

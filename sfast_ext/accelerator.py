@@ -291,8 +291,18 @@ class Accelerator:
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original forward. Parts run their original forwards too: they are accelerated for a third party's
-        forward that calls them itself."""
+        forward that calls them itself.
+
+        Where it runs out of memory beside CUDA graphs, they are freed, and it runs again: without us it would have that
+        memory.
+        """
         with _building() if self.parts else contextlib.nullcontext():
+            try:
+                return self._context.original(*args, **kwargs)
+            except Exception as exc:
+                if not self._failures.gave_way(exc):
+                    raise
+            # after the handler: the exception keeps what the failed run had allocated
             return self._context.original(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

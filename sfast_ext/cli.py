@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -107,6 +108,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        # into a file or a pipe, Windows writes in a code page that has not every character
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
     args = parser().parse_args(arguments)
     if args.command == "doctor":
         from sfast_ext.tools import doctor

@@ -17,8 +17,9 @@ class Config:
 
     enabled: bool = True
     cuda_graphs: bool = True
-    graph_memory_mb: int = 4096
-    """Budget of the graph pool in MB (2**20 bytes); 0 means no limit."""
+    graph_memory_mb: int | None = None
+    """Budget of the graph pool in MB (2**20 bytes); 0 means no limit, None a quarter of the GPU's memory, at most 4096
+    MB."""
     max_graphs: int = 16
     triton: bool = True
     check: str = "first"
@@ -35,7 +36,7 @@ class Config:
             raise ValueError(f"check must be one of {', '.join(CHECKS)}; it is {self.check!r}")
         if not self.tolerance > 0:
             raise ValueError(f"tolerance must be positive; it is {self.tolerance}")
-        if self.graph_memory_mb < 0:
+        if self.graph_memory_mb is not None and self.graph_memory_mb < 0:
             raise ValueError(f"graph_memory_mb must be 0 (no limit) or more; it is {self.graph_memory_mb}")
         if self.max_graphs < 1 or self.max_plans < 1:
             raise ValueError(

@@ -150,11 +150,29 @@ def nvrtc_version() -> str | None:
     return known[0] if known is not None else None
 
 
+def nvrtc_file() -> str | None:
+    """The NVRTC that is tried first, with its folder, but without what leads there: that may name the user."""
+    from sfast_ext.kernels.backend import cuda_libraries
+
+    first = next(iter(cuda_libraries.candidates(cuda_libraries.folders())), None)
+    return None if first is None else f"{first.parent.name}/{first.name}"
+
+
 def gpu_memory() -> int | None:
     """Bytes of the current GPU's memory; None without one."""
     if not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
+MOST_FOR_GRAPHS_MB = 4096
+
+
+def graph_budget_mb() -> int:
+    """MB that CUDA graphs may take where nobody chose: a quarter of the current GPU's memory, and no more than a large
+    card has use for."""
+    total = gpu_memory()
+    return MOST_FOR_GRAPHS_MB if total is None else min(MOST_FOR_GRAPHS_MB, total >> 22)
 
 
 def describe() -> dict[str, Any]:

@@ -201,6 +201,62 @@ def test_compiled_kernels_are_kept_in_a_folder_for_the_user_alone(kernel):
     assert kernel.source.compiled("sm_90a", {}) == b"code" and len(kernel.asked) == 1
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_file_that_windows_keeps_locked_stays_and_no_other_is_left_beside_it(kernel, monkeypatch, there):
+    """Another process has it open: on Windows nothing takes its place then."""
+    if there:
+        kernel.source.compiled("sm_90a", {})
+        next(kernel.folder.iterdir()).write_bytes(b"spoilt")
+
+    def replace(source, target):
+        assert Path(source).is_file() and Path(source).parent == kernel.folder
+        raise PermissionError(13, "The process cannot access the file because it is being used by another process")
+
+    monkeypatch.setattr(nvrtc.os, "replace", replace)
+    assert kernel.source.compiled("sm_90a", {}) == b"code"
+    assert len(list(kernel.folder.iterdir())) == there and kernel.source.kept == there
+
+
+def test_a_full_disk_leaves_nothing_behind(kernel, monkeypatch):
+    honest = nvrtc.tempfile.NamedTemporaryFile
+
+    def full(**options):
+        made = honest(**options)
+        monkeypatch.setattr(made, "write", lambda code: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        return made
+
+    monkeypatch.setattr(nvrtc.tempfile, "NamedTemporaryFile", full)
+    assert kernel.source.compiled("sm_90a", {}) == b"code"
+    assert list(kernel.folder.iterdir()) == [] and not kernel.source.kept
+
+
+@pytest.mark.parametrize("name", ["Jörg Müller", "画像 AI", "x" * 120])
+def test_names_of_users_that_are_not_plain(kernel, monkeypatch, root, name):
+    monkeypatch.setenv("SFAST_CACHE_DIR", str(root / name / "sfast_ext"))
+    for _ in range(2):
+        assert kernel.source.compiled("sm_86", {}) == b"code"
+    assert len(kernel.asked) == 1
+    (file,) = (root / name / "sfast_ext").iterdir()
+    # with the longest name of a kernel and of a user, Windows still opens it: 259 characters, C: and the dots aside
+    assert len(str(Path("C:/Users") / ("x" * 64) / ".cache" / "sfast_ext" / file.name)) < 200
+
+
+def test_nvrtc_is_given_no_path(kernel, monkeypatch):
+    """On Windows it opens none with other letters than ASCII: sources and headers are handed over as text."""
+    given = []
+
+    def compiled(source, headers, options):
+        given.extend([*headers, *options])
+        return b"code", ""
+
+    monkeypatch.undo()
+    monkeypatch.setattr(nvrtc, "loaded_nvrtc", lambda: SimpleNamespace(compile=compiled))
+    nvrtc.build(b"source", "sm_86", {"CHANNELS": 320})
+    texts = [each if isinstance(each, str) else each.decode() for each in given]
+    assert "-DCHANNELS=320" in texts
+    assert not any("/" in text or "\\" in text or text.startswith(("-I", "--include")) for text in texts)
+
+
 def test_a_kernel_that_others_may_have_written_is_compiled_anew(kernel):
     kernel.source.compiled("sm_90a", {})
     (file,) = kernel.folder.iterdir()

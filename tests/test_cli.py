@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -61,6 +62,35 @@ def test_doctor_as_json(capsys):
     assert found["sfast_ext"] == __version__
     assert found["used"] and all(sentence.endswith(".") for sentence in found["used"])
     assert isinstance(found["known_bad"], list)
+
+
+WINDOWS = ("Windows-10-10.0.19045-SP0", "Windows-11-10.0.26100-SP0")
+
+
+@pytest.mark.parametrize("system", [*WINDOWS, "Linux-6.8.0-x86_64-with-glibc2.39"])
+@pytest.mark.parametrize("triton", ["3.3.1", None])
+def test_doctor_on_a_system_with_this_name(system, triton, monkeypatch, capsys):
+    monkeypatch.setattr(doctor.environment.platform, "platform", lambda: system)
+    if triton is None:
+        monkeypatch.setattr(doctor.environment, "triton_error", lambda: "ModuleNotFoundError: No module named 'triton'")
+        monkeypatch.setattr(doctor.environment, "has_triton", lambda: False)
+        monkeypatch.setattr(doctor.environment, "version", lambda name: None)
+    monkeypatch.setattr(doctor.environment, "nvrtc_file", lambda: "lib/nvrtc64_120_0.dll")
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert system in out and "lib/nvrtc64_120_0.dll" in out
+    assert ("was not run on Windows" in out) == (system in WINDOWS)
+    # every code page has what it writes
+    out.encode("ascii")
+
+
+def test_output_goes_into_a_file_whatever_the_code_page_lacks(monkeypatch):
+    into = io.TextIOWrapper(io.BytesIO(), encoding="cp932")
+    monkeypatch.setattr(sys, "stdout", into)
+    monkeypatch.setattr(doctor, "main", lambda as_json: print("a – b") or 0)
+    assert cli.main(["doctor"]) == 0
+    into.flush()
+    assert into.buffer.getvalue() == b"a ? b\n"
 
 
 def test_doctor_says_what_follows_without_triton(monkeypatch):

@@ -59,11 +59,42 @@ def test_names_an_old_torch(monkeypatch, install):
     assert install.remarks() == []
 
 
+WINDOWS = {
+    "2.0.1+cu118": None, "2.1.2+cu121": None, "2.3.1+cu121": None, "2.4.1+cu121": "<3.2", "2.5.1+cu124": "<3.2",
+    "2.6.0+cu124": "<3.3", "2.7.1+cu128": "<3.4", "2.10.0+cu130": "<3.7", "2.13.0+cu132": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("torch", WINDOWS)
+def test_names_the_triton_that_goes_with_the_torch_of_a_windows(monkeypatch, install, torch):
+    packages(monkeypatch, install, torch=torch)
+    monkeypatch.setattr(install.sys, "platform", "win32")
+    monkeypatch.setattr(install.sys, "executable", "C:\\Users\\Jörg Müller\\画像\\python.exe")
+    told = [remark for remark in install.remarks() if "Triton" in remark]
+    # for those that are older than 2.4 there is none, and nothing to be done
+    assert len(told) == (WINDOWS[torch] is not None)
+    assert all(
+        f'"C:\\Users\\Jörg Müller\\画像\\python.exe" -m pip install "triton-windows{WINDOWS[torch]}"' in t for t in told
+    )
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii", "utf-8"])
+def test_a_code_page_that_lacks_a_letter_of_the_path_ends_nothing(encoding, tmp_path):
+    """The WebUI reads what it prints through a pipe, in the code page of the user's Windows."""
+    code = (
+        "import runpy, sys; sys.executable = 'C:/画像/python.exe'; sys.platform = 'win32';"
+        "import importlib.metadata as m; m.version = lambda name: {'torch': '2.7.1+cu128'}[name] if name == 'torch'"
+        " else (_ for _ in ()).throw(m.PackageNotFoundError(name));"
+        "runpy.run_path('install.py', run_name='__main__')"
+    )
+    environment = {"PYTHONIOENCODING": encoding, "PATH": ""}
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, env=environment, timeout=300)
+    assert result.returncode == 0 and not result.stderr and b"Stable Fast: " in result.stdout
+
+
 def test_names_the_package_of_this_system_for_a_missing_triton(monkeypatch, install):
     packages(monkeypatch, install, torch="2.7.0+cu128")
-    monkeypatch.setattr(install.sys, "platform", "win32")
-    assert "triton-windows" in install.remarks()[0]
     monkeypatch.setattr(install.sys, "platform", "linux")
-    assert "install triton'" in install.remarks()[0]
+    assert 'install "triton"' in install.remarks()[0]
     monkeypatch.setattr(install.sys, "platform", "darwin")
     assert install.remarks() == []

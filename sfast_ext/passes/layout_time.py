@@ -128,8 +128,11 @@ def _time(run: Callable[[], Any]) -> float:
 def channels_last_pays(graph: fx.Graph, device: torch.device) -> bool:
     """Whether the operations on images take clearly less time channels-last, without kernels of this project."""
     found = operations(graph)
-    with torch.no_grad(), torch.cuda.device(device):
-        contiguous, last = (
-            milliseconds(found, device, layout) for layout in (torch.contiguous_format, torch.channels_last)
-        )
+    try:
+        with torch.no_grad(), torch.cuda.device(device):
+            contiguous, last = (
+                milliseconds(found, device, layout) for layout in (torch.contiguous_format, torch.channels_last)
+            )
+    except torch.cuda.OutOfMemoryError:
+        return False  # the plan itself needs no more than the original
     return last < _CLEARLY * contiguous

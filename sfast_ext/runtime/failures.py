@@ -15,6 +15,20 @@ from sfast_ext.runtime.replay_state import Lookup
 
 # a plan that ran out of memory this many times is rejected
 OUT_OF_MEMORY = 3
+# CUDA's libraries raise a plain RuntimeError
+_NO_MEMORY = (
+    "CUDA error: out of memory",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+
+
+def out_of_memory(exc: BaseException) -> bool:
+    """Whether an exception says that the GPU is out of memory."""
+    if isinstance(exc, torch.cuda.OutOfMemoryError):
+        return True
+    return isinstance(exc, RuntimeError) and any(words in str(exc) for words in _NO_MEMORY)
 
 
 class Failures:
@@ -57,10 +71,20 @@ class Failures:
             report.event("kernel", f"{name} is put down, plans are made without it: {reasons[name]}")
         return bool(new)
 
+    def gave_way(self, exc: Exception) -> bool:
+        """The original forward raised: whether it ran out of memory, and CUDA graphs were freed for it."""
+        device = self._context.device() if out_of_memory(exc) else None
+        if device is None or device.type != "cuda" or not len(pool_of(device)):
+            return False
+        self._context.report.count("out_of_memory")
+        pool_of(device).make_room(self._context.report)
+        return True
+
     def _evict_for_memory(self, exc: Exception, plan: Plan | None) -> bool:
         """Out of memory: evict all CUDA graphs, so that the original can run. True if `plan` may be used again."""
-        if not isinstance(exc, torch.cuda.OutOfMemoryError):
+        if not out_of_memory(exc):
             return False
+        self._context.report.count("out_of_memory")
         device = self._context.device()
         if device is not None and device.type == "cuda":
             pool_of(device).make_room(self._context.report)

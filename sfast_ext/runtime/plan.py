@@ -59,6 +59,8 @@ class Plan:
         self.behaviour = 0
         """The number of the captured behaviour, see `BehaviourKeys`."""
         self.no_graph_reason: str | None = None
+        self.was_captured = False
+        """Whether it had a CUDA graph before, which may be gone."""
         self.captures = 1
         self.replays = 0
         self.out_of_memory = 0
@@ -119,11 +121,14 @@ class Plan:
         max_graphs: int,
         budget_mb: int,
         share: float = 1.0,
-    ) -> bool:
-        """Capture the CUDA graph. Returns False, with the reason in `no_graph_reason`, if that fails.
+    ) -> list[torch.Tensor] | None:
+        """Capture the CUDA graph. Returns None, with the reason in `no_graph_reason`, if that fails.
 
         Args:
             share: its weight in `max_graphs`, less than one for a part of a model.
+
+        Returns:
+            The flat outputs of the run before the capture, as new tensors.
         """
         with pool.lock, torch.inference_mode(False), torch.no_grad():
             if not self._inputs:
@@ -131,7 +136,7 @@ class Plan:
             else:
                 self._copy_inputs(leaves)
             try:
-                self._warm_up(pool)
+                outputs = self._warm_up(pool)
                 self._graph = pool.capture(
                     self._run_captured,
                     self._on_evict,
@@ -145,12 +150,12 @@ class Plan:
                 self.no_graph_reason = str(exc)
                 report.event("graph pool", f"a plan runs without a CUDA graph: {exc}")
                 self._set_static_inputs([])
-                return False
+                return None
             if CAN_UPDATE_GRAPH:
                 self._copies.join(*self._graph.handles())
             report.count("graph_captures")
-            self.state = REPLAYING
-            return True
+            self.state, self.was_captured = REPLAYING, True
+            return outputs
 
     def drop_graph(self, pool: GraphPool | None) -> None:
         """Free the CUDA graph and the static inputs."""
@@ -212,13 +217,17 @@ class Plan:
         with pdl_capture(weight.tensor for weight in self.weights):
             return self._run_static()
 
-    def _warm_up(self, pool: GraphPool) -> None:
+    def _warm_up(self, pool: GraphPool) -> list[torch.Tensor]:
         # before the capture: kernels compile, libraries choose algorithms and allocate workspaces
         side, current = pool.side_stream(), torch.cuda.current_stream(self.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            self._run_static()
+            outputs = self._run_static()
         current.wait_stream(side)
+        handed = self._copy_outputs(outputs)
+        # what they were copied from is memory of that stream
+        side.wait_stream(current)
+        return handed
 
     def _set_static_inputs(self, inputs: list[torch.Tensor]) -> None:
         """Set the tensors that the CUDA graph reads. Empty without a graph."""

@@ -10,6 +10,11 @@ import torch
 from sfast_ext import __version__, environment
 from sfast_ext.tools.lib import machine
 
+NOT_ON_WINDOWS = (
+    "Stable Fast was not run on Windows by those who write it. Whether it works for you or not: an issue with this"
+    " text, and with what 'Copy a report' in the tab Stable Fast gives, helps everybody who has Windows."
+)
+
 _NAMES = {
     "sfast_ext": "Stable Fast",
     "python": "Python",
@@ -23,6 +28,7 @@ _NAMES = {
     "cudnn": "cuDNN",
     "triton": "Triton",
     "nvrtc": "NVRTC",
+    "nvrtc_file": "Its file",
     "xformers": "xformers",
     "diffusers": "diffusers",
     "compiler": "C compiler",
@@ -35,6 +41,7 @@ def collect() -> dict[str, Any]:
         environment.triton_runs_on(torch.device("cuda"))  # what it tries is told below
     found = {"sfast_ext": __version__, **environment.describe()}
     found["driver"] = found.get("driver") or (machine.driver() if found["gpu"] else None)
+    found["nvrtc_file"] = environment.nvrtc_file()
     found["diffusers"] = environment.version("diffusers")
     found["used"] = used(found)
     return found
@@ -73,6 +80,8 @@ def text(found: dict[str, Any]) -> str:
     lines += ["", "What will be used", *(f"  {line}" for line in found["used"])]
     if found["known_bad"]:
         lines += ["", "Known not to work here", *(f"  {line}" for line in found["known_bad"])]
+    if str(found["platform"]).startswith("Windows"):
+        lines += ["", NOT_ON_WINDOWS]
     return "\n".join(lines)
 
 

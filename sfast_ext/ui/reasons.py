@@ -19,7 +19,7 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("fp8", r"FP8 weight storage is on"),
     ("other-sd-unet", r"another UNet is active"),
     ("lora-inside-layers", r"LoRA is computed inside the layers|LoRA is loaded by diffusers"),
-    ("lowvram", r"--lowvram moves|--medvram moves"),
+    ("lowvram", r"--lowvram moves"),
     ("offload", r"offload mode|the refiner is moved off the GPU|parts of the UNet do not fit on the GPU"),
     ("compiled", r"SD\.Next has compiled this model|its forward calls a function that torch\.compile made"),
     ("quantised", r"the model is quantised"),

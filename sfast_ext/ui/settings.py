@@ -155,10 +155,9 @@ def default_of(setting: Setting) -> Any:
     """The value that the WebUI shows until the user chooses one."""
     if setting is LOG_LEVEL:
         return "normal"
-    value = getattr(Config(), setting.field)
     if setting.field == "graph_memory_mb":
-        value = _share_of_gpu_memory(value, setting)
-    return _displayed(setting, value)
+        return _default_budget(setting)
+    return _displayed(setting, getattr(Config(), setting.field))
 
 
 def _displayed(setting: Setting, value: Any) -> Any:
@@ -166,12 +165,11 @@ def _displayed(setting: Setting, value: Any) -> Any:
     return next(name for name, check in CHECK_LABELS.items() if check == value) if setting.choices else value
 
 
-def _share_of_gpu_memory(most: int, setting: Setting) -> int:
-    """A quarter of the GPU's memory in MB, in the steps of the slider, and no more than `most`."""
-    total = environment.gpu_memory()
+def _default_budget(setting: Setting) -> int:
+    """MB for CUDA graphs on this GPU, in the steps of the slider."""
     assert setting.slider is not None
     step = int(setting.slider[2])
-    return most if total is None else min(most, (total >> 22) // step * step)
+    return environment.graph_budget_mb() // step * step
 
 
 def _memory_of_gpu(most: float, step: float) -> float:
@@ -260,7 +258,7 @@ def config_from(opts: Any, report: Report | None = None) -> Config:
         except (TypeError, ValueError, OverflowError):
             kept = _last_valid.get(setting.key, getattr(config, setting.field))
             config = replace(config, **{setting.field: kept})
-            _announce(setting, value, kept, report)
+            _announce(setting, value, default_of(setting) if kept is None else kept, report)
         else:
             _last_valid[setting.key] = converted
             _announced.pop(setting.key, None)
@@ -282,6 +280,7 @@ def log_level(opts: Any, report: Report | None = None) -> int:
 
 
 _TYPES = {field.name: type(getattr(Config(), field.name)) for field in fields(Config)}
+_TYPES["graph_memory_mb"] = int  # None in Config: as much as fits the GPU
 
 
 def _converted(setting: Setting, value: Any) -> Any:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.a1111 import controlnet
 from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
@@ -83,18 +82,12 @@ class A1111Hooks:
         self._hypertile = [p for p in (vars(m).get("__webui_hypertile_params") for m in modules) if p is not None]
         self._applied = None
         self._dormant.new_pass()
-        self._offloaded = None if unet is None else self._offload_reason(unet)
+        self._offloaded = self._offload_reason()
 
-    def _offload_reason(self, unet: nn.Module) -> str | None:
-        if not getattr(self._shared.sd_model, "lowvram", False):
-            return None
-        if getattr(self._shared.cmd_opts, "lowvram", False):
-            return "--lowvram moves the weights to the GPU block by block; start the WebUI without it to accelerate"
-        if not gpu_room.has_room_to_stay(unet):
-            return (
-                "--medvram moves the UNet off the GPU, and there is not enough free memory to keep it there; "
-                "start the WebUI without it if your images fit"
-            )
+    def _offload_reason(self) -> str | None:
+        # --medvram sets the model's mark as well
+        if getattr(self._shared.sd_model, "lowvram", False) and getattr(self._shared.cmd_opts, "lowvram", False):
+            return "--lowvram moves the weights to the GPU block by block; --medvram is accelerated, if your images fit"
         return None
 
     def bypass_reason(self) -> str | None:

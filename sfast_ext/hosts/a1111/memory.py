@@ -10,6 +10,7 @@ from torch import nn
 
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.attachment import Attachment, wrap
+from sfast_ext.hosts.moves import Moves
 from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.report import Report
@@ -24,7 +25,8 @@ class A1111Memory:
     The WebUI moves its model to the CPU, or drops it, before it loads another. Plans are kept for a checkpoint of the
     same architecture; the weights that they read are copied again at the next call, when the model is back. Before a
     VAE decodes or encodes, and before an upscaler runs, CUDA graphs are freed where there is no room beside them; they
-    are captured again.
+    are captured again. With --medvram the UNet leaves the GPU within each picture; the weights that plans read stay
+    where the others have room beside them, and are else freed as well.
 
     Args:
         attachment: has the accelerators of the UNets.
@@ -34,6 +36,7 @@ class A1111Memory:
     def __init__(self, attachment: Attachment, unet_of: Callable[[Any], nn.Module | None], report: Report) -> None:
         self._attachment, self._unet_of, self._report = attachment, unet_of, report
         self._vaes = VaeMemory(self._make_room)
+        self._moves = Moves(attachment.within, self._make_room, report, "the WebUI")
 
     def install(self) -> list[Callable[[], None]]:
         """Wrap functions of the WebUI; returns what removes the wrappers."""
@@ -44,12 +47,15 @@ class A1111Memory:
             *(wrap(sd_models, name, self._send_away) for name in names),
             wrap(upscaler.Upscaler, "upscale", self._upscale),
             self._vaes.release,
+            self._moves.release,
         ]
 
     def watch(self, model: Any) -> None:
-        """Make room for the VAE of the model that is used, and for no other."""
+        """Make room for the VAE of the model that is used, and for no other; follow its UNet where that is moved."""
         if torch.cuda.is_available():
             self._vaes.watch([getattr(model, "first_stage_model", None)])
+            # with --medvram what is moved is the module around the UNet
+            self._moves.watch(getattr(model, "model", None) if getattr(model, "lowvram", False) else None)
 
     def _send_away(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         unet = self._unet_of(model)

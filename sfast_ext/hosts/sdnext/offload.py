@@ -18,6 +18,7 @@ from torch import nn
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.attachment import Attachment, wrap
+from sfast_ext.hosts.moves import fetch_weights, place_of
 from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.report import Report
@@ -73,8 +74,9 @@ class Offload:
         ours = self._accelerators_in(model) if isinstance(model, nn.Module) and isinstance(places, dict) else []
         if not ours and isinstance(model, nn.Module):
             self._guarded(lambda: self._make_room(gpu_room.load_bytes(model)))
+        goes = place_of(next(iter(places.values()))) if ours and len(set(places.values())) == 1 else None
         for accelerator in ours:
-            self._guarded(functools.partial(self._fetch_weights, accelerator, set(places.values())))
+            self._guarded(functools.partial(fetch_weights, accelerator, goes, self._report, "SD.Next"))
             # dispatch_model calls state_dict() to read the names
             accelerator.restores_for_saving = False
         try:
@@ -91,19 +93,6 @@ class Offload:
         if isinstance(model, nn.Module):
             self._guarded(lambda: self._make_room(gpu_room.load_bytes(model) + gpu_room.IDLE_RESERVE))
         return original(name)
-
-    def _fetch_weights(self, accelerator: Accelerator, places: set[Any]) -> None:
-        """Move a module's weights to where plans read them, just before SD.Next moves the module to the GPU."""
-        planned = {plan.device for plan in list(accelerator.plans.values())}
-        try:
-            if len(places) == 1 and planned == {_device(*places)}:
-                accelerator.fetch_weights()
-                return
-        except Exception as exc:
-            what = "the weights could not be moved to where plans read them, SD.Next moves them itself"
-            self._report.event("memory", f"{what}: {exc}")
-        # in parts, to another device, or without room: SD.Next needs the memory of the second copy
-        accelerator.give_memory_back()
 
     def _make_room(self, needed: float) -> None:
         givers = [lambda: graph_pool.make_room(self._report, _WHY), *(a.give_memory_back for a in self._attachments)]
@@ -123,11 +112,3 @@ class Offload:
 
     def _guarded(self, action: Callable[[], object]) -> None:
         guarded(self._report, "memory", action)
-
-
-def _device(place: Any) -> torch.device | None:
-    """The device of an entry in a device map; None where weights are moved from there when they are needed."""
-    if place in ("cpu", "disk", "meta"):
-        return None
-    device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
-    return torch.device(device.type, device.index or 0)

@@ -64,8 +64,9 @@ def folders() -> list[Path]:
     for root in dict.fromkeys((beside.parent, *map(Path, sys.path))):
         # nvidia/cuda_nvrtc/lib, nvidia/cu13/lib; on Windows bin, bin/x86_64
         found += [folder for kind in ("bin/*", "bin", "lib") for folder in sorted(root.glob(f"nvidia/*/{kind}"))]
-    # conda
-    found += [Path(sys.prefix) / "Library" / "bin", Path(sys.prefix) / "lib"]
+    # conda; on Windows with the layout of CUDA 13 or without
+    inner = ("Library/bin/x64", "Library/bin", "bin", "lib")
+    found += [Path(sys.prefix) / folder for folder in inner]
     return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
 
 

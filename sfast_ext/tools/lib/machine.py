@@ -50,7 +50,7 @@ def driver() -> str | None:
 def _by_nvml() -> str | None:
     """By the library that nvidia-smi asks, which may be there without it."""
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        nvml = ctypes.CDLL("nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1")
         told = ctypes.create_string_buffer(80)
         if nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(told, len(told)):
             return None

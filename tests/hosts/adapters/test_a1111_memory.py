@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -169,3 +170,97 @@ def test_the_functions_are_the_hosts_again_after_release(on):
     a1111.A1111Session.running.release()
     assert [module.send_model_to_cpu, module.send_model_to_trash] == originals
     assert upscaler.upscale is standin.upscale
+
+
+class Medvram:
+    """The host with --medvram on a GPU of so many UNets."""
+
+    def __init__(self, host: Any, card: Card) -> None:
+        self.host, self.card = host, card
+        self.held: list[int] = []
+        """What is in use when the text encoder runs, and when the VAE does."""
+        model = host.load(1, medvram=True)
+        model.first_stage_model.decoder.register_forward_pre_hook(lambda *_: self.held.append(card.used))
+        model.cond_stage_model.register_forward_pre_hook(lambda *_: self.held.append(card.used))
+
+    @torch.no_grad()
+    def picture(self, **job: Any) -> torch.Tensor:
+        model = self.host.model_data.sd_model
+        self.held, self.card.peak = [], 0
+        model.cond_stage_model(torch.zeros(2, 7, standin.CONTEXT).to(GPU))
+        found = self.host.generate(**job).to("cpu")
+        model.first_stage_model.decode = None
+        self.host.lowvram.send_me_to_gpu(model.first_stage_model)
+        model.first_stage_model.decoder(torch.zeros(1, 4, 8, 8).to(GPU))
+        self.host.lowvram.send_everything_to_cpu()
+        assert not self.card.faults and not self.card.refused
+        return found
+
+    def counted(self, *names: str) -> list[int]:
+        assert a1111.A1111Session.running is not None
+        return [a1111.A1111Session.running.report.counter(name) for name in names]
+
+
+@pytest.fixture
+def medvram(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Medvram]:
+    for name, part in (("IDLE_RESERVE", 1), ("WORKSPACE", 0.1), ("DECODING_RESERVE", 1), ("NEXT_MODEL_RESERVE", 2)):
+        monkeypatch.setattr(gpu_room, name, int(part * SIZE))
+    with standin.running(sfast_triton=False) as host, pretended_card(monkeypatch, int(request.param * SIZE)) as card:
+        host.place = host.shared.device = GPU
+        a1111.start("test")
+        yield Medvram(host, card)
+        a1111.A1111Session.stop()
+        assert host.errors == []
+
+
+@pytest.mark.parametrize(("medvram", "kept"), [(1.7, False), (4, True)], indirect=["medvram"])
+def test_with_medvram_every_picture_is_accelerated_in_the_memory_it_has(medvram, kept):
+    expected, other = of(1), of(1)
+    torch.testing.assert_close(medvram.picture(), expected, rtol=1e-3, atol=1e-4)
+    assert medvram.counted("captures", "graph_captures") == [1, 1]
+    for number in range(2, 4):
+        before = medvram.counted("replays", "graph_captures")
+        torch.testing.assert_close(medvram.picture(), other, rtol=1e-3, atol=1e-4)
+        runs, graphs = (b - a for a, b in zip(before, medvram.counted("replays", "graph_captures")))
+        assert (runs, graphs) == (3, 0 if kept else 1), number
+        # the second copy of the weights, which the host would make, is never there
+        assert medvram.card.peak < 1.5 * SIZE + SMALL + medvram.card.graph_bytes
+    text, vae = medvram.held
+    assert (text > SIZE) == kept and (vae > SIZE) == kept
+    if not kept:
+        assert text < 0.5 * SIZE + SMALL and vae < SMALL and medvram.card.used < SMALL
+    assert medvram.counted("captures", "errors") == [1, 0]
+
+
+@pytest.mark.parametrize("medvram", [1.7, 4], indirect=True)
+def test_with_medvram_lora_and_checkpoint_are_followed(medvram):
+    expected = [of(1), of(2)]
+    medvram.picture()
+    medvram.host.lora(a=1.0)
+    changed = medvram.picture()
+    assert (changed - expected[0]).abs().max() > 1e-3
+    medvram.host.lora()
+    torch.testing.assert_close(medvram.picture(), expected[0], rtol=1e-3, atol=1e-4)
+    model = medvram.host.model_data.sd_model
+    unet = model.model.diffusion_model
+    unet.load_state_dict(standin.weights(unet, 2))
+    for layer in unet.modules():
+        if isinstance(layer, standin.LAYERS):
+            layer.network_current_names, layer.network_weights_backup = (), None
+    medvram.host.fire("model_loaded", model)
+    torch.testing.assert_close(medvram.picture(), expected[1], rtol=1e-3, atol=1e-4)
+    assert medvram.counted("captures") == [1]
+
+
+@pytest.mark.parametrize("medvram", [4], indirect=True)
+def test_without_the_extension_nobody_follows_the_moves(medvram):
+    wrapper = type(medvram.host.model_data.sd_model.model)
+    medvram.picture()
+    assert "to" in vars(wrapper)
+    medvram.host.opts.data["sfast_enabled"] = False
+    away = medvram.counted("weights_away")
+    medvram.picture()
+    gc.collect()
+    assert medvram.card.used < SMALL and medvram.counted("weights_away") == away
+    a1111.A1111Session.running.release()
+    assert "to" not in vars(wrapper)

@@ -9,7 +9,7 @@ from torch import nn
 
 from sfast_ext.environment import TORCH
 from sfast_ext.hosts import gpu_room
-from sfast_ext.hosts.sdnext.offload import _device
+from sfast_ext.hosts.moves import place_of
 from sfast_ext.runtime import graph_pool
 
 diffusers = pytest.importorskip("diffusers")
@@ -74,9 +74,10 @@ def test_room_is_made_by_one_after_the_other_until_there_is_enough(monkeypatch):
 
 def test_places_in_a_device_map():
     cuda = torch.device("cuda", 0)
-    assert _device("cpu") is _device("disk") is None
-    assert [_device(place) for place in (0, "cuda", "cuda:0", torch.device("cuda"))] == [cuda] * 4
-    assert _device(1) == torch.device("cuda", 1)
+    assert place_of("cpu") is place_of("disk") is place_of(None) is place_of(torch.float16) is None
+    assert place_of(torch.device("cpu")) is None
+    assert [place_of(place) for place in (0, "cuda", "cuda:0", torch.device("cuda"))] == [cuda] * 4
+    assert place_of(1) == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hosts.standins.lowvram import LowVram
+
 CONTEXT = 32
 CALLBACKS = ("ui_settings", "ui_tabs", "before_ui", "model_loaded", "cfg_denoiser", "script_unloaded", "app_started")
 LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)
@@ -77,6 +79,26 @@ class Vae(nn.Module):
         super().__init__()
         self.encoder, self.decoder = nn.Conv2d(3, 4, 4, stride=4), nn.ConvTranspose2d(4, 3, 4, stride=4)
         self.encoder.ch, self.encoder.in_ch_mult = 16, (1, 1, 2, 4)
+
+
+class TextEncoder(nn.Module):
+    """Half as large as the UNet, or larger."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size // 4), requires_grad=False)
+
+    def forward(self, context: torch.Tensor) -> torch.Tensor:
+        return context + self.weight[0]
+
+
+class DiffusionWrapper(nn.Module):
+    """What the WebUI calls; it has the UNet."""
+
+    diffusion_model: nn.Module
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        return self.diffusion_model(x, t, context=context)
 
 
 class OptionInfo:
@@ -187,18 +209,24 @@ class Host:
             except Exception as exc:
                 self.errors.append(exc)
 
-    def load(self, seed: int, channels: int = 32, limit: int = 1) -> Any:
+    def load(self, seed: int, channels: int = 32, limit: int = 1, medvram: bool = False) -> Any:
         """Another configuration: a new model; those over the limit go to the meta device first."""
         loaded = self.model_data.loaded_sd_models
         while len(loaded) >= limit:
             sys.modules["modules.sd_models"].send_model_to_trash(loaded.pop())
         model = SimpleNamespace(
-            model=nn.Module(),
+            model=DiffusionWrapper(),
             first_stage_model=Vae().to(self.place),
             lowvram=False,
             sd_checkpoint_info=SimpleNamespace(title=f"seed {seed}"),
         )
-        model.model.diffusion_model = make_unet(seed, channels).to(self.place)
+        model.model.diffusion_model = make_unet(seed, channels).to("cpu" if medvram else self.place)
+        if medvram:
+            unet, vae = model.model.diffusion_model, model.first_stage_model.to("cpu")
+            model.lowvram = True
+            model.cond_stage_model = TextEncoder(sum(p.nbytes for p in unet.parameters()) // 2)
+            self.lowvram = LowVram(self.place)
+            self.lowvram.set_up(model.model, [model.cond_stage_model], vae)
         for name, layer in model.model.named_modules():
             layer.network_layer_name = name.replace(".", "_")
         self.reuse(model)
@@ -247,8 +275,9 @@ class Host:
             if refiner is not None and step == steps // 2:
                 refiner()
             self.fire("cfg_denoiser", SimpleNamespace(denoiser=denoiser, sampling_step=step, sampling_steps=steps))
-            unet = self.model_data.sd_model.model.diffusion_model
-            x = x - 0.1 * unet(x, torch.full((2,), 900 - 100 * step).to(self.place), context=context)
+            wrapper = self.model_data.sd_model.model
+            call = wrapper if self.model_data.sd_model.lowvram else wrapper.diffusion_model
+            x = x - 0.1 * call(x, torch.full((2,), 900 - 100 * step).to(self.place), context=context)
         return x
 
     @torch.no_grad()
@@ -258,8 +287,9 @@ class Host:
         if name is None or getattr(layer, "network_current_names", ()) == wanted:
             return
         if getattr(layer, "network_weights_backup", None) is None:
-            layer.network_weights_backup = layer.weight.clone()
-            layer.network_bias_backup = None if layer.bias is None else layer.bias.clone()
+            # on the CPU, wherever the weights are
+            layer.network_weights_backup = layer.weight.to("cpu", copy=True)
+            layer.network_bias_backup = None if layer.bias is None else layer.bias.to("cpu", copy=True)
         layer.weight.copy_(layer.network_weights_backup)
         if layer.network_bias_backup is None:
             # 1.10.1 adds such a bias and fails to take it away
@@ -294,7 +324,7 @@ class Denoiser(nn.Module):
 def lora_delta(network: str, layer: str, weight: torch.Tensor) -> torch.Tensor:
     """What a Lora adds to a layer's weight."""
     generator = torch.Generator().manual_seed(sum(map(ord, network + layer)))
-    return torch.randn(weight.shape, generator=generator) * weight[0].numel() ** -0.5 * 0.5
+    return (torch.randn(weight.shape, generator=generator) * weight[0].numel() ** -0.5 * 0.5).to(weight.device)
 
 
 @contextmanager

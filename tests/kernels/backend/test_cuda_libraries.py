@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sfast_ext import environment
 from sfast_ext.kernels.backend import cuda_bindings, cuda_libraries
 
 WHEELS = {
@@ -58,6 +59,33 @@ WHEELS = {
     ),
 }
 
+WINDOWS = {
+    # torch/lib of the wheels for Windows, as programs that were packed with them list it: libtorch for CUDA 12.1 (torch
+    # 2.1 to 2.3), a torch for CUDA 12.4, the whole folder of a torch for CUDA 12.8
+    "12.1": (
+        "asmjit.dll c10.dll c10_cuda.dll caffe2_nvrtc.dll cublas64_12.dll cublasLt64_12.dll cudart64_12.dll"
+        " cudnn64_8.dll cudnn_adv_infer64_8.dll cudnn_adv_train64_8.dll cudnn_cnn_infer64_8.dll"
+        " cudnn_cnn_train64_8.dll cudnn_ops_infer64_8.dll cudnn_ops_train64_8.dll cufft64_11.dll cufftw64_11.dll"
+        " cupti64_2023.1.1.dll curand64_10.dll cusolver64_11.dll cusolverMg64_11.dll cusparse64_12.dll fbgemm.dll"
+        " libiomp5md.dll libiompstubs5md.dll nvJitLink_120_0.dll nvToolsExt64_1.dll nvrtc-builtins64_121.dll"
+        " nvrtc64_120_0.dll torch.dll torch_cpu.dll torch_cuda.dll torch_global_deps.dll uv.dll zlibwapi.dll"
+    ),
+    "12.4": (
+        "cublas64_12.dll cublasLt64_12.dll cudnn64_9.dll cudnn_adv64_9.dll cudnn_cnn64_9.dll"
+        " cudnn_engines_precompiled64_9.dll cudnn_engines_runtime_compiled64_9.dll cudnn_graph64_9.dll"
+        " cudnn_heuristic64_9.dll cudnn_ops64_9.dll cufft64_11.dll curand64_10.dll cusparse64_12.dll"
+        " nvJitLink_120_0.dll nvrtc-builtins64_124.dll nvrtc64_120_0.dll"
+    ),
+    "12.8": (
+        "c10.dll c10_cuda.dll caffe2_nvrtc.dll cublas64_12.dll cublasLt64_12.dll cudart64_12.dll cudnn64_9.dll"
+        " cudnn_adv64_9.dll cudnn_cnn64_9.dll cudnn_engines_precompiled64_9.dll cudnn_engines_runtime_compiled64_9.dll"
+        " cudnn_graph64_9.dll cudnn_heuristic64_9.dll cudnn_ops64_9.dll cufft64_11.dll cufftw64_11.dll"
+        " cupti64_2025.1.1.dll curand64_10.dll cusolver64_11.dll cusolverMg64_11.dll cusparse64_12.dll libiomp5md.dll"
+        " nvJitLink_120_0.dll nvperf_host.dll nvrtc-builtins64_128.dll nvrtc64_120_0.alt.dll nvrtc64_120_0.dll shm.dll"
+        " torch_cpu.dll torch_cuda.dll torch_python.dll uv.dll"
+    ),
+}
+
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -86,6 +114,38 @@ def test_it_is_found_where_wheels_bring_it(site, monkeypatch, wheel):
     monkeypatch.setattr(torch.version, "cuda", built)
     put(site, folder, names)
     assert found() == [wanted]
+
+
+@pytest.mark.parametrize("built", WINDOWS)
+@pytest.mark.parametrize("above", ["plain", "of Jörg Müller/AI 画像", "d" * 200])
+def test_in_torchs_folder_on_windows_built_ins_come_first_and_nothing_else_is_loaded(
+    tmp_path, monkeypatch, built, above
+):
+    """Wherever the WebUI was unpacked."""
+    site = tmp_path / above / "venv" / "Lib" / "site-packages"
+    monkeypatch.setattr(torch, "__file__", str(site / "torch" / "__init__.py"))
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(cuda_libraries.sys, "path", [str(site)])
+    monkeypatch.setattr(cuda_libraries.sys, "prefix", str(tmp_path / above / "venv"))
+    put(site, "torch/lib", WINDOWS[built])
+    loader = Loader()
+    monkeypatch.setattr(cuda_libraries.ctypes, "CDLL", loader)
+    cuda_libraries.nvrtc.cache_clear()
+    try:
+        # by its whole path: the loader then looks for what it needs in its folder
+        assert cuda_libraries.nvrtc() == str(site / "torch" / "lib" / "nvrtc64_120_0.dll")
+    finally:
+        cuda_libraries.nvrtc.cache_clear()
+    builtins = f"nvrtc-builtins64_{built.replace('.', '')}.dll"
+    assert [name for name, _ in loader.loaded] == [builtins, "nvrtc64_120_0.dll"]
+    assert environment.nvrtc_file() == "lib/nvrtc64_120_0.dll"
+
+
+@pytest.mark.parametrize("folder", ["Library/bin", "Library/bin/x64", "bin"])
+def test_a_conda_for_windows_has_it_in_its_own_folder(site, monkeypatch, folder):
+    monkeypatch.setattr(torch.version, "cuda", "12.4")
+    put(site / "prefix", folder, "nvrtc-builtins64_124.dll nvrtc64_120_0.dll")
+    assert found() == ["nvrtc64_120_0.dll"]
 
 
 def test_that_of_torchs_cuda_goes_before_and_others_are_left_out(site, monkeypatch):
