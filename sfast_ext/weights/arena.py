@@ -114,7 +114,7 @@ class WeightArena:
         """One tensor with the rows (dim 0) of all `weights`, which become views of it.
 
         The result may be part of a larger pack in which they are neighbours. Returns None and changes nothing if they
-        are incompatible, or if a plan already reads one elsewhere.
+        are incompatible, if a plan already reads one elsewhere, or if the GPU has no memory for a second copy.
 
         Raises:
             WeightsInUse: another thread uses them.

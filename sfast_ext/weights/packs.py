@@ -39,8 +39,11 @@ class Packs:
                 self.dissolve(w.pack)
         if any(w.pack is not None for w in weights):
             return None
-        with torch.inference_mode(False):
-            pack = _packed(weights, torch.cat([w.tensor for w in weights]).contiguous())
+        try:
+            with torch.inference_mode(False):
+                pack = _packed(weights, torch.cat([w.tensor for w in weights]))
+        except torch.cuda.OutOfMemoryError:
+            return None  # there is no room for both copies: they stay apart
         start = 0
         for w in weights:
             rows = w.tensor.shape[0]

@@ -169,6 +169,20 @@ def test_weights_that_do_not_fit_are_not_packed(small):
     assert arena.pack([weights[0], arena.locate(small.k.weight)]) is None
 
 
+def test_weights_are_not_packed_without_memory_for_both_copies(small, monkeypatch):
+    arena, weights = arena_of(small, "q.weight", "k.weight")
+    before = snapshot(small)
+
+    def no_memory(*args):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "cat", no_memory)
+    assert arena.pack(weights) is None
+    assert_as_before(small, before)
+    monkeypatch.undo()
+    assert arena.pack(weights) is not None
+
+
 def test_release_gives_every_parameter_back_as_it_was(small):
     before = snapshot(small)
     arena, weights = arena_of(small, "q.weight", "k.weight", "v.weight", "conv.weight")
