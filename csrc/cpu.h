@@ -1,8 +1,11 @@
-// Stands for the GPU where a C++ compiler of the host builds a kernel, for tests: one thread of the host for each thread
-// of a block, blocks one after the other. Threads of a warp meet at a shuffle, those of a block at __syncthreads, which
-// must be reached by all of them, as on a GPU.
+// Stands for the GPU where a C++ compiler of the host builds a kernel, for tests: threads of a block take turns on one
+// thread of the host, each until it meets the others, blocks one after the other. Threads of a warp meet at a shuffle,
+// those of a block at __syncthreads, which must be reached by all of them, as on a GPU: it is an error where they are not.
+// From one meeting to the next they go in ascending order and in descending order by turns, so that what is read beside
+// who writes it shows.
 
-#include <pthread.h>
+#include <setjmp.h>
+#include <ucontext.h>
 
 #include <cmath>
 #include <cstring>
@@ -19,17 +22,32 @@
 struct cpu_index {
   unsigned x, y, z;
 };
-static thread_local cpu_index threadIdx, blockIdx;
-static cpu_index blockDim, gridDim;
+static cpu_index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace cpu {
+enum State { READY, IN_WARP, IN_BLOCK, ENDED };
+struct Thread {
+  ucontext_t begun;
+  jmp_buf left;
+  State state;
+  bool started;
+  alignas(16) unsigned char stack[64 << 10];
+};
+static Thread threads[1024];
+static ucontext_t caller;
+static jmp_buf back;
 static unsigned char* shared;
-static pthread_barrier_t block;
-static pthread_barrier_t warps[32];
 static float lanes[1024];
+
+// A thread lets others go on until all have come as far.
+inline void meet(State where) {
+  Thread& me = threads[threadIdx.x];
+  me.state = where;
+  if (!_setjmp(me.left)) _longjmp(back, 1);
+}
 }  // namespace cpu
 
-inline void __syncthreads() { pthread_barrier_wait(&cpu::block); }
+inline void __syncthreads() { cpu::meet(cpu::IN_BLOCK); }
 
 inline float float_of_bits(unsigned bits) {
   float x;
@@ -58,11 +76,10 @@ inline unsigned short float_to_half(float x) {
 
 inline float shuffle_xor(float x, int lanes) {
   const unsigned me = threadIdx.x;
-  pthread_barrier_t* const warp = &cpu::warps[me / 32];
   cpu::lanes[me] = x;
-  pthread_barrier_wait(warp);
+  cpu::meet(cpu::IN_WARP);
   const float theirs = cpu::lanes[me ^ (unsigned)lanes];
-  pthread_barrier_wait(warp);
+  cpu::meet(cpu::IN_WARP);
   return theirs;
 }
 
@@ -84,46 +101,84 @@ void call(void (*kernel)(Args...), void** args, std::index_sequence<Number...>) 
 
 template <class... Args>
 struct Launch {
-  void (*kernel)(Args...);
-  void** args;
-  unsigned thread;
+  static void (*kernel)(Args...);
+  static void** args;
+  static void run() {
+    call(kernel, args, std::index_sequence_for<Args...>());
+    threads[threadIdx.x].state = ENDED;
+    _longjmp(back, 1);
+  }
 };
-
 template <class... Args>
-void* run(void* given) {
-  const Launch<Args...>& launch = *static_cast<Launch<Args...>*>(given);
-  threadIdx = {launch.thread, 0, 0};
+void (*Launch<Args...>::kernel)(Args...);
+template <class... Args>
+void** Launch<Args...>::args;
+
+inline void go_on(unsigned number) {
+  Thread& thread = threads[number];
+  threadIdx = {number, 0, 0};
+  if (_setjmp(back)) return;
+  if (thread.started) _longjmp(thread.left, 1);
+  thread.started = true;
+  swapcontext(&caller, &thread.begun);
+}
+
+// Lets threads that may go on do so, until all of them are in one state; false where they come to different ones.
+inline bool advance(unsigned first, unsigned count, bool descending, State& state) {
+  for (unsigned i = 0; i < count; ++i) go_on(first + (descending ? count - 1 - i : i));
+  state = threads[first].state;
+  for (unsigned i = 0; i < count; ++i)
+    if (threads[first + i].state != state) return false;
+  return true;
+}
+
+inline bool run_block(unsigned count, bool descending) {
+  State state = READY;
+  while (state != ENDED) {
+    bool in_warps = descending;
+    for (unsigned i = 0; i < count; i += 32) {
+      State reached;
+      do {
+        if (!advance(descending ? count - 32 - i : i, 32, in_warps, reached)) return false;
+        in_warps = !in_warps;
+      } while (reached == IN_WARP);
+      if (i && reached != state) return false;
+      state = reached;
+    }
+    descending = !descending;
+  }
+  return true;
+}
+
+// Shared memory is poisoned. Returns 0, or an error code: -1 for a block that no GPU takes, -2 where threads of a block
+// or a warp wait for others that have ended or wait elsewhere.
+template <class... Args>
+int launch(void (*kernel)(Args...), void** args, const unsigned* grid, unsigned count, unsigned bytes) {
+  gridDim = {grid[0], grid[1], grid[2]};
+  blockDim = {count, 1, 1};
+  alignas(16) static unsigned char memory[48 << 10];
+  std::memset(memory, 0xff, sizeof memory);
+  shared = memory;
+  if (count > 1024 || count % 32 || bytes > sizeof memory) return -1;
+  Launch<Args...>::kernel = kernel;
+  Launch<Args...>::args = args;
+  bool descending = false;
   for (unsigned z = 0; z < gridDim.z; ++z)
     for (unsigned y = 0; y < gridDim.y; ++y)
       for (unsigned x = 0; x < gridDim.x; ++x) {
         blockIdx = {x, y, z};
-        call(launch.kernel, launch.args, std::index_sequence_for<Args...>());
-        pthread_barrier_wait(&block);
+        for (unsigned number = 0; number < count; ++number) {
+          Thread& thread = threads[number];
+          getcontext(&thread.begun);
+          thread.begun.uc_stack.ss_sp = thread.stack;
+          thread.begun.uc_stack.ss_size = sizeof thread.stack;
+          makecontext(&thread.begun, Launch<Args...>::run, 0);
+          thread.state = READY;
+          thread.started = false;
+        }
+        if (!run_block(count, descending)) return -2;
+        descending = !descending;
       }
-  return nullptr;
-}
-
-// Shared memory is poisoned. Returns 0, or an error code: -1 for a block that no GPU takes, or the system's.
-template <class... Args>
-int launch(void (*kernel)(Args...), void** args, const unsigned* grid, unsigned threads, unsigned bytes) {
-  gridDim = {grid[0], grid[1], grid[2]};
-  blockDim = {threads, 1, 1};
-  alignas(16) static unsigned char memory[48 << 10];
-  std::memset(memory, 0xff, sizeof memory);
-  shared = memory;
-  if (threads > 1024 || threads % 32 || bytes > sizeof memory) return -1;
-  pthread_barrier_init(&block, nullptr, threads);
-  for (unsigned warp = 0; warp < threads / 32; ++warp) pthread_barrier_init(&warps[warp], nullptr, 32);
-  static Launch<Args...> launches[1024];
-  static pthread_t running[1024];
-  for (unsigned thread = 0; thread < threads; ++thread) {
-    launches[thread] = {kernel, args, thread};
-    const int failed = pthread_create(&running[thread], nullptr, run<Args...>, &launches[thread]);
-    if (failed) return failed;
-  }
-  for (unsigned thread = 0; thread < threads; ++thread) pthread_join(running[thread], nullptr);
-  pthread_barrier_destroy(&block);
-  for (unsigned warp = 0; warp < threads / 32; ++warp) pthread_barrier_destroy(&warps[warp]);
   return 0;
 }
 }  // namespace cpu
