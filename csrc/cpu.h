@@ -1,12 +1,14 @@
-// Stands for the GPU where a C++ compiler of the host builds a kernel, for tests: blocks run one after the other, and the
-// threads of a block in turns in one thread of the host, each with a stack of its own. Threads of a warp meet at a
-// shuffle, those of a block at __syncthreads, which must be reached by all of them.
+// Stands for the GPU where a C++ compiler of the host builds a kernel, for tests: threads of a block take turns on one
+// thread of the host, each until it meets the others, blocks one after the other. Threads of a warp meet at a shuffle,
+// those of a block at __syncthreads, which must be reached by all of them, as on a GPU: it is an error where they are not.
+// From one meeting to the next they go in ascending order and in descending order by turns, so that what is read beside
+// who writes it shows.
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
 #include <cstring>
-#include <memory>
 #include <utility>
 
 #define __global__
@@ -23,42 +25,29 @@ struct cpu_index {
 static cpu_index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace cpu {
-enum { kMostThreads = 1024, kStack = 64 << 10 };
-
-struct Barrier {
-  unsigned members, arrived, passed;
-};
-
-// A thread of a block, and the barrier where it waits; `turn` is how often others had passed it when it came.
+enum State { READY, IN_WARP, IN_BLOCK, ENDED };
 struct Thread {
-  ucontext_t context;
-  const Barrier* at;
-  unsigned turn;
-  bool ended;
-
-  bool waits() const { return at && at->passed == turn; }
+  ucontext_t begun;
+  jmp_buf left;
+  State state;
+  bool started;
+  alignas(16) unsigned char stack[64 << 10];
 };
-
+static Thread threads[1024];
+static ucontext_t caller;
+static jmp_buf back;
 static unsigned char* shared;
-static Barrier block, warps[kMostThreads / 32];
-static float lanes[kMostThreads];
-static Thread threads[kMostThreads];
-static ucontext_t scheduler;
+static float lanes[1024];
 
-inline void wait(Barrier& barrier) {
+// A thread lets others go on until all have come as far.
+inline void meet(State where) {
   Thread& me = threads[threadIdx.x];
-  me.at = &barrier;
-  me.turn = barrier.passed;
-  if (++barrier.arrived == barrier.members) {
-    barrier.arrived = 0;
-    ++barrier.passed;
-    return;
-  }
-  swapcontext(&me.context, &scheduler);
+  me.state = where;
+  if (!_setjmp(me.left)) _longjmp(back, 1);
 }
 }  // namespace cpu
 
-inline void __syncthreads() { cpu::wait(cpu::block); }
+inline void __syncthreads() { cpu::meet(cpu::IN_BLOCK); }
 
 inline void pdl_wait() {}
 
@@ -95,9 +84,9 @@ inline void halves_to_floats(unsigned word, float& first, float& second) {
 inline float shuffle_xor(float x, int lanes) {
   const unsigned me = threadIdx.x;
   cpu::lanes[me] = x;
-  cpu::wait(cpu::warps[me / 32]);
+  cpu::meet(cpu::IN_WARP);
   const float theirs = cpu::lanes[me ^ (unsigned)lanes];
-  cpu::wait(cpu::warps[me / 32]);
+  cpu::meet(cpu::IN_WARP);
   return theirs;
 }
 
@@ -122,10 +111,10 @@ template <class... Args>
 struct Launch {
   static void (*kernel)(Args...);
   static void** args;
-
   static void run() {
     call(kernel, args, std::index_sequence_for<Args...>());
-    threads[threadIdx.x].ended = true;
+    threads[threadIdx.x].state = ENDED;
+    _longjmp(back, 1);
   }
 };
 template <class... Args>
@@ -133,36 +122,44 @@ void (*Launch<Args...>::kernel)(Args...);
 template <class... Args>
 void** Launch<Args...>::args;
 
-// Runs a block whose threads begin with `run`. Returns whether all of them ended: not where some wait for others that
-// have ended or wait elsewhere.
-inline bool run_block(void (*run)(), unsigned count, unsigned char* stacks) {
-  block = {count, 0, 0};
-  for (unsigned warp = 0; warp < count / 32; ++warp) warps[warp] = {32, 0, 0};
-  for (unsigned i = 0; i < count; ++i) {
-    threads[i].at = nullptr;
-    threads[i].ended = false;
-    getcontext(&threads[i].context);
-    threads[i].context.uc_stack.ss_sp = stacks + (size_t)i * kStack;
-    threads[i].context.uc_stack.ss_size = kStack;
-    threads[i].context.uc_link = &scheduler;
-    makecontext(&threads[i].context, run, 0);
-  }
-  unsigned left = count;
-  for (bool moved = true; left && moved;) {
-    moved = false;
-    for (unsigned i = 0; i < count; ++i) {
-      if (threads[i].ended || threads[i].waits()) continue;
-      moved = true;
-      threadIdx = {i, 0, 0};
-      swapcontext(&scheduler, &threads[i].context);
-      left -= threads[i].ended;
-    }
-  }
-  return !left;
+inline void go_on(unsigned number) {
+  Thread& thread = threads[number];
+  threadIdx = {number, 0, 0};
+  if (_setjmp(back)) return;
+  if (thread.started) _longjmp(thread.left, 1);
+  thread.started = true;
+  swapcontext(&caller, &thread.begun);
 }
 
-// Shared memory is poisoned. Returns 0, or an error code: -1 for a block that no GPU takes, -2 for a barrier that some
-// threads never reach.
+// Lets threads that may go on do so, until all of them are in one state; false where they come to different ones.
+inline bool advance(unsigned first, unsigned count, bool descending, State& state) {
+  for (unsigned i = 0; i < count; ++i) go_on(first + (descending ? count - 1 - i : i));
+  state = threads[first].state;
+  for (unsigned i = 0; i < count; ++i)
+    if (threads[first + i].state != state) return false;
+  return true;
+}
+
+inline bool run_block(unsigned count, bool descending) {
+  State state = READY;
+  while (state != ENDED) {
+    bool in_warps = descending;
+    for (unsigned i = 0; i < count; i += 32) {
+      State reached;
+      do {
+        if (!advance(descending ? count - 32 - i : i, 32, in_warps, reached)) return false;
+        in_warps = !in_warps;
+      } while (reached == IN_WARP);
+      if (i && reached != state) return false;
+      state = reached;
+    }
+    descending = !descending;
+  }
+  return true;
+}
+
+// Shared memory is poisoned. Returns 0, or an error code: -1 for a block that no GPU takes, -2 where threads of a block
+// or a warp wait for others that have ended or wait elsewhere.
 template <class... Args>
 int launch(void (*kernel)(Args...), void** args, const unsigned* grid, unsigned count, unsigned bytes) {
   gridDim = {grid[0], grid[1], grid[2]};
@@ -170,14 +167,26 @@ int launch(void (*kernel)(Args...), void** args, const unsigned* grid, unsigned 
   alignas(16) static unsigned char memory[48 << 10];
   std::memset(memory, 0xff, sizeof memory);
   shared = memory;
-  if (count > kMostThreads || count % 32 || bytes > sizeof memory) return -1;
-  const std::unique_ptr<unsigned char[]> stacks(new unsigned char[(size_t)count * kStack]);
+  if (count > 1024 || count % 32 || bytes > sizeof memory) return -1;
   Launch<Args...>::kernel = kernel;
   Launch<Args...>::args = args;
-  for (blockIdx.z = 0; blockIdx.z < gridDim.z; ++blockIdx.z)
-    for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
-      for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
-        if (!run_block(Launch<Args...>::run, count, stacks.get())) return -2;
+  bool descending = false;
+  for (unsigned z = 0; z < gridDim.z; ++z)
+    for (unsigned y = 0; y < gridDim.y; ++y)
+      for (unsigned x = 0; x < gridDim.x; ++x) {
+        blockIdx = {x, y, z};
+        for (unsigned number = 0; number < count; ++number) {
+          Thread& thread = threads[number];
+          getcontext(&thread.begun);
+          thread.begun.uc_stack.ss_sp = thread.stack;
+          thread.begun.uc_stack.ss_size = sizeof thread.stack;
+          makecontext(&thread.begun, Launch<Args...>::run, 0);
+          thread.state = READY;
+          thread.started = false;
+        }
+        if (!run_block(count, descending)) return -2;
+        descending = !descending;
+      }
   return 0;
 }
 }  // namespace cpu

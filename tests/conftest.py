@@ -30,6 +30,8 @@ _LEFT = pytest.StashKey[dict[str, int]]()
 def pytest_configure() -> None:
     # several workers share the cores; a model this small gains nothing from more threads
     torch.set_num_threads(1)
+    # nor in processes that tests start; threads that spin while they wait double what those cost
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_report_header() -> str:

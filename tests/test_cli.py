@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from sfast_ext import __version__, cli
 from sfast_ext.tools import doctor
@@ -152,11 +153,16 @@ def test_the_driver_is_known_without_nvidia_smi(monkeypatch, nvml, told):
     assert machine.driver() == "580.3"
 
 
-def test_a_code_page_that_lacks_a_character_stops_nothing(tmp_path):
+def test_a_code_page_that_lacks_a_character_stops_nothing(monkeypatch):
     """As a pipe of Windows has it."""
-    environment = {**os.environ, "PYTHONIOENCODING": "cp437", "PYTHONUTF8": "0"}
-    command = [sys.executable, "-m", "sfast_ext", "bench", "--model", "tiny-sd15", "--size", "64x64", "--against"]
-    command += ["eager", "--iterations", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr.decode("cp437")
-    assert b"64" in done.stdout and b"UnicodeEncodeError" not in done.stderr
+    pipes = [io.TextIOWrapper(io.BytesIO(), encoding="cp437") for _ in range(2)]
+    for name, pipe in zip(("stdout", "stderr"), pipes):
+        monkeypatch.setattr(sys, name, pipe)
+    command = ["bench", "--model", "tiny-sd15", "--size", "64x64", "--against", "eager", "--iterations", "1"]
+    monkeypatch.setattr(sys, "argv", ["sfast_ext", *command])
+    monkeypatch.setattr(machine, "device", lambda: torch.device("cpu"))
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("sfast_ext", run_name="__main__")
+    for pipe in pipes:
+        pipe.flush()
+    assert not stop.value.code and b"64" in pipes[0].buffer.getvalue()

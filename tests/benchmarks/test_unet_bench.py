@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from benchmarks.unet import plot, table
 from benchmarks.unet import run as unet
@@ -163,9 +167,15 @@ def test_a_case_is_measured_with_the_stack_that_was_asked_for(monkeypatch, tmp_p
     assert [options.ours for options in asked] == [ours, ours]
 
 
-@pytest.mark.slow
 def test_a_run_of_a_tiny_model_and_its_resumption(tmp_path, monkeypatch, capsys):
+    def here(command, env, stdout):
+        """The command of a process of its own, without another start of Python and torch."""
+        assert command[:3] == [sys.executable, "-m", "sfast_ext"] and set(unet.bench.CACHES) <= env.keys()
+        return subprocess.CompletedProcess(command, cli.main(command[3:]))
+
     file = tmp_path / "unet.json"
+    monkeypatch.setattr(unet.bench, "subprocess", SimpleNamespace(run=here, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(unet.bench.machine, "device", lambda: torch.device("cpu"))
     monkeypatch.setattr(unet, "ENGINES", ["sfast", "eager"])
     monkeypatch.setenv("SFAST_COMMIT", "0123456789ab")
     arguments = ["--case", "tiny-sd15:64x64:1", "--json", str(file), "--iterations", "2"]

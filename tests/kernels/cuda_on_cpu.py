@@ -18,8 +18,9 @@ from sfast_ext.kernels.backend import nvrtc
 
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 # what csrc/cpu.h includes; most of a compilation would be to read it
-_STANDARD = "#include <ucontext.h>\n#include <cmath>\n#include <cstring>\n#include <memory>\n#include <utility>\n"
-_OPTIONS = ("-O1", "-std=c++17", "-fPIC", "-Wall", "-Wno-unknown-pragmas")
+_STANDARD = "#include <setjmp.h>\n#include <ucontext.h>\n#include <cmath>\n#include <cstring>\n#include <utility>\n"
+# a jump to another stack is no mistake here, which a fortified one takes it for
+_OPTIONS = ("-O1", "-std=c++17", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE")
 _MAIN = """
 #include "standard.h"
 #include "{name}.cu"
