@@ -108,6 +108,30 @@ class _Reasons:
         return sorted(rows, key=lambda row: (-row["calls_last"], -row["calls"]))
 
 
+class Tally:
+    """The calls of one request, see `Report.tally`."""
+
+    def __init__(self) -> None:
+        self.accelerated = self.prepared = self.bypassed = 0
+        self._reasons = _Reasons(latest=False)
+
+    @property
+    def reason(self) -> str | None:
+        """Why most of the bypassed calls were bypassed; None where none was."""
+        counted = self._reasons.merged(_Reasons(latest=False))
+        return max(counted, key=lambda reason: counted[reason], default=None)
+
+    def _count(self, name: str, n: int) -> None:
+        if name in _ACCELERATED:
+            self.accelerated += n
+        else:
+            self.prepared += n
+
+    def _bypassed(self, reason: str) -> None:
+        self.bypassed += 1
+        self._reasons.add(reason)
+
+
 class Report:
     """Counters, reasons and the last events. Thread-safe; its methods raise nothing."""
 
@@ -123,6 +147,7 @@ class Report:
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
         self._last_error: dict[str, Any] | None = None
         self._said: set[str] = set()
+        self._tallies: list[Tally] = []
         self._preparing: dict[str, Any] | None = None
         self.on_stage: Callable[[str | None], None] | None = None
         """Called with the words of each stage of a preparation, and with None at its end; see `preparation`."""
@@ -143,8 +168,22 @@ class Report:
             self._now.add(reason)
             new = self._since_start.add(reason)
             self._counters["fallbacks"] += 1
+            for tally in self._tallies:
+                tally._bypassed(reason)
         if new is not None:
             self.event("bypassed", new)
+
+    @contextlib.contextmanager
+    def tally(self) -> Iterator[Tally]:
+        """Count the calls while the `with` block lasts, those of all threads."""
+        tally = Tally()
+        with self._lock:
+            self._tallies.append(tally)
+        try:
+            yield tally
+        finally:
+            with self._lock:
+                self._tallies.remove(tally)
 
     def event(self, stage: str, message: str) -> None:
         """Record an event, in the ring buffer of the last events and in the log."""
@@ -197,6 +236,8 @@ class Report:
             if name in _CALLS:
                 self._begin_calls()
                 self._pass["accelerated" if name in _ACCELERATED else "prepared"] += n
+                for tally in self._tallies:
+                    tally._count(name, n)
             self._counters[name] += n
 
     def _begin_calls(self) -> None:

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 from sfast_ext import environment
 from sfast_ext.config import Config
 from sfast_ext.hosts import xyz
-from sfast_ext.hosts.attachment import Attachment
+from sfast_ext.hosts.answers import Answers
+from sfast_ext.hosts.attachment import Attachment, wrap
 from sfast_ext.report import Report, logger
 from sfast_ext.ui import api, bug_report, reasons, settings, tab, words
 
@@ -78,9 +79,17 @@ class Session:
         script_callbacks.on_ui_settings(self.callback(lambda: settings.register(shared.opts, shared.OptionInfo)))
         script_callbacks.on_script_unloaded(self.callback(self.release))
         script_callbacks.on_before_ui(self.callback(self._add_axes))
+        script_callbacks.on_infotext_pasted(self.callback(lambda _text, params: settings.restored(params)))
         script_callbacks.on_ui_tabs(lambda: self._tab())
         script_callbacks.on_app_started(self.callback(lambda _demo, app: api.register(app, self._source())))
         self._undo.extend(self.install())
+        self._undo.append(self._answer())
+
+    def _answer(self) -> Callable[[], None]:
+        from modules import processing
+
+        answers = Answers(self.report, self.attachments, self.config, self.guarded)
+        return wrap(processing, "process_images_inner", answers.process)
 
     def install(self) -> Iterable[Callable[[], object]]:
         """Register the adapter's own callbacks and wrap functions of the host; returns what removes the wrappers."""

@@ -37,6 +37,8 @@ class Setting:
     valid: str = "true or false"
     """The valid values, in words."""
     group: str = "main"
+    infotext: str | None = None
+    """What it is called in a picture's infotext, if it can change pixels."""
 
 
 MAIN, MEMORY, EXPERT = "main", "memory", "expert"
@@ -109,6 +111,7 @@ SETTINGS = (
         group=EXPERT,
         choices=tuple(CHECK_LABELS),
         valid=", ".join(CHECK_LABELS),
+        infotext="Stable Fast check",
     ),
     Setting(
         "sfast_tolerance",
@@ -119,6 +122,7 @@ SETTINGS = (
         group=EXPERT,
         slider=(0.001, 0.1, 0.001),
         valid="a number above 0",
+        infotext="Stable Fast tolerance",
     ),
     Setting(
         "sfast_allow_cpu",
@@ -220,6 +224,8 @@ class _Page:
         if not self._shows_comments:
             arguments["info"] = setting.info
         option = self._option_info(default_of(setting), setting.label, component, arguments, section=SECTION)
+        # AUTOMATIC1111 reads it there; SD.Next has a list of its own
+        option.infotext = setting.infotext
         return self._placed(option.info(setting.info) if self._shows_comments else option)
 
     def _placed(self, option: Any) -> Any:
@@ -277,6 +283,22 @@ def log_level(opts: Any, report: Report | None = None) -> int:
     kept = _last_valid.get(LOG_LEVEL.key, "normal")
     _announce(LOG_LEVEL, value, kept, report)
     return LEVELS[kept]
+
+
+def infotext(config: Config) -> dict[str, Any]:
+    """What a configuration adds to a picture's infotext: settings that can change pixels and are not at their default,
+    by the name that they have there."""
+    chosen = [(each, _displayed(each, getattr(config, each.field))) for each in SETTINGS if each.infotext is not None]
+    return {str(each.infotext): value for each, value in chosen if value != default_of(each)}
+
+
+def restored(params: dict[str, Any]) -> None:
+    """Complete the parameters that a host read from an infotext: a setting that is not named had its default."""
+    if "Steps" not in params:
+        return  # a prompt alone
+    for each in SETTINGS:
+        if each.infotext is not None:
+            params.setdefault(each.infotext, str(default_of(each)))
 
 
 _TYPES = {field.name: type(getattr(Config(), field.name)) for field in fields(Config)}

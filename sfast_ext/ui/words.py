@@ -44,6 +44,12 @@ def plan_words(plan: Mapping[str, Any]) -> str:
     return f"{plan['label']}: {times:.1f}x ({plan['ms_before']:.1f} -> {plan['ms_after']:.1f} ms a step)"
 
 
+def plan_of_last_picture(accelerators: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Of the plans that the last picture used, by the status of accelerators, the one with the most steps."""
+    plans = [plan for each in accelerators for plan in each.get("plans", ()) if plan.get("last_pass")]
+    return max(plans, key=lambda plan: plan["replays"], default=None)
+
+
 def badge(status: Mapping[str, Any]) -> dict[str, str]:
     """The state in a word, a few words for the badge, and a sentence for its details."""
     state, text, detail = _state(status)
@@ -78,8 +84,7 @@ def _state(status: Mapping[str, Any]) -> tuple[str, str, str]:
 def _speed(status: Mapping[str, Any]) -> str:
     """The measured speed-up of the last picture's plan and its pace, as far as they are known."""
     accelerators = [each for each in status["accelerators"] if not each.get("idle")]
-    plans = [plan for each in accelerators for plan in each.get("plans", ()) if plan.get("last_pass")]
-    plan = max(plans, key=lambda plan: plan["replays"], default=None)
+    plan = plan_of_last_picture(accelerators)
     times = plan.get("speedup") if plan is not None else None
     said = [] if times is None else [f"{times:.1f}x"]
     pace = next((each["calls_per_s"] for each in accelerators if each.get("calls_per_s")), None)

@@ -21,7 +21,7 @@ from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
 from sfast_ext.hosts.sdnext.refusals import COMPILED, keeps_weights, model_bypass_reason, run_bypass_reason
 from sfast_ext.hosts.session import Session
-from sfast_ext.ui import words
+from sfast_ext.ui import settings, words
 from sfast_ext.ui.api import STATUS
 
 BOOKKEEPING = frozenset(
@@ -192,7 +192,21 @@ class SDNextSession(Session):
             wrap(sd_models, "unload_model_weights", self._unload),
             wrap(ipadapter, "apply", self._ip_adapters.apply),
             *self._offload.install(),
+            self._name_infotexts(),
         ]
+
+    def _name_infotexts(self) -> Callable[[], None]:
+        """Tell the host which settings the names in an infotext stand for: it has no such field in `OptionInfo`."""
+        from modules import generation_parameters_copypaste
+
+        mapping = generation_parameters_copypaste.infotext_to_setting_name_mapping
+        ours = [(each.infotext, each.key) for each in settings.SETTINGS if each.infotext is not None]
+        mapping.extend(ours)
+
+        def forget() -> None:
+            mapping[:] = [each for each in mapping if each not in ours]
+
+        return forget
 
     def _before_process(self, p: Any) -> None:
         self._pictures = getattr(p, "batch_size", None)

@@ -31,8 +31,10 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     opts = SimpleNamespace(add_option=lambda key, option: host.options.update({key: option}))
     shared = SimpleNamespace(opts=opts, OptionInfo=lambda *args, **more: SimpleNamespace(given=(args, more)))
     modules = ModuleType("modules")
-    modules.script_callbacks, modules.shared = host, shared  # type: ignore[attr-defined]
-    for name, module in (("modules", modules), ("modules.script_callbacks", host), ("modules.shared", shared)):
+    processing = SimpleNamespace(process_images_inner=lambda p: p)
+    beside = {"script_callbacks": host, "shared": shared, "processing": processing}
+    vars(modules).update(beside)
+    for name, module in (("modules", modules), *((f"modules.{name}", each) for name, each in beside.items())):
         monkeypatch.setitem(sys.modules, name, module)
     kinds = dict.fromkeys(("Checkbox", "Slider", "Radio", "HTML"), object)
     monkeypatch.setitem(sys.modules, "gradio", SimpleNamespace(**kinds))

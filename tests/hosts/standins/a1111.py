@@ -22,7 +22,10 @@ from torch import nn
 from hosts.standins.lowvram import LowVram
 
 CONTEXT = 32
-CALLBACKS = ("ui_settings", "ui_tabs", "before_ui", "model_loaded", "cfg_denoiser", "script_unloaded", "app_started")
+CALLBACKS = (
+    "ui_settings", "ui_tabs", "before_ui", "infotext_pasted", "model_loaded", "cfg_denoiser", "script_unloaded",
+    "app_started",
+)  # fmt: skip
 LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)
 
 
@@ -181,6 +184,7 @@ class Host:
                 send_model_to_cpu=lambda model: model.model.to("cpu"),
                 send_model_to_trash=lambda model: model.model.to("meta"),
             ),
+            "modules.processing": _module("modules.processing", process_images_inner=self._process),
             "modules.upscaler": _module("modules.upscaler", Upscaler=type("Upscaler", (), {"upscale": upscale})),
             "modules.script_callbacks": _module("modules.script_callbacks", **registrars),
             "modules.errors": _module("modules.errors", display_once=lambda exc, task: self.errors.append(exc)),
@@ -279,6 +283,18 @@ class Host:
             call = wrapper if self.model_data.sd_model.lowvram else wrapper.diffusion_model
             x = x - 0.1 * call(x, torch.full((2,), 900 - 100 * step).to(self.place), context=context)
         return x
+
+    def request(self, **options: Any) -> Any:
+        """A request of the page or the API: its result has what the answer's `info` is made of."""
+        p = SimpleNamespace(extra_generation_params={"Sampler": "Euler"}, options=options)
+        return sys.modules["modules.processing"].process_images_inner(p)
+
+    def _process(self, p: Any) -> Any:
+        picture = self.generate(**p.options)
+        infotext = ", ".join(f"{name}: {value}" for name, value in p.extra_generation_params.items())
+        return SimpleNamespace(
+            images=[picture], infotexts=[infotext], p=p, extra_generation_params=p.extra_generation_params
+        )
 
     @torch.no_grad()
     def _apply_lora(self, layer: nn.Module) -> None:
