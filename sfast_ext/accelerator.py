@@ -22,6 +22,7 @@ from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.backend.precompile import get_ready
+from sfast_ext.preparation import Interrupted
 from sfast_ext.report import Report, at, stage
 from sfast_ext.runtime.backoff import CaptureBackoff
 from sfast_ext.runtime.failures import Failures
@@ -388,6 +389,8 @@ class Accelerator:
         try:
             with _building():
                 self._builder.build(lookup, run)
+        except Interrupted as exc:
+            self.report.event("interrupted", str(exc))
         except WeightsAway as exc:
             self.report.bypassed(str(exc))
         except WeightsChanged as exc:

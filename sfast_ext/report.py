@@ -37,9 +37,17 @@ def at(stage: str) -> None:
         watch(stage)
 
 
+def advance(done: int, total: int) -> None:
+    """Say how far the current stage of this thread is."""
+    watch = getattr(_thread, "watch", None)
+    if watch is not None:
+        watch(stage(), done, total)
+
+
 @contextlib.contextmanager
-def watched_stages(watch: Callable[[str], None]) -> Iterator[None]:
-    """Call `watch` with each stage that this thread reaches in the meantime."""
+def watched_stages(watch: Callable[..., None]) -> Iterator[None]:
+    """Call `watch` with each stage that this thread reaches in the meantime, and with (stage, done, total) where it
+    advances in it. What `watch` raises ends the work."""
     before = getattr(_thread, "watch", None)
     _thread.watch = watch
     try:
@@ -215,12 +223,15 @@ class Report:
             log(logging.WARNING, "%s failed, the WebUI's own code makes the picture: %s; see %s", stage, text, REMEDY)
         log(logging.DEBUG, "%s failed: %s\n%s", stage, text, trace)
 
-    def preparing(self, label: str | None, stage: str = "", began: float = 0.0) -> None:
-        """Say what is being prepared for later calls, which stage it is at, and since when; None: nothing is."""
-        self._preparing = None if label is None else {"label": label, "stage": stage, "began": began}
+    def preparing(self, label: str | None, stage: str = "", began: float = 0.0, left: float | None = None) -> None:
+        """Say what is being prepared for later calls, which stage it is at, since when, and how many seconds it will
+        take from now, if that is known; label None: nothing is."""
+        ends = None if left is None else time.monotonic() + left
+        self._preparing = None if label is None else {"label": label, "stage": stage, "began": began, "ends": ends}
         if self.on_stage is not None:
+            about = "" if left is None else f", about {left:.0f} s left"
             try:
-                self.on_stage(None if label is None else f"Stable Fast: {stage}")
+                self.on_stage(None if label is None else f"Stable Fast: {stage}{about}")
             except Exception as exc:
                 self.error("showing a stage", exc)
 
@@ -228,7 +239,10 @@ class Report:
         now = self._preparing
         if now is None:
             return None
-        return {"label": now["label"], "stage": now["stage"], "seconds": round(time.monotonic() - now["began"], 1)}
+        clock, ends = time.monotonic(), now["ends"]
+        left = None if ends is None else max(0.0, round(ends - clock, 1))
+        seconds = round(clock - now["began"], 1)
+        return {"label": now["label"], "stage": now["stage"], "seconds": seconds, "seconds_left": left}
 
     def count(self, name: str, n: int = 1) -> None:
         """Add to a counter."""
