@@ -224,9 +224,9 @@
         }
     }
 
-    // for the tab, which is another file
+    // for the tab, in other files
     window.stableFast = {
-        refresh, typeset, add, planLine, plansOf, copy,
+        refresh, watch, typeset, add, planLine, plansOf, copy,
         onStatus: (listener) => {
             listeners.push(listener);
             if (last) {

@@ -56,6 +56,23 @@ def watched_stages(watch: Callable[..., None]) -> Iterator[None]:
         _thread.watch = before
 
 
+@contextlib.contextmanager
+def rehearsal() -> Iterator[None]:
+    """Calls of this thread in the meantime are no picture's: no report of the last picture, or of why steps were not
+    accelerated, counts them. A `Report.tally` does."""
+    before = rehearsing()
+    _thread.rehearsal = True
+    try:
+        yield
+    finally:
+        _thread.rehearsal = before
+
+
+def rehearsing() -> bool:
+    """Whether calls of this thread are no picture's."""
+    return getattr(_thread, "rehearsal", False)
+
+
 def stage() -> str:
     """The current stage of this thread."""
     return getattr(_thread, "stage", "decision")
@@ -170,6 +187,11 @@ class Report:
     def bypassed(self, reason: str) -> None:
         """Record that a call was bypassed, and why."""
         reason = one_line(reason)
+        if rehearsing():
+            with self._lock:
+                for tally in self._tallies:
+                    tally._bypassed(reason)
+            return
         with self._lock:
             self._begin_calls()
             self._pass["bypassed"] += 1
@@ -248,8 +270,9 @@ class Report:
         """Add to a counter."""
         with self._lock:
             if name in _CALLS:
-                self._begin_calls()
-                self._pass["accelerated" if name in _ACCELERATED else "prepared"] += n
+                if not rehearsing():
+                    self._begin_calls()
+                    self._pass["accelerated" if name in _ACCELERATED else "prepared"] += n
                 for tally in self._tallies:
                     tally._count(name, n)
             self._counters[name] += n

@@ -83,6 +83,7 @@ const boxes = actions.map((column) => put(column, 'div', column.id + '_generate_
 const buttons = boxes.map((box) => put(box, 'button', box.id.replace('_box', '')));
 const tables = put(body, 'div', 'stable_fast_tables');
 put(tables, 'div', 'stable_fast_view');
+put(put(body, 'div', 'stable_fast_progress'), 'div', 'stable_fast_job');
 globalThis.gradioApp = () => document;
 globalThis.window = globalThis;
 Object.defineProperty(globalThis, 'navigator', {value: {}, configurable: true});
@@ -106,7 +107,8 @@ let status = JSON.parse(process.argv[1]);
 const fetched = [];
 globalThis.fetch = async(url) => {
     fetched.push(url);
-    return {ok: typeof status === 'object' && status !== null, status: status ?? 404, json: async() => status};
+    const ok = typeof status === 'object' && status !== null;
+    return {ok, status: status ?? 404, json: async() => (url.endsWith('measurements') ? status.measurements : status)};
 };
 const settle = () => new Promise((resolve) => setImmediate(resolve));
 const badges = () => body.all().filter((each) => each.className === 'sfast-badge');
@@ -140,6 +142,8 @@ STATUS = {
     "busy": False,
     "no_gpu": None,
     "preparing": None,
+    "job": None,
+    "measurements": [],
     "model": EVIL,
     "badge": {"state": "on", "text": "2.1x, 23 it/s", "detail": "The last picture was accelerated."},
     "environment": {"gpu": "a card", "torch": "2.7"},
@@ -153,7 +157,7 @@ def run(script, status=STATUS, background="rgb(17, 24, 39)"):
     """What a script reports of the page, once both files are loaded into it."""
     if NODE is None:
         pytest.skip("node is not installed")
-    files = ("stable_fast.js", "stable_fast_tab.js")
+    files = ("stable_fast.js", "stable_fast_jobs.js", "stable_fast_tab.js")
     sources = "".join((ROOT / "javascript" / file).read_text(encoding="utf-8") for file in files)
     told = f"(async() => {{ const shown = {{}}; await start(); {script}; console.log(JSON.stringify(shown)); }})();"
     result = subprocess.run(
@@ -340,10 +344,8 @@ def test_plans_are_sorted_by_any_column_and_the_focus_stays():
 
 
 def test_the_tab_asks_when_it_is_opened():
-    shown = run(
-        "observers.forEach((each) => each([{isIntersecting: true}])); await settle(); shown.n = fetched.length;"
-    )
-    assert shown == {"n": 2}
+    shown = run("observers.forEach((each) => each([{isIntersecting: true}])); await settle(); shown.urls = fetched;")
+    assert shown["urls"] == ["./sfast/v1/status", "./sfast/v1/measurements", "./sfast/v1/status"]
 
 
 def test_without_a_gpu_that_is_said_and_no_number():

@@ -36,6 +36,12 @@ def size_words(shapes: Sequence[tuple[int, ...]], pictures: int | None = None) -
     return ", ".join(said)
 
 
+def pictures_of(label: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
+    """How many pictures a label of `size_words` for these shapes is of; None where it does not say."""
+    rows = next((shape[0] for shape in shapes if len(shape) == 4), 0)
+    return next((n for n in range(1, rows + 1) if rows % n == 0 and size_words(shapes, n) == label), None)
+
+
 def plan_words(plan: Mapping[str, Any]) -> str:
     """A plan in one line: "512x512, 1 picture, 77 tokens: 2.1x (31.0 -> 14.8 ms a step)"."""
     times = plan.get("speedup")

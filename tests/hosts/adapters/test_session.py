@@ -61,6 +61,9 @@ def kind() -> type[Any]:
         def model_name(self) -> str | None:
             return None
 
+        def loaded(self) -> Any:
+            return None
+
     return Recorded
 
 
@@ -120,7 +123,7 @@ def test_the_console_says_as_much_as_the_setting_wants(host, kind):
 def test_the_tab_is_one_of_the_host_s(host, kind, monkeypatch):
     kind.start("0")
     asked = []
-    monkeypatch.setattr(tab, "tabs", lambda drop, report: asked.append((drop(), report())) or [("page", "t", "k")])
+    monkeypatch.setattr(tab, "tabs", lambda do: asked.append((do.drop(), do.report())) or [("page", "t", "k")])
     assert host.callbacks["ui_tabs"]() == [("page", "t", "k")]
     ((dropped, text),) = asked
     assert dropped == 0 and text.startswith("Stable Fast 0 in a host 1")

@@ -9,6 +9,7 @@ import copy
 import functools
 import importlib.machinery
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -145,6 +146,21 @@ class _Shared(ModuleType):
         return self.model_data.sd_model
 
 
+class State:
+    """What the WebUI is at; its page and its API interrupt it."""
+
+    job, textinfo, interrupted, skipped = "", None, False, False
+
+    def begin(self, job: str = "(unknown)") -> None:
+        self.job, self.textinfo, self.interrupted, self.skipped = job, None, False, False
+
+    def end(self) -> None:
+        self.job = ""
+
+    def interrupt(self) -> None:
+        self.interrupted = True
+
+
 class Host:
     """The WebUI: `load`, `switch`, `generate` raise the events that the real one raises, in its order."""
 
@@ -158,7 +174,7 @@ class Host:
         self.shared = _Shared("modules.shared")
         self.shared.__dict__.update(
             opts=self.opts, cmd_opts=SimpleNamespace(), device=torch.device("cpu"), model_data=self.model_data,
-            loaded_hypernetworks=[], OptionInfo=OptionInfo,
+            loaded_hypernetworks=[], OptionInfo=OptionInfo, state=State(),
         )  # fmt: skip
         # where models and latents are
         self.place = torch.device("cpu")
@@ -184,6 +200,7 @@ class Host:
                 send_model_to_cpu=lambda model: model.model.to("cpu"),
                 send_model_to_trash=lambda model: model.model.to("meta"),
             ),
+            "modules.call_queue": _module("modules.call_queue", queue_lock=threading.Lock()),
             "modules.processing": _module("modules.processing", process_images_inner=self._process),
             "modules.upscaler": _module("modules.upscaler", Upscaler=type("Upscaler", (), {"upscale": upscale})),
             "modules.script_callbacks": _module("modules.script_callbacks", **registrars),
@@ -276,6 +293,8 @@ class Host:
         denoiser = Denoiser()
         denoiser.p = SimpleNamespace(batch_size=1)
         for step in range(steps):
+            if self.shared.state.interrupted:
+                break
             if refiner is not None and step == steps // 2:
                 refiner()
             self.fire("cfg_denoiser", SimpleNamespace(denoiser=denoiser, sampling_step=step, sampling_steps=steps))
@@ -287,7 +306,12 @@ class Host:
     def request(self, **options: Any) -> Any:
         """A request of the page or the API: its result has what the answer's `info` is made of."""
         p = SimpleNamespace(extra_generation_params={"Sampler": "Euler"}, options=options)
-        return sys.modules["modules.processing"].process_images_inner(p)
+        with sys.modules["modules.call_queue"].queue_lock:
+            self.shared.state.begin("a request")
+            try:
+                return sys.modules["modules.processing"].process_images_inner(p)
+            finally:
+                self.shared.state.end()
 
     def _process(self, p: Any) -> Any:
         picture = self.generate(**p.options)
