@@ -25,7 +25,7 @@ def figure(measurements: Sequence[Mapping[str, Any]]) -> Any:
         return None
     labels = list(next(iter(series.values())))
     high = 0.8 / len(series)
-    picture = Figure(figsize=(7.0, 0.9 + 0.25 * len(series) * len(labels)), facecolor="none")
+    picture = Figure(figsize=(8.0, 1.2 + 0.25 * len(series) + 0.35 * len(series) * len(labels)), facecolor="none")
     axes = picture.add_subplot(facecolor="none")
     for number, (name, values) in enumerate(series.items()):
         places = [place + number * high for place in range(len(labels))]

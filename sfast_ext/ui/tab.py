@@ -10,6 +10,7 @@ from typing import Any
 from sfast_ext.ui import chart, requests
 
 TITLE, KEY = "Stable Fast", "stable_fast"
+NO_CHART = "There is nothing to draw: no size was measured yet, or matplotlib is not installed."
 
 
 @dataclass
@@ -39,8 +40,9 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
         # each sentence in an element of its own: the host translates those that it finds
         return f"<span>Plans dropped:</span> {actions.drop()}. <span>They are made anew when they are needed.</span>"
 
-    def drawn() -> Any:
-        return chart.figure(actions.measurements())
+    def drawn() -> tuple[Any, str]:
+        picture = chart.figure(actions.measurements())
+        return gradio.update(value=picture, visible=picture is not None), "" if picture is not None else NO_CHART
 
     refresh, watch = "() => { stableFast.refresh(); }", "() => { stableFast.watch(); }"
     with gradio.Blocks(analytics_enabled=False) as page:
@@ -67,7 +69,7 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
             chart_button = gradio.Button("Draw the last measurement", elem_id="stable_fast_chart")
         told = gradio.HTML("", elem_id="stable_fast_told")
         gradio.HTML('<div id="stable_fast_job"></div>', elem_id="stable_fast_progress")
-        plot = gradio.Plot(label="Milliseconds a step", elem_id="stable_fast_plot")
+        plot = gradio.Plot(label="Milliseconds a step", visible=False, elem_id="stable_fast_plot")
         gradio.HTML("<h3>Report a bug</h3>")
         report_button = gradio.Button("Copy a report", elem_id="stable_fast_report")
         text = gradio.Textbox(
@@ -89,7 +91,7 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
         cancel_button.click(fn=lambda: _cancelled(actions.cancel()), outputs=[told], api_name=False).then(
             fn=None, _js=watch
         )
-        chart_button.click(fn=drawn, outputs=[plot], api_name=False)
+        chart_button.click(fn=drawn, outputs=[plot, told], api_name=False)
         report_button.click(fn=actions.report, outputs=[text], api_name=False).then(
             fn=None, _js="(text) => { stableFast.copy(text); }", inputs=[text]
         )

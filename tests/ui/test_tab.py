@@ -34,7 +34,7 @@ class Component:
 def gradio(monkeypatch):
     Component.made = []
     names = dict.fromkeys(("Blocks", "HTML", "Row", "Button", "Textbox", "Plot"), Component)
-    monkeypatch.setitem(sys.modules, "gradio", SimpleNamespace(**names))
+    monkeypatch.setitem(sys.modules, "gradio", SimpleNamespace(**names, update=dict))
 
 
 def by_id(name):
@@ -88,6 +88,16 @@ def test_what_cannot_be_started_says_why_as_text(gradio):
 def test_cancel_says_whether_there_was_a_job(gradio, there, said):
     tab.tabs(actions(cancel=lambda: there))
     assert by_id("cancel").events[0]["fn"]() == said
+
+
+def test_the_chart_is_shown_once_there_is_one(gradio, monkeypatch):
+    tab.tabs(actions(measurements=lambda: ["measured"]))
+    assert by_id("plot").options["visible"] is False
+    draw = by_id("chart").events[0]["fn"]
+    monkeypatch.setattr(tab.chart, "figure", lambda kept: None)
+    assert draw() == ({"value": None, "visible": False}, tab.NO_CHART)
+    monkeypatch.setattr(tab.chart, "figure", lambda kept: kept)
+    assert draw() == ({"value": ["measured"], "visible": True}, "")
 
 
 def test_without_gradio_there_is_none(monkeypatch):
