@@ -16,7 +16,7 @@ MOST = 32
 LONGEST = 65536
 """Bytes of a request."""
 
-_SIZE = re.compile(r"\s*(\d{1,5})\s*[xX\u00d7*]\s*(\d{1,5})\s*", re.ASCII)
+_SIZE = re.compile("([0-9]{2,4})x([0-9]{2,4})")
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -27,7 +27,7 @@ SCHEMA: dict[str, Any] = {
             "type": "array",
             "minItems": 1,
             "maxItems": MOST,
-            "items": {"type": "string", "pattern": "^[0-9]{2,4}x[0-9]{2,4}$"},
+            "items": {"type": "string", "pattern": f"^{_SIZE.pattern}$"},
             "description": f"width x height in pixels, each {LEAST} to {GREATEST} and divisible by {STEP}",
         },
         "pictures": {
@@ -87,8 +87,10 @@ def from_text(sizes: str, pictures: str) -> list[Wanted]:
     Raises:
         ValueError: see `from_body`.
     """
+    # people write 512 X 768 and 512×768, too
+    written = [re.sub(r"\s*[xX\u00d7*]\s*", "x", each) for each in _split(sizes)]
     numbers = [int(each) if each.isascii() and each.isdigit() and len(each) < 5 else each for each in _split(pictures)]
-    return combined(_split(sizes), numbers or [1])
+    return combined(written, numbers or [1])
 
 
 def _split(text: str) -> list[str]:
