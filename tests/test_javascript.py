@@ -290,12 +290,28 @@ def test_nothing_shines_through(background):
     assert run(script, background=background) == {"colour": opaque}
 
 
-def test_names_are_text():
-    reason = {"reason": EVIL + " 4x", "code": "a b", "calls": 3, "calls_last": 1, "seconds_ago": 5}
-    badge = {"state": "original", "text": f"original: {EVIL} 4x", "detail": EVIL}
-    status = {**STATUS, "badge": badge, "reasons_listed": [reason]}
-    shown = run(READ + "shown.tab = document.getElementById('stable_fast_view').textContent;", status)
-    assert shown["badge"] == f"original: {EVIL} 4x" and EVIL in shown["details"] and EVIL + " 4x" in shown["tab"]
+@pytest.mark.parametrize(
+    "name", [EVIL, "\"quoted\" 'twice' </td>&amp;`${1}", "\u202eright-to-left \u05e9\u05dc\u05d5\u05dd", "x" * 300]
+)
+def test_names_are_text(name):
+    reason = {"reason": name + " 4x", "code": "a b", "calls": 3, "calls_last": 1, "seconds_ago": 5}
+    badge = {"state": "original", "text": f"original: {name} 4x", "detail": name}
+    rows = [{"label": name, "size": "512x512", "pictures": 1, "ready": False, "reason": name}]
+    job = {"kind": "measure", "state": "failed", "done": 1, "total": 1, "message": name, "rows": rows}
+    kept = [{"when": name, "model": name, "gpu": name, "driver": name, "torch": name, "version": name, "rows": rows}]
+    environment, unet = {"gpu": name, "torch": name}, {"name": name, "plans": [{**PLAN, "label": name}]}
+    more = {"model": name, "environment": environment, "accelerators": [unet], "job": job, "measurements": kept}
+    script = """
+        observers.forEach((each) => each([{isIntersecting: true}]));
+        await settle();
+        shown.tab = document.getElementById('stable_fast_view').textContent;
+        shown.job = document.getElementById('stable_fast_job').textContent;
+    """
+    shown = run(READ + script, {**STATUS, "badge": badge, "reasons_listed": [reason], **more})
+    # the stand-in of the page raises where HTML is set
+    assert shown["badge"] == f"original: {name} 4x" and name in shown["details"]
+    assert name + " 4x" in shown["tab"] and shown["tab"].count(name) >= 5
+    assert shown["job"].count(name) >= 7
 
 
 def test_without_an_answer():
