@@ -26,15 +26,6 @@
         return Boolean(job) && (job.state === 'waiting' || job.state === 'running');
     }
 
-    // each word in an element of its own: the host translates those that it finds
-    function line(parent, parts, name) {
-        const row = stableFast.add(parent, 'p', undefined, name);
-        parts.filter((part) => part !== null && part !== undefined).forEach((part) => {
-            stableFast.add(row, 'span', part, 'sfast-part');
-        });
-        return row;
-    }
-
     function table(parent, heads, rows) {
         const {add} = stableFast;
         const made = add(add(parent, 'div', undefined, 'sfast-scroll'), 'table');
@@ -55,18 +46,19 @@
     }
 
     function progress(job) {
-        const {add, typeset} = stableFast;
-        line(view, [KINDS[job.kind] || job.kind, STATES[job.state] || job.state, `${job.done} / ${job.total}`], 'sfast-strong');
+        const {add, addParts, typeset} = stableFast;
+        const state = [KINDS[job.kind] || job.kind, STATES[job.state] || job.state, `${job.done} / ${job.total}`];
+        addParts(view, 'p', state, 'sfast-strong');
         if (active(job)) {
             const bar = add(view, 'progress');
             bar.max = job.total;
             bar.value = job.done;
             bar.setAttribute('aria-label', KINDS[job.kind] || job.kind);
             const left = typeof job.seconds_left === 'number' ? [Math.ceil(job.seconds_left), 's left'] : [];
-            line(view, [job.label ? typeset(job.label) : null, ...left]);
+            addParts(view, 'p', [job.label ? typeset(job.label) : null, ...left]);
         }
         if (job.message) {
-            line(view, [job.message]);
+            add(view, 'p', job.message);
         }
         if (job.rows.length > 0) {
             table(view, ROWS, job.rows.map((row) => [
@@ -123,7 +115,7 @@
         } else if (active(before)) {
             // a screen reader is told of the end, not of each step
             live.textContent = '';
-            line(live, [KINDS[job && job.kind], STATES[job && job.state]]);
+            stableFast.addParts(live, 'span', [KINDS[job && job.kind], STATES[job && job.state]]);
             load();
         }
         if (JSON.stringify(job) !== JSON.stringify(before)) {
