@@ -154,6 +154,7 @@ def test_an_interruption_leaves_the_result_and_no_plan(stage):
         assert report["counters"].get("errors", 0) == 0 and not report["reasons"]
         assert len(asked) == stage + 1 and not accelerator.plans
         assert report["events"][-1]["stage"] == "interrupted"
+        assert report["counters"].get("captures", 0) == report["last_pass"]["prepared"] == 0
         for _ in range(4):
             # as often as the user likes: a plan that was interrupted delays none
             asked.clear()

@@ -181,8 +181,11 @@ class PlanBuilder:
                     run.seconds,
                     context.config,
                 )
-        except Exception:
+        except Exception as exc:
             self._cache.drop(key)
+            if isinstance(exc, Interrupted):
+                # nothing is prepared
+                report.count("captures", -1)
             raise
         if refusal:
             self._cache.reject(key, refusal)
