@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
@@ -100,9 +101,14 @@ class Jobs:
             if self._job is not None and not self._job.over:
                 raise Refused("another job is running: wait for its end, or cancel it")
             job = self._job = Job(kind, labels)
-            # not a daemon: killed inside a compiler at exit, it might crash the process
-            self._thread = threading.Thread(target=self._run, args=(job, begin, end), name=f"sfast: {kind}")
+            # a daemon: where it waits for a picture that never ends, it must not keep the process from ending
+            self._thread = threading.Thread(
+                target=self._run, args=(job, begin, end), name=f"sfast: {kind}", daemon=True
+            )
             self._thread.start()
+            # but killed inside a compiler, it might crash it
+            atexit.unregister(self.close)
+            atexit.register(self.close)
             return job.status()
 
     def cancel(self) -> bool:
@@ -123,17 +129,17 @@ class Jobs:
         return None if job is None else job.status()
 
     def close(self, timeout: float = 30.0) -> None:
-        """Cancel the job and wait for its end."""
+        """Cancel the job, and wait for its end if it runs. One that waits for a picture does nothing any more."""
+        atexit.unregister(self.close)
         self.cancel()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        job, thread = self._job, self._thread
+        if job is not None and job.alone and thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
 
     def stopped(self, job: Job | None = None) -> bool:
-        """Whether the job that runs is to end: it is cancelled, the host is interrupted, or the process ends."""
+        """Whether the job that runs is to end: it is cancelled, or the host is interrupted."""
         job = job or self._job
-        cancelled = job is not None and job.cancelled.is_set()
-        return cancelled or self._interrupted() or not threading.main_thread().is_alive()
+        return (job is not None and job.cancelled.is_set()) or self._interrupted()
 
     def _run(
         self,

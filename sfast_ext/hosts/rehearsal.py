@@ -18,8 +18,8 @@ from sfast_ext.ui import words
 from sfast_ext.ui.requests import Refused, Wanted
 
 MAKE_ONE = "make one picture with this model first: what is prepared and measured is called as the last picture was"
-TRIES = 2
-"""Calls until a plan runs: the first builds it. Where there is none after them, the last one has told why."""
+TRIES = 3
+"""Calls until a plan runs: the first or the second builds it. Where there is none after them, the last has told why."""
 ROUNDS = 7
 """Measurements of each, in turns; the median counts."""
 

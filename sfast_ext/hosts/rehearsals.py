@@ -64,6 +64,11 @@ class Rehearsals:
                 except (OSError, RuntimeError) as exc:
                     job.message = f"measured, but not kept: {exc}"
 
+        if self._host.config().check == "always":
+            raise Refused(
+                "every call is made twice while 'Compare plans with the WebUI's own forward' is set to always: "
+                "set it to first use in Settings > Stable Fast"
+            )
         return self._start(MEASURE, wanted, Rehearsal.measure, keep)
 
     def _start(

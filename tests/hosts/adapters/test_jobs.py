@@ -130,6 +130,16 @@ def test_a_job_that_fails_says_why(host, exc, said):
     assert (host.report.counter("errors") > 0) == isinstance(exc, KeyError)
 
 
+def test_closing_does_not_wait_for_a_picture(host):
+    done = []
+    with host.lock:
+        host.start(lambda number: done.append(number) or {})
+        started = time.monotonic()
+        host.jobs.close()
+        assert time.monotonic() - started < LONG / 2
+    assert host.ended()["state"] == "cancelled" and not done
+
+
 def test_closing_waits_for_the_end(host):
     begun = threading.Event()
 

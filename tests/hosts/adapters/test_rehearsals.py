@@ -103,7 +103,10 @@ def test_what_cannot_be_prepared_says_why(host, monkeypatch):  # noqa: F811
     job = ended(a1111())
     assert job["state"] == "done" and [row["ready"] for row in job["rows"]] == [False, False]
     assert "Error" in job["rows"][0]["reason"]
-    host.opts.data["sfast_enabled"] = False
+    host.opts.data["sfast_check"] = "always"
+    with pytest.raises(Refused, match="made twice"):
+        a1111().rehearsals.measure(from_text("64x64", "1"))
+    host.opts.data.update(sfast_check="first use", sfast_enabled=False)
     with pytest.raises(Refused, match="switched off"):
         a1111().rehearsals.measure(from_text("64x64", "1"))
 
