@@ -31,12 +31,24 @@
         return element;
     }
 
-    function planLine(plan) {
+    // each piece in an element of its own: a host translates the texts that it finds as a whole, so none is put together
+    function addParts(parent, tag, parts, name) {
+        const element = add(parent, tag, undefined, name);
+        parts.filter((part) => part !== null && part !== undefined).forEach((part, index) => {
+            if (index > 0) {
+                element.appendChild(document.createTextNode(' '));
+            }
+            add(element, 'span', part, 'sfast-part');
+        });
+        return element;
+    }
+
+    function planParts(plan) {
         if (typeof plan.speedup !== 'number') {
-            return typeset(plan.label) + ': not compared in time';
+            return [typeset(plan.label), 'not compared in time'];
         }
-        const times = plan.speedup.toFixed(1);
-        return `${typeset(plan.label)}: ${times}× (${plan.ms_before.toFixed(1)} → ${plan.ms_after.toFixed(1)} ms a step)`;
+        const [before, after] = [plan.ms_before, plan.ms_after].map((value) => value.toFixed(1));
+        return [typeset(plan.label), `${plan.speedup.toFixed(1)}×`, `${before} → ${after}`, 'ms a step'];
     }
 
     function plansOf(status) {
@@ -47,9 +59,9 @@
         panel.textContent = '';
         add(panel, 'div', status.badge.detail, 'sfast-strong');
         if (!status.no_gpu) {
-            plansOf(status).filter((plan) => plan.last_pass).forEach((plan) => add(panel, 'div', planLine(plan)));
+            plansOf(status).filter((plan) => plan.last_pass).forEach((plan) => addParts(panel, 'div', planParts(plan)));
         }
-        add(panel, 'div', [status.environment.gpu || 'no GPU', 'torch ' + status.environment.torch].join(', '), 'sfast-weak');
+        addParts(panel, 'div', [status.environment.gpu || 'no GPU', 'torch', status.environment.torch], 'sfast-weak');
         const link = add(panel, 'button', 'Open the tab Stable Fast', 'sfast-link');
         link.type = 'button';
         link.addEventListener('click', openTab);
@@ -57,7 +69,10 @@
 
     function openTab() {
         const buttons = Array.from(gradioApp().querySelectorAll('#tabs button'));
-        const tab = buttons.find((button) => button.textContent.trim() === 'Stable Fast');
+        const panels = Array.from(gradioApp().querySelectorAll('#tabs > .tabitem'));
+        // a localisation may have another name on the button, which stands where its panel does
+        const place = panels.findIndex((panel) => panel.id === 'tab_stable_fast');
+        const tab = buttons.find((button) => button.textContent.trim() === 'Stable Fast') || buttons[place];
         if (tab) {
             tab.click();
         }
@@ -93,7 +108,8 @@
         // a screen reader is told of another state, not of each number
         if (live && live.dataset.state !== state) {
             live.dataset.state = state;
-            live.textContent = 'Stable Fast: ' + said;
+            live.textContent = '';
+            addParts(live, 'span', ['Stable Fast', said]);
         }
     }
 
@@ -224,9 +240,9 @@
         }
     }
 
-    // for the tab, which is another file
+    // for the tab, in other files
     window.stableFast = {
-        refresh, typeset, add, planLine, plansOf, copy,
+        refresh, watch, typeset, add, addParts, planParts, plansOf, copy,
         onStatus: (listener) => {
             listeners.push(listener);
             if (last) {

@@ -27,13 +27,13 @@
 
     function seconds(ago) {
         if (ago < 90) {
-            return `${Math.max(0, Math.round(ago))} s ago`;
+            return [Math.max(0, Math.round(ago)), 's ago'];
         }
-        return ago < 5400 ? `${Math.round(ago / 60)} min ago` : `${Math.round(ago / 3600)} h ago`;
+        return ago < 5400 ? [Math.round(ago / 60), 'min ago'] : [Math.round(ago / 3600), 'h ago'];
     }
 
     function age(time) {
-        return typeof time === 'number' ? seconds(Date.now() / 1000 - time) : '–';
+        return typeof time === 'number' ? seconds(Date.now() / 1000 - time) : ['–'];
     }
 
     function bar(parent, name, value, most, kind) {
@@ -44,13 +44,14 @@
     }
 
     function now(status) {
-        const {add} = stableFast;
+        const {add, addParts} = stableFast;
         add(view, 'h3', 'Now');
         add(view, 'p', status.badge.detail);
-        add(view, 'p', [status.model || 'no model', status.environment.gpu || 'no GPU', 'torch ' + status.environment.torch].join(' · '));
+        const {gpu, torch} = status.environment;
+        addParts(view, 'p', [status.model || 'no model', '·', gpu || 'no GPU', '·', 'torch', torch]);
         const plan = stableFast.plansOf(status).find((each) => each.last_pass && times(each));
         if (plan && !status.no_gpu) {
-            add(view, 'p', stableFast.planLine(plan));
+            addParts(view, 'p', stableFast.planParts(plan));
             const most = Math.max(plan.ms_before, plan.ms_after);
             bar(view, 'Original', plan.ms_before, most, 'sfast-before');
             bar(view, 'Stable Fast', plan.ms_after, most, 'sfast-after');
@@ -58,7 +59,7 @@
         }
         const pools = status.accelerators.map((each) => each.graph_pool).filter(Boolean);
         if (pools.length > 0) {
-            add(view, 'p', `GPU memory held for fast replays: ${pools[0].memory_mb} MB`);
+            addParts(view, 'p', ['GPU memory held for fast replays:', pools[0].memory_mb, 'MB']);
         }
     }
 
@@ -71,7 +72,7 @@
     }
 
     function plans(status) {
-        const {add} = stableFast;
+        const {add, addParts} = stableFast;
         const found = stableFast.plansOf(status);
         add(view, 'h3', 'Plans');
         if (found.length === 0) {
@@ -85,7 +86,7 @@
             cell.setAttribute('scope', 'col');
             const mine = order.column === column;
             cell.setAttribute('aria-sort', mine ? (order.down ? 'descending' : 'ascending') : 'none');
-            const button = add(cell, 'button', name + (mine ? (order.down ? ' ▼' : ' ▲') : ''));
+            const button = addParts(cell, 'button', [name, mine ? (order.down ? '▼' : '▲') : null]);
             button.type = 'button';
             button.addEventListener('click', () => {
                 order = {column, down: mine ? !order.down : column > 1};
@@ -98,14 +99,14 @@
             const row = add(body, 'tr', undefined, plan.last_pass ? 'sfast-last' : '');
             COLUMNS.forEach(([, value, text], column) => {
                 const said = text ? text(plan) : value(plan);
-                const mark = column === 0 && plan.last_pass ? ' (last picture)' : '';
-                add(row, 'td', said + mark, column > 1 ? 'sfast-number' : '');
+                const mark = column === 0 && plan.last_pass ? '(last picture)' : null;
+                addParts(row, 'td', [said, mark].flat(), column > 1 ? 'sfast-number' : '');
             });
         });
     }
 
     function reasons(status) {
-        const {add} = stableFast;
+        const {add, addParts} = stableFast;
         add(view, 'h3', 'Not accelerated');
         if (status.reasons_listed.length === 0) {
             add(view, 'p', status.no_gpu ? status.badge.detail : 'Nothing: every step so far was accelerated or prepared.');
@@ -117,7 +118,7 @@
         const body = add(table, 'tbody');
         status.reasons_listed.forEach((each) => {
             const row = add(body, 'tr', undefined, each.calls_last > 0 ? 'sfast-last' : '');
-            [each.calls_last, each.calls, seconds(each.seconds_ago)].forEach((said) => add(row, 'td', said, 'sfast-number'));
+            [[each.calls_last], [each.calls], seconds(each.seconds_ago)].forEach((said) => addParts(row, 'td', said, 'sfast-number'));
             add(row, 'td', each.reason);
             const link = add(add(row, 'td'), 'a', 'What to do');
             link.href = './sfast/v1/help#' + encodeURIComponent(each.code);

@@ -22,7 +22,8 @@ from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.backend.precompile import get_ready
-from sfast_ext.report import Report, at, stage
+from sfast_ext.preparation import Interrupted
+from sfast_ext.report import Report, at, rehearsing, stage
 from sfast_ext.runtime.backoff import CaptureBackoff
 from sfast_ext.runtime.failures import Failures
 from sfast_ext.runtime.gc_pause import gc_paused
@@ -365,9 +366,10 @@ class Accelerator:
         at("keeping the plan")
         self._cache.touch(lookup.key)
         plan.replays += 1
-        self._pace.tick()
-        if plan.pass_of_use != self._passes:
-            plan.pass_of_use, plan.used_at = self._passes, time.time()
+        if not rehearsing():
+            self._pace.tick()
+            if plan.pass_of_use != self._passes:
+                plan.pass_of_use, plan.used_at = self._passes, time.time()
         self._backoff.record_replay(lookup.shape_signature, plan.replays)
         self.report.count("replays" if plan.has_graph else "eager_runs")
         return result
@@ -388,6 +390,8 @@ class Accelerator:
         try:
             with _building():
                 self._builder.build(lookup, run)
+        except Interrupted as exc:
+            self.report.event("interrupted", str(exc))
         except WeightsAway as exc:
             self.report.bypassed(str(exc))
         except WeightsChanged as exc:

@@ -3,8 +3,10 @@ neither read nor written."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 _ROOT = 0  # may do anything in any case, and puts files into images of containers
@@ -60,6 +62,25 @@ def read(file: Path, root: Path) -> bytes:
         if reason is not None:
             raise PermissionError(reason)
         return opened.read()
+
+
+def write(file: Path, root: Path, content: bytes) -> None:
+    """Write a file for this user alone, whole or not at all.
+
+    Raises:
+        PermissionError: a folder that leads to it is refused; the message says why.
+        OSError: it cannot be written.
+    """
+    make(file.parent, root)
+    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    try:
+        with os.fdopen(handle, "wb") as opened:
+            opened.write(content)
+        os.replace(name, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
 
 
 def _check(path: Path, root: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.metadata
+import os
 import platform
 import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -175,6 +178,34 @@ def graph_budget_mb() -> int:
     return MOST_FOR_GRAPHS_MB if total is None else min(MOST_FOR_GRAPHS_MB, total >> 22)
 
 
+def kept_in() -> Path:
+    """The folder of what is kept on disk: compiled kernels, times, measurements.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    from sfast_ext.kernels.backend import nvrtc
+
+    return nvrtc.folder()
+
+
+@functools.lru_cache(maxsize=None)
+def driver() -> str | None:
+    """The version of NVIDIA's driver, such as "580.65.06"; None where it does not tell."""
+    try:
+        nvml = ctypes.CDLL("nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1")
+        said = ctypes.create_string_buffer(96)
+        if nvml.nvmlInit_v2() != 0:
+            return None
+        try:
+            failed = nvml.nvmlSystemGetDriverVersion(said, ctypes.c_uint(len(said)))
+        finally:
+            nvml.nvmlShutdown()
+        return None if failed else said.value.decode("ascii", "replace")
+    except (OSError, AttributeError):
+        return None
+
+
 def describe() -> dict[str, Any]:
     """Versions and devices, as JSON can carry."""
     found: dict[str, Any] = {
@@ -182,6 +213,7 @@ def describe() -> dict[str, Any]:
         "platform": platform.platform(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "driver": driver(),
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "triton": version("triton") or version("triton-windows"),
         "triton_error": triton_error(),

@@ -37,15 +37,40 @@ def at(stage: str) -> None:
         watch(stage)
 
 
+def advance(done: int, total: int) -> None:
+    """Say how far the current stage of this thread is."""
+    watch = getattr(_thread, "watch", None)
+    if watch is not None:
+        watch(stage(), done, total)
+
+
 @contextlib.contextmanager
-def watched_stages(watch: Callable[[str], None]) -> Iterator[None]:
-    """Call `watch` with each stage that this thread reaches in the meantime."""
+def watched_stages(watch: Callable[..., None]) -> Iterator[None]:
+    """Call `watch` with each stage that this thread reaches in the meantime, and with (stage, done, total) where it
+    advances in it. What `watch` raises ends the work."""
     before = getattr(_thread, "watch", None)
     _thread.watch = watch
     try:
         yield
     finally:
         _thread.watch = before
+
+
+@contextlib.contextmanager
+def rehearsal() -> Iterator[None]:
+    """Calls of this thread in the meantime are no picture's: no report of the last picture, or of why steps were not
+    accelerated, counts them. A `Report.tally` does."""
+    before = rehearsing()
+    _thread.rehearsal = True
+    try:
+        yield
+    finally:
+        _thread.rehearsal = before
+
+
+def rehearsing() -> bool:
+    """Whether calls of this thread are no picture's."""
+    return getattr(_thread, "rehearsal", False)
 
 
 def stage() -> str:
@@ -108,6 +133,30 @@ class _Reasons:
         return sorted(rows, key=lambda row: (-row["calls_last"], -row["calls"]))
 
 
+class Tally:
+    """The calls of one request, see `Report.tally`."""
+
+    def __init__(self) -> None:
+        self.accelerated = self.prepared = self.bypassed = 0
+        self._reasons = _Reasons(latest=False)
+
+    @property
+    def reason(self) -> str | None:
+        """Why most of the bypassed calls were bypassed; None where none was."""
+        counted = self._reasons.merged(_Reasons(latest=False))
+        return max(counted, key=lambda reason: counted[reason], default=None)
+
+    def _count(self, name: str, n: int) -> None:
+        if name in _ACCELERATED:
+            self.accelerated += n
+        else:
+            self.prepared += n
+
+    def _bypassed(self, reason: str) -> None:
+        self.bypassed += 1
+        self._reasons.add(reason)
+
+
 class Report:
     """Counters, reasons and the last events. Thread-safe; its methods raise nothing."""
 
@@ -123,6 +172,7 @@ class Report:
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
         self._last_error: dict[str, Any] | None = None
         self._said: set[str] = set()
+        self._tallies: list[Tally] = []
         self._preparing: dict[str, Any] | None = None
         self.on_stage: Callable[[str | None], None] | None = None
         """Called with the words of each stage of a preparation, and with None at its end; see `preparation`."""
@@ -137,14 +187,33 @@ class Report:
     def bypassed(self, reason: str) -> None:
         """Record that a call was bypassed, and why."""
         reason = one_line(reason)
+        if rehearsing():
+            with self._lock:
+                for tally in self._tallies:
+                    tally._bypassed(reason)
+            return
         with self._lock:
             self._begin_calls()
             self._pass["bypassed"] += 1
             self._now.add(reason)
             new = self._since_start.add(reason)
             self._counters["fallbacks"] += 1
+            for tally in self._tallies:
+                tally._bypassed(reason)
         if new is not None:
             self.event("bypassed", new)
+
+    @contextlib.contextmanager
+    def tally(self) -> Iterator[Tally]:
+        """Count the calls while the `with` block lasts, those of all threads."""
+        tally = Tally()
+        with self._lock:
+            self._tallies.append(tally)
+        try:
+            yield tally
+        finally:
+            with self._lock:
+                self._tallies.remove(tally)
 
     def event(self, stage: str, message: str) -> None:
         """Record an event, in the ring buffer of the last events and in the log."""
@@ -176,12 +245,15 @@ class Report:
             log(logging.WARNING, "%s failed, the WebUI's own code makes the picture: %s; see %s", stage, text, REMEDY)
         log(logging.DEBUG, "%s failed: %s\n%s", stage, text, trace)
 
-    def preparing(self, label: str | None, stage: str = "", began: float = 0.0) -> None:
-        """Say what is being prepared for later calls, which stage it is at, and since when; None: nothing is."""
-        self._preparing = None if label is None else {"label": label, "stage": stage, "began": began}
+    def preparing(self, label: str | None, stage: str = "", began: float = 0.0, left: float | None = None) -> None:
+        """Say what is being prepared for later calls, which stage it is at, since when, and how many seconds it will
+        take from now, if that is known; label None: nothing is."""
+        ends = None if left is None else time.monotonic() + left
+        self._preparing = None if label is None else {"label": label, "stage": stage, "began": began, "ends": ends}
         if self.on_stage is not None:
+            about = "" if left is None else f", about {left:.0f} s left"
             try:
-                self.on_stage(None if label is None else f"Stable Fast: {stage}")
+                self.on_stage(None if label is None else f"Stable Fast: {stage}{about}")
             except Exception as exc:
                 self.error("showing a stage", exc)
 
@@ -189,14 +261,20 @@ class Report:
         now = self._preparing
         if now is None:
             return None
-        return {"label": now["label"], "stage": now["stage"], "seconds": round(time.monotonic() - now["began"], 1)}
+        clock, ends = time.monotonic(), now["ends"]
+        left = None if ends is None else max(0.0, round(ends - clock, 1))
+        seconds = round(clock - now["began"], 1)
+        return {"label": now["label"], "stage": now["stage"], "seconds": seconds, "seconds_left": left}
 
     def count(self, name: str, n: int = 1) -> None:
         """Add to a counter."""
         with self._lock:
             if name in _CALLS:
-                self._begin_calls()
-                self._pass["accelerated" if name in _ACCELERATED else "prepared"] += n
+                if not rehearsing():
+                    self._begin_calls()
+                    self._pass["accelerated" if name in _ACCELERATED else "prepared"] += n
+                for tally in self._tallies:
+                    tally._count(name, n)
             self._counters[name] += n
 
     def _begin_calls(self) -> None:

@@ -127,6 +127,11 @@ class Attachment:
         with self._lock:
             return any(a.module is module for a in self._accelerators)
 
+    def accelerators(self) -> list[Accelerator]:
+        """Those of all modules."""
+        with self._lock:
+            return list(self._accelerators)
+
     def within(self, module: nn.Module) -> list[Accelerator]:
         """The accelerators of a module and of its submodules."""
         with self._lock:

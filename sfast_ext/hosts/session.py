@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from sfast_ext import environment
+from sfast_ext.accelerator import Accelerator
 from sfast_ext.config import Config
 from sfast_ext.hosts import xyz
-from sfast_ext.hosts.attachment import Attachment
+from sfast_ext.hosts.answers import Answers
+from sfast_ext.hosts.attachment import Attachment, wrap
+from sfast_ext.hosts.rehearsals import Rehearsals
 from sfast_ext.report import Report, logger
 from sfast_ext.ui import api, bug_report, reasons, settings, tab, words
 
@@ -18,8 +21,8 @@ from sfast_ext.ui import api, bug_report, reasons, settings, tab, words
 class Session:
     """The extension in one run of a host's scripts, from their loading to their unloading.
 
-    An adapter derives from it. It sets `HOST`, fills `attachments`, and defines `install`, `host_version` and
-    `model_name`. It may extend the other methods.
+    An adapter derives from it. It sets `HOST`, fills `attachments`, and defines `install`, `host_version`,
+    `model_name`, `follow_loaded`, `loaded` and `name_pictures`. It may extend the other methods.
     """
 
     HOST: ClassVar[str]
@@ -31,6 +34,7 @@ class Session:
         self.version = version
         self.report = Report()
         self.report.on_stage = self.show_stage
+        self.rehearsals = Rehearsals(self)
         self.attachments: tuple[Attachment, ...] = ()
         """They keep accelerators on the host's networks. The status lists them in this order."""
         self._undo: list[Callable[[], object]] = []
@@ -78,9 +82,17 @@ class Session:
         script_callbacks.on_ui_settings(self.callback(lambda: settings.register(shared.opts, shared.OptionInfo)))
         script_callbacks.on_script_unloaded(self.callback(self.release))
         script_callbacks.on_before_ui(self.callback(self._add_axes))
+        script_callbacks.on_infotext_pasted(self.callback(lambda _text, params: settings.restored(params)))
         script_callbacks.on_ui_tabs(lambda: self._tab())
         script_callbacks.on_app_started(self.callback(lambda _demo, app: api.register(app, self._source())))
         self._undo.extend(self.install())
+        self._undo.append(self._answer())
+
+    def _answer(self) -> Callable[[], None]:
+        from modules import processing
+
+        answers = Answers(self.report, self.attachments, self.config, self.guarded)
+        return wrap(processing, "process_images_inner", answers.process)
 
     def install(self) -> Iterable[Callable[[], object]]:
         """Register the adapter's own callbacks and wrap functions of the host; returns what removes the wrappers."""
@@ -88,6 +100,7 @@ class Session:
 
     def release(self) -> None:
         """Release everything. Called when the host unloads its scripts, which it may load again."""
+        self.rehearsals.jobs.close()
         self.release_models()
         while self._undo:
             self._undo.pop()()
@@ -128,8 +141,15 @@ class Session:
             logger.setLevel(level)
 
     def _source(self) -> api.Source:
+        jobs = api.Jobs(
+            self.rehearsals.prepare,
+            self.rehearsals.measure,
+            self.rehearsals.jobs.cancel,
+            self.rehearsals.jobs.status,
+            self.rehearsals.measurements.all,
+        )
         return api.Source(
-            self.status, self.bug_report, self.drop_plans, self.api_passwords, self.api_is_on, self.subpath
+            self.status, self.bug_report, self.drop_plans, jobs, self.api_passwords, self.api_is_on, self.subpath
         )
 
     def status(self) -> dict[str, Any]:
@@ -144,6 +164,7 @@ class Session:
             "no_gpu": None if config.allow_cpu else missing,
             "enabled": config.enabled,
             "model": self.model_name(),
+            "job": self.rehearsals.jobs.status(),
             "accelerators": [each for attachment in self.attachments for each in attachment.status()],
             **self.report.as_dict(),
         }
@@ -182,7 +203,17 @@ class Session:
     def _tab(self) -> list[Any]:
         # a host goes through the result: an exception of ours must leave it an empty one
         try:
-            return tab.tabs(self.drop_plans, self.bug_report)
+            jobs = self.rehearsals
+            return tab.tabs(
+                tab.Actions(
+                    self.drop_plans,
+                    self.bug_report,
+                    jobs.prepare,
+                    jobs.measure,
+                    jobs.jobs.cancel,
+                    jobs.measurements.all,
+                )
+            )
         except Exception as exc:
             self.report.error("the tab", exc)
             return []
@@ -208,6 +239,18 @@ class Session:
     def subpath(self) -> str:
         """Below which path the host serves its page as well; "" where nowhere."""
         return ""
+
+    def follow_loaded(self) -> None:
+        """Accelerate the model that the host has loaded now."""
+        raise NotImplementedError
+
+    def loaded(self) -> Accelerator | None:
+        """The accelerator of its UNet; None where it has none."""
+        raise NotImplementedError
+
+    def name_pictures(self, pictures: int | None) -> None:
+        """Calls are of so many pictures from now on; None where that is not known."""
+        raise NotImplementedError
 
     def host_version(self) -> str:
         """The host's version, or "unknown"."""

@@ -1,16 +1,36 @@
-"""Axes of the hosts' X/Y/Z plot, to compare pictures and times with the extension on and off."""
+"""Axes of the hosts' X/Y/Z plot, to compare pictures and times under different settings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+from sfast_ext.ui import settings
+
+
+class Axis(NamedTuple):
+    """A setting of pictures' own. `kind` makes its value of what the user writes."""
+
+    key: str
+    kind: Callable[[str], Any]
+    choices: tuple[str, ...] | None
+
+
+def _switch(text: str) -> bool:
+    return text.lower() == "true"
+
+
+_ON_OFF = ("True", "False")
 AXES = {
-    "[Stable Fast] enabled": "sfast_enabled",
-    "[Stable Fast] CUDA graphs": "sfast_cuda_graphs",
-    "[Stable Fast] Triton kernels": "sfast_triton",
+    "[Stable Fast] enabled": Axis("sfast_enabled", _switch, _ON_OFF),
+    "[Stable Fast] preset": Axis("sfast_preset", str, settings.PRESET.choices),
+    "[Stable Fast] CUDA graphs": Axis("sfast_cuda_graphs", _switch, _ON_OFF),
+    "[Stable Fast] Triton kernels": Axis("sfast_triton", _switch, _ON_OFF),
+    "[Stable Fast] GPU memory, MB": Axis("sfast_graph_memory_mb", int, None),
+    "[Stable Fast] comparison": Axis("sfast_check", str, tuple(settings.CHECK_LABELS)),
+    "[Stable Fast] tolerance": Axis("sfast_tolerance", float, None),
 }
-"""Labels, and the settings that change speed or rounding; each is on or off."""
+"""By label, the settings that change speed, rounding or which plans are used."""
 
 
 def add_axes(grid: Any) -> None:
@@ -20,14 +40,20 @@ def add_axes(grid: Any) -> None:
         grid: the host's module that has `AxisOption` and the list `axis_options`.
     """
     known = {option.label for option in grid.axis_options}
-    for label, key in AXES.items():
+    for label, axis in AXES.items():
         if label not in known:
-            grid.axis_options.append(grid.AxisOption(label, str, _override(key), choices=lambda: ["True", "False"]))
+            kind = axis.kind if axis.choices is None else str
+            grid.axis_options.append(grid.AxisOption(label, kind, _override(axis), choices=_choices(axis)))
 
 
-def _override(key: str) -> Callable[[Any, Any, Any], None]:
+def _choices(axis: Axis) -> Callable[[], list[str]] | None:
+    choices = axis.choices
+    return None if choices is None else lambda: list(choices)
+
+
+def _override(axis: Axis) -> Callable[[Any, Any, Any], None]:
     def apply(p: Any, x: Any, _values: Any) -> None:
         # of this picture alone, as a request's own override_settings
-        p.override_settings[key] = str(x).strip().lower() == "true"
+        p.override_settings[axis.key] = axis.kind(str(x).strip())
 
     return apply

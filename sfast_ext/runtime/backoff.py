@@ -34,6 +34,12 @@ class CaptureBackoff:
         self._unused_captures[signature] = self._unused_captures.get(signature, 0) + 1
         self._in_generation[signature] = self._in_generation.get(signature, 0) + 1
 
+    def forget_capture(self, signature: Signature) -> None:
+        """The plan that was about to be built is not: the user has interrupted it."""
+        for counts in (self._unused_captures, self._in_generation):
+            if counts.get(signature, 0) > 0:
+                counts[signature] -= 1
+
     def new_generation(self) -> None:
         """A generation begins."""
         for signature, captures in self._in_generation.items():

@@ -17,13 +17,13 @@ from sfast_ext.call_signature import Call, Signature
 from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capture, capture_live
 from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
 from sfast_ext.config import Config
-from sfast_ext.kernels.backend import choices
+from sfast_ext.kernels.backend import choices, nvrtc
 from sfast_ext.kernels.backend.precompile import precompile
 from sfast_ext.kernels.backend.triton_runtime import without_triton
 from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.layout_time import channels_last_pays
-from sfast_ext.preparation import Preparation
+from sfast_ext.preparation import Interrupted, Preparation, StageTimes
 from sfast_ext.report import at
 from sfast_ext.runtime.backoff import CaptureBackoff
 from sfast_ext.runtime.failures import Failures
@@ -36,6 +36,8 @@ from sfast_ext.runtime.verify import verify_plan
 from sfast_ext.weights.submodule_arena import Arena
 
 _MEASURING = 1.0  # seconds of a first call in which ways to compute the same are compared, at most
+_gpu_times, _cpu_times = StageTimes(nvrtc.folder), StageTimes()
+"""Those on a CPU are of no use to a later process."""
 
 
 @dataclass
@@ -86,6 +88,7 @@ class PlanBuilder:
 
         Raises:
             WeightsAway, WeightsChanged: see `WeightArena.sync`.
+            Interrupted: by the user. There is no plan then, and the next call may build one.
         """
         started = time.perf_counter()
         context, device = self._context, lookup.device
@@ -100,14 +103,29 @@ class PlanBuilder:
             for part in context.model.parts:
                 part.forget_plans("the model is captured as a whole")
         label = self._label(lookup)
-        with Preparation(context.report, label, logging.DEBUG if context.is_part else logging.INFO):
-            at("weights")
-            context.arena.sync()
-            plan = self._attempts(lookup, run)
+        try:
+            with self._preparation(label, device):
+                at("weights")
+                context.arena.sync()
+                plan = self._attempts(lookup, run)
+        except Interrupted:
+            self._backoff.forget_capture(lookup.shape_signature)
+            raise
         if plan is not None:
             plan.label = label
             plan.first_call_s = round(run.seconds + time.perf_counter() - started, 3)
             context.report.event("plan", f"{plan.state}: {label}, built in {plan.first_call_s} s")
+
+    def _preparation(self, label: str, device: torch.device) -> Preparation:
+        context = self._context
+        return Preparation(
+            context.report,
+            label,
+            logging.DEBUG if context.is_part else logging.INFO,
+            kind=type(context.module).__qualname__,
+            times=_gpu_times if device.type == "cuda" else _cpu_times,
+            interrupted=context.hooks.interrupted,
+        )
 
     def _label(self, lookup: Lookup) -> str:
         signature, words = lookup.call.signature, self._context.hooks.words
@@ -118,6 +136,8 @@ class PlanBuilder:
         while True:
             try:
                 return self._attempt(lookup, run)
+            except Interrupted:
+                raise
             except Exception as exc:
                 if not self._failures.put_down(exc, lookup.device):
                     raise
@@ -161,8 +181,11 @@ class PlanBuilder:
                     run.seconds,
                     context.config,
                 )
-        except Exception:
+        except Exception as exc:
             self._cache.drop(key)
+            if isinstance(exc, Interrupted):
+                # nothing is prepared
+                report.count("captures", -1)
             raise
         if refusal:
             self._cache.reject(key, refusal)

@@ -1,4 +1,4 @@
-"""The state of the extension over HTTP, for users whom the WebUI admits, and one route that changes something."""
+"""The state of the extension over HTTP, and what a user may start there, for users whom the WebUI admits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,24 @@ from secrets import compare_digest
 from typing import Any
 from urllib.parse import urlsplit
 
-from sfast_ext.ui import help_page
+from sfast_ext.ui import help_page, requests
 from sfast_ext.ui.bug_report import without_paths
 
 ROOT = "/sfast/v1"
 STATUS = f"{ROOT}/status"
 NO_STORE = {"Cache-Control": "no-store"}
+REFUSED_BODIES = {413: "The body is too long", 415: "The body is not of the type application/json"}
+
+
+@dataclass
+class Jobs:
+    """What a user may start and cancel. `prepare` and `measure` raise `requests.Refused` where that is not possible."""
+
+    prepare: Callable[[list[requests.Wanted]], dict[str, Any]]
+    measure: Callable[[list[requests.Wanted]], dict[str, Any]]
+    cancel: Callable[[], bool]
+    status: Callable[[], dict[str, Any] | None]
+    measurements: Callable[[], list[dict[str, Any]]]
 
 
 @dataclass
@@ -28,6 +40,7 @@ class Source:
     """The text for a bug report."""
     drop: Callable[[], int]
     """Drops all plans; returns how many there were."""
+    jobs: Jobs
     passwords: Callable[[], Mapping[str, str]] = dict
     """Those of the WebUI's API by user; empty where it requires none."""
     api_is_on: Callable[[], bool] = lambda: True
@@ -46,28 +59,59 @@ def register(app: Any, source: Source) -> None:
         app: the application that `on_app_started` passes.
     """
     from fastapi.routing import APIRouter
+    from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
     from starlette.responses import HTMLResponse, JSONResponse
 
     from sfast_ext.ui import models
 
+    def refusal(request: Request, changes: bool) -> Any:
+        """The answer to who may not ask this; None to who may."""
+        # the badge's own request must not make the browser ask for a password
+        asks = "text/html" in request.headers.get("accept", "")
+        if changes and not source.api_is_on():
+            return JSONResponse({"detail": "Not Found"}, status_code=404)
+        if not allowed(app, request, source.passwords()):
+            headers = {"WWW-Authenticate": "Basic"} if asks or changes else {}
+            return JSONResponse({"detail": "Unauthorized"}, status_code=401, headers=headers)
+        if changes and not same_site(request):
+            return JSONResponse({"detail": "Another site must not change anything here"}, status_code=403)
+        return None
+
     def answering(give: Callable[[], Any], changes: bool = False, as_page: bool = False) -> Callable[..., Any]:
         # not async: it runs beside the loop that serves the page
         def answer(request: Request) -> Any:
-            # the badge's own request must not make the browser ask for a password
-            asks = "text/html" in request.headers.get("accept", "")
-            if changes and not source.api_is_on():
-                return JSONResponse({"detail": "Not Found"}, status_code=404)
-            if not allowed(app, request, source.passwords()):
-                headers = {"WWW-Authenticate": "Basic"} if asks or changes else {}
-                return JSONResponse({"detail": "Unauthorized"}, status_code=401, headers=headers)
-            if changes and not same_site(request):
-                return JSONResponse({"detail": "Another site must not change anything here"}, status_code=403)
-            if as_page:
-                return HTMLResponse(give())
-            return JSONResponse(json_safe(give()), headers=NO_STORE)
+            refused = refusal(request, changes)
+            if refused is not None:
+                return refused
+            return HTMLResponse(give()) if as_page else JSONResponse(json_safe(give()), headers=NO_STORE)
 
         # FastAPI reads the annotations of a function by the names of its module
+        answer.__annotations__ = {"request": Request}
+        return answer
+
+    def starting(start: Callable[[list[requests.Wanted]], dict[str, Any]]) -> Callable[..., Any]:
+        # the body is read here, after the password: who is not admitted learns nothing from a message about it
+        async def answer(request: Request) -> Any:
+            refused = refusal(request, True)
+            if refused is not None:
+                return refused
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                return JSONResponse({"detail": "the body must be of the type application/json"}, status_code=415)
+            body = b""
+            async for part in request.stream():
+                body += part
+                if len(body) > requests.LONGEST:
+                    return JSONResponse({"detail": f"at most {requests.LONGEST} bytes"}, status_code=413)
+            try:
+                status = await run_in_threadpool(lambda: start(requests.from_body(body)))
+            except ValueError as exc:
+                return JSONResponse({"detail": json_safe(str(exc))}, status_code=422)
+            except requests.Refused as exc:
+                return JSONResponse({"detail": json_safe(str(exc))}, status_code=409)
+            return JSONResponse(json_safe(status), status_code=202, headers=NO_STORE)
+
         answer.__annotations__ = {"request": Request}
         return answer
 
@@ -75,6 +119,7 @@ def register(app: Any, source: Source) -> None:
         status = source.status()
         return {"version": status["version"], "host": status["host"]}
 
+    jobs = source.jobs
     routes = (
         ("status", "GET", lambda: public(source.status()), models.Status, "All that is known, as the badge reads it."),
         ("version", "GET", version, models.Version, "The versions of the extension and of the WebUI."),
@@ -87,23 +132,35 @@ def register(app: Any, source: Source) -> None:
             "Why steps were not accelerated, most frequent first.",
         ),
         ("report", "GET", lambda: {"text": source.report()}, models.ReportText, "The text for a bug report."),
+        ("job", "GET", lambda: {"job": jobs.status()}, models.LastJob, "The job that runs, or the last one."),
+        ("measurements", "GET", jobs.measurements, list[models.Measurement], "What was measured, oldest first."),
         ("drop", "POST", lambda: {"dropped": source.drop()}, models.Dropped, "Drop all plans; they are made anew."),
+        ("cancel", "POST", lambda: {"cancelled": jobs.cancel()}, models.Cancelled, "Cancel the job that runs."),
     )
+    starts = (
+        ("prepare", jobs.prepare, "Make sizes ready ahead of time, called as the last picture was."),
+        ("measure", jobs.measure, "Time the original and the accelerated model in turns at these sizes."),
+    )
+    unauthorized = {401: {"description": "The WebUI asks for a password"}}
+    body = {"requestBody": {"required": True, "content": {"application/json": {"schema": requests.SCHEMA}}}}
+    refusals = {409: "Nothing to go by yet, or another job runs", 422: "The body is not valid", **REFUSED_BODIES}
     prefixes = list(dict.fromkeys(("", source.subpath().rstrip("/"))))
     router = APIRouter()
+
+    def add(name: str, answer: Callable[..., Any], method: str, words: str, prefix: str, **more: Any) -> None:
+        common: dict[str, Any] = {"response_model": None, "tags": ["Stable Fast"], "include_in_schema": prefix == ""}
+        path = f"{prefix}{ROOT}/{name}"
+        router.add_api_route(path, answer, methods=[method], summary=words, name=f"sfast_{name}", **common, **more)
+
     for prefix in prefixes:
         for name, method, give, model, words in routes:
-            router.add_api_route(
-                f"{prefix}{ROOT}/{name}",
-                answering(give, changes=method == "POST"),
-                methods=[method],
-                responses={200: {"model": model}, 401: {"description": "The WebUI asks for a password"}},
-                response_model=None,
-                summary=words,
-                name=f"sfast_{name}",
-                tags=["Stable Fast"],
-                include_in_schema=prefix == "",
-            )
+            described: dict[int, Any] = {200: {"model": model}, **unauthorized}
+            add(name, answering(give, changes=method == "POST"), method, words, prefix, responses=described)
+        for name, start, words in starts:
+            described = {202: {"model": models.Job}, **unauthorized}
+            described.update({code: {"description": said} for code, said in refusals.items()})
+            more = {"responses": described, "status_code": 202, "openapi_extra": body}
+            add(name, starting(start), "POST", words, prefix, **more)
         router.add_api_route(
             f"{prefix}{ROOT}/help", answering(help_page.html, as_page=True), methods=["GET"], include_in_schema=False
         )

@@ -13,7 +13,7 @@ from sfast_ext.ui.words import plan_words
 EVENTS = 40
 """So many of the last events are in it."""
 ENVIRONMENT = (
-    "gpu", "compute_capability", "gpu_memory_mb", "torch", "cuda", "cudnn", "nvrtc", "triton", "triton_error",
+    "gpu", "compute_capability", "gpu_memory_mb", "torch", "cuda", "driver", "cudnn", "nvrtc", "triton", "triton_error",
     "xformers", "python", "platform",
 )  # fmt: skip
 # an absolute path on either system, not the rest of an address

@@ -53,6 +53,60 @@ class Badge(BaseModel):
     detail: str = Field(..., description="a sentence")
 
 
+class Row(BaseModel):
+    """What came of one size."""
+
+    label: str = Field(..., description="size and pictures in words")
+    size: str = Field(..., description="width x height in pixels")
+    pictures: int = Field(..., description="made at once")
+    ready: bool = Field(..., description="whether the next picture of this size is accelerated from its first step on")
+    reason: Optional[str] = Field(None, description="why not")
+    ms_before: Optional[float] = Field(None, description="measure: median milliseconds of the original's step")
+    ms_after: Optional[float] = Field(None, description="measure: median milliseconds of the accelerated step")
+    speedup: Optional[float] = Field(None, description="measure: their ratio")
+
+
+class Job(BaseModel):
+    """Work that was started by prepare or measure."""
+
+    kind: str = Field(..., description="prepare or measure")
+    state: str = Field(..., description="waiting (for a picture to end), running, done, cancelled or failed")
+    done: int = Field(..., description="steps that are done")
+    total: int = Field(..., description="all its steps: one for each size and number of pictures")
+    label: Optional[str] = Field(None, description="the step that is done now")
+    seconds: float = Field(..., description="since it began")
+    seconds_left: Optional[float] = Field(None, description="as the steps so far took; null before the first is done")
+    message: Optional[str] = Field(None, description="why it failed")
+    rows: list[Row] = Field(..., description="results, one for each step that is done")
+
+
+class LastJob(BaseModel):
+    """The last job."""
+
+    job: Optional[Job] = Field(None, description="null where none was started")
+
+
+class Measurement(BaseModel):
+    """A kept measurement."""
+
+    when: str = Field(..., description="local date and time")
+    version: str = Field(..., description="of the extension")
+    host: str = Field(..., description="the WebUI")
+    model: str = Field(..., description="the kind of the model, its size and its numbers; not its name")
+    gpu: Optional[str] = Field(None, description="the card")
+    driver: Optional[str] = Field(None, description="of NVIDIA")
+    torch: Optional[str] = Field(None, description="its version")
+    cuda: Optional[str] = Field(None, description="that torch was built with")
+    triton: Optional[str] = Field(None, description="its version")
+    rows: list[Row] = Field(..., description="one for each size and number of pictures")
+
+
+class Cancelled(BaseModel):
+    """The effect of cancel."""
+
+    cancelled: bool = Field(..., description="whether there was a job to cancel")
+
+
 class Status(BaseModel):
     """All that is known."""
 
@@ -63,6 +117,7 @@ class Status(BaseModel):
     no_gpu: Optional[str] = Field(None, description="why nothing can be accelerated on this machine")
     enabled: bool = Field(..., description="whether the setting is on")
     model: Optional[str] = Field(None, description="the loaded model")
+    job: Optional[Job] = Field(None, description="the job of prepare or measure that runs, or the last one")
     badge: Badge = Field(..., description="the state in short")
     accelerators: list[dict[str, Any]] = Field(..., description="one for each network, with its plans")
     preparing: Optional[dict[str, Any]] = Field(None, description="what is being prepared, its stage and seconds")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import sys
@@ -37,6 +38,8 @@ class Setting:
     valid: str = "true or false"
     """The valid values, in words."""
     group: str = "main"
+    infotext: str | None = None
+    """What it is called in a picture's infotext, if it can change pixels."""
 
 
 MAIN, MEMORY, EXPERT = "main", "memory", "expert"
@@ -109,6 +112,7 @@ SETTINGS = (
         group=EXPERT,
         choices=tuple(CHECK_LABELS),
         valid=", ".join(CHECK_LABELS),
+        infotext="Stable Fast check",
     ),
     Setting(
         "sfast_tolerance",
@@ -119,6 +123,7 @@ SETTINGS = (
         group=EXPERT,
         slider=(0.001, 0.1, 0.001),
         valid="a number above 0",
+        infotext="Stable Fast tolerance",
     ),
     Setting(
         "sfast_allow_cpu",
@@ -128,6 +133,18 @@ SETTINGS = (
         group=EXPERT,
     ),
 )
+
+SAME, SMALL = "same picture", "small card"
+PRESET = Setting(
+    "sfast_preset",
+    "preset",
+    "Preset",
+    "same picture: the settings below as they are. small card: at most an eighth of the GPU's memory and four sizes "
+    "kept ready, whatever is set below; it leaves room, and sizes are prepared again more often. No pixel changes",
+    choices=(SAME, SMALL),
+    valid=f"{SAME}, {SMALL}",
+)
+SIZES_OF_SMALL = 4
 
 LOG_LEVEL = Setting(
     "sfast_log_level",
@@ -141,7 +158,11 @@ LOG_LEVEL = Setting(
 )
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
 
-KEYS = tuple(setting.key for setting in (*SETTINGS, LOG_LEVEL))
+ALL = (SETTINGS[0], PRESET, *SETTINGS[1:], LOG_LEVEL)
+"""In the order of the page."""
+KEYS = tuple(setting.key for setting in ALL)
+_WORDS = {PRESET.key: SAME, LOG_LEVEL.key: "normal"}
+"""Defaults of the settings that are no field of Config."""
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -153,8 +174,8 @@ _last_valid: dict[str, Any] = {}
 
 def default_of(setting: Setting) -> Any:
     """The value that the WebUI shows until the user chooses one."""
-    if setting is LOG_LEVEL:
-        return "normal"
+    if setting.key in _WORDS:
+        return _WORDS[setting.key]
     if setting.field == "graph_memory_mb":
         return _default_budget(setting)
     return _displayed(setting, getattr(Config(), setting.field))
@@ -188,7 +209,7 @@ def register(opts: Any, option_info: Callable[..., Any]) -> None:
     page = _Page(option_info)
     for group, (key, text) in HEADINGS.items():
         opts.add_option(key, page.heading(text))
-        for setting in (*SETTINGS, LOG_LEVEL):
+        for setting in ALL:
             if setting.group == group:
                 opts.add_option(setting.key, page.option(setting))
 
@@ -220,6 +241,8 @@ class _Page:
         if not self._shows_comments:
             arguments["info"] = setting.info
         option = self._option_info(default_of(setting), setting.label, component, arguments, section=SECTION)
+        # AUTOMATIC1111 reads it there; SD.Next has a list of its own
+        option.infotext = setting.infotext
         return self._placed(option.info(setting.info) if self._shows_comments else option)
 
     def _placed(self, option: Any) -> Any:
@@ -262,21 +285,57 @@ def config_from(opts: Any, report: Report | None = None) -> Config:
         else:
             _last_valid[setting.key] = converted
             _announced.pop(setting.key, None)
-    return config
+    return _on_small_card(config) if _word(PRESET, opts, report) == SMALL else config
+
+
+@functools.lru_cache(maxsize=None)
+def _total_memory() -> int | None:
+    # the status reads the configuration, and asks nothing of the GPU
+    return environment.gpu_memory()
+
+
+def _on_small_card(config: Config) -> Config:
+    total = _total_memory()
+    # in the steps of the slider, one at least: 0 would be no limit
+    eighth = environment.MOST_FOR_GRAPHS_MB // 8 if total is None else total >> 23
+    most = max(256, eighth // 256 * 256)
+    chosen = config.graph_memory_mb or most
+    return replace(config, graph_memory_mb=min(chosen, most), max_graphs=min(config.max_graphs, SIZES_OF_SMALL))
 
 
 def log_level(opts: Any, report: Report | None = None) -> int:
     """The level of the extension's logger that the user has chosen; see `config_from` for invalid values."""
-    value = getattr(opts, LOG_LEVEL.key, None)
+    return LEVELS[_word(LOG_LEVEL, opts, report)]
+
+
+def _word(setting: Setting, opts: Any, report: Report | None) -> str:
+    """The chosen word of a setting that is no field of Config."""
+    value = getattr(opts, setting.key, None)
     if value is None:
-        return LEVELS["normal"]
-    if isinstance(value, str) and value in LEVELS:
-        _last_valid[LOG_LEVEL.key] = value
-        _announced.pop(LOG_LEVEL.key, None)
-        return LEVELS[value]
-    kept = _last_valid.get(LOG_LEVEL.key, "normal")
-    _announce(LOG_LEVEL, value, kept, report)
-    return LEVELS[kept]
+        return _WORDS[setting.key]
+    if isinstance(value, str) and value in setting.choices:
+        _last_valid[setting.key] = value
+        _announced.pop(setting.key, None)
+        return value
+    kept: str = _last_valid.get(setting.key, _WORDS[setting.key])
+    _announce(setting, value, kept, report)
+    return kept
+
+
+def infotext(config: Config) -> dict[str, Any]:
+    """What a configuration adds to a picture's infotext: settings that can change pixels and are not at their default,
+    by the name that they have there."""
+    chosen = [(each, _displayed(each, getattr(config, each.field))) for each in SETTINGS if each.infotext is not None]
+    return {str(each.infotext): value for each, value in chosen if value != default_of(each)}
+
+
+def restored(params: dict[str, Any]) -> None:
+    """Complete the parameters that a host read from an infotext: a setting that is not named had its default."""
+    if "Steps" not in params:
+        return  # a prompt alone
+    for each in SETTINGS:
+        if each.infotext is not None:
+            params.setdefault(each.infotext, str(default_of(each)))
 
 
 _TYPES = {field.name: type(getattr(Config(), field.name)) for field in fields(Config)}
@@ -317,7 +376,7 @@ def _announce(setting: Setting, value: Any, kept: Any, report: Report | None) ->
     if _announced.get(setting.key) == said:
         return
     _announced[setting.key] = said
-    used = kept if setting is LOG_LEVEL else _displayed(setting, kept)
+    used = kept if setting.key in _WORDS else _displayed(setting, kept)
     message = f"{setting.key} ({setting.label}) = {said} is not valid; {used!r} stays in use. Valid: {setting.valid}"
     if report is not None:
         report.event("settings", message)

@@ -2,34 +2,76 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from sfast_ext.ui import chart, requests
+
 TITLE, KEY = "Stable Fast", "stable_fast"
+NO_CHART = "There is nothing to draw: no size was measured yet, or matplotlib is not installed."
 
 
-def tabs(drop: Callable[[], int], report: Callable[[], str]) -> list[tuple[Any, str, str]]:
-    """What `on_ui_tabs` takes: the page, its title and its key. Empty without gradio.
+@dataclass
+class Actions:
+    """What the buttons do."""
 
-    Args:
-        drop: drops all plans and returns their number.
-        report: gives the text for a bug report.
-    """
+    drop: Callable[[], int]
+    """Drops all plans and returns their number."""
+    report: Callable[[], str]
+    """Gives the text for a bug report."""
+    prepare: Callable[[list[requests.Wanted]], object]
+    """Starts a job, or raises `requests.Refused`."""
+    measure: Callable[[list[requests.Wanted]], object]
+    cancel: Callable[[], bool]
+    measurements: Callable[[], list[dict[str, Any]]]
+    """Those that were kept, oldest first."""
+
+
+def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
+    """What `on_ui_tabs` takes: the page, its title and its key. Empty without gradio."""
     try:
         import gradio
     except ImportError:
         return []
 
     def dropped() -> str:
-        return f"Plans dropped: {drop()}. They are made anew when they are needed."
+        # each sentence in an element of its own: the host translates those that it finds
+        return f"<span>Plans dropped:</span> {actions.drop()}. <span>They are made anew when they are needed.</span>"
 
+    def drawn() -> tuple[Any, str]:
+        picture = chart.figure(actions.measurements())
+        return gradio.update(value=picture, visible=picture is not None), "" if picture is not None else NO_CHART
+
+    refresh, watch = "() => { stableFast.refresh(); }", "() => { stableFast.watch(); }"
     with gradio.Blocks(analytics_enabled=False) as page:
         gradio.HTML('<div id="stable_fast_view">Loading ...</div>', elem_id="stable_fast_tables")
         with gradio.Row():
             refresh_button = gradio.Button("Refresh", elem_id="stable_fast_refresh")
             drop_button = gradio.Button("Drop plans", elem_id="stable_fast_drop")
-            report_button = gradio.Button("Copy a report", elem_id="stable_fast_report")
+        gradio.HTML("<h3>Prepare and measure</h3>", elem_id="stable_fast_jobs")
+        with gradio.Row():
+            sizes = gradio.Textbox(
+                label="Sizes, width x height, with commas between them",
+                value="512x512",
+                elem_id="stable_fast_sizes",
+            )
+            pictures = gradio.Textbox(
+                label="Pictures at once, with commas between the numbers",
+                value="1",
+                elem_id="stable_fast_pictures",
+            )
+        with gradio.Row():
+            prepare_button = gradio.Button("Prepare", elem_id="stable_fast_prepare")
+            measure_button = gradio.Button("Measure", elem_id="stable_fast_measure")
+            cancel_button = gradio.Button("Cancel", elem_id="stable_fast_cancel")
+            chart_button = gradio.Button("Draw the last measurement", elem_id="stable_fast_chart")
         told = gradio.HTML("", elem_id="stable_fast_told")
+        gradio.HTML('<div id="stable_fast_job"></div>', elem_id="stable_fast_progress")
+        plot = gradio.Plot(label="Milliseconds a step", visible=False, elem_id="stable_fast_plot")
+        gradio.HTML("<h3>Report a bug</h3>")
+        report_button = gradio.Button("Copy a report", elem_id="stable_fast_report")
         text = gradio.Textbox(
             label="Report for a bug: versions, card, settings and reasons; no prompt, no names of files",
             lines=8,
@@ -38,12 +80,34 @@ def tabs(drop: Callable[[], int], report: Callable[[], str]) -> list[tuple[Any, 
             show_copy_button=True,
             elem_id="stable_fast_report_text",
         )
-        # the WebUI would keep its text in ui-config.json
-        text.do_not_save_to_config = True
-        refresh = "() => { stableFast.refresh(); }"
+        for each in (sizes, pictures, text):
+            # the WebUI would keep its text in ui-config.json
+            each.do_not_save_to_config = True
         refresh_button.click(fn=None, _js=refresh)
         drop_button.click(fn=dropped, outputs=[told], api_name=False).then(fn=None, _js=refresh)
-        report_button.click(fn=report, outputs=[text], api_name=False).then(
+        for button, start in ((prepare_button, actions.prepare), (measure_button, actions.measure)):
+            asked = {"inputs": [sizes, pictures], "outputs": [told], "api_name": False}
+            button.click(fn=_starting(start), **asked).then(fn=None, _js=watch)
+        cancel_button.click(fn=lambda: _cancelled(actions.cancel()), outputs=[told], api_name=False).then(
+            fn=None, _js=watch
+        )
+        chart_button.click(fn=drawn, outputs=[plot, told], api_name=False)
+        report_button.click(fn=actions.report, outputs=[text], api_name=False).then(
             fn=None, _js="(text) => { stableFast.copy(text); }", inputs=[text]
         )
     return [(page, TITLE, KEY)]
+
+
+def _starting(start: Callable[[list[requests.Wanted]], object]) -> Callable[[str, str], str]:
+    def started(sizes: str, pictures: str) -> str:
+        try:
+            start(requests.from_text(sizes, pictures))
+        except (ValueError, requests.Refused) as exc:
+            return f"<span>Not started:</span> <span>{html.escape(str(exc))}</span>"
+        return "Started."
+
+    return started
+
+
+def _cancelled(there_was: bool) -> str:
+    return "Cancelled." if there_was else "Nothing is running."

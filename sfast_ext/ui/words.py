@@ -36,12 +36,24 @@ def size_words(shapes: Sequence[tuple[int, ...]], pictures: int | None = None) -
     return ", ".join(said)
 
 
+def pictures_of(label: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
+    """How many pictures a label of `size_words` for these shapes is of; None where it does not say."""
+    rows = next((shape[0] for shape in shapes if len(shape) == 4), 0)
+    return next((n for n in range(1, rows + 1) if rows % n == 0 and size_words(shapes, n) == label), None)
+
+
 def plan_words(plan: Mapping[str, Any]) -> str:
     """A plan in one line: "512x512, 1 picture, 77 tokens: 2.1x (31.0 -> 14.8 ms a step)"."""
     times = plan.get("speedup")
     if times is None:
         return f"{plan['label']}: not compared in time"
     return f"{plan['label']}: {times:.1f}x ({plan['ms_before']:.1f} -> {plan['ms_after']:.1f} ms a step)"
+
+
+def plan_of_last_picture(accelerators: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Of the plans that the last picture used, by the status of accelerators, the one with the most steps."""
+    plans = [plan for each in accelerators for plan in each.get("plans", ()) if plan.get("last_pass")]
+    return max(plans, key=lambda plan: plan["replays"], default=None)
 
 
 def badge(status: Mapping[str, Any]) -> dict[str, str]:
@@ -78,8 +90,7 @@ def _state(status: Mapping[str, Any]) -> tuple[str, str, str]:
 def _speed(status: Mapping[str, Any]) -> str:
     """The measured speed-up of the last picture's plan and its pace, as far as they are known."""
     accelerators = [each for each in status["accelerators"] if not each.get("idle")]
-    plans = [plan for each in accelerators for plan in each.get("plans", ()) if plan.get("last_pass")]
-    plan = max(plans, key=lambda plan: plan["replays"], default=None)
+    plan = plan_of_last_picture(accelerators)
     times = plan.get("speedup") if plan is not None else None
     said = [] if times is None else [f"{times:.1f}x"]
     pace = next((each["calls_per_s"] for each in accelerators if each.get("calls_per_s")), None)

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from sfast_ext.ui import api
+from sfast_ext.ui import api, requests
 
 fastapi = pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
@@ -28,8 +28,39 @@ def state(**more):
     }
 
 
-def source(status=state, report=lambda: "a report", drop=lambda: 2, **more):
-    return api.Source(status, report, drop, **more)
+JOB = {
+    "kind": "prepare", "state": "waiting", "done": 0, "total": 1, "label": "512x512, 1 picture", "seconds": 0.0,
+    "seconds_left": None, "message": None, "rows": [],
+}  # fmt: skip
+
+
+class Started(list):
+    """What was asked of the jobs."""
+
+    def jobs(self, refuses=None):
+        def start(kind):
+            def started(wanted):
+                if refuses is not None:
+                    raise requests.Refused(refuses)
+                self.append((kind, [each.label for each in wanted]))
+                return {**JOB, "kind": kind}
+
+            return started
+
+        cancel = lambda: self.append("cancel") or True
+        return api.Jobs(start("prepare"), start("measure"), cancel, lambda: JOB, lambda: [{"when": "now", "rows": []}])
+
+
+def source(status=state, report=lambda: "a report", drop=lambda: 2, jobs=None, **more):
+    return api.Source(status, report, drop, jobs or Started().jobs(), **more)
+
+
+CHANGING = ("drop", "cancel", "prepare", "measure")
+
+
+def change(app, name, **how):
+    body = {"json": {"sizes": ["512x512"]}} if name in ("prepare", "measure") else {}
+    return client(app).post(f"/sfast/v1/{name}", **body, **how)
 
 
 def test_the_status_is_answered_as_json():
@@ -57,20 +88,73 @@ def test_each_route_answers_with_its_part():
     assert http.get("/sfast/v1/reasons").json()[0]["code"] == "hypernetwork"
     assert http.get("/sfast/v1/report").json() == {"text": "a report"}
     assert http.post("/sfast/v1/drop").json() == {"dropped": 2}
+    assert http.post("/sfast/v1/cancel").json() == {"cancelled": True}
+    assert http.get("/sfast/v1/job").json() == {"job": JOB}
+    assert http.get("/sfast/v1/measurements").json() == [{"when": "now", "rows": []}]
     assert 'id="hypernetwork"' in http.get("/sfast/v1/help").text
 
 
-def test_only_drop_changes_anything():
+def test_only_four_routes_change_anything():
     app = fastapi.FastAPI()
-    dropped = []
-    api.register(app, source(drop=lambda: dropped.append(1) or 0))
+    dropped, started = [], Started()
+    api.register(app, source(drop=lambda: dropped.append(1) or 0, jobs=started.jobs()))
     http = client(app)
-    for name in ("status", "version", "plans", "reasons", "report", "help"):
+    for name in ("status", "version", "plans", "reasons", "report", "help", "job", "measurements"):
         for method in ("post", "put", "delete", "patch"):
             assert getattr(http, method)(f"/sfast/v1/{name}").status_code == 405
-    for method in ("get", "put", "delete", "patch"):
-        assert getattr(http, method)("/sfast/v1/drop").status_code == 405
-    assert not dropped
+    for name in CHANGING:
+        for method in ("get", "put", "delete", "patch"):
+            assert getattr(http, method)(f"/sfast/v1/{name}").status_code == 405
+    assert not dropped and not started
+
+
+@pytest.mark.parametrize("kind", ["prepare", "measure"])
+def test_a_job_is_started_with_what_was_asked_for(kind):
+    app = fastapi.FastAPI()
+    started = Started()
+    api.register(app, source(jobs=started.jobs()))
+    body = {"sizes": ["512x512", "768x512", "512x512"], "pictures": [1, 4]}
+    answer = client(app).post(f"/sfast/v1/{kind}", json=body)
+    assert answer.status_code == 202 and answer.json()["kind"] == kind
+    labels = ["512x512, 1 picture", "512x512, 4 pictures", "768x512, 1 picture", "768x512, 4 pictures"]
+    assert started == [(kind, labels)]
+
+
+def test_a_job_that_cannot_start_says_why():
+    app = fastapi.FastAPI()
+    api.register(app, source(jobs=Started().jobs(refuses="make one picture first, not in /home/someone/webui/x.pt")))
+    answer = change(app, "prepare")
+    assert answer.status_code == 409 and answer.json()["detail"].startswith("make one picture first")
+    assert "someone" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "code", "said"),
+    [
+        (b"{}", "application/json", 422, "sizes is missing"),
+        (b"[]", "application/json", 422, "must be an object"),
+        (b"\xff{", "application/json", 422, "must be JSON"),
+        (b"[" * 5000, "application/json; charset=utf-8", 422, "must be JSON"),
+        (b'{"sizes": ["512x512"], "picture": [1]}', "application/json", 422, "unknown field 'picture'"),
+        (b'{"sizes": ["512"]}', "application/json", 422, "one is '512'"),
+        (b'{"sizes": ["512x515"]}', "application/json", 422, "divisible by 8; one is 512x515"),
+        (b'{"sizes": ["512x9999999999"]}', "application/json", 422, "width x height"),
+        (b'{"sizes": ["512x512"], "pictures": [true]}', "application/json", 422, "one is True"),
+        (b'{"sizes": ["512x512"], "pictures": [1.0]}', "application/json", 422, "one is 1.0"),
+        (b'{"sizes": ["512x512"], "pictures": [17]}', "application/json", 422, "from 1 to 16; one is 17"),
+        (b'{"sizes": ["512x512"], "pictures": []}', "application/json", 422, "at least one number"),
+        (json.dumps({"sizes": ["512x512"] * 33}).encode(), "application/json", 422, "at most 32"),
+        (b'{"sizes": ["512x512"]}', "text/plain", 415, "application/json"),
+        (b'{"sizes": ["512x512"]' + b" " * 70000 + b"}", "application/json", 413, "at most 65536 bytes"),
+    ],
+)
+def test_a_body_that_is_not_valid_is_refused_by_name(body, kind, code, said):
+    app = fastapi.FastAPI()
+    started = Started()
+    api.register(app, source(jobs=started.jobs()))
+    for name in ("prepare", "measure"):
+        answer = client(app).post(f"/sfast/v1/{name}", content=body, headers={"content-type": kind})
+        assert (answer.status_code, started) == (code, []) and said in answer.json()["detail"]
 
 
 def test_a_second_registration_takes_the_place_of_the_first():
@@ -92,11 +176,12 @@ def test_a_page_that_is_mounted_below_a_path_does_not_hide_the_routes():
     assert http.get("/sub/sfast/v1/status").json() == http.get("/sfast/v1/status").json() == state()
 
 
-def test_nothing_is_changed_where_the_api_of_the_webui_is_closed():
+@pytest.mark.parametrize("name", CHANGING)
+def test_nothing_is_changed_where_the_api_of_the_webui_is_closed(name):
     app = fastapi.FastAPI()
-    dropped = []
-    api.register(app, source(drop=lambda: dropped.append(1), api_is_on=lambda: False))
-    assert client(app).post("/sfast/v1/drop").status_code == 404 and not dropped
+    changed, started = [], Started()
+    api.register(app, source(drop=lambda: changed.append(1), jobs=started.jobs(), api_is_on=lambda: False))
+    assert change(app, name).status_code == 404 and not changed and not started
     assert client(app).get(api.STATUS).status_code == 200
 
 
@@ -114,22 +199,27 @@ def test_nothing_is_changed_where_the_api_of_the_webui_is_closed():
 )
 def test_a_page_of_another_site_changes_nothing(headers, may):
     app = fastapi.FastAPI()
-    dropped = []
-    api.register(app, source(drop=lambda: dropped.append(1) or 1))
-    assert client(app).post("/sfast/v1/drop", headers=headers).status_code == (200 if may else 403)
-    assert bool(dropped) == may
+    changed, started = [], Started()
+    api.register(app, source(drop=lambda: changed.append(1) or 1, jobs=started.jobs()))
+    for name in CHANGING:
+        assert (change(app, name, headers=headers).status_code < 300) == may
+    assert bool(changed) == may and len(started) == (3 if may else 0)
 
 
 def test_the_routes_are_described():
     app = fastapi.FastAPI()
     api.register(app, source())
     described = app.openapi()
-    for name in ("status", "version", "plans", "reasons", "report", "drop"):
+    for name in ("status", "version", "plans", "reasons", "report", "drop", "cancel", "job", "measurements"):
         (operation,) = described["paths"][f"/sfast/v1/{name}"].values()
         assert operation["summary"] and operation["responses"]["200"]["content"]
+    for name in ("prepare", "measure"):
+        operation = described["paths"][f"/sfast/v1/{name}"]["post"]
+        assert operation["summary"] and operation["responses"]["202"]["content"]
+        assert operation["requestBody"]["content"]["application/json"]["schema"] == requests.SCHEMA
     models = described["components"]["schemas"]
     assert {"Status", "Plan", "Reason", "Dropped"} <= set(models)
-    for model in ("Status", "Plan", "Reason"):
+    for model in ("Status", "Plan", "Reason", "Job", "Row", "Measurement"):
         assert all(field.get("description") for field in models[model]["properties"].values())
 
 
@@ -200,17 +290,23 @@ PAGES = {
 def test_it_asks_what_the_webui_asks(page, passwords):
     app = fastapi.FastAPI()
     app.auth, app.tokens = PAGES[page], {"good": "page"}
-    dropped = []
-    api.register(app, source(secret, passwords=lambda: passwords, drop=lambda: dropped.append(1) or 1))
+    changed, started = [], Started()
+    drop = lambda: changed.append(1) or 1
+    api.register(app, source(secret, passwords=lambda: passwords, drop=drop, jobs=started.jobs()))
 
     def status(cookies=None, **how):
         return client(app).get(api.STATUS, headers={"cookie": cookies or ""}, **how).status_code
 
     guarded = page != "none" or bool(passwords)
-    assert client(app).post("/sfast/v1/drop").status_code == (401 if guarded else 200)
-    assert client(app).post("/sfast/v1/drop", auth=("other", "p1")).status_code == (401 if guarded else 200)
-    assert bool(dropped) != guarded
-    for name in ("version", "plans", "reasons", "report", "help"):
+    for name in CHANGING:
+        for how in ({}, {"auth": ("other", "p1")}):
+            answer = change(app, name, **how)
+            assert (answer.status_code == 401) == guarded and (answer.status_code < 300) != guarded
+        if guarded and name in ("prepare", "measure"):
+            # nor does a body that is not valid get another answer
+            assert client(app).post(f"/sfast/v1/{name}", content=b"{").status_code == 401
+    assert bool(changed) != guarded and bool(started) != guarded
+    for name in ("version", "plans", "reasons", "report", "help", "job", "measurements"):
         assert client(app).get(f"/sfast/v1/{name}").status_code == (401 if guarded else 200)
     assert status() == (401 if guarded else 200)
     for auth in (("page", "p2"), ("api", "p1"), ("api", ""), ("other", "p1"), ("", "")):

@@ -58,6 +58,7 @@ def gradio(monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", stand_in)
     monkeypatch.setattr(settings, "_announced", {})
     monkeypatch.setattr(settings, "_last_valid", {})
+    settings._total_memory.cache_clear()
     return stand_in
 
 
@@ -68,7 +69,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_field_of_the_table_is_one_of_the_configuration():
-    assert len(set(settings.KEYS)) == len(settings.SETTINGS) + 1 == 9
+    assert len(set(settings.KEYS)) == len(settings.SETTINGS) + 2 == 10
     for setting in settings.SETTINGS:
         assert setting.key == f"sfast_{setting.field}"
         assert hasattr(Config(), setting.field)
@@ -82,6 +83,7 @@ def test_groups_follow_each_other_each_below_its_heading():
     assert tuple(opts.data_labels) == (
         "sfast_intro",
         "sfast_enabled",
+        "sfast_preset",
         "sfast_memory_heading",
         "sfast_graph_memory_mb",
         "sfast_max_graphs",
@@ -119,7 +121,7 @@ def test_registered_settings_show_their_cost_in_automatic1111(gradio):
     opts = Options()
     settings.register(opts, A1111OptionInfo)
     settings.register(opts, A1111OptionInfo)
-    for setting in (*settings.SETTINGS, settings.LOG_LEVEL):
+    for setting in settings.ALL:
         option = opts.data_labels[setting.key]
         assert option.section == ("stable_fast", "Stable Fast")
         assert option.comment_after.count(setting.info) == 1
@@ -313,3 +315,33 @@ def test_the_budget_for_graphs_follows_the_gpu(gib, shown, monkeypatch):
     monkeypatch.setattr(settings.environment, "gpu_memory", lambda: None if gib is None else int(gib * 2**30))
     setting = next(s for s in settings.SETTINGS if s.field == "graph_memory_mb")
     assert settings.default_of(setting) == shown
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "chosen", "kept"),
+    [
+        (None, {}, 512),
+        (4, {}, 512),
+        (8, {}, 1024),
+        (24, {}, 3072),
+        (1, {}, 256),
+        (8, {"sfast_graph_memory_mb": 512}, 512),
+    ],
+)
+def test_a_small_card_has_limits_above_what_is_set(monkeypatch, gigabytes, chosen, kept):
+    monkeypatch.setattr(settings.environment, "gpu_memory", lambda: gigabytes and gigabytes << 30)
+    config = settings.config_from(Options(sfast_preset="small card", **chosen))
+    assert (config.graph_memory_mb, config.max_graphs) == (kept, 4)
+    # no limit is one there, and a lower number of sizes stays
+    config = settings.config_from(Options(sfast_preset="small card", sfast_graph_memory_mb=0, sfast_max_graphs=2))
+    assert config.graph_memory_mb > 0 and config.max_graphs == 2
+
+
+def test_presets_change_no_pixels():
+    for preset in settings.PRESET.choices:
+        assert settings.infotext(settings.config_from(Options(sfast_preset=preset))) == {}
+    assert settings.config_from(Options(sfast_preset="same picture")) == Config()
+    report = Report()
+    assert settings.config_from(Options(sfast_preset="faster"), report) == Config()
+    (event,) = report.as_dict()["events"]
+    assert "sfast_preset" in event["message"] and "'same picture' stays" in event["message"]

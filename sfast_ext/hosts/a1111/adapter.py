@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts.a1111 import controlnet
 from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
 from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
+from sfast_ext.hosts.rehearsals import interrupted
 from sfast_ext.hosts.session import Session
 from sfast_ext.report import logger
 from sfast_ext.ui import words
@@ -67,7 +69,15 @@ class A1111Hooks:
         """The hooks as the accelerator takes them."""
         ignored = LORA_MARKS | LEFTOVER_MARKS | controlnet.MARKS
         vouch = self.recognised
-        return Hooks(self.bypass_reason, self.prepare, self.key, vouch, words=self.words, ignored=ignored)
+        return Hooks(
+            self.bypass_reason,
+            self.prepare,
+            self.key,
+            vouch,
+            words=self.words,
+            interrupted=interrupted,
+            ignored=ignored,
+        )
 
     def words(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
         """A call in a user's words."""
@@ -225,6 +235,25 @@ class A1111Session(Session):
 
         pairs = [pair.partition(":") for pair in (getattr(shared.cmd_opts, "api_auth", None) or "").split(",") if pair]
         return {user: password for user, _, password in pairs}
+
+    def follow_loaded(self) -> None:
+        """As before a step of a picture."""
+        from modules.sd_models import model_data
+
+        self._follow(model_data.sd_model)
+
+    def loaded(self) -> Accelerator | None:
+        """That of the model that is used, not of others that stay in memory."""
+        from modules.sd_models import model_data
+
+        unet = _unet_of(model_data.sd_model)
+        return None if unet is None else accelerator_of(unet)
+
+    def name_pictures(self, pictures: int | None) -> None:
+        """For the words of all networks."""
+        self._pictures = pictures
+        for hooks in list(self._hooks.values()):
+            hooks.pictures = pictures
 
     def xyz_grid(self) -> Any:
         """The module of its script."""

@@ -11,17 +11,18 @@ from typing import Any
 
 from torch import nn
 
-from sfast_ext.accelerator import accelerator_of
+from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.behaviour.forward_slot import is_own_forward
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
+from sfast_ext.hosts.rehearsals import interrupted
 from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
 from sfast_ext.hosts.sdnext.refusals import COMPILED, keeps_weights, model_bypass_reason, run_bypass_reason
 from sfast_ext.hosts.session import Session
-from sfast_ext.ui import words
+from sfast_ext.ui import settings, words
 from sfast_ext.ui.api import STATUS
 
 BOOKKEEPING = frozenset(
@@ -99,6 +100,7 @@ class SDNextHooks:
             recognised=vouch,
             transparent=vouch,
             words=lambda shapes: words.size_words(shapes, self._pictures()),
+            interrupted=interrupted,
             ignored=BOOKKEEPING,
         )
 
@@ -192,11 +194,38 @@ class SDNextSession(Session):
             wrap(sd_models, "unload_model_weights", self._unload),
             wrap(ipadapter, "apply", self._ip_adapters.apply),
             *self._offload.install(),
+            self._name_infotexts(),
         ]
+
+    def _name_infotexts(self) -> Callable[[], None]:
+        """Tell the host which settings the names in an infotext stand for: it has no such field in `OptionInfo`."""
+        from modules import generation_parameters_copypaste
+
+        mapping = generation_parameters_copypaste.infotext_to_setting_name_mapping
+        ours = [(each.infotext, each.key) for each in settings.SETTINGS if each.infotext is not None]
+        mapping.extend(ours)
+
+        def forget() -> None:
+            mapping[:] = [each for each in mapping if each not in ours]
+
+        return forget
 
     def _before_process(self, p: Any) -> None:
         self._pictures = getattr(p, "batch_size", None)
         self.follow()
+
+    def follow_loaded(self) -> None:
+        """As before a job."""
+        self.follow()
+
+    def loaded(self) -> Accelerator | None:
+        """That of the base model."""
+        unet = _unet(_pipeline())
+        return None if unet is None else accelerator_of(unet)
+
+    def name_pictures(self, pictures: int | None) -> None:
+        """For the words of all networks."""
+        self._pictures = pictures
 
     def xyz_grid(self) -> Any:
         """The module that its two scripts share."""

@@ -23,6 +23,7 @@ from torch import fx
 
 from sfast_ext.kernels.backend import health, nvrtc, size_prediction, triton_runtime
 from sfast_ext.kernels.backend.size_prediction import Call, Launch, Size
+from sfast_ext.report import advance
 
 logger = logging.getLogger("sfast_ext")
 
@@ -218,8 +219,17 @@ def failed(device: torch.device) -> dict[str, str]:
 
 def _compile_all(wanted: dict[Any, Launch], device: torch.device) -> list[Launch]:
     """The launches that compiled."""
+    tried: list[bool | None] = []
     with ThreadPoolExecutor(min(len(wanted), MOST_THREADS, os.cpu_count() or 1)) as pool:
-        tried = list(pool.map(lambda launch: _compile(launch, device), wanted.values()))
+        waiting = [pool.submit(_compile, launch, device) for launch in wanted.values()]
+        try:
+            for each in waiting:
+                tried.append(each.result())
+                advance(len(tried), len(waiting))
+        finally:
+            # the user may have interrupted it: what is not begun is left out
+            for each in waiting:
+                each.cancel()
     compiled = []
     for (key, launch), done in zip(wanted.items(), tried):
         if done if done is not None else _compile(launch, device):

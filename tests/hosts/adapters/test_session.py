@@ -31,8 +31,10 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     opts = SimpleNamespace(add_option=lambda key, option: host.options.update({key: option}))
     shared = SimpleNamespace(opts=opts, OptionInfo=lambda *args, **more: SimpleNamespace(given=(args, more)))
     modules = ModuleType("modules")
-    modules.script_callbacks, modules.shared = host, shared  # type: ignore[attr-defined]
-    for name, module in (("modules", modules), ("modules.script_callbacks", host), ("modules.shared", shared)):
+    processing = SimpleNamespace(process_images_inner=lambda p: p)
+    beside = {"script_callbacks": host, "shared": shared, "processing": processing}
+    vars(modules).update(beside)
+    for name, module in (("modules", modules), *((f"modules.{name}", each) for name, each in beside.items())):
         monkeypatch.setitem(sys.modules, name, module)
     kinds = dict.fromkeys(("Checkbox", "Slider", "Radio", "HTML"), object)
     monkeypatch.setitem(sys.modules, "gradio", SimpleNamespace(**kinds))
@@ -57,6 +59,9 @@ def kind() -> type[Any]:
             return "1"
 
         def model_name(self) -> str | None:
+            return None
+
+        def loaded(self) -> Any:
             return None
 
     return Recorded
@@ -118,7 +123,7 @@ def test_the_console_says_as_much_as_the_setting_wants(host, kind):
 def test_the_tab_is_one_of_the_host_s(host, kind, monkeypatch):
     kind.start("0")
     asked = []
-    monkeypatch.setattr(tab, "tabs", lambda drop, report: asked.append((drop(), report())) or [("page", "t", "k")])
+    monkeypatch.setattr(tab, "tabs", lambda do: asked.append((do.drop(), do.report())) or [("page", "t", "k")])
     assert host.callbacks["ui_tabs"]() == [("page", "t", "k")]
     ((dropped, text),) = asked
     assert dropped == 0 and text.startswith("Stable Fast 0 in a host 1")

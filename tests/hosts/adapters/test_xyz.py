@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from sfast_ext.hosts import xyz
+from sfast_ext.report import Report
 from sfast_ext.ui import settings
 
 
@@ -27,12 +28,26 @@ def test_each_axis_overrides_its_setting_for_one_picture(axis):
     xyz.add_axes(grid)
     assert [option.label for option in grid.axis_options] == ["Nothing", *xyz.AXES]
     for option in grid.axis_options[1:]:
-        assert option.choices() == ["True", "False"] and option.type is str
-        for text, value in (("True", True), ("False", False), (" true ", True)):
-            p = SimpleNamespace(override_settings={})
-            option.apply(p, text, None)
-            assert p.override_settings == {xyz.AXES[option.label]: value}
+        axis = xyz.AXES[option.label]
+        # hosts offer what `choices` gives, and turn what is written into `type`
+        written = option.choices() if axis.choices else {int: ["512"], float: ["0.05"]}[option.type]
+        for text in (*written, f" {written[0]} "):
+            p = SimpleNamespace(override_settings={}, sfast_enabled=True)
+            option.apply(p, option.type(text), None)
+            ((key, value),) = p.override_settings.items()
+            assert key == axis.key
+            # it is a value that the setting takes
+            report = Report()
+            opts = SimpleNamespace(**{key: value})
+            settings.config_from(opts, report)
+            assert not report.as_dict()["events"], (key, value)
+
+
+def test_a_switch_is_a_switch():
+    axis = xyz.AXES["[Stable Fast] enabled"]
+    for text, value in (("True", True), ("False", False), ("true", True)):
+        assert axis.kind(text) is value
 
 
 def test_each_axis_is_a_setting():
-    assert set(xyz.AXES.values()) <= set(settings.KEYS)
+    assert {axis.key for axis in xyz.AXES.values()} <= set(settings.KEYS)

@@ -9,6 +9,7 @@ import copy
 import functools
 import importlib.machinery
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,10 @@ from torch import nn
 from hosts.standins.lowvram import LowVram
 
 CONTEXT = 32
-CALLBACKS = ("ui_settings", "ui_tabs", "before_ui", "model_loaded", "cfg_denoiser", "script_unloaded", "app_started")
+CALLBACKS = (
+    "ui_settings", "ui_tabs", "before_ui", "infotext_pasted", "model_loaded", "cfg_denoiser", "script_unloaded",
+    "app_started",
+)  # fmt: skip
 LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)
 
 
@@ -142,6 +146,21 @@ class _Shared(ModuleType):
         return self.model_data.sd_model
 
 
+class State:
+    """What the WebUI is at; its page and its API interrupt it."""
+
+    job, textinfo, interrupted, skipped = "", None, False, False
+
+    def begin(self, job: str = "(unknown)") -> None:
+        self.job, self.textinfo, self.interrupted, self.skipped = job, None, False, False
+
+    def end(self) -> None:
+        self.job = ""
+
+    def interrupt(self) -> None:
+        self.interrupted = True
+
+
 class Host:
     """The WebUI: `load`, `switch`, `generate` raise the events that the real one raises, in its order."""
 
@@ -155,7 +174,7 @@ class Host:
         self.shared = _Shared("modules.shared")
         self.shared.__dict__.update(
             opts=self.opts, cmd_opts=SimpleNamespace(), device=torch.device("cpu"), model_data=self.model_data,
-            loaded_hypernetworks=[], OptionInfo=OptionInfo,
+            loaded_hypernetworks=[], OptionInfo=OptionInfo, state=State(),
         )  # fmt: skip
         # where models and latents are
         self.place = torch.device("cpu")
@@ -181,6 +200,8 @@ class Host:
                 send_model_to_cpu=lambda model: model.model.to("cpu"),
                 send_model_to_trash=lambda model: model.model.to("meta"),
             ),
+            "modules.call_queue": _module("modules.call_queue", queue_lock=threading.Lock()),
+            "modules.processing": _module("modules.processing", process_images_inner=self._process),
             "modules.upscaler": _module("modules.upscaler", Upscaler=type("Upscaler", (), {"upscale": upscale})),
             "modules.script_callbacks": _module("modules.script_callbacks", **registrars),
             "modules.errors": _module("modules.errors", display_once=lambda exc, task: self.errors.append(exc)),
@@ -272,6 +293,8 @@ class Host:
         denoiser = Denoiser()
         denoiser.p = SimpleNamespace(batch_size=1)
         for step in range(steps):
+            if self.shared.state.interrupted:
+                break
             if refiner is not None and step == steps // 2:
                 refiner()
             self.fire("cfg_denoiser", SimpleNamespace(denoiser=denoiser, sampling_step=step, sampling_steps=steps))
@@ -279,6 +302,23 @@ class Host:
             call = wrapper if self.model_data.sd_model.lowvram else wrapper.diffusion_model
             x = x - 0.1 * call(x, torch.full((2,), 900 - 100 * step).to(self.place), context=context)
         return x
+
+    def request(self, **options: Any) -> Any:
+        """A request of the page or the API: its result has what the answer's `info` is made of."""
+        p = SimpleNamespace(extra_generation_params={"Sampler": "Euler"}, options=options)
+        with sys.modules["modules.call_queue"].queue_lock:
+            self.shared.state.begin("a request")
+            try:
+                return sys.modules["modules.processing"].process_images_inner(p)
+            finally:
+                self.shared.state.end()
+
+    def _process(self, p: Any) -> Any:
+        picture = self.generate(**p.options)
+        infotext = ", ".join(f"{name}: {value}" for name, value in p.extra_generation_params.items())
+        return SimpleNamespace(
+            images=[picture], infotexts=[infotext], p=p, extra_generation_params=p.extra_generation_params
+        )
 
     @torch.no_grad()
     def _apply_lora(self, layer: nn.Module) -> None:

@@ -14,6 +14,7 @@ callback_map: dict[str, list[Callable[..., Any]]] = {
         "before_ui",
         "ui_settings",
         "ui_tabs",
+        "infotext_pasted",
         "app_started",
         "script_unloaded",
     )
@@ -52,6 +53,10 @@ def on_ui_tabs(callback: Callable[..., Any]) -> None:
 
 def on_app_started(callback: Callable[..., Any]) -> None:
     callback_map["app_started"].append(callback)
+
+
+def on_infotext_pasted(callback: Callable[..., Any]) -> None:
+    callback_map["infotext_pasted"].append(callback)
 
 
 def on_script_unloaded(callback: Callable[..., Any]) -> None:

@@ -9,9 +9,17 @@ class State:
     """Counts each job that begins; a run of the pipeline is one."""
 
     total_jobs = 0
+    job, textinfo, interrupted, skipped = "", None, False, False
 
-    def begin(self, _title: str) -> None:
+    def begin(self, title: str = "") -> None:
         self.total_jobs += 1
+        self.job, self.interrupted, self.skipped = title, False, False
+
+    def end(self) -> None:
+        self.job = ""
+
+    def interrupt(self) -> None:
+        self.interrupted = True
 
 
 state = State()

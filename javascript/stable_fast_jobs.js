@@ -1,0 +1,141 @@
+// The tab Stable Fast: the progress and the result of Prepare and Measure, and the measurements that were kept.
+
+(function() {
+    const MEASUREMENTS = './sfast/v1/measurements';
+    const STATES = {
+        waiting: 'Waiting for the picture to end',
+        running: 'Running',
+        done: 'Done',
+        cancelled: 'Cancelled',
+        failed: 'Failed'
+    };
+    const KINDS = {prepare: 'Prepare', measure: 'Measure'};
+    const ROWS = ['Size', 'Original, ms', 'Stable Fast, ms', 'Times faster', 'Result'];
+    const KEPT = ['Date', 'Size', 'Original, ms', 'Stable Fast, ms', 'Times faster', 'Driver', 'torch', 'Version', 'Card', 'Model'];
+    let view = null;
+    let live = null;
+    let shown = null;
+    let kept = [];
+    let open = false;
+
+    function fixed(value) {
+        return typeof value === 'number' ? value.toFixed(1) : '–';
+    }
+
+    function active(job) {
+        return Boolean(job) && (job.state === 'waiting' || job.state === 'running');
+    }
+
+    function table(parent, heads, rows) {
+        const {add} = stableFast;
+        const made = add(add(parent, 'div', undefined, 'sfast-scroll'), 'table');
+        const head = add(add(made, 'thead'), 'tr');
+        heads.forEach((name) => add(head, 'th', name).setAttribute('scope', 'col'));
+        const body = add(made, 'tbody');
+        rows.forEach((cells) => {
+            const row = add(body, 'tr');
+            cells.forEach((cell, column) => add(row, 'td', cell, /, ms$|^Times/.test(heads[column]) ? 'sfast-number' : ''));
+        });
+    }
+
+    function result(row) {
+        if (row.reason) {
+            return row.reason;
+        }
+        return row.ready ? 'Ready' : 'Not ready';
+    }
+
+    function progress(job) {
+        const {add, addParts, typeset} = stableFast;
+        const state = [KINDS[job.kind] || job.kind, STATES[job.state] || job.state, `${job.done} / ${job.total}`];
+        addParts(view, 'p', state, 'sfast-strong');
+        if (active(job)) {
+            const bar = add(view, 'progress');
+            bar.max = job.total;
+            bar.value = job.done;
+            bar.setAttribute('aria-label', KINDS[job.kind] || job.kind);
+            const left = typeof job.seconds_left === 'number' ? [Math.ceil(job.seconds_left), 's left'] : [];
+            addParts(view, 'p', [job.label ? typeset(job.label) : null, ...left]);
+        }
+        if (job.message) {
+            add(view, 'p', job.message);
+        }
+        if (job.rows.length > 0) {
+            table(view, ROWS, job.rows.map((row) => [
+                typeset(row.label), fixed(row.ms_before), fixed(row.ms_after), fixed(row.speedup), result(row)
+            ]));
+        }
+    }
+
+    function history() {
+        const {add, typeset} = stableFast;
+        if (kept.length === 0) {
+            return;
+        }
+        const details = add(view, 'details');
+        details.open = open;
+        details.addEventListener('toggle', () => { open = details.open; });
+        add(details, 'summary', 'Measurements that were kept');
+        const rows = [...kept].reverse().flatMap((each) => each.rows.map((row) => [
+            String(each.when).slice(0, 16).replace('T', ' '), typeset(row.label),
+            fixed(row.ms_before), fixed(row.ms_after), fixed(row.speedup),
+            each.driver || '–', each.torch || '–', each.version || '–', each.gpu || 'CPU', each.model || '–'
+        ]));
+        table(details, KEPT, rows);
+    }
+
+    function draw() {
+        if (!view || view.offsetParent === null) {
+            return;
+        }
+        view.textContent = '';
+        if (shown) {
+            progress(shown);
+        }
+        history();
+    }
+
+    async function load() {
+        try {
+            const answer = await fetch(MEASUREMENTS);
+            const found = answer.ok ? await answer.json() : [];
+            kept = Array.isArray(found) ? found : [];
+        } catch (error) {
+            kept = [];
+        }
+        draw();
+    }
+
+    function follow(status) {
+        const job = status.job || null;
+        const before = shown;
+        shown = job;
+        if (active(job)) {
+            stableFast.watch();
+        } else if (active(before)) {
+            // a screen reader is told of the end, not of each step
+            live.textContent = '';
+            stableFast.addParts(live, 'span', [KINDS[job && job.kind], STATES[job && job.state]]);
+            load();
+        }
+        if (JSON.stringify(job) !== JSON.stringify(before)) {
+            draw();
+        }
+    }
+
+    onUiLoaded(() => {
+        view = view || document.getElementById('stable_fast_job');
+        if (!view || view.dataset.ready) {
+            return;
+        }
+        view.dataset.ready = 'yes';
+        live = stableFast.add(view.parentElement, 'div', undefined, 'sfast-live sfast-job-live');
+        live.setAttribute('role', 'status');
+        stableFast.onStatus(follow);
+        new IntersectionObserver((entries) => {
+            if (entries.some((entry) => entry.isIntersecting)) {
+                load();
+            }
+        }).observe(view.parentElement);
+    });
+})();

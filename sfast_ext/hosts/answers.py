@@ -1,0 +1,78 @@
+"""What a host answers for a picture says whether and how it was accelerated; pictures' own metadata names settings that
+change pixels, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from sfast_ext import environment
+from sfast_ext.config import Config
+from sfast_ext.hosts.attachment import Attachment
+from sfast_ext.report import Report, Tally
+from sfast_ext.ui import settings, words
+
+KEY = "Stable Fast"
+"""Its name among the host's `extra_generation_params`."""
+OFF = "Stable Fast is switched off in the settings"
+
+
+class Answers:
+    """Laid around the function of the host that makes the pictures of one request.
+
+    Args:
+        config: gives the configuration; asked within a request, whose own settings count.
+        guarded: runs an action whose exceptions do not reach the host.
+    """
+
+    def __init__(
+        self,
+        report: Report,
+        attachments: Iterable[Attachment],
+        config: Callable[[], Config],
+        guarded: Callable[[Callable[[], object]], None],
+    ) -> None:
+        self._report, self._attachments = report, tuple(attachments)
+        self._config, self._guarded = config, guarded
+
+    def process(self, original: Callable[..., Any], p: Any, *args: Any, **kwargs: Any) -> Any:
+        """The host's `process_images_inner`. The pictures' infotexts are written in it, so what is added after it is in
+        the answer alone."""
+        why: list[str | None] = [None]
+        self._guarded(lambda: why.__setitem__(0, self._begin(p)))
+        with self._report.tally() as tally:
+            result = original(p, *args, **kwargs)
+        self._guarded(lambda: self._complete(result, tally, why[0]))
+        return result
+
+    def _begin(self, p: Any) -> str | None:
+        """Name settings that change pixels in the infotext. Returns why nothing will be accelerated."""
+        config = self._config()
+        missing = None if config.allow_cpu else environment.no_gpu()
+        reason = missing if config.enabled else OFF
+        if reason is None:
+            p.extra_generation_params.update(settings.infotext(config))
+        return reason
+
+    def _complete(self, result: Any, tally: Tally, reason: str | None) -> None:
+        params = getattr(result, "extra_generation_params", None)
+        if isinstance(params, dict):
+            # a copy: the host's own is what further infotexts of this request are made of
+            result.extra_generation_params = {**params, KEY: self._summary(tally, reason)}
+
+    def _summary(self, tally: Tally, reason: str | None) -> dict[str, Any]:
+        done = {"accelerated": tally.accelerated, "prepared": tally.prepared, "original": tally.bypassed}
+        return {"state": _state(tally), **done, "speedup": self._speedup(tally), "reason": reason or tally.reason}
+
+    def _speedup(self, tally: Tally) -> float | None:
+        if not tally.accelerated:
+            return None
+        plan = words.plan_of_last_picture([each for attachment in self._attachments for each in attachment.status()])
+        times = plan["speedup"] if plan is not None else None
+        return None if times is None else round(times, 2)
+
+
+def _state(tally: Tally) -> str:
+    if tally.accelerated:
+        return "partly accelerated" if tally.bypassed else "accelerated"
+    return "prepared" if tally.prepared else "not accelerated"

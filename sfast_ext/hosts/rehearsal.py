@@ -1,0 +1,128 @@
+"""Calls of the loaded model like those of its last picture, at sizes that no picture asked for yet."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from sfast_ext.accelerator import Accelerator
+from sfast_ext.report import Report, rehearsal, words_of
+from sfast_ext.runtime.example_call import ExampleCall, UnknownInput
+from sfast_ext.runtime.plan import Plan
+from sfast_ext.runtime.verify import milliseconds
+from sfast_ext.ui import words
+from sfast_ext.ui.requests import Refused, Wanted
+
+MAKE_ONE = "make one picture with this model first: what is prepared and measured is called as the last picture was"
+TRIES = 3
+"""Calls until a plan runs: the first or the second builds it. Where there is none after them, the last has told why."""
+ROUNDS = 7
+"""Measurements of each, in turns; the median counts."""
+
+
+class Rehearsal:
+    """Calls one model at sizes of the user's.
+
+    Args:
+        name_pictures: tells the host's words how many pictures a call is of.
+        stopped: asked between calls, and at each stage of a preparation by the host's own hook.
+
+    Raises:
+        Refused: there is no picture to go by.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None,
+        report: Report,
+        name_pictures: Callable[[int], object],
+        stopped: Callable[[], bool],
+    ) -> None:
+        plan = template(accelerator)
+        if accelerator is None or plan is None:
+            raise Refused(MAKE_ONE)
+        self._accelerator, self._report = accelerator, report
+        self._name_pictures, self._stopped = name_pictures, stopped
+        self._device = plan.device
+        try:
+            self._call = ExampleCall(plan.signature)
+        except UnknownInput as exc:
+            raise Refused(f"{exc}; {MAKE_ONE}") from exc
+        pictures = words.pictures_of(plan.label, plan.signature.shapes())
+        # with guidance a call has two rows for each picture
+        self._rows = self._call.rows // pictures if pictures else (2 if self._call.rows % 2 == 0 else 1)
+
+    @contextlib.contextmanager
+    def begun(self) -> Iterator[None]:
+        """Around all calls: they are no picture's, and torch's random state is what it was, afterwards."""
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), rehearsal():
+            yield
+
+    def prepare(self, wanted: Wanted) -> dict[str, Any] | None:
+        """Make the plan of a size. Returns what came of it; None where it was interrupted."""
+        return self._row(wanted, lambda args, kwargs: {})
+
+    def measure(self, wanted: Wanted) -> dict[str, Any] | None:
+        """Time the original forward and the accelerated one in turns; see `prepare`."""
+
+        def timed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+            module, accelerator = self._accelerator.module, self._accelerator
+            before, after = [], []
+            for _ in range(ROUNDS):
+                if self._stopped():
+                    return None
+                before.append(milliseconds(lambda: accelerator.original(*args, **kwargs), self._device, 1))
+                after.append(milliseconds(lambda: module(*args, **kwargs), self._device, 1))
+            found = {"ms_before": statistics.median(before), "ms_after": statistics.median(after)}
+            return {**found, "speedup": found["ms_before"] / found["ms_after"]}
+
+        return self._row(wanted, timed)
+
+    def _row(
+        self, wanted: Wanted, then: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any] | None]
+    ) -> dict[str, Any] | None:
+        row: dict[str, Any] = {"label": wanted.label, "size": f"{wanted.width}x{wanted.height}"}
+        row.update(pictures=wanted.pictures, ready=False, reason=None)
+        try:
+            with self._call.surroundings():
+                height, width = wanted.height // words.PIXELS, wanted.width // words.PIXELS
+                args, kwargs = self._call.inputs(height, width, wanted.pictures * self._rows, self._device)
+                self._name_pictures(wanted.pictures)
+                self._accelerator.new_generation()
+                row["reason"] = self._make_ready(args, kwargs)
+                if self._stopped():
+                    return None
+                row["ready"] = row["reason"] is None
+                more = then(args, kwargs) if row["ready"] else {}
+                return None if more is None else {**row, **more}
+        except UnknownInput as exc:
+            return {**row, "reason": f"{exc}; make a picture without what gives it, then try again"}
+        except torch.cuda.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return {**row, "ready": False, "reason": "the GPU has not enough memory for this size"}
+        except Exception as exc:  # of the model: not every size fits every model
+            return {**row, "ready": False, "reason": words_of(exc)}
+
+    def _make_ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Call the model until its plan runs. Returns why it does not."""
+        reason = None
+        for _ in range(TRIES):
+            if self._stopped():
+                return None
+            with self._report.tally() as tally:
+                self._accelerator.module(*args, **kwargs)
+            if tally.accelerated:
+                return None
+            reason = tally.reason
+        return reason or "no plan was made; the report says why"
+
+
+def template(accelerator: Accelerator | None) -> Plan | None:
+    """The plan that was used last; None where there is none."""
+    plans = list(accelerator.plans.values()) if accelerator is not None else []
+    return max(plans, key=lambda plan: plan.pass_of_use) if plans else None

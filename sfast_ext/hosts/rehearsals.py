@@ -1,0 +1,128 @@
+"""Prepare and Measure: what the tab and the API start, on the host's own model and within its own queue."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol
+
+from sfast_ext.accelerator import Accelerator
+from sfast_ext.config import Config
+from sfast_ext.hosts.jobs import Job, Jobs, Row
+from sfast_ext.hosts.measurements import Measurements
+from sfast_ext.hosts.rehearsal import Rehearsal
+from sfast_ext.report import Report
+from sfast_ext.ui.requests import Refused, Wanted
+
+PREPARE, MEASURE = "prepare", "measure"
+
+
+class Host(Protocol):
+    """What is asked of a session."""
+
+    HOST: ClassVar[str]
+    version: str
+    report: Report
+
+    def config(self) -> Config:
+        """The user's settings."""
+
+    def follow_loaded(self) -> None:
+        """Accelerate the model that is loaded now."""
+
+    def loaded(self) -> Accelerator | None:
+        """The accelerator of its UNet."""
+
+    def name_pictures(self, pictures: int | None) -> None:
+        """Calls are of so many pictures from now on."""
+
+
+class Rehearsals:
+    """Starts the jobs of one session."""
+
+    def __init__(self, host: Host, measurements: Measurements | None = None) -> None:
+        self._host = host
+        self.measurements = measurements or Measurements()
+        self.jobs = Jobs(host.report, queue, interrupted, interrupt)
+
+    def prepare(self, wanted: Sequence[Wanted]) -> dict[str, Any]:
+        """Make plans ahead of time. Returns the job's status.
+
+        Raises:
+            Refused: nothing can be prepared now.
+        """
+        return self._start(PREPARE, wanted, Rehearsal.prepare)
+
+    def measure(self, wanted: Sequence[Wanted]) -> dict[str, Any]:
+        """Measure the original and the accelerated model in turns, and keep the result; see `prepare`."""
+
+        def keep(job: Job) -> None:
+            accelerator = self._host.loaded()
+            if accelerator is not None:
+                try:
+                    self.measurements.add(accelerator.module, job.rows, self._host.version, self._host.HOST)
+                except (OSError, RuntimeError) as exc:
+                    job.message = f"measured, but not kept: {exc}"
+
+        if self._host.config().check == "always":
+            raise Refused(
+                "every call is made twice while 'Compare plans with the WebUI's own forward' is set to always: "
+                "set it to first use in Settings > Stable Fast"
+            )
+        return self._start(MEASURE, wanted, Rehearsal.measure, keep)
+
+    def _start(
+        self,
+        kind: str,
+        wanted: Sequence[Wanted],
+        work: Callable[[Rehearsal, Wanted], Row | None],
+        end: Callable[[Job], object] = lambda _job: None,
+    ) -> dict[str, Any]:
+        if not self._host.config().enabled:
+            raise Refused("Stable Fast is switched off: switch it on in Settings > Stable Fast")
+        self._rehearsal()
+
+        @contextlib.contextmanager
+        def begin() -> Iterator[Callable[[int], Row | None]]:
+            # while the job waited, another model may have been loaded
+            self._host.follow_loaded()
+            rehearsal = self._rehearsal()
+            try:
+                with rehearsal.begun():
+                    yield lambda number: work(rehearsal, wanted[number])
+            finally:
+                self._host.name_pictures(None)
+
+        return self.jobs.start(kind, [each.label for each in wanted], begin, end)
+
+    def _rehearsal(self) -> Rehearsal:
+        return Rehearsal(self._host.loaded(), self._host.report, self._host.name_pictures, lambda: self.jobs.stopped())
+
+
+@contextlib.contextmanager
+def queue(name: str) -> Iterator[None]:
+    """The host's own queue: no picture is made meanwhile, and its page shows the name as its job."""
+    from modules import call_queue, shared
+
+    with call_queue.queue_lock:
+        shared.state.begin(name)
+        try:
+            yield
+        finally:
+            shared.state.end()
+            shared.state.interrupted = shared.state.skipped = False
+
+
+def interrupted() -> bool:
+    """Whether the user has interrupted what the host is at."""
+    from modules import shared
+
+    state = getattr(shared, "state", None)
+    return bool(getattr(state, "interrupted", False) or getattr(state, "skipped", False))
+
+
+def interrupt() -> None:
+    """Interrupt what the host is at, as its own button does."""
+    from modules import shared
+
+    shared.state.interrupt()

@@ -1,0 +1,207 @@
+"""Prepare and Measure on the hosts' stand-ins: real plans, the host's queue, and nothing else changed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
+
+from hosts.adapters.test_a1111 import count, host, started, status  # noqa: F401
+from hosts.standins.sdnext import hosted, pipeline
+from sfast_ext.hosts import measurements, rehearsal
+from sfast_ext.hosts.a1111 import adapter
+from sfast_ext.report import Report
+from sfast_ext.ui.requests import Refused, Wanted, from_text
+
+LONG = 60.0
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path / "cache"))
+    # one round says as much as seven
+    monkeypatch.setattr(rehearsal, "ROUNDS", 1)
+    return tmp_path / "cache"
+
+
+def ended(session, within=LONG):
+    until = time.monotonic() + within
+    while time.monotonic() < until:
+        job = session.rehearsals.jobs.status()
+        if job["state"] not in ("waiting", "running"):
+            return job
+        time.sleep(0.01)
+    raise AssertionError(f"the job did not end: {job}")
+
+
+def a1111():
+    return adapter.A1111Session.running
+
+
+def marks():
+    plans = [plan for each in status()["accelerators"] for plan in each["plans"]]
+    return [(plan["label"], plan["last_pass"], plan["used_at"]) for plan in plans]
+
+
+def test_prepared_sizes_need_no_preparation_and_nothing_else_is_changed(host):  # noqa: F811
+    unet = started(host)
+    with pytest.raises(Refused, match="make one picture"):
+        a1111().rehearsals.prepare(from_text("64x64", "1"))
+    host.generate(steps=3)
+    shown = {key: status()[key] for key in ("last_pass", "reasons_listed", "badge")}
+    marked = marks()
+    torch.manual_seed(5)
+    random, grad = torch.get_rng_state(), torch.is_grad_enabled()
+    weights = {name: value.clone() for name, value in unet.state_dict().items()}
+
+    a1111().rehearsals.prepare([Wanted(128, 128, 1), Wanted(64, 64, 3)])
+    job = ended(a1111())
+
+    assert (job["state"], job["done"], job["total"]) == ("done", 2, 2)
+    assert [(row["label"], row["ready"], row["reason"]) for row in job["rows"]] == [
+        ("128x128, 1 picture", True, None),
+        ("64x64, 3 pictures", True, None),
+    ]
+    assert [label for label, _, _ in marks()] == [
+        "64x64, 1 picture, 7 tokens",
+        "128x128, 1 picture, 7 tokens",
+        "64x64, 3 pictures, 7 tokens",
+    ]
+    assert {key: status()[key] for key in shown} == shown
+    assert marks()[0] == marked[0] and not any(last for _, last, _ in marks()[1:])
+    assert torch.equal(torch.get_rng_state(), random) and torch.is_grad_enabled() == grad
+    assert all(torch.equal(value, weights[name]) for name, value in unet.state_dict().items())
+    state = host.shared.state
+    assert (state.job, state.interrupted, state.skipped) == ("", False, False)
+    assert not sys.modules["modules.call_queue"].queue_lock.locked()
+
+    captures = count("captures")
+    host.generate(size=16, steps=3)
+    assert count("captures") == captures and status()["last_pass"]["prepared"] == 0
+
+
+def test_what_cannot_be_prepared_says_why(host, monkeypatch):  # noqa: F811
+    started(host)
+    host.generate(steps=3)
+    before = status()["reasons_since_start"]
+    host.shared.loaded_hypernetworks = [SimpleNamespace(name="<b>one</b>")]
+    a1111().rehearsals.prepare(from_text("128x128", "1"))
+    (row,) = ended(a1111())["rows"]
+    assert not row["ready"] and row["reason"].startswith("a hypernetwork is active: <b>one</b>")
+    # it is no picture's reason
+    assert status()["reasons_since_start"] == before
+    host.shared.loaded_hypernetworks = []
+    # a size that the model refuses ends nothing
+    monkeypatch.setattr(rehearsal.ExampleCall, "inputs", lambda self, *_: ((torch.zeros(1),), {}))
+    a1111().rehearsals.prepare(from_text("128x128, 64x64", "1"))
+    job = ended(a1111())
+    assert job["state"] == "done" and [row["ready"] for row in job["rows"]] == [False, False]
+    assert "Error" in job["rows"][0]["reason"]
+    host.opts.data["sfast_check"] = "always"
+    with pytest.raises(Refused, match="made twice"):
+        a1111().rehearsals.measure(from_text("64x64", "1"))
+    host.opts.data.update(sfast_check="first use", sfast_enabled=False)
+    with pytest.raises(Refused, match="switched off"):
+        a1111().rehearsals.measure(from_text("64x64", "1"))
+
+
+def test_a_preparation_is_interrupted_between_stages(host):  # noqa: F811
+    started(host)
+    host.generate(steps=3)
+    session = a1111()
+
+    def shown(stage):
+        if stage is not None and "recording" in stage:
+            session.rehearsals.jobs.cancel()
+
+    session.report.on_stage = shown
+    session.rehearsals.prepare(from_text("128x128, 192x192", "1"))
+    job = ended(session)
+    assert (job["state"], job["rows"]) == ("cancelled", []) and len(marks()) == 1
+    assert status()["counters"].get("errors", 0) == 0 and not host.shared.state.interrupted
+
+
+def test_interrupting_a_picture_ends_its_preparation_and_keeps_what_there_is(host):  # noqa: F811
+    started(host)
+    session = a1111()
+    session.report.on_stage = lambda stage: host.shared.state.interrupt() if stage and "recording" in stage else None
+    result = host.request(steps=5)
+    assert marks() == [] and any(event["stage"] == "interrupted" for event in status()["events"])
+    # the step that was prepared is in the picture
+    host.shared.state.interrupted, session.report.on_stage = False, None
+    torch.testing.assert_close(result.images[0], host.generate(steps=1), rtol=1e-3, atol=1e-4)
+    assert len(marks()) == 1
+
+
+def test_measured_in_turns_and_kept_without_a_name(host, cache):  # noqa: F811
+    started(host)
+    host.generate(steps=3)
+    a1111().rehearsals.measure(from_text("64x64", "1"))
+    job = ended(a1111())
+    assert job["state"] == "done" and job["message"] is None
+    for row in job["rows"]:
+        assert row["ready"] and row["speedup"] == row["ms_before"] / row["ms_after"] > 0
+    (kept,) = a1111().rehearsals.measurements.all()
+    assert kept["rows"] == job["rows"] and kept["host"] == "AUTOMATIC1111 WebUI"
+    assert kept["model"].startswith("UNetModel, ") and kept["torch"] == torch.__version__ and "driver" in kept
+    file = cache / "measurements.json"
+    assert "seed 1" not in file.read_text() and str(cache) not in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0
+    # a folder that others may write to is told of, and the result is there
+    cache.chmod(0o777)
+    a1111().rehearsals.measure(from_text("64x64", "1"))
+    job = ended(a1111())
+    assert job["state"] == "done" and "not kept" in job["message"] and job["rows"][0]["ready"]
+
+
+def test_the_last_measurements_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(measurements, "KEPT", 3)
+    store = measurements.Measurements(lambda: tmp_path / "cache")
+    net = torch.nn.Linear(10, 10).half()
+    for number in range(5):
+        store.add(net, [{"label": str(number)}], "1", "a host")
+    assert [each["rows"][0]["label"] for each in store.all()] == ["2", "3", "4"]
+    assert store.all()[0]["model"] == "Linear, 0.00011 million parameters, float16"
+    for broken in ("", "{}", '[1, {"rows": 1}]'):
+        (tmp_path / "cache" / "measurements.json").write_text(broken)
+        assert store.all() == []
+
+
+@pytest.fixture
+def sdnext(monkeypatch):
+    yield from hosted(monkeypatch)
+
+
+def test_sdnext_prepares_and_measures_alike(sdnext):
+    sdnext.modeldata.model_data.sd_model = pipeline()
+    sdnext.picture()
+    session = sdnext.session
+    session.rehearsals.prepare(from_text("128x128", "1"))
+    (row,) = ended(session)["rows"]
+    assert row["ready"], row
+    captures = sdnext.captures()
+    sdnext.picture(width=16, height=16)
+    assert sdnext.captures() == captures
+    session.rehearsals.measure(from_text("128x128", "1"))
+    (row,) = ended(session)["rows"]
+    assert row["speedup"] > 0 and json.dumps(session.rehearsals.measurements.all())
+    assert not sdnext.shared.state.job and not sdnext.shared.state.interrupted
+
+
+def test_calls_of_a_rehearsal_are_no_picture_s():
+    from sfast_ext.report import rehearsal as in_rehearsal
+
+    report = Report()
+    report.count("replays")
+    with in_rehearsal(), report.tally() as tally:
+        report.count("replays")
+        report.bypassed("a reason")
+    shown = report.as_dict()
+    assert shown["last_pass"] == {"accelerated": 1, "bypassed": 0, "prepared": 0} and shown["reasons_listed"] == []
+    assert (tally.accelerated, tally.bypassed, tally.reason) == (1, 1, "a reason")

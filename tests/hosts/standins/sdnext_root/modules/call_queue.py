@@ -1,0 +1,7 @@
+"""One picture at a time."""
+
+from __future__ import annotations
+
+import threading
+
+queue_lock = threading.Lock()
