@@ -6,6 +6,8 @@
     const PERIOD = 1000;
     // polls without work after which nothing more is expected: the job of a click may begin late
     const PATIENCE = 5;
+    // of the window, to the details of a badge
+    const EDGE = 8;
     const SIGNS = {on: '●', partly: '◐', preparing: '◌', ready: '○', original: '▲', off: '■', none: '■', unknown: '?'};
 
     const badges = [];
@@ -68,11 +70,13 @@
     }
 
     function openTab() {
+        // SD.Next's modern theme has buttons of its own for tabs, with two letters of their keys as text
+        const [own] = gradioApp().querySelectorAll('button[tabitemid*="#tab_stable_fast_"]');
         const buttons = Array.from(gradioApp().querySelectorAll('#tabs button'));
         const panels = Array.from(gradioApp().querySelectorAll('#tabs > .tabitem'));
         // a localisation may have another name on the button, which stands where its panel does
         const place = panels.findIndex((panel) => panel.id === 'tab_stable_fast');
-        const tab = buttons.find((button) => button.textContent.trim() === 'Stable Fast') || buttons[place];
+        const tab = own || buttons.find((button) => button.textContent.trim() === 'Stable Fast') || buttons[place];
         if (tab) {
             tab.click();
         }
@@ -80,15 +84,32 @@
 
     // what lies behind an element: themes have no colour, or a transparent one, where others have one
     function cover(element) {
+        Object.assign(element.style, {backgroundColor: '', color: ''});
         for (let behind = element; behind; behind = behind.parentElement) {
             const colour = getComputedStyle(behind).backgroundColor;
             const [, , , alpha = '1'] = (colour || '').match(/[\d.]+/g) || [];
             if (colour && colour !== 'transparent' && Number(alpha) === 1) {
-                element.style.backgroundColor = colour;
+                // its own is left to the theme, which may come after the page
+                element.style.backgroundColor = behind === element ? '' : colour;
                 return;
             }
         }
         Object.assign(element.style, {backgroundColor: 'Canvas', color: 'CanvasText'});
+    }
+
+    // below its button, or above where there is no room: fixed, as columns of the host cut off what stands out of them
+    function stand({button, panel}) {
+        const is = panel.getBoundingClientRect();
+        if (is.height === 0) {
+            return;
+        }
+        const at = button.getBoundingClientRect();
+        const left = Math.max(EDGE, Math.min(at.right - is.width, window.innerWidth - is.width - EDGE));
+        const above = at.bottom + is.height > window.innerHeight && at.top > is.height;
+        const top = above ? at.top - is.height : at.bottom;
+        // by how far it is off: an ancestor with a transform is what it is fixed to
+        panel.style.left = `${(parseFloat(panel.style.left) || 0) + left - is.left}px`;
+        panel.style.top = `${(parseFloat(panel.style.top) || 0) + top - is.top}px`;
     }
 
     function write(state, text, status) {
@@ -105,6 +126,7 @@
                 panel.textContent = said;
             }
         }
+        badges.forEach(stand);
         // a screen reader is told of another state, not of each number
         if (live && live.dataset.state !== state) {
             live.dataset.state = state;
@@ -172,10 +194,11 @@
         };
         button.addEventListener('click', () => {
             pin(button.getAttribute('aria-expanded') === 'false');
-            refresh();
+            look();
         });
         const look = () => {
             cover(panel);
+            stand({button, panel});
             refresh();
         };
         box.addEventListener('mouseenter', look);
@@ -191,17 +214,21 @@
         return {box, button, sign, label, panel};
     }
 
-    // after each update of the page: SD.Next's modern theme moves buttons after they were made
+    // after each update of the page: SD.Next's modern theme moves buttons after they were made, into other buttons, which
+    // cut off what stands out of them; there the badge is the last of the group, and moves with it
     function place() {
         TABS.forEach((tab, index) => {
             const button = document.getElementById(`${tab}_generate`);
             if (!button) {
                 return;
             }
-            const row = button.closest(`#${tab}_generate_box`) || button;
             badges[index] = badges[index] || make();
-            if (badges[index].box.previousElementSibling !== row) {
-                row.after(badges[index].box);
+            const {box} = badges[index];
+            const group = button.closest(`#${tab}_generate_group`);
+            const others = group ? Array.from(group.children).filter((each) => each !== box) : [];
+            const before = others.pop() || button.closest(`#${tab}_generate_box`) || button;
+            if (box.previousElementSibling !== before) {
+                before.after(box);
                 cover(badges[index].button);
             }
         });
@@ -225,6 +252,9 @@
                 watch();
             }
         }, true);
+        // the event of a column that scrolls does not rise
+        window.addEventListener('scroll', () => badges.forEach(stand), {capture: true, passive: true});
+        window.addEventListener('resize', () => badges.forEach(stand));
         document.addEventListener('visibilitychange', () => {
             if (!document.hidden) {
                 refresh();

@@ -58,6 +58,12 @@ class Element {
     setAttribute(name, value) { this.attributes[name] = value; }
     getAttribute(name) { return this.attributes[name]; }
     addEventListener(name, listener) { this.listeners[name] = listener; }
+    getBoundingClientRect() {
+        const {left, top, width, height} = this.box || {left: 0, top: 0, width: 0, height: 0};
+        const x = left + (parseFloat(this.style.left) || 0);
+        const y = top + (parseFloat(this.style.top) || 0);
+        return {left: x, top: y, right: x + width, bottom: y + height, width, height};
+    }
     focus() { focused.push(this.textContent); }
     blur() {}
     click() { this.clicked = true; }
@@ -87,6 +93,9 @@ put(tables, 'div', 'stable_fast_view');
 put(put(body, 'div', 'stable_fast_progress'), 'div', 'stable_fast_job');
 globalThis.gradioApp = () => document;
 globalThis.window = globalThis;
+const seen = {};
+Object.assign(window, {innerWidth: 400, innerHeight: 800});
+window.addEventListener = (name, listener) => { seen[name] = listener; };
 Object.defineProperty(globalThis, 'navigator', {value: {}, configurable: true});
 globalThis.IntersectionObserver = class {
     constructor(callback) { this.callback = callback; }
@@ -205,6 +214,63 @@ def test_it_follows_a_button_that_the_theme_moves():
     assert sorted(shown["where"]) == ["img2img_generate_box", "txt2img_generate"] and shown["count"] == 2
 
 
+def test_in_a_button_of_the_theme_it_stands_last_in_the_group():
+    script = """
+        const group = put(body, 'div', 'txt2img_generate_group');
+        put(group, 'button', 'around').appendChild(buttons[0]);
+        put(group, 'button', 'stop');
+        const move = () => updated.forEach((callback) => callback());
+        move();
+        shown.first = group.children.map((each) => each.className || each.id);
+        put(group, 'button', 'late');
+        move();
+        move();
+        shown.then = group.children.map((each) => each.className || each.id);
+    """
+    shown = run(script)
+    assert shown["first"] == ["around", "stop", "sfast-badge"]
+    assert shown["then"] == ["around", "stop", "late", "sfast-badge"]
+
+
+@pytest.mark.parametrize(
+    ("button", "moved", "panel"),
+    [
+        # left and top of the button; how far off an ancestor puts what is fixed; left and top of the panel
+        ((200, 100), (0, 0), (60, 120)),
+        ((20, 770), (0, 0), (8, 680)),
+        ((360, 770), (30, 40), (192, 680)),
+        ((20, 60), (0, 0), (8, 80)),
+    ],
+)
+def test_details_are_within_the_window(button, moved, panel):
+    script = f"""
+        const [first] = badges();
+        const [button, panel] = ['sfast-state', 'sfast-details'].map((name) => byClass(name, first));
+        button.box = {{left: {button[0]}, top: {button[1]}, width: 60, height: 20}};
+        panel.box = {{left: {moved[0]}, top: {moved[1]}, width: 200, height: 90}};
+        first.listeners.mouseenter();
+        const at = () => [panel.getBoundingClientRect().left, panel.getBoundingClientRect().top];
+        shown.at = at();
+        seen.scroll();
+        shown.again = at();
+        button.box.top = 300;
+        seen.scroll();
+        shown.scrolled = at()[1];
+    """
+    assert run(script) == {"at": list(panel), "again": list(panel), "scrolled": 320}
+
+
+@pytest.mark.parametrize(("own", "clicked"), [(True, [True, False]), (False, [False, True])])
+def test_the_link_opens_the_tab_by_the_theme_s_own_button(own, clicked):
+    script = """
+        const tabs = [put(body, 'button', 'st', 'stableFast'), put(body, 'button', 'tab', 'Stable Fast ')];
+        body.querySelectorAll = (selector) => (selector.includes('tabitemid') ? OWN : [tabs[1]]);
+        byClass('sfast-link').listeners.click();
+        shown.clicked = tabs.map((tab) => Boolean(tab.clicked));
+    """.replace("OWN", "[tabs[0]]" if own else "[]")
+    assert run(script) == {"clicked": clicked}
+
+
 def test_one_request_at_the_start_and_none_while_idle():
     shown = run("await tick(); shown.urls = fetched; shown.timers = timers.size;")
     assert shown == {"urls": ["./sfast/v1/status"], "timers": 0}
@@ -287,8 +353,9 @@ def test_nothing_shines_through(background):
         first.listeners.mouseenter();
         shown.colour = byClass('sfast-details', first).style.backgroundColor;
     """
-    opaque = background if background.startswith("rgb(") else "rgb(1, 2, 3)"
-    assert run(script, background=background) == {"colour": opaque}
+    # an opaque colour is left to the theme, which may come after the page
+    below = "" if background.startswith("rgb(") else "rgb(1, 2, 3)"
+    assert run(script, background=background) == {"colour": below}
 
 
 @pytest.mark.parametrize(
