@@ -1,4 +1,4 @@
-"""The command line: doctor, demo, bench. What they do is in `tools`, imported when it is asked for."""
+"""The command line: doctor, demo, bench, tune. What they do is in `tools`, imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -103,6 +103,12 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--full", action="store_true", help="also kernels launched, FLOPs, a further size")
     add_stack(bench)
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+
+    tune = commands.add_parser("tune", help="measure on this GPU which of several ways runs each shape fastest")
+    tune.add_argument("--model", default="sd15", help="sd15, sdxl, …, or a path (%(default)s)")
+    tune.add_argument("--size", type=sizes, default="512x512", metavar="WxH,…", help="of the pictures (%(default)s)")
+    tune.add_argument("--batch", type=counts, default="1", metavar="N,…", help="pictures at once (%(default)s)")
+    tune.add_argument("--tokens", type=int, default=77, help="of the prompt (%(default)s)")
     return top
 
 
@@ -122,6 +128,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from sfast_ext.tools import demo
 
         return demo.main(demo.Options(args.model, args.out, args.steps, args.size, args.json))
+    if args.command == "tune":
+        from sfast_ext.tools import tune
+
+        return tune.main(tune.Options(args.model, args.size, args.batch, args.tokens))
     from sfast_ext.tools import bench
     from sfast_ext.tools.lib import ways
 

@@ -21,11 +21,14 @@ OPEN = "observers.forEach((each) => each([{isIntersecting: true}])); await settl
 
 
 def test_a_job_shows_how_far_it_is():
-    script = VIEW + """
+    script = (
+        VIEW
+        + """
         const bar = byTag('progress', view)[0];
         Object.assign(shown, {text: view.textContent, max: bar.max, value: bar.value, timers: timers.size});
         shown.name = bar.attributes['aria-label'];
     """
+    )
     shown = run(script, {**STATUS, "job": JOB})
     assert shown["text"].startswith("Measure|Running|1 / 2|768×512, 1 picture|4|s left|")
     assert "512×512, 1 picture|31.0|14.8|2.1|Ready" in shown["text"]
@@ -33,7 +36,9 @@ def test_a_job_shows_how_far_it_is():
 
 
 def test_the_page_asks_until_the_job_has_ended_and_tells_its_end_once():
-    script = VIEW + """
+    script = (
+        VIEW
+        + """
         const heard = [];
         for (let i = 0; i < 9; i++) { await tick(); heard.push(live.textContent); }
         shown.working = timers.size;
@@ -43,6 +48,7 @@ def test_the_page_asks_until_the_job_has_ended_and_tells_its_end_once():
         shown.loaded = fetched.filter((url) => url.endsWith('measurements')).length;
         shown.role = live.attributes.role;
     """
+    )
     shown = run(script, {**STATUS, "job": JOB, "measurements": [KEPT]})
     assert shown["working"] == 1 and shown["ended"] == 0 and shown["loaded"] == 1
     assert shown["heard"] == ["", "Measure|Done"] and shown["role"] == "status"
@@ -65,7 +71,10 @@ def test_each_state_is_told_in_words(job, said):
 
 def test_kept_measurements_are_listed_the_last_first_and_stay_open():
     older = {**KEPT, "when": "2026-10-01T08:00:00+01:00", "driver": None, "gpu": None}
-    script = VIEW + OPEN + """
+    script = (
+        VIEW
+        + OPEN
+        + """
         const rows = () => byTag('tr', view).slice(1).map((row) => row.textContent);
         shown.rows = rows();
         const details = byTag('details', view)[0];
@@ -75,6 +84,7 @@ def test_kept_measurements_are_listed_the_last_first_and_stay_open():
         await stableFast.refresh();
         shown.open = byTag('details', view)[0].open;
     """
+    )
     shown = run(script, {**STATUS, "measurements": [older, KEPT]})
     assert shown["rows"] == [
         f"2026-11-24 21:05|512×512, 1 picture|31.0|14.8|2.1|580.65|2.7|0.1.0|a card|{EVIL}",

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from sfast_ext import __version__, environment
+from sfast_ext.kernels.backend import choices
+from sfast_ext.tools import measured
 from sfast_ext.tools.lib import machine
 
 NOT_ON_WINDOWS = (
@@ -44,6 +46,8 @@ def collect() -> dict[str, Any]:
     found["nvrtc_file"] = environment.nvrtc_file()
     found["diffusers"] = environment.version("diffusers")
     found["used"] = used(found)
+    known = choices.memory_of(machine.device()).choices() if found["gpu"] else {}
+    found["measured"] = {what: {key: one._asdict() for key, one in keys.items()} for what, keys in known.items()}
     return found
 
 
@@ -64,8 +68,8 @@ def used(found: dict[str, Any]) -> list[str]:
     return [
         "The UNet is captured, rewritten and replayed as CUDA graphs, one for each size, batch and prompt length.",
         kernels,
-        f"Attention: PyTorch's own (cuDNN {found['cudnn']}, flash, memory-efficient, whichever fits first); on Hopper"
-        " kernels of ours where they are quicker.",
+        f"Attention: the fastest of PyTorch's (cuDNN {found['cudnn']}, flash, memory-efficient) and of xformers', as"
+        " measured on this GPU where PyTorch is 2.6 or later; on Hopper kernels of ours where they are quicker.",
         "Convolutions, and products with GEGLU: cuDNN's and cuBLAS's; on Hopper kernels of ours where they are"
         " quicker.",
     ]
@@ -78,6 +82,11 @@ def text(found: dict[str, Any]) -> str:
     missing = [name for key, name in _NAMES.items() if found.get(key) is None]
     lines.append(f"{'Not here'.ljust(width)}  {', '.join(missing) or 'nothing is missing'}")
     lines += ["", "What will be used", *(f"  {line}" for line in found["used"])]
+    if found["measured"]:
+        known = {
+            what: {k: choices.Choice(**one) for k, one in keys.items()} for what, keys in found["measured"].items()
+        }
+        lines += ["", "Measured on this GPU", *measured.report(known)]
     if found["known_bad"]:
         lines += ["", "Known not to work here", *(f"  {line}" for line in found["known_bad"])]
     if str(found["platform"]).startswith("Windows"):

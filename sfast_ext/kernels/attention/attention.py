@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -109,19 +110,22 @@ def fallback(
 def _fastest(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
     given = [(tuple(x.shape), x.stride()) for x in (q, k, v)]
     key = f"{given} {q.dtype} {is_causal} {None if mask is None else (tuple(mask.shape), mask.stride(), mask.dtype)}"
-    others = _backends(q, k, v, mask, is_causal, scale)
-    others |= xformers_backends.candidates(q, k, v, mask, is_causal, scale)
-    if not others:
+    fused = _backends(q, k, v, mask, is_causal, scale)
+    others = xformers_backends.candidates(q, k, v, mask, is_causal, scale)
+    if not fused and not others:
         return _preferred(key, q, k, v, mask, is_causal, scale)
-    return _choices.run(q.device, key, lambda: _preferred(key, q, k, v, mask, is_causal, scale), others)
+    # on Hopper `first` knows torch's
+    sure = hopper(q.device) and not others
+    own = functools.partial(_preferred, key, q, k, v, mask, is_causal, scale)
+    return _choices.run(q.device, key, own, {**fused, **others}, sure)
 
 
 def _backends(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> dict[str, Run]:
     """torch's backends by name, each with the others behind it: none is switched off, which other threads would see.
-    Empty where torch has no priority, and on Hopper, for which `first` knows, unless all is to be measured."""
-    if _PREFERENCE is None or (hopper(q.device) and not choices.thorough()):
+    Empty where torch has no priority."""
+    if _PREFERENCE is None:
         return {}
     sdpa_kernel, orders = _PREFERENCE
 

@@ -56,7 +56,8 @@ class Budget:
 
     left: float | None
     thorough: bool
-    """Whether also what is known from another card is measured."""
+    measured: int = 0
+    """Shapes that were measured."""
 
 
 _budget: ContextVar[Budget | None] = ContextVar("budget", default=None)
@@ -65,7 +66,15 @@ _budget: ContextVar[Budget | None] = ContextVar("budget", default=None)
 @contextlib.contextmanager
 def measuring(seconds: float | None, thorough: bool = False) -> Iterator[Budget]:
     """Within, in this thread, shapes that are met for the first time are measured until the seconds are spent. What was
-    measured is written to disk at the end."""
+    measured is written to disk at the end. Within another such context that one's budget holds.
+
+    Args:
+        thorough: measure also what is known from another card.
+    """
+    outer = _budget.get()
+    if outer is not None:
+        yield outer
+        return
     budget = Budget(seconds, thorough)
     token = _budget.set(budget)
     try:
@@ -74,12 +83,6 @@ def measuring(seconds: float | None, thorough: bool = False) -> Iterator[Budget]
         _budget.reset(token)
         for memory in list(_memories.values()):
             memory.save()
-
-
-def thorough() -> bool:
-    """Whether also what is known from another card is to be measured now."""
-    budget = _budget.get()
-    return budget is not None and budget.thorough
 
 
 @dataclass
@@ -211,13 +214,16 @@ class Choices:
         self._memory = memory
         self._chosen: dict[tuple[torch.device, str], str] = {}
 
-    def run(self, device: torch.device, key: str, own: Run, others: Mapping[str, Run]) -> Tensor:
+    def run(self, device: torch.device, key: str, own: Run, others: Mapping[str, Run], sure: bool = False) -> Tensor:
         """The result of the one chosen for `key`; of `own` where none is chosen yet, and none can be.
 
         `others` are part of the question: where a library is imported that was not, shapes are measured anew.
+
+        Args:
+            sure: `own` is known to be the fastest on such a card; only a thorough budget measures.
         """
         place = device, f"{key} of {', '.join(sorted(others))}"
-        name = self._chosen.get(place) or self._find(*place, own, others)
+        name = self._chosen.get(place) or self._find(*place, own, others, sure)
         other = others.get(name)
         if other is None:
             return own()
@@ -230,7 +236,7 @@ class Choices:
             self._chosen[place] = OWN
             return own()
 
-    def _find(self, device: torch.device, key: str, own: Run, others: Mapping[str, Run]) -> str:
+    def _find(self, device: torch.device, key: str, own: Run, others: Mapping[str, Run], sure: bool) -> str:
         memory = self._memory(device)
         known = memory.get(self._what, key)
         if known is not None:
@@ -239,10 +245,13 @@ class Choices:
         budget = _budget.get()
         if budget is None or (budget.left is not None and budget.left <= 0) or not self._may_time():
             return OWN
+        if sure and not budget.thorough:
+            return OWN
         began = time.perf_counter()
         choice = self._quickest(own, others)
         if budget.left is not None:
             budget.left -= time.perf_counter() - began
+        budget.measured += 1
         memory.put(self._what, key, choice)
         self._chosen[device, key] = choice.name
         return choice.name

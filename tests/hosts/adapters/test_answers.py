@@ -119,4 +119,3 @@ def test_sdnext_answers_and_restores_alike(sdnext):
     assert p.extra_generation_params == {"Stable Fast tolerance": 0.05}
     sdnext.adapter.SDNextSession.stop()
     assert mapping == [("Parser", "prompt_attention")]
-

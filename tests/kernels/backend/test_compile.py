@@ -112,9 +112,7 @@ def _words(name):
 # on each card between them one kernel of each kind: what differs there is the compiler's
 FAR_APART = {CAPABILITIES[0], 90, CAPABILITIES[-1]}
 OF_EACH_KIND = ("layer_norm", "geglu", "group_norm_whole", "upsample_conv2d")
-COMPILATIONS = [
-    (name, each) for name in KERNELS for each in CAPABILITIES if each in FAR_APART or name in OF_EACH_KIND
-]
+COMPILATIONS = [(name, each) for name in KERNELS for each in CAPABILITIES if each in FAR_APART or name in OF_EACH_KIND]
 
 
 @pytest.mark.parametrize(("name", "capability"), COMPILATIONS)
