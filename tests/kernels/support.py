@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from sfast_ext.kernels.backend import cuda_libraries, nvrtc, precompile
 from sfast_ext.kernels.backend.registry import Kernel
-from sfast_ext.kernels.group_norm import two_pass
+from sfast_ext.kernels.group_norm import one_pass, two_pass
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *HALF)
@@ -92,6 +92,15 @@ def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of few parts have too many of them for a program that normalises."""
     monkeypatch.setattr(two_pass, "MOST", 2)
     monkeypatch.setattr(two_pass, "_FEW", 2)
+
+
+def paths(rest: str, pixels: int, groups: int, width: int) -> list[str]:
+    """Names of the ways to the group norm of such an image that differ, `rest` being what any other ends in."""
+    parts = one_pass.parts(pixels, groups, width)
+    found = ["whole"] if one_pass.whole(pixels, groups, width) is not None else []
+    if parts is not None:
+        found += ["parts"] if parts.parts == 1 else ["parts", "many parts"]
+    return [*found, rest]
 
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

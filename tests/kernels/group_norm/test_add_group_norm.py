@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from kernels.support import close, each_dtype, expected, few_parts, half_dtype, randn
+from kernels.support import close, each_dtype, expected, few_parts, half_dtype, paths, randn
 from sfast_ext.kernels.group_norm import add_group_norm, group_norm
 
 SHAPES = [
@@ -24,7 +26,8 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(params=["whole", "parts", "many parts", "none"])
+# where an image is of one part, many parts are the same once more
+@pytest.fixture(params=["whole", "parts", "none"])
 def path(request, monkeypatch):
     """One path; what it does not take is done by kernels one after the other."""
     name = request.param.removeprefix("many ")
@@ -34,6 +37,22 @@ def path(request, monkeypatch):
 
 
 each_path = pytest.mark.usefixtures("path")
+every_path = pytest.mark.parametrize("path", ["whole", "parts", "many parts", "none"], indirect=True)
+
+
+# shapes for kernels one after the other, beside those that no path takes: these kernels have tests of their own
+ONE_BY_ONE = ((2, 320, 8, 8), (1, 30, 9, 7))
+
+
+def taken(cases):
+    """Shapes and groups, each with the paths that do something of their own there."""
+    found = []
+    for shape, groups in cases:
+        *own, rest = paths("none", math.prod(shape[2:]), groups, shape[1] // groups)
+        found += [(path, shape, groups) for path in own]
+        if not own or shape in ONE_BY_ONE:
+            found.append((rest, shape, groups))
+    return found
 
 
 def operands(shape, dtype, device):
@@ -48,19 +67,20 @@ def check(got, target, dtype):
         close(y, exact)
 
 
-@each_path
-@pytest.mark.parametrize(("shape", "groups"), SHAPES, ids=str)
-def test_shapes(device, shape, groups):
+@pytest.mark.parametrize(("path", "shape", "groups"), taken(SHAPES), indirect=["path"], ids=str)
+def test_shapes(device, path, shape, groups):
     x, bias, residual, weight, term = operands(shape, torch.float32, device)
     args = (x, bias, residual, 0.7, groups, weight, term, 1e-5)
     check(add_group_norm.launch(*args), expected(add_group_norm, *args), torch.float32)
 
 
-@each_path
-@pytest.mark.parametrize("shape", [(2, 320, 8, 8), (1, 640, 5, 7), (2, 40, 16, 16)], ids=str)
-def test_patches(device, shape):
+PICTURES = [((2, 320, 8, 8), 8), ((1, 640, 5, 7), 8), ((2, 40, 16, 16), 8)]
+
+
+@pytest.mark.parametrize(("path", "shape", "groups"), taken(PICTURES), indirect=["path"], ids=str)
+def test_patches(device, path, shape, groups):
     x, bias, residual, weight, term = operands(shape, torch.float32, device)
-    args = (x, bias, residual, 0.7, 8, weight, term, 1e-5, True, None, True)
+    args = (x, bias, residual, 0.7, groups, weight, term, 1e-5, True, None, True)
     for y, exact in zip(add_group_norm.launch(*args), expected(add_group_norm, *args), strict=True):
         close(y, exact)
 
@@ -105,8 +125,8 @@ def test_strided_inputs(device):
             close(y, expected(group_norm, total, 4, None, None, 1e-5))
 
 
-@each_path
-def test_results_repeat_and_large_means(device):
+@every_path
+def test_results_repeat_and_large_means(device, path):
     x, bias, residual, weight, term = operands((2, 96, 12, 12), torch.float32, device)
     args = (x + 3000.0, bias, residual, 1.0, 8, weight, term, 1e-5)
     first, again = add_group_norm.launch(*args), add_group_norm.launch(*args)

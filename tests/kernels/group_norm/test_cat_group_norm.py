@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from kernels.support import close, each_dtype, expected, few_parts, half_dtype, randn
+from kernels.support import close, each_dtype, expected, few_parts, half_dtype, paths, randn
 from sfast_ext.kernels.group_norm import cat_group_norm, group_norm
 
 # channels of both, height and width, groups
@@ -21,7 +23,8 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(params=["whole", "parts", "many parts", "none"])
+# where an image is of one part, many parts are the same once more
+@pytest.fixture(params=["whole", "parts", "none"])
 def path(request, monkeypatch):
     """One path; what it does not take is done by kernels one after the other."""
     name = request.param.removeprefix("many ")
@@ -31,6 +34,21 @@ def path(request, monkeypatch):
 
 
 each_path = pytest.mark.usefixtures("path")
+
+
+# shapes for kernels one after the other, beside those that no path takes: these kernels have tests of their own
+ONE_BY_ONE = ((320, 160, 8, 8), (20, 10, 9, 7))
+
+
+def taken(cases):
+    """Shapes and groups, each with the paths that do something of their own there."""
+    found = []
+    for shape, groups in cases:
+        *own, rest = paths("none", math.prod(shape[2:]), groups, sum(shape[:2]) // groups)
+        found += [(path, shape, groups) for path in own]
+        if not own or shape in ONE_BY_ONE:
+            found.append((rest, shape, groups))
+    return found
 
 
 def operands(batch, shape, dtype, device):
@@ -44,9 +62,8 @@ def operands(batch, shape, dtype, device):
     return a, bias, b, weight, term
 
 
-@each_path
-@pytest.mark.parametrize(("shape", "groups"), SHAPES, ids=str)
-def test_shapes(device, shape, groups):
+@pytest.mark.parametrize(("path", "shape", "groups"), taken(SHAPES), indirect=["path"], ids=str)
+def test_shapes(device, path, shape, groups):
     a, bias, b, weight, term = operands(2, shape, torch.float32, device)
     residual = randn(*a.shape, dtype=a.dtype, device=device)
     args = (a, bias, residual, b, groups, weight, term, 1e-5)
@@ -55,11 +72,13 @@ def test_shapes(device, shape, groups):
         close(y, exact)
 
 
-@each_path
-@pytest.mark.parametrize("shape", [(320, 160, 8, 8), (640, 320, 5, 7), (24, 16, 16, 16)], ids=str)
-def test_patches(device, shape):
+PICTURES = [((320, 160, 8, 8), 8), ((640, 320, 5, 7), 8), ((24, 16, 16, 16), 8)]
+
+
+@pytest.mark.parametrize(("path", "shape", "groups"), taken(PICTURES), indirect=["path"], ids=str)
+def test_patches(device, path, shape, groups):
     a, bias, b, weight, term = operands(2, shape, torch.float32, device)
-    args = (a, bias, None, b, 8, weight, term, 1e-5, True, None, True)
+    args = (a, bias, None, b, groups, weight, term, 1e-5, True, None, True)
     for y, exact in zip(cat_group_norm.launch(*args), expected(cat_group_norm, *args), strict=True):
         close(y, exact)
 

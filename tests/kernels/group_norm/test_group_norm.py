@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from kernels.support import close, each_dtype, expected, few_parts, half_dtype, randn
+from kernels.support import close, each_dtype, expected, few_parts, half_dtype, paths, randn
 from sfast_ext.kernels.group_norm import group_norm, two_pass
 from sfast_ext.kernels.group_norm import one_pass as tiles
 from sfast_ext.kernels.group_norm.two_pass import Parts
@@ -35,10 +37,11 @@ SHAPES = [
 ]
 
 # of which patches are made
-PICTURES = [(2, 320, 8, 8), (1, 640, 5, 7), (2, 64, 1, 9), (1, 96, 12, 1), (2, 40, 16, 16)]
+PICTURES = [((2, 320, 8, 8), 8), ((1, 640, 5, 7), 8), ((2, 64, 1, 9), 8), ((1, 96, 12, 1), 8), ((2, 40, 16, 16), 8)]
 
 
-@pytest.fixture(params=["whole", "parts", "many parts", "loop"])
+# where an image is of one part, many parts are the same once more
+@pytest.fixture(params=["whole", "parts", "loop"])
 def path(request, monkeypatch):
     """One path; what it does not take goes to the loop."""
     name = request.param.removeprefix("many ")
@@ -49,11 +52,20 @@ def path(request, monkeypatch):
 
 
 each_path = pytest.mark.usefixtures("path")
+every_path = pytest.mark.parametrize("path", ["whole", "parts", "many parts", "loop"], indirect=True)
 
 
-@each_path
-@pytest.mark.parametrize(("shape", "groups"), SHAPES, ids=str)
-def test_shapes(device, shape, groups):
+def taken(cases):
+    """Shapes and groups, each with the paths that do something of their own there."""
+    return [
+        (path, shape, groups)
+        for shape, groups in cases
+        for path in paths("loop", math.prod(shape[2:]), groups, shape[1] // groups)
+    ]
+
+
+@pytest.mark.parametrize(("path", "shape", "groups"), taken(SHAPES), indirect=["path"], ids=str)
+def test_shapes(device, path, shape, groups):
     x = randn(*shape, dtype=torch.float32, device=device)
     if len(shape) == 4:
         x = x.to(memory_format=torch.channels_last)
@@ -175,19 +187,18 @@ def test_nan_stays_in_its_group(device):
     assert torch.equal(per_group[~bad], clean.reshape(2, 4, -1)[~bad])
 
 
-@each_path
-def test_results_repeat(device):
+@every_path
+def test_results_repeat(device, path):
     x = randn(2, 320, 12, 12, dtype=torch.float16, device=device)
     assert torch.equal(*(group_norm.launch(x, 8, None, None, 1e-5, silu=True) for _ in range(2)))
 
 
-@each_path
 @pytest.mark.parametrize("silu", [False, True])
-@pytest.mark.parametrize("shape", PICTURES, ids=str)
-def test_patches(device, shape, silu):
+@pytest.mark.parametrize(("path", "shape", "groups"), taken(PICTURES), indirect=["path"], ids=str)
+def test_patches(device, path, shape, groups, silu):
     x = randn(*shape, dtype=torch.float32, device=device).to(memory_format=torch.channels_last)
     weight, bias, shift = (randn(*n, dtype=torch.float32, device=device) for n in (shape[1:2], shape[1:2], shape[:2]))
-    args = (x, 8, weight, bias, 1e-5, shift, silu, None)
+    args = (x, groups, weight, bias, 1e-5, shift, silu, None)
     close(group_norm.launch(*args, True), expected(group_norm, *args, True))
 
 
@@ -309,11 +320,11 @@ UNET = [
 ]
 
 
-@each_path
+@every_path
 @pytest.mark.gpu
 @half_dtype
 @pytest.mark.parametrize(("channels", "size"), UNET)
-def test_unet_shapes(dtype, channels, size):
+def test_unet_shapes(dtype, path, channels, size):
     device = torch.device("cuda")
     x = randn(2, channels, size, size, dtype=dtype, device=device, mean=0.5)
     x = x.to(memory_format=torch.channels_last)
