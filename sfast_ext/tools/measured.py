@@ -15,7 +15,17 @@ def rows(found: dict[str, dict[str, Choice]]) -> list[list[str]]:
         for key, choice in keys.items():
             own, best = choice.milliseconds.get(OWN), choice.milliseconds.get(choice.name)
             gain = own / best if own and best else 1.0
-            lines.append((gain, [f"{what} {key.rpartition(' of ')[0]}", choice.name, number(best, 3), number(gain, 2)]))
+            lines.append(
+                (
+                    gain,
+                    [
+                        f"{what} {key.rpartition(' of ')[0].partition(';')[0]}",
+                        choice.name,
+                        number(best, 3),
+                        number(gain, 2),
+                    ],
+                )
+            )
     return [line for _, line in sorted(lines, key=lambda pair: -pair[0])]
 
 

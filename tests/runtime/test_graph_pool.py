@@ -308,7 +308,7 @@ def test_out_of_memory_in_a_replay_makes_room_and_the_plan_comes_back(tiny_unet,
         monkeypatch.setattr(plan, "_copy_outputs", short)
         assert relative(unet(*args, **kwargs)[0], acc.original(*args, **kwargs)[0]) < HALF
         assert relative(unet(*args, **kwargs)[0], acc.original(*args, **kwargs)[0]) < HALF
-    assert acc.report.counter("out_of_memory") == 0 and acc.report.counter("graph_captures") == 3
+    assert acc.report.counter("out_of_memory") == 2 and acc.report.counter("graph_captures") == 3
     monkeypatch.setattr(plan, "_copy_outputs", short)
     assert relative(unet(*args, **kwargs)[0], acc.original(*args, **kwargs)[0]) < HALF
     assert not acc.plans and "injected" in str(acc._cache._rejected.values())

@@ -108,8 +108,7 @@ def fallback(
 
 
 def _fastest(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
-    given = [(tuple(x.shape), x.stride()) for x in (q, k, v)]
-    key = f"{given} {q.dtype} {is_causal} {None if mask is None else (tuple(mask.shape), mask.stride(), mask.dtype)}"
+    key = _key(q, k, v, mask, is_causal)
     fused = _backends(q, k, v, mask, is_causal, scale)
     others = xformers_backends.candidates(q, k, v, mask, is_causal, scale)
     if not fused and not others:
@@ -118,6 +117,18 @@ def _fastest(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bo
     sure = hopper(q.device) and not others
     own = functools.partial(_preferred, key, q, k, v, mask, is_causal, scale)
     return _choices.run(q.device, key, own, {**fused, **others}, sure)
+
+
+def _key(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> str:
+    """What the time depends on; what a person needs to know stands first."""
+
+    def size(x: Tensor) -> str:
+        return "x".join(map(str, x.shape))
+
+    kind = str(q.dtype).removeprefix("torch.")
+    masked = "" if mask is None else f", mask {size(mask)} {mask.dtype}"
+    memory = [tuple(x.stride()) for x in (q, k, v, mask) if x is not None]
+    return f"{size(q)} on {size(k)} {kind}{', causal' * is_causal}{masked}; values {size(v)}, strides {memory}"
 
 
 def _backends(

@@ -83,6 +83,24 @@ def test_who_is_asked_first(queries, keys, wanted):
     assert attention.first(q, k) == wanted
 
 
+def test_the_key_tells_all_that_the_time_depends_on():
+    q, k = torch.empty(2, 8, 64, 40, dtype=torch.float16), torch.empty(2, 8, 77, 40, dtype=torch.float16)
+    mask = torch.empty(64, 77)
+    plain = attention._key(q, k, k, None, False)
+    assert plain.startswith("2x8x64x40 on 2x8x77x40 float16; ")
+    other = [
+        attention._key(q.mT.contiguous().mT, k, k, None, False),
+        attention._key(q, k, k.mT.contiguous().mT, None, False),
+        attention._key(q, k, k[..., :8], None, False),
+        attention._key(q.bfloat16(), k, k, None, False),
+        attention._key(q, k, k, None, True),
+        attention._key(q, k, k, mask, False),
+        attention._key(q, k, k, mask.half(), False),
+        attention._key(q, k, k, mask.t().contiguous().t(), False),
+    ]
+    assert len({plain, *other}) == 9
+
+
 @pytest.mark.gpu
 def test_a_backend_that_fails_to_plan(monkeypatch):
     calls = []
