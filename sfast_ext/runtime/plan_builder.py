@@ -39,6 +39,10 @@ _MEASURING = 1.0  # seconds of a first call in which ways to compute the same ar
 _gpu_times, _cpu_times = StageTimes(nvrtc.folder), StageTimes()
 """Those on a CPU are of no use to a later process."""
 
+_LEAST_ROOM = 0.2
+"""Of the bytes of the weights: so much must be free to make a plan. With less the attempt fails, and what it leaves in
+other places of the allocator may be what the original lacks (SDXL with --medvram on a card of 6 GB)."""
+
 
 @dataclass
 class OriginalRun:
@@ -96,6 +100,10 @@ class PlanBuilder:
         if away is not None:
             # the key is not rejected: they may be back at the next call
             context.report.bypassed(f"some weights are on {away}, others on {device}")
+            return
+        if device.type == "cuda" and _room(device) < _LEAST_ROOM * _bytes(context.module):
+            # the key is not rejected: there may be room at the next call
+            context.report.bypassed("the GPU has too little memory left beside the model to make a plan")
             return
         self._backoff.record_capture(lookup.shape_signature)
         if not self._cache.plans and not context.is_part:
@@ -201,6 +209,16 @@ class PlanBuilder:
             captured = capture(context.slot.original, lookup.call, inputs, context.arena, context.hooks.ignored)
             op_sequences.add(captured.op_sequence)
         return captured
+
+
+def _room(device: torch.device) -> int:
+    """Bytes that a plan may take: free ones, and those of CUDA graphs, which give way."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + max(0, cached))
+
+
+def _bytes(module: torch.nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 def make_plan(captured: Captured, call: Call, arena: Arena, device: torch.device, config: Config) -> Plan:

@@ -39,7 +39,10 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("depends-on-values", r"its forward reads a value from the device|its forward reads a tensor "),
     ("different-picture", r"its plan differs from the original"),
     ("slower", r"its plan is slower than the original"),
-    ("out-of-memory", r"the GPU has no memory left|(no plan could be built|its plan failed): .*OutOfMemoryError"),
+    (
+        "out-of-memory",
+        r"the GPU has (no|too little) memory left|(no plan could be built|its plan failed): .*OutOfMemoryError",
+    ),
     ("failed", r"no plan could be built|its plan failed"),
     ("weights-elsewhere", r"(the|some) weights are on |the memory of the weights was given back"),
     (

@@ -14,12 +14,13 @@ from torch import fx, nn
 
 from sfast_ext import Config, accelerate, environment
 from sfast_ext.passes import layout_time
-from sfast_ext.runtime import graph_pool, verify
+from sfast_ext.runtime import graph_pool, plan_builder, verify
 from sfast_ext.runtime.failures import out_of_memory
 from sfast_ext.runtime.graph_pool import MB
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.plan_cache import REJECTED_FOR
+from sfast_ext.ui import reasons
 
 OOM = torch.cuda.OutOfMemoryError
 
@@ -52,6 +53,27 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[On]:
         yield found
         assert not card.faults
         found.accelerator.release()
+
+
+def test_no_plan_is_tried_without_room_for_it_and_one_is_made_when_there_is(
+    on: On, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = plan_builder._bytes(on.ours)
+    monkeypatch.setattr(plan_builder, "_room", lambda device: 0.19 * weights)
+    on.same()
+    on.same()
+    assert not on.count("captures") and not on.accelerator.plans
+    (reason,) = on.accelerator.report.as_dict()["reasons"]
+    assert "too little memory left" in reason and reasons.code_of(reason) == "out-of-memory"
+    monkeypatch.setattr(plan_builder, "_room", lambda device: 0.21 * weights)
+    on.same()
+    on.same()
+    assert on.count("captures") == 1 and on.count("replays") >= 1
+
+
+def test_room_is_what_is_free_and_what_graphs_hold(on: On) -> None:
+    on.same()
+    assert 0 < plan_builder._room(GPU) <= 256 * MB
 
 
 def hungry(monkeypatch: pytest.MonkeyPatch, on: On, kind: Callable[[str], Exception] = OOM) -> list[int]:
