@@ -22,7 +22,8 @@ from fuzz.compare import compare_modules, places
 from fuzz.nets import Request, arguments, make, move
 from torch import nn
 
-from sfast_ext import Config, Hooks, accelerate, accelerator_of, call_signature, passes
+from sfast_ext import Config, Hooks, accelerate, accelerator_of, call_signature, environment, passes
+from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.backend import trial
 from sfast_ext.runtime import graph_pool, model_state, plan, plan_builder, verify
 from sfast_ext.runtime.verify import relative_error
@@ -284,6 +285,7 @@ def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
     patch.setattr(graph_pool, "current_stream", lambda index: 0)
     patch.setattr(trial, "refusal", lambda device: None)
     patch.setattr(plan_builder, "channels_last_pays", lambda graph, device: True)
+    patch.setattr(attention, "_PREFERENCE", None)  # nothing is measured
     patch.setattr(verify, "milliseconds", lambda run, device, times=1: (run(), 1.0)[1])
     stream = PretendedStream()
     for name, stand_in in {
@@ -307,6 +309,7 @@ def pretend_a_gpu(patch: pytest.MonkeyPatch) -> graph_pool.GraphPool:
         patch.setattr(room, "as_tensor", lambda leaf, _, real=call_signature.as_tensor: real(leaf, cpu))
     stand_in_for_cuda(patch, memory_reserved=lambda device: 0, mem_get_info=lambda device: (0, 0))
     patch.setattr(plan_builder, "_room", lambda device: 1 << 40)
+    patch.setattr(environment, "gpu_memory", lambda: None)
     honest = graph_pool.GraphPool._capture
 
     def capture(

@@ -248,7 +248,14 @@ class Choices:
         if sure and not budget.thorough:
             return OWN
         began = time.perf_counter()
-        choice = self._quickest(own, others)
+        try:
+            choice = self._quickest(own, others)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception:  # what it was to measure says itself what is wrong with it
+            logger.debug("%s is not measured", self._what, exc_info=True)
+            self._chosen[device, key] = OWN
+            return OWN
         if budget.left is not None:
             budget.left -= time.perf_counter() - began
         budget.measured += 1

@@ -132,6 +132,16 @@ def test_a_budget_that_is_spent_leaves_shapes_to_later(monkeypatch):
     assert bench("third") == "flash"
 
 
+def test_a_clock_that_fails_leaves_the_shape_as_it_was():
+    bench = Bench(torch=1.0, flash=0.5)
+
+    def broken(run):
+        raise RuntimeError("no events here")
+
+    bench.choices._clock = broken
+    assert bench() == OWN and bench.memory.choices() == {}
+
+
 def test_choices_are_kept_on_disk(cache):
     file = cache / "choices.json"
     assert Bench(file, torch=1.0, flash=0.5)() == "flash"
