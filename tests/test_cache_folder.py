@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -218,14 +219,17 @@ def test_a_file_that_windows_keeps_locked_stays_and_no_other_is_left_beside_it(k
 
 
 def test_a_full_disk_leaves_nothing_behind(kernel, monkeypatch):
-    honest = nvrtc.tempfile.NamedTemporaryFile
+    honest = os.fdopen
 
-    def full(**options):
-        made = honest(**options)
-        monkeypatch.setattr(made, "write", lambda code: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        return made
+    @contextlib.contextmanager
+    def full(handle, how):
+        def write(content):
+            raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(nvrtc.tempfile, "NamedTemporaryFile", full)
+        with honest(handle, how):
+            yield SimpleNamespace(write=write)
+
+    monkeypatch.setattr(cache_folder.os, "fdopen", full)
     assert kernel.source.compiled("sm_90a", {}) == b"code"
     assert list(kernel.folder.iterdir()) == [] and not kernel.source.kept
 

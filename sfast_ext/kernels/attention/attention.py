@@ -46,7 +46,7 @@ _PREFERENCE = _preference()
 # not F.scaled_dot_product_attention, which SD.Next and others replace
 _sdpa = torch._C._nn.scaled_dot_product_attention
 _choices = choices.Choices("attention")
-_refused: set[str] = set()  # shapes that a preferred backend accepted and then raised on
+_refused: set[tuple[torch.device, str]] = set()  # shapes that a preferred backend accepted and then raised on
 
 
 def first(q: Tensor, k: Tensor) -> str:
@@ -161,7 +161,7 @@ def _preferred(
 ) -> Tensor:
     """By torch's choice, on Hopper in the order of `first`. A backend may accept a shape and then fail to plan it: from
     then on torch's choice runs that shape."""
-    if _PREFERENCE is None or key in _refused or not hopper(q.device):
+    if _PREFERENCE is None or (q.device, key) in _refused or not hopper(q.device):
         return reference(q, k, v, mask, is_causal, scale)
     sdpa_kernel, orders = _PREFERENCE
     try:
@@ -171,7 +171,7 @@ def _preferred(
         raise
     except RuntimeError:
         out = reference(q, k, v, mask, is_causal, scale)  # raises where torch cannot either
-        _refused.add(key)
+        _refused.add((q.device, key))
         return out
 
 

@@ -11,8 +11,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -125,10 +123,7 @@ class Memory:
             merged.setdefault(what, {}).update(keys)
         text = json.dumps({"format": _FORMAT, "machine": self.machine, "choices": merged}, indent=1)
         try:
-            cache_folder.make(self.file.parent, nvrtc.folder())
-            with tempfile.NamedTemporaryFile(dir=self.file.parent, delete=False) as made:
-                made.write(text.encode())
-            os.replace(made.name, self.file)  # atomic: two writers may race
+            cache_folder.write(self.file, nvrtc.folder(), text.encode())
         except OSError as exc:
             logger.debug("choices are measured anew each time: %s", exc)
             return

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import logging
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -265,18 +264,10 @@ class Source:
 
     def _keep(self, file: Path, code: bytes) -> bool:
         """Write to the user's cache; returns whether that worked."""
-        made: Path | None = None
         try:
-            cache_folder.make(file.parent, folder())
-            with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as opened:
-                made = Path(opened.name)
-                opened.write(code + hashlib.sha256(code).digest())
-            os.replace(made, file)  # atomic: two writers may race
+            cache_folder.write(file, folder(), code + hashlib.sha256(code).digest())
         except OSError as exc:
             logger.debug("%s is compiled anew each time: %s", self.name, exc)
-            if made is not None:
-                with contextlib.suppress(OSError):
-                    made.unlink()
             # Windows replaces no file that another process has open, which reads or keeps the same kernel
             return isinstance(exc, PermissionError) and file.is_file()
         return True
