@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.attention import flash_attention, short_attention, xformers_backends
+from sfast_ext.kernels.attention import flash_attention, mma_attention, short_attention, xformers_backends
 from sfast_ext.kernels.backend import choices
 from sfast_ext.kernels.backend.choices import Run
 from sfast_ext.kernels.backend.nvrtc import Unavailable
 from sfast_ext.kernels.backend.registry import Kernel, register
-from sfast_ext.kernels.backend.triton_runtime import hopper
+from sfast_ext.kernels.backend.triton_runtime import device_of, hopper, is_dry_run
 
 # With so few keys and so few rows of queries in all, cuDNN's planning (40 ms per shape) and its launch that clears
 # counters weigh most. For wide heads the other backends are faster even without those.
@@ -22,6 +22,7 @@ _FEW_KEYS = 128
 _FEW_ROWS = 16384
 _WIDE = 64
 _WIDEST_OF_FLASH = 128
+_MMA = "mma"
 
 
 def _preference() -> tuple[Any, dict[str, list[Any]]] | None:
@@ -97,11 +98,14 @@ def fallback(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """`reference` by the fastest of torch's backends and of xformers' kernels, where the host has imported those.
+    """`reference` by the fastest of our kernel for any card, torch's backends, and xformers' kernels where the host has
+    imported those.
 
-    A shape that was not measured (`choices`) runs by torch's choice, on Hopper by that of `first`. Any strides;
-    synchronises only to measure.
+    A shape that was not measured (`choices`) runs by ours where it is applicable; on Hopper only with few keys, else in
+    the order of `first`. Any strides; synchronises only to measure.
     """
+    if is_dry_run() and _by_mma(q, k, v, mask, is_causal, scale) and _expected(q, k) == _MMA:
+        return mma_attention.launch(q, k, v, scale)  # compiled ahead
     if not q.is_cuda:
         return reference(q, k, v, mask, is_causal, scale)
     return _fastest(q, k, v, mask, is_causal, scale)
@@ -109,14 +113,28 @@ def fallback(
 
 def _fastest(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
     key = _key(q, k, v, mask, is_causal)
-    fused = _backends(q, k, v, mask, is_causal, scale)
-    others = xformers_backends.candidates(q, k, v, mask, is_causal, scale)
-    if not fused and not others:
+    others = _backends(q, k, v, mask, is_causal, scale)
+    foreign = xformers_backends.candidates(q, k, v, mask, is_causal, scale)
+    others.update(foreign)
+    expected = choices.OWN
+    if _by_mma(q, k, v, mask, is_causal, scale):
+        others[_MMA] = functools.partial(mma_attention.launch, q, k, v, scale)
+        expected = _expected(q, k)
+    if not others:
         return _preferred(key, q, k, v, mask, is_causal, scale)
-    # on Hopper `first` knows torch's
-    sure = hopper(q.device) and not others
     own = functools.partial(_preferred, key, q, k, v, mask, is_causal, scale)
-    return _choices.run(q.device, key, own, {**fused, **others}, sure)
+    return _choices.run(q.device, key, own, others, expected, sure=hopper(q.device) and not foreign)
+
+
+def _by_mma(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> bool:
+    return mask is None and not is_causal and mma_attention.applicable(q, k, v, scale)
+
+
+def _expected(q: Tensor, k: Tensor) -> str:
+    """Which is expected to be the fastest. On Hopper, where all was measured, torch's kernels have instructions that
+    `mma_attention` has not; these do not matter with few keys."""
+    few = k.shape[-2] <= mma_attention.MOST_AT_ONCE
+    return _MMA if few or not hopper(device_of(q)) else choices.OWN
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> str:
@@ -182,6 +200,6 @@ KERNEL = register(
         launch,
         fallback,
         triton_functions=(short_attention.short_attention_kernel,),
-        cuda_sources=(flash_attention._SOURCE,),
+        cuda_sources=(flash_attention._SOURCE, mma_attention._SOURCE),
     )
 )

@@ -209,16 +209,25 @@ class Choices:
         self._memory = memory
         self._chosen: dict[tuple[torch.device, str], str] = {}
 
-    def run(self, device: torch.device, key: str, own: Run, others: Mapping[str, Run], sure: bool = False) -> Tensor:
-        """The result of the one chosen for `key`; of `own` where none is chosen yet, and none can be.
+    def run(
+        self,
+        device: torch.device,
+        key: str,
+        own: Run,
+        others: Mapping[str, Run],
+        expected: str = OWN,
+        sure: bool = False,
+    ) -> Tensor:
+        """The result of the one chosen for `key`; of the `expected` one where none is chosen yet, and none can be.
 
         `others` are part of the question: where a library is imported that was not, shapes are measured anew.
 
         Args:
-            sure: `own` is known to be the fastest on such a card; only a thorough budget measures.
+            expected: the name of the one that is expected to be the fastest, `OWN` or one of `others`.
+            sure: that is known on such a card; only a thorough budget measures.
         """
         place = device, f"{key} of {', '.join(sorted(others))}"
-        name = self._chosen.get(place) or self._find(*place, own, others, sure)
+        name = self._chosen.get(place) or self._find(*place, own, others, expected, sure)
         other = others.get(name)
         if other is None:
             return own()
@@ -231,7 +240,9 @@ class Choices:
             self._chosen[place] = OWN
             return own()
 
-    def _find(self, device: torch.device, key: str, own: Run, others: Mapping[str, Run], sure: bool) -> str:
+    def _find(
+        self, device: torch.device, key: str, own: Run, others: Mapping[str, Run], expected: str, sure: bool
+    ) -> str:
         memory = self._memory(device)
         known = memory.get(self._what, key)
         if known is not None:
@@ -239,9 +250,9 @@ class Choices:
             return known.name
         budget = _budget.get()
         if budget is None or (budget.left is not None and budget.left <= 0) or not self._may_time():
-            return OWN
+            return expected
         if sure and not budget.thorough:
-            return OWN
+            return expected
         began = time.perf_counter()
         try:
             choice = self._quickest(own, others)

@@ -8,8 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sfast_ext import kernels
-from sfast_ext.kernels.attention import attention, short_attention
-from sfast_ext.kernels.backend import health, registry, triton_runtime
+from sfast_ext.kernels.attention import attention, mma_attention, short_attention
+from sfast_ext.kernels.backend import health, nvrtc, registry, triton_runtime
 from sfast_ext.kernels.conv import conv2d, upsample_conv2d
 from sfast_ext.kernels.group_norm import add_group_norm, group_norm
 from sfast_ext.kernels.linear import linear_accumulate, linear_geglu, linear_layer_norm
@@ -62,7 +62,10 @@ def test_what_a_launch_may_call_is_told(down, with_it):
 
 def test_attention_goes_another_way_without_its_own_kernel(monkeypatch):
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(short_attention, "multiprocessors", lambda device: 132)
+    for module in (short_attention, mma_attention):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(mma_attention, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: source.name == "mma_attention")
     q = torch.empty(2, 8, 64, 40, dtype=torch.float16, device="meta")
     k = torch.empty(2, 8, 77, 40, dtype=torch.float16, device="meta")
     with triton_runtime.dry_run(GPU) as before:
@@ -70,7 +73,11 @@ def test_attention_goes_another_way_without_its_own_kernel(monkeypatch):
     health.put_down("short_attention", GPU, "")
     with triton_runtime.dry_run(GPU) as after:
         attention.launch(q, k, k)
-    assert [owner for *_, owner in before] == ["short_attention"] and not after
+    health.put_down("mma_attention", GPU, "")
+    with triton_runtime.dry_run(GPU) as torchs:
+        attention.launch(q, k, k)
+    owners = [[owner for *_, owner in launches] for launches in (before, after, torchs)]
+    assert owners == [["short_attention"], ["mma_attention"], []]
     assert kernels.serves(attention, GPU, triton=True)
 
 

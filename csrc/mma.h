@@ -1,0 +1,108 @@
+// What a warp does with tensor cores from compute capability 7.5 on: mma.sync, ldmatrix, and cp.async, which 7.5 replaces
+// by plain copies. Names follow PTX. Lane l of a warp holds, with row = l / 4 and pair = l % 4:
+//
+//   a (16, K): rows `row` and `row` + 8 in turns, columns 2 pair, 2 pair + 1; then the same 8 columns on
+//   b (K, 8): rows 2 pair, 2 pair + 1, then the same 8 rows on; column `row`
+//   d (16, 8): d[0], d[1] in row `row`, d[2], d[3] in row `row` + 8; columns 2 pair, 2 pair + 1
+//
+// So the accumulators of two neighbouring tiles, rounded, are the operand a of the next product.
+//
+// Compile-time parameter: TYPE, kFloat16 or kBFloat16 (elements.h); the latter from 8.0 on.
+
+#include "elements.h"
+
+#ifdef SFAST_CPU
+#include "mma_cpu.h"
+#else
+
+#if TYPE == 1
+#define MMA_TYPES "f32.bf16.bf16.f32"
+#else
+#define MMA_TYPES "f32.f16.f16.f32"
+#endif
+
+// d += a b, with K = 8.
+__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[2], unsigned b) {
+  asm("mma.sync.aligned.m16n8k8.row.col." MMA_TYPES " {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
+// d += a b, with K = 16.
+__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsigned b, unsigned next) {
+#if __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k16.row.col." MMA_TYPES
+      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(next));
+#else
+  mma(d, {a[0], a[1]}, b);
+  mma(d, {a[2], a[3]}, next);
+#endif
+}
+
+__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+// 8 x 8 matrices of shared memory, each row 16 bytes, whose addresses lanes 0 to 7 give for the first, and so on. A lane
+// gets two neighbours of a row, or of a column where transposed.
+__device__ __forceinline__ void ldmatrix(unsigned (&to)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix(unsigned (&to)[2], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(to[0]), "=r"(to[1])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_transposed(unsigned (&to)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_transposed(unsigned (&to)[2], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(to[0]), "=r"(to[1])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// Begins to copy 16 bytes to shared memory, zeros where not `valid`; nothing is read then.
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+#else
+  const uint4 zeros = {0, 0, 0, 0};
+  *static_cast<uint4*>(to) = valid ? *static_cast<const uint4*>(from) : zeros;
+#endif
+}
+
+// Ends a group of copies.
+__device__ __forceinline__ void copy_async_commit() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until of this thread's groups at most the last Pending are under way.
+template <int Pending>
+__device__ __forceinline__ void copy_async_wait() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void warp_sync() { __syncwarp(); }
+__device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
+
+// 2^x, for x not above 0 or small.
+__device__ __forceinline__ float power_of_2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif

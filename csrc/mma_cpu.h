@@ -1,0 +1,108 @@
+// csrc/mma.h on a CPU (csrc/cpu.h). Copies that begin are made when they are waited for.
+
+namespace cpu {
+static unsigned words[1024][6];
+static const void* rows[1024];
+
+struct Copy {
+  void* to;
+  const void* from;
+  bool valid;
+  int group;
+};
+static Copy copies[1024][256];
+static int copying[1024], groups[1024];
+
+inline unsigned short element(const unsigned* words, int i) { return (unsigned short)(words[i / 2] >> (16 * (i % 2))); }
+
+// Element (row, k) of a, and (k, column) of b, from the lanes that hold them.
+inline unsigned short of_a(unsigned warp, int row, int k) {
+  const unsigned lane = warp + row % 8 * 4 + k % 8 / 2;
+  return element(words[lane], 4 * (k / 8) + 2 * (row / 8) + k % 2);
+}
+inline unsigned short of_b(unsigned warp, int k, int column) {
+  return element(words[warp + column * 4 + k % 8 / 2] + 4, 2 * (k / 8) + k % 2);
+}
+
+template <int Type>
+float value(unsigned short bits);
+
+template <int Depth>
+void product(float (&d)[4], float (*value)(unsigned short)) {
+  meet(IN_WARP);
+  const unsigned warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    for (int k = 0; k < Depth; ++k) d[i] += value(of_a(warp, row, k)) * value(of_b(warp, k, column));
+  }
+  meet(IN_WARP);
+}
+
+template <int Count>
+void matrices(unsigned (&to)[Count], const void* row, bool transposed) {
+  rows[threadIdx.x] = row;
+  meet(IN_WARP);
+  const unsigned warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
+  for (int i = 0; i < Count; ++i) {
+    unsigned short pair[2];
+    for (int j = 0; j < 2; ++j) {
+      const int across = lane % 4 * 2 + j, down = lane / 4;
+      const void* const from = rows[warp + 8 * i + (transposed ? across : down)];
+      pair[j] = static_cast<const unsigned short*>(from)[transposed ? down : across];
+    }
+    std::memcpy(&to[i], pair, 4);
+  }
+  meet(IN_WARP);
+}
+}  // namespace cpu
+
+inline void mma(float (&d)[4], const unsigned (&a)[2], unsigned b) {
+  unsigned* const mine = cpu::words[threadIdx.x];
+  mine[0] = a[0], mine[1] = a[1], mine[4] = b;
+  cpu::product<8>(d, to_float<TYPE>);
+}
+
+inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b, unsigned next) {
+  unsigned* const mine = cpu::words[threadIdx.x];
+  std::memcpy(mine, a, sizeof a);
+  mine[4] = b, mine[5] = next;
+  cpu::product<16>(d, to_float<TYPE>);
+}
+
+inline void ldmatrix(unsigned (&to)[4], const void* row) { cpu::matrices(to, row, false); }
+inline void ldmatrix(unsigned (&to)[2], const void* row) { cpu::matrices(to, row, false); }
+inline void ldmatrix_transposed(unsigned (&to)[4], const void* row) { cpu::matrices(to, row, true); }
+inline void ldmatrix_transposed(unsigned (&to)[2], const void* row) { cpu::matrices(to, row, true); }
+
+inline void copy_async(void* to, const void* from, bool valid) {
+  const unsigned me = threadIdx.x;
+  cpu::copies[me][cpu::copying[me]++] = {to, from, valid, cpu::groups[me]};
+}
+
+inline void copy_async_commit() { ++cpu::groups[threadIdx.x]; }
+
+template <int Pending>
+inline void copy_async_wait() {
+  const unsigned me = threadIdx.x;
+  int kept = 0;
+  for (int i = 0; i < cpu::copying[me]; ++i) {
+    const cpu::Copy copy = cpu::copies[me][i];
+    if (copy.group >= cpu::groups[me] - Pending)
+      cpu::copies[me][kept++] = copy;
+    else if (copy.valid)
+      std::memcpy(copy.to, copy.from, 16);
+    else
+      std::memset(copy.to, 0, 16);
+  }
+  cpu::copying[me] = kept;
+}
+
+inline void warp_sync() { cpu::meet(cpu::IN_WARP); }
+
+inline bool any_lane(bool x) {
+  float sum = x;
+  for (int lanes = 1; lanes < 32; lanes *= 2) sum += shuffle_xor(sum, lanes);
+  return sum > 0;
+}
+
+inline float power_of_2(float x) { return std::exp2(x); }

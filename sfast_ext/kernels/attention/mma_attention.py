@@ -1,0 +1,147 @@
+"""Attention on tensor cores of any card from compute capability 7.5 on: csrc/mma_attention.cu.
+
+The head dimension is not padded: FlashAttention-2 computes 40 as 64, and 80 as 96.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sfast_ext.kernels.attention.operands import can_be_mapped, in_base_2, like_queries, strides
+from sfast_ext.kernels.backend import health, nvrtc
+from sfast_ext.kernels.backend.triton_runtime import (
+    HALF,
+    INTERPRETED,
+    MAX_GRID_YZ,
+    capability,
+    cdiv,
+    device_of,
+    launch_kernel,
+    multiprocessors,
+)
+
+_LEAST, _AMPERE = (7, 5), (8, 0)
+_WIDEST = 160
+_LONGEST = 2**31  # elements; offsets within an image are 32-bit
+
+
+class Shape(NamedTuple):
+    """A configuration of the kernel."""
+
+    keys: int  # of a stage
+    tiles: int  # of 16 rows, of a warp
+    warps: int  # of a block
+    blocks: int  # per multiprocessor, for which registers suffice
+    once: bool = False  # whether all keys are in one stage
+
+    @property
+    def rows(self) -> int:
+        """Of queries, of a block."""
+        return 16 * self.tiles * self.warps
+
+
+_FEW = (16, 80, 160)
+"""Keys that one stage may hold: of a few image tokens, of a prompt, and of a prompt twice as long."""
+MOST_AT_ONCE = _FEW[-1]
+# Heads wider than that hold only the first two of them, and still wider ones none, for lack of shared memory on 7.5
+_WIDE, _WIDER, _MOST_OF_WIDE = 64, 128, 80
+# by measurements on an NVIDIA H100, of a block's time: with 16 rows a warp, against half of one with 32
+_HALVES = 1.1
+
+
+def shape(size: int, keys: int, rows: int, multiprocessors: int) -> Shape:
+    """The configuration for a head dimension, keys, and rows of queries of all heads."""
+    few = next((n for n in _FEW if keys <= n), None)
+    if few is not None and (size <= _WIDE or (size <= _WIDER and few <= _MOST_OF_WIDE)):
+        blocks = 2 if few > _MOST_OF_WIDE or size > 80 else 3 if size > _WIDE else 4
+        return Shape(few, 1, 4, blocks, once=True)
+    if size > 96:
+        return Shape(32, 1, 4, 2)
+    if size > 64:
+        return Shape(64, 1, 8, 1)
+    found = [Shape(64, 2, 4, 2), Shape(64, 1, 4, 3)]
+
+    def waves(given: Shape) -> float:
+        count = cdiv(cdiv(rows, given.rows), multiprocessors * given.blocks)
+        return count * given.blocks * given.rows * (_HALVES if given.tiles == 1 else 1)
+
+    return min(found, key=waves)
+
+
+def shared_bytes(size: int, given: Shape) -> int:
+    """Dynamic shared memory of a block in bytes: keys and values, and queries where those do not begin in a stage."""
+    rows = 2 * given.keys + given.rows if given.once else 4 * given.keys
+    return rows * (size // 8 | 1) * 16
+
+
+def applicable(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
+    """Whether `launch` takes q (B, H, L, D), k and v (B, H, S, D): in half precision, D a multiple of 8 up to 160, rows
+    aligned to 16 bytes."""
+    device = device_of(q)
+    if INTERPRETED or health.reason("mma_attention", device) is not None:
+        return False
+    if q.dim() != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        return False
+    if q.dtype not in HALF or any(x.dtype != q.dtype or x.device != q.device or x.stride(3) != 1 for x in (q, k, v)):
+        return False
+    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in (q, k, v)) or not (scale is None or scale > 0):
+        return False
+    size = q.shape[3]
+    if size % 8 or size > _WIDEST or not q.numel() or not k.numel() or q.shape[0] * q.shape[1] > MAX_GRID_YZ:
+        return False
+    if not can_be_mapped(q, k, v):
+        return False
+    if any(x.shape[1] * x.stride(1) + x.shape[2] * x.stride(2) >= _LONGEST for x in (q, k, v)):
+        return False
+    return _SOURCE.available(device) and capability(device) >= (_LEAST if q.dtype == torch.float16 else _AMPERE)
+
+
+def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """`attention.reference` without a mask, for operands that are `applicable`.
+
+    Raises:
+        Unavailable: the kernel cannot be compiled or loaded.
+    """
+    images, heads, queries, size = q.shape
+    at_once = multiprocessors(device_of(q))
+    chosen = shape(size, k.shape[2], images * heads * queries, at_once)
+    stacks = cdiv(queries, chosen.rows)
+    # a block keeps few keys for as many rows as make a single wave
+    rounds = cdiv(stacks * images * heads, chosen.blocks * at_once) if chosen.once else 1
+    out = like_queries(q)
+    grid = (cdiv(stacks, rounds), images * heads)
+    launch_kernel(_SOURCE, grid, out, q, k, v, rounds, in_base_2(scale, size), **constants(size, chosen, q.dtype))
+    return out
+
+
+def constants(size: int, given: Shape, dtype: torch.dtype) -> dict[str, int]:
+    """The kernel's compile-time parameters."""
+    return {
+        "TYPE": int(dtype == torch.bfloat16),
+        "SIZE": size,
+        "KEYS": given.keys,
+        "TILES": given.tiles,
+        "WARPS": given.warps,
+        "BLOCKS": given.blocks,
+        "ONCE": int(given.once),
+    }
+
+
+def _prepared(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, rounds: int, scale: float, **constants: int
+) -> tuple[list[Any], int, int]:
+    numbers = [ctypes.c_int(x) for x in (q.shape[1], q.shape[2], k.shape[2], rounds)]
+    offsets: list[Any] = []
+    for x in (q, k, v, out):
+        image, row, head = strides(x)
+        offsets += [ctypes.c_longlong(image), ctypes.c_int(row), ctypes.c_int(head)]
+    keys, tiles, warps, blocks = (constants[name] for name in ("KEYS", "TILES", "WARPS", "BLOCKS"))
+    given = Shape(keys, tiles, warps, blocks, bool(constants["ONCE"]))
+    return [out, q, k, v, *numbers, ctypes.c_float(scale), *offsets], 32 * given.warps, shared_bytes(q.shape[3], given)
+
+
+_SOURCE = nvrtc.Source("mma_attention", _prepared, ("out", "q", "k", "v", "rounds", "scale"))

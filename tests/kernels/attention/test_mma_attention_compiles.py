@@ -1,0 +1,27 @@
+"""csrc/mma_attention.cu, compiled for the oldest card and a common one; `make cuda-table` compiles it for each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.backend.test_nvrtc import REGISTERS, built
+from kernels.support import needs_nvrtc
+from sfast_ext.kernels.attention import mma_attention
+
+SHAPES = {
+    (size, mma_attention.shape(size, keys, rows, 28))
+    for size in (40, 64, 80, 160)
+    for keys in (77, 4096)
+    for rows in (1, 10**6)
+}
+
+
+@pytest.mark.parametrize(("size", "shape"), sorted(SHAPES), ids=str)
+def test_mma_attention_compiles(monkeypatch, tmp_path, size, shape):
+    monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path))
+    needs_nvrtc()
+    for capability, dtype in ((75, torch.float16), (86, torch.float16), (86, torch.bfloat16))[: 3 if size == 64 else 2]:
+        given = mma_attention.constants(size, shape, dtype)
+        registers, _ = built("mma_attention", given, architecture=f"sm_{capability}")
+        assert registers * 32 * shape.warps * shape.blocks <= REGISTERS
