@@ -39,9 +39,10 @@ _MEASURING = 1.0  # seconds of a first call in which ways to compute the same ar
 _gpu_times, _cpu_times = StageTimes(nvrtc.folder), StageTimes()
 """Those on a CPU are of no use to a later process."""
 
-_LEAST_ROOM = 0.2
+_LEAST_ROOM = 0.3
 """Of the bytes of the weights: so much must be free to make a plan. With less the attempt fails, and what it leaves in
-other places of the allocator may be what the original lacks (SDXL with --medvram on a card of 6 GB)."""
+other places of the allocator may be what the original lacks (SDXL with --medvram on a card of 6 GB, and without a flag on
+one of 8 GB)."""
 
 
 @dataclass

@@ -59,13 +59,13 @@ def test_no_plan_is_tried_without_room_for_it_and_one_is_made_when_there_is(
     on: On, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = plan_builder._bytes(on.ours)
-    monkeypatch.setattr(plan_builder, "_room", lambda device: 0.19 * weights)
+    monkeypatch.setattr(plan_builder, "_room", lambda device: 0.29 * weights)
     on.same()
     on.same()
     assert not on.count("captures") and not on.accelerator.plans
     (reason,) = on.accelerator.report.as_dict()["reasons"]
     assert "too little memory left" in reason and reasons.code_of(reason) == "out-of-memory"
-    monkeypatch.setattr(plan_builder, "_room", lambda device: 0.21 * weights)
+    monkeypatch.setattr(plan_builder, "_room", lambda device: 0.31 * weights)
     on.same()
     on.same()
     assert on.count("captures") == 1 and on.count("replays") >= 1
