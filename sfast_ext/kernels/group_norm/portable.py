@@ -1,8 +1,8 @@
 """Group norm in CUDA C++ for any card: one launch for small images (csrc/group_norm_whole.cu), two for large ones
 (csrc/group_norm_statistics.cu, csrc/group_norm_normalise.cu).
 
-The kernels that read x first also compute it, where it is a sum or a concatenation. No atomics: results are bitwise
-reproducible.
+The kernels that read x first also compute it, where it is a sum or a concatenation. The statistics may be those of
+another kernel (`normalised_by`). No atomics: results are bitwise reproducible.
 """
 
 from __future__ import annotations
