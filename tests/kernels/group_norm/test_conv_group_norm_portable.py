@@ -87,13 +87,13 @@ def test_a_result_of_another_type_and_no_weights(launched: list[str]) -> None:
 
 @pytest.mark.parametrize("what", ["rows", "columns", "a weight of another type", "many parts"])
 def test_what_is_left_to_two_kernels(launched: list[str], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = list(operands((1, 320, 32, 5 if what == "rows" else 4, 11 if what == "columns" else 12), torch.float16))
+    given = list(operands((1, 320, 32, 5 if what == "rows" else 4, 11 if what == "columns" else 12), torch.bfloat16))
     if what == "a weight of another type":
         given[5] = given[5].float()
     if what == "many parts":
         monkeypatch.setattr(portable, "_MOST_PARTS", 5)
     with triton_runtime.without_triton():
-        assert not conv_group_norm.applicable(*given[:7], torch.float16)
+        assert not conv_group_norm.applicable(*given[:7], torch.bfloat16)
         results = conv_group_norm.launch(*given)
         wanted = add_group_norm.launch(torch.zeros_like(given[3]), None, given[3], 1.0, *given[4:])
     assert "conv2d" not in launched and all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
