@@ -78,7 +78,8 @@ def collect(cases: Sequence[str], dtypes: Sequence[str]) -> list[Launch]:
     """The launches of portable kernels that differ, of cases such as "sd15:512x512", on any of CARDS."""
     sources = {id(s) for k in kernels.registered().values() if k.portable for s in k.cuda_sources}
     found: dict[Launch, None] = {}
-    with triton_runtime.without_triton(), mock.patch.object(nvrtc.Source, "available", lambda *args: True):
+    for_any_card = mock.patch.object(nvrtc.Source, "available", lambda source, device: not source.hopper)
+    with triton_runtime.without_triton(), for_any_card:
         for dtype in dtypes:
             for case in cases:
                 calls = launches._calls(case, getattr(torch, dtype), triton=False)

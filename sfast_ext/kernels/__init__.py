@@ -21,16 +21,17 @@ _ROOMS = ("attention", "conv", "group_norm", "linear", "pointwise")
 
 def serves(kernel: Kernel | ModuleType, device: torch.device, *, triton: bool) -> bool:
     """Whether a kernel, or the kernel of a file, may be launched on a device: it is not disabled, and what it needs is
-    there, which is Triton (`triton`) or NVRTC."""
+    there, which is Triton (`triton`) or, on a device that all its sources run on, NVRTC."""
     record = registry.of(kernel)
     if record is None:
         raise ValueError(f"{kernel} has no kernel")
-    there = triton or not record.needs_triton or (record.portable and _compiles(record, device))
+    there = triton or not record.needs_triton or _compiles(record, device)
     return there and health.usable(record, device)
 
 
 def _compiles(kernel: Kernel, device: torch.device) -> bool:
-    return not interpreted() and all(source.available(device) for source in kernel.cuda_sources)
+    sources = kernel.cuda_sources
+    return bool(sources) and not interpreted() and all(source.available(device) for source in sources)
 
 
 def registered() -> dict[str, Kernel]:

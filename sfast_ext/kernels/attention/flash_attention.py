@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sfast_ext.kernels.attention import operands
 from sfast_ext.kernels.attention.operands import can_be_mapped, heads_map, in_base_2, like_queries, strides
-from sfast_ext.kernels.backend import health, nvrtc
-from sfast_ext.kernels.backend.triton_runtime import INTERPRETED, cdiv, device_of, launch_kernel, multiprocessors
+from sfast_ext.kernels.backend import cuda_tier, health, nvrtc
+from sfast_ext.kernels.backend.triton_runtime import cdiv, device_of, launch_kernel, multiprocessors
 
 _ROWS, _KEYS = 64, 64
 _WIDE, _NARROW = 64, 16  # columns of a TMA box of keys: the first 64, and those beyond
@@ -123,14 +123,12 @@ def _evenly(heads: int, units: int, groups: int, at_once: int) -> Division:
 
 def readable(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
     """Whether `launch` can read the operands on this GPU."""
-    if q.shape[-1] not in SHAPES or INTERPRETED or not operands.readable(q, k, v, scale):
+    if q.shape[-1] not in SHAPES or not cuda_tier.takes(_SOURCE, q, k, v):
         return False
-    if not can_be_mapped(k, v):
+    if not operands.addressable(q, k, v, scale) or not can_be_mapped(k, v):
         return False
     # queries are read in pairs
-    if q.data_ptr() % 4 or any(stride % 2 for stride in q.stride()[:3]):
-        return False
-    return _SOURCE.available(device_of(q))
+    return not (q.data_ptr() % 4 or any(stride % 2 for stride in q.stride()[:3]))
 
 
 def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
@@ -194,4 +192,4 @@ def _prepared(
 
 
 _NAMES = ("out", "q", "k", "v", "scale", "stacks", "parted", "shares")
-_SOURCE = nvrtc.Source("flash_attention", _prepared, _NAMES, variants, ())
+_SOURCE = nvrtc.Source("flash_attention", _prepared, _NAMES, variants, (), hopper=True)

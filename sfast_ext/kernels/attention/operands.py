@@ -16,16 +16,16 @@ _LONGEST = 2**31
 
 
 def readable(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
-    """Whether our kernels can read q (B, H, L, D), k and v (B, H, S, D), on a GPU where they were measured."""
+    """Whether a kernel in Triton can read q (B, H, L, D), k and v (B, H, S, D), on a GPU where it was measured."""
+    return supported(q, k, v) and mma_supported(q) and addressable(q, k, v, scale)
+
+
+def addressable(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
+    """Whether shapes, strides and scale of q (B, H, L, D), k and v (B, H, S, D) are such that our kernels can read
+    them."""
     if q.dim() != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         return False
-    if (
-        not supported(q, k, v)
-        or not mma_supported(q)
-        or not q.numel()
-        or not k.numel()
-        or not (scale is None or scale > 0)
-    ):
+    if not q.numel() or not k.numel() or not (scale is None or scale > 0):
         return False
     if any(x.dtype != q.dtype or x.stride(3) != 1 for x in (q, k, v)) or q.shape[0] * q.shape[1] > MAX_GRID_YZ:
         return False

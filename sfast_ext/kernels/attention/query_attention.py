@@ -14,18 +14,9 @@ from torch.nn import functional as F
 
 from sfast_ext.kernels.attention import attention, operands
 from sfast_ext.kernels.attention.operands import can_be_mapped, heads_map, in_base_2
-from sfast_ext.kernels.backend import nvrtc, smem_ring
+from sfast_ext.kernels.backend import cuda_tier, nvrtc, smem_ring
 from sfast_ext.kernels.backend.registry import Kernel, register
-from sfast_ext.kernels.backend.triton_runtime import (
-    INTERPRETED,
-    cdiv,
-    device_of,
-    hopper,
-    is_dry_run,
-    launch_kernel,
-    multiprocessors,
-    supported,
-)
+from sfast_ext.kernels.backend.triton_runtime import cdiv, device_of, is_dry_run, launch_kernel, multiprocessors
 
 _SIZE, _HEADS, _ROWS = 64, 5, 64  # head dimension; heads and rows of a tile
 _MOST_KEYS = 80
@@ -67,14 +58,12 @@ def _heads(q: Tensor, k: Tensor) -> Tensor:
 
 def applicable(x: Tensor, weight: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> bool:
     """Whether the kernel can read the operands on this GPU, and is `profitable`."""
-    if x.dim() != 3 or weight.dim() != 2 or k.dim() != 4 or INTERPRETED or not supported(x, weight, k, v):
+    if x.dim() != 3 or weight.dim() != 2 or k.dim() != 4 or not cuda_tier.takes(_SOURCE, x, weight, k, v):
         return False
     (images, rows, depth), (_, heads, keys, size) = x.shape, k.shape
     if weight.shape != (heads * size, depth) or k.shape[0] != images or not x.numel():
         return False
-    if not weight.dtype == k.dtype == x.dtype:
-        return False
-    if not operands.readable(k, k, v, scale) or not can_be_mapped(k, v):  # the queries would be laid out like keys
+    if not operands.addressable(k, k, v, scale) or not can_be_mapped(k, v):  # the queries would be laid out like keys
         return False
     read = [weight, x] if x.is_contiguous() else [weight]  # x is made contiguous
     if not is_dry_run() and not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in read):
@@ -89,7 +78,7 @@ def profitable(images: int, rows: int, keys: tuple[int, int, int], depth: int, d
         keys: (heads, keys, head dimension).
         depth: K of the linear layer.
     """
-    if not hopper(device) or not _SOURCE.available(device) or not _fits(keys, depth):
+    if not _SOURCE.available(device) or not _fits(keys, depth):
         return False
     columns = keys[0] * keys[2]
     waves = cdiv(_tiles(images, rows, columns), multiprocessors(device))
@@ -156,7 +145,8 @@ def _prepared(
     return [*maps, ctypes.c_float(scale), *map(ctypes.c_int, numbers)], smem_ring.THREADS, shared_bytes()
 
 
-_SOURCE = nvrtc.Source("query_attention", _prepared, ("out", "x", "weight", "k", "v", "scale"), variants, ("weight",))
+_NAMES = ("out", "x", "weight", "k", "v", "scale")
+_SOURCE = nvrtc.Source("query_attention", _prepared, _NAMES, variants, ("weight",), hopper=True)
 
 
 KERNEL = register(Kernel("query_attention", reference, launch, uses=(attention.KERNEL,), cuda_sources=(_SOURCE,)))

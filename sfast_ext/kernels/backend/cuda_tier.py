@@ -1,7 +1,8 @@
-"""Kernels in CUDA C++ for any card (csrc/elements.h): which operands they take, and how elements are accessed.
+"""Kernels in CUDA C++: which operands they take, and how those for any card (csrc/elements.h) access elements.
 
-They need NVRTC, which torch brings, and compute capability 7.0. Triton's kernels go before them: on an NVIDIA H200 they
-are as fast at large sizes, and faster by a microsecond at small ones.
+They need NVRTC, which torch brings, and compute capability 7.0, or Hopper (`nvrtc.Source.hopper`). Before those for any
+card go Triton's kernels: on an NVIDIA H200 they are as fast at large sizes, and faster by a microsecond at small ones.
+Those for Hopper go before Triton's.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sfast_ext.kernels.backend import nvrtc
-from sfast_ext.kernels.backend.triton_runtime import INTERPRETED, device_of, is_dry_run, supported
+from sfast_ext.kernels.backend.triton_runtime import HALF, INTERPRETED, device_of, plain, supported
 
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """Values of TYPE and OUT in csrc/elements.h."""
@@ -18,19 +19,19 @@ MOST_THREADS = 1024
 _ACCESS = 16  # bytes
 
 
-def usable(source: nvrtc.Source, x: Tensor, *others: Tensor | None) -> bool:
-    """Whether a kernel is launched with these tensors: all of x's dtype and device, and plain; and Triton's cannot be.
-
-    In a dry run tensors without memory stand in for those of a GPU.
-    """
-    if INTERPRETED or x.dtype not in TYPES or supported(x, *others) or not source.available(device_of(x)):
+def takes(source: nvrtc.Source, x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a kernel can be launched with these tensors, whether or not Triton is there: they are `plain` and of x's
+    dtype, which one for Hopper takes in half precision, and the kernel is available on their GPU."""
+    if INTERPRETED or x.dtype not in (HALF if source.hopper else TYPES):
         return False
-    if is_dry_run():
-        return all(t is None or t.dtype == x.dtype for t in others)
-    return all(
-        t is None or (t.dtype == x.dtype and t.device == x.device and type(t) in (Tensor, torch.nn.Parameter))
-        for t in (x, *others)
-    )
+    if any(t is not None and t.dtype != x.dtype for t in others):
+        return False
+    return plain(x, *others) and source.available(device_of(x))
+
+
+def usable(source: nvrtc.Source, x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a kernel for any card is launched with these tensors: it `takes` them, and Triton's kernels cannot be."""
+    return not supported(x, *others) and takes(source, x, *others)
 
 
 def pack(width: int, *operands: Tensor | None) -> int:

@@ -160,6 +160,7 @@ class Source:
         variants: see `Variants`.
         reads_before_wait: arguments that the kernel reads before `pdl_wait`, see `pdl`; None for a kernel that never
             waits and so is launched without PDL. By default `pdl_wait` is its first statement.
+        hopper: whether it runs on Hopper alone.
     """
 
     def __init__(
@@ -169,9 +170,11 @@ class Source:
         arg_names: tuple[str, ...],
         variants: Variants | None = None,
         reads_before_wait: tuple[str, ...] | None = (),
+        *,
+        hopper: bool = False,
     ) -> None:
         self.name, self.prepare, self.arg_names = name, prepare, arg_names
-        self.reads_before_wait = reads_before_wait
+        self.reads_before_wait, self.hopper = reads_before_wait, hopper
         self.variants: Variants = variants or (lambda constants: ())
         self.kept = True  # whether the cache took the last compiled kernel
         self._functions: dict[Any, Any] = {}
@@ -179,9 +182,12 @@ class Source:
         self._lock = threading.Lock()
 
     def available(self, device: torch.device) -> bool:
-        """Whether it can be used on a device: NVRTC supports the device and nothing has failed there so far."""
+        """Whether it can be used on a device: it runs there, NVRTC supports the device and nothing has failed there so
+        far."""
+        if device.type != "cuda" or (self.hopper and not triton_runtime.hopper(device)):
+            return False
         found = bindings()
-        there = device.type == "cuda" and found.nvrtc is not None and found.driver is not None
+        there = found.nvrtc is not None and found.driver is not None
         return there and device.index not in self._refused and refusal(device) is None
 
     def warmup(self, *args: Any, grid: Any = None, **constants: int) -> Any:

@@ -24,7 +24,7 @@ class Kernel:
         workspace: bytes that `launch` holds while it runs, beside its result, for its arguments.
         writes: position of the argument whose memory the result takes; None where results are memory of their own.
         flop_reference: a function of the same arguments with the FLOPs of `launch`, where `reference` has more.
-        needs_triton: whether `launch` needs Triton, or one of the next.
+        needs_triton: whether `launch` needs Triton, or all of `cuda_sources` in its place.
         portable: whether `cuda_sources` run on any card and are all that `launch` needs.
         uses: kernels that `launch` may call.
         triton_functions: what `launch` launches in Triton, `uses` aside.

@@ -1,5 +1,6 @@
-"""Triton where it is installed, stand-ins where it is not, and what launch functions share: can a kernel be launched
-with these tensors (`supported`), launching (`launch_kernel`), and dry runs that only record launches (`dry_run`)."""
+"""Triton where it is installed, stand-ins where it is not, and what launch functions share: which tensors kernels read
+(`plain`), can Triton's be launched with them (`supported`), launching (`launch_kernel`), and dry runs that only record
+launches (`dry_run`)."""
 
 from __future__ import annotations
 
@@ -149,32 +150,36 @@ def refusal(device: torch.device, dtype: torch.dtype | None = None) -> str | Non
     return triton_versions.refusal(VERSION, capability(device), dtype)
 
 
+def plain(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether our kernels, of whatever language, read these tensors.
+
+    They do not read dtypes other than `DTYPES`, tensors of several devices, and subclasses of Tensor (fake, quantised),
+    whose meaning is not their memory alone. In a dry run tensors without memory stand in for those of a GPU.
+    """
+    given = [x, *(tensor for tensor in others if tensor is not None)]
+    if any(tensor.dtype not in DTYPES for tensor in given):
+        return False
+    return is_dry_run() or all(t.device == x.device and type(t) in (Tensor, torch.nn.Parameter) for t in given)
+
+
 def supported(x: Tensor, *others: Tensor | None) -> bool:
     """Whether a Triton kernel can be launched with these tensors; where not, launch functions call their reference.
 
-    Not supported: no Triton, a device or a dtype that it cannot use (`refusal`), dtypes other than `DTYPES`, tensors of
-    several devices, and subclasses of Tensor (fake, quantised), whose meaning is not their memory alone. In a dry run
-    tensors without memory stand in for those of a GPU.
+    Not supported: no Triton, a device or a dtype that it cannot use (`refusal`), and tensors that are not `plain`.
+    Kernels in CUDA C++ ask `cuda_tier`.
     """
-    device, dry = x.device, is_dry_run()
     if not AVAILABLE or _off.get():
         return False
-    if not dry and not INTERPRETED and capability(device) < (7, 0):
+    if not is_dry_run() and not INTERPRETED and capability(x.device) < (7, 0):
         return False
     where = device_of(x)
-    for tensor in (x, *others):
-        if tensor is None:
-            continue
-        if tensor.dtype not in DTYPES or refusal(where, tensor.dtype) is not None:
-            return False
-        if not dry and (tensor.device != device or type(tensor) not in (Tensor, torch.nn.Parameter)):
-            return False
-    return True
+    dtypes = {tensor.dtype for tensor in (x, *others) if tensor is not None}
+    return plain(x, *others) and all(refusal(where, dtype) is None for dtype in dtypes)
 
 
 def mma_supported(x: Tensor) -> bool:
-    """Whether our kernels with matrix products (mma) are used for x: in half precision on Hopper, as they were measured
-    nowhere else, and in float16 in the interpreter, which multiplies bfloat16 wrongly."""
+    """Whether Triton kernels with matrix products (mma) are used for x: in half precision on Hopper, as they were
+    measured nowhere else, and in float16 in the interpreter, which multiplies bfloat16 wrongly."""
     if INTERPRETED:
         return x.dtype == torch.float16
     return x.dtype in HALF and hopper(device_of(x))

@@ -15,18 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext.kernels.backend import nvrtc, smem_ring
+from sfast_ext.kernels.backend import cuda_tier, nvrtc, smem_ring
 from sfast_ext.kernels.backend.registry import Kernel, register
-from sfast_ext.kernels.backend.triton_runtime import (
-    INTERPRETED,
-    cdiv,
-    device_of,
-    is_dry_run,
-    launch_kernel,
-    mma_supported,
-    multiprocessors,
-    supported,
-)
+from sfast_ext.kernels.backend.triton_runtime import cdiv, device_of, is_dry_run, launch_kernel, multiprocessors
 
 _MANY_COLUMNS = 1280  # output channels from which pairs of blocks share the weight by multicast
 _FITTING = 160  # divides the output channels; cuDNN is left a VAE's, which are powers of 2
@@ -111,19 +102,17 @@ def applicable(x: Tensor, weight: Tensor) -> bool:
 
 def readable(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel can read the operands on this GPU."""
-    if INTERPRETED or x.dim() != 4 or weight.dim() != 4 or not supported(x, weight) or not mma_supported(x):
+    if x.dim() != 4 or weight.dim() != 4 or not cuda_tier.takes(_SOURCE, x, weight):
         return False
     columns, channels = weight.shape[:2]
-    if weight.dtype != x.dtype or weight.shape[1:] != (x.shape[1], 3, 3) or not x.numel():
+    if weight.shape[1:] != (x.shape[1], 3, 3) or not x.numel():
         return False
     if channels % smem_ring.DEPTH or columns % 8:
         return False
     layout = torch.channels_last
     if not is_dry_run() and not all(t.is_contiguous(memory_format=layout) for t in (x, weight)):
         return False
-    if x.data_ptr() % 16 or weight.data_ptr() % 16:
-        return False
-    return _SOURCE.available(device_of(x))
+    return not (x.data_ptr() % 16 or weight.data_ptr() % 16)
 
 
 def best(x: Tensor, columns: int) -> Tile:
@@ -197,15 +186,15 @@ def supports_statistics(x: Tensor, weight: Tensor, groups: int) -> bool:
 
 def with_statistics(
     x: Tensor, weight: Tensor, groups: int, shift: Tensor | None, residual: Tensor | None
-) -> tuple[Tensor, Tensor, tuple[int, int, int, int]]:
+) -> tuple[Tensor, Tensor]:
     """Convolution with group statistics, of operands of which it `supports_statistics`.
 
     Returns:
         x convolved plus shift (N, K) or (K,) plus residual like the result, rounded once; partial (2, N, boxes,
-        groups), means and sums of squared deviations of each box; boxes across and down, and their columns and rows.
+        groups), means and sums of squared deviations of each of the `boxes_of_image`.
     """
     images, columns = x.shape[0], weight.shape[0]
-    (across, down), (wide, high, _) = _boxes(x)
+    wide, high, *_ = boxes_of_image(x)
     partial = torch.empty((2, images, wide * high, groups), dtype=torch.float32, device=x.device)
     tile = best(x, columns)
     all_at_once = _tiles_down(x) * columns // tile.width <= multiprocessors(device_of(x))
@@ -214,7 +203,13 @@ def with_statistics(
     if _tiles_down(x) % tile.pair:  # the shift of an image that does not exist must not be read
         tile = tile._replace(pair=1)
     out = _launch(x, weight, tile, columns // groups, shift, residual, partial)
-    return out, partial, (wide, high, 1 << across, 1 << down)
+    return out, partial
+
+
+def boxes_of_image(x: Tensor) -> tuple[int, int, int, int]:
+    """Boxes across and down, and their columns and rows, of an image of which statistics are computed."""
+    (across, down), (wide, high, _) = _boxes(x)
+    return wide, high, 1 << across, 1 << down
 
 
 def _launch(
@@ -306,7 +301,7 @@ def _prepared(
 
 
 _NAMES = ("out", "x", "weight", "shift", "residual", "partial")
-_SOURCE = nvrtc.Source("conv2d", _prepared, _NAMES, variants, ("weight",))
+_SOURCE = nvrtc.Source("conv2d", _prepared, _NAMES, variants, ("weight",), hopper=True)
 
 
 KERNEL = register(Kernel("conv2d", reference, launch, fallback, cuda_sources=(_SOURCE,)))

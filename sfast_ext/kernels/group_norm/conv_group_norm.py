@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend import cuda_tier, nvrtc
 from sfast_ext.kernels.backend.registry import Kernel, register
-from sfast_ext.kernels.backend.triton_runtime import DTYPES, channels_inner, channels_outer, is_dry_run
+from sfast_ext.kernels.backend.triton_runtime import DTYPES, channels_inner, channels_outer, is_dry_run, supported
 from sfast_ext.kernels.conv import conv2d
-from sfast_ext.kernels.group_norm import add_group_norm, group_norm, two_pass
+from sfast_ext.kernels.group_norm import add_group_norm, group_norm, portable, two_pass
 from sfast_ext.kernels.group_norm.two_pass import Parts, normalise
 
 
@@ -58,8 +58,8 @@ def launch(
     silu: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor]:
-    """`reference` as convolution with statistics and one Triton kernel, where `applicable`; else as a convolution and a
-    group norm kernel."""
+    """`reference` as convolution with statistics and the second kernel of a group norm, in Triton or else in CUDA C++,
+    where `applicable`; else as a convolution and a group norm kernel."""
     dtype = out_dtype or x.dtype
     if applicable(x, conv_weight, shift, residual, groups, weight, bias, dtype):
         try:
@@ -103,8 +103,16 @@ def applicable(
             return False
         if not is_dry_run() and not residual.is_contiguous(memory_format=torch.channels_last):
             return False
-    path, _ = group_norm.fitting(height * width, groups, columns // groups)
-    return path == "parts"
+    if supported(x, shift, residual, weight, bias):
+        return group_norm.fitting(height * width, groups, columns // groups)[0] == "parts"
+    if not cuda_tier.takes(portable.NORMALISE, x, shift, residual, weight, bias):
+        return False
+    return portable.pixels_of_part(_parts(x), images, columns, groups, x.dtype) is not None
+
+
+def _parts(x: Tensor) -> Parts:
+    """How the convolution divides an image of which it computes the statistics."""
+    return Parts(*conv2d.boxes_of_image(x), *x.shape[2:])
 
 
 def _fused(
@@ -119,12 +127,14 @@ def _fused(
     silu: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor]:
-    out_sum, partial, boxes = conv2d.with_statistics(x, conv_weight, groups, shift, residual)
-    height, width = x.shape[2:]
+    out_sum, partial = conv2d.with_statistics(x, conv_weight, groups, shift, residual)
     weight, bias = (v if v is None else v.contiguous() for v in (weight, bias))
-    parts = Parts(*boxes, height, width)
-    inner = channels_inner(out_sum)
-    out = normalise(inner, None, weight, bias, partial, parts, eps, silu, dtype)
+    inner, parts = channels_inner(out_sum), _parts(x)
+    if supported(x, shift, residual, weight, bias):
+        out = normalise(inner, None, weight, bias, partial, parts, eps, silu, dtype)
+    else:
+        each = parts.box_height * parts.box_width
+        out = portable.normalised_by(partial, each, inner, weight, bias, eps, silu, dtype)
     return None if residual is None else out_sum, channels_outer(out)
 
 
@@ -135,6 +145,6 @@ KERNEL = register(
         launch,
         uses=(add_group_norm.KERNEL, conv2d.KERNEL, group_norm.KERNEL),
         triton_functions=(two_pass.group_norm_combine_kernel, two_pass.group_norm_normalise_kernel),
-        cuda_sources=(conv2d._SOURCE,),
+        cuda_sources=(conv2d._SOURCE, portable.NORMALISE),
     )
 )

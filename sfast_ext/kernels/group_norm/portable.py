@@ -1,8 +1,8 @@
 """Group norm in CUDA C++ for any card: one launch for small images (csrc/group_norm_whole.cu), two for large ones
 (csrc/group_norm_statistics.cu, csrc/group_norm_normalise.cu).
 
-The kernels that read x first also compute it, where it is a sum or a concatenation. No atomics: results are bitwise
-reproducible.
+The kernels that read x first also compute it, where it is a sum or a concatenation. The statistics may be those of
+another kernel (`normalised_by`). No atomics: results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from sfast_ext.kernels.backend.triton_runtime import (
     multiprocessors,
     next_power_of_2,
 )
+from sfast_ext.kernels.group_norm.two_pass import Parts
 
 _WHOLE_THREADS = 1024  # of a block at most, one launch
 _WHOLE_ELEMENTS = 32  # of a thread at most, one launch; half of it of other types and large blocks
@@ -170,6 +171,43 @@ def normalised(
     launch_kernel(STATISTICS, grid, *operands, total, partial, *sizes, scale, **constants)
     x, shift = (a, inputs.addend) if total is None else (total, None)
     return total, _normalise(x, shift, weight, bias, partial, per_part, eps, silu, dtype, pack, tile)
+
+
+def pixels_of_part(parts: Parts, images: int, channels: int, groups: int, dtype: torch.dtype) -> int | None:
+    """Pixels of each part of an image of which another kernel has the statistics, for `normalised_by`; None where the
+    parts differ in size or are too many, the kernels do not take the image, or one launch computes its norm."""
+    if parts.height % parts.box_height or parts.width % parts.box_width or parts.boxes > _MOST_PARTS:
+        return None
+    pixels = parts.height * parts.width
+    if max(images, groups) > MAX_GRID_YZ or pixels * channels >= _MOST_ELEMENTS:
+        return None
+    in_one = whole(pixels, channels // groups, 16 // dtype.itemsize, dtype) is not None
+    return None if in_one else parts.box_height * parts.box_width
+
+
+def normalised_by(
+    partial: Tensor,
+    per_part: int,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    silu: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The group norm of x by statistics from another kernel.
+
+    Args:
+        partial: (2, N, parts, groups): means and sums of squared deviations of parts of an image, `per_part` pixels
+            each.
+        x: (N, ..., C), contiguous; weight, bias: (C,), contiguous; `cuda_tier.takes` all of them.
+    """
+    groups = partial.shape[-1]
+    width = x.shape[-1] // groups
+    pack = Inputs(x).pack(width, weight, bias)
+    tile = block(groups, width, pack)
+    assert tile is not None, "groups of more accesses than a block has threads"
+    return _normalise(x, None, weight, bias, partial, per_part, eps, silu, dtype, pack, tile)
 
 
 def _normalise(

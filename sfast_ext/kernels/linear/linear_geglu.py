@@ -12,17 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext.kernels.backend import nvrtc, smem_ring
+from sfast_ext.kernels.backend import cuda_tier, nvrtc, smem_ring
 from sfast_ext.kernels.backend.registry import Kernel, register
-from sfast_ext.kernels.backend.triton_runtime import (
-    INTERPRETED,
-    cdiv,
-    device_of,
-    launch_kernel,
-    mma_supported,
-    multiprocessors,
-    supported,
-)
+from sfast_ext.kernels.backend.triton_runtime import cdiv, device_of, launch_kernel, multiprocessors
 from sfast_ext.kernels.pointwise import geglu
 
 _LEAST_SHARE = 0.9  # of the multiprocessors that tiles must fill; below, cuBLAS is faster
@@ -75,19 +67,17 @@ def applicable(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str 
 
 def readable(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str = "none") -> bool:
     """Whether the kernel can read the operands on this GPU."""
-    if INTERPRETED or approximate not in ("none", "tanh") or not supported(x, weight, bias) or not mma_supported(x):
+    if approximate not in ("none", "tanh") or not cuda_tier.takes(_SOURCE, x, weight, bias):
         return False
-    if weight.dtype != x.dtype or weight.dim() != 2 or not weight.is_contiguous() or not x.numel():
+    if weight.dim() != 2 or not weight.is_contiguous() or not x.numel():
         return False
     half, depth = weight.shape[0] // 2, weight.shape[1]
     # TMA: pointers and rows are aligned to 16 bytes
     if weight.shape[0] % 2 or not half or half % 8 or depth % 8 or x.shape[-1] != depth:
         return False
-    if bias is not None and (bias.shape != (2 * half,) or bias.dtype != x.dtype):
+    if bias is not None and bias.shape != (2 * half,):
         return False
-    if any(t.data_ptr() % 16 for t in (x, weight)) or (bias is not None and bias.data_ptr() % 4):
-        return False
-    return _SOURCE.available(device_of(x))
+    return not (any(t.data_ptr() % 16 for t in (x, weight)) or (bias is not None and bias.data_ptr() % 4))
 
 
 def best(x: Tensor, weight: Tensor) -> Tile:
@@ -158,7 +148,8 @@ def _prepared(
     return args, smem_ring.THREADS, shared_bytes(constants)
 
 
-_SOURCE = nvrtc.Source("linear_geglu", _prepared, ("out", "x", "weight", "bias"), variants, ("weight",))
+_NAMES = ("out", "x", "weight", "bias")
+_SOURCE = nvrtc.Source("linear_geglu", _prepared, _NAMES, variants, ("weight",), hopper=True)
 
 
 KERNEL = register(Kernel("linear_geglu", reference, launch, uses=(geglu.KERNEL,), cuda_sources=(_SOURCE,)))

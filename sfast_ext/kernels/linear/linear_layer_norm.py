@@ -14,19 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext.kernels.backend import nvrtc, smem_ring
+from sfast_ext.kernels.backend import cuda_tier, nvrtc, smem_ring
 from sfast_ext.kernels.backend.registry import Kernel, register
-from sfast_ext.kernels.backend.triton_runtime import (
-    INTERPRETED,
-    cdiv,
-    device_of,
-    hopper,
-    is_dry_run,
-    launch_kernel,
-    mma_supported,
-    multiprocessors,
-    supported,
-)
+from sfast_ext.kernels.backend.triton_runtime import cdiv, device_of, is_dry_run, launch_kernel, multiprocessors
 from sfast_ext.kernels.pointwise import add_layer_norm, layer_norm
 
 _MOST_PARTS = 16  # tiles of a row
@@ -130,10 +120,10 @@ def applicable(
     """Whether the kernel can read the operands on this GPU, and is `profitable`."""
     tensors = [bias, residual, norm_weight, norm_bias, post_bias]
     given = [t for t in tensors if t is not None]
-    if INTERPRETED or not supported(x, weight, *tensors) or not mma_supported(x) or weight.dim() != 2 or not x.numel():
+    if not cuda_tier.takes(_SOURCE, x, weight, *tensors) or weight.dim() != 2 or not x.numel():
         return False
     columns, depth = weight.shape
-    if any(t.dtype != x.dtype for t in (weight, *given)) or x.shape[-1] != depth or depth % 8:
+    if x.shape[-1] != depth or depth % 8:
         return False
     if any(t.shape != (columns,) for t in (bias, norm_weight, norm_bias, post_bias) if t is not None):
         return False
@@ -149,7 +139,7 @@ def applicable(
 def profitable(rows: int, columns: int, depth: int, device: torch.device) -> bool:
     """Whether the kernel is available on this GPU, has tiles for a GEMM of M rows, N columns and K depth, and is faster
     than cuBLAS's GEMM and a norm."""
-    if not hopper(device) or not _SOURCE.available(device):
+    if not _SOURCE.available(device):
         return False
     tile = best(rows, columns, depth, device)
     elements = 1e-6 * rows * columns
@@ -294,7 +284,7 @@ _NAMES = (
     "records",
     "eps",
 )
-_SOURCE = nvrtc.Source("linear_layer_norm", _prepared, _NAMES, variants, ("weight",))
+_SOURCE = nvrtc.Source("linear_layer_norm", _prepared, _NAMES, variants, ("weight",), hopper=True)
 
 
 KERNEL = register(

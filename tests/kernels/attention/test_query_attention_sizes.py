@@ -11,6 +11,7 @@ from torch import fx
 from kernels.support import half_dtype
 from sfast_ext.kernels.attention import query_attention as kernel
 from sfast_ext.kernels.backend import nvrtc, precompile, triton_runtime
+from sfast_ext.kernels.backend.cuda_bindings import Bindings
 
 from .test_query_attention import GPU, HALF, LEFT, UNETS, needs_no_interpreter, operands
 
@@ -18,8 +19,8 @@ from .test_query_attention import GPU, HALF, LEFT, UNETS, needs_no_interpreter, 
 @pytest.fixture(autouse=True)
 def h200(monkeypatch):
     monkeypatch.setattr(kernel, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(kernel, "hopper", lambda device: True)
-    monkeypatch.setattr(kernel._SOURCE, "available", lambda device: True)
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(object(), object()))
 
 
 def without_memory(size, dtype=HALF, columns=64):
@@ -37,7 +38,7 @@ def test_what_is_quicker_than_two_kernels(monkeypatch, size):
     with monkeypatch.context() as patch:
         patch.setattr(kernel._SOURCE, "available", lambda device: False)
         assert not pays(size)
-    monkeypatch.setattr(kernel, "hopper", lambda device: False)
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 9))
     assert not pays(size)
 
 

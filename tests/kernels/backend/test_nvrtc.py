@@ -15,7 +15,7 @@ import torch
 
 from kernels.support import needs_nvrtc
 from sfast_ext.kernels.attention import flash_attention, query_attention
-from sfast_ext.kernels.backend import cuda_bindings, cuda_tier, nvrtc
+from sfast_ext.kernels.backend import cuda_bindings, cuda_tier, nvrtc, triton_runtime
 from sfast_ext.kernels.backend.cuda_bindings import Bindings
 from sfast_ext.kernels.conv import conv2d, narrow_conv_portable, upsample, upsample_conv2d
 from sfast_ext.kernels.group_norm import portable
@@ -367,6 +367,7 @@ def test_a_kernel_that_failed_is_not_asked_again(monkeypatch, caplog):
 @pytest.mark.parametrize("found", [Bindings(object(), None), Bindings(None, object()), Bindings(None, None)])
 def test_without_nvrtc_or_a_driver_there_is_no_kernel(monkeypatch, found):
     monkeypatch.setattr(nvrtc, "bindings", lambda: found)
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
     assert not flash_attention._SOURCE.available(torch.device("cuda", 0))
     if found.driver is None:
         with pytest.raises(nvrtc.Unavailable, match="driver was not found"):
@@ -398,6 +399,7 @@ def test_what_a_launch_hands_over(monkeypatch):
     monkeypatch.setattr(source, "_function", lambda index, constants: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(nvrtc, "current_stream", lambda index: 0)
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 9))
     source[(1,)](tensor, None)
     assert handed == [[tensor.data_ptr(), 0], 7]
 

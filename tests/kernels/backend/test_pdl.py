@@ -18,6 +18,7 @@ from sfast_ext.kernels.attention import flash_attention, query_attention
 from sfast_ext.kernels.backend import cuda_bindings, cuda_driver, nvrtc, pdl, triton_runtime
 from sfast_ext.kernels.backend.cuda_bindings import Bindings
 from sfast_ext.kernels.conv import conv2d
+from sfast_ext.kernels.group_norm import conv_group_norm
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
 from sfast_ext.kernels.pointwise import layer_norm
 from sfast_ext.runtime import input_copies
@@ -357,3 +358,30 @@ def test_convolutions_and_attention_to_the_bit(launches):
     early, results = captured(run, x, filters)
     assert len(launches) == 5
     alike(x, turns, early, wanted, results)
+
+
+@pytest.mark.gpu
+def test_between_kernels_for_any_card_to_the_bit(launches):
+    """Without Triton: they wait first, whoever is in front and whoever has begun behind them."""
+    filters = randn(640, 640, 3, 3, dtype=torch.float16, device=CUDA, std=0.01).to(memory_format=torch.channels_last)
+    _, (scale, offset, bias), gate, down, _ = operands()
+    norm = scale, offset, 1e-5
+    x = randn(2, 640, 64, 64, dtype=torch.float16, device=CUDA).to(memory_format=torch.channels_last)
+
+    @triton_runtime.without_triton()
+    def run(x):
+        for _ in range(3):
+            _, y = conv_group_norm.launch(slow(x, 5), filters, bias, x, 32, *norm)
+            tokens = y.permute(0, 2, 3, 1).reshape(2, 4096, 640)
+            wide = linear_geglu.launch(layer_norm.launch(tokens, *norm), gate, None)
+            total, y = linear_layer_norm.launch(wide, down, bias, tokens, *norm)
+            x = y.view(2, 64, 64, 640).permute(0, 3, 1, 2)
+        return x, total
+
+    turns, wanted = captured(run, x, None)
+    assert not launches
+    early, results = captured(run, x, [filters, gate, down])
+    if not pdl.capture_keeps_pdl() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs Hopper and CUDA 12.3")
+    assert len(launches) == 15
+    alike(x, turns, early, wanted, results, 30)

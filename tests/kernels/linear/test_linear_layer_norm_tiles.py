@@ -11,6 +11,7 @@ from torch import fx
 from kernels.support import half_dtype
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import nvrtc, precompile, triton_runtime
+from sfast_ext.kernels.backend.cuda_bindings import Bindings
 from sfast_ext.kernels.linear import linear_layer_norm as kernel
 from sfast_ext.kernels.pointwise import add_layer_norm
 
@@ -26,8 +27,8 @@ needs_no_interpreter = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def h200(monkeypatch):
     monkeypatch.setattr(kernel, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(kernel, "hopper", lambda device: True)
-    monkeypatch.setattr(kernel._SOURCE, "available", lambda device: True)
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(object(), object()))
 
 
 def operands(size, dtype=torch.float16):
@@ -46,10 +47,10 @@ UNFIT = [(2048, 1288, 1280), (2048, 100, 1280), (8192, 2640, 640), (8192, 0, 640
 @pytest.mark.parametrize("size", PAYING, ids=str)
 def test_what_is_quicker_than_two_kernels(monkeypatch, size):
     assert kernel.profitable(*size, GPU)
-    monkeypatch.setattr(kernel._SOURCE, "available", lambda device: False)
-    assert not kernel.profitable(*size, GPU)
-    monkeypatch.setattr(kernel._SOURCE, "available", lambda device: True)
-    monkeypatch.setattr(kernel, "hopper", lambda device: False)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel._SOURCE, "available", lambda device: False)
+        assert not kernel.profitable(*size, GPU)
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 9))
     assert not kernel.profitable(*size, GPU)
 
 
