@@ -41,8 +41,7 @@ _gpu_times, _cpu_times = StageTimes(nvrtc.folder), StageTimes()
 
 _LEAST_ROOM = 0.3
 """Of the bytes of the weights: so much must be free to make a plan. With less the attempt fails, and what it leaves in
-other places of the allocator may be what the original lacks (SDXL with --medvram on a card of 6 GB, and without a flag on
-one of 8 GB)."""
+other places of the allocator may be what the original lacks (SDXL with --medvram on 6 GB, without a flag on 8 GB)."""
 
 
 @dataclass
