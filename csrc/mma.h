@@ -41,6 +41,31 @@ __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], unsig
 #endif
 }
 
+#if TYPE == 0
+// d += a b in float16, with K = 16; a word of d holds two neighbours of a row.
+__device__ __forceinline__ void mma_halves(unsigned (&d)[2], const unsigned (&a)[4], unsigned b, unsigned next) {
+#if __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
+      : "+r"(d[0]), "+r"(d[1])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(next));
+#else
+  asm("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%0, %1};"
+      : "+r"(d[0]), "+r"(d[1])
+      : "r"(a[0]), "r"(a[1]), "r"(b));
+  asm("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%0, %1};"
+      : "+r"(d[0]), "+r"(d[1])
+      : "r"(a[2]), "r"(a[3]), "r"(next));
+#endif
+}
+
+// Products of two float16 and two others.
+__device__ __forceinline__ unsigned halves_product(unsigned x, unsigned y) {
+  unsigned z;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+#endif
+
 __device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
 // 8 x 8 matrices of shared memory, each row 16 bytes, whose addresses lanes 0 to 7 give for the first, and so on. A lane

@@ -24,9 +24,6 @@ inline unsigned short of_b(unsigned warp, int k, int column) {
   return element(words[warp + column * 4 + k % 8 / 2] + 4, 2 * (k / 8) + k % 2);
 }
 
-template <int Type>
-float value(unsigned short bits);
-
 template <int Depth>
 void product(float (&d)[4], float (*value)(unsigned short)) {
   meet(IN_WARP);
@@ -67,6 +64,21 @@ inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b, unsigned next
   std::memcpy(mine, a, sizeof a);
   mine[4] = b, mine[5] = next;
   cpu::product<16>(d, to_float<TYPE>);
+}
+
+inline void mma_halves(unsigned (&d)[2], const unsigned (&a)[4], unsigned b, unsigned next) {
+  float sum[4];
+  to_floats<TYPE>(d[0], sum[0], sum[1]);
+  to_floats<TYPE>(d[1], sum[2], sum[3]);
+  mma(sum, a, b, next);
+  for (int i = 0; i < 2; ++i) d[i] = pair_of<TYPE>(sum[2 * i], sum[2 * i + 1]);
+}
+
+inline unsigned halves_product(unsigned x, unsigned y) {
+  float a[2], b[2];
+  to_floats<TYPE>(x, a[0], a[1]);
+  to_floats<TYPE>(y, b[0], b[1]);
+  return pair_of<TYPE>(a[0] * b[0], a[1] * b[1]);
 }
 
 inline void ldmatrix(unsigned (&to)[4], const void* row) { cpu::matrices(to, row, false); }

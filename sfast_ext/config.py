@@ -22,6 +22,8 @@ class Config:
     MB."""
     max_graphs: int = 16
     triton: bool = True
+    faster_sums: bool = False
+    """On GeForce, add up products in half precision where that is faster. The picture may differ in details."""
     check: str = "first"
     """When a plan is compared with the original forward: "first" use, "always", "never"."""
     tolerance: float = 0.02
@@ -45,4 +47,4 @@ class Config:
 
     def builds_like(self, other: Config) -> bool:
         """Whether a plan built under one is the plan that the other would build."""
-        return self.triton == other.triton
+        return (self.triton, self.faster_sums) == (other.triton, other.faster_sums)

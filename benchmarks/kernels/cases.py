@@ -367,6 +367,21 @@ def _linear_geglu(o: Operands) -> Iterator[Case]:
         yield _case("linear_geglu", f"{rows}x{columns}x{inner}", _torch_linear_geglu, tensors, {})
 
 
+@_of("faster_linear")
+def _faster_linear(o: Operands) -> Iterator[Case]:
+    for rows, columns, inner in LINEARS:
+        tensors = [o.randn(rows, inner), o.randn(columns, inner) * inner**-0.5, o.randn(columns)]
+        yield _case("faster_linear", f"{rows}x{columns}x{inner}", F.linear, tensors, {})
+
+
+@_of("faster_conv2d")
+def _faster_conv2d(o: Operands) -> Iterator[Case]:
+    for images, channels, height, width, columns in CONVOLUTIONS:
+        x = o.randn(images, channels, height, width).to(memory_format=torch.channels_last)
+        operands = [x, o.filters(columns, channels)]
+        yield _case("faster_conv2d", f"{images}x{channels}x{height}x{width}x{columns}", conv2d.fallback, operands, {})
+
+
 @_of("linear_layer_norm")
 def _linear_layer_norm(o: Operands) -> Iterator[Case]:
     for rows, columns, inner in NORMED_LINEARS:

@@ -24,6 +24,7 @@ from . import (
     conv2d,
     conv_group_norm,
     cse,
+    faster_sums,
     geglu,
     group_norm,
     group_norm_inputs,
@@ -126,6 +127,7 @@ PASSES: list[Pass] = [
     Pass("conv2d", conv2d.conv2d, LOWERING, ("im2col", "upsample_conv2d")),
     # conv2d: its kernel computes the statistics of the norm
     Pass("conv_group_norm", conv_group_norm.conv_group_norm, LOWERING, ("conv2d",)),
+    Pass("faster_sums", faster_sums.faster_sums, LOWERING),
     # upsample_conv2d: upsample would take its upsampling
     Pass("upsample", upsample.upsample, LOWERING, ("upsample_conv2d",)),
     # the multiplication by 1 that hosts write between the product and its sine is gone since the first cleanup

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class PassContext:
-    """What passes may use: the weight arena, Triton kernels, and whether images are to be channels-last."""
+    """What passes may use: the weight arena, Triton kernels; and how images and sums are to be."""
 
     arena: Arena
     device: torch.device
     triton: bool
     channels_last: bool = True
+    faster_sums: bool = False
+    """Whether sums may be in half precision."""
 
     def serves(self, *modules: ModuleType) -> bool:
         """Whether all of these kernels may be launched. Operations without a kernel stay as they were captured."""

@@ -230,7 +230,7 @@ def make_plan(captured: Captured, call: Call, arena: Arena, device: torch.device
         and environment.triton_runs_on(device)
         and environment.triton_refusal(device, *_dtypes(graph)) is None
     )
-    context = PassContext(arena, device, triton)
+    context = PassContext(arena, device, triton, faster_sums=config.faster_sums)
     if device.type == "cuda" and not context.serves(group_norm):
         context.channels_last = arena.memoize("channels last", lambda: channels_last_pays(graph, device))
     fused = run_passes(captured.graph_module, context)
