@@ -69,7 +69,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_field_of_the_table_is_one_of_the_configuration():
-    assert len(set(settings.KEYS)) == len(settings.SETTINGS) + 2 == 10
+    assert len(set(settings.KEYS)) == len(settings.SETTINGS) + 2 == 11
     for setting in settings.SETTINGS:
         assert setting.key == f"sfast_{setting.field}"
         assert hasattr(Config(), setting.field)
@@ -84,6 +84,7 @@ def test_groups_follow_each_other_each_below_its_heading():
         "sfast_intro",
         "sfast_enabled",
         "sfast_preset",
+        "sfast_faster_sums",
         "sfast_memory_heading",
         "sfast_graph_memory_mb",
         "sfast_max_graphs",
@@ -337,9 +338,12 @@ def test_a_small_card_has_limits_above_what_is_set(monkeypatch, gigabytes, chose
     assert config.graph_memory_mb > 0 and config.max_graphs == 2
 
 
-def test_presets_change_no_pixels():
-    for preset in settings.PRESET.choices:
+def test_one_preset_changes_pixels_and_the_infotext_says_so():
+    for preset in ("same picture", "small card"):
         assert settings.infotext(settings.config_from(Options(sfast_preset=preset))) == {}
+    config = settings.config_from(Options(sfast_preset="faster sums on GeForce"))
+    assert config == Config(faster_sums=True)
+    assert settings.infotext(config) == {"Stable Fast faster sums": True}
     assert settings.config_from(Options(sfast_preset="same picture")) == Config()
     report = Report()
     assert settings.config_from(Options(sfast_preset="faster"), report) == Config()

@@ -73,11 +73,15 @@ def test_settings_that_change_pixels_are_in_the_infotext_and_others_are_not(host
 def test_an_infotext_restores_them(host):  # noqa: F811
     started(host)
     names = {info.infotext: key for key, info in host.opts.data_labels.items() if getattr(info, "infotext", None)}
-    assert names == {"Stable Fast check": "sfast_check", "Stable Fast tolerance": "sfast_tolerance"}
-    params = {"Steps": "20", "Stable Fast tolerance": "0.05"}
+    assert names == {
+        "Stable Fast faster sums": "sfast_faster_sums",
+        "Stable Fast check": "sfast_check",
+        "Stable Fast tolerance": "sfast_tolerance",
+    }
+    params, sums = {"Steps": "20", "Stable Fast tolerance": "0.05"}, {"Stable Fast faster sums": "False"}
     host.fire("infotext_pasted", "a text", params)
     # what is not named had its default
-    assert params == {"Steps": "20", "Stable Fast tolerance": "0.05", "Stable Fast check": "first use"}
+    assert params == {"Steps": "20", "Stable Fast tolerance": "0.05", "Stable Fast check": "first use", **sums}
     for name, key in names.items():
         default = host.opts.data_labels[key].default
         assert settings.config_from(SimpleNamespace(**{key: type(default)(params[name])}))
