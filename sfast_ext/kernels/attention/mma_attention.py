@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from sfast_ext.kernels.attention.operands import can_be_mapped, in_base_2, like_queries, strides
-from sfast_ext.kernels.backend import health, nvrtc
+from sfast_ext.kernels.backend import health, nvrtc, triton_runtime
 from sfast_ext.kernels.backend.triton_runtime import (
     HALF,
     INTERPRETED,
     MAX_GRID_YZ,
-    capability,
     cdiv,
     device_of,
     launch_kernel,
@@ -97,7 +96,8 @@ def applicable(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
         return False
     if any(x.shape[1] * x.stride(1) + x.shape[2] * x.stride(2) >= _LONGEST for x in (q, k, v)):
         return False
-    return _SOURCE.available(device) and capability(device) >= (_LEAST if q.dtype == torch.float16 else _AMPERE)
+    least = _LEAST if q.dtype == torch.float16 else _AMPERE
+    return _SOURCE.available(device) and triton_runtime.capability(device) >= least
 
 
 def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend import nvrtc, triton_runtime
 from sfast_ext.kernels.backend.triton_runtime import (
     INTERPRETED,
     MAX_GRID_YZ,
-    capability,
     cdiv,
     device_of,
     is_dry_run,
@@ -45,7 +44,7 @@ def tile(rows: int, columns: int, device: torch.device) -> Tile:
     across = cdiv(columns, _ACROSS)
     many = cdiv(rows, 128) * across >= multiprocessors(device)
     # 64 KB of shared memory on 7.5, at least 99 on later cards
-    stages = 4 if capability(device) >= _AMPERE else 2
+    stages = 4 if triton_runtime.capability(device) >= _AMPERE else 2
     return Tile(4, stages) if many else Tile(2, stages)
 
 
@@ -86,7 +85,7 @@ def _readable(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, dept
 
 def available(device: torch.device) -> bool:
     """Whether a device's sums in half precision are faster, and the kernel can run there."""
-    return _SOURCE.available(device) and capability(device) in _GEFORCE
+    return _SOURCE.available(device) and triton_runtime.capability(device) in _GEFORCE
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

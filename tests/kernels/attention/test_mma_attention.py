@@ -13,7 +13,7 @@ from kernels.support import attended, close_rows, half_dtype, heads, randn
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import mma_attention
 from sfast_ext.kernels.attention.mma_attention import Shape
-from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend import nvrtc, triton_runtime
 
 pytestmark = pytest.mark.skipif(
     kernels.interpreted(), reason="the interpreter's run is of Triton's kernels, these run without TRITON_INTERPRET"
@@ -28,7 +28,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param == "cpu":
         monkeypatch.setattr(nvrtc.Source, "_launch", cuda_on_cpu.launch)
         monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: True)
-        monkeypatch.setattr(mma_attention, "capability", lambda device: (8, 6))
+        monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 6))
         monkeypatch.setattr(mma_attention, "multiprocessors", lambda device: 2)
     yield torch.device(request.param)
 
@@ -119,9 +119,9 @@ def test_what_it_does_not_take(device, monkeypatch):
     assert refused(*heads((1, 1, 70, 77, 168), torch.float16, device))
     odd = randn(2, 70, 2, 48, dtype=torch.float16, device=device)[..., 4:44].transpose(1, 2)
     assert refused(odd, k, v)
-    monkeypatch.setattr(mma_attention, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (7, 5))
     assert not refused(q, k, v) and refused(*(x.bfloat16() for x in (q, k, v)))
-    monkeypatch.setattr(mma_attention, "capability", lambda device: (7, 0))
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (7, 0))
     assert refused(q, k, v)
 
 

@@ -64,7 +64,7 @@ def test_attention_goes_another_way_without_its_own_kernel(monkeypatch):
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
     for module in (short_attention, mma_attention):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(mma_attention, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
     monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: source.name == "mma_attention")
     q = torch.empty(2, 8, 64, 40, dtype=torch.float16, device="meta")
     k = torch.empty(2, 8, 77, 40, dtype=torch.float16, device="meta")

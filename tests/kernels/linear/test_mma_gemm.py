@@ -12,7 +12,7 @@ from kernels import cuda_on_cpu
 from kernels.backend.test_nvrtc import REGISTERS, built
 from kernels.support import close_rows, needs_nvrtc, randn, wide
 from sfast_ext import kernels
-from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend import nvrtc, triton_runtime
 from sfast_ext.kernels.linear import mma_gemm
 
 pytestmark = pytest.mark.skipif(
@@ -26,8 +26,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param == "cpu":
         monkeypatch.setattr(nvrtc.Source, "_launch", cuda_on_cpu.launch)
         monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: True)
-        monkeypatch.setattr(mma_gemm, "capability", lambda device: (8, 6))
         monkeypatch.setattr(mma_gemm, "multiprocessors", lambda device: 2)
+    # whichever the card is
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 6))
     yield torch.device(request.param)
 
 
@@ -103,7 +104,7 @@ def test_what_it_does_not_take(device, monkeypatch):
 @pytest.mark.parametrize(("capability", "faster"), [((7, 0), False), ((7, 5), True), ((8, 0), False), ((8, 6), True)])
 def test_cards_that_add_up_faster_in_half_precision(monkeypatch, capability, faster):
     monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: True)
-    monkeypatch.setattr(mma_gemm, "capability", lambda device: capability)
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: capability)
     assert mma_gemm.available(torch.device("cuda", 0)) == faster
 
 
