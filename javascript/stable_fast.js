@@ -63,7 +63,7 @@
         if (!status.no_gpu) {
             plansOf(status).filter((plan) => plan.last_pass).forEach((plan) => addParts(panel, 'div', planParts(plan)));
         }
-        addParts(panel, 'div', [status.environment.gpu || 'no GPU', 'torch', status.environment.torch], 'sfast-weak');
+        addParts(panel, 'div', [status.environment.gpu || 'no GPU', '·', 'torch', status.environment.torch], 'sfast-weak');
         if (status.badge.help) {
             help(add(panel, 'div'), status.badge.help);
         }

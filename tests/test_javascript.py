@@ -167,7 +167,7 @@ def run(script, status=STATUS, background="rgb(17, 24, 39)"):
     """What a script reports of the page, once both files are loaded into it."""
     if NODE is None:
         pytest.skip("node is not installed")
-    files = ("stable_fast.js", "stable_fast_jobs.js", "stable_fast_tab.js")
+    files = ("stable_fast.js", "stable_fast_jobs.js", "stable_fast_names.js", "stable_fast_tab.js")
     sources = "".join((ROOT / "javascript" / file).read_text(encoding="utf-8") for file in files)
     told = f"(async() => {{ const shown = {{}}; await start(); {script}; console.log(JSON.stringify(shown)); }})();"
     result = subprocess.run(
@@ -196,7 +196,7 @@ def test_a_badge_stands_below_each_generate_button():
     for text in (
         "The last picture",
         "512×512, 1 picture, 77 tokens|2.1×|31.0 → 14.8|ms a step",
-        "a card|torch|2.7",
+        "a card|·|torch|2.7",
     ):
         assert text in shown["details"]
     assert "f16" not in shown["details"]
