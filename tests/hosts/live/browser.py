@@ -25,6 +25,11 @@ CLICK = """([selector, text]) => {
     if (found) found.click();
     return Boolean(found);
 }"""
+FOLLOW = """() => stableFast.onStatus((status) => {
+    const {eager_runs, replays, captures, fallbacks} = status.counters;
+    window.sfastSteps = [eager_runs, replays, captures, fallbacks].reduce((sum, each) => sum + (each || 0), 0);
+    window.sfastBusy = status.busy;
+})"""
 FAULTS = """async (selector) => {
     const found = await axe.run({include: [selector]}, {resultTypes: ['violations']});
     return found.violations.map((each) => [
@@ -96,10 +101,9 @@ class Page:
         found = self.page.query_selector("#txt2img_actions_column .sfast-text, .sfast-badge .sfast-text")
         return "" if found is None else (found.text_content() or "").strip()
 
-    def job(self) -> dict[str, Any]:
-        """The state of Prepare or Measure."""
-        asked = "async () => (await (await fetch('./sfast/v1/job')).json()).job || {}"
-        return dict(self.page.evaluate(asked))
+    def job(self) -> str:
+        """What is said of Prepare or Measure, on one line."""
+        return " ".join(self.text("#stable_fast_job").split())
 
     def to_pictures(self) -> None:
         """Open the tab in which pictures are made."""
@@ -135,19 +139,19 @@ class Page:
         """Make a picture. Returns what the badge and the progress bar said meanwhile."""
         self.fill("#txt2img_prompt textarea", prompt)
         said: list[str] = []
-        asked = "async () => (await (await fetch('./sfast/v1/status')).json()).busy"
+        # what the page itself asks for: SD.Next answers a client so many times a minute
+        self.page.evaluate(FOLLOW)
+        before = self.page.evaluate("window.sfastSteps")
         self.click("#txt2img_generate")
-        began = False
         end = time.monotonic() + 240
         while time.monotonic() < end:
             bar = self.page.query_selector("#txt2img_results .progressDiv .progress")
             for text in (self.badge(), "" if bar is None else (bar.text_content() or "").strip()):
                 if text and text not in said:
                     said.append(text)
-            busy = self.page.evaluate(asked)
-            if began and not busy:
+            if self.page.evaluate("!window.sfastBusy") and self.page.evaluate("window.sfastSteps") > before:
                 break
-            began = began or busy
+            self.page.wait_for_timeout(100)
         # the page asks once more after the end
         self.page.wait_for_timeout(2500)
         return [*said, self.badge()]

@@ -64,7 +64,9 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ):
             page.open()
             page.to_pictures()
-            for field, value in QUICK.items():
+            # SD.Next's tiny model is too quick for stages to be seen, at small sizes
+            size = {} if name == "AUTOMATIC1111" else {"width": "512", "height": "512"}
+            for field, value in {**QUICK, **size}.items():
                 page.page.locator(f"#txt2img_{field} input[type=number]").first.evaluate(SET, value)
             yield page
 
@@ -78,7 +80,7 @@ def test_the_page_opens_with_a_badge(page: Page) -> None:
 def test_the_first_picture_shows_its_stages_and_the_second_its_pace(page: Page) -> None:
     said = page.generate()
     page.picture("first picture")
-    assert any(text.startswith("preparing 128×128") for text in said), said
+    assert any(text.startswith("preparing ") for text in said), said
     assert any(text.startswith("Stable Fast: ") for text in said), said
     assert page.generate()[-1].endswith("it/s")
     page.picture("second picture")
@@ -121,21 +123,21 @@ def test_sizes_are_prepared_measured_and_cancelled(page: Page) -> None:
     page.to_tab()
     page.fill("#stable_fast_sizes textarea", "192x128")
     page.click("#stable_fast_prepare")
-    page.until(lambda: "Prepare Done" in " ".join(page.text("#stable_fast_job").split()), "it is prepared")
+    page.until(lambda: "Prepare Done" in page.job(), "it is prepared")
     page.picture("prepared")
     assert "192×128, 1 picture" in page.text("#stable_fast_job")
     page.click("#stable_fast_measure")
-    page.until(lambda: "Measure Done" in " ".join(page.text("#stable_fast_job").split()), "it is measured")
+    page.until(lambda: "Measure Done" in page.job(), "it is measured")
     page.until(lambda: "Measurements that were kept" in page.text("#stable_fast_job"), "it is kept", 20)
     page.click("#stable_fast_chart")
     page.until(lambda: page.page.is_visible("#stable_fast_plot img"), "the chart is drawn", 60)
     page.picture("measured")
     page.fill("#stable_fast_sizes textarea", "256x256, 320x320, 384x384, 448x448")
     page.click("#stable_fast_measure")
-    page.until(lambda: page.job().get("state") == "running", "it runs")
+    page.until(lambda: "Measure Running" in page.job(), "it runs")
     page.picture("measuring")
     page.click("#stable_fast_cancel")
-    page.until(lambda: "Measure Cancelled" in " ".join(page.text("#stable_fast_job").split()), "it is cancelled")
+    page.until(lambda: "Measure Cancelled" in page.job(), "it is cancelled")
     page.picture("cancelled")
     page.accessible(page.tab)
 
