@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,13 +18,7 @@ pytestmark = [
     pytest.mark.hosts,
     pytest.mark.skipif(not CHROMIUM, reason="SFAST_CHROMIUM names no Chromium"),
 ]
-MODERN = Path(sdnext.HOST or "") / "extensions-builtin" / "sdnext-modernui" / "html"
-HOSTS = [
-    pytest.param("AUTOMATIC1111", marks=a1111.MARKS),
-    pytest.param("Standard", marks=sdnext.MARKS),
-    # a submodule of SD.Next's
-    *([pytest.param("Modern", marks=sdnext.MARKS)] if sdnext.HOST and MODERN.is_dir() else []),
-]
+HOSTS = [pytest.param("AUTOMATIC1111", marks=a1111.MARKS)]
 SET = """(input, value) => {
     input.value = value;
     input.dispatchEvent(new Event('input', {bubbles: true}));
@@ -181,28 +174,6 @@ def test_a_changed_setting_is_in_the_infotext_and_is_restored_from_it(page: Page
     assert "Stable Fast tolerance: 0.05" in page.infotext()
 
 
-def test_a_grid_compares_on_and_off(page: Page) -> None:
-    if page.theme:
-        pytest.skip("SD.Next's axes are the same; its grid is a script of another page")
-    page.to_pictures()
-    choose(page, "#script_list", "X/Y/Z plot")
-    choose(page, "#script_txt2img_xyz_plot_x_type", "[Stable Fast] enabled")
-    # writes all values of the axis
-    page.click("#xyz_grid_fill_x_tool_button")
-    page.page.wait_for_timeout(1500)
-    page.generate()
-    page.until(lambda: page.page.locator("#txt2img_gallery button.thumbnail-item").count() >= 3, "a grid of two", 30)
-    page.picture("grid")
-    choose(page, "#script_list", "None")
-
-
-def choose(page: Page, dropdown: str, value: str) -> None:
-    """Choose in a dropdown of gradio's."""
-    page.page.locator(f"{dropdown} input").first.click()
-    page.page.locator(f"{dropdown} ul.options li", has_text=value).first.click()
-    page.page.wait_for_timeout(800)
-
-
 @pytest.mark.parametrize("width", [1300, 400])
 def test_nothing_of_ours_is_cut_off_in_the_dark(page: Page, width: int) -> None:
     page.page.set_viewport_size({"width": width, "height": 900})
@@ -219,23 +190,6 @@ def test_nothing_of_ours_is_cut_off_in_the_dark(page: Page, width: int) -> None:
     for part in ("#stable_fast_view", "#stable_fast_job", "#stable_fast_sizes", "#stable_fast_report"):
         box = page.page.locator(part).first.bounding_box()
         assert box is None or box["x"] + box["width"] <= width + 1, (part, box)
-
-
-def test_after_the_ui_is_reloaded_pictures_are_accelerated_again(page: Page) -> None:
-    if page.theme:
-        pytest.skip("SD.Next reloads by starting its server anew")
-    page.page.set_viewport_size({"width": 1300, "height": 950})
-    page.open()
-    page.to_settings()
-    page.click("#settings_restart_gradio")
-    # the host empties the page, and loads it again when its server is back
-    page.page.wait_for_selector(".sfast-badge", state="detached", timeout=30_000)
-    page.page.wait_for_selector(".sfast-badge .sfast-state", state="attached", timeout=120_000)
-    page.until(lambda: page.badge() == "ready", "nothing of the scripts before is left")
-    assert page.page.locator("#txt2img_actions_column .sfast-badge").count() == 1
-    page.to_pictures()
-    assert page.generate()[-1].endswith("it/s")
-    page.picture("reloaded")
 
 
 def test_the_console_of_the_browser_has_no_error_of_ours(page: Page) -> None:
