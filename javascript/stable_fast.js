@@ -63,10 +63,30 @@
         if (!status.no_gpu) {
             plansOf(status).filter((plan) => plan.last_pass).forEach((plan) => addParts(panel, 'div', planParts(plan)));
         }
-        addParts(panel, 'div', [status.environment.gpu || 'no GPU', 'torch', status.environment.torch], 'sfast-weak');
+        addParts(panel, 'div', [status.environment.gpu || 'no GPU', '·', 'torch', status.environment.torch], 'sfast-weak');
+        if (status.badge.help) {
+            help(add(panel, 'div'), status.badge.help);
+        }
         const link = add(panel, 'button', 'Open the tab Stable Fast', 'sfast-link');
         link.type = 'button';
         link.addEventListener('click', openTab);
+    }
+
+    // while a picture is made everything is drawn anew each second; who is at a link by keyboard stays there
+    function redrawn(root, draw) {
+        const stops = () => Array.from(root.querySelectorAll('a, button, summary'));
+        const place = stops().indexOf(document.activeElement);
+        draw();
+        if (place >= 0 && stops()[place]) {
+            stops()[place].focus();
+        }
+    }
+
+    // the entry of the page of troubleshooting
+    function help(parent, code) {
+        const link = add(parent, 'a', 'What to do');
+        link.href = './sfast/v1/help#' + encodeURIComponent(code);
+        link.target = '_blank';
     }
 
     function openTab() {
@@ -121,7 +141,7 @@
                 label.textContent = said;
             }
             if (status) {
-                details(panel, status);
+                redrawn(panel, () => details(panel, status));
             } else {
                 panel.textContent = said;
             }
@@ -272,7 +292,7 @@
 
     // for the tab, in other files
     window.stableFast = {
-        refresh, watch, typeset, add, addParts, planParts, plansOf, copy,
+        refresh, watch, typeset, help, redrawn, add, addParts, planParts, plansOf, copy,
         onStatus: (listener) => {
             listeners.push(listener);
             if (last) {

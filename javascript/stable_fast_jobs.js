@@ -30,11 +30,12 @@
         const {add} = stableFast;
         const made = add(add(parent, 'div', undefined, 'sfast-scroll'), 'table');
         const head = add(add(made, 'thead'), 'tr');
-        heads.forEach((name) => add(head, 'th', name).setAttribute('scope', 'col'));
+        const kind = (column) => (/, ms$|^Times/.test(heads[column]) ? 'sfast-number' : '');
+        heads.forEach((name, column) => add(head, 'th', name, kind(column)).setAttribute('scope', 'col'));
         const body = add(made, 'tbody');
         rows.forEach((cells) => {
             const row = add(body, 'tr');
-            cells.forEach((cell, column) => add(row, 'td', cell, /, ms$|^Times/.test(heads[column]) ? 'sfast-number' : ''));
+            cells.forEach((cell, column) => add(row, 'td', cell, kind(column)));
         });
     }
 
@@ -88,11 +89,13 @@
         if (!view || view.offsetParent === null) {
             return;
         }
-        view.textContent = '';
-        if (shown) {
-            progress(shown);
-        }
-        history();
+        stableFast.redrawn(view, () => {
+            view.textContent = '';
+            if (shown) {
+                progress(shown);
+            }
+            history();
+        });
     }
 
     async function load() {

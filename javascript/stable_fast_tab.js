@@ -82,7 +82,7 @@
         const table = add(add(view, 'div', undefined, 'sfast-scroll'), 'table');
         const head = add(add(table, 'thead'), 'tr');
         COLUMNS.forEach(([name], column) => {
-            const cell = add(head, 'th');
+            const cell = add(head, 'th', undefined, column > 1 ? 'sfast-number' : '');
             cell.setAttribute('scope', 'col');
             const mine = order.column === column;
             cell.setAttribute('aria-sort', mine ? (order.down ? 'descending' : 'ascending') : 'none');
@@ -91,7 +91,6 @@
             button.addEventListener('click', () => {
                 order = {column, down: mine ? !order.down : column > 1};
                 draw(shown);
-                view.querySelectorAll('th button')[column].focus();
             });
         });
         const body = add(table, 'tbody');
@@ -106,23 +105,26 @@
     }
 
     function reasons(status) {
-        const {add, addParts} = stableFast;
+        const {add, addParts, help} = stableFast;
         add(view, 'h3', 'Not accelerated');
         if (status.reasons_listed.length === 0) {
             add(view, 'p', status.no_gpu ? status.badge.detail : 'Nothing: every step so far was accelerated or prepared.');
+            if (status.no_gpu && status.badge.help) {
+                help(add(view, 'p'), status.badge.help);
+            }
             return;
         }
         const table = add(add(view, 'div', undefined, 'sfast-scroll'), 'table');
         const head = add(add(table, 'thead'), 'tr');
-        ['This picture', 'Since the start', 'Last', 'Why', ''].forEach((name) => add(head, 'th', name).setAttribute('scope', 'col'));
+        ['This picture', 'Since the start', 'Last'].forEach((name) => add(head, 'th', name, 'sfast-number'));
+        ['Why', 'Remedy'].forEach((name) => add(head, 'th', name));
+        Array.from(head.children).forEach((cell) => cell.setAttribute('scope', 'col'));
         const body = add(table, 'tbody');
         status.reasons_listed.forEach((each) => {
             const row = add(body, 'tr', undefined, each.calls_last > 0 ? 'sfast-last' : '');
             [[each.calls_last], [each.calls], seconds(each.seconds_ago)].forEach((said) => addParts(row, 'td', said, 'sfast-number'));
             add(row, 'td', each.reason);
-            const link = add(add(row, 'td'), 'a', 'What to do');
-            link.href = './sfast/v1/help#' + encodeURIComponent(each.code);
-            link.target = '_blank';
+            help(add(row, 'td'), each.code);
         });
     }
 
@@ -131,10 +133,12 @@
         if (!view || !status || view.offsetParent === null) {
             return;
         }
-        view.textContent = '';
-        now(status);
-        plans(status);
-        reasons(status);
+        stableFast.redrawn(view, () => {
+            view.textContent = '';
+            now(status);
+            plans(status);
+            reasons(status);
+        });
     }
 
     onUiLoaded(() => {

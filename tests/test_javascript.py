@@ -52,8 +52,8 @@ class Element {
     }
     all() { return [this, ...this.children.flatMap((child) => child.all())]; }
     querySelectorAll(selector) {
-        const tag = selector.split(' ').pop();
-        return this.all().filter((each) => each.tag === tag);
+        const tags = selector.split(',').map((each) => each.trim().split(' ').pop());
+        return this.all().filter((each) => tags.includes(each.tag));
     }
     setAttribute(name, value) { this.attributes[name] = value; }
     getAttribute(name) { return this.attributes[name]; }
@@ -64,7 +64,7 @@ class Element {
         const y = top + (parseFloat(this.style.top) || 0);
         return {left: x, top: y, right: x + width, bottom: y + height, width, height};
     }
-    focus() { focused.push(this.textContent); }
+    focus() { document.activeElement = this; focused.push(this.textContent); }
     blur() {}
     click() { this.clicked = true; }
 }
@@ -167,7 +167,7 @@ def run(script, status=STATUS, background="rgb(17, 24, 39)"):
     """What a script reports of the page, once both files are loaded into it."""
     if NODE is None:
         pytest.skip("node is not installed")
-    files = ("stable_fast.js", "stable_fast_jobs.js", "stable_fast_tab.js")
+    files = ("stable_fast.js", "stable_fast_jobs.js", "stable_fast_names.js", "stable_fast_tab.js")
     sources = "".join((ROOT / "javascript" / file).read_text(encoding="utf-8") for file in files)
     told = f"(async() => {{ const shown = {{}}; await start(); {script}; console.log(JSON.stringify(shown)); }})();"
     result = subprocess.run(
@@ -196,7 +196,7 @@ def test_a_badge_stands_below_each_generate_button():
     for text in (
         "The last picture",
         "512×512, 1 picture, 77 tokens|2.1×|31.0 → 14.8|ms a step",
-        "a card|torch|2.7",
+        "a card|·|torch|2.7",
     ):
         assert text in shown["details"]
     assert "f16" not in shown["details"]
@@ -386,6 +386,26 @@ def test_without_an_answer():
     assert run(READ, None)["badge"] == "no status"
 
 
+@pytest.mark.parametrize("code", ["hypernetwork", None])
+def test_the_details_link_to_what_can_be_done_where_something_can(code):
+    script = READ + "shown.links = byTag('a', byClass('sfast-details')).map((each) => each.href);"
+    shown = run(script, {**STATUS, "badge": {**STATUS["badge"], "help": code}})
+    assert shown["links"] == ([] if code is None else ["./sfast/v1/help#hypernetwork"])
+
+
+def test_a_link_keeps_the_focus_while_the_details_are_drawn_anew():
+    script = """
+        const panel = byClass('sfast-details', badges()[0]);
+        const before = byTag('a', panel)[0];
+        before.focus();
+        await stableFast.refresh();
+        const after = byTag('a', panel)[0];
+        Object.assign(shown, {anew: after !== before, focused: document.activeElement === after});
+    """
+    status = {**STATUS, "badge": {**STATUS["badge"], "help": "hypernetwork"}}
+    assert run(script, status) == {"anew": True, "focused": True}
+
+
 def test_who_is_not_logged_in_is_told_so():
     assert run(READ, 401)["badge"] == "log in for status"
 
@@ -416,6 +436,7 @@ def test_plans_are_sorted_by_any_column_and_the_focus_stays():
         shown.before = sizes();
         head('Before').listeners.click();
         shown.turned = sizes();
+        head('Times').focus();
         head('Times').listeners.click();
         shown.unknown_last = sizes();
         shown.sort = byTag('th', view).map((each) => each.attributes['aria-sort']).filter((each) => each !== 'none');

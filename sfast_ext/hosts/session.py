@@ -168,6 +168,10 @@ class Session:
             "accelerators": [each for attachment in self.attachments for each in attachment.status()],
             **self.report.as_dict(),
         }
+        if found["last_pass"]["bypassed"] and not found["last_pass"]["accelerated"]:
+            # an accelerator knows the last pass that it ran a plan in, which was another picture's
+            for plan in (plan for each in found["accelerators"] for plan in each["plans"]):
+                plan["last_pass"] = False
         for row in found["reasons_listed"]:
             row["code"] = reasons.code_of(row["reason"])
         return {**found, "badge": words.badge(found)}

@@ -16,6 +16,8 @@ ENVIRONMENT = (
     "gpu", "compute_capability", "gpu_memory_mb", "torch", "cuda", "driver", "cudnn", "nvrtc", "triton", "triton_error",
     "xformers", "python", "platform",
 )  # fmt: skip
+# reasons that name files of the user's, which say what pictures are made
+_NAMED = re.compile(r"\b(a hypernetwork is active|another UNet is active): .*?(?=; |$)")
 # an absolute path on either system, not the rest of an address
 _PATH = re.compile(r"(?<![\w:/\\.~])(?:[A-Za-z]:[\\/]|\\\\|/)(?:[^\s\\/'\"<>|:*?]+[\\/]+)+[^\s\\/'\"<>|:*?]*")
 
@@ -41,8 +43,8 @@ def _own() -> list[str]:
 
 
 def _anonymous(text: str) -> str:
-    """`without_paths`, and without the user's name where it stands by itself."""
-    text = without_paths(text)
+    """`without_paths`, without names of models, and without the user's name where it stands by itself."""
+    text = without_paths(_NAMED.sub(r"\1: <name>", text))
     try:
         user = getpass.getuser()
     except Exception:  # no name in the environment and none in the system's list
@@ -60,7 +62,8 @@ def text(status: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     known = status["environment"]
     lines = [
         f"Stable Fast {status['version']} in {status['host']['name']} {status['host']['version']}",
-        f"State: {status['badge']['state']}: {status['badge']['text']}. {status['badge']['detail']}",
+        f"State ({status['badge']['state']}): {status['badge']['text']}",
+        status["badge"]["detail"],
         *(f"{name}: {known[name]}" for name in ENVIRONMENT if known.get(name) is not None),
         *(f"note: {sentence}" for sentence in known.get("known_bad", ())),
         "",

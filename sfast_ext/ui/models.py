@@ -51,6 +51,7 @@ class Badge(BaseModel):
     state: str = Field(..., description="on, partly, preparing, ready, original, off or none")
     text: str = Field(..., description="a few words")
     detail: str = Field(..., description="a sentence")
+    help: Optional[str] = Field(..., description="its entry of the help; null where nothing is to be done")
 
 
 class Row(BaseModel):

@@ -50,6 +50,7 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
         with gradio.Row():
             refresh_button = gradio.Button("Refresh", elem_id="stable_fast_refresh")
             drop_button = gradio.Button("Drop plans", elem_id="stable_fast_drop")
+        drop_told = gradio.HTML("", elem_id="stable_fast_dropped")
         gradio.HTML("<h3>Prepare and measure</h3>", elem_id="stable_fast_jobs")
         with gradio.Row():
             sizes = gradio.Textbox(
@@ -84,7 +85,7 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
             # the WebUI would keep its text in ui-config.json
             each.do_not_save_to_config = True
         refresh_button.click(fn=None, _js=refresh)
-        drop_button.click(fn=dropped, outputs=[told], api_name=False).then(fn=None, _js=refresh)
+        drop_button.click(fn=dropped, outputs=[drop_told], api_name=False).then(fn=None, _js=refresh)
         for button, start in ((prepare_button, actions.prepare), (measure_button, actions.measure)):
             asked = {"inputs": [sizes, pictures], "outputs": [told], "api_name": False}
             button.click(fn=_starting(start), **asked).then(fn=None, _js=watch)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sfast_ext.ui.reasons import code_of
+
 PIXELS = 8
 """Pixels of an image for each of its latent, along a side: that of every VAE of SD 1, 2 and XL."""
 LATENT_CHANNELS = 16
@@ -56,10 +58,17 @@ def plan_of_last_picture(accelerators: Sequence[Mapping[str, Any]]) -> Mapping[s
     return max(plans, key=lambda plan: plan["replays"], default=None)
 
 
-def badge(status: Mapping[str, Any]) -> dict[str, str]:
-    """The state in a word, a few words for the badge, and a sentence for its details."""
+def badge(status: Mapping[str, Any]) -> dict[str, str | None]:
+    """The state in a word, a few words for the badge, a sentence for its details, and the entry of the help on what to
+    do about it; None where there is nothing to do."""
     state, text, detail = _state(status)
-    return {"state": state, "text": text, "detail": detail}
+    why = {"none": status.get("no_gpu"), "original": _reason(status), "partly": _reason(status)}.get(state)
+    return {"state": state, "text": text, "detail": detail, "help": None if why is None else code_of(why)}
+
+
+def _reason(status: Mapping[str, Any]) -> str | None:
+    """Why most of the last picture's steps were not accelerated; None where none was bypassed."""
+    return next((row["reason"] for row in status.get("reasons_listed", ()) if row["calls_last"]), None)
 
 
 def _state(status: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -73,7 +82,7 @@ def _state(status: Mapping[str, Any]) -> tuple[str, str, str]:
         text = f"preparing {preparing['label'].partition(',')[0]}"
         return "preparing", text, f"{preparing['label']}: {preparing['stage']}, {preparing['seconds']:.0f} s so far."
     counted = status.get("last_pass") or {}
-    reason = next((row["reason"] for row in status.get("reasons_listed", ()) if row["calls_last"]), None)
+    reason = _reason(status)
     if counted.get("accelerated"):
         speed = _speed(status)
         if counted.get("bypassed") and reason is not None:

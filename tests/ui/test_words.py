@@ -91,7 +91,22 @@ def test_a_plan_of_another_picture_is_not_the_speed_of_this_one():
     assert words.badge(status(accelerators=[{"plans": [slow, PLAN]}]))["text"] == "2.1x"
 
 
+@pytest.mark.parametrize(
+    ("change", "entry"),
+    [
+        ({}, None),
+        ({"enabled": False}, None),
+        ({"last_pass": {"bypassed": 3}, "reasons_listed": [REASON]}, "hypernetwork"),
+        ({"last_pass": {**ON, "bypassed": 3}, "reasons_listed": [REASON]}, "hypernetwork"),
+        ({"no_gpu": "torch finds no NVIDIA GPU"}, "no-gpu"),
+        ({"no_gpu": "the GPU has compute capability 6.1; 7.0 or later is needed"}, "unsupported-gpu"),
+    ],
+)
+def test_where_something_can_be_done_the_entry_of_the_help_is_named(change, entry):
+    assert words.badge(status(**change))["help"] == entry
+
+
 def test_no_word_of_engineers_is_in_the_badge():
     changes = ({}, {"last_pass": {}}, {"preparing": PREPARING}, {"enabled": False}, {"no_gpu": "x"})
-    told = " ".join(" ".join(words.badge(status(**change)).values()) for change in changes).lower()
+    told = " ".join(" ".join(filter(None, words.badge(status(**change)).values())) for change in changes).lower()
     assert not [word for word in ("graph", "plan", "forward", "kernel", "tensor", "unet") if word in told]

@@ -201,7 +201,14 @@ class A1111Session(Session):
         handler = _console()
         handler.setFormatter(logging.Formatter("Stable Fast: %(message)s"))
         logger.addHandler(handler)
-        self._undo.append(lambda: logger.removeHandler(handler))
+        # a package that logs before it has configured a log gives the root logger a handler: each line would come twice
+        logger.propagate = False
+
+        def leave() -> None:
+            logger.removeHandler(handler)
+            logger.propagate = True
+
+        self._undo.append(leave)
 
     def install(self) -> list[Callable[[], object]]:
         """Register callbacks, and wrap the functions that free memory, for which there are none."""
@@ -284,7 +291,11 @@ class A1111Session(Session):
         self._unets.check_parts()
         denoiser = getattr(params, "denoiser", None)
         seen = self._denoiser() if self._denoiser is not None else None
-        new_pass = denoiser is None or denoiser is not seen or getattr(params, "sampling_step", 0) == 0
+        # the WebUI's state counts the first two steps as 0; its denoiser counts by itself
+        step = getattr(denoiser, "step", None)
+        if step is None:
+            step = getattr(params, "sampling_step", 0)
+        new_pass = denoiser is None or denoiser is not seen or step == 0
         # Each step compares identities. Settings and the UNet are read once for each pass.
         if not new_pass and self._unets.unchanged(_unet_of(shared.sd_model)):
             return

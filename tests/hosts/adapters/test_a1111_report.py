@@ -42,9 +42,9 @@ def rescaled(host, until, **options):  # noqa: F811
         for blocks, scale in ((unet.input_blocks, 0.5), (unet.output_blocks, 2.0)):
             place = 1 if blocks is unet.input_blocks else len(blocks) - 2
             laid = type(blocks[place]) is kind
-            if params.sampling_step < until and not laid:
+            if params.denoiser.step < until and not laid:
                 blocks[place] = kind(scale, blocks[place])
-            elif params.sampling_step < until:
+            elif params.denoiser.step < until:
                 # smooth scaling
                 blocks[place].scale = scale
             elif laid:

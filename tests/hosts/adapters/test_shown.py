@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,25 @@ def test_a_plan_is_called_by_its_size_and_the_last_picture_s_is_marked(host):  #
     ]
     host.generate(steps=4)
     assert [p["label"] for p in plans() if p["last_pass"]] == ["64x64, 1 picture, 7 tokens"]
+
+
+def test_every_step_of_a_picture_is_one_of_the_last_picture_s(host):  # noqa: F811
+    started(host)
+    host.generate(steps=5)
+    assert status()["last_pass"] == {"accelerated": 4, "bypassed": 0, "prepared": 1}
+    host.shared.loaded_hypernetworks = [SimpleNamespace(name="anime")]
+    host.generate(steps=5)
+    assert status()["last_pass"] == {"accelerated": 0, "bypassed": 5, "prepared": 0}
+    assert [row["calls_last"] for row in status()["reasons_listed"]] == [5]
+
+
+def test_no_plan_is_that_of_a_picture_that_was_not_accelerated(host):  # noqa: F811
+    started(host)
+    host.generate(steps=4)
+    assert [plan["last_pass"] for plan in plans()] == [True]
+    host.shared.loaded_hypernetworks = [SimpleNamespace(name="anime")]
+    host.generate(steps=4)
+    assert [plan["last_pass"] for plan in plans()] == [False] and status()["badge"]["help"] == "hypernetwork"
 
 
 def test_the_speed_up_is_that_which_was_measured(host, monkeypatch):  # noqa: F811
@@ -87,18 +107,20 @@ def test_the_status_takes_less_than_two_milliseconds_and_asks_the_gpu_nothing(ho
     assert min(taken) < 2e-3
 
 
-def test_the_console_names_the_stages_where_the_webui_configures_no_log(host, capsys):  # noqa: F811
+def test_the_console_names_the_stages_once_where_the_webui_configures_no_log(host, capsys, monkeypatch):  # noqa: F811
     logger = logging.getLogger("sfast_ext")
-    # pytest's own handlers are on the root logger
-    logger.propagate, before = False, list(logger.handlers)
-    try:
-        started(host)
-        (handler,) = (each for each in logger.handlers if each not in before)
-        host.generate(steps=3)
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Stable Fast: ")]
-        for part in ("preparing 64x64, 1 picture, 7 tokens: recording ...", "prepared 64x64, 1 picture, 7 tokens in "):
-            assert any(part in line for line in lines)
-        adapter.A1111Session.stop()
-        assert handler not in logger.handlers
-    finally:
-        logger.propagate = True
+    # pytest's own handlers are there
+    monkeypatch.setattr(logging.root, "handlers", [])
+    before = list(logger.handlers)
+    started(host)
+    (handler,) = (each for each in logger.handlers if each not in before)
+    # as a package does that logs by functions of the module; it gives the root logger a handler
+    logging.warning("something")
+    assert logging.root.handlers
+    host.generate(steps=3)
+    lines = capsys.readouterr().err.splitlines()
+    for part in ("preparing 64x64, 1 picture, 7 tokens: recording ...", "prepared 64x64, 1 picture, 7 tokens in "):
+        (line,) = (line for line in lines if part in line)
+        assert line.startswith("Stable Fast: ")
+    adapter.A1111Session.stop()
+    assert handler not in logger.handlers and logger.propagate

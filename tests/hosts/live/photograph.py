@@ -89,7 +89,7 @@ def _photograph(page: Any, folder: Path, name: str) -> None:
         print(page.locator("#stable_fast_report_text textarea").input_value()[:1500])
         page.locator("#stable_fast_drop").click()
         page.wait_for_timeout(2000)
-        print(page.locator("#stable_fast_told").last.inner_text())
+        print(page.locator("#stable_fast_dropped").last.inner_text())
     if page.evaluate(CLICK, ["#tabs", "Settings"]):
         page.wait_for_timeout(1500)
         page.evaluate(CLICK, ["#settings", "Stable Fast"])

@@ -291,15 +291,18 @@ class Host:
         x = torch.randn((2, 4, size, size), generator=generator).to(self.place)
         context = torch.randn((2, tokens, CONTEXT), generator=generator).to(self.place)
         denoiser = Denoiser()
-        denoiser.p = SimpleNamespace(batch_size=1)
+        denoiser.p, denoiser.step = SimpleNamespace(batch_size=1), 0
         for step in range(steps):
             if self.shared.state.interrupted:
                 break
             if refiner is not None and step == steps // 2:
                 refiner()
-            self.fire("cfg_denoiser", SimpleNamespace(denoiser=denoiser, sampling_step=step, sampling_steps=steps))
+            # the WebUI sets it after each step, so the first two have 0
+            shown = max(0, step - 1)
+            self.fire("cfg_denoiser", SimpleNamespace(denoiser=denoiser, sampling_step=shown, sampling_steps=steps))
             wrapper = self.model_data.sd_model.model
             call = wrapper if self.model_data.sd_model.lowvram else wrapper.diffusion_model
+            denoiser.step += 1
             x = x - 0.1 * call(x, torch.full((2,), 900 - 100 * step).to(self.place), context=context)
         return x
 
