@@ -148,7 +148,7 @@ class _MemoFakeMode(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         entry = self.entry(result, tensors) if tensors else None
-        if entry is not None:
+        if entry is not None and self.known is not None:
             self.known[key] = entry
         return result
 

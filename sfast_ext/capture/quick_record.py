@@ -72,18 +72,19 @@ class _QuickRecorder:
         try:
             key = self._key(func, args, kwargs, tensors)
             slots = [self._tracer.tensor_tracker.get(x) for x in tensors] if key is not None else []
-            if not slots or not all(map(_usual, tensors, slots)):
-                return self._original(func, types, args, kwargs)
-            entry = self._memo.known.get(key)
+            unusual = not slots or not all(map(_usual, tensors, slots))
+            entry = None if unusual else self._memo.known.get(key)
         except Exception:
             # an argument that is not described by its metadata alone
+            unusual = True
+        if unusual:
             return self._original(func, types, args, kwargs)
         if entry is not None:
             return self._record(entry, func, args, kwargs, tensors, slots)
         last = self._tracer.graph._root._prev
         result = self._original(func, types, args, kwargs)
         entry = self._entry(func, result, tensors, last)
-        if entry is not None:
+        if entry is not None and self._memo.known is not None:
             self._memo.known[key] = entry
         return result
 

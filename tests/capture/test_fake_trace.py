@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 
@@ -355,3 +356,15 @@ def test_the_free_memory_cuts_nothing_into_slices(monkeypatch):
     assert [n.target for n in recorded.graph.nodes if n.op == "call_function"].count(torch.ops.aten.sin.default) == 1
     assert not asked and forward(x)[0].shape == x.shape and len(asked) == 1
     assert torch.cuda.mem_get_info(0) == (100, 1000)
+
+
+def test_what_fails_is_not_tried_again(left_to_make_fx):
+    def forward(x):
+        for gradients in (False, True):
+            with torch.set_grad_enabled(gradients), contextlib.suppress(RuntimeError):
+                x @ x
+        return [x + 1]
+
+    with torch.no_grad():
+        fake_trace.record(forward, [X])
+    assert left_to_make_fx.count(aten.matmul.default) == 2
