@@ -31,6 +31,8 @@ STEP ?= 0.004
 TORCH ?= 2.13.0
 STACKS ?= .stacks
 export DEMO_MODEL
+# otherwise each worker, and each process that tests start, compiles every source anew
+unexport PYTHONDONTWRITEBYTECODE
 
 # the Pythons for which each stack's packages exist; the first is that of the hosts that have this torch
 PYTHONS_2.1.2 := 3.10 3.11

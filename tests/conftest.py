@@ -28,6 +28,8 @@ _LEFT = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_configure() -> None:
+    # a test makes and drops as many objects as a host in hours: all of them were looked at every second or so
+    gc.set_threshold(10_000)
     # several workers share the cores; a model this small gains nothing from more threads
     torch.set_num_threads(1)
     # nor in processes that tests start; threads that spin while they wait double what those cost

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Parameter
 
-from sfast_ext.capture import block_reuse, foreign_ops, imports
+from sfast_ext.capture import block_reuse, foreign_ops, imports, quick_record
 from sfast_ext.capture.interception import intercepted
 from sfast_ext.environment import TORCH
 from sfast_ext.report import logger
@@ -62,12 +62,11 @@ def record(
         root: a module whose submodules `function` calls. Equal ones are recorded once, see `block_reuse`.
         ignored: see `Hooks.ignored`.
     """
-    if root is not None:
-        try:
-            return _record(function, inputs, root, ignored)
-        except block_reuse.ReuseFailed:
-            logger.debug("copying what was recorded failed", exc_info=True)
-    return _record(function, inputs, None, ignored)
+    try:
+        return _record(function, inputs, root, ignored, quick=True)
+    except (block_reuse.ReuseFailed, quick_record.QuickFailed):
+        logger.debug("making use of what was recorded failed", exc_info=True)
+    return _record(function, inputs, None, ignored, quick=False)
 
 
 def _record(
@@ -75,13 +74,16 @@ def _record(
     inputs: Sequence[torch.Tensor],
     root: nn.Module | None,
     ignored: frozenset[str],
+    quick: bool,
 ) -> fx.GraphModule:
     def recorded(*leaves: torch.Tensor) -> Sequence[torch.Tensor]:
         tracer = _tracer(sys._getframe(1))
         if tracer is None:
             return function(*leaves)
         _name_weights(tracer, mode)
-        with contextlib.nullcontext() if root is None else block_reuse.reuse_blocks(root, ignored, tracer):
+        quickly = quick_record.quickly(tracer, mode) if quick else contextlib.nullcontext()
+        blocks = contextlib.nullcontext() if root is None else block_reuse.reuse_blocks(root, ignored, tracer)
+        with quickly, blocks:
             return function(*leaves)
 
     # a first import under a fake mode would leave fake tensors in its modules
@@ -125,35 +127,48 @@ class _MemoFakeMode(FakeTensorMode):
         if TORCH < (2, 5):
             # torch's own cache truncates the storage of the base of a cached view
             self.cache_enabled = False
-        self._known: dict[Any, Any] | None = _memo()
+        self.known: dict[Any, Any] | None = _memo()
         self._made: dict[Any, FakeTensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._known is None or not _depends_on_metadata(func):
+        if self.known is None or not _depends_on_metadata(func):
             return super().__torch_dispatch__(func, types, args, kwargs)
         tensors: list[torch.Tensor] = []
         try:
-            key = (
-                func,
-                torch.get_default_dtype(),
-                torch.is_inference_mode_enabled(),
-                self._described(args, tensors),
-                self._described(tuple(kwargs.items()), tensors) if kwargs else None,
-            )
-            entry = self._known.get(key) if tensors else None
+            key = self.key(func, args, kwargs, tensors)
+            entry = self.known.get(key) if tensors else None
             if entry is not None:
-                return self._replay_meta(entry, tensors)
+                return self.replay_meta(entry, tensors)
         except _NotCacheable:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except Exception:
             # torch is not as expected: no memoization from now on
-            self._known = None
+            self.known = None
             return super().__torch_dispatch__(func, types, args, kwargs)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if tensors:
-            self._remember(key, result, tensors)
+        entry = self.entry(result, tensors) if tensors else None
+        if entry is not None and self.known is not None:
+            self.known[key] = entry
         return result
+
+    def memoizes(self, func: Any) -> bool:
+        """Whether the metadata of an operation's result only depend on those of its arguments."""
+        return _depends_on_metadata(func)
+
+    def key(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        """What calls with equal results have in common. Appends the tensors of the call to `tensors`.
+
+        Raises:
+            Exception: an argument is not described by its metadata.
+        """
+        return (
+            func,
+            torch.get_default_dtype(),
+            torch.is_inference_mode_enabled(),
+            self._described(args, tensors),
+            self._described(tuple(kwargs.items()), tensors) if kwargs else None,
+        )
 
     def like(self, weight: torch.Tensor) -> torch.Tensor:
         """A fake tensor with the metadata of a weight, shared by all weights with these metadata."""
@@ -196,8 +211,8 @@ class _MemoFakeMode(FakeTensorMode):
             return kind, *[self._described(item, tensors) for item in x]
         raise _NotCacheable
 
-    def _remember(self, key: Any, result: Any, tensors: list[torch.Tensor]) -> None:
-        assert self._known is not None
+    def entry(self, result: Any, tensors: list[torch.Tensor]) -> Any:
+        """What `replay_meta` makes an equal result of. None if metadata do not describe it."""
         several = isinstance(result, (list, tuple))
         fakes = [(i, t.untyped_storage()._cdata) for i, t in enumerate(tensors) if type(t) is FakeTensor]
         parts: list[Any] = []
@@ -206,19 +221,20 @@ class _MemoFakeMode(FakeTensorMode):
                 parts.append((None, x))
                 continue
             if type(x) is not FakeTensor or x.fake_mode is not self or x.constant is not None:
-                return
+                return None
             if x._has_symbolic_sizes_strides or x.layout is not torch.strided or x.is_complex() or x.is_quantized:
-                return
+                return None
             if x.requires_grad or any(x is t for t in tensors):
-                return
+                return None
             storage = x.untyped_storage()._cdata
             base = next((i for i, other in fakes if other == storage), None)
             parts.append((x.fake_device, (base, tuple(x.shape), x.stride(), x.storage_offset(), x.dtype)))
         # the dispatcher converts named tuples to tuples
         kind = (list if isinstance(result, list) else tuple) if several else None
-        self._known[key] = (kind, parts)
+        return kind, parts
 
-    def _replay_meta(self, entry: Any, tensors: list[torch.Tensor]) -> Any:
+    def replay_meta(self, entry: Any, tensors: list[torch.Tensor]) -> Any:
+        """The result that an entry describes."""
         kind, parts = entry
         results: list[Any] = []
         for device, what in parts:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 
@@ -8,10 +9,12 @@ import torch
 from passes.networks import network
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, make_fx
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sfast_ext.call_signature import flatten_call, flatten_output, rebuild_call
-from sfast_ext.capture import block_reuse, fake_trace
+from sfast_ext.capture import block_reuse, fake_trace, quick_record
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -48,12 +51,14 @@ def described(graph_module):
 
 def same(function, *inputs):
     with torch.no_grad():
-        ours, theirs = fake_trace.record(function, inputs), plain(function, inputs)
-    for mine, expected in zip(described(ours), described(theirs), strict=True):
-        assert mine == expected
-    for name, value in theirs.named_parameters():
-        assert getattr(ours, name) is value
-    return ours
+        # of the second one all is remembered that can be
+        ours, theirs = [fake_trace.record(function, inputs) for _ in range(2)], plain(function, inputs)
+    for each in ours:
+        for mine, expected in zip(described(each), described(theirs), strict=True):
+            assert mine == expected
+        for name, value in theirs.named_parameters():
+            assert getattr(each, name) is value
+    return ours[0]
 
 
 def flattened(kind):
@@ -132,6 +137,84 @@ def test_what_is_remembered_has_an_end(worked_out, monkeypatch):
 
 
 X = torch.randn(2, 4)
+W = nn.Parameter(torch.randn(4, 4))
+
+
+@pytest.fixture
+def left_to_make_fx(monkeypatch):
+    """The operations that make_fx recorded itself; none is known at first."""
+    found = []
+    original = ProxyTorchDispatchMode.__torch_dispatch__
+
+    def noting(self, func, *args, **kwargs):
+        found.append(func)
+        return original(self, func, *args, **kwargs)
+
+    monkeypatch.setattr(fake_trace, "_memos", {})
+    monkeypatch.setattr(ProxyTorchDispatchMode, "__torch_dispatch__", noting)
+    return found
+
+
+def several_kinds(x):
+    h = F.dropout(F.linear(x, W, W[0]), 0.5, training=False).view(8)[2:]
+    return [torch.cat([h, h]).to(torch.float64), h]
+
+
+@pytest.mark.skipif(not quick_record.SUPPORTED, reason="before torch 2.6 make_fx records everything")
+def test_what_is_known_is_recorded_without_make_fx(left_to_make_fx):
+    for met in (True, False):
+        left_to_make_fx.clear()
+        with torch.no_grad():
+            fake_trace.record(several_kinds, [X])
+        # dropout that drops nothing returns its argument
+        for op in (aten.linear.default, aten.dropout.default, aten.cat.default, aten.to.dtype, aten.view.default):
+            assert (op in left_to_make_fx) is met
+    same(several_kinds, X)
+
+
+def with_gradients(x):
+    with torch.enable_grad():
+        y = F.linear(x, W)
+    assert y.requires_grad
+    return [y.detach() + F.linear(x, W)]
+
+
+def cast_in_turns(x):
+    found = [F.linear(x, W)]
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            found.append(F.linear(x, W))
+    return [*found, F.linear(x, W)]
+
+
+class Seeing(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def seen_by_another_mode(x):
+    first = F.linear(x, W)
+    with Seeing() as mode:
+        again = F.linear(x, W)
+    assert mode.seen
+    return [first, again]
+
+
+def mapped(x):
+    rows = torch.ones(2, 4)
+    return [F.linear(x, W) * rows, torch.func.vmap(lambda row: F.linear(x, W) * row)(rows[:, None].expand(2, 2, 4))]
+
+
+@pytest.mark.parametrize("function", [with_gradients, cast_in_turns, seen_by_another_mode, mapped])
+def test_what_is_known_is_known_of_the_same_circumstances(left_to_make_fx, function):
+    with torch.no_grad():
+        fake_trace.record(lambda x: [F.linear(x, W)], [X])
+    same(function, X)
 
 
 def numbers(x):
@@ -223,7 +306,21 @@ def other_options(monkeypatch):
     monkeypatch.setattr(fake_trace._MemoFakeMode, "__init__", unexpected)
 
 
-@pytest.mark.parametrize("change", [no_meta, no_tracer, other_fakes, other_options])
+def no_quick_recording(monkeypatch):
+    monkeypatch.setattr(quick_record, "SUPPORTED", False)
+
+
+def quick_recording_that_fails(monkeypatch):
+    def unexpected(*args):
+        raise AttributeError("proxy")
+
+    monkeypatch.setattr(quick_record, "_ProxyTensor", unexpected, raising=False)
+
+
+CHANGES = [no_meta, no_tracer, other_fakes, other_options, no_quick_recording, quick_recording_that_fails]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_where_torch_is_not_as_expected_make_fx_runs_as_it_is(monkeypatch, change):
     change(monkeypatch)
     linear = nn.Linear(4, 4)
@@ -259,3 +356,15 @@ def test_the_free_memory_cuts_nothing_into_slices(monkeypatch):
     assert [n.target for n in recorded.graph.nodes if n.op == "call_function"].count(torch.ops.aten.sin.default) == 1
     assert not asked and forward(x)[0].shape == x.shape and len(asked) == 1
     assert torch.cuda.mem_get_info(0) == (100, 1000)
+
+
+def test_what_fails_is_not_tried_again(left_to_make_fx):
+    def forward(x):
+        for gradients in (False, True):
+            with torch.set_grad_enabled(gradients), contextlib.suppress(RuntimeError):
+                x @ x
+        return [x + 1]
+
+    with torch.no_grad():
+        fake_trace.record(forward, [X])
+    assert left_to_make_fx.count(aten.matmul.default) == 2

@@ -7,12 +7,15 @@ since Triton reads the variable when it is first imported. On a card: `pytest -m
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from sfast_ext import kernels
 from sfast_ext.kernels.backend import nvrtc, precompile, triton_runtime
 from sfast_ext.kernels.backend.cuda_bindings import Bindings
 from sfast_ext.kernels.conv import conv2d
@@ -41,6 +44,28 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         return out.fill_(float("nan")) if out.is_floating_point() else out
 
     monkeypatch.setattr(torch, "empty", poisoned_empty)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> None:
+    """Half of what the interpreter does for an operation on integers is to look for an overflow, of which it then says
+    nothing, since no kernel is in debug mode. It also makes a table of all types to look up one."""
+    if not kernels.interpreted():
+        return
+    from triton.runtime import interpreter
+
+    options = getattr(interpreter.interpreter_builder, "options", None)
+    if getattr(options, "sanitize_overflow", False) and not getattr(options, "debug", True):
+        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    original, tl = interpreter._get_np_dtype, interpreter.tl
+    remembered = functools.lru_cache(maxsize=None)(original)
+
+    def np_dtype(kind: Any) -> Any:
+        kind = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        # a pointer has no hash
+        return original(kind) if isinstance(kind, tl.pointer_type) else remembered(kind)
+
+    interpreter._get_np_dtype = np_dtype
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,10 @@ COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++
 _STANDARD = "#include <setjmp.h>\n#include <ucontext.h>\n#include <cmath>\n#include <cstring>\n#include <utility>\n"
 # a jump to another stack is no mistake here, which a fortified one takes it for
 _OPTIONS = ("-O1", "-std=c++17", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE")
+# g++ leaves a precompiled header aside if an identifier in it was defined before, as TYPE is
 _MAIN = """
 #include "standard.h"
+{constants}
 #include "{name}.cu"
 extern "C" int launch(void** args, const unsigned* grid, unsigned threads, unsigned bytes) {{
   return cpu::launch({name}, args, grid, threads, bytes);
@@ -47,9 +49,9 @@ def compiled(name: str, constants: tuple[tuple[str, int], ...]) -> Any:
     assert COMPILER is not None
     key = hashlib.sha256(repr((name, constants)).encode()).hexdigest()[:16]
     source, library = _folder() / f"{key}.cpp", _folder() / f"{key}.so"
-    source.write_text(_MAIN.format(name=name))
-    options = [*_OPTIONS, "-shared", "-DSFAST_CPU", *(f"-D{key}={value}" for key, value in constants)]
-    options += [f"-I{nvrtc.SOURCES}"]
+    defined = "\n".join(f"#define {key} {value}" for key, value in (("SFAST_CPU", 1), *constants))
+    source.write_text(_MAIN.format(name=name, constants=defined))
+    options = [*_OPTIONS, "-shared", f"-I{nvrtc.SOURCES}"]
     done = subprocess.run([COMPILER, *options, source, "-o", library], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr, done.stderr

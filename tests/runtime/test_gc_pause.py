@@ -10,9 +10,12 @@ from sfast_ext.runtime.gc_pause import gc_paused
 
 @pytest.fixture(autouse=True)
 def thawed():
-    """As in a host, where nobody has frozen anything."""
+    """As in a host, where nobody has frozen anything, nor asked for fewer collections."""
+    threshold = gc.get_threshold()
     gc.unfreeze()
+    gc.set_threshold(700)
     yield
+    gc.set_threshold(*threshold)
     gc.collect()
     gc.freeze()
 

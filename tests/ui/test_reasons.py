@@ -20,6 +20,12 @@ CALLED = {"bypassed", "reject"}
 """Methods whose last argument is one."""
 GIVES_REASONS = re.compile(r"bypass_reason|_offload_reason|unserved|verify_plan|too_inaccurate|^active$|functionalize")
 """Functions that return one."""
+TABLES = ("PIPELINES", "COMPILED")
+"""Tables of texts that become a part of one."""
+MENTION = re.compile(
+    "|".join((*RAISED, *CALLED, *TABLES, "def words", GIVES_REASONS.pattern.replace("^active$", "def active")))
+)
+"""What a file with a reason has somewhere: most files need not be parsed, which each worker would do at its start."""
 FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if not {"tools", "ui"} & set(p.relative_to(PACKAGE).parts)]
 
 
@@ -49,29 +55,27 @@ def texts(node: ast.AST, names: dict[str, ast.AST]) -> list[str]:
 
 def reasons_in(file: Path) -> Iterator[tuple[str, str]]:
     """Place and text of each reason that a file can give."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for top in ast.walk(tree):
-        if isinstance(top, ast.Assign) and ast.unparse(top.targets[0]) in ("PIPELINES", "COMPILED"):
+    source = file.read_text(encoding="utf-8")
+    for top in ast.walk(ast.parse(source)) if MENTION.search(source) else ():
+        if isinstance(top, ast.Assign) and getattr(top.targets[0], "id", "") in TABLES:
             for each in ast.walk(top.value):
                 if isinstance(each, ast.Constant) and len(str(each.value)) > 12:
                     yield f"{file.name}:{each.lineno}", each.value
         if not isinstance(top, (ast.FunctionDef, ast.Module)):
             continue
-        names = {
-            ast.unparse(n.targets[0]): n.value
-            for n in ast.walk(top)
-            if isinstance(n, ast.Assign) and isinstance(top, ast.FunctionDef)
-        }
+        names: dict[str, ast.AST] | None = None
         for node in ast.walk(top) if isinstance(top, ast.FunctionDef) else ():
             given: list[ast.AST] = []
             if isinstance(node, ast.Call):
-                name = ast.unparse(node.func).rpartition(".")[2]
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 given = list(node.args[-1:]) if name in CALLED or name in RAISED else []
             elif isinstance(node, ast.Return) and node.value is not None:
                 patch = file.name == "foreign_code.py" and top.name == "words"
                 given = [node.value] if patch or GIVES_REASONS.search(top.name) else []
+            if given and names is None:
+                names = {ast.unparse(n.targets[0]): n.value for n in ast.walk(top) if isinstance(n, ast.Assign)}
             for each in given:
-                for text in texts(each, names):
+                for text in texts(each, names or {}):
                     yield f"{file.name}:{node.lineno}", text
 
 

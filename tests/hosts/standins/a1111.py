@@ -5,7 +5,6 @@ Only what the adapter touches is here, and only behaviour that was seen in the W
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib.machinery
 import sys
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from hosts.standins.lowvram import LowVram
+from sfast_ext.tools.lib import models
 
 CONTEXT = 32
 CALLBACKS = (
@@ -32,7 +32,7 @@ LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)
 
 def make_unet(seed: int, channels: int = 32) -> nn.Module:
     """ldm's UNet in SD 1.5's shape, tiny, none of its weights zero."""
-    unet = copy.deepcopy(_made(channels))
+    unet = models.copied(_made(channels))
     unet.load_state_dict(weights(unet, seed))
     return unet.eval().requires_grad_(False)
 

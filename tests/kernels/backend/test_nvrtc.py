@@ -175,14 +175,14 @@ def group_norm_cases() -> list[tuple[str, dict[str, int]]]:
 PORTABLE = portable_cases()
 
 
-CARDS = {70, 75, 80, 86, 89, 90, 100, 120}
+CARDS = {70, 75, 80, 90, 100, 120}
 HALF = cuda_tier.TYPES[torch.float16]
 MOST_USED = [(name, given) for name, given in PORTABLE if given.get("TYPE", given.get("OUT")) == HALF]
 MOST_USED = list({name: (name, given) for name, given in reversed(MOST_USED)}.values())
 
 
 def test_portable_kernels_differ_only_between_cards_before_and_after_8_0_and_9_0():
-    # so that of most variants the oldest and the newest card tell
+    # so that three cards tell of all; registers on each are in docs/cuda.md
     texts = [nvrtc.SOURCES / f"{name}.cu" for name in {name for name, _ in PORTABLE}]
     texts += [nvrtc.SOURCES / "elements.h", nvrtc.SOURCES / "group_norm.h"]
     found = {line for text in texts for line in text.read_text().splitlines() if "ARCH" in line}
@@ -192,10 +192,12 @@ def test_portable_kernels_differ_only_between_cards_before_and_after_8_0_and_9_0
 @pytest.mark.parametrize(
     ("name", "given"), PORTABLE, ids=[f"{name}-{'-'.join(map(str, given.values()))}" for name, given in PORTABLE]
 )
-def test_portable_kernels_compile_for_every_card(name, given):
+def test_portable_kernels_compile_for_every_kind_of_card(name, given):
     _, known = nvrtc.known()
-    cards = sorted(CARDS & set(known))
-    for capability in cards if (name, given) in MOST_USED else (cards[0], cards[-1]):
+    served = sorted(CARDS & set(known))
+    cards = served[0], 80, served[-1]
+    # a variant that is not the one most used: on one of them, another than the variant before it
+    for capability in cards if (name, given) in MOST_USED else (cards[PORTABLE.index((name, given)) % 3],):
         # the largest variant, on 8.0 alone
         spilled = 8 if name == "group_norm_whole" else 0
         registers, fixed = built(name, given, spilled, f"sm_{capability}")
@@ -205,7 +207,7 @@ def test_portable_kernels_compile_for_every_card(name, given):
 
 
 COMPILED = {
-    **dict.fromkeys((name for name, _ in PORTABLE), test_portable_kernels_compile_for_every_card),
+    **dict.fromkeys((name for name, _ in PORTABLE), test_portable_kernels_compile_for_every_kind_of_card),
     "conv2d": test_conv2d_compiles,
     "flash_attention": test_flash_attention_compiles,
     "linear_geglu": test_linear_geglu_compiles,
