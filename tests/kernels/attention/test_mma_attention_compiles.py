@@ -1,4 +1,4 @@
-"""csrc/mma_attention.cu, compiled for the oldest card and a common one; `make cuda-table` compiles it for each."""
+"""csrc/mma_attention.cu, compiled for the oldest card that it runs on and for a common one."""
 
 from __future__ import annotations
 
