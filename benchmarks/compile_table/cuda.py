@@ -72,12 +72,16 @@ class Launch(NamedTuple):
     threads: int
     shared: int
     """Bytes of dynamic shared memory."""
+    least: int = min(CARDS)
+    """The oldest of CARDS that it is for."""
 
 
 def collect(cases: Sequence[str], dtypes: Sequence[str]) -> list[Launch]:
-    """The launches of portable kernels that differ, of cases such as "sd15:512x512", on any of CARDS."""
-    sources = {id(s) for k in kernels.registered().values() if k.portable for s in k.cuda_sources}
-    found: dict[Launch, None] = {}
+    """The launches that differ, of cases such as "sd15:512x512", on any of CARDS; not those for Hopper alone."""
+    records = kernels.registered().values()
+    portable = {id(s) for record in records if record.portable for s in record.cuda_sources}
+    sources = {id(s) for record in records for s in record.cuda_sources if not s.hopper}
+    found: dict[Launch, Launch] = {}
     for_any_card = mock.patch.object(nvrtc.Source, "available", lambda source, device: not source.hopper)
     with triton_runtime.without_triton(), for_any_card:
         for dtype in dtypes:
@@ -86,9 +90,14 @@ def collect(cases: Sequence[str], dtypes: Sequence[str]) -> list[Launch]:
                 for capability in launches.MULTIPROCESSORS:
                     with launches._card(capability):
                         made = size_prediction.launched(calls, launches._GPU).values()
-                    found |= dict.fromkeys(described(each) for each in made if id(each.kernel) in sources)
+                    for each in made:
+                        if id(each.kernel) in sources:
+                            launch = described(each)
+                            # what needs tensor cores is for the first card on which it was met, and later ones
+                            least = launch.least if id(each.kernel) in portable else capability
+                            found.setdefault(launch, launch._replace(least=least))
                 print(f"{case}, {dtype}: {len(found)} launches", file=sys.stderr, flush=True)
-    return sorted(found)
+    return sorted(found.values())
 
 
 def described(launch: size_prediction.Launch) -> Launch:
@@ -140,9 +149,10 @@ def compile_all(wanted: Iterable[Launch]) -> dict[str, Any]:
         if capability not in known:
             continue
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            made = list(pool.map(functools.partial(compiled, capability=capability), wanted))
+            for_it = [launch for launch in wanted if launch.least <= capability]
+            made = list(pool.map(functools.partial(compiled, capability=capability), for_it))
         rows: dict[str, dict[str, Any]] = {}
-        for launch, told in zip(wanted, made):
+        for launch, told in zip(for_it, made):
             row = rows.setdefault(launch.name, {"launches": 0, **told})
             row["launches"] += 1
             row["occupancy"] = min(row["occupancy"], told["occupancy"])
@@ -208,7 +218,7 @@ def main(given: Sequence[str] | None = None) -> int:
         folder, wanted, out = map(Path, args.child)
         use(folder)
         read = json.loads(wanted.read_text(encoding="utf-8"))
-        made = compile_all(Launch(n, tuple((k, v) for k, v in c), t, s) for n, c, t, s in read)
+        made = compile_all(Launch(n, tuple((k, v) for k, v in c), *rest) for n, c, *rest in read)
         out.write_text(json.dumps(made), encoding="utf-8")
         return 0
     folder = Path(os.environ.get("NVRTC_WHEELS") or ROOT / ".nvrtc")

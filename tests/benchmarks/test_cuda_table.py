@@ -47,6 +47,20 @@ def test_the_worst_launch_of_a_kernel_counts(logs):
     assert cuda.render({"12.1.105": found}).count("`bias_add`") == 1
 
 
+def test_what_needs_a_later_card_is_compiled_for_those(logs):
+    found = cuda.compile_all([LAUNCH, LAUNCH._replace(name="mma_attention", least=80)])
+    assert set(found["75"]) == {"bias_add"} and set(found["86"]) == {"bias_add", "mma_attention"}
+    assert cuda.render({"12.1.105": found}).count("| – |") == 1
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("float16", 75), ("bfloat16", 80)])
+def test_attention_on_tensor_cores_is_for_later_cards(dtype, least):
+    launches = cuda.collect(["tiny-sd15:64x64"], [dtype])
+    attentions = [launch for launch in launches if launch.name == "mma_attention"]
+    assert attentions and {launch.least for launch in attentions} == {least}
+    assert {launch.least for launch in launches if launch.name == "geglu"} == {70}
+
+
 def test_launches_are_those_of_a_plan_without_triton():
     launches = cuda.collect(["tiny-sd15:64x64"], ["float16"])
     assert {"group_norm_whole", "layer_norm", "geglu"} <= {launch.name for launch in launches}

@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.attention.operands import can_be_mapped, in_base_2, like_queries, strides
-from sfast_ext.kernels.backend import health, nvrtc, triton_runtime
+from sfast_ext.kernels.attention.operands import addressable, can_be_mapped, in_base_2, like_queries, strides
+from sfast_ext.kernels.backend import cuda_tier, health, nvrtc, triton_runtime
 from sfast_ext.kernels.backend.triton_runtime import (
     HALF,
-    INTERPRETED,
-    MAX_GRID_YZ,
     cdiv,
     device_of,
     launch_kernel,
@@ -25,7 +23,6 @@ from sfast_ext.kernels.backend.triton_runtime import (
 
 _LEAST, _AMPERE = (7, 5), (8, 0)
 _WIDEST = 160
-_LONGEST = 2**31  # elements; offsets within an image are 32-bit
 
 
 class Shape(NamedTuple):
@@ -81,23 +78,13 @@ def applicable(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
     """Whether `launch` takes q (B, H, L, D), k and v (B, H, S, D): in half precision, D a multiple of 8 up to 160, rows
     aligned to 16 bytes."""
     device = device_of(q)
-    if INTERPRETED or health.reason("mma_attention", device) is not None:
+    if health.reason("mma_attention", device) is not None or q.dtype not in HALF:
         return False
-    if q.dim() != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+    if not addressable(q, k, v, scale) or not cuda_tier.takes(_SOURCE, q, k, v):
         return False
-    if q.dtype not in HALF or any(x.dtype != q.dtype or x.device != q.device or x.stride(3) != 1 for x in (q, k, v)):
+    if q.shape[3] % 8 or q.shape[3] > _WIDEST or not can_be_mapped(q, k, v):
         return False
-    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in (q, k, v)) or not (scale is None or scale > 0):
-        return False
-    size = q.shape[3]
-    if size % 8 or size > _WIDEST or not q.numel() or not k.numel() or q.shape[0] * q.shape[1] > MAX_GRID_YZ:
-        return False
-    if not can_be_mapped(q, k, v):
-        return False
-    if any(x.shape[1] * x.stride(1) + x.shape[2] * x.stride(2) >= _LONGEST for x in (q, k, v)):
-        return False
-    least = _LEAST if q.dtype == torch.float16 else _AMPERE
-    return _SOURCE.available(device) and triton_runtime.capability(device) >= least
+    return triton_runtime.capability(device) >= (_LEAST if q.dtype == torch.float16 else _AMPERE)
 
 
 def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
@@ -114,7 +101,9 @@ def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     rounds = cdiv(stacks * images * heads, chosen.blocks * at_once) if chosen.once else 1
     out = like_queries(q)
     grid = (cdiv(stacks, rounds), images * heads)
-    launch_kernel(_SOURCE, grid, out, q, k, v, rounds, in_base_2(scale, size), **constants(size, chosen, q.dtype))
+    offsets = [offset for x in (q, k, v, out) for offset in strides(x)]
+    numbers = heads, queries, k.shape[2], rounds, in_base_2(scale, size), *offsets
+    launch_kernel(_SOURCE, grid, out, q, k, v, *numbers, **constants(size, chosen, q.dtype))
     return out
 
 
@@ -132,16 +121,27 @@ def constants(size: int, given: Shape, dtype: torch.dtype) -> dict[str, int]:
 
 
 def _prepared(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, rounds: int, scale: float, **constants: int
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    queries: int,
+    keys: int,
+    rounds: int,
+    scale: float,
+    *offsets: int,
+    **constants: int,
 ) -> tuple[list[Any], int, int]:
-    numbers = [ctypes.c_int(x) for x in (q.shape[1], q.shape[2], k.shape[2], rounds)]
-    offsets: list[Any] = []
-    for x in (q, k, v, out):
-        image, row, head = strides(x)
-        offsets += [ctypes.c_longlong(image), ctypes.c_int(row), ctypes.c_int(head)]
-    keys, tiles, warps, blocks = (constants[name] for name in ("KEYS", "TILES", "WARPS", "BLOCKS"))
-    given = Shape(keys, tiles, warps, blocks, bool(constants["ONCE"]))
-    return [out, q, k, v, *numbers, ctypes.c_float(scale), *offsets], 32 * given.warps, shared_bytes(q.shape[3], given)
+    numbers = map(ctypes.c_int, (heads, queries, keys, rounds))
+    types = (ctypes.c_longlong, ctypes.c_int, ctypes.c_int)  # of images, rows and heads
+    strides = [types[i % 3](offset) for i, offset in enumerate(offsets)]
+    keys_of_stage, tiles, warps, blocks = (constants[name] for name in ("KEYS", "TILES", "WARPS", "BLOCKS"))
+    given = Shape(keys_of_stage, tiles, warps, blocks, bool(constants["ONCE"]))
+    args = [out, q, k, v, *numbers, ctypes.c_float(scale), *strides]
+    return args, 32 * warps, shared_bytes(constants["SIZE"], given)
 
 
-_SOURCE = nvrtc.Source("mma_attention", _prepared, ("out", "q", "k", "v", "rounds", "scale"))
+_NAMES = ("out", "q", "k", "v", "heads", "queries", "keys", "rounds", "scale")
+_OFFSETS = tuple(f"{x}_{name}" for x in ("q", "k", "v", "out") for name in ("image", "row", "head"))
+_SOURCE = nvrtc.Source("mma_attention", _prepared, (*_NAMES, *_OFFSETS))

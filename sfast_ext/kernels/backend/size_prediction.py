@@ -53,10 +53,10 @@ class Launch(NamedTuple):
 
 
 def calls(graph: fx.Graph) -> list[Call]:
-    """The distinct calls of launch functions in a graph, from the shapes and dtypes in the nodes' metadata."""
+    """The distinct calls of launch functions and fallbacks in a graph, from the shapes and dtypes of the nodes."""
     found: dict[str, Call] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and _launches_triton(node.target):
+        if node.op == "call_function" and _launches(node.target):
             call = Call(node.target, *map_aggregate((node.args, dict(node.kwargs)), _described))
             found.setdefault(str(call), call)
     return list(found.values())
@@ -174,9 +174,11 @@ def _lengths(levels: dict[Size, Size]) -> dict[int, int]:
     return {size[0] * size[1]: to[0] * to[1] for size, to in levels.items()}
 
 
-def _launches_triton(target: Any) -> bool:
+def _launches(target: Any) -> bool:
+    """Whether a node's target may launch kernels that are compiled."""
     kernel = registry.of(target)
-    return kernel is not None and kernel.needs_triton and getattr(target, "__name__", "") == "launch"
+    compiled = kernel is not None and (kernel.needs_triton or bool(kernel.cuda_sources))
+    return compiled and getattr(target, "__name__", "") in ("launch", "fallback")
 
 
 def _described(x: Any) -> Any:

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import nvrtc, triton_runtime
+from sfast_ext.kernels.backend import cuda_tier, nvrtc, triton_runtime
 from sfast_ext.kernels.backend.triton_runtime import (
-    INTERPRETED,
     MAX_GRID_YZ,
     cdiv,
     device_of,
@@ -67,11 +66,7 @@ def conv2d_readable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _readable(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, depth: int) -> bool:
-    device = device_of(x)
-    tensors = [t for t in (x, weight, bias) if t is not None]
-    if INTERPRETED or any(t.dtype != torch.float16 or t.device != x.device for t in tensors):
-        return False
-    if any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors) and not is_dry_run():
+    if x.dtype != torch.float16 or not cuda_tier.takes(_SOURCE, x, weight, bias):
         return False
     if not x.numel() or columns % 8 or not columns or depth % DEPTH or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return False
@@ -80,7 +75,7 @@ def _readable(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, dept
     rows = x.numel() // depth
     if max(rows * depth, rows * columns, weight.numel()) >= _LONGEST or cdiv(rows, 64) > MAX_GRID_YZ:
         return False
-    return available(device)
+    return available(device_of(x))
 
 
 def available(device: torch.device) -> bool:
@@ -95,7 +90,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         Unavailable: the kernel cannot be compiled or loaded.
     """
     out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
-    _launch(out, x.contiguous(), weight, bias, x.numel() // x.shape[-1], 1)
+    _launch(out, x.contiguous(), weight, bias, x.numel() // x.shape[-1], (1,) * 6)
     return out
 
 
@@ -110,15 +105,16 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int = 1) -> T
     out = torch.empty(
         (x.shape[0], weight.shape[0], *sizes), dtype=x.dtype, device=x.device, memory_format=torch.channels_last
     )
-    _launch(out, x, weight, bias, x.shape[0] * sizes[0] * sizes[1], stride)
+    _launch(out, x, weight, bias, x.shape[0] * sizes[0] * sizes[1], (x.shape[1], *sizes, *x.shape[2:], stride))
     return out
 
 
-def _launch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, stride: int) -> None:
+def _launch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, image: tuple[int, ...]) -> None:
     columns = weight.shape[0]
     chosen = tile(rows, columns, device_of(x))
     grid = cdiv(columns, _ACROSS), cdiv(rows, chosen.rows)
-    launch_kernel(_SOURCE, grid, out, x, weight, bias, rows, stride, **constants(chosen, weight.dim() == 4))
+    numbers = rows, columns, weight.numel() // columns, *image
+    launch_kernel(_SOURCE, grid, out, x, weight, bias, *numbers, **constants(chosen, weight.dim() == 4))
 
 
 def constants(chosen: Tile, convolution: bool) -> dict[str, int]:
@@ -138,14 +134,10 @@ def shared_bytes(given: dict[str, int]) -> int:
 
 
 def _prepared(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, stride: int, **constants: int
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *numbers: int, **constants: int
 ) -> tuple[list[Any], int, int]:
-    columns = weight.shape[0]
-    sizes = [1] * 5
-    if constants["CONV"]:
-        sizes = [x.shape[1], out.shape[2], out.shape[3], x.shape[2], x.shape[3]]
-    numbers = [rows, columns, weight.numel() // columns, *sizes, stride]
     return [out, x, weight, bias, *map(ctypes.c_int, numbers)], 32 * _WARPS, shared_bytes(constants)
 
 
-_SOURCE = nvrtc.Source("mma_gemm", _prepared, ("out", "x", "weight", "bias", "rows", "stride"))
+_NUMBERS = ("rows", "columns", "depth", "channels", "height", "width", "image_height", "image_width", "stride")
+_SOURCE = nvrtc.Source("mma_gemm", _prepared, ("out", "x", "weight", "bias", *_NUMBERS))
