@@ -148,9 +148,9 @@ PRESET = Setting(
     "sfast_preset",
     "preset",
     "Preset",
-    "same picture: the settings below as they are. faster sums on GeForce: switches that option on; details may change. small "
-    "card: at most an eighth of the GPU's memory and four sizes kept ready, whatever is set below; sizes are "
-    "prepared again more often, no pixel changes",
+    "same picture: the settings below as they are. faster sums on GeForce: switches that option on. "
+    "small card: at most an eighth of the GPU's memory and four sizes kept ready, whatever is set below; sizes are "
+    "prepared again more often",
     choices=(SAME, FASTER, SMALL),
     valid=f"{SAME}, {FASTER}, {SMALL}",
 )

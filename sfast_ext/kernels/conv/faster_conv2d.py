@@ -27,7 +27,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int
 
 
 def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 1) -> Tensor:
-    """`reference` by the kernel where it was measured to be faster than PyTorch, else by PyTorch."""
+    """`reference` by the kernel, unless PyTorch was measured to be faster or the kernel does not take the operands."""
     torchs = functools.partial(F.conv2d, x, weight, bias, padding=1, stride=stride)
     if not mma_gemm.conv2d_readable(x, weight, bias):
         return torchs()
@@ -35,7 +35,7 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 
     if is_dry_run():
         return ours()  # compiled ahead
     key = f"{'x'.join(map(str, x.shape))} to {weight.shape[0]}, stride {stride}{', bias' * (bias is not None)}"
-    return _choices.run(x.device, key, torchs, {"mma": ours})
+    return _choices.run(x.device, key, torchs, {"mma": ours}, expected="mma")
 
 
 KERNEL = register(Kernel("faster_conv2d", reference, launch, needs_triton=False, cuda_sources=(mma_gemm._SOURCE,)))
