@@ -20,7 +20,7 @@ ATTENTION = overloads("scaled_dot_product_attention")
 
 @fusion(ATTENTION, skip_pinned_inputs=True)
 def attention(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
-    """Replaces an attention without dropout; without kernels of this project by the fastest of the libraries.
+    """Replaces an attention without dropout by the fastest of the kernels of this project and of the libraries.
 
     Pattern: scaled_dot_product_attention(q, k, v, ...)
     Replacement: kernel.launch(q, k, v, mask=..., is_causal=..., scale=...), or kernel.fallback
