@@ -66,39 +66,39 @@ __device__ __forceinline__ unsigned halves_product(unsigned x, unsigned y) {
 }
 #endif
 
-__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ unsigned smem_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
 // 8 x 8 matrices of shared memory, each row 16 bytes, whose addresses lanes 0 to 7 give for the first, and so on. A lane
 // gets two neighbours of a row, or of a column where transposed.
 __device__ __forceinline__ void ldmatrix(unsigned (&to)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(shared_address(row))
+               : "r"(smem_address(row))
                : "memory");
 }
 __device__ __forceinline__ void ldmatrix(unsigned (&to)[2], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(to[0]), "=r"(to[1])
-               : "r"(shared_address(row))
+               : "r"(smem_address(row))
                : "memory");
 }
 __device__ __forceinline__ void ldmatrix_transposed(unsigned (&to)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(shared_address(row))
+               : "r"(smem_address(row))
                : "memory");
 }
 __device__ __forceinline__ void ldmatrix_transposed(unsigned (&to)[2], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                : "=r"(to[0]), "=r"(to[1])
-               : "r"(shared_address(row))
+               : "r"(smem_address(row))
                : "memory");
 }
 
 // Begins to copy 16 bytes to shared memory, zeros where not `valid`; nothing is read then.
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(to)), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
 #else
   const uint4 zeros = {0, 0, 0, 0};
@@ -125,7 +125,7 @@ __device__ __forceinline__ void warp_sync() { __syncwarp(); }
 __device__ __forceinline__ bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 
 // 2^x, for x not above 0 or small.
-__device__ __forceinline__ float power_of_2(float x) {
+__device__ __forceinline__ float exp_2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;

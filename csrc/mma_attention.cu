@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const float higher = fmaxf(top[t][half], now[t][half]), less = power_of_2(top[t][half] - higher);
+            const float higher = fmaxf(top[t][half], now[t][half]), less = exp_2(top[t][half] - higher);
             top[t][half] = higher;
             total[t][half] *= less;
 #pragma unroll
@@ -179,8 +179,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           for (int i = 0; i < 4; ++i) {
             const int half = i % 2;
             float(&two)[4] = score[t][2 * n + i / 2];
-            const float one = power_of_2(fmaf(two[2 * half], scale, -top[t][half]));
-            const float next = power_of_2(fmaf(two[2 * half + 1], scale, -top[t][half]));
+            const float one = exp_2(fmaf(two[2 * half], scale, -top[t][half]));
+            const float next = exp_2(fmaf(two[2 * half + 1], scale, -top[t][half]));
             total[t][half] += one + next;
             p[t][i] = pair_of<TYPE>(one, next);
           }

@@ -117,4 +117,4 @@ inline bool any_lane(bool x) {
   return sum > 0;
 }
 
-inline float power_of_2(float x) { return std::exp2(x); }
+inline float exp_2(float x) { return std::exp2(x); }

@@ -1,13 +1,13 @@
 // Linear layers and 3x3 convolutions by mma.sync with sums in half precision, for cards whose tensor cores then run at
 // twice the rate (GeForce from compute capability 7.5 on).
 //
-// out (M, N) = a (M, K) b (N, K)^T + bias, after CUTLASS's multistage GEMM. A block has ROWS rows and WIDTH columns, its
-// eight warps DOWN by 8 / DOWN parts of it. Each stage of shared memory holds 32 of K, in rows of an odd number of 16 bytes,
-// so that ldmatrix meets no bank twice. The products of a stage are added up in float16, of a / 16 so that they may be large,
-// and the stages in float32.
+// out (M, N) = a (M, K) b (N, K)^T + bias, after CUTLASS's multistage GEMM. A block has 32 DOWN rows and WIDTH columns,
+// its eight warps DOWN by 8 / DOWN parts of it. Each stage of shared memory holds 32 of K, in rows of an odd number of 16
+// bytes, so that ldmatrix meets no bank twice. The products of a stage are added up in float16, of a / 16 so that they may
+// be large, and the stages in float32.
 //
-// Compile-time parameters: TYPE, kFloat16; WIDTH, a multiple of 64 / DOWN; DOWN, 2 or 4; STAGES, 2 or more; CONV, whether a is
-// an image (N, H, W, C) that stands for the matrix of its 3x3 patches, with padding 1.
+// Compile-time parameters: TYPE, kFloat16; WIDTH, a multiple of 64 / DOWN; DOWN, 2 or 4; STAGES, 2 or more; CONV, whether a
+// is an image (N, H, W, C) that stands for the matrix of its 3x3 patches, with padding 1.
 
 #include "mma.h"
 

@@ -374,14 +374,6 @@ def _faster_linear(o: Operands) -> Iterator[Case]:
         yield _case("faster_linear", f"{rows}x{columns}x{inner}", F.linear, tensors, {})
 
 
-@_of("faster_conv2d")
-def _faster_conv2d(o: Operands) -> Iterator[Case]:
-    for images, channels, height, width, columns in CONVOLUTIONS:
-        x = o.randn(images, channels, height, width).to(memory_format=torch.channels_last)
-        operands = [x, o.filters(columns, channels)]
-        yield _case("faster_conv2d", f"{images}x{channels}x{height}x{width}x{columns}", conv2d.fallback, operands, {})
-
-
 @_of("linear_layer_norm")
 def _linear_layer_norm(o: Operands) -> Iterator[Case]:
     for rows, columns, inner in NORMED_LINEARS:
@@ -411,12 +403,21 @@ def _timestep_embedding(o: Operands) -> Iterator[Case]:
         yield _case("timestep_embedding", f"{rows}x{columns}", _torch_timestep_embedding, [t, frequency], options)
 
 
-@_of("conv2d")
-def _conv2d(o: Operands) -> Iterator[Case]:
+def _convolutions(o: Operands, kernel: str) -> Iterator[Case]:
     for images, channels, height, width, columns in CONVOLUTIONS:
         x = o.randn(images, channels, height, width).to(memory_format=torch.channels_last)
         operands = [x, o.filters(columns, channels)]
-        yield _case("conv2d", f"{images}x{channels}x{height}x{width}x{columns}", conv2d.fallback, operands, {})
+        yield _case(kernel, f"{images}x{channels}x{height}x{width}x{columns}", conv2d.fallback, operands, {})
+
+
+@_of("conv2d")
+def _conv2d(o: Operands) -> Iterator[Case]:
+    return _convolutions(o, "conv2d")
+
+
+@_of("faster_conv2d")
+def _faster_conv2d(o: Operands) -> Iterator[Case]:
+    return _convolutions(o, "faster_conv2d")
 
 
 @_of("narrow_conv")

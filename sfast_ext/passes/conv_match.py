@@ -30,8 +30,17 @@ def match(conv: fx.Node, pinned: set[fx.Node]) -> ConvMatch | None:
 
 def is_plain(conv: fx.Node) -> bool:
     """Whether a convolution is 3x3 with padding 1, stride 1, dilation 1 and one group, in half precision."""
+    return stride_of(conv) == 1
+
+
+def stride_of(conv: fx.Node) -> int | None:
+    """1 or 2, the stride of a convolution that is 3x3 with padding 1, dilation 1 and one group, in half precision; None
+    of any other."""
     weight = shape(argument(conv, 1, "weight"))
     if weight is None or weight[2:] != (3, 3) or argument(conv, 6, "groups", 1) != 1 or dtype(conv) not in HALF:
-        return False
-    ones = (argument(conv, 3, "stride", 1), argument(conv, 4, "padding", 0), argument(conv, 5, "dilation", 1))
-    return len(shape(conv) or ()) == 4 and all(all_are(1, given) for given in ones)
+        return None
+    ones = (argument(conv, 4, "padding", 0), argument(conv, 5, "dilation", 1))
+    if len(shape(conv) or ()) != 4 or not all(all_are(1, given) for given in ones):
+        return None
+    given = argument(conv, 3, "stride", 1)
+    return next((stride for stride in (1, 2) if all_are(stride, given)), None)

@@ -11,7 +11,7 @@ from sfast_ext.kernels.conv import conv2d, faster_conv2d
 from sfast_ext.kernels.linear import faster_linear, linear_accumulate, linear_geglu, mma_gemm
 from sfast_ext.kernels.pointwise import geglu
 
-from .channels_last import all_are
+from .conv_match import stride_of
 from .fusion import fusion
 from .rewrite import CONV, LINEAR, argument, aten, call, dtype, is_op, is_weight, replace, shape
 
@@ -65,18 +65,11 @@ def _product(node: fx.Node) -> fx.Node | None:
 def _convolution(node: fx.Node, ctx: PassContext) -> fx.Node | None:
     x: Any = node.args[0]
     weight, bias = argument(node, 1, "weight"), None
-    stride = 1
+    stride: int | None = 1
     if is_op(node, CONV):
-        bias, given = argument(node, 2, "bias"), argument(node, 3, "stride", 1)
-        stride = 2 if all_are(2, given) else 1
-        ones = (argument(node, 4, "padding", 0), argument(node, 5, "dilation", 1), argument(node, 6, "groups", 1))
-        kernel = shape(weight)
-        if kernel is None or kernel[2:] != (3, 3) or not (stride == 2 or all_are(1, given)):
+        bias, stride = argument(node, 2, "bias"), stride_of(node)
+        if stride is None or any(t is not None and dtype(t) != torch.float16 for t in (x, weight, bias)):
             return None
-        if not all(all_are(1, each) for each in ones) or any(
-            t is not None and dtype(t) != torch.float16 for t in (x, weight, bias)
-        ):
-            return None
-        if len(shape(node) or ()) != 4 or not is_weight(weight) or not ctx.arena.channels_last(weight.meta["weight"]):
+        if not is_weight(weight) or not ctx.arena.channels_last(weight.meta["weight"]):
             return None
     return call(node.graph, faster_conv2d.launch, (x, weight, bias, stride), node)

@@ -10,11 +10,13 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 from torch import Tensor
 
-from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend import nvrtc, triton_runtime
 
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 # what csrc/cpu.h includes; most of a compilation would be to read it
@@ -65,3 +67,12 @@ def launch(source: nvrtc.Source, grid: tuple[int, ...], *args: Any, **constants:
     table = (ctypes.c_void_p * len(kept))(*(ctypes.addressof(x) for x in kept))
     run = compiled(source.name, tuple(sorted(constants.items())))
     assert run(table, (ctypes.c_uint * 3)(*(*grid, 1, 1)[:3]), threads, shared) == 0
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """Within a test, the kernel of a file runs here, as on an Ampere card of two multiprocessors: so few that a block
+    takes several blocks of rows."""
+    monkeypatch.setattr(nvrtc.Source, "_launch", launch)
+    monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: True)
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 6))
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 2)

@@ -13,7 +13,7 @@ from kernels.support import attended, close_rows, half_dtype, heads, randn
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import mma_attention
 from sfast_ext.kernels.attention.mma_attention import Shape
-from sfast_ext.kernels.backend import nvrtc, triton_runtime
+from sfast_ext.kernels.backend import triton_runtime
 
 pytestmark = pytest.mark.skipif(
     kernels.interpreted(), reason="the interpreter's run is of Triton's kernels, these run without TRITON_INTERPRET"
@@ -24,12 +24,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """On the CPU a card of two multiprocessors, so that a block takes several blocks of rows."""
     if request.param == "cpu":
-        monkeypatch.setattr(nvrtc.Source, "_launch", cuda_on_cpu.launch)
-        monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: True)
-        monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 6))
-        monkeypatch.setattr(mma_attention, "multiprocessors", lambda device: 2)
+        cuda_on_cpu.stand_in(monkeypatch, mma_attention)
     yield torch.device(request.param)
 
 

@@ -24,9 +24,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     if request.param == "cpu":
-        monkeypatch.setattr(nvrtc.Source, "_launch", cuda_on_cpu.launch)
-        monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: True)
-        monkeypatch.setattr(mma_gemm, "multiprocessors", lambda device: 2)
+        cuda_on_cpu.stand_in(monkeypatch, mma_gemm)
     # whichever the card is
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 6))
     yield torch.device(request.param)
