@@ -39,6 +39,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first model; the next has the next")
     parser.add_argument("--model", choices=("both", "small", "unet"), default="both")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--without", choices=("triton",), help="what no plan uses")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(given)
 
@@ -113,10 +114,13 @@ def main(given: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     logging.getLogger("sfast_ext").setLevel(logging.CRITICAL)
     on = ground.gpu() if options.device == "cuda" else ground.CPU
+    if options.without:
+        on = ground.without_triton(on)
     if on.gpu:
         # what the original computes is to be as exact as it can be
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     soak, seed = Soak(on), options.seed
+    soak.described["without"] = [options.without] if options.without else []
     if options.play:
         (kind, seed), *events = (each.rsplit(":", 1) for each in options.play)
         soak.model(kind, int(seed), [(name, int(each)) for name, each in events])

@@ -50,6 +50,13 @@ CPU = Ground(
 )  # fmt: skip
 
 
+def without_triton(on: Ground) -> Ground:
+    """The same, and no setting uses Triton."""
+    return replace(
+        on, calm=replace(on.calm, triton=False), settings=tuple(replace(each, triton=False) for each in on.settings)
+    )
+
+
 def gpu() -> Ground:
     """The first GPU."""
     return Ground(
