@@ -71,10 +71,6 @@ class Launch:
             self.graph.replay()
         self.until = time.perf_counter()
 
-    def reset(self) -> None:
-        if self.graph is not None:
-            self.graph.reset()
-
 
 class _NoPool(GraphPool):
     """Without streams to wait for."""

@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,15 +231,15 @@ class PretendedGPU:
 
 
 class PretendedGraph:
-    """Stands in for torch.cuda.CUDAGraph."""
+    """Stands in for torch.cuda.CUDAGraph, as torch 2.1 has it: one that was reset must not be destroyed."""
 
-    made: list[PretendedGraph] = []
+    there: weakref.WeakSet[PretendedGraph] = weakref.WeakSet()
     capturing: PretendedGraph | None = None
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.again: Callable[[], Any] | None = None
         self.kept = keep_graph
-        self.made.append(self)
+        self.there.add(self)
 
     def capture_begin(self, **_: Any) -> None:
         assert PretendedGraph.capturing is None
@@ -257,7 +258,7 @@ class PretendedGraph:
     raw_cuda_graph_exec = raw_cuda_graph
 
     def reset(self) -> None:
-        self.again = None
+        raise AssertionError("in torch 2.1 the destructor releases the pool once more, and the process ends")
 
     def replay(self) -> None:
         assert self.again is not None and PretendedGraph.capturing is None
@@ -296,7 +297,7 @@ def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
         **others,
     }.items():  # fmt: skip
         patch.setattr(torch.cuda, name, stand_in)
-    patch.setattr(PretendedGraph, "made", [])
+    patch.setattr(PretendedGraph, "there", weakref.WeakSet())
     patch.setattr(PretendedGraph, "capturing", None)
 
 
@@ -358,6 +359,7 @@ def usable() -> None:
 
 WITHOUT_TRITON = """
 import sys
+import weakref
 sys.modules["triton"] = None
 sys.path[:0] = ["tests"]
 import torch
@@ -376,6 +378,7 @@ main(["doctor", "--json"])
 
 SYNCHRONISES = """
 import sys
+import weakref
 sys.path[:0] = ["tests"]
 import torch
 from faulty import Pair

@@ -222,10 +222,8 @@ class CardGraph(PretendedGraph):
         self._outputs = [(there, made.number) for there, made in self._made.values() if there() is not None]
         self._made = {}
 
-    def reset(self) -> None:
-        super().reset()
+    def __del__(self) -> None:
         self.card.graph_bytes -= self._held
-        self._steps, self._outputs, self._held = [], [], 0
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Called for each operation of a capture."""

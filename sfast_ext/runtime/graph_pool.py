@@ -18,6 +18,7 @@ import torch
 from sfast_ext.kernels.backend.nvrtc import current_stream
 from sfast_ext.kernels.backend.trial import held_off
 from sfast_ext.report import Report
+from sfast_ext.runtime.failed_capture import end_allocation
 
 MB = 1 << 20
 # Size of the first block, relative to the peak of live bytes. UNets need 1.09 to 1.19, as the allocator takes the
@@ -42,6 +43,14 @@ class CapturedGraph:
         self.outputs = outputs
         self.size = size
         self.share = 1.0
+
+    def free(self) -> None:
+        """Destroy the graph and let go of its outputs.
+
+        CUDAGraph.reset() is not called: the destructor calls it again, and in torch 2.1 this ends the process.
+        """
+        del self.graph
+        self.outputs = []
 
     def handles(self) -> tuple[int, int]:
         """Driver handles of the captured graph and of the executable graph. Needs CAN_UPDATE_GRAPH."""
@@ -115,14 +124,12 @@ class GraphPool:
                     raise NoGraph(f"{type(exc).__name__}: {exc}") from exc
                 over = budget_mb and self._reserved > budget_mb * MB
                 if over and self._entries:
-                    captured.graph.reset()
-                    del captured
+                    captured.free()
                     self._evict_all(report, f"the pool is over its budget of {budget_mb} MB")
                     continue
                 if over:
                     size = self._reserved // MB
-                    captured.graph.reset()
-                    del captured
+                    captured.free()
                     self._drop_pool()
                     raise NoGraph(f"its CUDA graph needs {size} MB, the budget is {budget_mb} MB")
                 captured.share = share
@@ -198,7 +205,8 @@ class GraphPool:
             if CAN_UPDATE_GRAPH:
                 graph.instantiate()
         except BaseException:
-            graph.reset()
+            del graph
+            end_allocation(self.device, self._handle, self.side_stream())
             if not self._entries:
                 # the allocator forgets a pool in which no graph was captured
                 self._drop_pool()
@@ -236,8 +244,7 @@ class GraphPool:
         try:
             torch.cuda.synchronize(self.device)
             for captured in gone:
-                captured.graph.reset()
-                captured.outputs = []
+                captured.free()
         finally:
             # even after a failure: the next capture must not use a pool that no graph holds
             if not self._entries:

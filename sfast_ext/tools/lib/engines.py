@@ -82,10 +82,9 @@ class CudaGraph(Engine):
         return self._output
 
     def stop(self) -> None:
-        if self._graph is not None:
-            self._graph.reset()
-            self._graph = None
-            self._output = torch.empty(0)
+        # not reset(): in torch 2.1 the destructor then frees the graph once more
+        self._graph = None
+        self._output = torch.empty(0)
 
 
 class TorchCompile(CudaGraph):

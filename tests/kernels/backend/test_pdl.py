@@ -356,6 +356,8 @@ def test_convolutions_and_attention_to_the_bit(launches):
     turns, wanted = captured(run, x, None)
     assert not launches
     early, results = captured(run, x, filters)
+    if not pdl.capture_keeps_pdl() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs Hopper and CUDA 12.3")
     assert len(launches) == 5
     alike(x, turns, early, wanted, results)
 

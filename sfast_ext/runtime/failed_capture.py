@@ -1,0 +1,54 @@
+"""What torch leaves behind of a CUDA graph capture that could not be ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def end_allocation(device: torch.device, pool: Any, stream: torch.cuda.Stream) -> None:
+    """Take the allocator out of a failed capture, and give up what the capture holds of its pool.
+
+    CUDAGraph.capture_end raises before it does so where the driver has called the capture off. From then on empty_cache
+    raises in torch 2.1, and the pool is never freed in later versions. Does nothing where the capture was ended.
+
+    Args:
+        pool: the handle that was passed to capture_begin.
+        stream: the stream of the capture.
+    """
+    index = device.index or 0
+    with torch.cuda.stream(stream):
+        if _ended_here(index, pool):
+            torch._C._cuda_releasePool(index, pool)
+
+
+def _ended_here(index: int, pool: Any) -> bool:
+    """End the allocation on the current stream; false if that was done before."""
+    # the second is its name before torch 2.8
+    for name in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"):
+        end = getattr(torch._C, name, None)
+        if end is not None:
+            break
+    else:
+        return False
+    try:
+        end(index, pool)
+        return True
+    except RuntimeError:
+        return False
+    except TypeError:
+        # torch 2.1 takes no pool, and counts one capture less whether there was one or not
+        if not _in_capture():
+            return False
+    end(index)
+    return True
+
+
+def _in_capture() -> bool:
+    """Whether the allocator believes so, in torch 2.1."""
+    try:
+        torch.cuda.empty_cache()
+    except RuntimeError as exc:
+        return "captures_underway" in str(exc)
+    return False
