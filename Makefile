@@ -45,7 +45,8 @@ NO_INTERPRETER := 2.1.2 2.3.1
 
 # ldm as AUTOMATIC1111 runs it; its own pins are years old and not needed for what is tested
 LDM := stable-diffusion-sdkit==2.1.5
-PIP := -m pip install --disable-pip-version-check $(PIP_ARGS)
+# what is imported is compiled then; to compile all of it takes half a minute
+PIP := -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS)
 
 .PHONY: demo test test-coarse-clock test-stack test-floor soak mutations compile-table cuda-table lint bench doctor clean
 
