@@ -95,11 +95,11 @@ def test_issue_forms_are_what_github_takes_and_ask_for_the_report(form):
     report = next(each for each in fields if each["id"] == "report")
     assert report["attributes"]["label"] == "The copied report"
     assert '"Copy a report"' in report["attributes"]["description"]
-    assert report.get("validations", {}).get("required", False) == (form.stem != "3_wish")
+    assert report.get("validations", {}).get("required", False) == (form.stem != "4_wish")
 
 
 def test_there_are_forms():
-    assert len(FORMS) == 3
+    assert len(FORMS) == 4
 
 
 def test_forms_and_docs_name_buttons_as_the_tab_does():

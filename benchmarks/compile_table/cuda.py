@@ -17,8 +17,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -82,8 +83,7 @@ def collect(cases: Sequence[str], dtypes: Sequence[str]) -> list[Launch]:
     portable = {id(s) for record in records if record.portable for s in record.cuda_sources}
     sources = {id(s) for record in records for s in record.cuda_sources if not s.hopper}
     found: dict[Launch, Launch] = {}
-    for_any_card = mock.patch.object(nvrtc.Source, "available", lambda source, device: not source.hopper)
-    with triton_runtime.without_triton(), for_any_card:
+    with for_any_card():
         for dtype in dtypes:
             for case in cases:
                 calls = launches._calls(case, getattr(torch, dtype), triton=False)
@@ -98,6 +98,14 @@ def collect(cases: Sequence[str], dtypes: Sequence[str]) -> list[Launch]:
                             found.setdefault(launch, launch._replace(least=least))
                 print(f"{case}, {dtype}: {len(found)} launches", file=sys.stderr, flush=True)
     return sorted(found.values())
+
+
+@contextmanager
+def for_any_card() -> Iterator[None]:
+    """Within, Triton is missing, and what needs no Hopper is available."""
+    available = mock.patch.object(nvrtc.Source, "available", lambda source, device: not source.hopper)
+    with triton_runtime.without_triton(), available:
+        yield
 
 
 def described(launch: size_prediction.Launch) -> Launch:

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import fx
 
 from benchmarks.compile_table.compiler import SHARED
 from sfast_ext.call_signature import flatten_call
@@ -52,6 +53,11 @@ def collect(cases: Sequence[str], dtype: str) -> dict[str, list[dict[str, Any]]]
 
 
 def _calls(case: str, dtype: torch.dtype, *, triton: bool = True) -> list[size_prediction.Call]:
+    return size_prediction.calls(graph(case, dtype, triton=triton))
+
+
+def graph(case: str, dtype: torch.dtype, *, triton: bool = True) -> fx.Graph:
+    """The plan's graph for a case such as "sd15:512x512", with the nodes' values in `meta["val"]`, without memory."""
     from diffusers import UNet2DConditionModel
 
     name, _, size = case.partition(":")
@@ -66,9 +72,8 @@ def _calls(case: str, dtype: torch.dtype, *, triton: bool = True) -> list[size_p
     arena = WeightArena(unet)
     gm = capture(unet.forward, call, call.tensors(_CPU), arena).graph_module
     run_passes(gm, PassContext(arena, _CPU, triton=triton))
-    calls = size_prediction.calls(gm.graph)
     arena.release()
-    return calls
+    return gm.graph
 
 
 @contextmanager

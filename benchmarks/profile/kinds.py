@@ -64,24 +64,25 @@ def cost(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     name = operation(target)
     inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(out))
     seen = {(t.data_ptr(), t.shape, t.stride()): t for t in inputs}
-    moved = sum(map(_bytes, seen.values())) + sum(map(_bytes, outputs))
+    moved = sum(map(size, seen.values())) + sum(map(size, outputs))
     shapes = ", ".join("×".join(map(str, t.shape)) for t in inputs if t.dim() > 1)
-    return Cost(name, kind(name), shapes, _flops(target, args, kwargs), moved)
+    return Cost(name, kind(name), shapes, flops(target, args, kwargs), moved)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     return (leaf for leaf in pytree.tree_flatten(value)[0] if isinstance(leaf, Tensor))
 
 
-def _bytes(tensor: Tensor) -> int:
+def size(tensor: Tensor) -> int:
+    """Bytes that a tensor's elements take, those of an expanded dimension once."""
     count = 1
-    for size, stride in zip(tensor.shape, tensor.stride()):
-        count *= size if stride else 1  # what is expanded is there once
+    for length, stride in zip(tensor.shape, tensor.stride()):
+        count *= length if stride else 1
     return count * tensor.element_size()
 
 
-def _flops(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """By shapes alone: a kernel's reference is run without memory, or its `flop_reference`, which has fewer."""
+def flops(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Of a call, by shapes alone: a kernel's reference is run without memory, or its `flop_reference`, which has fewer."""
     kernel = registry.of(target)
     if kernel is not None:
         target = kernel.flop_reference or kernel.reference

@@ -1,0 +1,92 @@
+"""python -m benchmarks.cards: what cards can reach at best, into docs/cards.md and benchmarks/results/cards.json.
+
+Needs no GPU: plans are captured without memory, and kernels compiled by NVRTC.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cards import least, loops, page
+from benchmarks.cards.published import CARDS
+from sfast_ext.kernels.attention import mma_attention
+from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.linear import mma_gemm
+
+CASES = ("sd15:512x512", "sdxl:1024x1024")
+# rows of all heads and keys, as in SD 1.5 at 512x512 and SDXL at 1024x1024
+ATTENTION = {40: (65536, 4096), 64: (81920, 4096), 80: (16384, 1024), 160: (4096, 256)}
+RESULTS = Path(__file__).parents[1] / "results" / "cards.json"
+
+
+def times(case: str) -> dict[str, Any]:
+    """FLOPs and bytes by kind, and the least times on each card, of one UNet call."""
+    work = least.of_plan(case)
+    kinds = sorted({each.kind for each in work})
+    by_kind = {
+        kind: {
+            "nodes": sum(each.kind == kind for each in work),
+            "gflop": round(sum(each.flops for each in work if each.kind == kind) / 1e9, 1),
+            "gb": round(sum(each.bytes for each in work if each.kind == kind) / 1e9, 3),
+        }
+        for kind in kinds
+    }
+    cards = {
+        name: {
+            "exact": {k: round(ms, 3) for k, ms in least.milliseconds(work, card).items()},
+            "faster": {k: round(ms, 3) for k, ms in least.milliseconds(work, card, faster_sums=True).items()},
+        }
+        for name, card in CARDS.items()
+    }
+    return {"case": case, "kinds": by_kind, "cards": cards}
+
+
+def kernels(capability: int) -> list[dict[str, Any]]:
+    """The main loops of the kernels on tensor cores, as a card with 28 multiprocessors gets them."""
+    found = []
+    for size, (rows, keys) in ATTENTION.items():
+        shape = mma_attention.shape(size, keys, rows, 28)
+        given = mma_attention.constants(size, shape, torch.float16)
+        # products of q and k are padded to 16, those of the probabilities and v to 8
+        useful = 2 * size / (-(-size // 16) * 16 + -(-size // 8) * 8)
+        found.append(_loop("mma_attention", f"heads of {size}", capability, given, useful))
+    for name, convolution in (("linear", False), ("3×3 convolution", True)):
+        given = mma_gemm.constants(mma_gemm.Tile(4, 4), convolution)
+        found.append(_loop("mma_gemm", name, capability, given, 1.0))
+    return found
+
+
+def _loop(kernel: str, what: str, capability: int, given: dict[str, int], useful: float) -> dict[str, Any]:
+    code, _ = nvrtc.build((nvrtc.SOURCES / f"{kernel}.cu").read_bytes(), f"sm_{capability}", given)
+    loop = loops.main_loop(loops.disassembled(code))
+    return {
+        "kernel": kernel,
+        "what": what,
+        "capability": capability,
+        **loop._asdict(),
+        "clocks": loop.clocks,
+        "useful": round(useful, 3),
+        "at_most": round(useful * loop.of_the_tensor_cores, 3),
+    }
+
+
+def main() -> int:
+    """Write both files."""
+    result = {
+        "cases": [times(case) for case in CASES],
+        "kernels": [
+            row for capability in sorted({card.capability for card in CARDS.values()}) for row in kernels(capability)
+        ],
+    }
+    RESULTS.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    page.write(result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The least time that the nodes of a plan can take on a card: by its FLOPs or by its bytes, whichever is longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from benchmarks.cards.published import Card
+from benchmarks.compile_table import launches
+from benchmarks.compile_table.cuda import for_any_card
+from benchmarks.profile import kinds
+from sfast_ext.passes.rewrite import is_kernel
+
+FASTER = ("convolution", "linear")
+"""Kinds that *Faster sums on GeForce* is for."""
+
+
+class Work(NamedTuple):
+    """Of a node: its kind, FLOPs, and bytes: each input read once, each output written once."""
+
+    kind: str
+    flops: int
+    bytes: int
+
+
+def of_plan(case: str) -> list[Work]:
+    """The nodes of the plan for a case such as "sd15:512x512", in float16, without Triton and Hopper's kernels."""
+    with for_any_card():
+        graph = launches.graph(case, torch.float16, triton=False)
+    return [work for node in graph.nodes if (work := of_node(node))]
+
+
+def of_node(node: fx.Node) -> Work | None:
+    """What a node does; None where it moves nothing: a view, a placeholder, a weight."""
+    if node.op != "call_function" or not is_kernel(node.target) and _is_view(node.target):
+        return None
+    out = node.meta.get("val")
+    if not _tensors(out):
+        return None
+    name = kinds.operation(node.target)
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+    moved = [t for n in node.all_input_nodes for t in _tensors(n.meta.get("val"))] + _tensors(out)
+    return Work(kinds.kind(name), kinds.flops(node.target, args, kwargs), sum(map(kinds.size, moved)))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _is_view(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
+
+
+def milliseconds(work: Iterable[Work], card: Card, *, faster_sums: bool = False) -> dict[str, float]:
+    """By kind of operation, the least time on a card."""
+    found: dict[str, float] = {}
+    for each in work:
+        rate = card.tflops * (2 if faster_sums and each.kind in FASTER else 1)
+        least = max(each.flops / rate / 1e9, each.bytes / card.bandwidth / 1e6)
+        found[each.kind] = found.get(each.kind, 0.0) + least
+    return found

@@ -1,0 +1,79 @@
+"""docs/cards.md: tables between marks; the words around them are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cards.published import CARDS
+
+PAGE = Path(__file__).parents[2] / "docs" / "cards.md"
+BEGIN, END = "<!-- cards: begin -->", "<!-- cards: end -->"
+MODELS = {"sd15": "SD 1.5", "sdxl": "SDXL"}
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def cards() -> str:
+    """The published figures."""
+    head = ("card", "multiprocessors", "boost clock, GHz", "TFLOP/s, sums in fp32", "sums in fp16", "memory, GB/s")
+    return _table(
+        head,
+        (
+            (name, f"{c.multiprocessors}", f"{c.clock:g}", f"{c.tflops:.1f}", f"{2 * c.tflops:.1f}", f"{c.bandwidth:g}")
+            for name, c in CARDS.items()
+        ),
+    )
+
+
+def least(case: dict[str, Any]) -> str:
+    """The least times of a case by kind of operation."""
+    names = list(case["cards"])
+    rows = []
+    for kind, work in sorted(case["kinds"].items(), key=lambda item: -item[1]["gflop"]):
+        times = [_ms(case["cards"][name], kind) for name in names]
+        rows.append((kind, f"{work['nodes']}", f"{work['gflop']:.1f}", f"{work['gb']:.2f}", *times))
+    totals = [f"**{sum(c['exact'].values()):.1f}** / {sum(c['faster'].values()):.1f}" for c in case["cards"].values()]
+    return _table(("operations", "nodes", "GFLOP", "GB", *names), [*rows, ("**all**", "", "", "", *totals)])
+
+
+def _ms(times: dict[str, dict[str, float]], kind: str) -> str:
+    exact, faster = times["exact"][kind], times["faster"][kind]
+    return f"{exact:.2f}" if exact == faster else f"{exact:.2f} / {faster:.2f}"
+
+
+def kernels(rows: Sequence[dict[str, Any]]) -> str:
+    """The main loops."""
+    head = (
+        "kernel", "for", "card", "instructions", "tensor cores: sums in fp32", "in fp16", "exponentials", "ldmatrix",
+        "clocks", "useful products", "at most of the tensor cores' rate",
+    )  # fmt: skip
+    return _table(
+        head,
+        (
+            (
+                f"`{r['kernel']}`", r["what"], f"{r['capability'] / 10:.1f}", f"{r['instructions']}",
+                f"{r['sums_in_float32']}", f"{r['sums_in_float16']}", f"{r['special']}", f"{r['ldmatrix']}",
+                f"{r['clocks']}", f"{r['useful']:.0%}".replace("%", " %"), f"{r['at_most']:.0%}".replace("%", " %"),
+            )
+            for r in rows
+        ),
+    )  # fmt: skip
+
+
+def render(result: dict[str, Any]) -> str:
+    """All tables."""
+    parts = [cards()]
+    for case in result["cases"]:
+        name, _, size = case["case"].partition(":")
+        parts += [f"### {MODELS[name]}, {size.replace('x', '×')}", least(case)]
+    return "\n\n".join([*parts, "### The kernels on tensor cores", kernels(result["kernels"])])
+
+
+def write(result: dict[str, Any], page: Path = PAGE) -> None:
+    """Put the tables between the marks."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{render(result)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")

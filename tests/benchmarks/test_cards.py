@@ -1,0 +1,92 @@
+"""What cards can reach at best: the work of nodes, the loops of machine code, the page."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from benchmarks.cards import least, loops, page
+from benchmarks.cards.published import CARDS, Card
+from sfast_ext.kernels.pointwise import geglu
+
+# a loop within a loop: the inner one has an instruction of each unit, and a copy that no unit is told of
+CODE = """
+.L_x_1:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_2:
+        /*0010*/                   LDSM.16.M88.4 R4, [R3] ;
+        /*0020*/                   HMMA.16816.F32 R8, R4, R6, R8 ;
+        /*0030*/                   HMMA.16816.F16 R8, R4, R6, R8 ;
+        /*0040*/                   MUFU.EX2 R9, R9 ;
+        /*0050*/                   NOP ;
+        /*0060*/              @!P0 BRA `(.L_x_2) ;
+        /*0070*/                   IADD3 R1, R1, 0x1, RZ ;
+        /*0080*/               @P1 BRA `(.L_x_1) ;
+        /*0090*/                   BRA `(.L_x_9) ;
+"""
+
+
+def test_the_inner_loop_is_counted_and_bound_by_the_tensor_cores() -> None:
+    loop = loops.main_loop(CODE)
+    assert loop == loops.Loop(5, 1, 1, 1, 1)
+    assert (loop.tensor_clocks, loop.clocks, loop.of_the_tensor_cores) == (48, 48, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("loop", "clocks"), [((100, 1, 0, 0, 0), 100), ((9, 1, 0, 8, 0), 64), ((9, 1, 0, 0, 3), 48)],
+    ids=["instructions", "exponentials", "shared memory"],
+)  # fmt: skip
+def test_what_takes_longest_bounds_a_loop(loop, clocks) -> None:
+    assert loops.Loop(*loop).clocks == clocks and loops.Loop(*loop).of_the_tensor_cores == 32 / clocks
+
+
+def test_code_without_tensor_cores_is_refused() -> None:
+    with pytest.raises(ValueError, match="No loop with instructions of the tensor cores"):
+        loops.main_loop(CODE.replace("HMMA", "FFMA"))
+
+
+def test_published_rates() -> None:
+    # of NVIDIA's whitepapers: an RTX 3080 and an RTX 4090
+    assert Card(86, 68, 1.71, 760.3).tflops == pytest.approx(59.5, abs=0.1)
+    assert CARDS["GeForce RTX 4090"].tflops == pytest.approx(165.2, abs=0.1)
+
+
+def test_work_and_least_time_of_nodes() -> None:
+    graph = fx.Graph()
+    x, weight, bias = (graph.placeholder(name) for name in ("x", "weight", "bias"))
+    flat = graph.call_function(torch.ops.aten.view.default, (x, [6, 64]))
+    y = graph.call_function(torch.ops.aten.linear.default, (flat, weight, bias))
+    gate = graph.call_function(geglu.launch, (y,))
+    half = {"dtype": torch.float16, "device": "meta"}
+    for node, size in (
+        (x, (2, 3, 64)),
+        (weight, (32, 64)),
+        (bias, (32,)),
+        (flat, (6, 64)),
+        (y, (6, 32)),
+        (gate, (6, 16)),
+    ):
+        node.meta["val"] = torch.empty(size, **half)
+    work = [least.of_node(node) for node in graph.nodes]
+    linear = least.Work("linear", 2 * 6 * 64 * 32, 2 * (6 * 64 + 32 * 64 + 32 + 6 * 32))
+    assert work == [None] * 4 + [linear, least.Work("GEGLU", 0, 2 * (6 * 32 + 6 * 16))]
+
+    card = Card(86, 1, 1.0, 1e3)  # 0.512 TFLOP/s, 1 TB/s
+    times = least.milliseconds(filter(None, work), card)
+    assert times == {"linear": pytest.approx(24576 / 0.512e9), "GEGLU": pytest.approx(576 / 1e9)}
+    assert least.milliseconds([linear], card, faster_sums=True)["linear"] == pytest.approx(24576 / 1.024e9)
+    # a product so small that its bytes take longer
+    assert least.milliseconds([least.Work("linear", 10, 1000)], card)["linear"] == pytest.approx(1e-6)
+
+
+def test_the_page_keeps_its_words(tmp_path) -> None:
+    file = tmp_path / "cards.md"
+    file.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
+    times = {name: {"exact": {"linear": 2.0}, "faster": {"linear": 1.0}} for name in CARDS}
+    case = {"case": "sd15:512x512", "kinds": {"linear": {"nodes": 3, "gflop": 1.0, "gb": 0.1}}, "cards": times}
+    row = {"kernel": "mma_gemm", "what": "linear", "capability": 86, **loops.Loop(5, 1, 1, 1, 1)._asdict()}
+    page.write({"cases": [case], "kernels": [{**row, "clocks": 48, "useful": 1.0, "at_most": 0.91}]}, file)
+    text = file.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert "| linear | 3 | 1.0 | 0.10 | 2.00 / 1.00 |" in text and "| **2.0** / 1.0 |" in text and "| 91 % |" in text
