@@ -82,7 +82,7 @@ def size(tensor: Tensor) -> int:
 
 
 def flops(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Of a call, by shapes alone: a kernel's reference is run without memory, or its `flop_reference`, which has fewer."""
+    """Of a call, by shapes alone: a kernel's `flop_reference`, or else its reference, is run without memory."""
     kernel = registry.of(target)
     if kernel is not None:
         target = kernel.flop_reference or kernel.reference
