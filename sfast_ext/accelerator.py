@@ -17,7 +17,7 @@ from torch import nn
 from sfast_ext import environment
 from sfast_ext.behaviour.fingerprint import structure
 from sfast_ext.behaviour.forward_slot import ForwardSlot, foreign_forward, owner_of
-from sfast_ext.call_signature import NotOurs
+from sfast_ext.call_signature import NotOurs, copied
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.kernels.backend import health
@@ -299,12 +299,17 @@ class Accelerator:
         """
         with _building() if self.parts else contextlib.nullcontext():
             try:
-                return self._context.original(*args, **kwargs)
+                return self._context.original(*args, **self._unconsumed(kwargs))
             except Exception as exc:
                 if not self._failures.gave_way(exc):
                     raise
             # after the handler: the exception keeps what the failed run had allocated
-            return self._context.original(*args, **kwargs)
+            return self._context.original(*args, **self._unconsumed(kwargs))
+
+    def _unconsumed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of which a run of the original takes nothing away, see `Hooks.consumed`."""
+        consumed = self.hooks.consumed
+        return {k: copied(v) if k in consumed else v for k, v in kwargs.items()} if consumed else kwargs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # a part is bypassed inside the original forward of the whole

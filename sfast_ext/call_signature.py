@@ -114,6 +114,13 @@ def rebuild_output(tree: Any, leaves: Sequence[Any]) -> Any:
     return _rebuild(tree, leaves)
 
 
+def copied(value: Any) -> Any:
+    """The lists and dicts of a value anew, with the same values in them."""
+    if type(value) is list:
+        return [copied(v) for v in value]
+    return {k: copied(v) for k, v in value.items()} if type(value) is dict else value
+
+
 # the path to a value, for messages: (path of the container, format, key)
 _Where = tuple[Any, str, Any]
 

@@ -33,3 +33,8 @@ class Hooks:
     """Whether the user has interrupted the host's work. Asked between the stages of a preparation, which it ends."""
     ignored: frozenset[str] = frozenset()
     """Module attributes that the host uses for bookkeeping. They change without changing what a forward computes."""
+    arguments: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | str] | None = None
+    """Asked at each call: its arguments without those that the forward does not read, of which plans must not be; or,
+    as a text, why the call must be bypassed. The original forward gets all of them."""
+    consumed: frozenset[str] = frozenset()
+    """Keyword arguments whose lists and dicts the forward empties. Each run of the original gets copies of these."""

@@ -18,8 +18,9 @@ from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.runtime.replay_state import SPECULATION_BACKOFF, Lookup, Speculation
 
 READING_KEY = "behaviour key"
-_BYPASS, _PREPARE, _KEY = "bypass_reason of the host", "prepare of the host", "key of the host"
-HOST_STAGES = (_BYPASS, _PREPARE, _KEY)
+_BYPASS, _ARGUMENTS = "bypass_reason of the host", "arguments of the host"
+_PREPARE, _KEY = "prepare of the host", "key of the host"
+HOST_STAGES = (_BYPASS, _ARGUMENTS, _PREPARE, _KEY)
 """Stages at which callbacks of the host run."""
 
 
@@ -70,6 +71,12 @@ class PlanFinder:
         if reason:
             raise NotOurs(reason)
         device = self._served_device()
+        if hooks.arguments is not None:
+            at(_ARGUMENTS)
+            read = hooks.arguments(args, kwargs)
+            if isinstance(read, str):
+                raise NotOurs(read)
+            args, kwargs = read
         at("arguments")
         call = flatten_call(args, kwargs, device)
         shape_signature = call.signature
