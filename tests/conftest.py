@@ -24,7 +24,7 @@ from sfast_ext import environment, kernels
 from sfast_ext.kernels.backend import health
 from sfast_ext.tools.lib import models
 
-WEBUIS = ("SFAST_A1111_DIR", "SFAST_SDNEXT_DIR")
+WEBUIS = ("SFAST_A1111_DIR", "SFAST_SDNEXT_DIR", "SFAST_FORGE_DIR")
 _LEFT = pytest.StashKey[dict[str, int]]()
 
 

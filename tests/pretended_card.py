@@ -32,7 +32,7 @@ GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 # between devices; a CPU's index may read from a GPU's tensor
-CROSSING = frozenset({"copy_", "_to_copy", "_foreach_copy_", "index", "set_"})
+CROSSING = frozenset({"_has_compatible_shallow_copy_type", "copy_", "_to_copy", "_foreach_copy_", "index", "set_"})
 
 # torch before 2.2 calls it so
 _device = getattr(torch._C, "TensorBase", getattr(torch._C, "_TensorBase", None)).device.__get__

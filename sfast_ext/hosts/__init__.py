@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-ADAPTERS = ("a1111", "sdnext")
+ADAPTERS = ("a1111", "sdnext", "forge")
 
 
 def find() -> ModuleType | None:

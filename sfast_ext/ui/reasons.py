@@ -20,12 +20,23 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("other-sd-unet", r"another UNet is active"),
     ("lora-inside-layers", r"LoRA is computed inside the layers|LoRA is loaded by diffusers"),
     ("lowvram", r"--lowvram moves"),
-    ("offload", r"offload mode|the refiner is moved off the GPU|parts of the UNet do not fit on the GPU"),
-    ("compiled", r"SD\.Next has compiled this model|its forward calls a function that torch\.compile made"),
+    (
+        "offload",
+        r"offload mode|the refiner is moved off the GPU|parts of the UNet do not fit on the GPU"
+        r"|Forge keeps a part of the UNet in system memory",
+    ),
+    (
+        "compiled",
+        r"SD\.Next has compiled this model|its forward calls a function that torch\.compile made"
+        r"|something is in the place of the model's own call",
+    ),
     ("quantised", r"the model is quantised"),
     ("no-unet", r".* has no UNet;"),
     ("step-cache", r"DeepCache skips|T-Gate skips"),
-    ("attention-features", r"perturbed attention guidance|the Reference unit|LinFusion replaces"),
+    (
+        "attention-features",
+        r"perturbed attention guidance|the Reference unit|LinFusion replaces|.* works inside the UNet",
+    ),
     ("diffusers-hooks", r"diffusers has put hooks on layers"),
     ("runs-layers-itself", r".* replaces the model's forward and calls none of its blocks"),
     (

@@ -1,0 +1,216 @@
+"""Forge Neo: where its UNet is, when it changes, and what must not be accelerated."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from sfast_ext.accelerator import Accelerator, accelerator_of
+from sfast_ext.hooks import Hooks
+from sfast_ext.hosts.attachment import Attachment, wrap
+from sfast_ext.hosts.forge import versions
+from sfast_ext.hosts.forge.hooks import ForgeHooks
+from sfast_ext.hosts.forge.memory import ForgeMemory
+from sfast_ext.hosts.session import Session
+from sfast_ext.report import logger
+
+UNET = "IntegratedUNet2DConditionModel"
+"""The class of the UNets of Stable Diffusion 1, 2 and XL."""
+
+
+def detect() -> bool:
+    """Whether this process is one of the programs that are called Forge."""
+    try:
+        return importlib.util.find_spec("modules_forge") is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def start(version: str) -> None:
+    """Start the extension; after the WebUI reloaded its scripts, in place of the session before."""
+    unknown = versions.unknown(*versions.found())
+    if unknown is not None:
+        print(f"Stable Fast {version} does nothing: {unknown}.")
+        return
+    print(ForgeSession.start(version).greeting())
+
+
+class ForgeSession(Session):
+    """The extension in one run of the WebUI's scripts; see `Session`."""
+
+    HOST = "Forge Neo"
+
+    def __init__(self, version: str) -> None:
+        super().__init__(version)
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, ForgeHooks] = weakref.WeakKeyDictionary()
+        self._unets = Attachment(self._hooks_for, self.report)
+        self.attachments = (self._unets,)
+        self._denoiser: weakref.ref[object] | None = None
+        self._pictures: int | None = None
+        self._memory = ForgeMemory(self._unets, self.report)
+
+    def register(self) -> None:
+        """Write to the console before anything else is done."""
+        self._join_console()
+        super().register()
+
+    def _join_console(self) -> None:
+        # Forge configures logs of its own only, and Python then writes warnings only
+        if logger.hasHandlers():
+            return
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("Stable Fast: %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+
+        def leave() -> None:
+            logger.removeHandler(handler)
+            logger.propagate = True
+
+        self._undo.append(leave)
+
+    def install(self) -> list[Callable[[], object]]:
+        """Register callbacks, and wrap the functions that load and move models, for which there are none."""
+        from modules import script_callbacks, sd_models
+
+        script_callbacks.on_model_loaded(self.callback(self._follow))
+        # before each step: after every switch of the model, those of refiner and hires fix too
+        script_callbacks.on_cfg_denoiser(self.callback(self._step))
+        return [wrap(sd_models, "unload_model_weights", self._unload), *self._memory.install()]
+
+    def show_error(self, exc: Exception) -> None:
+        """Show an exception once, where the WebUI would log it at every step."""
+        from modules import errors
+
+        errors.display_once(exc, "Stable Fast")
+
+    def host_version(self) -> str:
+        """The release."""
+        return " ".join(each for each in versions.found() if each)
+
+    def model_name(self) -> str | None:
+        """The title of the checkpoint."""
+        return getattr(getattr(_model(), "sd_checkpoint_info", None), "title", None)
+
+    def api_passwords(self) -> Mapping[str, str]:
+        """The passwords of --api-auth by user, parsed as the WebUI parses them."""
+        from modules import shared
+
+        pairs = [pair.partition(":") for pair in (getattr(shared.cmd_opts, "api_auth", None) or "").split(",") if pair]
+        return {user: password for user, _, password in pairs}
+
+    def api_is_on(self) -> bool:
+        """Whether --api was given, or --nowebui, which implies it."""
+        from modules import shared
+
+        return bool(getattr(shared.cmd_opts, "api", False) or getattr(shared.cmd_opts, "nowebui", False))
+
+    def subpath(self) -> str:
+        """That of --subpath."""
+        from modules import shared
+
+        path = str(getattr(shared.cmd_opts, "subpath", None) or "").strip("/")
+        return f"/{path}" if path else ""
+
+    def xyz_grid(self) -> Any:
+        """The module of its script."""
+        from modules import scripts
+
+        found = (data.module for data in scripts.scripts_data if data.script_class.__module__ == "xyz_grid.py")
+        return next(found, None)
+
+    def follow_loaded(self) -> None:
+        """As before a step of a picture."""
+        self._follow(_model())
+
+    def loaded(self) -> Accelerator | None:
+        """That of the model that is used."""
+        unet = unet_of(_model())
+        return None if unet is None else accelerator_of(unet)
+
+    def name_pictures(self, pictures: int | None) -> None:
+        """For the words of the UNet."""
+        self._pictures = pictures
+        for hooks in list(self._hooks.values()):
+            hooks.pictures = pictures
+
+    def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.guarded(self.release_models)
+        return original(*args, **kwargs)
+
+    def _hooks_for(self, unet: nn.Module) -> Hooks:
+        hooks = self._hooks.get(unet)
+        if hooks is None:
+            hooks = self._hooks[unet] = ForgeHooks(unet, lambda: holder_of(_model()))
+        return hooks.hooks()
+
+    def _step(self, params: Any) -> None:
+        denoiser = getattr(params, "denoiser", None)
+        seen = self._denoiser() if self._denoiser is not None else None
+        new_pass = denoiser is None or denoiser is not seen or getattr(denoiser, "step", 0) == 0
+        model = _model()
+        # each step compares identities; settings and the UNet are read once for each pass
+        if not new_pass and self._unets.unchanged(unet_of(model)):
+            return
+        self._denoiser = weakref.ref(denoiser) if denoiser is not None else None
+        self._pictures = getattr(getattr(denoiser, "p", None), "batch_size", None)
+        self._follow(model)
+
+    def _follow(self, model: Any) -> None:
+        self.report.new_generation()
+        config = self.config()
+        unet = unet_of(model)
+        reason = _model_bypass_reason(model) if config.enabled else None
+        if reason is not None:
+            self.report.bypassed(reason)
+            unet = None
+        accelerator = self._unets.follow(unet, config)
+        if accelerator is not None:
+            hooks = self._hooks.get(accelerator.module)
+            if hooks is not None:
+                hooks.pictures = self._pictures
+                hooks.new_pass()
+            accelerator.new_generation()
+
+
+def _model() -> Any:
+    # shared.sd_model is the same one, and a stand-in of it before the first is loaded
+    from modules.sd_models import model_data
+
+    return model_data.sd_model
+
+
+def holder_of(model: Any) -> Any:
+    """The model that Forge's patches are made for; it has the UNet, and makes predictions of what that gives."""
+    return getattr(getattr(getattr(model, "forge_objects", None), "unet", None), "model", None)
+
+
+def unet_of(model: Any) -> nn.Module | None:
+    """The network that makes the steps, of whatever kind it is."""
+    unet = getattr(holder_of(model), "diffusion_model", None)
+    return unet if isinstance(unet, nn.Module) else None
+
+
+def _model_bypass_reason(model: Any) -> str | None:
+    unet = unet_of(model)
+    if unet is None:
+        return None
+    if type(unet).__name__ != UNET:
+        return f"{type(unet).__name__} has no UNet; load a Stable Diffusion 1, 2 or XL model to accelerate"
+    if _call_is_replaced(holder_of(model)):
+        # Forge's torch.compile would compile our forward
+        return "something is in the place of the model's own call, torch.compile perhaps; turn it off to accelerate"
+    return None
+
+
+def _call_is_replaced(holder: nn.Module) -> bool:
+    """Whether something else than the class's own method calls the UNet. That method lies on the object where what
+    replaced it was taken away."""
+    call = vars(holder).get("apply_model")
+    own = getattr(type(holder), "apply_model", None)
+    return call is not None and (getattr(call, "__func__", None) is not own or call.__self__ is not holder)

@@ -1,0 +1,111 @@
+"""Forge Neo on a pretended GPU: what is held while it moves, patches and exchanges its models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
+from pretended_card import GPU, Card, pretended_card
+
+from hosts.standins import forge as standin
+from sfast_ext.hosts import gpu_room
+from sfast_ext.hosts.forge import adapter as forge
+
+SIZE = sum(p.nbytes for p in standin.make_unet(1).parameters())
+# what torch rounds up, indices, inputs and results of a tiny model
+SMALL = SIZE // 20
+
+
+@dataclass
+class Running:
+    """The host on a GPU."""
+
+    host: Any
+    card: Card
+
+    def counter(self, name: str) -> int:
+        assert forge.ForgeSession.running is not None
+        return int(forge.ForgeSession.running.report.counter(name))
+
+    def picture(self, expected: torch.Tensor) -> int:
+        """Make a picture, which is to be this; how many plans ran."""
+        runs = self.counter("replays") + self.counter("eager_runs")
+        found = self.host.generate().to("cpu")
+        assert not self.card.faults and not self.card.refused
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        return self.counter("replays") + self.counter("eager_runs") - runs
+
+
+def of(seed: int, **loras: float) -> torch.Tensor:
+    """The picture of a checkpoint without us, on a CPU."""
+    with standin.running() as other:
+        other.load(seed)
+        other.lora(**loras)
+        return other.generate()
+
+
+@pytest.fixture
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    """On a GPU with room for so many UNets; another model is said to take as much as two."""
+    for name in ("IDLE_RESERVE", "WORKSPACE", "DECODING_RESERVE"):
+        monkeypatch.setattr(gpu_room, name, SIZE // 10)
+    monkeypatch.setattr(gpu_room, "NEXT_MODEL_RESERVE", 2 * SIZE)
+    expected = of(1)
+    running = standin.running(GPU, sfast_triton=False)
+    with running as host, pretended_card(monkeypatch, int(request.param * SIZE)) as card:
+        forge.start("test")
+        host.load(1)
+        on = Running(host, card)
+        assert on.picture(expected) > 0 and card.holds(host.unet.out[2].weight)
+        yield on
+        forge.ForgeSession.stop()
+        assert host.errors == [] and not any(row["stage"] == "memory" for row in on.host.errors)
+
+
+@pytest.mark.parametrize("on", [3.2], indirect=True)
+def test_a_change_of_lora_keeps_graphs_and_takes_no_second_copy_of_the_weights(on):
+    captures, graphs = on.counter("captures"), on.counter("graph_captures")
+    for loras in ({"a": 1.0}, {"a": -0.5, "b": 0.3}, {}, {"a": 1.0}):
+        expected = of(1, **loras)
+        on.host.lora(**loras)
+        on.card.peak = 0
+        assert on.picture(expected) == 3
+        # the layers that are patched, twice
+        assert on.card.peak < 1.5 * SIZE + SMALL + on.card.graph_bytes, on.card.peak / SIZE
+    assert (on.counter("captures"), on.counter("graph_captures")) == (captures, graphs)
+    assert on.counter("errors") == 0
+
+
+@pytest.mark.parametrize(("on", "kept"), [(1.6, False), (4, True)], indirect=["on"])
+def test_what_forge_moved_off_the_gpu_is_held_only_where_there_is_room(on, kept):
+    expected = of(1)
+    captures = on.counter("captures")
+    # a text encoder as large as the UNet needs the room
+    on.host.memory.free_memory(SIZE, GPU)
+    assert not on.card.holds(on.host.unet.out[2].weight)
+    assert (on.card.used > 0.9 * SIZE) == kept
+    assert kept or on.card.used < SMALL
+    assert on.picture(expected) > 0
+    assert on.counter("captures") == captures and on.counter("errors") == 0
+
+
+@pytest.mark.parametrize("on", [2.6], indirect=True)
+def test_another_checkpoint_finds_the_gpu_empty_and_the_plans_there(on):
+    expected = of(2)
+    captures, unload = on.counter("captures"), on.host.memory.unload_all_models
+    held: list[int] = []
+
+    def unloaded() -> None:
+        unload()
+        held.append(on.card.used)
+
+    on.host.memory.unload_all_models = unloaded
+    on.host.load(2)
+    assert held[0] < SMALL
+    assert on.picture(expected) > 0 and on.counter("captures") == captures
+    on.host.memory.unload_all_models = unload

@@ -1,0 +1,116 @@
+"""Small random models for a real Forge: run by its interpreter, in its directory, with the directory to fill.
+
+    python forge_models.py OUT
+
+writes Stable-diffusion/, Lora/ and ControlNet/. Forge knows a model by its weights: width and context are those of SD
+1.5, and so are the text model and the VAE. The UNets are shallow: one and other are of one architecture, three has
+another level.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+CONFIG = Path("backend/huggingface/runwayml/stable-diffusion-v1-5")
+CHECKPOINTS = [("one", [1, 2], 1), ("other", [1, 2], 2), ("three", [1, 2, 2], 3)]
+"""Name, how many times as wide each level is, seed."""
+
+
+def main(out: Path) -> None:
+    sys.argv[1:] = ["--cpu"]
+    sys.path[:0] = [str(Path.cwd()), str(Path.cwd() / "modules_forge" / "packages")]
+    from backend.nn.unet import IntegratedUNet2DConditionModel
+    from backend.nn.vae import IntegratedAutoencoderKL
+    from safetensors.torch import save_file
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    for folder in ("Stable-diffusion", "Lora", "ControlNet", "VAE", "text_encoder", "embeddings"):
+        (out / folder).mkdir(parents=True, exist_ok=True)
+    text = CLIPTextModel(CLIPTextConfig.from_pretrained(CONFIG / "text_encoder"))
+    vae = IntegratedAutoencoderKL.from_config(IntegratedAutoencoderKL.load_config(CONFIG / "vae"))
+    beside = {
+        **randomise("cond_stage_model.transformer.", text, 8),
+        **randomise("first_stage_model.", vae, 9),
+    }
+    for name, levels, seed in CHECKPOINTS:
+        depth = len(levels)
+        unet = IntegratedUNet2DConditionModel(
+            in_channels=4,
+            model_channels=320,
+            out_channels=4,
+            num_res_blocks=[1] * depth,
+            channel_mult=levels,
+            num_heads=8,
+            use_spatial_transformer=True,
+            transformer_depth=[1] * depth,
+            transformer_depth_output=[1] * 2 * depth,
+            transformer_depth_middle=1,
+            context_dim=768,
+        )
+        weights = randomise("model.diffusion_model.", unet, seed)
+        save_file({**weights, **beside}, out / "Stable-diffusion" / f"{name}.safetensors")
+        if name == "one":
+            save_file(lora(weights, 10), out / "Lora" / "strong.safetensors")
+            save_file(lora(weights, 11), out / "Lora" / "second.safetensors")
+            save_file(control(weights, 12), out / "ControlNet" / "control.safetensors")
+
+
+def randomise(prefix: str, model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """Weights in half precision that keep activations near one."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, value in model.state_dict().items():
+        if not value.is_floating_point():
+            continue
+        noise = torch.randn(value.shape, generator=generator)
+        if value.dim() > 1:
+            noise *= value[0].numel() ** -0.5
+        elif name.endswith("weight"):
+            noise = 1 + 0.1 * noise
+        else:
+            noise *= 0.05
+        state[prefix + name] = noise.half()
+    return state
+
+
+def lora(weights: dict[str, torch.Tensor], seed: int, rank: int = 4) -> dict[str, torch.Tensor]:
+    """One of every linear layer of attention in the UNet."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, value in weights.items():
+        layer = name.removeprefix("model.diffusion_model.").removesuffix(".weight")
+        if ".attn" not in layer or value.dim() != 2:
+            continue
+        key = f"lora_unet_{layer.replace('.', '_')}"
+        out, into = value.shape
+        tensors[f"{key}.lora_down.weight"] = torch.randn((rank, into), generator=generator) * into**-0.5
+        tensors[f"{key}.lora_up.weight"] = torch.randn((out, rank), generator=generator)
+        tensors[f"{key}.alpha"] = torch.tensor(float(rank))
+    return tensors
+
+
+def control(weights: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """A ControlNet beside the UNet: its encoder and middle, the encoder of the hint, and the ways out."""
+    generator = torch.Generator().manual_seed(seed)
+    copied = ("time_embed.", "input_blocks.", "middle_block.")
+    named = ((name.removeprefix("model.diffusion_model."), value) for name, value in weights.items())
+    tensors = {name: value.float() for name, value in named if name.startswith(copied)}
+
+    def convolution(name: str, out: int, into: int, size: int) -> None:
+        tensors[f"{name}.weight"] = torch.randn((out, into, size, size), generator=generator) * (into * size**2) ** -0.5
+        tensors[f"{name}.bias"] = 0.05 * torch.randn(out, generator=generator)
+
+    hint = [3, 16, 16, 32, 32, 96, 96, 256, 320]
+    for i, (into, out) in enumerate(zip(hint, hint[1:])):
+        convolution(f"input_hint_block.{2 * i}", out, into, 3)
+    for i, width in enumerate((320, 320, 320, 640)):
+        convolution(f"zero_convs.{i}.0", width, width, 1)
+    convolution("middle_block_out.0", 640, 640, 1)
+    return {f"control_model.{name}": value for name, value in tensors.items()}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())

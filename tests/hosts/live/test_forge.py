@@ -1,0 +1,194 @@
+"""What users do in Forge Neo, with this checkout beside it and without: the pictures are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image, ImageDraw
+
+from . import forge
+from .a1111 import (
+    GRADIENT,
+    IMG2IMG,
+    PLAIN,
+    TOLERANCE,
+    Played,
+    Round,
+    accelerated,
+    apart,
+    bypassed,
+    equal_to_stock,
+    pictured,
+    play,
+    told,
+)
+from .webui import encoded, pixels
+
+pytestmark = forge.MARKS
+
+HIRES = {
+    **PLAIN,
+    "enable_hr": True,
+    "hr_scale": 1.5,
+    "hr_upscaler": "None",
+    "denoising_strength": 0.6,
+    "hr_additional_modules": ["Use same choices"],
+}
+MASK = Image.new("L", (128, 128))
+ImageDraw.Draw(MASK).ellipse((30, 30, 100, 90), fill=255)
+LONG = "a line of words that has no end, of many and many words, " * 5
+
+
+LORA = f"{PLAIN['prompt']} <lora:strong:1>"
+
+
+def controlled(units: int = 1, **more: Any) -> dict[str, Any]:
+    unit = {"enabled": True, "image": encoded(GRADIENT), "module": "None", "model": "control", "pixel_perfect": True}
+    return {"ControlNet": {"args": [{**unit, **more} for _ in range(units)]}}
+
+
+def checkpoint(name: str) -> tuple[str, str, dict[str, Any]]:
+    return f"to {name}", "options", {"sd_model_checkpoint": f"{name}.safetensors"}
+
+
+ROUND: Round = [
+    ("plain", "txt2img", PLAIN),
+    ("plain again", "txt2img", PLAIN),
+    ("five steps", "txt2img", {**PLAIN, "steps": 5}),
+    ("img2img", "img2img", IMG2IMG),
+    ("inpainting", "img2img", {**IMG2IMG, "mask": encoded(MASK), "mask_blur": 4, "inpainting_fill": 1}),
+    ("hires", "txt2img", HIRES),
+    told("lora", "<lora:strong:1>"),
+    told("lora weaker", "<lora:strong:-0.4>"),
+    ("lora gone", "txt2img", PLAIN),
+    told("lora again", "<lora:strong:1>"),
+    told("two loras", "<lora:strong:0.6><lora:second:0.7>"),
+    ("plain after loras", "txt2img", PLAIN),
+    checkpoint("other"),
+    ("other", "txt2img", PLAIN),
+    told("other with lora", "<lora:strong:1>"),
+    checkpoint("three"),
+    ("three", "txt2img", PLAIN),
+    checkpoint("one"),
+    ("one again", "txt2img", PLAIN),
+    ("two at once", "txt2img", {**PLAIN, "batch_size": 2}),
+    ("136 by 200", "txt2img", {**PLAIN, "width": 136, "height": 200}),
+    ("long negative prompt", "txt2img", {**PLAIN, "negative_prompt": LONG}),
+    ("two prompts", "txt2img", {**PLAIN, "prompt": "a dog AND a ship:0.6"}),
+    ("edited prompt", "txt2img", {**PLAIN, "prompt": "[a dog:a ship:0.5] on a hill", "steps": 4}),
+    ("no guidance", "txt2img", {**PLAIN, "cfg_scale": 1.0}),
+    ("second order", "txt2img", {**PLAIN, "sampler_name": "Heun"}),
+    ("tiled", "txt2img", {**PLAIN, "tiling": True}),
+    ("not tiled", "txt2img", PLAIN),
+    ("controlnet", "txt2img", {**PLAIN, "alwayson_scripts": controlled()}),
+    ("controlnet for a while", "txt2img", {**PLAIN, "steps": 6, "alwayson_scripts": controlled(guidance_end=0.5)}),
+    ("controlnet and lora", "txt2img", {**PLAIN, "prompt": LORA, "alwayson_scripts": controlled(weight=0.7)}),
+    ("two controlnets", "txt2img", {**PLAIN, "alwayson_scripts": controlled(units=2)}),
+    ("without controlnet", "txt2img", PLAIN),
+    ("token merging", "txt2img", {**PLAIN, "override_settings": {"token_merging_ratio": 0.5}}),
+    ("plain at the end", "txt2img", PLAIN),
+]
+BYPASSED = {"token merging": "token merging is on"}
+SAME_PLANS = [
+    "plain again",
+    "five steps",
+    "img2img",
+    "inpainting",
+    "lora",
+    "lora weaker",
+    "lora gone",
+    "lora again",
+    "two loras",
+    "plain after loras",
+    "other",
+    "other with lora",
+    "second order",
+    "not tiled",
+    "controlnet and lora",
+    "without controlnet",
+    "plain at the end",
+]
+CONTROLLED = ["controlnet", "controlnet and lora", "two controlnets"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return forge.make(tmp_path_factory.mktemp("forge"))
+
+
+@pytest.fixture(scope="module")
+def stock(data: Path) -> dict[str, list[str]]:
+    """The pictures of the round as the WebUI makes them by itself."""
+    with forge.start(data, "stock", {"disabled_extensions": ["stable-fast"]}) as webui:
+        return Played(webui).round(ROUND, status=False).pictures
+
+
+@pytest.fixture(scope="module")
+def played(data: Path, stock: dict[str, list[str]]) -> Iterator[Played]:
+    """The WebUI with the extension after the round, its pictures, and the status after each of its steps."""
+    with forge.start(data, "extended", {"sfast_allow_cpu": True}) as webui:
+        yield Played(webui).round(ROUND, status=True)
+
+
+test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
+
+
+@pytest.mark.parametrize("name", [name for name in pictured(ROUND) if name not in BYPASSED])
+def test_plans_were_run(played, name):
+    accelerated(played, name)
+    assert played.reasons(name) == {}
+
+
+@pytest.mark.parametrize("name", SAME_PLANS)
+def test_no_new_capture_for(played, name):
+    assert played.gained(name, "captures") == 0
+
+
+@pytest.mark.parametrize("name", BYPASSED)
+def test_the_original_forward_runs_and_the_report_says_why(played, name):
+    bypassed(played, name, BYPASSED[name])
+
+
+def test_the_round_shows_what_it_should(stock):
+    for name in (
+        "lora",
+        "lora weaker",
+        "two loras",
+        "other",
+        "three",
+        "tiled",
+        "token merging",
+        "two prompts",
+        *CONTROLLED,
+    ):
+        assert apart(stock[name], stock["plain"]) > TOLERANCE, name
+    for name in ("lora gone", "plain after loras", "one again", "not tiled", "without controlnet", "plain at the end"):
+        assert apart(stock[name], stock["plain"]) < TOLERANCE, name
+    assert apart(stock["lora again"], stock["lora"]) < TOLERANCE
+
+
+def test_switched_off_the_bytes_are_the_webui_s_own(played, stock):
+    play(played.webui, "options", {"sfast_enabled": False})
+    for name, prompt in (("plain", ""), ("lora", " <lora:strong:1>")):
+        (found,) = play(played.webui, "txt2img", {**PLAIN, "prompt": PLAIN["prompt"] + prompt})
+        assert (pixels(found) == pixels(stock[name][0])).all(), name
+    play(played.webui, "options", {"sfast_enabled": True})
+    assert apart(play(played.webui, "txt2img", PLAIN), stock["plain"]) < TOLERANCE
+
+
+def test_two_requests_at_once_give_both_pictures(played, stock):
+    with ThreadPoolExecutor(2) as pool:
+        wanted = {"plain": PLAIN, "136 by 200": {**PLAIN, "width": 136, "height": 200}}
+        asked = {name: pool.submit(play, played.webui, "txt2img", payload) for name, payload in wanted.items()}
+        for name, future in asked.items():
+            assert apart(future.result(), stock[name]) < TOLERANCE
+    assert played.webui.get("/sfast/v1/status")["last_error"] is None
+
+
+def test_the_answer_says_whether_it_was_accelerated(played):
+    status = played.webui.get("/sfast/v1/status")
+    assert status["host"]["name"] == "Forge Neo" and status["badge"]["state"] in ("on", "ready")
