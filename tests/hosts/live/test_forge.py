@@ -154,18 +154,10 @@ def test_the_original_forward_runs_and_the_report_says_why(played, name):
 
 
 def test_the_round_shows_what_it_should(stock):
-    for name in (
-        "lora",
-        "lora weaker",
-        "two loras",
-        "other",
-        "three",
-        "tiled",
-        "token merging",
-        "two prompts",
-        *CONTROLLED,
-    ):
-        assert apart(stock[name], stock["plain"]) > TOLERANCE, name
+    changed = ["lora", "lora weaker", "two loras", "other", "three", "tiled", "token merging", "two prompts"]
+    for name in (*changed, *CONTROLLED):
+        # the extension adds its map to the pictures
+        assert apart(stock[name][:1], stock["plain"]) > TOLERANCE, name
     for name in ("lora gone", "plain after loras", "one again", "not tiled", "without controlnet", "plain at the end"):
         assert apart(stock[name], stock["plain"]) < TOLERANCE, name
     assert apart(stock["lora again"], stock["lora"]) < TOLERANCE
