@@ -20,7 +20,7 @@ from sfast_ext.hosts.session import Session
 from sfast_ext.report import logger
 
 UNET = "IntegratedUNet2DConditionModel"
-"""The class of the UNets of Stable Diffusion 1, 2 and XL."""
+"""The class of the UNets of Stable Diffusion 1 and XL."""
 
 
 def detect() -> bool:
@@ -201,7 +201,7 @@ def _model_bypass_reason(model: Any) -> str | None:
     if unet is None:
         return None
     if type(unet).__name__ != UNET:
-        return f"{type(unet).__name__} has no UNet; load a Stable Diffusion 1, 2 or XL model to accelerate"
+        return f"{type(unet).__name__} has no UNet; load a Stable Diffusion 1 or XL model to accelerate"
     if _call_is_replaced(holder_of(model)):
         # Forge's torch.compile would compile our forward
         return "something is in the place of the model's own call, torch.compile perhaps; turn it off to accelerate"

@@ -109,7 +109,10 @@ class ForgeHooks:
                 "LoRA is computed inside the layers; "
                 "set Diffusion in Low Bits to a choice without 'fp16 LoRA' to accelerate"
             )
-        if any(m.parameters_manual_cast for m in layers):
+        computed = getattr(holder, "computation_dtype", None)
+        # of some kinds of quantisation the layers cast nothing, and have weights of other kinds
+        odd = any(type(p) is not nn.Parameter or p.dtype is not computed for p in unet.parameters())
+        if odd or any(m.parameters_manual_cast for m in layers):
             return (
                 f"the model is quantised or stored in {getattr(holder, 'storage_dtype', 'another type')}; "
                 "set Diffusion in Low Bits to Automatic, and load a model in half precision, to accelerate"

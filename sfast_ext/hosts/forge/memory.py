@@ -72,13 +72,21 @@ class ForgeMemory:
             self._attachment.suspend()
 
     def _load(self, original: Callable[..., Any], patcher: Any, device_to: Any = None, **more: Any) -> Any:
-        for accelerator in self._accelerators_in(patcher):
-            place = place_of(device_to) if more.get("full_load") else None
-            if place is not None and place.type == "cuda":
-                self._guarded(functools.partial(fetch_weights, accelerator, place, self._report, "Forge"))
-            elif place_of(device_to) is not None:
-                self._guarded(accelerator.give_memory_back)
+        place = place_of(device_to)
+        if place is not None and place.type == "cuda":
+            for accelerator in self._accelerators_in(patcher):
+                whole = bool(more.get("full_load"))
+                self._guarded(functools.partial(self._prepare, accelerator, patcher, place if whole else None))
         return original(patcher, device_to, **more)
+
+    def _prepare(self, accelerator: Accelerator, patcher: Any, place: torch.device | None) -> None:
+        """Before Forge moves a model to the GPU, in parts where no place is given: each weight that it patches is there
+        twice until the next call."""
+        weights = dict(patcher.model.named_parameters())
+        patched = sum(weights[key].nbytes for key in patcher.patches if key in weights)
+        graphs = functools.partial(graph_pool.make_room, self._report, _WHY)
+        room = gpu_room.make_room(patched + gpu_room.WORKSPACE, [graphs])
+        fetch_weights(accelerator, place if room else None, self._report, "Forge")
 
     def _add_patches(self, original: Callable[..., Any], patcher: Any, *args: Any, **kwargs: Any) -> Any:
         accelerators = self._accelerators_in(patcher)

@@ -223,11 +223,19 @@ def test_lora_in_the_layers_is_bypassed_from_one_picture_to_the_next(started):
     assert count("captures") == 1
 
 
+class Quantised(torch.nn.Parameter):
+    """A weight of another kind."""
+
+
 def test_weights_that_are_cast_or_kept_in_system_memory_are_bypassed(started):
     layer = started.unet.time_embed[0]
     layer.parameters_manual_cast = True
     bypassed(started, "the model is quantised or stored in torch.float32", reference())
     layer.parameters_manual_cast = False
+    # as a quantised weight, which casts itself
+    layer.weight = Quantised(layer.weight.data, requires_grad=False)
+    bypassed(started, "the model is quantised", reference())
+    layer.weight = torch.nn.Parameter(layer.weight.data, requires_grad=False)
     started.model_data.sd_model.original.model.model_lowvram = True
     bypassed(started, "Forge keeps a part of the UNet in system memory", reference())
     started.model_data.sd_model.original.model.model_lowvram = False
@@ -250,7 +258,7 @@ def test_a_network_that_is_no_unet_is_left_alone(host):
     forge.start("test")
     host.load(1, unet=standin.Flux())
     host.generate()
-    assert "Flux has no UNet; load a Stable Diffusion 1, 2 or XL model to accelerate" in status()["reasons"]
+    assert "Flux has no UNet; load a Stable Diffusion 1 or XL model to accelerate" in status()["reasons"]
     assert "forward" not in vars(host.unet)
 
 

@@ -41,11 +41,11 @@ class Running:
         return self.counter("replays") + self.counter("eager_runs") - runs
 
 
-def of(seed: int, **loras: float) -> torch.Tensor:
+def of(seed: int, everywhere: bool = False, **loras: float) -> torch.Tensor:
     """The picture of a checkpoint without us, on a CPU."""
     with standin.running() as other:
         other.load(seed)
-        other.lora(**loras)
+        other.lora(everywhere=everywhere, **loras)
         return other.generate()
 
 
@@ -79,6 +79,17 @@ def test_a_change_of_lora_keeps_graphs_and_takes_no_second_copy_of_the_weights(o
         assert on.card.peak < 1.5 * SIZE + SMALL + on.card.graph_bytes, on.card.peak / SIZE
     assert (on.counter("captures"), on.counter("graph_captures")) == (captures, graphs)
     assert on.counter("errors") == 0
+
+
+@pytest.mark.parametrize("on", [1.6], indirect=True)
+def test_where_memory_is_short_a_lora_of_all_layers_takes_no_more_than_without_us(on):
+    largest = max(p.nbytes for p in on.host.unet.parameters())
+    captures, expected = on.counter("captures"), of(1, everywhere=True, a=1.0)
+    on.host.lora(everywhere=True, a=1.0)
+    on.card.peak = 0
+    assert on.picture(expected) > 0
+    assert on.card.peak < SIZE + 2 * largest + SMALL + on.card.graph_bytes
+    assert on.counter("captures") == captures and on.counter("errors") == 0
 
 
 @pytest.mark.parametrize(("on", "kept"), [(1.6, False), (4, True)], indirect=["on"])

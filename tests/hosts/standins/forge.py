@@ -129,7 +129,8 @@ def make_unet(seed: int, channels: int = 32) -> nn.Module:
 class KModel(nn.Module):
     """What has the UNet and calls it."""
 
-    model_lowvram, current_weight_patches_uuid, storage_dtype = False, None, torch.float32
+    model_lowvram, current_weight_patches_uuid = False, None
+    storage_dtype = computation_dtype = torch.float32
     loaded = False
 
     def __init__(self, unet: nn.Module) -> None:
@@ -289,13 +290,14 @@ class Host:
         )
         self.fire("model_loaded", self.model_data.sd_model)
 
-    def lora(self, online: bool = False, **multipliers: float) -> None:
+    def lora(self, online: bool = False, everywhere: bool = False, **multipliers: float) -> None:
         """Activation: clones of the model's patcher, one for each network; the weights stay until it is loaded."""
         objects = self.model_data.sd_model.forge_objects
         objects.unet = self.model_data.sd_model.original
         for name, strength in multipliers.items():
             objects.unet = objects.unet.clone()
-            layers = (n for n, m in self.unet.named_modules() if ".attn" in n and isinstance(m, Linear))
+            kinds = (n for n, m in self.unet.named_modules() if isinstance(m, Layer))
+            layers = (n for n in kinds if everywhere or ".attn" in n)
             keys = [f"diffusion_model.{n}.weight" for n in layers]
             objects.unet.add_patches(dict.fromkeys(keys, name), strength, online_mode=online)
 
