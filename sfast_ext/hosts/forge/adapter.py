@@ -60,17 +60,14 @@ class ForgeSession(Session):
         super().register()
 
     def _join_console(self) -> None:
-        # Forge configures logs of its own only, and Python then writes warnings only
-        if logger.hasHandlers():
-            return
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("Stable Fast: %(message)s"))
+        # Forge's own handler writes the message alone, and nobody would know whose it is
+        handler, was = _console(), logger.propagate
         logger.addHandler(handler)
         logger.propagate = False
 
         def leave() -> None:
             logger.removeHandler(handler)
-            logger.propagate = True
+            logger.propagate = was
 
         self._undo.append(leave)
 
@@ -176,6 +173,21 @@ class ForgeSession(Session):
                 hooks.pictures = self._pictures
                 hooks.new_pass()
             accelerator.new_generation()
+
+
+def _console() -> logging.Handler:
+    """A handler that writes around the WebUI's progress bars, where the WebUI has one."""
+    plain: logging.Handler = logging.StreamHandler()
+    handlers = [plain]
+    try:
+        from modules.logging_config import TqdmLoggingHandler
+
+        handlers.append(TqdmLoggingHandler(plain))
+    except ImportError:
+        pass
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter("Stable Fast: %(message)s"))
+    return handlers[-1]
 
 
 def _model() -> Any:

@@ -24,7 +24,9 @@ def unknown(version: str, release: str | None) -> str | None:
 
 def found() -> tuple[str, str | None]:
     """Version and release of the host."""
-    from modules_forge import forge_version
-
+    try:
+        from modules_forge import forge_version
+    except ImportError:
+        return "of an unknown version", None
     release = getattr(forge_version, "release", None)
     return str(getattr(forge_version, "version", "unknown")), None if release is None else str(release)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -120,6 +121,21 @@ def test_a_generation_runs_plans_and_gives_the_same_picture(host, capsys):
     # another number of steps, whose sigmas are among the arguments
     assert same(host.generate(steps=5), reference(steps=5))
     assert count("captures") == 1 and count("plans run") == 7
+
+
+def test_lines_in_the_console_say_whose_they_are_under_the_webui_s_own_log(host, capsys):
+    forge.start("test")
+    root = logging.getLogger()
+    theirs = logging.StreamHandler(sys.stdout)
+    root.addHandler(theirs)
+    try:
+        logging.getLogger("sfast_ext").warning("a word")
+    finally:
+        root.removeHandler(theirs)
+    said = capsys.readouterr()
+    assert "Stable Fast: a word" in said.err and "a word" not in said.out
+    forge.ForgeSession.stop()
+    assert logging.getLogger("sfast_ext").handlers == [] and logging.getLogger("sfast_ext").propagate
 
 
 def test_lora_is_followed_and_keeps_the_plans(started):

@@ -43,12 +43,21 @@ ImageDraw.Draw(MASK).ellipse((30, 30, 100, 90), fill=255)
 LONG = "a line of words that has no end, of many and many words, " * 5
 
 
+INPAINT = {**IMG2IMG, "mask": encoded(MASK), "mask_blur": 4, "inpainting_fill": 1}
+# enabled, and the scripts' own defaults; tiles as small as the picture
+SOFT = {"Soft Inpainting": {"args": [True, 1, 0.5, 4, 0, 0.5, 2]}}
+TILES = {"MultiDiffusion Integrated": {"args": [True, "Mixture of Diffusers", 128, 128, 32, 1]}}
 LORA = f"{PLAIN['prompt']} <lora:strong:1>"
 
 
 def controlled(units: int = 1, **more: Any) -> dict[str, Any]:
     unit = {"enabled": True, "image": encoded(GRADIENT), "module": "None", "model": "control", "pixel_perfect": True}
     return {"ControlNet": {"args": [{**unit, **more} for _ in range(units)]}}
+
+
+def low_bits(choice: str, name: str) -> tuple[str, str, dict[str, Any]]:
+    """The WebUI reads this choice when it loads another checkpoint."""
+    return f"{choice} and {name}", "options", {"forge_unet_storage_dtype": choice, **checkpoint(name)[2]}
 
 
 def checkpoint(name: str) -> tuple[str, str, dict[str, Any]]:
@@ -60,7 +69,7 @@ ROUND: Round = [
     ("plain again", "txt2img", PLAIN),
     ("five steps", "txt2img", {**PLAIN, "steps": 5}),
     ("img2img", "img2img", IMG2IMG),
-    ("inpainting", "img2img", {**IMG2IMG, "mask": encoded(MASK), "mask_blur": 4, "inpainting_fill": 1}),
+    ("inpainting", "img2img", INPAINT),
     ("hires", "txt2img", HIRES),
     told("lora", "<lora:strong:1>"),
     told("lora weaker", "<lora:strong:-0.4>"),
@@ -89,10 +98,27 @@ ROUND: Round = [
     ("controlnet and lora", "txt2img", {**PLAIN, "prompt": LORA, "alwayson_scripts": controlled(weight=0.7)}),
     ("two controlnets", "txt2img", {**PLAIN, "alwayson_scripts": controlled(units=2)}),
     ("without controlnet", "txt2img", PLAIN),
+    ("reference", "txt2img", {**PLAIN, "alwayson_scripts": controlled(module="reference_only", model="None")}),
+    ("soft inpainting", "img2img", {**INPAINT, "alwayson_scripts": SOFT}),
+    ("tiles", "img2img", {**IMG2IMG, "width": 256, "alwayson_scripts": TILES}),
+    ("refiner", "txt2img", {**PLAIN, "steps": 4, "refiner_checkpoint": "other.safetensors", "refiner_switch_at": 0.5}),
+    ("another for hires", "txt2img", {**HIRES, "hr_checkpoint_name": "other.safetensors"}),
+    ("another lora for hires", "txt2img", {**HIRES, "prompt": LORA, "hr_prompt": "a dog <lora:second:0.8>"}),
+    low_bits("Automatic (fp16 LoRA)", "other"),
+    told("lora in the layers", "<lora:strong:1>"),
+    low_bits("float8-e4m3fn", "one"),
+    ("in eight bits", "txt2img", PLAIN),
+    low_bits("Automatic", "other"),
+    ("one at the end", "options", {"sd_model_checkpoint": "one.safetensors"}),
     ("token merging", "txt2img", {**PLAIN, "override_settings": {"token_merging_ratio": 0.5}}),
     ("plain at the end", "txt2img", PLAIN),
 ]
-BYPASSED = {"token merging": "token merging is on"}
+BYPASSED = {
+    "token merging": "token merging is on",
+    "reference": "of the extension forge_preprocessor_reference works inside the UNet",
+    "lora in the layers": "LoRA is computed inside the layers",
+    "in eight bits": "the model is quantised or stored in torch.float8_e4m3fn",
+}
 SAME_PLANS = [
     "plain again",
     "five steps",
@@ -110,7 +136,9 @@ SAME_PLANS = [
     "not tiled",
     "controlnet and lora",
     "without controlnet",
-    "plain at the end",
+    "soft inpainting",
+    "refiner",
+    "another lora for hires",
 ]
 CONTROLLED = ["controlnet", "controlnet and lora", "two controlnets"]
 
