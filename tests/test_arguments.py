@@ -88,3 +88,14 @@ def test_an_error_in_the_hook_is_reported_and_the_original_runs():
     x = torch.randn(2, 4)
     torch.testing.assert_close(net(x), net.layer(x))
     assert "arguments of the host" in str(accelerator.report.as_dict()["last_error"])
+
+
+def test_the_host_s_random_numbers_are_those_that_it_had_without_us():
+    """Forge draws an inpainting's noise at each step, from torch's own generator."""
+    net, accelerator = accelerated()
+    torch.manual_seed(5)
+    expected = torch.randn(3)
+    torch.manual_seed(5)
+    net(torch.randn(2, 4, generator=torch.Generator().manual_seed(1)))
+    assert accelerator.report.counter("captures") == 1
+    torch.testing.assert_close(torch.randn(3), expected, rtol=0, atol=0)
