@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ class Running:
         return self.counter("replays") + self.counter("eager_runs") - runs
 
 
+@functools.lru_cache(maxsize=None)
 def of(seed: int, everywhere: bool = False, **loras: float) -> torch.Tensor:
     """The picture of a checkpoint without us, on a CPU."""
     with standin.running() as other:
