@@ -88,6 +88,6 @@ def test_it_is_called_under_the_recorded_modes(dtype):
         recorded = signature(latent())
     call = ExampleCall(recorded)
     # whatever the thread that asks is at
-    with torch.autocast("cpu", dtype=torch.float16), call.surroundings():
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is None), call.surroundings():
         assert not torch.is_grad_enabled()
         assert flatten_call((latent(),), {}, CPU).signature == recorded
