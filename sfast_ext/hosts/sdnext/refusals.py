@@ -51,7 +51,7 @@ def run_bypass_reason(pipe: Any, unet: nn.Module) -> str | None:
     """Why calls must be bypassed in this run of a pipeline; None where they need not. Takes milliseconds."""
     kind = type(pipe).__name__
     for part, what in PIPELINES.items():
-        if part in kind:
+        if part in kind and not (part == "PAG" and _without_pag(pipe)):
             return what
     if hasattr(pipe, "tgate"):
         return "T-Gate skips computations after some step; turn it off to accelerate"
@@ -82,6 +82,12 @@ def run_bypass_reason(pipe: Any, unet: nn.Module) -> str | None:
                 "raise the high watermark in Settings > Model Offloading to accelerate"
             )
     return None
+
+
+def _without_pag(pipe: Any) -> bool:
+    """Whether a pipeline for PAG runs without it: SD.Next's page has one make every picture, at a scale of -1."""
+    scale = getattr(pipe, "_cfg_true", None)
+    return isinstance(scale, (int, float)) and scale <= 0
 
 
 def _compiled(unet: nn.Module) -> bool:

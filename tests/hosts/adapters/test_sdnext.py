@@ -181,6 +181,20 @@ def test_hypertile_runs_the_original(host: Host) -> None:
     assert host.runs() > runs
 
 
+class StableDiffusionPAGPipeline(SimpleNamespace):
+    """Stands for SD.Next's, which is told by its name. Its page sends -1 where PAG is not wanted."""
+
+
+@pytest.mark.parametrize(
+    ("scale", "accelerated"), [(-1.0, True), (0, True), (0.001, False), (3.0, False), (None, False)]
+)
+def test_only_a_pipeline_that_perturbs_attention_runs_the_original(host: Host, scale: Any, accelerated: bool) -> None:
+    host.sd_models.load_model(StableDiffusionPAGPipeline(**vars(pipeline()), _cfg_true=scale))
+    close(host.picture(), host.stock())
+    assert (host.runs() > 0) is accelerated
+    assert ("perturbed attention guidance" in host.reasons()) is not accelerated
+
+
 class TokenMergeAttentionProcessor(attention_processor.AttnProcessor2_0):
     """Stands for ToDo's, which is told by its name."""
 

@@ -40,6 +40,8 @@ ROUND: list[sdnext.Step] = [
     drawn("plain after FreeU"),
     drawn("PAG", **PAG),
     drawn("plain after PAG"),
+    # as SD.Next's page sends it by default: by the pipeline for PAG, at no scale
+    drawn("PAG off in the page", cfg_true=-1.0, cfg_adaptive=0.5),
     drawn("ToMe", override_settings=TOME),
     drawn("plain after ToMe"),
     drawn("HiDiffusion", hidiffusion=True),
@@ -93,7 +95,8 @@ def test_plans_survive_networks_under_an_offload(played: Played, mode: str) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["FreeU, factors back", "plain after FreeU", "plain after ToMe", "large after HyperTile"]
+    "name",
+    ["FreeU, factors back", "plain after FreeU", "PAG off in the page", "plain after ToMe", "large after HyperTile"],
 )
 def test_plans_go_on_after_a_modifier(played: Played, name: str) -> None:
     assert played.gained(name, "captures") == 0
