@@ -18,6 +18,7 @@ from sfast_ext.ui import words
 from sfast_ext.ui.requests import Refused, Wanted
 
 MAKE_ONE = "make one picture with this model first: what is prepared and measured is called as the last picture was"
+NO_LENGTH = "the length of the prompt cannot be chosen with this model"
 TRIES = 3
 """Calls until a plan runs: the first or the second builds it. Where there is none after them, the last has told why."""
 ROUNDS = 7
@@ -30,6 +31,8 @@ class Rehearsal:
     Args:
         name_pictures: tells the host's words how many pictures a call is of.
         stopped: asked between calls, and at each stage of a preparation by the host's own hook.
+        one_by_one: whether the host calls the model for the prompt and for the negative prompt, one by one, where their
+            lengths differ.
 
     Raises:
         Refused: there is no picture to go by.
@@ -41,12 +44,13 @@ class Rehearsal:
         report: Report,
         name_pictures: Callable[[int], object],
         stopped: Callable[[], bool],
+        one_by_one: bool = False,
     ) -> None:
         plan = template(accelerator)
         if accelerator is None or plan is None:
             raise Refused(MAKE_ONE)
         self._accelerator, self._report = accelerator, report
-        self._name_pictures, self._stopped = name_pictures, stopped
+        self._name_pictures, self._stopped, self._one_by_one = name_pictures, stopped, one_by_one
         self._device = plan.device
         try:
             self._call = ExampleCall(plan.signature)
@@ -64,8 +68,8 @@ class Rehearsal:
             yield
 
     def prepare(self, wanted: Wanted) -> dict[str, Any] | None:
-        """Make the plan of a size. Returns what came of it; None where it was interrupted."""
-        return self._row(wanted, lambda args, kwargs: {})
+        """Make the plans of a size. Returns what came of it; None where it was interrupted."""
+        return self._row(wanted, self._calls(wanted), lambda args, kwargs: {})
 
     def measure(self, wanted: Wanted) -> dict[str, Any] | None:
         """Time the original forward and the accelerated one in turns; see `prepare`."""
@@ -81,25 +85,43 @@ class Rehearsal:
             found = {"ms_before": statistics.median(before), "ms_after": statistics.median(after)}
             return {**found, "speedup": found["ms_before"] / found["ms_after"]}
 
-        return self._row(wanted, timed)
+        return self._row(wanted, self._calls(wanted)[:1], timed)
+
+    def _calls(self, wanted: Wanted) -> list[tuple[int, int | None]]:
+        """Rows and tokens of each call that a picture may need. The first is that of prompts of one length."""
+        pictures, tokens = wanted.pictures, wanted.tokens_of_model
+        calls = [(pictures * self._rows, tokens)]
+        if self._one_by_one and self._rows > 1 and tokens is not None and tokens > words.CHUNK:
+            # a long prompt with a short negative prompt
+            calls += [(pictures, tokens), (pictures, words.CHUNK)]
+        return calls
 
     def _row(
-        self, wanted: Wanted, then: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any] | None]
+        self,
+        wanted: Wanted,
+        calls: list[tuple[int, int | None]],
+        then: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any] | None],
     ) -> dict[str, Any] | None:
         row: dict[str, Any] = {"label": wanted.label, "size": f"{wanted.width}x{wanted.height}"}
-        row.update(pictures=wanted.pictures, ready=False, reason=None)
+        row.update(pictures=wanted.pictures, tokens=wanted.tokens, ready=False, reason=None)
+        height, width = wanted.height // words.PIXELS, wanted.width // words.PIXELS
         try:
+            if wanted.tokens is not None and (self._call.tokens is None or self._call.tokens % words.CHUNK):
+                raise UnknownInput(NO_LENGTH)
+            more: dict[str, Any] | None = {}
             with self._call.surroundings():
-                height, width = wanted.height // words.PIXELS, wanted.width // words.PIXELS
-                args, kwargs = self._call.inputs(height, width, wanted.pictures * self._rows, self._device)
                 self._name_pictures(wanted.pictures)
-                self._accelerator.new_generation()
-                row["reason"] = self._make_ready(args, kwargs)
-                if self._stopped():
-                    return None
-                row["ready"] = row["reason"] is None
-                more = then(args, kwargs) if row["ready"] else {}
-                return None if more is None else {**row, **more}
+                for number, (rows, tokens) in enumerate(calls):
+                    args, kwargs = self._call.inputs(height, width, rows, self._device, tokens=tokens)
+                    self._accelerator.new_generation()
+                    row["reason"] = self._make_ready(args, kwargs)
+                    if self._stopped():
+                        return None
+                    if row["reason"] is not None:
+                        return row
+                    if number == 0:
+                        more = then(args, kwargs)
+            return None if more is None else {**row, "ready": True, **more}
         except UnknownInput as exc:
             return {**row, "reason": f"{exc}; make a picture without what gives it, then try again"}
         except torch.cuda.OutOfMemoryError:

@@ -36,6 +36,9 @@ class Host(Protocol):
     def name_pictures(self, pictures: int | None) -> None:
         """Calls are of so many pictures from now on."""
 
+    def prompts_one_by_one(self) -> bool:
+        """Whether prompts of unlike length are calls of their own."""
+
 
 class Rehearsals:
     """Starts the jobs of one session."""
@@ -96,7 +99,9 @@ class Rehearsals:
         return self.jobs.start(kind, [each.label for each in wanted], begin, end)
 
     def _rehearsal(self) -> Rehearsal:
-        return Rehearsal(self._host.loaded(), self._host.report, self._host.name_pictures, lambda: self.jobs.stopped())
+        host = self._host
+        one_by_one = host.prompts_one_by_one()
+        return Rehearsal(host.loaded(), host.report, host.name_pictures, lambda: self.jobs.stopped(), one_by_one)
 
 
 @contextlib.contextmanager

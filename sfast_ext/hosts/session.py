@@ -168,9 +168,10 @@ class Session:
             "accelerators": [each for attachment in self.attachments for each in attachment.status()],
             **self.report.as_dict(),
         }
-        if found["last_pass"]["bypassed"] and not found["last_pass"]["accelerated"]:
+        last = found["last_pass"]
+        if not last["accelerated"] and (last["bypassed"] or not last["prepared"]):
             # an accelerator knows the last pass that it ran a plan in, which was another picture's
-            for plan in (plan for each in found["accelerators"] for plan in each["plans"]):
+            for plan in (plan for each in found["accelerators"] for plan in each.get("plans", ())):
                 plan["last_pass"] = False
         for row in found["reasons_listed"]:
             row["code"] = reasons.code_of(row["reason"])
@@ -255,6 +256,10 @@ class Session:
     def name_pictures(self, pictures: int | None) -> None:
         """Calls are of so many pictures from now on; None where that is not known."""
         raise NotImplementedError
+
+    def prompts_one_by_one(self) -> bool:
+        """Whether the host calls the model for the prompt and the negative prompt one by one where lengths differ."""
+        return False
 
     def host_version(self) -> str:
         """The host's version, or "unknown"."""

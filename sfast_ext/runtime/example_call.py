@@ -40,11 +40,17 @@ class ExampleCall:
             raise UnknownInput("the model is not called with a latent")
         self.rows, self.height, self.width = latent[0], latent[2], latent[3]
         """Of the recorded latent."""
+        self._prompt = next((s[:2] for s in signature.shapes() if len(s) == 3), None)
+        self.tokens = None if self._prompt is None else self._prompt[1]
+        """Of the recorded prompt; None where it has none."""
 
     def inputs(
-        self, height: int, width: int, rows: int, device: torch.device, seed: int = 0
+        self, height: int, width: int, rows: int, device: torch.device, seed: int = 0, tokens: int | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments for a latent of this size. Torch's own random state is left alone.
+
+        Args:
+            tokens: those of the prompt; None: as many as were recorded.
 
         Raises:
             UnknownInput: the shape of an input at that size is not known.
@@ -55,7 +61,7 @@ class ExampleCall:
             if leaf[0] == "number":
                 leaves[leaf[2]] = leaf[1](TIMESTEP)
             else:
-                shape = self._shape(path, leaf[2], height, width, rows)
+                shape = self._shape(path, leaf[2], height, width, rows, tokens)
                 leaves[leaf[3]] = _values(shape, leaf[1], generator).to(device)
         return rebuild_call(self._signature.tree, [leaves[index] for index in range(len(leaves))])
 
@@ -72,13 +78,18 @@ class ExampleCall:
                     modes.enter_context(torch.autocast(kind, enabled=False))
             yield
 
-    def _shape(self, path: str, shape: tuple[int, ...], height: int, width: int, rows: int) -> tuple[int, ...]:
+    def _shape(
+        self, path: str, shape: tuple[int, ...], height: int, width: int, rows: int, tokens: int | None
+    ) -> tuple[int, ...]:
         if not shape:
             return shape
         if shape[0] not in (1, self.rows):
             raise UnknownInput(f"the size of {path} {list(shape)} does not follow from that of the picture")
         first = rows if shape[0] == self.rows else 1
         if len(shape) != 4:
+            # a mask of the prompt has no third side
+            if tokens is not None and len(shape) in (2, 3) and shape[:2] == self._prompt:
+                return (first, tokens, *shape[2:])
             return (first, *shape[1:])
         for level in range(LEVELS):
             if shape[2:] == (_halved(self.height, level), _halved(self.width, level)):

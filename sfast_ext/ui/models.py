@@ -60,6 +60,7 @@ class Row(BaseModel):
     label: str = Field(..., description="size and pictures in words")
     size: str = Field(..., description="width x height in pixels")
     pictures: int = Field(..., description="made at once")
+    tokens: Optional[int] = Field(None, description="length of the prompt that was asked for")
     ready: bool = Field(..., description="whether the next picture of this size is accelerated from its first step on")
     reason: Optional[str] = Field(None, description="why not")
     ms_before: Optional[float] = Field(None, description="measure: median milliseconds of the original's step")

@@ -1,18 +1,23 @@
-"""What a user asks to be prepared or measured: sizes and numbers of pictures, from the tab or from a request."""
+"""What a user asks to be prepared or measured: sizes, numbers of pictures and lengths of the prompt, from the tab or
+from a request."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from sfast_ext.ui.words import CHUNK, COUNTED
 
 LEAST, GREATEST, STEP = 64, 4096, 8
 """Pixels along a side."""
 MOST_PICTURES = 16
 MOST = 32
-"""So many combinations of size and number of pictures at once."""
+"""So many combinations at once."""
+PROMPTS = (COUNTED, 2 * COUNTED, 3 * COUNTED)
+"""Lengths of a prompt, as the WebUI's counter beside it has them."""
 LONGEST = 65536
 """Bytes of a request."""
 
@@ -38,6 +43,13 @@ SCHEMA: dict[str, Any] = {
             "default": [1],
             "description": "numbers of pictures that are made at once; each is combined with each size",
         },
+        "tokens": {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": len(PROMPTS),
+            "items": {"type": "integer", "enum": list(PROMPTS)},
+            "description": "lengths of the prompt; each is combined with each size; without it, the last picture's",
+        },
     },
 }
 """Of the body of a request, for the description of the API."""
@@ -54,11 +66,19 @@ class Wanted:
     width: int
     height: int
     pictures: int
+    tokens: int | None = None
+    """The length of the prompt; None: that of the last picture."""
+
+    @property
+    def tokens_of_model(self) -> int | None:
+        """With the start and the end of each chunk: as plans have it."""
+        return None if self.tokens is None else self.tokens // COUNTED * CHUNK
 
     @property
     def label(self) -> str:
         """For the user."""
-        return f"{self.width}x{self.height}, " + ("1 picture" if self.pictures == 1 else f"{self.pictures} pictures")
+        said = [f"{self.width}x{self.height}", "1 picture" if self.pictures == 1 else f"{self.pictures} pictures"]
+        return ", ".join(said if self.tokens is None else [*said, f"{self.tokens_of_model} tokens"])
 
 
 def from_body(body: bytes) -> list[Wanted]:
@@ -75,14 +95,14 @@ def from_body(body: bytes) -> list[Wanted]:
         raise ValueError('the body must be an object, such as {"sizes": ["512x512"], "pictures": [1]}')
     unknown = [key for key in asked if key not in SCHEMA["properties"]]
     if unknown:
-        raise ValueError(f"unknown field {_short(unknown[0])}; there are sizes and pictures")
+        raise ValueError(f"unknown field {_short(unknown[0])}; there are sizes, pictures and tokens")
     if "sizes" not in asked:
         raise ValueError('sizes is missing: a list, such as ["512x512"]')
-    return combined(asked["sizes"], asked.get("pictures", [1]))
+    return combined(asked["sizes"], asked.get("pictures", [1]), _lengths(asked["tokens"]) if "tokens" in asked else ())
 
 
-def from_text(sizes: str, pictures: str) -> list[Wanted]:
-    """What the fields of the tab ask for: values with commas between them.
+def from_text(sizes: str, pictures: str, tokens: Sequence[str] = ()) -> list[Wanted]:
+    """What the fields of the tab ask for: values with commas between them, and the lengths that are ticked.
 
     Raises:
         ValueError: see `from_body`.
@@ -90,15 +110,25 @@ def from_text(sizes: str, pictures: str) -> list[Wanted]:
     # people write 512 X 768 and 512×768, too
     written = [re.sub(r"\s*[xX\u00d7*]\s*", "x", each) for each in _split(sizes)]
     numbers = [int(each) if each.isascii() and each.isdigit() and len(each) < 5 else each for each in _split(pictures)]
-    return combined(written, numbers or [1])
+    ticked = [int(each) if each.isascii() and each.isdigit() else each for each in tokens or ()]
+    return combined(written, numbers or [1], _lengths(ticked) if ticked else ())
 
 
 def _split(text: str) -> list[str]:
     return [each.strip() for each in re.split(r"[,;\n]", text or "") if each.strip()]
 
 
-def combined(sizes: Any, pictures: Any) -> list[Wanted]:
-    """Each size with each number of pictures.
+def _lengths(tokens: Any) -> list[int]:
+    if not isinstance(tokens, list) or not 1 <= len(tokens) <= len(PROMPTS):
+        raise ValueError(f"tokens must be a list of 1 to {len(PROMPTS)} numbers, such as [{COUNTED}]")
+    for length in tokens:
+        if type(length) is not int or length not in PROMPTS:
+            raise ValueError(f"tokens must be among {', '.join(map(str, PROMPTS))}; one is {_short(length)}")
+    return tokens
+
+
+def combined(sizes: Any, pictures: Any, tokens: Sequence[int]) -> list[Wanted]:
+    """Each size with each number of pictures and each of these lengths of the prompt, which are valid.
 
     Raises:
         ValueError: see `from_body`.
@@ -107,12 +137,14 @@ def combined(sizes: Any, pictures: Any) -> list[Wanted]:
         raise ValueError('sizes must be a list of at least one size, such as ["512x512"]')
     if not isinstance(pictures, list) or not pictures:
         raise ValueError("pictures must be a list of at least one number, such as [1]")
-    if len(sizes) * len(pictures) > MOST:
-        raise ValueError(f"at most {MOST} combinations of sizes and pictures at once; these are more")
+    if len(sizes) * len(pictures) * max(1, len(tokens)) > MOST:
+        raise ValueError(f"at most {MOST} combinations of sizes, pictures and tokens at once; these are more")
     for number in pictures:
         if type(number) is not int or not 1 <= number <= MOST_PICTURES:
             raise ValueError(f"pictures must be whole numbers from 1 to {MOST_PICTURES}; one is {_short(number)}")
-    found = [Wanted(*_size(size), number) for size in sizes for number in pictures]
+    found = [
+        Wanted(*_size(size), number, length) for size in sizes for number in pictures for length in tokens or (None,)
+    ]
     return list(dict.fromkeys(found))
 
 

@@ -63,6 +63,11 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
                 value="1",
                 elem_id="stable_fast_pictures",
             )
+        tokens = gradio.CheckboxGroup(
+            choices=[str(each) for each in requests.PROMPTS],
+            label="Tokens of the prompt; none ticked: as many as in the last picture",
+            elem_id="stable_fast_tokens",
+        )
         with gradio.Row():
             prepare_button = gradio.Button("Prepare", elem_id="stable_fast_prepare")
             measure_button = gradio.Button("Measure", elem_id="stable_fast_measure")
@@ -81,13 +86,13 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
             show_copy_button=True,
             elem_id="stable_fast_report_text",
         )
-        for each in (sizes, pictures, text):
+        for each in (sizes, pictures, tokens, text):
             # the WebUI would keep its text in ui-config.json
             each.do_not_save_to_config = True
         refresh_button.click(fn=None, _js=refresh)
         drop_button.click(fn=dropped, outputs=[drop_told], api_name=False).then(fn=None, _js=refresh)
         for button, start in ((prepare_button, actions.prepare), (measure_button, actions.measure)):
-            asked = {"inputs": [sizes, pictures], "outputs": [told], "api_name": False}
+            asked = {"inputs": [sizes, pictures, tokens], "outputs": [told], "api_name": False}
             button.click(fn=_starting(start), **asked).then(fn=None, _js=watch)
         cancel_button.click(fn=lambda: _cancelled(actions.cancel()), outputs=[told], api_name=False).then(
             fn=None, _js=watch
@@ -99,10 +104,10 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
     return [(page, TITLE, KEY)]
 
 
-def _starting(start: Callable[[list[requests.Wanted]], object]) -> Callable[[str, str], str]:
-    def started(sizes: str, pictures: str) -> str:
+def _starting(start: Callable[[list[requests.Wanted]], object]) -> Callable[[str, str, list[str]], str]:
+    def started(sizes: str, pictures: str, tokens: list[str]) -> str:
         try:
-            start(requests.from_text(sizes, pictures))
+            start(requests.from_text(sizes, pictures, tokens))
         except (ValueError, requests.Refused) as exc:
             return f"<span>Not started:</span> <span>{html.escape(str(exc))}</span>"
         return "Started."

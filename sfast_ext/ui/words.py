@@ -14,6 +14,8 @@ PIXELS = 8
 """Pixels of an image for each of its latent, along a side: that of every VAE of SD 1, 2 and XL."""
 LATENT_CHANNELS = 16
 """No latent has more channels; feature maps inside the network do."""
+COUNTED, CHUNK = 75, 77
+"""Tokens of a chunk of a prompt: by the WebUI's counter, and with the start and the end that the model gets."""
 
 
 def size_words(shapes: Sequence[tuple[int, ...]], pictures: int | None = None) -> str | None:

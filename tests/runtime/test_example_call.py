@@ -38,6 +38,20 @@ def test_sizes_and_rows_are_exchanged_and_all_else_is_kept():
     )
 
 
+def test_the_length_of_the_prompt_and_of_its_mask_is_exchanged():
+    def call(rows, tokens):
+        prompt, mask = torch.zeros(rows, tokens, 64), torch.ones(rows, tokens, dtype=torch.int64)
+        # those of an IP-Adapter's picture, and the pooled prompt, have no length that follows
+        others = [torch.zeros(rows, 4, 64), torch.zeros(rows, 1280)]
+        return (latent(rows), torch.tensor(3), prompt, mask, others)
+
+    recorded = ExampleCall(signature(*call(2, 77)))
+    assert recorded.tokens == 77
+    args, _ = recorded.inputs(64, 64, 1, CPU, tokens=154)
+    assert flatten_call(args, {}, CPU).signature == signature(*call(1, 154))
+    assert ExampleCall(signature(latent())).tokens is None
+
+
 def test_the_recorded_size_gives_the_recorded_call():
     recorded = signature(latent(2, 65, 33), 7, torch.zeros(2, 77, 64), 0.5)
     call = ExampleCall(recorded)

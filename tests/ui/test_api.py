@@ -143,6 +143,7 @@ def test_a_job_that_cannot_start_says_why():
         (b'{"sizes": ["512x512"], "pictures": [1.0]}', "application/json", 422, "one is 1.0"),
         (b'{"sizes": ["512x512"], "pictures": [17]}', "application/json", 422, "from 1 to 16; one is 17"),
         (b'{"sizes": ["512x512"], "pictures": []}', "application/json", 422, "at least one number"),
+        (b'{"sizes": ["512x512"], "tokens": [77]}', "application/json", 422, "among 75, 150, 225; one is 77"),
         (json.dumps({"sizes": ["512x512"] * 33}).encode(), "application/json", 422, "at most 32"),
         (b'{"sizes": ["512x512"]}', "text/plain", 415, "application/json"),
         (b'{"sizes": ["512x512"]' + b" " * 70000 + b"}", "application/json", 413, "at most 65536 bytes"),

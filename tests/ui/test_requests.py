@@ -1,4 +1,4 @@
-"""Sizes and numbers of pictures as a user writes them into the tab."""
+"""Sizes, numbers of pictures and lengths of the prompt as a user writes them into the tab."""
 
 from __future__ import annotations
 
@@ -22,6 +22,32 @@ def test_what_a_user_writes_is_understood():
         "1024x1024, 1 picture",
         "1024x1024, 2 pictures",
     ]
+
+
+def test_each_length_of_the_prompt_is_combined_with_each_size():
+    found = requests.from_text("512x512, 64x64", "1", ["150", "75"])
+    assert [(each.width, each.tokens, each.tokens_of_model) for each in found] == [
+        (512, 150, 154),
+        (512, 75, 77),
+        (64, 150, 154),
+        (64, 75, 77),
+    ]
+    (last,) = requests.from_text("512x512", "1", None)
+    assert last.tokens is None and last.tokens_of_model is None
+
+
+@pytest.mark.parametrize(
+    "tokens", ['["76"]', "[76]", "[75.0]", "[true]", "[null]", "[]", "[75, 75, 75, 75]", "75", "null"]
+)
+def test_other_lengths_are_refused(tokens):
+    with pytest.raises(ValueError, match="tokens must be"):
+        requests.from_body(b'{"sizes": ["512x512"], "tokens": %s}' % tokens.encode())
+
+
+@pytest.mark.parametrize("tokens", [["76"], ["75", "<b>"], [""]])
+def test_other_lengths_from_the_page_are_refused(tokens):
+    with pytest.raises(ValueError, match="tokens must be"):
+        requests.from_text("512x512", "1", tokens)
 
 
 @pytest.mark.parametrize(
@@ -52,3 +78,5 @@ def test_the_schema_says_what_is_taken():
         for number in (pictures["items"]["minimum"], pictures["items"]["maximum"]):
             assert requests.from_body(json.dumps({"sizes": [size], "pictures": [number]}).encode())
     assert len(requests.from_body(json.dumps({"sizes": ["512x512"], "pictures": pictures["default"]}).encode())) == 1
+    tokens = requests.SCHEMA["properties"]["tokens"]["items"]["enum"]
+    assert len(requests.from_body(json.dumps({"sizes": ["512x512"], "tokens": tokens}).encode())) == len(tokens) == 3

@@ -33,7 +33,7 @@ class Component:
 @pytest.fixture
 def gradio(monkeypatch):
     Component.made = []
-    names = dict.fromkeys(("Blocks", "HTML", "Row", "Button", "Textbox", "Plot"), Component)
+    names = dict.fromkeys(("Blocks", "HTML", "Row", "Button", "Textbox", "CheckboxGroup", "Plot"), Component)
     monkeypatch.setitem(sys.modules, "gradio", SimpleNamespace(**names, update=dict))
 
 
@@ -58,7 +58,7 @@ def test_it_has_a_place_for_the_tables_and_its_buttons(gradio):
     buttons = ("drop", "report", "prepare", "measure", "cancel", "chart")
     # the page's own functions, under the page's own authentication, and not among the named ones of its API
     assert all(by_id(name).events[0]["api_name"] is False for name in buttons)
-    assert all(by_id(name).do_not_save_to_config for name in ("report_text", "sizes", "pictures"))
+    assert all(by_id(name).do_not_save_to_config for name in ("report_text", "sizes", "pictures", "tokens"))
 
 
 @pytest.mark.parametrize("name", ["prepare", "measure"])
@@ -66,9 +66,13 @@ def test_sizes_of_the_fields_are_started_and_followed(gradio, name):
     asked = []
     tab.tabs(actions(**{name: asked.append}))
     click, then = by_id(name).events
-    assert click["inputs"] == [by_id("sizes"), by_id("pictures")] and click["outputs"] == [by_id("told")]
-    assert click["fn"]("512x512, 768x512", "2") == "Started." and "watch" in then["_js"]
+    assert click["inputs"] == [by_id(field) for field in ("sizes", "pictures", "tokens")]
+    assert click["outputs"] == [by_id("told")]
+    assert click["fn"]("512x512, 768x512", "2", []) == "Started." and "watch" in then["_js"]
     assert [each.label for each in asked[0]] == ["512x512, 2 pictures", "768x512, 2 pictures"]
+    *_, longest = by_id("tokens").options["choices"]
+    click["fn"]("512x512", "1", ["75", longest])
+    assert [each.label for each in asked[1]] == ["512x512, 1 picture, 77 tokens", "512x512, 1 picture, 231 tokens"]
 
 
 def test_what_cannot_be_started_says_why_as_text(gradio):
@@ -77,10 +81,10 @@ def test_what_cannot_be_started_says_why_as_text(gradio):
 
     tab.tabs(actions(prepare=prepare))
     start = by_id("prepare").events[0]["fn"]
-    assert start("512x512", "1") == (
+    assert start("512x512", "1", []) == (
         "<span>Not started:</span> <span>make one picture with &lt;b&gt;this&lt;/b&gt; model first</span>"
     )
-    said = start("<img src=x onerror=alert(1)>", "1")
+    said = start("<img src=x onerror=alert(1)>", "1", [])
     assert "<img" not in said and "width x height" in said
 
 

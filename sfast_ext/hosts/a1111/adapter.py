@@ -262,6 +262,12 @@ class A1111Session(Session):
         for hooks in list(self._hooks.values()):
             hooks.pictures = pictures
 
+    def prompts_one_by_one(self) -> bool:
+        """Unless it pads the shorter one."""
+        from modules import shared
+
+        return not any(getattr(shared.opts, name, False) for name in ("pad_cond_uncond", "pad_cond_uncond_v0"))
+
     def xyz_grid(self) -> Any:
         """The module of its script."""
         from modules import scripts

@@ -86,6 +86,35 @@ def test_prepared_sizes_need_no_preparation_and_nothing_else_is_changed(host):  
     assert count("captures") == captures and status()["last_pass"]["prepared"] == 0
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_lengths_of_the_prompt_are_prepared_for_each_call_of_a_picture(host, padded):  # noqa: F811
+    started(host)
+    host.opts.data["pad_cond_uncond"] = padded
+    host.generate(steps=3, tokens=77)
+    a1111().rehearsals.prepare(from_text("128x128", "1", ["150", "75"]))
+    job = ended(a1111())
+    assert [(row["label"], row["ready"], row["tokens"]) for row in job["rows"]] == [
+        ("128x128, 1 picture, 154 tokens", True, 150),
+        ("128x128, 1 picture, 77 tokens", True, 75),
+    ]
+    captures = count("captures")
+    for tokens in (77, 154):
+        host.generate(size=16, steps=1, tokens=tokens)
+    assert count("captures") == captures == (3 if padded else 5)
+    # a long prompt beside a short negative one, where the WebUI does not pad it: calls of one row
+    rows = sorted(tuple(plan.signature.shapes()[0]) for plan in a1111().loaded().plans.values())
+    assert rows.count((1, 4, 16, 16)) == (0 if padded else 2)
+
+
+def test_a_prompt_of_another_kind_has_no_length_to_choose(host):  # noqa: F811
+    started(host)
+    host.generate(steps=3)
+    a1111().rehearsals.prepare(from_text("64x64", "1", ["75"]))
+    (row,) = ended(a1111())["rows"]
+    assert not row["ready"] and row["reason"].startswith("the length of the prompt cannot be chosen")
+    assert count("captures") == 1
+
+
 def test_what_cannot_be_prepared_says_why(host, monkeypatch):  # noqa: F811
     started(host)
     host.generate(steps=3)
