@@ -184,6 +184,12 @@ class Report:
             if self._called:
                 self._before, self._now, self._called = self._now, _Reasons(latest=True), False
 
+    def no_calls(self) -> None:
+        """A picture was made and no network that is accelerated was called. What is known is of a picture before it."""
+        with self._lock:
+            self._before, self._now, self._called = _Reasons(latest=True), _Reasons(latest=True), False
+            self._pass.clear()
+
     def bypassed(self, reason: str) -> None:
         """Record that a call was bypassed, and why."""
         reason = one_line(reason)

@@ -55,6 +55,8 @@ class Answers:
         return reason
 
     def _complete(self, result: Any, tally: Tally, reason: str | None) -> None:
+        if not (tally.accelerated or tally.prepared or tally.bypassed):
+            self._report.no_calls()
         params = getattr(result, "extra_generation_params", None)
         if isinstance(params, dict):
             # a copy: the host's own is what further infotexts of this request are made of

@@ -51,6 +51,27 @@ def test_no_plan_is_that_of_a_picture_that_was_not_accelerated(host):  # noqa: F
     assert [plan["last_pass"] for plan in plans()] == [False] and status()["badge"]["help"] == "hypernetwork"
 
 
+def test_a_picture_with_the_extension_off_leaves_nothing_said_of_the_one_before(host):  # noqa: F811
+    started(host)
+    host.request(steps=4)
+    assert [plan["last_pass"] for plan in plans()] == [True] and status()["badge"]["state"] == "on"
+    # as a request's override, or an X/Y/Z plot, sets it
+    host.opts.data["sfast_enabled"] = False
+    host.request(steps=4)
+    host.opts.data["sfast_enabled"] = True
+    assert status()["badge"]["state"] == "ready" and not any(status()["last_pass"].values())
+    assert not any(plan["last_pass"] for plan in plans())
+    host.shared.loaded_hypernetworks = [SimpleNamespace(name="anime")]
+    host.request(steps=4)
+    host.opts.data["sfast_enabled"] = False
+    host.request(steps=4)
+    assert [row["calls_last"] for row in status()["reasons_listed"]] == [0]
+    host.opts.data["sfast_enabled"] = True
+    host.shared.loaded_hypernetworks = []
+    host.request(steps=4)
+    assert status()["badge"]["state"] == "on"
+
+
 def test_the_speed_up_is_that_which_was_measured(host, monkeypatch):  # noqa: F811
     started(host)
     host.generate(steps=5)
