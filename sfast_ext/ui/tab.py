@@ -86,8 +86,17 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
             show_copy_button=True,
             elem_id="stable_fast_report_text",
         )
-        for each in (sizes, pictures, tokens, text):
-            # the WebUI would keep its text in ui-config.json
+        buttons = (
+            refresh_button,
+            drop_button,
+            prepare_button,
+            measure_button,
+            cancel_button,
+            chart_button,
+            report_button,
+        )
+        for each in (sizes, pictures, tokens, text, *buttons):
+            # the WebUI would keep its text, or whether it is seen, in ui-config.json, also after the extension is gone
             each.do_not_save_to_config = True
         refresh_button.click(fn=None, _js=refresh)
         drop_button.click(fn=dropped, outputs=[drop_told], api_name=False).then(fn=None, _js=refresh)

@@ -58,7 +58,8 @@ def test_it_has_a_place_for_the_tables_and_its_buttons(gradio):
     buttons = ("drop", "report", "prepare", "measure", "cancel", "chart")
     # the page's own functions, under the page's own authentication, and not among the named ones of its API
     assert all(by_id(name).events[0]["api_name"] is False for name in buttons)
-    assert all(by_id(name).do_not_save_to_config for name in ("report_text", "sizes", "pictures", "tokens"))
+    fields = ("report_text", "sizes", "pictures", "tokens", "refresh", *buttons)
+    assert all(by_id(name).do_not_save_to_config for name in fields)
 
 
 @pytest.mark.parametrize("name", ["prepare", "measure"])

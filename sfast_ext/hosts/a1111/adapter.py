@@ -198,8 +198,7 @@ class A1111Session(Session):
         # without --loglevel the WebUI configures no log, and Python then writes warnings only
         if logger.hasHandlers():
             return
-        handler = _console()
-        handler.setFormatter(logging.Formatter("Stable Fast: %(message)s"))
+        handler = _console(logging.Formatter("Stable Fast: %(message)s"))
         logger.addHandler(handler)
         # a package that logs before it has configured a log gives the root logger a handler: each line would come twice
         logger.propagate = False
@@ -336,15 +335,20 @@ def start(version: str) -> None:
     print(A1111Session.start(version).greeting())
 
 
-def _console() -> logging.Handler:
+def _console(formatter: logging.Formatter) -> logging.Handler:
     """A handler that writes around the WebUI's progress bars, where the WebUI has one."""
     plain = logging.StreamHandler()
+    # the WebUI's hands lines over to it while there is no bar
+    plain.setFormatter(formatter)
     try:
         from modules.logging_config import TqdmLoggingHandler
-
-        return TqdmLoggingHandler(plain) if TqdmLoggingHandler is not None else plain
     except ImportError:
         return plain
+    if TqdmLoggingHandler is None:
+        return plain
+    around = TqdmLoggingHandler(plain)
+    around.setFormatter(formatter)
+    return around
 
 
 def _unet_of(sd_model: Any) -> nn.Module | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import time
 from types import SimpleNamespace
 
@@ -128,7 +129,17 @@ def test_the_status_takes_less_than_two_milliseconds_and_asks_the_gpu_nothing(ho
     assert min(taken) < 2e-3
 
 
-def test_the_console_names_the_stages_once_where_the_webui_configures_no_log(host, capsys, monkeypatch):  # noqa: F811
+class WithoutABar(logging.Handler):
+    """The WebUI's own handler while no progress bar is shown."""
+
+    def __init__(self, fallback):
+        super().__init__()
+        self.emit = fallback.emit
+
+
+@pytest.mark.parametrize("around", [None, WithoutABar])
+def test_the_console_names_the_stages_once_where_the_webui_configures_no_log(host, capsys, monkeypatch, around):  # noqa: F811
+    monkeypatch.setitem(sys.modules, "modules.logging_config", SimpleNamespace(TqdmLoggingHandler=around))
     logger = logging.getLogger("sfast_ext")
     # pytest's own handlers are there
     monkeypatch.setattr(logging.root, "handlers", [])
