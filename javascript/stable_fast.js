@@ -45,6 +45,28 @@
         return element;
     }
 
+    // of a sentence; an extension that was updated and not yet started again does not give them
+    function pieces(object, name) {
+        return object[`${name}_parts`] || [object[name]];
+    }
+
+    function addPieces(parent, tag, parts, name) {
+        const element = add(parent, tag, undefined, name);
+        fill(element, parts);
+        return element;
+    }
+
+    // a host that translates a text drops the spaces around it, so they stand by themselves
+    function fill(element, parts) {
+        parts.flatMap((part) => String(part).split(/^(\s+)|(\s+)$/)).filter(Boolean).forEach((part) => {
+            if (part.trim()) {
+                add(element, 'span', part, 'sfast-part');
+            } else {
+                element.appendChild(document.createTextNode(part));
+            }
+        });
+    }
+
     function planParts(plan) {
         if (typeof plan.speedup !== 'number') {
             return [typeset(plan.label), 'not compared in time'];
@@ -59,7 +81,7 @@
 
     function details(panel, status) {
         panel.textContent = '';
-        add(panel, 'div', status.badge.detail, 'sfast-strong');
+        addPieces(panel, 'div', pieces(status.badge, 'detail'), 'sfast-strong');
         if (!status.no_gpu) {
             plansOf(status).filter((plan) => plan.last_pass).forEach((plan) => addParts(panel, 'div', planParts(plan)));
         }
@@ -133,12 +155,14 @@
     }
 
     function write(state, text, status) {
-        const said = state === 'original' ? text : typeset(text);
+        const parts = (status ? pieces(status.badge, 'text') : [text]).map(state === 'original' ? String : typeset);
+        const said = parts.join('');
         for (const {button, label, sign, panel} of badges) {
             if (button.dataset.state !== state || label.textContent !== said) {
                 button.dataset.state = state;
                 sign.textContent = SIGNS[state] || SIGNS.unknown;
-                label.textContent = said;
+                label.textContent = '';
+                fill(label, parts);
             }
             if (status) {
                 redrawn(panel, () => details(panel, status));
@@ -151,7 +175,7 @@
         if (live && live.dataset.state !== state) {
             live.dataset.state = state;
             live.textContent = '';
-            addParts(live, 'span', ['Stable Fast', said]);
+            addParts(live, 'span', ['Stable Fast', ...parts.map((part) => part.trim())]);
         }
     }
 
@@ -292,7 +316,7 @@
 
     // for the tab, in other files
     window.stableFast = {
-        refresh, watch, typeset, help, redrawn, add, addParts, planParts, plansOf, copy,
+        refresh, watch, typeset, help, redrawn, add, addParts, addPieces, pieces, planParts, plansOf, copy,
         onStatus: (listener) => {
             listeners.push(listener);
             if (last) {

@@ -44,9 +44,9 @@
     }
 
     function now(status) {
-        const {add, addParts} = stableFast;
+        const {add, addParts, addPieces} = stableFast;
         add(view, 'h3', 'Now');
-        add(view, 'p', status.badge.detail);
+        addPieces(view, 'p', stableFast.pieces(status.badge, 'detail'));
         const {gpu, torch} = status.environment;
         addParts(view, 'p', [status.model || 'no model', '·', gpu || 'no GPU', '·', 'torch', torch]);
         const plan = stableFast.plansOf(status).find((each) => each.last_pass && times(each));
@@ -105,10 +105,11 @@
     }
 
     function reasons(status) {
-        const {add, addParts, help} = stableFast;
+        const {add, addParts, addPieces, help} = stableFast;
         add(view, 'h3', 'Not accelerated');
         if (status.reasons_listed.length === 0) {
-            add(view, 'p', status.no_gpu ? status.badge.detail : 'Nothing: every step so far was accelerated or prepared.');
+            const nothing = ['Nothing: every step so far was accelerated or prepared.'];
+            addPieces(view, 'p', status.no_gpu ? stableFast.pieces(status.badge, 'detail') : nothing);
             if (status.no_gpu && status.badge.help) {
                 help(add(view, 'p'), status.badge.help);
             }
@@ -123,7 +124,7 @@
         status.reasons_listed.forEach((each) => {
             const row = add(body, 'tr', undefined, each.calls_last > 0 ? 'sfast-last' : '');
             [[each.calls_last], [each.calls], seconds(each.seconds_ago)].forEach((said) => addParts(row, 'td', said, 'sfast-number'));
-            add(row, 'td', each.reason);
+            addPieces(row, 'td', stableFast.pieces(each, 'reason'));
             help(add(row, 'td'), each.code);
         });
     }

@@ -15,7 +15,7 @@ import pytest
 from test_javascript import PLAN, STATUS, run
 from test_javascript_jobs import JOB, KEPT, ROW
 
-from sfast_ext.ui import settings
+from sfast_ext.ui import phrases, settings, words
 
 ROOT = Path(__file__).resolve().parents[1]
 WORD = re.compile("[A-Za-z]{3,}")
@@ -94,6 +94,31 @@ def test_a_text_that_is_put_together_would_be_found():
         for status in (STATUS, other(STATUS))
     ]
     assert found[0] and not found[0] <= found[1]
+
+
+def bypassed(name, steps):
+    """A page after a picture with this hypernetwork, as a session gives it."""
+    reason = f"a hypernetwork is active: {name}; remove it from the prompt to accelerate"
+    row = {**REASON, "reason": reason, "calls_last": steps, "reason_parts": phrases.pieces(reason)}
+    last = {"accelerated": 9 if steps < 9 else 0, "bypassed": steps, "prepared": 0}
+    status = {**STATUS, "last_pass": last, "reasons_listed": [row]}
+    badge = words.badge(status)
+    return {**status, "badge": {**badge, **{f"{key}_parts": phrases.pieces(badge[key]) for key in ("text", "detail")}}}
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (12, {"original:", "The last picture was not accelerated:"}),
+        (3, {"partly,", "steps of the last picture were not accelerated:"}),
+    ],
+)
+def test_names_and_numbers_in_sentences_are_texts_of_their_own(steps, said):
+    one, other = (dumped(bypassed(name, number)) for name, number in (("anime", steps), ("<b>x</b> is on", steps + 1)))
+    # a name may have a phrase in it
+    names = {"anime", "anime;", "<b>x</b>", "is on"}
+    assert one - names == other - names
+    assert {*said, "a hypernetwork is active:", "remove it from the prompt to accelerate"} <= one
 
 
 def constants(node):

@@ -15,7 +15,7 @@ from sfast_ext.hosts.answers import Answers
 from sfast_ext.hosts.attachment import Attachment, wrap
 from sfast_ext.hosts.rehearsals import Rehearsals
 from sfast_ext.report import Report, logger
-from sfast_ext.ui import api, bug_report, reasons, settings, tab, words
+from sfast_ext.ui import api, bug_report, phrases, reasons, settings, tab, words
 
 
 class Session:
@@ -175,7 +175,10 @@ class Session:
                 plan["last_pass"] = False
         for row in found["reasons_listed"]:
             row["code"] = reasons.code_of(row["reason"])
-        return {**found, "badge": words.badge(found)}
+            row["reason_parts"] = _pieces(row["reason"])
+        badge = words.badge(found)
+        parts = {f"{name}_parts": _pieces(badge[name] or "") for name in ("text", "detail")}
+        return {**found, "badge": {**badge, **parts}}
 
     def _machine(self) -> tuple[dict[str, Any], str | None]:
         """What this machine has, and why nothing can be accelerated on it. Read again after the first plan: kernels
@@ -272,6 +275,11 @@ class Session:
     def api_passwords(self) -> Mapping[str, str]:
         """The passwords of the host's API by user; empty where it requires none."""
         return {}
+
+
+def _pieces(text: str) -> list[str]:
+    # without folders first: a piece of a path does not look like one
+    return list(phrases.pieces(bug_report.without_paths(text)))
 
 
 def guarded(

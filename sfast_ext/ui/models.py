@@ -39,6 +39,7 @@ class Reason(BaseModel):
     """Why steps were not accelerated."""
 
     reason: str = Field(..., description="the sentence")
+    reason_parts: list[str] = Field(..., description="the same in pieces, names and numbers apart from words")
     code: str = Field(..., description="its entry in the help")
     calls: int = Field(..., description="steps since the start")
     calls_last: int = Field(..., description="steps of the last picture")
@@ -51,6 +52,8 @@ class Badge(BaseModel):
     state: str = Field(..., description="on, partly, preparing, ready, original, off or none")
     text: str = Field(..., description="a few words")
     detail: str = Field(..., description="a sentence")
+    text_parts: list[str] = Field(..., description="the words in pieces, names and numbers apart from words")
+    detail_parts: list[str] = Field(..., description="the sentence in such pieces")
     help: Optional[str] = Field(..., description="its entry of the help; null where nothing is to be done")
 
 
