@@ -31,7 +31,9 @@ FOLLOW = """() => stableFast.onStatus((status) => {
     window.sfastBusy = status.busy;
 })"""
 FAULTS = """async (selector) => {
-    const found = await axe.run({include: [selector]}, {resultTypes: ['violations']});
+    // SD.Next's own mark beside each changed setting has no name
+    const place = {include: [selector], exclude: ['[id^="modification_indicator_"]']};
+    const found = await axe.run(place, {resultTypes: ['violations']});
     return found.violations.map((each) => [
         each.impact, each.id, each.nodes.map((node) => `${node.target.join(' ')}: ${node.failureSummary}`).join('; ')
     ]);
@@ -49,6 +51,8 @@ class Page:
     def __init__(self, page: Any, url: str, theme: str, pictures: Path) -> None:
         self.page, self.url, self.theme, self._pictures = page, url, theme, pictures
         self.tab = "#tab_stable_fast_tabitem" if theme == "Modern" else "#tab_stable_fast"
+        # the modern theme moves it
+        self.own_badge = f"#txt2img_{'generate_group' if theme == 'Modern' else 'actions_column'} .sfast-badge"
         self.settings = "#settings_section_tab_stable_fast" if theme else "#column_settings_stable_fast"
         self.errors: list[str] = []
         """What the console said of us."""
@@ -98,7 +102,7 @@ class Page:
 
     def badge(self) -> str:
         """What the badge of txt2img says."""
-        found = self.page.query_selector("#txt2img_actions_column .sfast-text, .sfast-badge .sfast-text")
+        found = self.page.query_selector(".sfast-badge .sfast-text")
         return "" if found is None else (found.text_content() or "").strip()
 
     def job(self) -> str:
@@ -133,16 +137,18 @@ class Page:
     def apply(self) -> None:
         """Apply the settings."""
         self.click("#settings_submit")
+        # what is told may be of the time before
+        self.page.wait_for_timeout(1500)
         self.until(lambda: "changed" in (self.page.text_content("#settings_result") or "").lower(), "applied", 30)
 
-    def generate(self, prompt: str = "a dog on a hill") -> list[str]:
+    def generate(self, prompt: str = "a dog on a hill", tab: str = "txt2img") -> list[str]:
         """Make a picture. Returns what the badge and the progress bar said meanwhile."""
-        self.fill("#txt2img_prompt textarea", prompt)
+        self.fill(f"#{tab}_prompt textarea", prompt)
         said: list[str] = []
         # what the page itself asks for: SD.Next answers a client so many times a minute
         self.page.evaluate(FOLLOW)
         before = self.page.evaluate("window.sfastSteps")
-        self.click("#txt2img_generate")
+        self.click(f"#{tab}_generate")
         end = time.monotonic() + 240
         while time.monotonic() < end:
             bar = self.page.query_selector("#txt2img_results .progressDiv .progress")

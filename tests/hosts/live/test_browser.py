@@ -6,19 +6,32 @@ Steps of a WebUI follow each other: each needs the ones before it. A picture of 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("PIL")
 from . import a1111, sdnext
 from .browser import CHROMIUM, Page, opened
+from .webui import WebUI
 
 pytestmark = [
     pytest.mark.hosts,
     pytest.mark.skipif(not CHROMIUM, reason="SFAST_CHROMIUM names no Chromium"),
 ]
-HOSTS = [pytest.param("AUTOMATIC1111", marks=a1111.MARKS)]
+PYTHONS = [each for each in os.environ.get("SFAST_GRADIO_PYTHON", "").split(os.pathsep) if each]
+"""Interpreters with a Gradio that a WebUI has, for `small_page.py`."""
+MODERN = Path(sdnext.HOST or "") / "extensions-builtin" / "sdnext-modernui" / "html"
+HOSTS = [
+    pytest.param("AUTOMATIC1111", marks=a1111.MARKS),
+    pytest.param("Standard", marks=sdnext.MARKS),
+    # a submodule of SD.Next's
+    *([pytest.param("Modern", marks=sdnext.MARKS)] if sdnext.HOST and MODERN.is_dir() else []),
+    *(f"small page {number}" for number in range(len(PYTHONS))),
+]
+THEMES = ("Standard", "Modern")
 SET = """(input, value) => {
     input.value = value;
     input.dispatchEvent(new Event('input', {bubbles: true}));
@@ -30,6 +43,11 @@ QUICK = {"steps": "6", "width": "128", "height": "128"}
 @contextlib.contextmanager
 def running(name: str, factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a WebUI."""
+    if name.startswith("small page"):
+        command = [PYTHONS[int(name.split()[-1])], str(Path(__file__).with_name("small_page.py"))]
+        with WebUI(command, Path(__file__).parent, factory.mktemp("small") / "log", ready="/sfast/v1/status") as webui:
+            yield webui.url
+        return
     if name == "AUTOMATIC1111":
         models = factory.mktemp("models")
         a1111.make_models(models)
@@ -39,6 +57,8 @@ def running(name: str, factory: pytest.TempPathFactory) -> Iterator[str]:
         return
     data = sdnext.make_data(factory)
     settings = {"theme_type": name, "gradio_theme": "Default", "show_progress_type": "Approximate"}
+    # of the modern theme, which shows the tab Control alone at first
+    settings["uiux_hide_legacy"] = False
     with sdnext.start(data, settings, extension=True) as webui:
         sdnext.model_loaded(webui)
         yield webui.url
@@ -53,34 +73,53 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         patch.setenv("SFAST_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         with (
             running(name, tmp_path_factory) as url,
-            opened(url, "" if name == "AUTOMATIC1111" else name, pictures) as page,
+            opened(url, name if name in THEMES else "", pictures) as page,
         ):
             page.open()
             page.to_pictures()
             # SD.Next's tiny model is too quick for stages to be seen, at small sizes
-            size = {} if name == "AUTOMATIC1111" else {"width": "512", "height": "512"}
-            for field, value in {**QUICK, **size}.items():
-                page.page.locator(f"#txt2img_{field} input[type=number]").first.evaluate(SET, value)
+            quick(page, **({"width": "512", "height": "512"} if name in THEMES else {}))
             yield page
+
+
+def quick(page: Page, **size: str) -> None:
+    """Set a small picture of few steps."""
+    for field, value in {**QUICK, **size}.items():
+        page.page.locator(f"#txt2img_{field} input[type=number]").first.evaluate(SET, value)
 
 
 def test_the_page_opens_with_a_badge(page: Page) -> None:
     page.picture("open")
     assert page.badge() == "ready"
-    assert page.page.locator("#txt2img_actions_column .sfast-badge").first.bounding_box()["width"] > 100
+    assert page.page.locator(page.own_badge).first.bounding_box()["width"] > 100
 
 
 def test_the_first_picture_shows_its_stages_and_the_second_its_pace(page: Page) -> None:
     said = page.generate()
     page.picture("first picture")
     assert any(text.startswith("preparing ") for text in said), said
-    assert any(text.startswith("Stable Fast: ") for text in said), said
+    # AUTOMATIC1111's bar shows the stage; SD.Next's a number of seconds alone
+    has_bar = page.page.query_selector("#script_list") is not None and not page.theme
+    assert not has_bar or any(text.startswith("Stable Fast: ") for text in said), said
     assert page.generate()[-1].endswith("it/s")
     page.picture("second picture")
 
 
+def test_the_tab_that_the_modern_theme_opens_is_accelerated(page: Page) -> None:
+    if page.theme != "Modern":
+        pytest.skip("its tab Control makes pictures of text, too")
+    page.click('button[tabitemid*="#control_tabitem"]')
+    for field, value in {"before_resize_width": "128", "before_resize_height": "128", "steps": "6"}.items():
+        page.page.locator(f"#control_{field} input[type=number]").first.evaluate(SET, value)
+    page.generate(tab="control")
+    assert page.generate(tab="control")[-1].endswith("it/s")
+    assert page.page.locator("#control_generate_group .sfast-badge").is_visible()
+    page.picture("control")
+    page.to_pictures()
+
+
 def test_badge_and_its_details_are_accessible(page: Page) -> None:
-    badge = page.page.locator("#txt2img_actions_column .sfast-badge").first
+    badge = page.page.locator(page.own_badge).first
     badge.locator(".sfast-state").focus()
     page.until(lambda: badge.locator(".sfast-details").is_visible(), "the details are seen", 10)
     page.page.wait_for_timeout(500)
@@ -88,11 +127,11 @@ def test_badge_and_its_details_are_accessible(page: Page) -> None:
     inside = badge.locator(".sfast-details").bounding_box()
     widest = badge.locator(".sfast-details").evaluate("(each) => each.scrollWidth - each.clientWidth")
     assert inside["x"] >= 0 and widest <= 1
-    page.accessible("#txt2img_actions_column .sfast-badge")
+    page.accessible(page.own_badge)
 
 
 def test_the_tab_is_reached_by_keyboard_alone(page: Page) -> None:
-    page.page.locator("#txt2img_actions_column .sfast-state").first.focus()
+    page.page.locator(f"{page.own_badge} .sfast-state").first.focus()
     for _ in range(3):
         page.page.keyboard.press("Tab")
         if page.page.evaluate("document.activeElement.className") == "sfast-link":
@@ -115,10 +154,14 @@ STOPS = """(tab) => {
 def test_sizes_are_prepared_measured_and_cancelled(page: Page) -> None:
     page.to_tab()
     page.fill("#stable_fast_sizes textarea", "192x128")
+    longer = page.page.locator("#stable_fast_tokens input").nth(1)
+    longer.focus()
+    page.page.keyboard.press("Space")
     page.click("#stable_fast_prepare")
     page.until(lambda: "Prepare Done" in page.job(), "it is prepared")
     page.picture("prepared")
-    assert "192×128, 1 picture" in page.text("#stable_fast_job")
+    assert "192×128, 1 picture, 154 tokens Ready" in page.job().replace(" – ", " ").replace("– ", "")
+    longer.uncheck()
     page.click("#stable_fast_measure")
     page.until(lambda: "Measure Done" in page.job(), "it is measured")
     page.until(lambda: "Measurements that were kept" in page.text("#stable_fast_job"), "it is kept", 20)
@@ -139,7 +182,7 @@ def test_plans_are_dropped_and_the_report_is_given(page: Page) -> None:
     page.to_tab()
     page.click("#stable_fast_drop")
     page.until(lambda: "None yet" in page.text("#stable_fast_view"), "the list is empty", 20)
-    assert "Plans dropped:" in page.text("#stable_fast_dropped")
+    page.until(lambda: "Plans dropped:" in page.text("#stable_fast_dropped"), "it is told", 20)
     page.click("#stable_fast_report")
     report = "#stable_fast_report_text textarea"
     page.until(lambda: "Settings" in page.page.input_value(report), "the report is there", 20)
@@ -165,13 +208,58 @@ def test_a_changed_setting_is_in_the_infotext_and_is_restored_from_it(page: Page
     page.apply()
     page.to_pictures()
     page.generate()
-    assert "Stable Fast tolerance" not in page.infotext()
+    page.until(lambda: "Stable Fast tolerance" not in page.infotext(), "the infotext names it no more", 20)
     page.fill("#txt2img_prompt textarea", infotext)
     page.click("#paste, #txt2img_paste")
     page.page.wait_for_timeout(2500)
     page.picture("restored")
     page.generate(page.page.input_value("#txt2img_prompt textarea"))
-    assert "Stable Fast tolerance: 0.05" in page.infotext()
+    page.until(lambda: "Stable Fast tolerance: 0.05" in page.infotext(), "the infotext names it again", 20)
+
+
+def test_a_grid_compares_on_and_off(page: Page) -> None:
+    if page.theme:
+        pytest.skip("SD.Next's axes are the same; its grid is a script of another page")
+    page.to_pictures()
+    if page.page.query_selector("#script_list") is None:
+        pytest.skip("the small page has no scripts")
+    choose(page, "#script_list", "X/Y/Z plot")
+    choose(page, "#script_txt2img_xyz_plot_x_type", "[Stable Fast] enabled")
+    # writes all values of the axis
+    page.click("#xyz_grid_fill_x_tool_button")
+    page.page.wait_for_timeout(1500)
+    page.generate()
+    # plans ran for its first picture; the second is the last one, and not accelerated
+    page.until(lambda: page.badge() == "ready", "nothing is said of the first picture", 30)
+    picture = page.page.locator("#txt2img_gallery .thumbnail-lg img, #txt2img_gallery .preview img").first
+    page.until(lambda: picture.evaluate("(each) => each.naturalWidth") >= 2 * 128, "a grid of two", 30)
+    page.picture("grid")
+    choose(page, "#script_list", "None")
+
+
+def choose(page: Page, dropdown: str, value: str) -> None:
+    """Choose in a dropdown of gradio's."""
+    page.page.locator(f"{dropdown} input").first.click()
+    page.page.locator(f"{dropdown} ul.options li", has_text=value).first.click()
+    page.page.wait_for_timeout(800)
+
+
+def test_after_the_ui_is_reloaded_pictures_are_accelerated_again(page: Page) -> None:
+    if page.theme:
+        pytest.skip("SD.Next reloads by starting its server anew")
+    if page.page.query_selector("#settings_restart_gradio") is None:
+        pytest.skip("the small page is not reloaded")
+    page.to_settings()
+    page.click("#settings_restart_gradio")
+    # the host empties the page, and loads it again when its server is back
+    page.page.wait_for_selector(".sfast-badge", state="detached", timeout=30_000)
+    page.page.wait_for_selector(".sfast-badge .sfast-state", state="attached", timeout=120_000)
+    page.until(lambda: page.badge() == "ready", "nothing of the scripts before is left")
+    assert page.page.locator(page.own_badge).count() == 1
+    page.to_pictures()
+    quick(page)
+    assert page.generate()[-1].endswith("it/s")
+    page.picture("reloaded")
 
 
 @pytest.mark.parametrize("width", [1300, 400])
