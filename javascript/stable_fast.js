@@ -4,8 +4,9 @@
     const URL = './sfast/v1/status';
     const TABS = ['txt2img', 'img2img', 'control'];
     const PERIOD = 1000;
-    // polls without work after which nothing more is expected: the job of a click may begin late
-    const PATIENCE = 5;
+    // polls without work after which nothing more is expected: before any, as the job of a click may begin late, and after
+    const UNTIL_WORK = 20;
+    const AFTER_WORK = 5;
     // of the window, to the details of a badge
     const EDGE = 8;
     const SIGNS = {on: '●', partly: '◐', preparing: '◌', ready: '○', original: '▲', off: '■', none: '■', unknown: '?'};
@@ -15,6 +16,7 @@
     let live = null;
     let timer = null;
     let idle = 0;
+    let worked = false;
     let last = null;
 
     // Python writes "512x512" and "->", for consoles of any code page; names of models stay as they are
@@ -204,15 +206,18 @@
             return;
         }
         const status = await refresh();
-        idle = status && (status.busy || status.preparing) ? 0 : idle + 1;
-        if (idle >= PATIENCE) {
+        const works = Boolean(status && (status.busy || status.preparing));
+        worked = worked || works;
+        idle = works ? 0 : idle + 1;
+        if (idle >= (worked ? AFTER_WORK : UNTIL_WORK)) {
             clearInterval(timer);
             timer = null;
         }
     }
 
-    function watch() {
+    function watch(beginsLate = false) {
         idle = 0;
+        worked = !beginsLate;
         if (timer === null) {
             timer = setInterval(poll, PERIOD);
         }
@@ -293,7 +298,7 @@
         document.addEventListener('click', (event) => {
             const target = event.target;
             if (target && target.closest && target.closest(TABS.map((tab) => `#${tab}_generate`).join(','))) {
-                watch();
+                watch(true);
             }
         }, true);
         // the event of a column that scrolls does not rise

@@ -290,6 +290,25 @@ def test_it_asks_while_a_picture_is_made_and_stops_after():
     assert run(script) == {"started": 1, "working": 1, "ended": 0}
 
 
+def test_a_job_that_begins_late_is_waited_for_but_not_for_ever():
+    script = """
+        on.click({target: buttons[0]});
+        for (let i = 0; i < 15; i++) await tick();
+        shown.waiting = timers.size;
+        status.busy = true;
+        await tick();
+        status.busy = false;
+        for (let i = 0; i < 4; i++) await tick();
+        shown.after = timers.size;
+        await tick();
+        shown.ended = timers.size;
+        on.click({target: buttons[0]});
+        for (let i = 0; i < 20; i++) await tick();
+        shown.nothing = timers.size;
+    """
+    assert run(script) == {"waiting": 1, "after": 1, "ended": 0, "nothing": 0}
+
+
 def test_another_click_starts_nothing():
     assert run("on.click({target: body}); shown.timers = timers.size;") == {"timers": 0}
 

@@ -76,7 +76,7 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
         told = gradio.HTML("", elem_id="stable_fast_told")
         gradio.HTML('<div id="stable_fast_job"></div>', elem_id="stable_fast_progress")
         plot = gradio.Plot(label="Milliseconds a step", visible=False, elem_id="stable_fast_plot")
-        gradio.HTML("<h3>Report a bug</h3>")
+        gradio.HTML("<h3>Report a bug</h3>", elem_id="stable_fast_bug")
         report_button = gradio.Button("Copy a report", elem_id="stable_fast_report")
         text = gradio.Textbox(
             label="Report for a bug: versions, card, settings and reasons; no prompt, no names of files",

@@ -131,7 +131,8 @@ class Page:
             self.click("#btn_settings")
         else:
             self.click("#tabs > .tab-nav button", "System" if self.theme else "Settings")
-        self.click("#settings > .tab-nav button", "Stable Fast")
+        # the modern theme has them beside the page
+        self.click(".tab-nav button" if self.theme == "Modern" else "#settings > .tab-nav button", "Stable Fast")
         self.until(lambda: self.page.is_visible("#setting_sfast_enabled"), "the settings are seen", 30)
 
     def apply(self) -> None:
