@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -230,7 +231,11 @@ class Session:
         """Whether the host is at a job."""
         from modules import shared
 
-        return bool(getattr(getattr(shared, "state", None), "job", ""))
+        if getattr(getattr(shared, "state", None), "job", ""):
+            return True
+        # SD.Next forgets its job at the end of each part of it, such as the prompt's encoding
+        queue = getattr(sys.modules.get("modules.call_queue"), "queue_lock", None)
+        return bool(getattr(queue, "locked", bool)())
 
     def show_stage(self, stage: str | None) -> None:
         """Show a stage of a preparation in the host's progress bar; None: it has ended."""

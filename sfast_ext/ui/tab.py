@@ -83,6 +83,8 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
             lines=8,
             max_lines=24,
             interactive=False,
+            # it is read from its beginning
+            autoscroll=False,
             show_copy_button=True,
             elem_id="stable_fast_report_text",
         )

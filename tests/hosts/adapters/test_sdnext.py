@@ -29,6 +29,16 @@ def forwards(unet: nn.Module) -> list[Any]:
     return [(n, m.__dict__.get("forward"), m.__dict__.get("_old_forward")) for n, m in unet.named_modules()]
 
 
+def test_a_job_goes_on_where_the_host_has_forgotten_its_name(host: Host) -> None:
+    queue = importlib.import_module("modules.call_queue")
+    assert not host.status()["busy"]
+    with queue.queue_lock:
+        # as after the end of a part of it
+        host.shared.state.job = ""
+        assert host.status()["busy"]
+    assert not host.status()["busy"]
+
+
 def test_detects_the_host_by_its_modules(host: Host) -> None:
     assert host.adapter.detect()
 
