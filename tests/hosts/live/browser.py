@@ -127,6 +127,8 @@ class Page:
 
     def to_settings(self) -> None:
         """Open Settings > Stable Fast."""
+        if self.page.is_visible("#setting_sfast_enabled"):
+            return  # the modern theme's button would close them
         if self.theme == "Modern":
             self.click("#btn_settings")
         else:
