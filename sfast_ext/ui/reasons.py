@@ -28,7 +28,7 @@ TABLE: tuple[tuple[str, str], ...] = (
     (
         "compiled",
         r"SD\.Next has compiled this model|its forward calls a function that torch\.compile made"
-        r"|something is in the place of the model's own call",
+        r"|another function is in the place of the model's own call",
     ),
     ("quantised", r"the model is quantised"),
     ("no-unet", r".* has no UNet;"),

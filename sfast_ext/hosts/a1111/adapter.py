@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +20,7 @@ from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
 from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
 from sfast_ext.hosts.rehearsals import interrupted
-from sfast_ext.hosts.session import Session
+from sfast_ext.hosts.webui_session import WebUISession
 from sfast_ext.report import logger
 from sfast_ext.ui import words
 
@@ -173,7 +173,7 @@ class A1111Hooks:
         return self._dormant.vouch(function)
 
 
-class A1111Session(Session):
+class A1111Session(WebUISession):
     """The extension in one run of the WebUI's scripts; see `Session`."""
 
     HOST = "AUTOMATIC1111 WebUI"
@@ -219,12 +219,6 @@ class A1111Session(Session):
         script_callbacks.on_cfg_denoiser(self.callback(self._step))
         return [wrap(sd_models, "unload_model_weights", self._unload), *self._memory.install()]
 
-    def show_error(self, exc: Exception) -> None:
-        """Show an exception once, where the WebUI would log it at every step."""
-        from modules import errors
-
-        errors.display_once(exc, "Stable Fast")
-
     def host_version(self) -> str:
         """The git tag."""
         return self._host_version
@@ -234,13 +228,6 @@ class A1111Session(Session):
         from modules.sd_models import model_data
 
         return getattr(getattr(model_data.sd_model, "sd_checkpoint_info", None), "title", None)
-
-    def api_passwords(self) -> Mapping[str, str]:
-        """The passwords of --api-auth by user, parsed as the WebUI parses them."""
-        from modules import shared
-
-        pairs = [pair.partition(":") for pair in (getattr(shared.cmd_opts, "api_auth", None) or "").split(",") if pair]
-        return {user: password for user, _, password in pairs}
 
     def follow_loaded(self) -> None:
         """As before a step of a picture."""
@@ -266,19 +253,6 @@ class A1111Session(Session):
         from modules import shared
 
         return not any(getattr(shared.opts, name, False) for name in ("pad_cond_uncond", "pad_cond_uncond_v0"))
-
-    def xyz_grid(self) -> Any:
-        """The module of its script."""
-        from modules import scripts
-
-        found = (data.module for data in scripts.scripts_data if data.script_class.__module__ == "xyz_grid.py")
-        return next(found, None)
-
-    def api_is_on(self) -> bool:
-        """Whether --api was given, or --nowebui, which implies it."""
-        from modules import shared
-
-        return bool(getattr(shared.cmd_opts, "api", False) or getattr(shared.cmd_opts, "nowebui", False))
 
     def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.guarded(self.release_models)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,7 @@ from sfast_ext.hosts.attachment import Attachment, wrap
 from sfast_ext.hosts.forge import versions
 from sfast_ext.hosts.forge.hooks import ForgeHooks
 from sfast_ext.hosts.forge.memory import ForgeMemory
-from sfast_ext.hosts.session import Session
+from sfast_ext.hosts.webui_session import WebUISession
 from sfast_ext.report import logger
 
 UNET = "IntegratedUNet2DConditionModel"
@@ -40,7 +40,7 @@ def start(version: str) -> None:
     print(ForgeSession.start(version).greeting())
 
 
-class ForgeSession(Session):
+class ForgeSession(WebUISession):
     """The extension in one run of the WebUI's scripts; see `Session`."""
 
     HOST = "Forge Neo"
@@ -80,12 +80,6 @@ class ForgeSession(Session):
         script_callbacks.on_cfg_denoiser(self.callback(self._step))
         return [wrap(sd_models, "unload_model_weights", self._unload), *self._memory.install()]
 
-    def show_error(self, exc: Exception) -> None:
-        """Show an exception once, where the WebUI would log it at every step."""
-        from modules import errors
-
-        errors.display_once(exc, "Stable Fast")
-
     def host_version(self) -> str:
         """The release."""
         return " ".join(each for each in versions.found() if each)
@@ -94,32 +88,12 @@ class ForgeSession(Session):
         """The title of the checkpoint."""
         return getattr(getattr(_model(), "sd_checkpoint_info", None), "title", None)
 
-    def api_passwords(self) -> Mapping[str, str]:
-        """The passwords of --api-auth by user, parsed as the WebUI parses them."""
-        from modules import shared
-
-        pairs = [pair.partition(":") for pair in (getattr(shared.cmd_opts, "api_auth", None) or "").split(",") if pair]
-        return {user: password for user, _, password in pairs}
-
-    def api_is_on(self) -> bool:
-        """Whether --api was given, or --nowebui, which implies it."""
-        from modules import shared
-
-        return bool(getattr(shared.cmd_opts, "api", False) or getattr(shared.cmd_opts, "nowebui", False))
-
     def subpath(self) -> str:
         """That of --subpath."""
         from modules import shared
 
         path = str(getattr(shared.cmd_opts, "subpath", None) or "").strip("/")
         return f"/{path}" if path else ""
-
-    def xyz_grid(self) -> Any:
-        """The module of its script."""
-        from modules import scripts
-
-        found = (data.module for data in scripts.scripts_data if data.script_class.__module__ == "xyz_grid.py")
-        return next(found, None)
 
     def follow_loaded(self) -> None:
         """As before a step of a picture."""
@@ -216,7 +190,9 @@ def _model_bypass_reason(model: Any) -> str | None:
         return f"{type(unet).__name__} has no UNet; load a Stable Diffusion 1 or XL model to accelerate"
     if _call_is_replaced(holder_of(model)):
         # Forge's torch.compile would compile our forward
-        return "something is in the place of the model's own call, torch.compile perhaps; turn it off to accelerate"
+        return (
+            "another function is in the place of the model's own call, torch.compile perhaps; turn it off to accelerate"
+        )
     return None
 
 

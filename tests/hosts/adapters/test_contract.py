@@ -35,7 +35,8 @@ def missing(root: Path, name: str) -> list[str]:
         for function, arguments in FUNCTIONS.items()
         if functions.get(function) != arguments
     ]
-    sessions = [c for c in tree.body if isinstance(c, ast.ClassDef) and "Session" in map(ast.unparse, c.bases)]
+    bases = {"Session", "WebUISession"}
+    sessions = [c for c in tree.body if isinstance(c, ast.ClassDef) and bases & set(map(ast.unparse, c.bases))]
     if not sessions:
         found.append(f"{HOSTS / name}/adapter.py has no class derived from sfast_ext.hosts.session.Session")
     for session in sessions:
