@@ -26,11 +26,9 @@ def end_allocation(device: torch.device, pool: Any, stream: torch.cuda.Stream) -
 def _ended_here(index: int, pool: Any) -> bool:
     """End the allocation on the current stream; false if that was done before."""
     # the second is its name before torch 2.8
-    for name in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"):
-        end = getattr(torch._C, name, None)
-        if end is not None:
-            break
-    else:
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    end = end or getattr(torch._C, "_cuda_endAllocateCurrentStreamToPool", None)
+    if end is None:
         return False
     try:
         end(index, pool)

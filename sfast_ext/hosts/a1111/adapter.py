@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -189,25 +188,9 @@ class A1111Session(WebUISession):
         self._memory = A1111Memory(self._unets, _unet_of, self.report)
         self._host_version = _host_version()
 
-    def register(self) -> None:
-        """Write to the console before anything else is done."""
-        self._join_console()
-        super().register()
-
-    def _join_console(self) -> None:
-        # without --loglevel the WebUI configures no log, and Python then writes warnings only
-        if logger.hasHandlers():
-            return
-        handler = _console(logging.Formatter("Stable Fast: %(message)s"))
-        logger.addHandler(handler)
-        # a package that logs before it has configured a log gives the root logger a handler: each line would come twice
-        logger.propagate = False
-
-        def leave() -> None:
-            logger.removeHandler(handler)
-            logger.propagate = True
-
-        self._undo.append(leave)
+    def has_console(self) -> bool:
+        """With --loglevel; without it the WebUI configures no log, and Python then writes warnings only."""
+        return logger.hasHandlers()
 
     def install(self) -> list[Callable[[], object]]:
         """Register callbacks, and wrap the functions that free memory, for which there are none."""
@@ -253,10 +236,6 @@ class A1111Session(WebUISession):
         from modules import shared
 
         return not any(getattr(shared.opts, name, False) for name in ("pad_cond_uncond", "pad_cond_uncond_v0"))
-
-    def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.guarded(self.release_models)
-        return original(*args, **kwargs)
 
     def _hooks_for(self, unet: nn.Module) -> Hooks:
         hooks = self._hooks.get(unet)
@@ -307,22 +286,6 @@ class A1111Session(WebUISession):
 def start(version: str) -> None:
     """Start the extension; after the WebUI reloaded its scripts, in place of the session before."""
     print(A1111Session.start(version).greeting())
-
-
-def _console(formatter: logging.Formatter) -> logging.Handler:
-    """A handler that writes around the WebUI's progress bars, where the WebUI has one."""
-    plain = logging.StreamHandler()
-    # the WebUI's hands lines over to it while there is no bar
-    plain.setFormatter(formatter)
-    try:
-        from modules.logging_config import TqdmLoggingHandler
-    except ImportError:
-        return plain
-    if TqdmLoggingHandler is None:
-        return plain
-    around = TqdmLoggingHandler(plain)
-    around.setFormatter(formatter)
-    return around
 
 
 def _unet_of(sd_model: Any) -> nn.Module | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,6 @@ from sfast_ext.hosts.forge import versions
 from sfast_ext.hosts.forge.hooks import ForgeHooks
 from sfast_ext.hosts.forge.memory import ForgeMemory
 from sfast_ext.hosts.webui_session import WebUISession
-from sfast_ext.report import logger
 
 UNET = "IntegratedUNet2DConditionModel"
 """The class of the UNets of Stable Diffusion 1 and XL."""
@@ -53,23 +51,6 @@ class ForgeSession(WebUISession):
         self._denoiser: weakref.ref[object] | None = None
         self._pictures: int | None = None
         self._memory = ForgeMemory(self._unets, self.report)
-
-    def register(self) -> None:
-        """Write to the console before anything else is done."""
-        self._join_console()
-        super().register()
-
-    def _join_console(self) -> None:
-        # Forge's own handler writes the message alone, and nobody would know whose it is
-        handler, was = _console(), logger.propagate
-        logger.addHandler(handler)
-        logger.propagate = False
-
-        def leave() -> None:
-            logger.removeHandler(handler)
-            logger.propagate = was
-
-        self._undo.append(leave)
 
     def install(self) -> list[Callable[[], object]]:
         """Register callbacks, and wrap the functions that load and move models, for which there are none."""
@@ -110,10 +91,6 @@ class ForgeSession(WebUISession):
         for hooks in list(self._hooks.values()):
             hooks.pictures = pictures
 
-    def _unload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.guarded(self.release_models)
-        return original(*args, **kwargs)
-
     def _hooks_for(self, unet: nn.Module) -> Hooks:
         hooks = self._hooks.get(unet)
         if hooks is None:
@@ -147,21 +124,6 @@ class ForgeSession(WebUISession):
                 hooks.pictures = self._pictures
                 hooks.new_pass()
             accelerator.new_generation()
-
-
-def _console() -> logging.Handler:
-    """A handler that writes around the WebUI's progress bars, where the WebUI has one."""
-    plain: logging.Handler = logging.StreamHandler()
-    handlers = [plain]
-    try:
-        from modules.logging_config import TqdmLoggingHandler
-
-        handlers.append(TqdmLoggingHandler(plain))
-    except ImportError:
-        pass
-    for handler in handlers:
-        handler.setFormatter(logging.Formatter("Stable Fast: %(message)s"))
-    return handlers[-1]
 
 
 def _model() -> Any:
