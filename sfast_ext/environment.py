@@ -87,16 +87,30 @@ def in_short() -> str:
 
 
 def triton_runs_on(device: torch.device) -> bool:
-    """Whether Triton kernels can run on tensors of this device; of some dtype at least, see `triton_refusal`. On a GPU
-    the first call waits for a small kernel to be compiled and launched."""
+    """Whether Triton kernels are used for tensors of this device; of some dtype at least, see `triton_refusal`. On a
+    GPU the first call waits for a small kernel to be compiled and launched."""
     if not has_triton():
         return False
     from sfast_ext import kernels
     from sfast_ext.kernels.backend import trial
 
     if device.type == "cuda":
-        return unserved(device) is None and triton_refusal(device) is None and trial.refusal(device) is None
+        refused = unserved(device) or triton_refusal(device) or triton_surpassed(device)
+        return refused is None and trial.refusal(device) is None
     return kernels.interpreted()
+
+
+def triton_surpassed(device: torch.device) -> str | None:
+    """Why Triton is not used on a GPU although it works there; None where it is used, and without Triton.
+
+    Before 3.0 its kernels are slower than those in CUDA C++, and take longer to compile (docs/measurements.md).
+    """
+    from sfast_ext.kernels.backend import nvrtc, triton_runtime
+
+    version = triton_runtime.VERSION
+    if not version or version >= (3, 0) or nvrtc.known() is None or nvrtc.refusal(device) is not None:
+        return None
+    return f"Triton {version[0]}.{version[1]} is older than 3.0, so kernels in CUDA C++ are used in its place"
 
 
 def triton_refusal(device: torch.device, *dtypes: torch.dtype) -> str | None:
@@ -114,7 +128,7 @@ def left_out(device: torch.device) -> list[str]:
     """What is put aside on a GPU although it is there, and why, a sentence each; as far as it was tried."""
     from sfast_ext.kernels.backend import nvrtc, trial
 
-    reasons = [trial.known(device), nvrtc.refusal(device)]
+    reasons = [triton_surpassed(device) if has_triton() else None, trial.known(device), nvrtc.refusal(device)]
     with contextlib.suppress(OSError, RuntimeError):  # the user has no home: nothing is kept
         reasons.append(nvrtc.folder_refusal())
     return [f"{reason}." for reason in reasons if reason is not None]

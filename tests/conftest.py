@@ -9,6 +9,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import nn
 
 from sfast_ext import environment, kernels
@@ -123,9 +125,11 @@ def gigabytes(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     if torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory < needed << 30:
         pytest.skip(f"needs a GPU of {needed} GB")
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
+    # one after another: two of them and the other workers do not fit in 80 GB
+    with FileLock(Path(tempfile.gettempdir()) / "stable-fast-gigabytes.lock"):
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

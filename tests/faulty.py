@@ -354,6 +354,8 @@ def greedy(_: str) -> Exception:
 def usable() -> None:
     torch.cuda.synchronize()
     assert not capturing() and torch.ones(3, device="cuda").sum().item() == 3
+    # hosts draw their noise from the default generator
+    torch.randn(3, device="cuda")
     torch.cuda.empty_cache()
 
 

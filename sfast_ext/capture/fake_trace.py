@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -295,11 +296,13 @@ def fake_mode() -> _MemoFakeMode | None:
         patch: Any = contextlib.nullcontext()
         if hasattr(config, "fake_tensor_allow_unsafe_data_ptr_access"):
             patch = config.patch(fake_tensor_allow_unsafe_data_ptr_access=False)
+        # torch 2.1 has no such option, and make_fx no environment for shapes that are not symbolic
+        static = "static_shapes" in inspect.signature(FakeTensorMode.__init__).parameters
+        shapes: dict[str, Any] = {"shape_env": ShapeEnv(), "static_shapes": True} if static else {}
         with patch:
-            return _MemoFakeMode(
-                allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
-            )
+            return _MemoFakeMode(allow_fallback_kernels=True, allow_non_fake_inputs=True, **shapes)
     except Exception:
+        logger.debug("captures remember no metadata", exc_info=True)
         return None
 
 

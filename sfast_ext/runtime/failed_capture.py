@@ -23,6 +23,25 @@ def end_allocation(device: torch.device, pool: Any, stream: torch.cuda.Stream) -
             torch._C._cuda_releasePool(index, pool)
 
 
+def free_random_numbers(device: torch.device, stream: torch.cuda.Stream) -> None:
+    """Give the default generator back, which capture_end leaves in the capture where it raises.
+
+    Before torch 2.4 every random number would raise from then on. A capture of nothing that ends gives it back. Later
+    versions need nothing, as a capture gets a generator of its own there.
+    """
+    if hasattr(torch.Generator, "graphsafe_set_state"):
+        return
+    one = torch.zeros(1, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.default_stream(device))
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            one.zero_()  # torch warns of an empty graph
+        finally:
+            graph.capture_end()
+
+
 def _ended_here(index: int, pool: Any) -> bool:
     """End the allocation on the current stream; false if that was done before."""
     # the second is its name before torch 2.8

@@ -18,7 +18,7 @@ import torch
 from sfast_ext.kernels.backend.nvrtc import current_stream
 from sfast_ext.kernels.backend.trial import held_off
 from sfast_ext.report import Report
-from sfast_ext.runtime.failed_capture import end_allocation
+from sfast_ext.runtime.failed_capture import end_allocation, free_random_numbers
 
 MB = 1 << 20
 # Size of the first block, relative to the peak of live bytes. UNets need 1.09 to 1.19, as the allocator takes the
@@ -207,6 +207,7 @@ class GraphPool:
         except BaseException:
             del graph
             end_allocation(self.device, self._handle, self.side_stream())
+            free_random_numbers(self.device, self.side_stream())
             if not self._entries:
                 # the allocator forgets a pool in which no graph was captured
                 self._drop_pool()

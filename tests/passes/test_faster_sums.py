@@ -17,7 +17,7 @@ from sfast_ext.passes.layer_norm import add_layer_norm
 from sfast_ext.passes.linear_accumulate import linear_accumulate
 from sfast_ext.passes.linear_geglu import linear_geglu
 
-from .support import OTHER_CONVOLUTIONS, Traced, randn
+from .support import HALF_ON_THE_CPU, OTHER_CONVOLUTIONS, Traced, randn
 
 HALF = torch.float16
 
@@ -72,7 +72,11 @@ def test_linear_layers(what: str) -> None:
     traced, count = rewritten(forward, TOKENS)
     assert count == wanted == len(traced.launches(faster_linear))
     assert not {"linear", "linear_geglu", "linear_accumulate"} & set(traced.ops())
-    assert traced.error() < 2e-3
+    check(traced)
+
+
+def check(traced: Traced) -> None:
+    assert not HALF_ON_THE_CPU or traced.error() < 2e-3
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -80,7 +84,8 @@ def test_linear_layers(what: str) -> None:
 def test_convolutions(stride: int, bias: bool) -> None:
     traced, count = rewritten(lambda m, x: m.conv(x.sin()), IMAGE, stride=stride, bias=bias)
     (node,) = traced.launches(faster_conv2d)
-    assert count == 1 and node.args[3] == stride and traced.error() < 2e-3
+    assert count == 1 and node.args[3] == stride
+    check(traced)
 
 
 @pytest.mark.parametrize(

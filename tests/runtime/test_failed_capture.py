@@ -7,7 +7,8 @@ import contextlib
 import pytest
 import torch
 
-from sfast_ext.runtime.failed_capture import end_allocation
+from sfast_ext.runtime.failed_capture import end_allocation, free_random_numbers
+from sfast_ext.runtime.graph_pool import _own_random_state
 
 GPU = torch.device("cuda", 1)
 POOL = (0, 7)
@@ -79,15 +80,42 @@ def test_a_torch_that_has_no_such_function(monkeypatch):
     assert allocator.told == ["side"]
 
 
+class Graph:
+    """Notes what becomes of a capture."""
+
+    def __init__(self, told: list[object]) -> None:
+        self.told = told
+
+    def capture_begin(self, capture_error_mode: str) -> None:
+        self.told.append(capture_error_mode)
+
+    def capture_end(self) -> None:
+        self.told.append("end")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_default_generator_is_given_back_where_a_capture_claims_it(own, monkeypatch):
+    told: list[object] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(told))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "default")
+    generator = type("Generator", (), {"graphsafe_set_state": None} if own else {})
+    monkeypatch.setattr(torch, "Generator", generator)
+    side = type("Stream", (), {"wait_stream": lambda _, other: told.append(other)})()
+    free_random_numbers(torch.device("cpu"), side)
+    assert told == ([] if own else ["default", "thread_local", "end"])
+
+
 @pytest.mark.gpu
-def test_after_a_capture_that_the_driver_called_off_the_allocator_works_and_the_pool_is_freed():
+def test_after_a_capture_that_the_driver_called_off_memory_and_random_numbers_work():
     device = torch.device("cuda", torch.cuda.current_device())
     side, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(side), pytest.raises(RuntimeError):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        with _own_random_state(device):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         held = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
         try:
             with contextlib.suppress(RuntimeError):
@@ -96,7 +124,9 @@ def test_after_a_capture_that_the_driver_called_off_the_allocator_works_and_the_
             graph.capture_end()
     del graph, held
     end_allocation(device, pool, side)
+    free_random_numbers(device, side)
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= before + (2 << 20)
     with torch.cuda.stream(side):
         assert torch.ones(3, device=device).sum().item() == 3
+    assert torch.randn(1000, device=device).std().item() > 0.5

@@ -41,6 +41,7 @@ def card(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(nvrtc, "build", build)
+    monkeypatch.setattr(environment, "triton_surpassed", lambda device: None)
     for name in ("SFAST_CACHE_DIR", "TORCH_EXTENSIONS_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
     return pretend

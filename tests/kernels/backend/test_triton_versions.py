@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sfast_ext import environment, kernels
-from sfast_ext.kernels.backend import triton_runtime, triton_versions
+from sfast_ext.kernels.backend import nvrtc, triton_runtime, triton_versions
 
 GPU = torch.device("cuda", 0)
 TURING, AMPERE, HOPPER, BLACKWELL = (7, 5), (8, 6), (9, 0), (12, 0)
@@ -66,6 +66,18 @@ def test_bfloat16_alone_is_refused_on_turing(card):
     assert environment.triton_runs_on(GPU)
     assert environment.triton_refusal(GPU, torch.float16, torch.float32) is None
     assert "bfloat16" in environment.triton_refusal(GPU, torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("version", [(2, 1), (2, 3), (3, 0), (3, 7)])
+@pytest.mark.parametrize("compiler", [True, False])
+def test_an_old_one_gives_way_to_cuda_where_that_compiles(card, version, compiler, monkeypatch):
+    card(version, AMPERE)
+    monkeypatch.setattr(nvrtc, "known", lambda: ("12.1", (86,)) if compiler else None)
+    monkeypatch.setattr(nvrtc, "refusal", lambda device: None if compiler else "no NVRTC")
+    surpassed = version < (3, 0) and compiler
+    assert environment.triton_runs_on(GPU) != surpassed
+    said = [line for line in environment.left_out(GPU) if "older than 3.0" in line]
+    assert len(said) == surpassed and all(f"Triton {version[0]}.{version[1]}" in line for line in said)
 
 
 def test_no_device_but_a_gpu_is_refused_anything(card):
