@@ -24,13 +24,13 @@ from sfast_ext.behaviour.forward_slot import AcceleratedForward, OwnForward, is_
 from sfast_ext.environment import TORCH
 
 try:
-    from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor_tree
+    from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_slot, set_proxy_slot
+    from torch.utils._mode_utils import no_dispatch
     from torch.utils._python_dispatch import _disable_current_modes
-except ImportError:
-    get_proxy_slot = None
 
-# in earlier versions the recording mode cannot be disabled temporarily
-SUPPORTED = get_proxy_slot is not None and TORCH >= (2, 6)
+    SUPPORTED = True
+except ImportError:
+    SUPPORTED = False
 # recording a module with fewer submodules is as fast as comparing it
 MIN_MODULES = 5
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format)
@@ -245,11 +245,24 @@ def _copy(known: _Recording, module: nn.Module, tracer: Any, arguments: list[fx.
                 mapped[node] = tracer.create_arg(module.get_parameter(name))
         results = []
         for node, like in known.outputs:
-            with _disable_current_modes():
+            with _unrecorded():
                 meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
                 result = FakeTensor(like.fake_mode, meta, like.fake_device)
-            track_tensor_tree(result, fx.Proxy(mapped[node], tracer), constant=None, tracer=tracer)
+            # the node has its metadata from the one that was copied
+            set_proxy_slot(result, tracer, _ProxyTensor(fx.Proxy(mapped[node], tracer), None))
             results.append(result)
         return pytree.tree_unflatten(results, known.tree)
     except Exception as exc:
         raise ReuseFailed(str(exc)) from exc
+
+
+@contextlib.contextmanager
+def _unrecorded() -> Iterator[None]:
+    """Within, no mode sees an operation."""
+    if TORCH >= (2, 6):
+        with _disable_current_modes():
+            yield
+        return
+    # there the recording mode is none of the modes that can be disabled: it is above autocast
+    with torch._C.DisableTorchFunction(), torch._C._DisablePythonDispatcher(), no_dispatch():
+        yield

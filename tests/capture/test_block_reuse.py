@@ -80,7 +80,7 @@ def check(module, monkeypatch, expected, *inputs):
     # targets of placeholders are names
     quick = record(lambda *x: [module(*x)], inputs, module)
     assert described(quick) == described(plain)
-    assert len(made) == (expected if block_reuse.SUPPORTED else 0)
+    assert len(made) == expected
     torch.testing.assert_close(quick(*inputs), [module(*inputs)])
     assert all("forward" not in vars(m) for m in module.modules())
 
@@ -89,7 +89,6 @@ def test_blocks_of_one_kind_are_recorded_once(monkeypatch):
     check(Stack(*[Block() for _ in range(4)]), monkeypatch, 3)
 
 
-@pytest.mark.skipif(not block_reuse.SUPPORTED, reason="nothing is compared")
 def test_the_code_of_a_kind_of_block_is_read_once(monkeypatch):
     read = []
     original = fingerprint.names_within
@@ -143,7 +142,7 @@ def test_a_unet_is_recorded_alike(name, monkeypatch):
     record(run, (sample, context))
     made.clear()
     assert described(record(run, (sample, context), unet)) == described(record(run, (sample, context)))
-    assert len(made) > 4 or not block_reuse.SUPPORTED
+    assert len(made) > 4
 
 
 def test_keyword_arguments_and_two_uses_of_one_block(monkeypatch):
@@ -216,7 +215,7 @@ def test_patched_and_hooked_blocks_are_recorded_each(monkeypatch):
     inputs = (torch.randn(2, 4),)
     graph = record(lambda x: [module(x)], inputs, module)
     torch.testing.assert_close(graph(*inputs), [module(*inputs)])
-    assert made == ([module.blocks[3]] if block_reuse.SUPPORTED else [])
+    assert made == [module.blocks[3]]
     assert "forward" in vars(module.blocks[1]) and "forward" not in vars(module.blocks[0])
 
 
@@ -239,7 +238,7 @@ def test_where_copying_fails_everything_is_recorded(monkeypatch):
     def broken(*args):
         raise RuntimeError("torch is not as expected")
 
-    monkeypatch.setattr(block_reuse, "track_tensor_tree", broken)
+    monkeypatch.setattr(block_reuse, "set_proxy_slot", broken)
     assert described(record(lambda x: [module(x)], inputs, module)) == plain
     monkeypatch.setattr(block_reuse, "SUPPORTED", False)
     assert described(record(lambda x: [module(x)], inputs, module)) == plain

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sfast_ext.call_signature import flatten_call, flatten_output, rebuild_call
-from sfast_ext.capture import block_reuse, fake_trace, quick_record
+from sfast_ext.capture import fake_trace, quick_record
 from sfast_ext.environment import TORCH
 
 CPU = torch.device("cpu")
@@ -105,10 +105,6 @@ def worked_out(monkeypatch):
     return found
 
 
-apart = pytest.mark.skipif(not block_reuse.SUPPORTED, reason="before torch 2.6 operations are taken apart first")
-
-
-@apart
 def test_shapes_met_before_are_not_worked_out_again(worked_out):
     layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(8)])
     found = same(lambda x: [layers(x)], X)
@@ -120,7 +116,6 @@ def test_shapes_met_before_are_not_worked_out_again(worked_out):
     assert worked_out.count(aten.native_layer_norm.default) == 1 + 8 + 8
 
 
-@apart
 def test_under_other_settings_shapes_are_worked_out_anew(worked_out, monkeypatch):
     layer = nn.LayerNorm(4)
     record = functools.partial(fake_trace.record, lambda x: [layer(x)], [X])
@@ -132,7 +127,6 @@ def test_under_other_settings_shapes_are_worked_out_anew(worked_out, monkeypatch
     assert worked_out.count(aten.native_layer_norm.default) == 2
 
 
-@apart
 def test_what_is_remembered_has_an_end(worked_out, monkeypatch):
     monkeypatch.setattr(fake_trace, "MOST_REMEMBERED", 3)
     layer = nn.LayerNorm(4)
@@ -227,7 +221,7 @@ def recorded_by_make_fx(function):
 @pytest.mark.parametrize("function", [with_gradients, cast_in_turns, seen_by_another_mode, mapped])
 def test_what_is_known_is_known_of_the_same_circumstances(left_to_make_fx, function):
     with torch.no_grad():
-        if TORCH < (2, 4) and not recorded_by_make_fx(function):
+        if TORCH < (2, 8) and not recorded_by_make_fx(function):
             pytest.skip("make_fx of this torch does not record it by itself")
         fake_trace.record(lambda x: [F.linear(x, W)], [X])
     same(function, X)
