@@ -234,7 +234,8 @@ def kernels(way: Callable[[], Any], device: torch.device) -> dict[str, list[floa
 
 def _gpu_us(event: Any) -> float:
     # named after CUDA before torch 2.4
-    return float(getattr(event, "self_device_time_total", None) or getattr(event, "self_cuda_time_total", 0.0))
+    found: Any = getattr(event, "self_device_time_total", None) or getattr(event, "self_cuda_time_total", 0.0)
+    return float(found)
 
 
 @contextmanager
