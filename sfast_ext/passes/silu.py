@@ -25,13 +25,14 @@ def silu(product: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
 
     It rounds once where the product rounds twice.
     """
+    graph = product.graph
     pairs: Any = (product.args[:2], product.args[1::-1])
     for x, gate in pairs:
         if not isinstance(x, fx.Node) or not is_op(gate, SIGMOID):
             continue
         if gate.args[0] is x and only_user(gate) is product and same_meta(gate, x) and same_meta(product, x):
-            with product.graph.inserting_before(product):
-                new = call(product.graph, aten.silu.default, (x,), product)
+            with graph.inserting_before(product):
+                new = call(graph, aten.silu.default, (x,), product)
             replace(product, new)
             return True
     return False
