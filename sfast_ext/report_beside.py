@@ -34,7 +34,7 @@ class ReportBeside(Report):
 
     def event(self, stage: str, message: str) -> None:
         """An event of the main report."""
-        self._main.event(stage, f"{self._what}: {message}")
+        self._main.event(stage, message if self._what in message else f"{self._what}: {message}")
 
     def once(self, stage: str, message: str) -> None:
         """A fact about the machine, told once whoever finds it."""

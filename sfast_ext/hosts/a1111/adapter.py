@@ -186,7 +186,7 @@ class A1111VaeHooks(A1111Hooks):
 
     def __init__(self, part: nn.Module, named: Callable[[Sequence[tuple[int, ...]]], str | None]) -> None:
         super().__init__(part)
-        self._named = named
+        self._named, self._code = named, sys.modules.get(type(part).__module__)
 
     def hooks(self) -> Hooks:
         """The hooks as the accelerator takes them. LoRA is of the UNet and of the text encoder alone."""
@@ -202,11 +202,10 @@ class A1111VaeHooks(A1111Hooks):
 
     def key(self) -> Hashable:
         """What changes the forward and appears neither in its arguments nor in its modules."""
-        code = [sys.modules.get(f"{package}.modules.diffusionmodules.model") for package in ("ldm", "sgm")]
         return (
-            # replaced with the cross attention optimization
-            *(getattr(getattr(module, "AttnBlock", None), "forward", None) for module in code),
-            *(getattr(module, "nonlinearity", None) for module in code),
+            # replaced with the cross attention optimization; in the package of another VAE without a meaning for this
+            getattr(getattr(self._code, "AttnBlock", None), "forward", None),
+            getattr(self._code, "nonlinearity", None),
             bool(getattr(self._shared.opts, "upcast_attn", False)),
             self._hijack.model_hijack.circular_enabled,
         )

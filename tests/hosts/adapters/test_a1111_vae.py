@@ -118,6 +118,14 @@ def test_switched_off_it_is_released_before_the_next_picture_and_back_on_it_star
     assert [on.decode() for _ in range(3)] == ["original", "prepared", "plan"]
 
 
+def test_its_sums_stay_in_full_precision_whatever_the_steps_have(on):
+    on.host.opts.data["sfast_faster_sums"] = True
+    on.host.request()
+    ours = accelerator_of(on.vae.decoder)
+    assert on.session.loaded().config.faster_sums and not ours.config.faster_sums
+    assert not ours.config.cuda_graphs and ours.config.rare_calls and ours.config.max_plans == 8
+
+
 def test_with_all_off_no_picture_has_a_plan(on):
     on.host.opts.data["sfast_enabled"] = False
     on.host.request()
