@@ -113,7 +113,10 @@ def test_a_tolerance_far_below_the_rounding_is_meant(apart: float) -> None:
 def test_float32_has_no_such_excuse(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(plan_builder, "exact", lambda *args: asked.append(args))
-    accelerator, _, _ = built(1e-9, torch.float32)
+    accelerator, _, _ = built(0.02, torch.float32)
+    (plan,) = accelerator.plans.values()
+    assert 0 < plan.error < 1e-4
+    accelerator, _, _ = built(0.5 * plan.error, torch.float32)
     assert not accelerator.plans and not asked
 
 
