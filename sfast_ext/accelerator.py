@@ -34,6 +34,7 @@ from sfast_ext.runtime.plan_builder import OriginalRun, PlanBuilder
 from sfast_ext.runtime.plan_cache import PlanCache, pool_for
 from sfast_ext.runtime.plan_finder import HOST_STAGES, PlanFinder
 from sfast_ext.runtime.plan_runner import OriginalFailed, PlanRunner
+from sfast_ext.runtime.rare_calls import RareCalls, Stopwatch
 from sfast_ext.runtime.replay_state import Lookup, ReplayState
 from sfast_ext.timing import Pace
 from sfast_ext.weights.submodule_arena import Arena, SubmoduleArena
@@ -87,6 +88,7 @@ class Accelerator:
         self._inside = threading.local()
         self._pace = Pace()
         self._passes = 1
+        self._rare = RareCalls()
 
     @property
     def module(self) -> nn.Module:
@@ -153,6 +155,7 @@ class Accelerator:
         if self.whole is None:
             self.report.new_generation()
         self._passes += 1
+        self._rare.new_generation()
         self._pace.restart()
         self._cache.new_generation()
         self._backoff.new_generation()
@@ -353,7 +356,8 @@ class Accelerator:
 
         if state is ReplayState.BYPASS or lookup is None:
             return self.original(*args, **kwargs)
-        mine = self._model.build_lock.acquire(blocking=False)
+        early = self.config.rare_calls and self._rare.too_early(lookup.key)
+        mine = not early and self._model.build_lock.acquire(blocking=False)
         if not mine:
             return self._run_original(lookup, args, kwargs, build=False)
         try:
@@ -382,11 +386,16 @@ class Accelerator:
     def _run_original(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any], build: bool) -> Any:
         """The original forward's result for a call without a plan. With `build`, also builds the plan."""
         started = time.perf_counter()
-        trace = self._builder.live_trace(lookup) if build else None
+        rare = build and self.config.rare_calls
+        # a recorded run takes longer, and its time would be the original's
+        trace = self._builder.live_trace(lookup) if build and not rare else None
+        watch = Stopwatch(lookup.device) if rare else None
         result = self.original(*args, **kwargs) if trace is None else trace.run(self.original, args, kwargs)
+        if watch is not None:
+            watch.stop()
         if build:
             seconds = time.perf_counter() - started
-            run = OriginalRun(lambda: self.original(*args, **kwargs), result, seconds, trace)
+            run = OriginalRun(lambda: self.original(*args, **kwargs), result, seconds, trace, watch)
             self._try_to_build(lookup, run)
         self._pace.restart()
         return result

@@ -32,6 +32,12 @@ class Config:
     max_plans: int = 32
     drop_slower: bool = True
     """On a GPU, drop a plan that measures slower than the original forward."""
+    vae: bool = True
+    """Whether a host accelerates its VAE as well."""
+    rare_calls: bool = False
+    """The module is called about once for each picture, as a VAE is, and each call takes long and much memory. A plan
+    is made at the second call of its kind, at most one in a generation; its later calls time it, no extra ones; and no
+    kernel may need more memory at once than the original."""
 
     def __post_init__(self) -> None:
         if self.check not in CHECKS:
@@ -47,4 +53,7 @@ class Config:
 
     def builds_like(self, other: Config) -> bool:
         """Whether a plan built under one is the plan that the other would build."""
-        return (self.triton, self.faster_sums) == (other.triton, other.faster_sums)
+        return self._built_of() == other._built_of()
+
+    def _built_of(self) -> tuple[bool, ...]:
+        return self.triton, self.faster_sums, self.rare_calls

@@ -230,6 +230,13 @@ class PretendedGPU:
         return "cuda:0"
 
 
+class PretendedEvent(mock.Mock):
+    """An event; each run takes a millisecond."""
+
+    def elapsed_time(self, _end):
+        return 1.0
+
+
 class PretendedGraph:
     """Stands in for torch.cuda.CUDAGraph, as torch 2.1 has it: one that was reset must not be destroyed."""
 
@@ -290,7 +297,7 @@ def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
     patch.setattr(verify, "milliseconds", lambda run, device, times=1: (run(), 1.0)[1])
     stream = PretendedStream()
     for name, stand_in in {
-        "CUDAGraph": PretendedGraph, "Event": mock.Mock, "Stream": PretendedStream,
+        "CUDAGraph": PretendedGraph, "Event": PretendedEvent, "Stream": PretendedStream,
         "current_stream": lambda device: stream, "stream": lambda stream: nothing,
         "synchronize": lambda device=None: None, "empty_cache": lambda: None, "graph_pool_handle": object,
         "get_device_capability": lambda device=None: (8, 6),

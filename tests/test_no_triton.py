@@ -80,7 +80,7 @@ def unet(name: str) -> torch.nn.Module:
     """Of real widths, with weights that nobody has written yet and that take no memory therefore."""
     torch.set_default_dtype(torch.float16)
     try:
-        with models._without_initialisation(CPU):
+        with models.without_initialisation(CPU):
             config = models.unet_config(name) | (SHALLOW_XL if name == "sdxl" else SHALLOW)
             return UNet2DConditionModel(**config).eval().requires_grad_(False)
     finally:

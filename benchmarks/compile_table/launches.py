@@ -64,7 +64,7 @@ def graph(case: str, dtype: torch.dtype, *, triton: bool = True) -> fx.Graph:
     width, height = map(int, size.split("x"))
     torch.set_default_dtype(dtype)
     try:
-        with models._without_initialisation(_CPU):
+        with models.without_initialisation(_CPU):
             unet = UNet2DConditionModel(**models.unet_config(name)).eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(torch.float32)

@@ -139,7 +139,7 @@ def _recorded(
         found["tree"], found["strides"] = tree, [tuple(o.stride()) for o in outputs]
         return outputs
 
-    before = ModuleState(arena.root)
+    before = ModuleState(arena.root, ignored)
     try:
         with torch.inference_mode(False), torch.no_grad():
             graph_module = record(flat, inputs, arena.root, ignored)

@@ -26,9 +26,13 @@ class ModuleState:
 
     In other objects that modules hold, such as attention processors, only fake tensors are detected: other changes may
     be the work of another thread.
+
+    Args:
+        ignored: attributes without influence on behaviour. They may change, and are restored as well.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, ignored: frozenset[str] = frozenset()) -> None:
+        self._ignored = ignored
         self._attributes: list[_Record] = []
         self._containers: list[_Record] = []
         self._holders: list[_Record] = []
@@ -51,7 +55,8 @@ class ModuleState:
         for where, now, was in self._attributes:
             if not _same(now, was):
                 keys = [k for k in {**now, **was} if now.get(k, now) is not was.get(k, was)]
-                changed += [f"{where}.{k}" for k in keys if not _equal(now.get(k), was.get(k))]
+                read = [k for k in keys if k not in self._ignored]
+                changed += [f"{where}.{k}" for k in read if not _equal(now.get(k), was.get(k))]
                 now.clear()
                 now.update(was)
         for where, container, was in self._containers:

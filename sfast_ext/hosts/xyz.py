@@ -24,6 +24,7 @@ _ON_OFF = ("True", "False")
 AXES = {
     "[Stable Fast] enabled": Axis("sfast_enabled", _switch, _ON_OFF),
     "[Stable Fast] preset": Axis("sfast_preset", str, settings.PRESET.choices),
+    "[Stable Fast] VAE": Axis("sfast_vae", _switch, _ON_OFF),
     "[Stable Fast] faster sums": Axis("sfast_faster_sums", _switch, _ON_OFF),
     "[Stable Fast] CUDA graphs": Axis("sfast_cuda_graphs", _switch, _ON_OFF),
     "[Stable Fast] Triton kernels": Axis("sfast_triton", _switch, _ON_OFF),

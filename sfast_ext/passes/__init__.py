@@ -38,6 +38,7 @@ from . import (
     query_attention,
     rewrite,
     scaled_dot_product,
+    silu,
     sliced_attention,
     timestep_embedding,
     upsample,
@@ -80,6 +81,7 @@ PASSES: list[Pass] = [
     Pass("cse", cse.cse, CANONICALIZE, ("cleanup",)),
     # cleanup: `detach_` pins the literals of a forward
     Pass("fold_constants", cse.fold_constants, CANONICALIZE, ("cleanup",)),
+    Pass("silu", silu.silu, CANONICALIZE),
     # cleanup: dropout that drops nothing stands between softmax and matmul
     Pass("scaled_dot_product", scaled_dot_product.scaled_dot_product, CANONICALIZE, ("cleanup",)),
     # scaled_dot_product: it makes the attentions whose results are concatenated

@@ -24,6 +24,8 @@ class PassContext:
     channels_last: bool = True
     faster_sums: bool = False
     """Whether sums may be in half precision."""
+    most_bytes: int | None = None
+    """What a kernel may hold while it runs, its operands and its result included; None where that does not matter."""
 
     def serves(self, *modules: ModuleType) -> bool:
         """Whether all of these kernels may be launched. Operations without a kernel stay as they were captured."""

@@ -55,6 +55,9 @@ class ScoresMatch(NamedTuple):
 class ValuesMatch(NamedTuple):
     matmul: fx.Node  # of the probabilities and the values
     v: fx.Node
+    swapped: bool = False
+    """Whether it multiplies transposed values, (..., channels, keys), by transposed probabilities: the result is
+    transposed as well."""
 
 
 @fusion(SOFTMAX)
@@ -65,6 +68,9 @@ def scaled_dot_product(softmax: fx.Node, pinned: set[fx.Node], ctx: PassContext)
     Replacement: scaled_dot_product_attention(q, k, v, mask, scale=scale)
 
     Each matmul is matmul, bmm or einsum; the first may be baddbmm.
+
+    Pattern: matmul(v^T, softmax(...)^T)
+    Replacement: scaled_dot_product_attention(q, k, v, ...)^T
     """
     scores = match_scores(softmax, pinned)
     values = match_values(softmax, pinned) if scores is not None else None
@@ -152,6 +158,8 @@ def match_values(softmax: fx.Node, pinned: set[fx.Node]) -> ValuesMatch | None:
         node, user = user, only_user(user)
     if user is None or user in pinned:
         return None
+    if is_op(user, PERMUTE):
+        return match_swapped(user, pinned)
     if is_op(user, BMM):
         probabilities, v = user.args[:2]
     elif is_op(user, EINSUM) and is_values_equation(user.args[0]) and len(user.args[1]) == 2:
@@ -161,6 +169,27 @@ def match_values(softmax: fx.Node, pinned: set[fx.Node]) -> ValuesMatch | None:
     if probabilities is not node or v is node or not isinstance(v, fx.Node) or v in pinned:
         return None
     return ValuesMatch(user, v)
+
+
+def match_swapped(turned: fx.Node, pinned: set[fx.Node]) -> ValuesMatch | None:
+    """Matches the matmul of transposed values with transposed probabilities: attention over the pixels of an image."""
+    size, user = shape(turned) or (), only_user(turned)
+    if permutation(turned) != swap_of(len(size)) or user is None or user in pinned or not is_op(user, BMM):
+        return None
+    v, probabilities = user.args[:2]
+    if probabilities is not turned or v is turned or not isinstance(v, fx.Node) or v in pinned:
+        return None
+    return ValuesMatch(user, v, True) if len(shape(v) or ()) == len(size) else None
+
+
+def swap_of(rank: int) -> list[int]:
+    """The permutation that exchanges the last two of so many dimensions."""
+    return [*range(rank - 2), rank - 1, rank - 2]
+
+
+def swapped(size: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """A shape with its last two sizes exchanged."""
+    return None if size is None else (*size[:-2], *size[:-3:-1])
 
 
 def is_float_cast(node: Any) -> bool:
@@ -213,6 +242,8 @@ def labels(equation: Any) -> tuple[str, str, str] | None:
 def are_valid(scores: ScoresMatch, found: ValuesMatch) -> bool:
     """Whether SDPA takes operands of these shapes and dtypes, with nothing broadcast but the mask."""
     q, k, values, out = shape(scores.q), shape(scores.k), shape(found.v), shape(found.matmul)
+    if found.swapped:
+        values, out = swapped(values), swapped(out)
     if not (q and k and values and out) or not len(q) == len(k) == len(values) == len(out) >= 3:
         return False
     if scores.order is not None:
@@ -236,19 +267,32 @@ def are_valid(scores: ScoresMatch, found: ValuesMatch) -> bool:
 def replace_with_sdpa(scores: ScoresMatch, found: ValuesMatch) -> None:
     """Replaces the second matmul by SDPA. If dtypes differ, as where only the scores are in fp32, it runs in the
     widest."""
-    matmul, v = found
+    matmul, v = found.matmul, found.v
+    out_size = shape(matmul) or ()
     graph, q, k, mask = matmul.graph, scores.q, scores.k, scores.mask
     with graph.inserting_before(matmul):
         if scores.order is not None:
-            size = shape(k) or ()
-            k = call(graph, aten.permute.default, (k, scores.order), meta_like(k, [size[dim] for dim in scores.order]))
+            k = permuted(k, scores.order, matmul)
+        if found.swapped:
+            v, out_size = permuted(v, swap_of(len(out_size)), matmul), swapped(out_size) or ()
         wide = widest(*(kind for x in (q, k, v) if (kind := dtype(x)) is not None))
         q, k, v, mask = (x if x is None else cast(x, wide) for x in (q, k, v, mask))
         options = scale_option(scores.scale, (shape(q) or (1,))[-1])
         args = (q, k, v) if mask is None else (q, k, v, mask)
-        out = call(graph, aten.scaled_dot_product_attention.default, args, meta_like(q, shape(matmul) or ()), options)
+        out = call(graph, aten.scaled_dot_product_attention.default, args, meta_like(q, out_size), options)
         out = cast(out, dtype(matmul))
+        if found.swapped:
+            out = call(graph, aten.permute.default, (out, swap_of(len(out_size))), matmul)
     replace(matmul, out)
+
+
+def permuted(x: fx.Node, order: list[int], before: fx.Node) -> fx.Node:
+    """The permutation of a value, in front of a node: one that is there already, as attentions over slices share it."""
+    for user in x.users:
+        if user.target is aten.permute.default and user.args == (x, order) and user < before:
+            return user
+    size = shape(x) or ()
+    return call(x.graph, aten.permute.default, (x, order), meta_like(x, [size[dim] for dim in order]))
 
 
 def scale_option(scale: float, channels: int) -> dict[str, float]:

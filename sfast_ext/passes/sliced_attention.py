@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from .attention import ATTENTION, kernel_options
+from .cleanup import PERMUTE, permutation
 from .fusion import fusion
-from .rewrite import argument, call, dtype, is_op, meta_like, only_user, overloads, replace, shape
+from .rewrite import argument, aten, call, dtype, is_op, meta_like, only_user, overloads, replace, shape
 from .scaled_dot_product import cast, is_float_cast
 
 if TYPE_CHECKING:
@@ -29,7 +30,10 @@ def sliced_attention(cat: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> in
 
     Pattern: cat([sdpa(q[:, a:b], k, v), sdpa(q[:, b:c], k, v), ...], 1), or over slices of q, k and v along heads
     Replacement: sdpa(q, k, v)
+
+    Where each result is transposed first, it is the concatenation that is transposed.
     """
+    cat = transposed_after(cat, pinned)
     pieces = match_slices(cat, pinned)
     operands = match_operands(cat, pieces, pinned) if pieces else None
     if operands is None:
@@ -41,6 +45,30 @@ def sliced_attention(cat: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> in
         new = cast(new, dtype(cat))
     replace(cat, new)
     return len(pieces)
+
+
+def transposed_after(cat: fx.Node, pinned: set[fx.Node]) -> fx.Node:
+    """Concatenates attentions before they are transposed. Returns the concatenation; `cat` where it is not of that
+    form.
+
+    Pattern: cat([permute(sdpa(...), order), permute(sdpa(...), order), ...], dim)
+    Replacement: permute(cat([sdpa(...), sdpa(...), ...], order[dim]), order)
+    """
+    parts, size = list(cat.args[0]), shape(cat) or ()  # type: ignore[arg-type]
+    orders = [permutation(part) if is_op(part, PERMUTE) else None for part in parts]
+    if not parts or orders[0] is None or any(order != orders[0] for order in orders):
+        return cat
+    if any(part in pinned or only_user(part) is not cat or not is_op(part.args[0], ATTENTION) for part in parts):
+        return cat
+    order = orders[0]
+    dim = order[argument(cat, 1, "dim", 0) % len(size)]
+    before = [size[order.index(i)] for i in range(len(size))]
+    with cat.graph.inserting_before(cat):
+        sources = [part.args[0] for part in parts]
+        joined = call(cat.graph, cat.target, (sources, dim), meta_like(cat, before))
+        new = call(cat.graph, aten.permute.default, (joined, order), cat)
+    replace(cat, new)
+    return joined
 
 
 def match_slices(cat: fx.Node, pinned: set[fx.Node]) -> list[fx.Node]:

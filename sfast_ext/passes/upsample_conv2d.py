@@ -14,7 +14,7 @@ from sfast_ext.kernels.pointwise import bias_add
 from .conv_match import match
 from .fusion import fusion
 from .group_norm_inputs import SUMS, match_sum
-from .rewrite import CONV, argument, call, is_op, only_user, replace, shape
+from .rewrite import CONV, argument, call, is_op, only_user, replace, shape, value
 from .upsample import NEAREST, steps
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def upsample_conv2d(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bo
     x, crop = large.args[0], match_doubling(large)
     if crop is None or x in pinned or min((shape(weight) or (0, 0))[:2]) < kernel.LEAST_CHANNELS:
         return False
+    if ctx.most_bytes is not None and held_bytes(conv, x, weight) > ctx.most_bytes:
+        return False
     if not ctx.arena.channels_last(weight.meta["weight"]):
         return False
     with graph.inserting_before(conv):
@@ -47,6 +49,15 @@ def upsample_conv2d(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bo
     if ctx.serves(bias_add):
         materialize_sum(x, pinned)
     return True
+
+
+def held_bytes(conv: fx.Node, x: Any, weight: fx.Node) -> int:
+    """Bytes of the operand, the products of all taps and the result."""
+    small, result = value(x), value(conv)
+    if small is None or result is None:
+        return 0
+    tensors = (small.numel() + result.numel()) * result.element_size()
+    return tensors + kernel.workspace(small, value(weight))  # type: ignore[arg-type]
 
 
 def match_doubling(large: fx.Node) -> tuple[int, int] | None:

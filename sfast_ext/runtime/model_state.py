@@ -34,6 +34,7 @@ class HasPlans(Protocol):
 
 
 A = TypeVar("A", bound=HasPlans)
+_BUILDING = threading.Lock()
 
 
 class ModelState(Generic[A]):
@@ -44,7 +45,8 @@ class ModelState(Generic[A]):
         parts: the accelerators of submodules.
         arena: the weights of the model, used by parts as well.
         lock: held while plans are added or removed.
-        build_lock: held by the thread that builds a plan. One plan is built at a time.
+        build_lock: held by the thread that builds a plan. One plan is built at a time, of all models: torch's modes for
+            recording are one stack for all threads, and builds are timed.
     """
 
     def __init__(self, whole: A, module: nn.Module) -> None:
@@ -52,7 +54,7 @@ class ModelState(Generic[A]):
         self.parts: list[A] = []
         self.arena = WeightArena(module)
         self.lock = threading.RLock()
-        self.build_lock = threading.Lock()
+        self.build_lock = _BUILDING
 
     def accelerators(self) -> tuple[A, ...]:
         """That of the whole and those of the parts."""

@@ -65,6 +65,8 @@ class Plan:
         self.replays = 0
         self.out_of_memory = 0
         self.error: float | None = None
+        self.apart: float | None = None
+        """Its distance from the original where that is rounding; `error` is then that from float32."""
         self.ms_before: float | None = None
         self.ms_after: float | None = None
         self.first_call_s: float | None = None

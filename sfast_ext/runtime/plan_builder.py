@@ -26,11 +26,14 @@ from sfast_ext.passes.layout_time import channels_last_pays
 from sfast_ext.preparation import Interrupted, Preparation, StageTimes
 from sfast_ext.report import at
 from sfast_ext.runtime.backoff import CaptureBackoff
+from sfast_ext.runtime.exact_run import PEAK_FACTOR, exact
 from sfast_ext.runtime.failures import Failures
 from sfast_ext.runtime.model_state import ModuleContext
+from sfast_ext.runtime.peak_memory import peak_bytes
 from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_runner import PlanRunner
+from sfast_ext.runtime.rare_calls import Stopwatch
 from sfast_ext.runtime.replay_state import Lookup
 from sfast_ext.runtime.verify import verify_plan
 from sfast_ext.weights.submodule_arena import Arena
@@ -54,6 +57,8 @@ class OriginalRun:
     seconds: float
     trace: LiveTrace | None
     """Recorded meanwhile, if live tracing is possible."""
+    watch: Stopwatch | None = None
+    """Stopped after it, where calls are rare."""
 
 
 class PlanBuilder:
@@ -188,6 +193,8 @@ class PlanBuilder:
                     run.result,
                     run.seconds,
                     context.config,
+                    run.watch,
+                    lambda: self._exact(lookup),
                 )
         except Exception as exc:
             self._cache.drop(key)
@@ -199,6 +206,19 @@ class PlanBuilder:
             self._cache.reject(key, refusal)
             return None
         return plan
+
+    def _exact(self, lookup: Lookup) -> list[torch.Tensor] | None:
+        """The outputs in float32; None where the forward cannot be recorded again or memory is short."""
+        context = self._context
+        inputs = lookup.call.tensors(lookup.device)
+        try:
+            again = capture(context.slot.original, lookup.call, inputs, context.arena, context.hooks.ignored)
+            needed = PEAK_FACTOR * peak_bytes(again.graph_module.graph)
+            if lookup.device.type == "cuda" and _room(lookup.device) < needed:
+                return None
+            return exact(again.graph_module, inputs)
+        except (CaptureRefused, torch.cuda.OutOfMemoryError):
+            return None
 
     def _captured(self, lookup: Lookup, run: OriginalRun) -> Captured:
         context = self._context
@@ -230,7 +250,9 @@ def make_plan(captured: Captured, call: Call, arena: Arena, device: torch.device
         and environment.triton_runs_on(device)
         and environment.triton_refusal(device, *_dtypes(graph)) is None
     )
-    context = PassContext(arena, device, triton, faster_sums=config.faster_sums)
+    # Values may live longer in the original forward, whose variables keep them, but no shorter.
+    most = peak_bytes(graph) if config.rare_calls else None
+    context = PassContext(arena, device, triton, faster_sums=config.faster_sums, most_bytes=most)
     if device.type == "cuda" and not context.serves(group_norm):
         context.channels_last = arena.memoize("channels last", lambda: channels_last_pays(graph, device))
     fused = run_passes(captured.graph_module, context)

@@ -14,8 +14,16 @@ from sfast_ext.runtime.graph_pool import GraphPool, pool_of
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.plan_cache import PlanCache, pool_for
+from sfast_ext.runtime.rare_calls import Stopwatch
 from sfast_ext.runtime.replay_state import Lookup
-from sfast_ext.runtime.verify import comparable, relative_error, too_inaccurate
+from sfast_ext.runtime.verify import (
+    NOISE_OF_ONE,
+    comparable,
+    limit,
+    relative_error,
+    too_inaccurate,
+    too_slow,
+)
 from sfast_ext.weights.weight import WeightsAway
 
 
@@ -51,8 +59,11 @@ class PlanRunner:
         plan, config = lookup.plan, self._context.config
         assert plan is not None
         at("replay")
+        watch = Stopwatch(plan.device) if self._is_timed(plan) else None
         with self.guard(plan):
             outputs = self.outputs(plan, lookup.call)
+        if watch is not None:
+            self._time(lookup, watch)
         if self.is_compared(plan):
             try:
                 result = original()
@@ -62,9 +73,12 @@ class PlanRunner:
             references = flatten_output(result)[1]
             if not comparable(references):
                 return result
-            plan.error = relative_error(outputs, references)
-            if not plan.error <= config.tolerance:
-                self._cache.reject(lookup.key, too_inaccurate(plan.error, config))
+            error = relative_error(outputs, references)
+            within = error <= limit(plan, config)
+            if plan.apart is None or not within:
+                plan.error = error
+            if not within:
+                self._cache.reject(lookup.key, too_inaccurate(error, config))
             return result
         at("result")
         return plan.output(outputs)
@@ -73,6 +87,24 @@ class PlanRunner:
         """Whether the next result of the plan is compared with the original's."""
         check = self._context.config.check
         return check == "always" or (check == "first" and plan.error is None)
+
+    def _is_timed(self, plan: Plan) -> bool:
+        """Whether this use of a plan times it, see `Config.rare_calls`. The first one: it was run once before."""
+        return self._context.config.rare_calls and plan.ms_after is None and plan.ms_before is not None
+
+    def _time(self, lookup: Lookup, watch: Stopwatch) -> None:
+        plan, config = lookup.plan, self._context.config
+        assert plan is not None
+        watch.stop()
+        plan.ms_after = watch.milliseconds()
+        slow = too_slow(plan, config, NOISE_OF_ONE) if self._on_gpu(plan) else None
+        if slow is not None:
+            self._cache.reject(lookup.key, slow)
+
+    @staticmethod
+    def _on_gpu(plan: Plan) -> bool:
+        # on a CPU the original's time is that of a run with whatever ran beside it
+        return plan.device.type == "cuda"
 
     def reject_inaccurate(self) -> None:
         """Reject the plans whose known error exceeds the tolerance."""

@@ -93,7 +93,9 @@ def _plans(status: Mapping[str, Any]) -> list[str]:
     for each in status["accelerators"]:
         found.append(f"  {each.get('name')} ({each.get('module')} on {each.get('device')})")
         for plan in each.get("plans", ()):
-            found.append(f"    {plan_words(plan)}; {plan['state']}, {plan['replays']} steps, error {plan['error']}")
+            unit = "step" if each.get("steps", True) else "call"
+            said, times = plan_words(plan, unit), f"{plan['replays']} {unit}s"
+            found.append(f"    {said}; {plan['state']}, {times}, error {plan['error']}")
             found.append(f"      {plan['signature']}")
         for name, why in each.get("kernels_put_down", {}).items():
             found.append(f"    kernel {name} is not used: {why}")

@@ -40,23 +40,45 @@ def size_words(shapes: Sequence[tuple[int, ...]], pictures: int | None = None) -
     return ", ".join(said)
 
 
+def vae_words(part: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
+    """A call of a part of a VAE in a user's words, such as "VAE decoder, 512x512"; None where it is no such call.
+
+    Args:
+        part: "decoder" or "encoder".
+        shapes: of the tensors among its arguments.
+    """
+    given = next((shape for shape in shapes if len(shape) == 4), None)
+    if given is None:
+        return None
+    pixels = PIXELS if part == "decoder" else 1
+    rows, _, height, width = given
+    said = f"VAE {part}, {width * pixels}x{height * pixels}"
+    return said if rows == 1 else f"{said}, {rows} pictures"
+
+
 def pictures_of(label: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
     """How many pictures a label of `size_words` for these shapes is of; None where it does not say."""
     rows = next((shape[0] for shape in shapes if len(shape) == 4), 0)
     return next((n for n in range(1, rows + 1) if rows % n == 0 and size_words(shapes, n) == label), None)
 
 
-def plan_words(plan: Mapping[str, Any]) -> str:
-    """A plan in one line: "512x512, 1 picture, 77 tokens: 2.1x (31.0 -> 14.8 ms a step)"."""
+def plan_words(plan: Mapping[str, Any], unit: str = "step") -> str:
+    """A plan in one line: "512x512, 1 picture, 77 tokens: 2.1x (31.0 -> 14.8 ms a step)".
+
+    Args:
+        unit: what one call of it is.
+    """
     times = plan.get("speedup")
     if times is None:
         return f"{plan['label']}: not compared in time"
-    return f"{plan['label']}: {times:.1f}x ({plan['ms_before']:.1f} -> {plan['ms_after']:.1f} ms a step)"
+    return f"{plan['label']}: {times:.1f}x ({plan['ms_before']:.1f} -> {plan['ms_after']:.1f} ms a {unit})"
 
 
 def plan_of_last_picture(accelerators: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Of the plans that the last picture used, by the status of accelerators, the one with the most steps."""
-    plans = [plan for each in accelerators for plan in each.get("plans", ()) if plan.get("last_pass")]
+    """Of the plans that the last picture used, by the status of accelerators, the one with the most steps. Those of
+    networks whose calls are no steps do not count."""
+    of_steps = (each for each in accelerators if each.get("steps", True))
+    plans = [plan for each in of_steps for plan in each.get("plans", ()) if plan.get("last_pass")]
     return max(plans, key=lambda plan: plan["replays"], default=None)
 
 
@@ -100,7 +122,7 @@ def _state(status: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _speed(status: Mapping[str, Any]) -> str:
     """The measured speed-up of the last picture's plan and its pace, as far as they are known."""
-    accelerators = [each for each in status["accelerators"] if not each.get("idle")]
+    accelerators = [each for each in status["accelerators"] if not each.get("idle") and each.get("steps", True)]
     plan = plan_of_last_picture(accelerators)
     times = plan.get("speedup") if plan is not None else None
     said = [] if times is None else [f"{times:.1f}x"]

@@ -124,6 +124,22 @@ def test_a_refused_capture_leaves_no_state_behind():
     assert not hasattr(module, "cache")
 
 
+def test_an_attribute_without_influence_may_change_and_is_taken_back():
+    # the shape that ldm's decoder notes on itself
+    def note(m, x):
+        m.last_shape = x.shape
+        return x * 2
+
+    module = Holder(note)
+    module.last_shape = (1, 2)
+    call = flatten_call((X,), {}, CPU)
+    with torch.no_grad():
+        capture(module.forward, call, call.tensors(CPU), WeightArena(module), frozenset({"last_shape"}))
+        assert module.last_shape == (1, 2)
+        with pytest.raises(CaptureRefused, match="keeps state between calls, in the model.last_shape"):
+            capture(module.forward, call, call.tensors(CPU), WeightArena(module))
+
+
 class Notes:
     """What no module is, as an attention processor."""
 

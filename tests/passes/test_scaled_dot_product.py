@@ -98,6 +98,10 @@ TAKEN: dict[str, tuple[Callable[..., Any], Any]] = {
     "a mask by baddbmm": (
         lambda q, k, v: torch.softmax(torch.baddbmm(k[:, None, :, 0], q, k.mT, alpha=0.5), -1) @ v, 0.5
     ),
+    "values on the left": (lambda q, k, v: torch.bmm(v.mT, torch.softmax(q @ k.mT * 0.5, -1).transpose(1, 2)), 0.5),
+    "values on the left, keys that lie the other way": (
+        lambda q, k, v: torch.bmm(v.mT.contiguous(), torch.softmax(q @ k.mT.contiguous(), -1).permute(0, 2, 1)), 1.0
+    ),
     "other names": (
         lambda q, k, v: einsum("nqk,nkc->nqc", einsum("nqc,nkc->nqk", q, k).softmax(-1), v), 1.0
     ),
@@ -127,7 +131,14 @@ LEFT: dict[str, Callable[..., Any]] = {
     "scaled by a tensor": lambda q, k, v: torch.softmax((q @ k.mT) * q[:, :1, :1], -1) @ v,
     "masked away": lambda q, k, v: torch.softmax((q @ k.mT).masked_fill(k[:, None, :, 0] > 0, -1e4), -1) @ v,
     "dropped in part": lambda q, k, v: torch.softmax(q @ k.mT, -1)[:, :, :4] @ v[:, :4],
-    "values on the left": lambda q, k, v: torch.bmm(v.mT, torch.softmax(q @ k.mT, -1).mT),
+    "values on the left of probabilities as they are": lambda q, k, v: torch.bmm(q.mT, torch.softmax(q @ k.mT, -1)),
+    "values on the left, one set for all": lambda q, k, v: torch.matmul(
+        v[0].mT, torch.softmax(q @ k.mT, -1).transpose(1, 2)
+    ),
+    "values on the left, turned probabilities used elsewhere": lambda q, k, v: (
+        torch.bmm(v.mT, p := torch.softmax(q @ k.mT, -1).transpose(1, 2)),
+        p,
+    ),
     "one set of keys for all": lambda q, k, v: torch.softmax(q @ k[0].mT, -1) @ v,
     "other contraction": lambda q, k, v: einsum("bij,bjd->bjd", (q @ k.mT).softmax(-1)[:, :9], v),
     "written to afterwards": lambda q, k, v: (torch.softmax(q @ k.mT, -1).mul_(2)) @ v,

@@ -45,6 +45,8 @@ JOINED: dict[str, tuple[Callable[..., Tensor], int]] = {
         ),
         8,
     ),
+    "transposed": (lambda q, k, v: torch.cat([attend(x, k, v).transpose(1, 2) for x in parts(q, 5, 1)], 2), 3),
+    "turned": (lambda q, k, v: torch.cat([attend(x, k, v).permute(2, 0, 1) for x in parts(q, 5, 1)], -1), 3),
     "a scale": (
         lambda q, k, v: torch.cat([F.scaled_dot_product_attention(x, k, v, scale=0.2) for x in parts(q, 5, 1)], 1), 3
     ),
@@ -85,6 +87,13 @@ STAYS: dict[str, Callable[..., Any]] = {
     "something else between": lambda q, k, v: torch.cat([attend(q[:, :5], k, v), q[:, 5:, :1].expand(-1, -1, 5)], 1),
     "other values": lambda q, k, v: torch.cat([attend(q[:, :5], k, v), attend(q[:, 5:], k, v * 2)], 1),
     "beside each other's channels": lambda q, k, v: torch.cat([attend(q, k, v), attend(q, k, v)], 2),
+    "transposed, another order": lambda q, k, v: torch.cat(
+        [attend(x, k, v).transpose(1, 2) for x in parts(q, 5, 1)[::-1]], 2
+    ),
+    "transposed, a part used elsewhere": lambda q, k, v: (
+        torch.cat([y := attend(q[:, :5], k, v).transpose(1, 2), attend(q[:, 5:], k, v).transpose(1, 2)], 2),
+        y,
+    ),
     "every second": lambda q, k, v: torch.cat([attend(q[:, ::2], k, v), attend(q[:, 1::2], k, v)], 1),
     "of two sources": lambda q, k, v: torch.cat([attend(q[:, :5], k, v), attend(q.sin()[:, 5:], k, v)], 1),
 }

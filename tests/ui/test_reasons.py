@@ -18,7 +18,9 @@ RAISED = {"NotOurs", "CaptureRefused", "WeightsAway"}
 """Exceptions whose text becomes a reason."""
 CALLED = {"bypassed", "reject"}
 """Methods whose last argument is one."""
-GIVES_REASONS = re.compile(r"bypass_reason|_offload_reason|unserved|verify_plan|too_inaccurate|^active$|functionalize")
+GIVES_REASONS = re.compile(
+    r"bypass_reason|_offload_reason|unserved|verify_plan|too_inaccurate|too_slow|^active$|functionalize"
+)
 """Functions that return one."""
 TABLES = ("PIPELINES", "COMPILED")
 """Tables of texts that become a part of one."""

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.hooks import Hooks
+from sfast_ext.hosts import vae
 from sfast_ext.hosts.a1111 import controlnet
 from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
@@ -122,9 +124,12 @@ class A1111Hooks:
         if getattr(shared.sd_model, "applied_token_merged_ratio", 0):
             # tomesd makes new classes for each image, so a plan would last for one image
             return "token merging is on; set its ratio to 0 in Settings > Optimizations to accelerate"
+        return self._hypertile_reason() or self._dormant.active()
+
+    def _hypertile_reason(self) -> str | None:
         if any(params.enabled for params in self._hypertile):
             return "Hypertile is on and draws its tiles at random; turn it off in Settings > Hypertile to accelerate"
-        return self._dormant.active()
+        return None
 
     def prepare(self) -> None:
         """Apply the active LoRAs to the weights.
@@ -172,6 +177,40 @@ class A1111Hooks:
         return self._dormant.vouch(function)
 
 
+class A1111VaeHooks(A1111Hooks):
+    """What the accelerator of a VAE's decoder or encoder asks the WebUI at each call.
+
+    Args:
+        named: names a call in a user's words.
+    """
+
+    def __init__(self, part: nn.Module, named: Callable[[Sequence[tuple[int, ...]]], str | None]) -> None:
+        super().__init__(part)
+        self._named, self._code = named, sys.modules.get(type(part).__module__)
+
+    def hooks(self) -> Hooks:
+        """The hooks as the accelerator takes them. LoRA is of the UNet and of the text encoder alone."""
+        return replace(super().hooks(), prepare=None, ignored=LEFTOVER_MARKS | vae.MARKS)
+
+    def words(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
+        """A call in a user's words."""
+        return self._named(shapes)
+
+    def bypass_reason(self) -> str | None:
+        """Why the call must be bypassed. What is in the UNet's place, or in its layers, does not matter here."""
+        return self._hypertile_reason() or self._dormant.active()
+
+    def key(self) -> Hashable:
+        """What changes the forward and appears neither in its arguments nor in its modules."""
+        return (
+            # replaced with the cross attention optimization; in the package of another VAE without a meaning for this
+            getattr(getattr(self._code, "AttnBlock", None), "forward", None),
+            getattr(self._code, "nonlinearity", None),
+            bool(getattr(self._shared.opts, "upcast_attn", False)),
+            self._hijack.model_hijack.circular_enabled,
+        )
+
+
 class A1111Session(WebUISession):
     """The extension in one run of the WebUI's scripts; see `Session`."""
 
@@ -182,10 +221,11 @@ class A1111Session(WebUISession):
         self._hooks: weakref.WeakKeyDictionary[nn.Module, A1111Hooks] = weakref.WeakKeyDictionary()
         self._unets = Attachment(self._hooks_for, self.report, parts=controlnet.unet_blocks)
         self._controlnets = Attachment(self._hooks_for, self.report, name="controlnet")
-        self.attachments = (self._unets, self._controlnets)
+        self._vaes = vae.Vaes(self._hooks_for_vae, self.report)
+        self.attachments = (self._unets, self._controlnets, *self._vaes.attachments)
         self._denoiser: weakref.ref[object] | None = None
         self._pictures: int | None = None
-        self._memory = A1111Memory(self._unets, _unet_of, self.report)
+        self._memory = A1111Memory(self._unets, self._vaes, _unet_of, self.report)
         self._host_version = _host_version()
 
     def has_console(self) -> bool:
@@ -194,13 +234,33 @@ class A1111Session(WebUISession):
 
     def install(self) -> list[Callable[[], object]]:
         """Register callbacks, and wrap the functions that free memory, for which there are none."""
-        from modules import script_callbacks, sd_models
+        from modules import processing, script_callbacks, sd_models
 
         # a model was loaded; or other weights, or another VAE, into the model that is loaded
         script_callbacks.on_model_loaded(self.callback(self._follow))
         # before each step: the only callback after every switch of the model, those of refiner and hires fix too
         script_callbacks.on_cfg_denoiser(self.callback(self._step))
-        return [wrap(sd_models, "unload_model_weights", self._unload), *self._memory.install()]
+        return [
+            wrap(sd_models, "unload_model_weights", self._unload),
+            wrap(processing, "process_images_inner", self._before_pictures),
+            *self._memory.install(),
+        ]
+
+    def _before_pictures(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """img2img encodes its picture before the first step, with the settings of this request."""
+        from modules.sd_models import model_data
+
+        self.guarded(lambda: self._follow_vae(model_data.sd_model))
+        return original(*args, **kwargs)
+
+    def _follow_vae(self, sd_model: Any) -> None:
+        # one that is moved to the GPU for each call keeps its weights where the WebUI wants the memory
+        moved = bool(getattr(sd_model, "lowvram", False))
+        found = None if moved else getattr(sd_model, "first_stage_model", None)
+        for each in self._vaes.follow([found], self.config()):
+            hooks = self._hooks.get(each.module)
+            if hooks is not None:
+                hooks.new_pass()
 
     def host_version(self) -> str:
         """The git tag."""
@@ -243,6 +303,12 @@ class A1111Session(WebUISession):
             hooks = self._hooks[unet] = A1111Hooks(unet)
         return hooks.hooks()
 
+    def _hooks_for_vae(self, part: nn.Module, named: Callable[[Sequence[tuple[int, ...]]], str | None]) -> Hooks:
+        hooks = self._hooks.get(part)
+        if hooks is None:
+            hooks = self._hooks[part] = A1111VaeHooks(part, named)
+        return hooks.hooks()
+
     def _step(self, params: Any) -> None:
         from modules import shared
 
@@ -269,6 +335,7 @@ class A1111Session(WebUISession):
         unet = None if sd_unet.current_unet is not None else _unet_of(sd_model)
         config = self.config()
         accelerator = self._unets.follow(unet, config, keep=list(_resident_unets()))
+        self._follow_vae(sd_model)
         self._memory.watch(sd_model)
         networks = [] if unet is None else controlnet.active_networks(unet)
         networks_followed = self._controlnets.follow_all(

@@ -12,6 +12,7 @@ from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.attachment import Attachment, wrap
 from sfast_ext.hosts.moves import Moves
 from sfast_ext.hosts.session import guarded
+from sfast_ext.hosts.vae import Vaes
 from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.report import Report
 from sfast_ext.runtime import graph_pool
@@ -30,11 +31,15 @@ class A1111Memory:
 
     Args:
         attachment: has the accelerators of the UNets.
+        vaes: those of the VAEs.
         unet_of: gives the UNet of one of the WebUI's models.
     """
 
-    def __init__(self, attachment: Attachment, unet_of: Callable[[Any], nn.Module | None], report: Report) -> None:
+    def __init__(
+        self, attachment: Attachment, vaes: Vaes, unet_of: Callable[[Any], nn.Module | None], report: Report
+    ) -> None:
         self._attachment, self._unet_of, self._report = attachment, unet_of, report
+        self._accelerated_vaes = vaes
         self._vaes = VaeMemory(self._make_room)
         self._moves = Moves(attachment.within, self._make_room, report, "the WebUI")
 
@@ -60,9 +65,13 @@ class A1111Memory:
     def _send_away(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         unet = self._unet_of(model)
         was_there = unet is not None and gpu_room.on_gpu(unet)
+        vae = getattr(model, "first_stage_model", None)
+        vae_there = isinstance(vae, nn.Module) and gpu_room.on_gpu(vae)
         result = original(model, *args, **kwargs)
         if unet is not None and was_there and not gpu_room.on_gpu(unet):
             self._guarded(lambda: self._attachment.suspend(unet))
+        if vae_there and not gpu_room.on_gpu(vae):
+            self._guarded(lambda: self._accelerated_vaes.suspend(vae))
         return result
 
     def _upscale(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +80,11 @@ class A1111Memory:
 
     def _make_room(self, needed: float) -> None:
         # the weights that plans read are the model's own, except with --medvram
-        givers = (lambda: graph_pool.make_room(self._report, _WHY), self._attachment.give_memory_back)
+        givers = (
+            lambda: graph_pool.make_room(self._report, _WHY),
+            self._accelerated_vaes.give_memory_back,
+            self._attachment.give_memory_back,
+        )
         self._guarded(lambda: gpu_room.make_room(needed, givers))
 
     def _guarded(self, action: Callable[[], object]) -> None:

@@ -6,7 +6,8 @@ import importlib.util
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -15,16 +16,24 @@ from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.behaviour.forward_slot import is_own_forward
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts import gpu_room
+from sfast_ext.hosts import gpu_room, vae
 from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
 from sfast_ext.hosts.rehearsals import interrupted
 from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
-from sfast_ext.hosts.sdnext.refusals import COMPILED, keeps_weights, model_bypass_reason, run_bypass_reason
+from sfast_ext.hosts.sdnext.refusals import (
+    COMPILED,
+    keeps_weights,
+    layers_bypass_reason,
+    model_bypass_reason,
+    run_bypass_reason,
+)
 from sfast_ext.hosts.session import Session
 from sfast_ext.ui import settings, words
 from sfast_ext.ui.api import STATUS
 
+VAE = "AutoencoderKL"
+"""The class of the VAEs of Stable Diffusion 1, 2 and XL."""
 BOOKKEEPING = frozenset(
     {
         "network_layer_name",
@@ -136,12 +145,15 @@ class SDNextHooks:
         plain = inner is None or is_own_forward(inner, module)
         return maker == "accelerate.hooks" and hook is not None and plain and keeps_weights(hook)
 
+    def _refusal(self, pipe: Any, network: nn.Module) -> str | None:
+        return run_bypass_reason(pipe, network)
+
     def _new_pass(self) -> None:
         unet = self._unet()
         if unet is None:
             return
         pipe = self._pipeline()
-        self._reason = run_bypass_reason(pipe, unet)
+        self._reason = self._refusal(pipe, unet)
         processors = (m.__dict__.get("processor", m._modules.get("processor")) for m in unet.modules())
         self._scaled_processors = [p for p in processors if isinstance(getattr(p, "scale", None), (list, float, int))]
         self._blocks = list(getattr(unet, "up_blocks", None) or ())
@@ -150,6 +162,22 @@ class SDNextHooks:
             accelerator.new_generation()
         if self._tell is not None:
             self._tell(pipe)
+
+
+class SDNextVaeHooks(SDNextHooks):
+    """What the accelerator of a VAE's decoder or encoder asks SD.Next at each call."""
+
+    def __init__(self, part: nn.Module, named: Callable[[Sequence[tuple[int, ...]]], str | None]) -> None:
+        super().__init__(part, lambda: None)
+        self._named = named
+
+    def hooks(self) -> Hooks:
+        """The hooks as the accelerator takes them."""
+        return replace(super().hooks(), words=self._named)
+
+    def _refusal(self, pipe: Any, network: nn.Module) -> str | None:
+        # what a pipeline does in its steps does not matter here
+        return layers_bypass_reason(network)
 
 
 class SDNextSession(Session):
@@ -173,8 +201,10 @@ class SDNextSession(Session):
         self._controlnets = Attachment(
             lambda network: SDNextHooks(network, _pipeline, pictures=pictures).hooks(), self.report, name="controlnet"
         )
-        self.attachments = (self._unets, self._refiner, self._controlnets)
-        self._offload = Offload((self._refiner, self._controlnets, self._unets), self.report)
+        self._vaes = vae.Vaes(lambda part, named: SDNextVaeHooks(part, named).hooks(), self.report)
+        self.attachments = (self._unets, self._refiner, self._controlnets, *self._vaes.attachments)
+        networks = (self._refiner, self._controlnets, self._unets)
+        self._offload = Offload(networks, self.report, self._vaes.attachments)
         self._ip_adapters = IPAdapterReuse(self._unets.holds, self.guarded)
         self._reloading = False
 
@@ -249,7 +279,25 @@ class SDNextSession(Session):
                 self.report.bypassed(reason)
                 unet = None
             attachment.follow(unet, config)
+        self._vaes.follow(self._accelerable_vaes(), config)
         self._offload.watch(getattr(pipe, "vae", None) for pipe in (_pipeline(), _refiner()) if config.enabled)
+
+    def _accelerable_vaes(self) -> list[Any]:
+        """Those of the loaded pipelines that nothing is known against; the report says what is."""
+        from modules import shared
+
+        found: list[Any] = []
+        for pipe in (_pipeline(), _refiner()):
+            each = getattr(pipe, "vae", None)
+            if type(each).__name__ != VAE or any(each is other for other in found):
+                continue
+            reasons = [model_bypass_reason(getattr(each, part), shared.opts) for part in vae.PARTS]
+            reason = next((reason for reason in reasons if reason is not None), None)
+            if reason is None:
+                found.append(each)
+            else:
+                self.report.once("VAE", reason)
+        return found
 
     def release_models(self) -> None:
         """Release every network, and what is kept of IP-Adapters."""
@@ -314,6 +362,7 @@ class SDNextSession(Session):
         self.guarded(attachment.suspend if self._reloading else attachment.release)
         if op != "refiner":
             self.guarded(self._controlnets.release)
+            self.guarded(self._vaes.suspend if self._reloading else self._vaes.release)
             self._ip_adapters.clear()
         return original(*args, **kwargs)
 

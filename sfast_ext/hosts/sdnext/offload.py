@@ -32,10 +32,12 @@ class Offload:
 
     Args:
         attachments: have the accelerators of the networks that it moves.
+        vaes: those of VAEs. They run once for a picture: the memory of their plans goes whenever they are moved off.
     """
 
-    def __init__(self, attachments: Sequence[Attachment], report: Report) -> None:
-        self._attachments, self._report = attachments, report
+    def __init__(self, attachments: Sequence[Attachment], report: Report, vaes: Sequence[Attachment] = ()) -> None:
+        self._networks, self._vae_parts, self._report = attachments, vaes, report
+        self._attachments = (*vaes, *attachments)
         self._vaes = VaeMemory(lambda needed: self._guarded(lambda: self._make_room(needed)))
         self._oom_count: int | None = None
         self._release_always = False
@@ -61,12 +63,15 @@ class Offload:
         self._vaes.watch(vaes)
 
     def _move_to_cpu(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        ours = self._accelerators_in(module)
-        was_there = ours and gpu_room.on_gpu(module)
+        parts, ours = self._accelerators_in(module, self._vae_parts), self._accelerators_in(module, self._networks)
+        was_there = (parts or ours) and gpu_room.on_gpu(module)
         result = original(module, *args, **kwargs)
         if was_there and not gpu_room.on_gpu(module):
-            self._report.count("weights_away")
-            self._guarded(lambda: self._make_room(math.inf if self._release_always else gpu_room.IDLE_RESERVE))
+            for part in parts:
+                self._guarded(part.give_memory_back)
+            if ours:
+                self._report.count("weights_away")
+                self._guarded(lambda: self._make_room(math.inf if self._release_always else gpu_room.IDLE_RESERVE))
         return result
 
     def _dispatch(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,8 +112,9 @@ class Offload:
             self._report.event("memory", f"SD.Next ran out of GPU memory: {what}")
         self._oom_count = oom_count
 
-    def _accelerators_in(self, module: nn.Module) -> list[Accelerator]:
-        return [a for attachment in self._attachments for a in attachment.within(module)]
+    def _accelerators_in(self, module: nn.Module, attachments: Sequence[Attachment] | None = None) -> list[Accelerator]:
+        among = self._attachments if attachments is None else attachments
+        return [a for attachment in among for a in attachment.within(module)]
 
     def _guarded(self, action: Callable[[], object]) -> None:
         guarded(self._report, "memory", action)

@@ -60,6 +60,11 @@ def run_bypass_reason(pipe: Any, unet: nn.Module) -> str | None:
             "LoRA is loaded by diffusers, which adds layers; "
             "turn off 'LoRA load using Diffusers method' in Settings > Networks to accelerate"
         )
+    return layers_bypass_reason(unet)
+
+
+def layers_bypass_reason(unet: nn.Module) -> str | None:
+    """Why calls must be bypassed because of a network's layers; None where they need not. Takes milliseconds."""
     for module in unet.modules():
         attributes = module.__dict__
         if "_original_forward" in attributes:

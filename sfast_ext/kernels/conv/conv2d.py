@@ -57,6 +57,7 @@ TILES = [
 _WITH_GROUPS = 160  # width of the tiles that also compute group statistics
 _WITH_STATISTICS = [tile for tile in TILES if tile.width == _WITH_GROUPS and tile.split == 1]
 _USUAL_GROUPS = 32  # of a group norm
+_MOST_PIXELS = 2**31 - 2**16  # counted in 32 bits, those of the last tile included
 _GROUPS = (10, 20, 40)  # channels of such a group, of 320, 640 and 1280
 
 
@@ -105,7 +106,7 @@ def readable(x: Tensor, weight: Tensor) -> bool:
     if x.dim() != 4 or weight.dim() != 4 or not cuda_tier.takes(_SOURCE, x, weight):
         return False
     columns, channels = weight.shape[:2]
-    if weight.shape[1:] != (x.shape[1], 3, 3) or not x.numel():
+    if weight.shape[1:] != (x.shape[1], 3, 3) or not 0 < x.numel() < _MOST_PIXELS * x.shape[1]:
         return False
     if channels % smem_ring.DEPTH or columns % 8:
         return False

@@ -15,6 +15,7 @@ from torch import Tensor
 from sfast_ext.kernels.backend import cuda_tier, nvrtc
 from sfast_ext.kernels.backend.triton_runtime import cdiv, channels_inner, launch_kernel
 
+_MOST_PIXELS = 2**31 - 2**16  # counted in 32 bits, the last block's included
 _THREADS = 128  # few input channels: of a block
 _PIXELS = 4  # of a thread
 _LANES, _COLUMNS = 8, 64  # threads of a pixel, and output channels of a block, as csrc/narrow_conv_in.cu has them
@@ -27,7 +28,8 @@ _SCALE = 0.125
 
 def usable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether both kernels can be launched with these tensors, see `cuda_tier.usable`."""
-    return all(cuda_tier.usable(source, x, weight, bias) for source in SOURCES)
+    pixels = x.numel() // x.shape[1] if x.numel() else 0
+    return pixels < _MOST_PIXELS and all(cuda_tier.usable(source, x, weight, bias) for source in SOURCES)
 
 
 def from_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

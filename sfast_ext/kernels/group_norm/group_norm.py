@@ -39,6 +39,7 @@ from sfast_ext.kernels.group_norm.two_pass import MOST, Parts, normalise
 _PATHS: tuple[str, ...] = ("whole", "parts")  # tried in this order before "loop"; paths not named are off
 _FITS = {"whole": tiles.whole, "parts": tiles.parts}
 _MOST_CHANNELS = 1 << 20  # offsets inside tiles are 32-bit
+_MOST_PIXELS = 1 << 30  # of an image; loops over them are 32-bit
 _BLOCK = 128  # channels of a tile, unless a group is wider
 _WIDEST = 4096  # channels of the widest supported group
 _PROGRAMS = 2  # per multiprocessor
@@ -221,7 +222,7 @@ def launch(
         or channels // groups > _WIDEST
         or batch > MAX_GRID_YZ
         or groups > MAX_GRID_YZ
-        or x.numel() == 0
+        or not 0 < x.numel() < _MOST_PIXELS * batch * channels
         or dtype not in DTYPES
         or (shift is not None and shift.shape != (batch, channels))
     ):

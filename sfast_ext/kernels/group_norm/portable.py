@@ -35,6 +35,7 @@ _CHANNELS = 80  # of a block, unless a group is wider
 _MOST_GROUPS = 128  # of a block
 _MOST_PARTS = 128  # which each normalising block reads
 _MOST_ELEMENTS = 2**32  # of an image: offsets in it are 32-bit
+_MOST_PIXELS = 2**30  # of an image: a block counts on beyond its last
 
 
 class Inputs(NamedTuple):
@@ -115,6 +116,11 @@ def usable(x: Tensor, *others: Tensor | None) -> bool:
     return all(cuda_tier.usable(source, x, *others) for source in SOURCES)
 
 
+def addressable(pixels: int, channels: int) -> bool:
+    """Whether offsets in an image, and its pixels, are counted in 32 bits without an overflow."""
+    return pixels * channels < _MOST_ELEMENTS and pixels < _MOST_PIXELS
+
+
 def supports_patches(pixels: int, width: int, dtype: torch.dtype) -> bool:
     """Whether the im2col matrix of such an image can be written, from aligned operands."""
     return whole(pixels, width, 16 // dtype.itemsize, dtype) is not None
@@ -142,7 +148,7 @@ def normalised(
     width = channels // groups
     pack = inputs.pack(width, weight, bias)
     one = None if inputs.fused and pixels > _WHOLE_PIXELS else whole(pixels, width, pack, a.dtype)
-    if (one is None and patches) or max(images, groups) > MAX_GRID_YZ or pixels * channels >= _MOST_ELEMENTS:
+    if (one is None and patches) or max(images, groups) > MAX_GRID_YZ or not addressable(pixels, channels):
         return None
     total = torch.empty((*a.shape[:-1], channels), dtype=a.dtype, device=a.device) if inputs.fused else None
     operands = (a, inputs.b, inputs.addend, inputs.residual)
@@ -179,7 +185,7 @@ def pixels_of_part(parts: Parts, images: int, channels: int, groups: int, dtype:
     if parts.height % parts.box_height or parts.width % parts.box_width or parts.boxes > _MOST_PARTS:
         return None
     pixels = parts.height * parts.width
-    if max(images, groups) > MAX_GRID_YZ or pixels * channels >= _MOST_ELEMENTS:
+    if max(images, groups) > MAX_GRID_YZ or not addressable(pixels, channels):
         return None
     in_one = whole(pixels, channels // groups, 16 // dtype.itemsize, dtype) is not None
     return None if in_one else parts.box_height * parts.box_width

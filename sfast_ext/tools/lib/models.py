@@ -118,7 +118,8 @@ def unet_config(name: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _without_initialisation(device: torch.device) -> Iterator[None]:
+def without_initialisation(device: torch.device) -> Iterator[None]:
+    """Modules are made on this device, and their weights left as memory has them."""
     # the default initialisation of SDXL takes longer on a CPU than all the rest; every value is replaced anyhow
     reset = [(cls, cls.reset_parameters) for cls in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.Embedding)]
     try:
@@ -155,7 +156,7 @@ def random_unet(
     """A UNet2DConditionModel of random weights, in evaluation mode."""
     from diffusers import UNet2DConditionModel
 
-    with _without_initialisation(torch.device(device)):
+    with without_initialisation(torch.device(device)):
         unet = UNet2DConditionModel(**unet_config(name))
     nn.Module.to(unet, dtype)  # past the warning of diffusers' own about modules to be kept in fp32: there are none
     return randomise(unet, seed).eval().requires_grad_(False)

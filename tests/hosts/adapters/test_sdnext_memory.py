@@ -177,7 +177,31 @@ def test_a_controlnet_beside_it(open_card: Any) -> None:
     job = on.job(expected)
     # each comes when it is called, and the other leaves: both are accelerated nevertheless
     assert job["captures"] == 0 and job["runs"] >= 2 * STEPS - 1
-    assert {a["name"] for a in on.host.status()["accelerators"]} == {"unet", "controlnet"}
+    assert {a["name"] for a in on.host.status()["accelerators"]} == {
+        "unet", "controlnet", "VAE decoder", "VAE encoder",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("like", "gib", "moved"), [(SD15, 12, True), (SDXL, 8, True), (SD15, 24, False)])
+def test_the_vae_s_plans_hold_nothing_while_it_is_off_the_gpu(
+    open_card: Any, like: Proportions, gib: int, moved: bool
+) -> None:
+    on = open_card(gib, like)
+    expected = on.stock()
+    counter = on.host.session.report.counter
+    for _ in range(2):
+        on.job(expected)
+    # two jobs in each picture, of which the second decodes: one more is needed for the plan
+    assert counter("vae_captures") == 1
+    decoded, given = counter("vae_eager_runs"), counter("vae_memory_given_back")
+    for _ in range(2):
+        on.job(expected)
+    assert counter("vae_eager_runs") == decoded + 2 and counter("vae_captures") == 1
+    assert (counter("vae_memory_given_back") > given) == moved
+    vae = on.host.modeldata.model_data.sd_model.vae
+    on.host.sd_offload.move_module_to_cpu(vae, op="test") if moved else None
+    (decoder,) = [a for a in on.host.session._vaes.within(vae) if a.name == "VAE decoder"]
+    assert decoder.arena.vacant == moved
 
 
 @pytest.mark.parametrize("gib", [8, 12])

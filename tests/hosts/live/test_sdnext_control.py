@@ -8,6 +8,7 @@ import pytest
 
 from . import sdnext
 from .sdnext import INIT, Played, controlled, drawn, told
+from .webui import of_steps
 
 pytestmark = sdnext.MARKS
 
@@ -62,7 +63,7 @@ def test_plans_ran(played: Played, name: str) -> None:
 
 
 def test_the_networks_of_the_units_are_accelerated_too(played: Played) -> None:
-    accelerators = played.reports["one unit, another seed"]["accelerators"]
+    accelerators = of_steps(played.reports["one unit, another seed"])
     assert [a["name"] for a in accelerators if any(p["replays"] for p in a["plans"])] == ["unet", "controlnet"]
 
 

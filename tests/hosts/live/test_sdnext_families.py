@@ -6,6 +6,7 @@ import pytest
 
 from . import sdnext
 from .sdnext import HIRES, PLAIN, TOLERANCE, Played, drawn, options, redrawn, to_checkpoint, told
+from .webui import of_steps
 
 pytestmark = sdnext.MARKS
 
@@ -87,6 +88,6 @@ def test_plans_go_on_without_a_new_capture(played: Played, name: str) -> None:
 
 
 def test_the_refiner_has_plans_of_its_own(played: Played) -> None:
-    accelerators = played.reports["refined again"]["accelerators"]
+    accelerators = of_steps(played.reports["refined again"])
     assert [a["name"] for a in accelerators if any(p["replays"] for p in a["plans"])] == ["unet", "refiner"]
-    assert [a["name"] for a in played.reports["refiner unloaded"]["accelerators"]] == ["unet"]
+    assert [a["name"] for a in of_steps(played.reports["refiner unloaded"])] == ["unet"]

@@ -16,7 +16,7 @@ import pytest
 
 from . import sdnext
 from .sdnext import PLAIN, TOLERANCE, Played, controlled, drawn, to_checkpoint, told
-from .webui import WebUI
+from .webui import WebUI, of_steps
 
 PIPELINE = os.environ.get("SFAST_SDNEXT_REFERENCE")
 pytestmark = [
@@ -143,7 +143,7 @@ def test_the_forwards_that_it_leaves_behind_run_and_are_named(played: Played, na
 
 def test_a_controlnet_is_accelerated_beside_them(played: Played) -> None:
     assert any(LEFT[NETWORK] in reason for reason in played.reasons(NETWORK))
-    unet, network = played.reports[NETWORK]["accelerators"]
+    unet, network = of_steps(played.reports[NETWORK])
     assert (unet["name"], network["name"]) == ("unet", "controlnet")
     assert 0 < played.ran(NETWORK) == sum(plan["replays"] for plan in network["plans"])
 

@@ -144,3 +144,8 @@ def same_plan(plan: dict[str, Any], other: dict[str, Any]) -> None:
     differ = {name: counts for name, counts in differ.items() if counts[0] != counts[1]}
     assert not differ, f"operations and how often each plan has them: {differ}"
     assert plan["digest"] == other["digest"], "the same operations with other arguments or in another order"
+
+
+def of_steps(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The accelerators of the networks that make the steps, without those of the VAE."""
+    return [each for each in report["accelerators"] if each.get("steps", True)]

@@ -1,0 +1,153 @@
+"""Random events over the UNet and the VAE together, in AUTOMATIC1111's stand-in: each result is that of untouched
+twins."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("ldm.modules.diffusionmodules.model", reason="needs stable-diffusion-sdkit without its pins")
+from ldm.modules.diffusionmodules.model import AttnBlock
+
+from hosts.standins import a1111 as standin
+from hosts.standins import a1111_vae as vaes
+from sfast_ext.hosts.a1111 import adapter as a1111
+
+EVENTS = 50
+SIZES = ((8, 8), (8, 12), (6, 8))
+OWN = AttnBlock.forward
+
+
+class World:
+    """The host, its model, and twins that the extension never sees."""
+
+    def __init__(self, host: Any, seed: int) -> None:
+        self.host, self.random, self.log = host, random.Random(seed), []
+        a1111.start("test")
+        self.model = host.load(1)
+        self.model.first_stage_model = vaes.make_vae(2)
+        self.twin = SimpleNamespace(first_stage_model=vaes.make_vae(2))
+        self.unet = standin.make_unet(1)
+        host.fire("model_loaded", self.model)
+
+    def both(self) -> Iterator[Any]:
+        return iter((self.model, self.twin))
+
+    # what happens
+
+    def another_vae(self) -> None:
+        seed, in_place = self.random.randrange(3), self.random.random() < 0.5
+        vaes.load_other(self.host, self.model, seed, in_place)
+        self.twin.first_stage_model.load_state_dict(vaes.make_vae(seed).state_dict())
+
+    def values_in_place(self) -> None:
+        for model in self.both():
+            model.first_stage_model.decoder.conv_in.weight.data.mul_(1.01)
+
+    def another_dtype(self) -> None:
+        dtype = self.random.choice((torch.float32, torch.bfloat16))
+        for model in self.both():
+            model.first_stage_model.to(dtype)
+
+    def circular(self) -> None:
+        self.host.hijack.circular_enabled = circular = self.random.random() < 0.5
+        for model in self.both():
+            vaes.set_circular(model, circular)
+
+    def another_attention(self) -> None:
+        AttnBlock.forward = self.random.choice((OWN, vaes.doggettx))
+
+    def patched(self) -> None:
+        for model in self.both():
+            layer = model.first_stage_model.decoder.conv_out
+            if "forward" in vars(layer):
+                del layer.forward
+            else:
+                layer.forward = lambda x, layer=layer: -type(layer).forward(layer, x)
+
+    def checkpoint(self) -> None:
+        seed = self.random.randrange(1, 4)
+        self.host.switch(seed)
+        self.unet.load_state_dict(standin.weights(self.unet, seed))
+
+    def switched(self) -> None:
+        key = self.random.choice(("sfast_vae", "sfast_enabled"))
+        self.host.opts.data[key] = not self.host.opts.data.get(key, True)
+
+    def dropped(self) -> None:
+        a1111.A1111Session.running.drop_plans()
+
+    def compared(self) -> None:
+        self.host.opts.data["sfast_check"] = self.random.choice(("first use", "always", "never"))
+
+    # what is compared
+
+    def picture(self) -> None:
+        found = self.host.request().images[0]
+        with torch.no_grad(), own_unet(self):
+            expected = self.host.generate()
+        self.close(found, expected)
+        self.decode()
+
+    def decode(self) -> None:
+        latent = torch.randn(1, 4, *self.random.choice(SIZES))
+        self.close(*(vaes.decode(model, latent) for model in self.both()))
+
+    def encode(self) -> None:
+        height, width = self.random.choice(SIZES)
+        picture = torch.randn(1, 3, 4 * height, 4 * width)
+        self.close(*(vaes.encode(model, picture) for model in self.both()))
+
+    def close(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        half = self.twin.first_stage_model.dtype == torch.bfloat16
+        error = float((found - expected).norm() / expected.norm())
+        assert error < (6e-2 if half else 1e-3), (error, self.log)
+
+
+@contextlib.contextmanager
+def own_unet(world: World) -> Iterator[None]:
+    """The twin of the UNet in its place, and nothing of ours told of it."""
+    wrapper, callbacks = world.model.model, world.host.callbacks
+    ours, wrapper.diffusion_model = wrapper.diffusion_model, world.unet
+    world.host.callbacks = {name: [] for name in callbacks}
+    try:
+        yield
+    finally:
+        wrapper.diffusion_model, world.host.callbacks = ours, callbacks
+
+
+HAPPENINGS = [
+    World.another_vae, World.values_in_place, World.another_dtype, World.circular, World.another_attention,
+    World.patched, World.checkpoint, World.switched, World.dropped, World.compared,
+]  # fmt: skip
+COMPARED = [World.picture, World.decode, World.decode, World.encode]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_unet_and_vae_compute_what_their_twins_do(seed: int) -> None:
+    torch.manual_seed(seed)
+    with standin.running(sfast_allow_cpu=True) as host:
+        world = World(host, seed)
+        runs = 0
+        try:
+            for _ in range(EVENTS):
+                event = world.random.choice(HAPPENINGS)
+                # the same for a while: plans are made of what stays
+                for action in [event, *world.random.choices(COMPARED, k=4)]:
+                    world.log.append(action.__name__)
+                    action(world)
+            report = a1111.A1111Session.running.report
+            runs = report.counter("vae_eager_runs")
+            assert report.counter("errors") == 0, report.as_dict()["last_error"]
+        finally:
+            AttnBlock.forward = OWN
+            a1111.A1111Session.stop()
+        assert host.errors == [] and runs > 10
+        parts = (world.model.first_stage_model.decoder, world.model.first_stage_model.encoder)
+        assert not any("forward" in vars(part) for part in parts)
