@@ -290,6 +290,16 @@ def call(
     return node
 
 
+def precedes(node: fx.Node, other: fx.Node) -> bool:
+    """Whether a node comes before another one of its graph. Nodes cannot be compared in torch 2.1."""
+    before = other.prev
+    while before.op != "root":
+        if before is node:
+            return True
+        before = before.prev
+    return False
+
+
 def replace(node: fx.Node, new: fx.Node) -> None:
     """Replaces all uses of `node` by `new`, and erases `node` and everything that only it used."""
     node.replace_all_uses_with(new)

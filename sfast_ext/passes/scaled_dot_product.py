@@ -26,6 +26,7 @@ from .rewrite import (
     meta_like,
     only_user,
     overloads,
+    precedes,
     replace,
     shape,
 )
@@ -289,7 +290,7 @@ def replace_with_sdpa(scores: ScoresMatch, found: ValuesMatch) -> None:
 def permuted(x: fx.Node, order: list[int], before: fx.Node) -> fx.Node:
     """The permutation of a value, in front of a node: one that is there already, as attentions over slices share it."""
     for user in x.users:
-        if user.target is aten.permute.default and user.args == (x, order) and user < before:
+        if user.target is aten.permute.default and user.args == (x, order) and precedes(user, before):
             return user
     size = shape(x) or ()
     return call(x.graph, aten.permute.default, (x, order), meta_like(x, [size[dim] for dim in order]))
