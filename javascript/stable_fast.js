@@ -182,6 +182,10 @@
     }
 
     async function refresh() {
+        // AUTOMATIC1111 empties the page while it reloads its UI; a request before it has added its routes would end it
+        if (live && live.isConnected === false) {
+            return null;
+        }
         try {
             const answer = await fetch(URL);
             if (answer.status === 401) {
