@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import os
+import random
 import socket
 import subprocess
 import time
@@ -45,9 +47,7 @@ class WebUI:
         self.url = ""
 
     def __enter__(self) -> WebUI:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         # a tiny model gains nothing from threads, and loses much where other work shares the cores
@@ -108,6 +108,15 @@ class WebUI:
     def tail(self) -> str:
         """The end of its output."""
         return self.log()[-6000:]
+
+
+def _free_port() -> int:
+    """One that no connection is given by itself: it would be taken while a WebUI starts, which may take minutes."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
 
 
 def encoded(image: Image.Image) -> str:
