@@ -29,6 +29,7 @@ class WebUI:
         command: the interpreter, the script and its flags, without the port.
         log: where its output goes; quoted when it does not come up.
         ready: the path that answers 200 when it has.
+        said: what is in its output before anything may be asked of it.
         packages: a folder with packages that it finds beside its own.
     """
 
@@ -40,9 +41,10 @@ class WebUI:
         ready: str = "/sdapi/v1/options",
         timeout: float = 300,
         packages: Path | None = None,
+        said: str = "",
     ) -> None:
         self._command, self._cwd, self._log, self._ready, self._timeout = command, cwd, log, ready, timeout
-        self._packages = packages
+        self._packages, self._said = packages, said
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
 
@@ -79,6 +81,8 @@ class WebUI:
 
     def up(self) -> bool:
         """Whether it answers."""
+        if self._said not in self.log():
+            return False
         try:
             self.get(self._ready)
         except OSError:
