@@ -38,7 +38,7 @@
     // each piece in an element of its own: a host translates the texts that it finds as a whole, so none is put together
     function addParts(parent, tag, parts, name) {
         const element = add(parent, tag, undefined, name);
-        parts.filter((part) => part !== null && part !== undefined).forEach((part, index) => {
+        parts.flat().filter((part) => part !== null && part !== undefined).forEach((part, index) => {
             if (index > 0) {
                 element.appendChild(document.createTextNode(' '));
             }
@@ -69,12 +69,18 @@
         });
     }
 
+    // numbers and words of "512x512, 1 picture, 77 tokens"; a name that is no such label stays whole
+    function sized(label) {
+        const text = typeset(label);
+        return (/^\d+×\d+,/.test(text) && text.match(/\d+×\d+,|\d+|[^\s\d][^\d]*[^\s\d]/g)) || [text];
+    }
+
     function planParts(plan) {
         if (typeof plan.speedup !== 'number') {
-            return [typeset(plan.label), 'not compared in time'];
+            return [sized(plan.label), 'not compared in time'].flat();
         }
         const [before, after] = [plan.ms_before, plan.ms_after].map((value) => value.toFixed(1));
-        return [typeset(plan.label), `${plan.speedup.toFixed(1)}×`, `${before} → ${after}`, 'ms a step'];
+        return [...sized(plan.label), `${plan.speedup.toFixed(1)}×`, `${before} → ${after}`, 'ms a step'];
     }
 
     function plansOf(status) {
@@ -182,6 +188,10 @@
     }
 
     async function refresh() {
+        // AUTOMATIC1111 empties the page while it reloads its UI; a request before it has added its routes would end it
+        if (live && live.isConnected === false) {
+            return null;
+        }
         try {
             const answer = await fetch(URL);
             if (answer.status === 401) {
@@ -321,7 +331,7 @@
 
     // for the tab, in other files
     window.stableFast = {
-        refresh, watch, typeset, help, redrawn, add, addParts, addPieces, pieces, planParts, plansOf, copy,
+        refresh, watch, sized, typeset, help, redrawn, add, addParts, addPieces, pieces, planParts, plansOf, copy,
         onStatus: (listener) => {
             listeners.push(listener);
             if (last) {

@@ -27,7 +27,7 @@
     }
 
     function table(parent, heads, rows) {
-        const {add} = stableFast;
+        const {add, addParts} = stableFast;
         const made = add(add(parent, 'div', undefined, 'sfast-scroll'), 'table');
         const head = add(add(made, 'thead'), 'tr');
         const kind = (column) => (/, ms$|^Times/.test(heads[column]) ? 'sfast-number' : '');
@@ -35,7 +35,9 @@
         const body = add(made, 'tbody');
         rows.forEach((cells) => {
             const row = add(body, 'tr');
-            cells.forEach((cell, column) => add(row, 'td', cell, kind(column)));
+            cells.forEach((cell, column) => {
+                (Array.isArray(cell) ? addParts : add)(row, 'td', cell, kind(column));
+            });
         });
     }
 
@@ -47,7 +49,7 @@
     }
 
     function progress(job) {
-        const {add, addParts, typeset} = stableFast;
+        const {add, addParts, sized} = stableFast;
         const state = [KINDS[job.kind] || job.kind, STATES[job.state] || job.state, `${job.done} / ${job.total}`];
         addParts(view, 'p', state, 'sfast-strong');
         if (active(job)) {
@@ -56,20 +58,20 @@
             bar.value = job.done;
             bar.setAttribute('aria-label', KINDS[job.kind] || job.kind);
             const left = typeof job.seconds_left === 'number' ? [Math.ceil(job.seconds_left), 's left'] : [];
-            addParts(view, 'p', [job.label ? typeset(job.label) : null, ...left]);
+            addParts(view, 'p', [job.label ? sized(job.label) : null, ...left]);
         }
         if (job.message) {
             add(view, 'p', job.message);
         }
         if (job.rows.length > 0) {
             table(view, ROWS, job.rows.map((row) => [
-                typeset(row.label), fixed(row.ms_before), fixed(row.ms_after), fixed(row.speedup), result(row)
+                sized(row.label), fixed(row.ms_before), fixed(row.ms_after), fixed(row.speedup), result(row)
             ]));
         }
     }
 
     function history() {
-        const {add, typeset} = stableFast;
+        const {add, sized} = stableFast;
         if (kept.length === 0) {
             return;
         }
@@ -78,7 +80,7 @@
         details.addEventListener('toggle', () => { open = details.open; });
         add(details, 'summary', 'Measurements that were kept');
         const rows = [...kept].reverse().flatMap((each) => each.rows.map((row) => [
-            String(each.when).slice(0, 16).replace('T', ' '), typeset(row.label),
+            String(each.when).slice(0, 16).replace('T', ' '), sized(row.label),
             fixed(row.ms_before), fixed(row.ms_after), fixed(row.speedup),
             each.driver || '–', each.torch || '–', each.version || '–', each.gpu || 'CPU', each.model || '–'
         ]));

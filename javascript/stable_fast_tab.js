@@ -3,7 +3,7 @@
 (function() {
     // [heading, value to sort by, text]; numbers sort downwards first
     const COLUMNS = [
-        ['Size', (plan) => plan.label, (plan) => stableFast.typeset(plan.label)],
+        ['Size', (plan) => plan.label, (plan) => stableFast.sized(plan.label)],
         ['Network', (plan) => plan.network || '', null],
         ['Before, ms', (plan) => plan.ms_before, (plan) => fixed(plan.ms_before, 1)],
         ['After, ms', (plan) => plan.ms_after, (plan) => fixed(plan.ms_after, 1)],

@@ -10,3 +10,4 @@ if adapter is None:
     print(f"Stable Fast {__version__} does nothing: this WebUI is not supported. {known}.")
 else:
     adapter.start(__version__)
+    PerRequest = hosts.script_of(adapter)

@@ -30,8 +30,8 @@ def test_a_job_shows_how_far_it_is():
     """
     )
     shown = run(script, {**STATUS, "job": JOB})
-    assert shown["text"].startswith("Measure|Running|1 / 2|768×512, 1 picture|4|s left|")
-    assert "512×512, 1 picture|31.0|14.8|2.1|Ready" in shown["text"]
+    assert shown["text"].startswith("Measure|Running|1 / 2|768×512,|1|picture|4|s left|")
+    assert "512×512,|1|picture|31.0|14.8|2.1|Ready" in shown["text"]
     assert (shown["max"], shown["value"], shown["name"], shown["timers"]) == (2, 1, "Measure", 1)
 
 
@@ -87,8 +87,8 @@ def test_kept_measurements_are_listed_the_last_first_and_stay_open():
     )
     shown = run(script, {**STATUS, "measurements": [older, KEPT]})
     assert shown["rows"] == [
-        f"2026-11-24 21:05|512×512, 1 picture|31.0|14.8|2.1|580.65|2.7|0.1.0|a card|{EVIL}",
-        f"2026-10-01 08:00|512×512, 1 picture|31.0|14.8|2.1|–|2.7|0.1.0|CPU|{EVIL}",
+        f"2026-11-24 21:05|512×512,|1|picture|31.0|14.8|2.1|580.65|2.7|0.1.0|a card|{EVIL}",
+        f"2026-10-01 08:00|512×512,|1|picture|31.0|14.8|2.1|–|2.7|0.1.0|CPU|{EVIL}",
     ]
     assert shown["open"] is True
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from sfast_ext import environment
 from sfast_ext.config import Config
+from sfast_ext.hosts import per_request
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.report import Report, Tally
 from sfast_ext.ui import settings, words
@@ -42,7 +43,7 @@ class Answers:
         self._guarded(lambda: why.__setitem__(0, self._begin(p)))
         with self._report.tally() as tally:
             result = original(p, *args, **kwargs)
-        self._guarded(lambda: self._complete(result, tally, why[0]))
+        self._guarded(lambda: self._complete(result, tally, why[0], per_request.ignored(p)))
         return result
 
     def _begin(self, p: Any) -> str | None:
@@ -54,13 +55,14 @@ class Answers:
             p.extra_generation_params.update(settings.infotext(config))
         return reason
 
-    def _complete(self, result: Any, tally: Tally, reason: str | None) -> None:
+    def _complete(self, result: Any, tally: Tally, reason: str | None, ignored: list[str]) -> None:
         if not (tally.accelerated or tally.prepared or tally.bypassed):
             self._report.no_calls()
         params = getattr(result, "extra_generation_params", None)
         if isinstance(params, dict):
             # a copy: the host's own is what further infotexts of this request are made of
-            result.extra_generation_params = {**params, KEY: self._summary(tally, reason)}
+            summary = self._summary(tally, reason)
+            result.extra_generation_params = {**params, KEY: {**summary, **({"ignored": ignored} if ignored else {})}}
 
     def _summary(self, tally: Tally, reason: str | None) -> dict[str, Any]:
         done = {"accelerated": tally.accelerated, "prepared": tally.prepared, "original": tally.bypassed}

@@ -358,6 +358,17 @@ def restored(params: dict[str, Any]) -> None:
             params.setdefault(each.infotext, str(default_of(each)))
 
 
+def takes(setting: Setting, value: Any) -> bool:
+    """Whether this is a valid value of the setting."""
+    if setting.key in _WORDS:
+        return isinstance(value, str) and value in setting.choices
+    try:
+        replace(Config(), **{setting.field: _converted(setting, value)})
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
 _TYPES = {field.name: type(getattr(Config(), field.name)) for field in fields(Config)}
 _TYPES["graph_memory_mb"] = int  # None in Config: as much as fits the GPU
 

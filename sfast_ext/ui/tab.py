@@ -128,3 +128,10 @@ def _starting(start: Callable[[list[requests.Wanted]], object]) -> Callable[[str
 
 def _cancelled(there_was: bool) -> str:
     return "Cancelled." if there_was else "Nothing is running."
+
+
+def unseen() -> Any:
+    """A component that holds a value and is not on the page."""
+    import gradio
+
+    return gradio.State(None)

@@ -15,7 +15,7 @@ from torch import nn
 
 from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts import vae
+from sfast_ext.hosts import per_request, vae
 from sfast_ext.hosts.a1111 import controlnet
 from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
@@ -353,6 +353,9 @@ class A1111Session(WebUISession):
 def start(version: str) -> None:
     """Start the extension; after the WebUI reloaded its scripts, in place of the session before."""
     print(A1111Session.start(version).greeting())
+
+
+request_script = per_request.script
 
 
 def _unet_of(sd_model: Any) -> nn.Module | None:

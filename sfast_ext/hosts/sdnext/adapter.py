@@ -16,7 +16,7 @@ from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.behaviour.forward_slot import is_own_forward
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts import gpu_room, vae
+from sfast_ext.hosts import gpu_room, per_request, vae
 from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
 from sfast_ext.hosts.rehearsals import interrupted
 from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
@@ -69,6 +69,9 @@ def detect() -> bool:
 def start(version: str) -> None:
     """Start the extension; after SD.Next reloaded its scripts, in place of the session before."""
     logging.getLogger("sfast_ext").info("%s", SDNextSession.start(version).greeting())
+
+
+request_script = per_request.script
 
 
 class SDNextHooks:

@@ -39,6 +39,10 @@ WITHOUT_NETWORK = (
 )
 TOLERANCE = 1.0  # of 255, mean over the picture; both sides compute in fp32 and differ by the order of additions only
 
+STARTED = "Startup time"
+"""What AUTOMATIC1111 writes once its server has all routes. An earlier request ends it, with the extension or without:
+"Cannot add middleware after an application has started"."""
+
 PLAIN: dict[str, Any] = {
     "prompt": "a dog on a hill",
     "negative_prompt": "a cat",
@@ -110,7 +114,8 @@ def start(
     config.write_text(json.dumps({**common, **settings}), encoding="utf-8")
     command = [*shlex.split(FLAGS if flags is None else flags), *shlex.split(WITHOUT_NETWORK), interface]
     command += ["--data-dir", str(data), "--ui-settings-file", str(config)]
-    return WebUI([python(), "launch.py", *command], Path(HOST or ""), data / f"{name}.log", packages=packages)
+    log = data / f"{name}.log"
+    return WebUI([python(), "launch.py", *command], Path(HOST or ""), log, packages=packages, said=STARTED)
 
 
 def play(webui: WebUI, kind: str, payload: dict[str, Any]) -> list[str]:

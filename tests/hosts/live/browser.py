@@ -56,6 +56,8 @@ class Page:
         self.settings = "#settings_section_tab_stable_fast" if theme else "#column_settings_stable_fast"
         self.errors: list[str] = []
         """What the console said of us."""
+        self.starts: Callable[[], int] = lambda: 0
+        """How often the WebUI has started its server."""
         self._number = 0
         page.on("console", lambda message: self._said(message.text, message.location) if message.type == "error" else 0)
         page.on("pageerror", lambda error: self._said(f"{error} {getattr(error, 'stack', '')}", {}))
@@ -125,17 +127,19 @@ class Page:
             self.click("#tabs > .tab-nav button", "Stable Fast")
         self.until(lambda: "Plans" in self.text("#stable_fast_view"), "the tab is drawn", 30)
 
-    def to_settings(self) -> None:
-        """Open Settings > Stable Fast."""
-        if self.page.is_visible("#setting_sfast_enabled"):
-            return  # the modern theme's button would close them
+    def to_settings(self, section: str = "Stable Fast", setting: str = "#setting_sfast_enabled") -> None:
+        """Open a section of the settings, which has this setting."""
+        if self.page.is_visible(setting):
+            return
         if self.theme == "Modern":
-            self.click("#btn_settings")
+            # its button would close them
+            if self.page.locator(".tab-nav button:visible", has_text=section).count() == 0:
+                self.click("#btn_settings")
         else:
             self.click("#tabs > .tab-nav button", "System" if self.theme else "Settings")
         # the modern theme has them beside the page
-        self.click(".tab-nav button" if self.theme == "Modern" else "#settings > .tab-nav button", "Stable Fast")
-        self.until(lambda: self.page.is_visible("#setting_sfast_enabled"), "the settings are seen", 30)
+        self.click(".tab-nav button" if self.theme == "Modern" else "#settings > .tab-nav button", section)
+        self.until(lambda: self.page.is_visible(setting), "the settings are seen", 30)
 
     def apply(self) -> None:
         """Apply the settings."""
@@ -174,6 +178,8 @@ class Page:
         assert self.page.query_selector(selector) is not None, selector
         if AXE is None:
             return
+        # colours of a button that is pointed at are the host's
+        self.page.mouse.move(0, 0)
         if not self.page.evaluate("typeof axe === 'object'"):
             self.page.evaluate(Path(AXE).read_text(encoding="utf-8"))
         faults = [fault for fault in self.page.evaluate(FAULTS, selector) if fault[0] in SERIOUS]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .a1111 import MARKS, PLAIN, TOLERANCE, apart, start
+from .a1111 import HIRES, IMG2IMG, MARKS, PLAIN, TOLERANCE, apart, start
 
 pytestmark = MARKS
 SIZES = {"sizes": ["192x128", "128x192"], "pictures": [1]}
@@ -46,6 +46,30 @@ def test_the_answer_says_whether_a_picture_was_accelerated(webui):
     assert apart(webui.first["images"], off["images"]) < TOLERANCE
     tolerant = webui.post("/sdapi/v1/txt2img", {**PLAIN, "override_settings": {"sfast_tolerance": 0.05}})
     assert "Stable Fast tolerance: 0.05" in json.loads(tolerant["info"])["infotexts"][0]
+
+
+def chosen(settings: Any) -> dict[str, Any]:
+    return {"alwayson_scripts": {"Stable Fast": {"args": [settings]}}}
+
+
+@pytest.mark.parametrize("request_of", [PLAIN, HIRES, IMG2IMG], ids=["txt2img", "hires fix", "img2img"])
+def test_alwayson_scripts_set_what_counts_for_one_request(webui, request_of):
+    kind = "img2img" if "init_images" in request_of else "txt2img"
+    off = webui.post(f"/sdapi/v1/{kind}", {**request_of, **chosen({"enabled": False})})
+    assert said(off)["state"] == "not accelerated" and "switched off" in said(off)["reason"]
+    on = webui.post(f"/sdapi/v1/{kind}", request_of)
+    assert said(on)["accelerated"] > 0 and "ignored" not in said(on)
+    assert apart(on["images"], off["images"]) < TOLERANCE
+
+
+def test_alwayson_scripts_name_what_they_did_not_take(webui):
+    asked = chosen({"tolerance": 0.05, "sfast_max_graphs": "many", "speed": 9})
+    answer = webui.post("/sdapi/v1/txt2img", {**PLAIN, **asked})
+    assert "Stable Fast tolerance: 0.05" in json.loads(answer["info"])["infotexts"][0]
+    assert said(answer)["ignored"] == ["sfast_max_graphs: 'many'", "speed: 9"]
+    options = webui.get("/sdapi/v1/options")
+    assert options["sfast_tolerance"] != 0.05 and options["sfast_enabled"] is True
+    assert [row["name"] for row in webui.get("/sdapi/v1/script-info") if row["name"] == "stable fast"]
 
 
 def test_a_prepared_size_is_accelerated_from_its_first_step(webui):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -110,3 +111,20 @@ def test_one_request_may_switch_it_off(played: Played) -> None:
     assert not webui.get("/sfast/v1/status")["accelerators"]
     do(webui, "txt2img", PLAIN)
     assert webui.get("/sfast/v1/status")["accelerators"]
+
+
+def test_alwayson_scripts_of_one_request(played: Played) -> None:
+    webui = played.webui
+
+    def answered(settings: Any) -> tuple[str, dict[str, Any]]:
+        asked = {} if settings is None else {"alwayson_scripts": {"Stable Fast": {"args": [settings]}}}
+        answer = webui.post("/sdapi/v1/txt2img", {**PLAIN, **asked})
+        return answer["images"][0], json.loads(answer["info"])["extra_generation_params"]["Stable Fast"]
+
+    picture, said = answered({"enabled": False, "speed": 9})
+    assert said["state"] == "not accelerated" and "switched off" in said["reason"] and said["ignored"] == ["speed: 9"]
+    assert difference(picture, played.stock["txt2img"][0]) == 0
+    for settings in (True, None):
+        picture, said = answered(settings)
+        assert said["accelerated"] > 0 and "ignored" not in said
+        assert difference(picture, played.stock["txt2img"][0]) < TOLERANCE

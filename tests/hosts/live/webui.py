@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import os
+import random
 import socket
 import subprocess
 import time
@@ -27,6 +29,7 @@ class WebUI:
         command: the interpreter, the script and its flags, without the port.
         log: where its output goes; quoted when it does not come up.
         ready: the path that answers 200 when it has.
+        said: what is in its output before anything may be asked of it.
         packages: a folder with packages that it finds beside its own.
     """
 
@@ -38,16 +41,15 @@ class WebUI:
         ready: str = "/sdapi/v1/options",
         timeout: float = 300,
         packages: Path | None = None,
+        said: str = "",
     ) -> None:
         self._command, self._cwd, self._log, self._ready, self._timeout = command, cwd, log, ready, timeout
-        self._packages = packages
+        self._packages, self._said = packages, said
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
 
     def __enter__(self) -> WebUI:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         # a tiny model gains nothing from threads, and loses much where other work shares the cores
@@ -79,6 +81,8 @@ class WebUI:
 
     def up(self) -> bool:
         """Whether it answers."""
+        if self._said not in self.log():
+            return False
         try:
             self.get(self._ready)
         except OSError:
@@ -108,6 +112,15 @@ class WebUI:
     def tail(self) -> str:
         """The end of its output."""
         return self.log()[-6000:]
+
+
+def _free_port() -> int:
+    """One that no connection is given by itself: it would be taken while a WebUI starts, which may take minutes."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
 
 
 def encoded(image: Image.Image) -> str:
