@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from sfast_ext.report import logger
+
 
 def end_allocation(device: torch.device, pool: Any, stream: torch.cuda.Stream) -> None:
     """Take the allocator out of a failed capture, and give up what the capture holds of its pool.
@@ -31,6 +33,14 @@ def free_random_numbers(device: torch.device, stream: torch.cuda.Stream) -> None
     """
     if hasattr(torch.Generator, "graphsafe_set_state"):
         return
+    try:
+        _capture_nothing(device, stream)
+    except Exception:
+        # what ended the capture is more than this
+        logger.debug("the default generator may still be in the failed capture", exc_info=True)
+
+
+def _capture_nothing(device: torch.device, stream: torch.cuda.Stream) -> None:
     one = torch.zeros(1, device=device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):

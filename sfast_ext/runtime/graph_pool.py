@@ -188,7 +188,7 @@ class GraphPool:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph(keep_graph=True) if CAN_UPDATE_GRAPH else torch.cuda.CUDAGraph()
-        collecting = gc.isenabled()
+        collecting, ended = gc.isenabled(), False
         # a collection could run anybody's destructors on the capturing stream
         gc.disable()
         try:
@@ -202,12 +202,14 @@ class GraphPool:
                     outputs = run()
                 finally:
                     graph.capture_end()
+                    ended = True
             if CAN_UPDATE_GRAPH:
                 graph.instantiate()
         except BaseException:
             del graph
             end_allocation(self.device, self._handle, self.side_stream())
-            free_random_numbers(self.device, self.side_stream())
+            if not ended:
+                free_random_numbers(self.device, self.side_stream())
             if not self._entries:
                 # the allocator forgets a pool in which no graph was captured
                 self._drop_pool()

@@ -106,6 +106,16 @@ def test_the_default_generator_is_given_back_where_a_capture_claims_it(own, monk
     assert told == ([] if own else ["default", "thread_local", "end"])
 
 
+def test_what_ended_the_capture_is_not_hidden_by_a_generator_that_stays_in_it(monkeypatch):
+    def broken(device):
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(torch, "Generator", type("Generator", (), {}))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "default_stream", broken)
+    free_random_numbers(torch.device("cpu"), torch.device("cpu"))
+
+
 @pytest.mark.gpu
 def test_after_a_capture_that_the_driver_called_off_memory_and_random_numbers_work():
     device = torch.device("cuda", torch.cuda.current_device())
