@@ -128,7 +128,7 @@ def left_out(device: torch.device) -> list[str]:
     """What is put aside on a GPU although it is there, and why, a sentence each; as far as it was tried."""
     from sfast_ext.kernels.backend import nvrtc, trial
 
-    reasons = [triton_surpassed(device) if has_triton() else None, trial.known(device), nvrtc.refusal(device)]
+    reasons = [triton_surpassed(device), trial.known(device), nvrtc.refusal(device)]
     with contextlib.suppress(OSError, RuntimeError):  # the user has no home: nothing is kept
         reasons.append(nvrtc.folder_refusal())
     return [f"{reason}." for reason in reasons if reason is not None]
