@@ -4,6 +4,7 @@
 # make test-stack   the CPU suite on another torch: TORCH=2.5.1, one of those in requirements-stack
 # make test-floor   the CPU suite on the oldest torch served, 2.1.2
 # make soak         EVENTS=20000 random events, SEED=0 the first seed; a failure names the command that plays it again
+# make sanitizer    the kernels' GPU tests under compute-sanitizer of the CUDA toolkit, logs into sanitizer-logs
 # make mutations    takes away each condition that keeps a stale or wrong plan from running: a test must notice; ONLY=words
 # make compile-table  what each Triton compiles for each card, without a GPU, into docs/triton.md (Python 3.10 or 3.11)
 # make cuda-table   registers, spills and occupancy of the kernels in CUDA C++ for each card and NVRTC, into docs/cuda.md
@@ -48,7 +49,7 @@ LDM := stable-diffusion-sdkit==2.1.5
 # what is imported is compiled then; to compile all of it takes half a minute
 PIP := -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS)
 
-.PHONY: demo test test-coarse-clock test-stack test-floor soak mutations compile-table cuda-table lint bench doctor clean
+.PHONY: demo test test-coarse-clock test-stack test-floor soak sanitizer mutations compile-table cuda-table lint bench doctor clean
 
 demo: .venv/.demo
 	.venv/bin/python -m sfast_ext demo
@@ -93,6 +94,9 @@ test-floor:
 
 soak: .venv/.dev
 	PYTHONPATH=.:tests .venv/bin/python -W ignore -m fuzz --events $(EVENTS) --seed $(SEED)
+
+sanitizer: .venv/.dev
+	PYTHONPATH=.:tests .venv/bin/python -W ignore -m sanitizer
 
 mutations: .venv/.dev
 	PYTHONPATH=.:tests .venv/bin/python -W ignore -m mutations --only "$(ONLY)"

@@ -28,6 +28,8 @@ from sfast_ext.tools.lib import models
 
 WEBUIS = ("SFAST_A1111_DIR", "SFAST_SDNEXT_DIR", "SFAST_FORGE_DIR")
 _LEFT = pytest.StashKey[dict[str, int]]()
+_KEPT = 2 << 30
+"""Bytes that a worker may keep on the GPU after a test: the others need the rest."""
 
 
 def pytest_configure() -> None:
@@ -117,19 +119,26 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture(autouse=True)
 def gigabytes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """For a test marked `gpu(gigabytes=24)`: such a GPU, of which nothing is kept from the other workers after it."""
+    """For a test marked `gpu(gigabytes=24)`: such a GPU, of which nothing is kept from the other workers after it. Of
+    other tests on a GPU little is kept."""
     marker = request.node.get_closest_marker("gpu")
     needed = marker.kwargs.get("gigabytes", 0) if marker else 0
     if not needed:
         yield
+        if marker is not None and torch.cuda.memory_reserved() > _KEPT:
+            _give_back()
         return
     if torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory < needed << 30:
         pytest.skip(f"needs a GPU of {needed} GB")
     # one after another: two of them and the other workers do not fit in 80 GB
     with FileLock(Path(tempfile.gettempdir()) / "stable-fast-gigabytes.lock"):
         yield
-        gc.collect()
-        torch.cuda.empty_cache()
+        _give_back()
+
+
+def _give_back() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture

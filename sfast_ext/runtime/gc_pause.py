@@ -7,6 +7,8 @@ import gc
 from collections.abc import Iterator
 
 _YOUNG = 1  # the generations up to this one
+_frozen_by_others = False
+"""Whether somebody was seen to have frozen objects: to count them takes 10 ms for a million, so it is asked once."""
 
 
 @contextlib.contextmanager
@@ -16,6 +18,7 @@ def gc_paused() -> Iterator[None]:
     At the end the new garbage is collected, and the survivors are moved to the oldest generation. Otherwise they would
     soon trigger a collection of the whole process, which takes half a second in a WebUI, in the middle of an image.
     """
+    global _frozen_by_others
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -23,7 +26,9 @@ def gc_paused() -> Iterator[None]:
     finally:
         if collecting:
             gc.collect(_YOUNG)
-            if not gc.get_freeze_count():  # unfreeze would also thaw what others froze
+            # unfreeze would also thaw what others froze
+            _frozen_by_others = _frozen_by_others or gc.get_freeze_count() > 0
+            if not _frozen_by_others:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

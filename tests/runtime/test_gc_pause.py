@@ -5,12 +5,14 @@ import weakref
 
 import pytest
 
+from sfast_ext.runtime import gc_pause
 from sfast_ext.runtime.gc_pause import gc_paused
 
 
 @pytest.fixture(autouse=True)
-def thawed():
+def thawed(monkeypatch):
     """As in a host, where nobody has frozen anything, nor asked for fewer collections."""
+    monkeypatch.setattr(gc_pause, "_frozen_by_others", False)
     threshold = gc.get_threshold()
     gc.unfreeze()
     gc.set_threshold(700)
@@ -98,6 +100,21 @@ def test_what_somebody_has_frozen_stays_frozen():
         assert gc.get_freeze_count() >= 0.9 * frozen and gc.isenabled()
     finally:
         gc.unfreeze()
+
+
+def test_what_is_frozen_is_counted_once(monkeypatch):
+    asked = []
+
+    def count():
+        asked.append(1)
+        return 7
+
+    monkeypatch.setattr(gc, "get_freeze_count", count)
+    monkeypatch.setattr(gc, "unfreeze", lambda: pytest.fail("thawed"))
+    for _ in range(3):
+        with gc_paused():
+            pass
+    assert len(asked) == 1
 
 
 def test_an_exception_ends_it():

@@ -1,0 +1,51 @@
+"""What compute-sanitizer and pytest wrote is read right: nothing that was not watched counts as clean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sanitizer import __main__ as runner
+from sanitizer.__main__ import Outcome, command, names, outcome
+
+PASSED = "....\n4 passed, 9 deselected in 3.21s\n"
+CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+UNTRACKED = "========= Internal Sanitizer Error: The Sanitizer encountered an error while launching conv2d\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "said", "expected", "clean"),
+    [
+        (CLEAN, PASSED, Outcome(0, 0, 4, 0), True),
+        (CLEAN.replace("0 errors", "1 error"), PASSED, Outcome(1, 0, 4, 0), False),
+        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", PASSED, Outcome(0, 0, 4, 0), True),
+        ("========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)", PASSED, Outcome(1, 0, 4, 0), False),
+        (UNTRACKED + CLEAN, PASSED, Outcome(0, 1, 4, 0), False),
+        (CLEAN, "1 failed, 3 passed in 1.00s", Outcome(0, 0, 3, 1), False),
+        (CLEAN, "no tests ran in 0.10s", Outcome(0, 0, 0, 0), False),
+        ("========= COMPUTE-SANITIZER\n", PASSED, Outcome(None, 0, 4, 0), False),
+    ],
+)
+def test_what_was_written_is_read(log: str, said: str, expected: Outcome, clean: bool) -> None:
+    told = outcome(log, said)
+    assert (told, told.clean) == (expected, clean)
+
+
+def test_each_kernel_is_watched() -> None:
+    found = names()
+    assert {"layer_norm_kernel", "conv2d", "mma_gemm", "copies"} <= set(found)
+    assert f"regex={'|'.join(found)}" in command(
+        "memcheck", "conv/test_conv2d.py", False, Path("log"), "compute-sanitizer"
+    )
+
+
+def test_each_file_of_kernels_is_run() -> None:
+    found = runner.files()
+    assert {"conv/test_conv2d.py", "linear/test_mma_gemm.py"} <= set(found) and len(found) > 15
+    assert runner.files("mma_gemm") == ["linear/test_mma_gemm.py"]
+
+
+def test_without_the_sanitizer_it_says_where_it_comes_from(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(runner.shutil, "which", lambda *args, **kwargs: None)
+    assert runner.main([]) == 2
+    assert "CUDA toolkit" in capsys.readouterr().out
