@@ -1,4 +1,4 @@
-"""The command line: doctor, demo, bench, tune. What they do is in `tools`, imported when it is asked for."""
+"""The command line: doctor, demo, bench, quality, tune. What they do is in `tools`, imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -36,6 +36,13 @@ def counts(text: str) -> list[int]:
     if not found or min(found) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: 1 or more")
     return found
+
+
+def count(text: str) -> int:
+    """A positive integer."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: 1 or more")
+    return int(text)
 
 
 def engines(text: str) -> list[str]:
@@ -104,6 +111,25 @@ def parser() -> argparse.ArgumentParser:
     add_stack(bench)
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
 
+    quality = commands.add_parser("quality", help="by how much pictures differ with it, beside a yardstick")
+    quality.add_argument(
+        "--model",
+        default=os.environ.get("DEMO_MODEL") or None,
+        help="a .safetensors checkpoint or a folder of diffusers (default: $DEMO_MODEL, or random weights)",
+    )
+    quality.add_argument("--pictures", type=count, default=8, metavar="N", help="seeds 0 to N-1 (%(default)s)")
+    quality.add_argument("--steps", type=count, help="steps of each picture (default: 6 on a CPU, 20 on a GPU)")
+    quality.add_argument("--size", type=size, help="of the pictures (default: 128x128 on a CPU, 512x512 on a GPU)")
+    quality.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt in each line (default: four of ours)")
+    quality.add_argument(
+        "--yardstick",
+        choices=[name for name in ATTENTIONS if name != "sdp"],
+        default="doggettx",
+        help="the attention with which the original is compared with itself (%(default)s)",
+    )
+    quality.add_argument("--out", type=Path, default=Path("quality-output"), help="where sheet.png goes (%(default)s)")
+    quality.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+
     tune = commands.add_parser("tune", help="measure on this GPU which of several ways runs each shape fastest")
     tune.add_argument("--model", default="sd15", help="sd15, sdxl, …, or a path (%(default)s)")
     tune.add_argument("--size", type=sizes, default="512x512", metavar="WxH,…", help="of the pictures (%(default)s)")
@@ -128,6 +154,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from sfast_ext.tools import demo
 
         return demo.main(demo.Options(args.model, args.out, args.steps, args.size, args.json))
+    if args.command == "quality":
+        from sfast_ext.tools import quality
+
+        return quality.main(
+            quality.Options(
+                model=args.model,
+                out=args.out,
+                pictures=args.pictures,
+                steps=args.steps,
+                size=args.size,
+                prompts=args.prompts,
+                yardstick=args.yardstick,
+                json=args.json,
+            )
+        )
     if args.command == "tune":
         from sfast_ext.tools import tune
 

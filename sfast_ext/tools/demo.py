@@ -295,12 +295,6 @@ def report(demo: Demo) -> str:
     return "\n\n".join(parts)
 
 
-def _pipeline(options: Options, device: torch.device, dtype: torch.dtype) -> Any:
-    if options.model is None:
-        return pipelines.random_pipeline("tiny-sd15" if device.type == "cpu" else "sd15", dtype=dtype, device=device)
-    return pipelines.load_pipeline(options.model, dtype=dtype, device=device)
-
-
 def main(options: Options) -> int:
     """Run it, print the tables, write the pictures; 1 where something is not as it has to be."""
     from tqdm import tqdm
@@ -315,7 +309,7 @@ def main(options: Options) -> int:
         f"Stable Diffusion of {options.model or 'random weights'} on {machine.describe()['gpu'] or 'the CPU'}",
         flush=True,
     )
-    plain = _pipeline(options, device, dtype)
+    plain = pipelines.chosen(options.model, dtype=dtype, device=device)
     plain.set_progress_bar_config(disable=True)
     with tqdm(total=9 * 2 * steps, unit="call", file=sys.stdout, dynamic_ncols=True, mininterval=0.5) as progress:
         demo = Demo(plain, steps, size, device, progress)

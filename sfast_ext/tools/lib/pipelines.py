@@ -93,6 +93,13 @@ def random_pipeline(name: str = "tiny-sd15", seed: int = 0, *, dtype: torch.dtyp
     )
 
 
+def chosen(model: str | None, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """The pipeline of a path, see `load_pipeline`; of None one of random weights, tiny on a CPU."""
+    if model is None:
+        return random_pipeline("tiny-sd15" if device.type == "cpu" else "sd15", dtype=dtype, device=device)
+    return load_pipeline(model, dtype=dtype, device=device)
+
+
 def load_pipeline(path: str, *, dtype: torch.dtype, device: torch.device) -> Any:
     """The pipeline of a folder of diffusers or of a single-file checkpoint.
 

@@ -1,0 +1,258 @@
+"""`python -m sfast_ext quality`: by how much pictures differ with the accelerator, beside a yardstick.
+
+The yardstick is the difference that the model shows by itself between two settings of a WebUI that nobody would call
+wrong: the attentions "sdp" and `--yardstick`, on the same seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from sfast_ext import Accelerator, Config, accelerate
+from sfast_ext.tools.lib import Unavailable, attentions, contact_sheet, machine, pipelines
+from sfast_ext.tools.lib.likeness import Likeness, likeness, missing
+from sfast_ext.tools.text import number, table
+
+PROMPTS = (
+    "a lighthouse on a cliff, oil on canvas",
+    "a fox in the snow, early morning",
+    "portrait of an old sailor, 35 mm photograph",
+    "a bowl of fruit on a wooden table, still life",
+)
+UNET, VAE = "UNet", "VAE"
+UNSEEN_DB = 60.0
+"""PSNR from which a difference is less than what rounding to 8 bits makes (58.9 dB)."""
+MARGIN_DB = 3.0
+"""By which the median of a few pictures may be worse than the yardstick's: twice the mean squared error."""
+_MEASURES = (("psnr", 1), ("ssim", 5), ("lpips", 5))  # and decimals
+_WARM_UP = 2  # pictures: the VAE's plan is made at the second
+
+
+@dataclass
+class Options:
+    """The arguments of the command."""
+
+    model: str | None
+    out: Path
+    pictures: int
+    steps: int | None
+    size: tuple[int, int] | None
+    prompts: Path | None
+    yardstick: str
+    json: Path | None
+
+
+@dataclass
+class Row:
+    """One seed."""
+
+    seed: int
+    prompt: str
+    accelerated: Likeness
+    yardstick: Likeness
+
+
+class Series:
+    """Pictures of the same seeds and prompts, made in several ways by one pipeline."""
+
+    def __init__(
+        self, pipe: Any, prompts: list[str], count: int, steps: int, size: tuple[int, int], tick: Callable[[], None]
+    ) -> None:
+        self._pipe, self._steps, self._size, self._tick = pipe, steps, size, tick
+        self.jobs = [(seed, prompts[seed % len(prompts)]) for seed in range(count)]
+
+    def pictures(self) -> list[np.ndarray]:
+        """All of them, (height, width, 3) of values from 0 to 1."""
+        found = []
+        for seed, prompt in self.jobs:
+            found.append(self.picture(seed, prompt, self._steps))
+            self._tick()
+        return found
+
+    def picture(self, seed: int, prompt: str, steps: int) -> np.ndarray:
+        """One of them."""
+        with torch.inference_mode():
+            made = self._pipe(
+                prompt,
+                width=self._size[0],
+                height=self._size[1],
+                num_inference_steps=steps,
+                generator=torch.Generator("cpu").manual_seed(seed),
+                output_type="np",
+            )
+        return made.images[0]
+
+    def with_attention(self, name: str) -> list[np.ndarray]:
+        """All of them by another attention of the UNet.
+
+        Raises:
+            Unavailable: there is none of this name here.
+        """
+        unet = self._pipe.unet
+        own = dict(unet.attn_processors)
+        upcast = [(attn, attn.upcast_attention) for _, attn in attentions.attention_layers(unet)]
+        attentions.install(unet, name)
+        try:
+            return self.pictures()
+        finally:
+            unet.set_attn_processor(own)
+            for attn, before in upcast:
+                attn.upcast_attention = before
+
+    def accelerated(self, device: torch.device) -> tuple[list[np.ndarray], dict[str, str]]:
+        """All of them with the UNet and the VAE's decoder accelerated; by part, why calls of it were not."""
+        config = Config(allow_cpu=device.type == "cpu")
+        parts = {UNET: accelerate(self._pipe.unet, config)}
+        vae = Config(allow_cpu=config.allow_cpu, cuda_graphs=False, rare_calls=True)
+        parts[VAE] = accelerate(self._pipe.vae.decoder, vae)
+        try:
+            for _ in range(_WARM_UP):
+                self.picture(*self.jobs[0], steps=2)
+            before = {name: _reasons(part) for name, part in parts.items()}
+            made = self.pictures()
+            return made, {name: why for name, part in parts.items() if (why := _bypassed(part, before[name]))}
+        finally:
+            for part in parts.values():
+                part.release()
+
+
+def _reasons(part: Accelerator) -> dict[str, int]:
+    """Of calls that the original forward computed."""
+    return dict(part.report.as_dict()["reasons"])
+
+
+def _bypassed(part: Accelerator, before: dict[str, int]) -> str:
+    counted = {reason: times - before.get(reason, 0) for reason, times in _reasons(part).items()}
+    reasons = [f"{reason} ({times} calls)" for reason, times in counted.items() if times]
+    if not reasons and part.plans:
+        return ""
+    return f"was not accelerated: {'; '.join(reasons) or 'it has no plan'}"
+
+
+def compared(original: list[np.ndarray], other: list[np.ndarray]) -> list[Likeness]:
+    """Each picture with its original."""
+    return [likeness(a, b) for a, b in zip(original, other, strict=True)]
+
+
+def faults(rows: list[Row]) -> list[str]:
+    """What is worse than the yardstick, a sentence each."""
+    found = [f"seed {row.seed}: a value is not finite" for row in rows if row.accelerated.psnr == -math.inf]
+    ours, theirs = (median(each.psnr for each in some) for some in _columns(rows))
+    if ours < min(theirs - MARGIN_DB, UNSEEN_DB):
+        found.append(
+            f"the pictures differ more than with another attention: the median PSNR is {ours:.1f} dB, the yardstick's"
+            f" {theirs:.1f} dB"
+        )
+    return found
+
+
+def _columns(rows: list[Row]) -> tuple[list[Likeness], list[Likeness]]:
+    return [row.accelerated for row in rows], [row.yardstick for row in rows]
+
+
+def report(rows: list[Row], yardstick: str) -> str:
+    """The table."""
+    head = ("seed", *(word for name, _ in _MEASURES for word in (name.upper(), yardstick)), "prompt")
+    columns = [[getattr(each, name) for each in some] for name, _ in _MEASURES for some in _columns(rows)]
+    digits = [each for _, each in _MEASURES for _ in range(2)]
+    lines = [
+        (row.seed, *(number(column[i], each) for column, each in zip(columns, digits)), row.prompt)
+        for i, row in enumerate(rows)
+    ]
+    middle = [number(None if None in column else median(column), each) for column, each in zip(columns, digits)]
+    return "\n".join(
+        [
+            table(head, [*lines, ("median", *middle, "")]),
+            f"Left of each pair: with and without the accelerator. Right: the original with the attention {yardstick!r}"
+            " and with 'sdp'.",
+            "PSNR in dB, higher is nearer; SSIM, 1 for equal pictures; LPIPS, 0 for equal pictures.",
+        ]
+    )
+
+
+def write_sheet(
+    out: Path, rows: list[Row], original: list[np.ndarray], ours: list[np.ndarray], other: list[np.ndarray], name: str
+) -> None:
+    """sheet.png: a row for each seed."""
+    lines = []
+    for row, a, b, c in zip(rows, original, ours, other, strict=True):
+        (seen, by), (seen_other, by_other) = contact_sheet.difference(a, b), contact_sheet.difference(a, c)
+        labels = (f"seed {row.seed}", f"{row.accelerated.psnr:.1f} dB", f"x {by:g}", f"{row.yardstick.psnr:.1f} dB")
+        lines.append(((a, b, seen, c, seen_other), (*labels, f"x {by_other:g}")))
+    head = ("original", "accelerated", "difference", name, "difference")
+    out.mkdir(parents=True, exist_ok=True)
+    contact_sheet.sheet(head, lines).save(out / "sheet.png")
+
+
+def _prompts(file: Path | None) -> list[str]:
+    """The lines of a file, or ours.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if file is None:
+        return list(PROMPTS)
+    found = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not found:
+        raise ValueError(f"{file} has no prompts: write one into each line")
+    return found
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    return tree_map(lambda x: None if isinstance(x, float) and not math.isfinite(x) else x, value)
+
+
+def main(options: Options) -> int:
+    """Make the pictures, print the table, write the sheet; 1 where something is not as it has to be."""
+    from tqdm import tqdm
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    device = machine.device()
+    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    steps = options.steps or (6 if device.type == "cpu" else 20)
+    size = options.size or ((128, 128) if device.type == "cpu" else (512, 512))
+    try:
+        prompts = _prompts(options.prompts)
+        pipe = pipelines.chosen(options.model, dtype=dtype, device=device)
+        pipe.set_progress_bar_config(disable=True)
+        attentions.make(options.yardstick, attentions.attention_layers(pipe.unet)[0][1])
+    except (OSError, ValueError, Unavailable) as exc:
+        print(exc)
+        return 2
+    print(f"{options.model or 'Random weights'} on {machine.describe()['gpu'] or 'the CPU'}", flush=True)
+    with tqdm(total=3 * options.pictures, unit="picture", file=sys.stdout, dynamic_ncols=True) as progress:
+        series = Series(pipe, prompts, options.pictures, steps, size, progress.update)
+        original = series.pictures()
+        other = series.with_attention(options.yardstick)
+        ours, bypassed = series.accelerated(device)
+    rows = [
+        Row(seed, prompt, a, b)
+        for (seed, prompt), a, b in zip(series.jobs, compared(original, ours), compared(original, other), strict=True)
+    ]
+    print(f"\n{report(rows, options.yardstick)}\n")
+    write_sheet(options.out, rows, original, ours, other, options.yardstick)
+    print(f"{options.out}/sheet.png: the pictures and their differences")
+    found = faults(rows) + ([f"the UNet {bypassed[UNET]}"] if UNET in bypassed else [])
+    for sentence in (*missing(), *(f"the {name} {why}" for name, why in bypassed.items() if name != UNET), *found):
+        print(sentence)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        told = {
+            "machine": machine.describe(), "model": options.model, "steps": steps, "size": size, "dtype": str(dtype),
+            "yardstick": options.yardstick, "rows": [asdict(row) for row in rows], "faults": found,
+        }  # fmt: skip
+        options.json.write_text(json.dumps(_finite(told), indent=1), encoding="utf-8")
+    return 1 if found else 0
