@@ -40,14 +40,14 @@ static unsigned char* shared;
 static float lanes[1024];
 
 // A thread lets others go on until all have come as far.
-inline void meet(State where) {
+inline void barrier_wait(State where) {
   Thread& me = threads[threadIdx.x];
   me.state = where;
   if (!_setjmp(me.left)) _longjmp(back, 1);
 }
 }  // namespace cpu
 
-inline void __syncthreads() { cpu::meet(cpu::IN_BLOCK); }
+inline void __syncthreads() { cpu::barrier_wait(cpu::IN_BLOCK); }
 
 inline void pdl_wait() {}
 
@@ -84,9 +84,9 @@ inline void halves_to_floats(unsigned word, float& first, float& second) {
 inline float shuffle_xor(float x, int lanes) {
   const unsigned me = threadIdx.x;
   cpu::lanes[me] = x;
-  cpu::meet(cpu::IN_WARP);
+  cpu::barrier_wait(cpu::IN_WARP);
   const float theirs = cpu::lanes[me ^ (unsigned)lanes];
-  cpu::meet(cpu::IN_WARP);
+  cpu::barrier_wait(cpu::IN_WARP);
   return theirs;
 }
 

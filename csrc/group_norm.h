@@ -29,23 +29,23 @@ struct Column {
   float scale;
   float addend[PACK];
 
-  __device__ __forceinline__ Column(const Operands& given, int image, int pixels, int column)
-      : source(given.a), residual(nullptr), sum(nullptr), step(given.first), channels(given.channels), scale(1.f) {
+  __device__ __forceinline__ Column(const Operands& operands, int image, int pixels, int column)
+      : source(operands.a), residual(nullptr), sum(nullptr), step(operands.first), channels(operands.channels), scale(1.f) {
     const long long begin = (long long)image * pixels;
 #pragma unroll
     for (int j = 0; j < PACK; ++j) addend[j] = 0.f;
 #if FUSED
-    scale = given.scale;
-    sum = given.sum + begin * channels + column;
-    if (column >= given.first) {
-      step = channels - given.first;
-      source = given.b + begin * step + column - given.first;
+    scale = operands.scale;
+    sum = operands.sum + begin * channels + column;
+    if (column >= operands.first) {
+      step = channels - operands.first;
+      source = operands.b + begin * step + column - operands.first;
       return;
     }
-    if (given.residual) residual = given.residual + begin * step + column;
+    if (operands.residual) residual = operands.residual + begin * step + column;
 #endif
     source += begin * step + column;
-    if (given.addend) load<TYPE>(given.addend + (long long)image * given.addend_stride + column, addend);
+    if (operands.addend) load<TYPE>(operands.addend + (long long)image * operands.addend_stride + column, addend);
   }
 };
 
@@ -99,18 +99,18 @@ __device__ __forceinline__ void values_of(const Column& column, const Access& lo
 // The value of a channel of a pixel, of which the norm is taken. Sums are of deviations from one of the values: then the
 // sum of squares is at most (1 + count) times M2 (the sum of squared deviations from the mean), which bounds cancellation
 // however large the mean is. One such value is needed by all threads, as sums of one centre are just added.
-__device__ __forceinline__ float value_at(const Operands& given, int image, int pixels, int pixel, int channel) {
+__device__ __forceinline__ float value_at(const Operands& operands, int image, int pixels, int pixel, int channel) {
   const long long place = (long long)image * pixels + pixel;
 #if FUSED
-  const int rest = given.channels - given.first;
-  if (channel >= given.first)
-    return rounded<TYPE>(to_float<TYPE>(given.b[place * rest + channel - given.first]) * given.scale);
+  const int rest = operands.channels - operands.first;
+  if (channel >= operands.first)
+    return rounded<TYPE>(to_float<TYPE>(operands.b[place * rest + channel - operands.first]) * operands.scale);
 #endif
-  float value = to_float<TYPE>(given.a[place * given.first + channel]);
-  const float addend = given.addend ? to_float<TYPE>(given.addend[(long long)image * given.addend_stride + channel]) : 0.f;
+  float value = to_float<TYPE>(operands.a[place * operands.first + channel]);
+  const float addend = operands.addend ? to_float<TYPE>(operands.addend[(long long)image * operands.addend_stride + channel]) : 0.f;
 #if FUSED
-  if (given.residual) value += to_float<TYPE>(given.residual[place * given.first + channel]);
-  return rounded<TYPE>((value + addend) * given.scale);
+  if (operands.residual) value += to_float<TYPE>(operands.residual[place * operands.first + channel]);
+  return rounded<TYPE>((value + addend) * operands.scale);
 #else
   return value + addend;
 #endif

@@ -26,19 +26,19 @@ inline unsigned short of_b(unsigned warp, int k, int column) {
 
 template <int Depth>
 void product(float (&d)[4], float (*value)(unsigned short)) {
-  meet(IN_WARP);
+  barrier_wait(IN_WARP);
   const unsigned warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
   for (int i = 0; i < 4; ++i) {
     const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
     for (int k = 0; k < Depth; ++k) d[i] += value(of_a(warp, row, k)) * value(of_b(warp, k, column));
   }
-  meet(IN_WARP);
+  barrier_wait(IN_WARP);
 }
 
 template <int Count>
 void matrices(unsigned (&to)[Count], const void* row, bool transposed) {
   rows[threadIdx.x] = row;
-  meet(IN_WARP);
+  barrier_wait(IN_WARP);
   const unsigned warp = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
   for (int i = 0; i < Count; ++i) {
     unsigned short pair[2];
@@ -49,7 +49,7 @@ void matrices(unsigned (&to)[Count], const void* row, bool transposed) {
     }
     std::memcpy(&to[i], pair, 4);
   }
-  meet(IN_WARP);
+  barrier_wait(IN_WARP);
 }
 }  // namespace cpu
 
@@ -109,7 +109,7 @@ inline void copy_async_wait() {
   cpu::copying[me] = kept;
 }
 
-inline void warp_sync() { cpu::meet(cpu::IN_WARP); }
+inline void warp_sync() { cpu::barrier_wait(cpu::IN_WARP); }
 
 inline bool any_lane(bool x) {
   float sum = x;

@@ -53,8 +53,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Element* const from_b = b + (long long)(first_column + row) * depth + chunk;
 
   int tap_y = 0, tap_x = 0, channel = 0;  // of what is loaded next, where a is an image
-  auto load = [&](int step, int slot) {
-    Element* const to = shared + slot * kStage + row * kPitch + chunk;
+  auto load = [&](int step, int stage) {
+    Element* const to = shared + stage * kStage + row * kPitch + chunk;
     const int offset = CONV ? (tap_y * image_width + tap_x) * channels + channel : step * kDepth;
 #pragma unroll
     for (int i = 0; i < kOfA; ++i) {
@@ -91,8 +91,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int b_at = (kRows + across * kColumns + lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8;
   const int last_b_at = (kRows + across * kColumns + (kTiles - 1) * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8;
   unsigned of_a[2][2][4], of_b[2][kTiles][2];  // the operands of a product, and of the next
-  auto load_operands = [&](int slot, int k) {
-    const Element* const at = shared + slot * kStage + k * 16;
+  auto load_operands = [&](int stage, int k) {
+    const Element* const at = shared + stage * kStage + k * 16;
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
       ldmatrix(of_a[k][t], at + a_at + t * 16 * kPitch);
@@ -111,15 +111,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   copy_async_wait<STAGES - 2>();
   __syncthreads();
   load_operands(0, 0);
-  int slot = 0;
+  int stage = 0;
   for (int step = 0; step < steps; ++step) {
     unsigned part[2][kTiles][2] = {};
-    const int next = slot + 1 == STAGES ? 0 : slot + 1;
+    const int next = stage + 1 == STAGES ? 0 : stage + 1;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       if (k == 0) {
-        load_operands(slot, 1);
-        if (step + STAGES - 1 < steps) load(step + STAGES - 1, slot ? slot - 1 : STAGES - 1);
+        load_operands(stage, 1);
+        if (step + STAGES - 1 < steps) load(step + STAGES - 1, stage ? stage - 1 : STAGES - 1);
         copy_async_commit();
       } else if (step + 1 < steps) {
         copy_async_wait<STAGES - 2>();
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int t = 0; t < 2; ++t) mma_halves(part[t][n], of_a[k][t], of_b[k][n][0], of_b[k][n][1]);
     }
-    slot = next;
+    stage = next;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll

@@ -28,6 +28,33 @@ standing_reason passing_reason _come_beside hosts_standin sdnext_standin
 PHRASES = ("group_sums.h", "stands aside", "standing aside", "stand aside", "stepped around", "copy engine")
 
 
+DEFINITIONS = {
+    "sfast_ext/": "Planner Found Shelf Homes Watch Watched Recipe Scene Later WARY BARREN EARLY KEEPS",
+    "sfast_ext/runtime/": "_take _fill _hand_out _lay_out enter leave discard refuse ahead",
+    "sfast_ext/capture/": "settle copied _again _Unlike",
+    "sfast_ext/weights/": "bring at_home note let_go stale _adopt Slot",
+    "sfast_ext/behaviour/": "tick due sure now holds brought shadows described",
+    "sfast_ext/passes/": "peel same fake tail forth few operands fits summands halves",
+    "sfast_ext/kernels/": "_kernel _whole _taps start runs multiplies collecting takes reads pays siblings further",
+    "csrc/": "copy_back open close await pin wait arrive expect initialise initialised meet slot given",
+}
+"""By folder, terms that are words elsewhere: nothing is defined by these names there."""
+_DEFINED = re.compile(r"^ *(?:async )?(?:def|class) (\w+)|^([A-Z]\w*)\b *[:=]", re.MULTILINE)
+_DECLARED = re.compile(r"\b(?:void|int|u32|u64|float|bool|auto|[A-Z]\w*)[&* ]+(\w+)(?=[ (=,;)\[])")
+_COMMENT = re.compile(r"//.*")
+
+
+def definitions(name: str, text: str) -> list[str]:
+    """The replaced terms that a file defines."""
+    gone = {term for folder, terms in DEFINITIONS.items() if name.startswith(folder) for term in terms.split()}
+    found = (
+        _DECLARED.findall(_COMMENT.sub("", text))
+        if name.startswith("csrc/")
+        else sum(map(list, _DEFINED.findall(text)), [])
+    )
+    return sorted(gone.intersection(found))
+
+
 def occurrences(text: str) -> list[str]:
     """The replaced terms in a text."""
     words = set(re.findall(r"[\w.]+", text)) | set(re.findall(r"\w+", text))
@@ -50,6 +77,7 @@ def test_no_file_has_a_term_that_was_replaced():
         except UnicodeDecodeError:
             continue
         found += [f"{name}: {term}" for term in occurrences(f"{name} {text}")]
+        found += [f"{name} defines {term}" for term in definitions(name, text)]
     assert not found, "\n".join(found)
 
 
@@ -57,3 +85,13 @@ def test_a_replaced_term_is_noticed():
     assert occurrences("x = arena.lend_home()") == ["lend_home"]
     assert occurrences("the host\n    stands aside") == ["stands aside"]
     assert occurrences("a word untouched, and_linear_onto_more") == []
+
+
+def test_a_definition_by_a_replaced_term_is_noticed():
+    assert definitions("sfast_ext/passes/cse.py", "def same(a, b):\n    pass\n") == ["same"]
+    assert definitions("sfast_ext/runtime/plan.py", "class Plan:\n    def _fill(self):\n        pass\n") == ["_fill"]
+    assert definitions("sfast_ext/runtime/plan.py", "KEEPS = True\n") == ["KEEPS"]
+    assert definitions("csrc/mma.h", "__device__ void wait(int slot) {\n  int stage = 0;\n") == ["slot", "wait"]
+    # words elsewhere, and names that only begin so
+    assert definitions("sfast_ext/ui/tab.py", "def same(a, b):\n    pass\n") == []
+    assert definitions("csrc/mma.h", "// wait for the void slot\n__device__ void mbarrier_wait(u32 stage);\n") == []

@@ -74,7 +74,7 @@ def _read(chosen: Any) -> tuple[dict[str, Any], list[str]]:
     known = {name: each for each in settings.ALL for name in (each.key, each.key.partition("_")[2])}
     for name, value in chosen.items():
         setting = known.get(name)
-        if setting is not None and settings.takes(setting, value):
+        if setting is not None and settings.accepts(setting, value):
             values[setting.key] = value
         else:
             refused.append(f"{name}: {value!r}"[:_LONGEST])

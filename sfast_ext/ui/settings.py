@@ -358,7 +358,7 @@ def restored(params: dict[str, Any]) -> None:
             params.setdefault(each.infotext, str(default_of(each)))
 
 
-def takes(setting: Setting, value: Any) -> bool:
+def accepts(setting: Setting, value: Any) -> bool:
     """Whether this is a valid value of the setting."""
     if setting.key in _WORDS:
         return isinstance(value, str) and value in setting.choices

@@ -24,7 +24,7 @@ def external_reader(
     known: dict[int, dict[int, torch.Tensor]] = {memory: {} for memory in first}
     spans: dict[int, list[tuple[int, int, bool]]] = {memory: [] for memory in first}
 
-    def note(tensor: torch.Tensor | None) -> None:
+    def record(tensor: torch.Tensor | None) -> None:
         if tensor is not None and (ours := known.get(memory_of(tensor))) is not None:
             ours[id(tensor)] = tensor
 
@@ -34,11 +34,11 @@ def external_reader(
         if type(w.tensor) is not torch.Tensor:
             # no plan reads it, see `check_compatible`, and it may have no storage
             continue
-        note(w.tensor)
-        note(w.tensor._base)
+        record(w.tensor)
+        record(w.tensor._base)
         bound = w.bound if w.bound is not None and same_place(w.bound, w.tensor) else None
-        note(bound)
-        note(coming.get(id(w)))
+        record(bound)
+        record(coming.get(id(w)))
         within = spans.get(memory_of(w.tensor))
         if within is not None and w.slots and w.tensor.numel() and (w.plans or bound is not None):
             last = sum((size - 1) * stride for size, stride in zip(w.tensor.shape, w.tensor.stride()))

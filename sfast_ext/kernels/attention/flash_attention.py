@@ -123,7 +123,7 @@ def _evenly(heads: int, units: int, groups: int, at_once: int) -> Division:
 
 def readable(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
     """Whether `launch` can read the operands on this GPU."""
-    if q.shape[-1] not in SHAPES or not cuda_tier.takes(_SOURCE, q, k, v):
+    if q.shape[-1] not in SHAPES or not cuda_tier.supported(_SOURCE, q, k, v):
         return False
     if not operands.addressable(q, k, v, scale) or not can_be_mapped(k, v):
         return False

@@ -80,7 +80,7 @@ def applicable(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
     device = device_of(q)
     if health.reason("mma_attention", device) is not None or q.dtype not in HALF:
         return False
-    if not addressable(q, k, v, scale) or not cuda_tier.takes(_SOURCE, q, k, v):
+    if not addressable(q, k, v, scale) or not cuda_tier.supported(_SOURCE, q, k, v):
         return False
     if q.shape[3] % 8 or q.shape[3] > _WIDEST or not can_be_mapped(q, k, v):
         return False

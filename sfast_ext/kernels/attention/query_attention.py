@@ -58,7 +58,7 @@ def _heads(q: Tensor, k: Tensor) -> Tensor:
 
 def applicable(x: Tensor, weight: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> bool:
     """Whether the kernel can read the operands on this GPU, and is `profitable`."""
-    if x.dim() != 3 or weight.dim() != 2 or k.dim() != 4 or not cuda_tier.takes(_SOURCE, x, weight, k, v):
+    if x.dim() != 3 or weight.dim() != 2 or k.dim() != 4 or not cuda_tier.supported(_SOURCE, x, weight, k, v):
         return False
     (images, rows, depth), (_, heads, keys, size) = x.shape, k.shape
     if weight.shape != (heads * size, depth) or k.shape[0] != images or not x.numel():

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import nvrtc
-from sfast_ext.kernels.backend.triton_runtime import HALF, INTERPRETED, device_of, plain, supported
+from sfast_ext.kernels.backend import nvrtc, triton_runtime
+from sfast_ext.kernels.backend.triton_runtime import HALF, INTERPRETED, device_of, plain
 
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """Values of TYPE and OUT in csrc/elements.h."""
@@ -19,7 +19,7 @@ MOST_THREADS = 1024
 _ACCESS = 16  # bytes
 
 
-def takes(source: nvrtc.Source, x: Tensor, *others: Tensor | None) -> bool:
+def supported(source: nvrtc.Source, x: Tensor, *others: Tensor | None) -> bool:
     """Whether a kernel can be launched with these tensors, whether or not Triton is there: they are `plain` and of x's
     dtype, which one for Hopper takes in half precision, and the kernel is available on their GPU."""
     if INTERPRETED or x.dtype not in (HALF if source.hopper else TYPES):
@@ -30,8 +30,9 @@ def takes(source: nvrtc.Source, x: Tensor, *others: Tensor | None) -> bool:
 
 
 def usable(source: nvrtc.Source, x: Tensor, *others: Tensor | None) -> bool:
-    """Whether a kernel for any card is launched with these tensors: it `takes` them, and Triton's kernels cannot be."""
-    return not supported(x, *others) and takes(source, x, *others)
+    """Whether a kernel for any card is launched with these tensors: they are `supported`, and not by Triton's
+    kernels."""
+    return not triton_runtime.supported(x, *others) and supported(source, x, *others)
 
 
 def pack(width: int, *operands: Tensor | None) -> int:

@@ -103,7 +103,7 @@ def applicable(x: Tensor, weight: Tensor) -> bool:
 
 def readable(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel can read the operands on this GPU."""
-    if x.dim() != 4 or weight.dim() != 4 or not cuda_tier.takes(_SOURCE, x, weight):
+    if x.dim() != 4 or weight.dim() != 4 or not cuda_tier.supported(_SOURCE, x, weight):
         return False
     columns, channels = weight.shape[:2]
     if weight.shape[1:] != (x.shape[1], 3, 3) or not 0 < x.numel() < _MOST_PIXELS * x.shape[1]:

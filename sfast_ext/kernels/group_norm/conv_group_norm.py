@@ -105,7 +105,7 @@ def applicable(
             return False
     if supported(x, shift, residual, weight, bias):
         return group_norm.fitting(height * width, groups, columns // groups)[0] == "parts"
-    if not cuda_tier.takes(portable.NORMALISE, x, shift, residual, weight, bias):
+    if not cuda_tier.supported(portable.NORMALISE, x, shift, residual, weight, bias):
         return False
     return portable.pixels_of_part(_parts(x), images, columns, groups, x.dtype) is not None
 

@@ -206,7 +206,7 @@ def normalised_by(
     Args:
         partial: (2, N, parts, groups): means and sums of squared deviations of parts of an image, `per_part` pixels
             each.
-        x: (N, ..., C), contiguous; weight, bias: (C,), contiguous; `cuda_tier.takes` all of them.
+        x: (N, ..., C), contiguous; weight, bias: (C,), contiguous; `cuda_tier.supported` all of them.
     """
     groups = partial.shape[-1]
     width = x.shape[-1] // groups

@@ -67,7 +67,7 @@ def applicable(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str 
 
 def readable(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str = "none") -> bool:
     """Whether the kernel can read the operands on this GPU."""
-    if approximate not in ("none", "tanh") or not cuda_tier.takes(_SOURCE, x, weight, bias):
+    if approximate not in ("none", "tanh") or not cuda_tier.supported(_SOURCE, x, weight, bias):
         return False
     if weight.dim() != 2 or not weight.is_contiguous() or not x.numel():
         return False

@@ -120,7 +120,7 @@ def applicable(
     """Whether the kernel can read the operands on this GPU, and is `profitable`."""
     tensors = [bias, residual, norm_weight, norm_bias, post_bias]
     given = [t for t in tensors if t is not None]
-    if not cuda_tier.takes(_SOURCE, x, weight, *tensors) or weight.dim() != 2 or not x.numel():
+    if not cuda_tier.supported(_SOURCE, x, weight, *tensors) or weight.dim() != 2 or not x.numel():
         return False
     columns, depth = weight.shape
     if x.shape[-1] != depth or depth % 8:

@@ -66,7 +66,7 @@ def conv2d_readable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _readable(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, depth: int) -> bool:
-    if x.dtype != torch.float16 or not cuda_tier.takes(_SOURCE, x, weight, bias):
+    if x.dtype != torch.float16 or not cuda_tier.supported(_SOURCE, x, weight, bias):
         return False
     if not x.numel() or columns % 8 or not columns or depth % DEPTH or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return False
