@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compile_table import compiler as triton_compiler
+from kernels import compiled
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import short_attention
 from sfast_ext.kernels.backend import trial, triton_runtime
@@ -74,8 +75,8 @@ KNOWN = VERSION >= (3, 3)
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def cache(monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(compiled.TRITON))
 
 
 def _in_order(ptx, early):

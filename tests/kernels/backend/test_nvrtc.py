@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels import compiled
 from kernels.support import needs_nvrtc
 from sfast_ext.kernels.attention import flash_attention, query_attention
 from sfast_ext.kernels.backend import cuda_bindings, cuda_tier, nvrtc, triton_runtime
@@ -35,7 +36,7 @@ def compiler(monkeypatch, tmp_path):
 
 def built(name: str, constants: dict[str, int], spilled: int = 0, architecture: str = HOPPER) -> tuple[int, int]:
     """A kernel's registers, as they are given out, and bytes of shared memory beside those that a launch asks for."""
-    code, log = nvrtc.build((nvrtc.SOURCES / f"{name}.cu").read_bytes(), architecture, constants)
+    code, log = compiled.build(name, architecture, constants)
     assert code[:4] == b"\x7fELF"
     # products that the compiler serialises, or registers that it spills, cost more than the kernel gains
     assert "Potential Performance Loss" not in log
