@@ -255,9 +255,11 @@ class A1111Session(WebUISession):
 
     def _follow_vae(self, sd_model: Any) -> None:
         # one that is moved to the GPU for each call keeps its weights where the WebUI wants the memory
-        moved = bool(getattr(sd_model, "lowvram", False))
+        moved, config = bool(getattr(sd_model, "lowvram", False)), self.config()
         found = None if moved else getattr(sd_model, "first_stage_model", None)
-        for each in self._vaes.follow([found], self.config()):
+        if moved and config.enabled and config.vae:
+            self.report.once("VAE", "is not accelerated: --medvram and --lowvram move it to the GPU for each picture")
+        for each in self._vaes.follow([found], config):
             hooks = self._hooks.get(each.module)
             if hooks is not None:
                 hooks.new_pass()
