@@ -8,6 +8,7 @@ import coarse_clock.sitecustomize  # noqa: F401  # isort: skip
 import gc
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import tempfile
 import time
@@ -35,6 +36,8 @@ _KEPT = 2 << 30
 def pytest_configure() -> None:
     # a test makes and drops as many objects as a host in hours: all of them were looked at every second or so
     gc.set_threshold(10_000)
+    # pytest listens to loggers that do not propagate: torch would describe each tensor of a capture to it, with a stack
+    logging.getLogger("torch.__trace").propagate = True
     # several workers share the cores; a model this small gains nothing from more threads
     torch.set_num_threads(1)
     # nor in processes that tests start; threads that spin while they wait double what those cost
