@@ -160,7 +160,9 @@ def start(
     places = ["--data-dir", str(data), "--models-dir", str(models), "--log", str(data / "host.log")]
     # diffusers reads it at its import, before SD.Next sets it
     cache = f"HF_HUB_CACHE={models / 'huggingface'}"
-    command = ["env", cache, python(), "launch.py", *shlex.split(f"{WITHOUT_NETWORK} {FLAGS} {flags}"), *places]
+    # as in its webui.sh: when it is restarted it looks for "python" there
+    path = f"PATH={Path(python()).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    command = ["env", cache, path, python(), "launch.py", *shlex.split(f"{WITHOUT_NETWORK} {FLAGS} {flags}"), *places]
     return WebUI(command, Path(HOST or ""), log, ready="/sdapi/v1/status", packages=packages)
 
 
