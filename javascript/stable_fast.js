@@ -249,6 +249,8 @@
         button.setAttribute('aria-expanded', 'false');
         const pin = (on) => {
             box.classList.toggle('sfast-pinned', on);
+            // though it is pointed at, or has the focus
+            box.classList.toggle('sfast-closed', !on);
             button.setAttribute('aria-expanded', String(on));
         };
         button.addEventListener('click', () => {
@@ -260,14 +262,19 @@
             stand({button, panel});
             refresh();
         };
-        box.addEventListener('mouseenter', look);
+        const reopen = () => box.classList.toggle('sfast-closed', false);
+        box.addEventListener('mouseenter', () => {
+            reopen();
+            look();
+        });
+        box.addEventListener('focusout', reopen);
         button.addEventListener('focus', look);
         box.addEventListener('keydown', (event) => {
             if (event.key === 'Escape') {
                 // the host would interrupt the picture
                 event.stopPropagation();
+                button.focus();
                 pin(false);
-                button.blur();
             }
         });
         return {box, button, sign, label, panel};
