@@ -206,6 +206,8 @@ def test_a_grid_compares_on_and_off(page: Page) -> None:
     if page.page.query_selector(scripts) is None:
         pytest.skip("the small page has no scripts")
     quick(page)
+    if page.theme == "Modern":
+        page.click("#txt2img_scripts")
     choose(page, scripts, name)
     choose(page, axis, "[Stable Fast] enabled")
     # writes all values of the axis
@@ -227,7 +229,10 @@ def test_after_the_ui_is_reloaded_pictures_are_accelerated_again(page: Page) -> 
     reload = "#restart_submit" if page.theme else "#settings_restart_gradio"
     if page.page.query_selector(reload) is None:
         pytest.skip("the small page is not reloaded")
-    page.to_settings()
+    if page.theme == "Modern":
+        page.click("#btn_system")
+    else:
+        page.to_settings()
     before = page.starts()
     # its page asks twice a second, and on a busy machine hits the time in which a request ends it: see a1111.STARTED
     page.page.route("**/internal/ping*", lambda route: route.continue_() if page.starts() > before else route.abort())
