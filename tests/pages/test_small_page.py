@@ -132,7 +132,7 @@ def a_changed_setting_is_in_the_infotext_and_is_restored_from_it(page):
     assert page.shown(INFOTEXT) == written
 
 
-@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("python", PYTHONS, ids=lambda python: Path(python).parents[1].name)
 def test_what_a_user_does(python, tmp_path, monkeypatch):
     monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path / "cache"))
     command = [python, str(ROOT / "tests" / "hosts" / "live" / "small_page.py")]
