@@ -152,6 +152,35 @@ TEXTS = """(places) => places.flatMap((place) => [...document.querySelectorAll(p
 })).filter(Boolean)"""
 
 
+def test_a_locale_of_sdnext_s_finds_all_that_it_looks_at(page: Page) -> None:
+    if not page.theme:
+        pytest.skip("of SD.Next: its locales name buttons and labels, not the texts of tables and sentences")
+    page.to_pictures()
+    page.generate()
+    page.to_tab()
+    page.until(lambda: "Last used" in page.text("#stable_fast_view"), "the tab has the picture", 20)
+    labels = page.page.evaluate(LABELS, [page.tab, page.settings])
+    assert len(labels) > 30 and {"Prepare", "Drop plans", "Last used", "Accelerate the VAE"} <= set(labels), labels
+    entries = [{"id": "", "label": each, "localized": f"« {each} »", "hint": "a hint"} for each in labels]
+    # the one after English; an entry without a hint is left out
+    page.page.route("**/file=ui/locale/locale_tb.json", lambda route: route.fulfill(json={"a": entries}))
+    page.click("#locale-container")
+    page.until(lambda: "« Prepare »" in page.text("#stable_fast_prepare"), "it is translated", 20)
+    assert [each for each in page.page.evaluate(LABELS, [page.tab, page.settings]) if "«" not in each] == []
+    # what is drawn anew is found as well
+    page.click("#stable_fast_view th:first-child button")
+    page.until(lambda: "« Size »" in page.text("#stable_fast_view th:first-child"), "headings are translated again", 20)
+    page.picture("locale")
+    page.open()
+    page.to_pictures()
+
+
+LABELS = """(places) => places.flatMap((place) => [...document.querySelectorAll(place)]).flatMap((root) =>
+    // as setHints.ts has them
+    [...root.querySelectorAll('button, h2, label > span, .label-wrap > span, span[data-testid="block-info"]')]
+).map((each) => each.textContent.trim()).filter((text) => /[A-Za-z]{3,}/.test(text))"""
+
+
 def test_a_changed_setting_is_in_the_infotext_and_is_restored_from_it(page: Page) -> None:
     page.to_settings()
     page.picture("settings")
@@ -206,22 +235,30 @@ def test_a_grid_compares_on_and_off(page: Page) -> None:
     if page.page.query_selector(scripts) is None:
         pytest.skip("the small page has no scripts")
     quick(page)
-    if page.theme == "Modern":
-        page.click("#txt2img_scripts")
+    to_scripts(page, True)
     choose(page, scripts, name)
     choose(page, axis, "[Stable Fast] enabled")
     # writes all values of the axis
     page.click(fill)
     page.page.wait_for_timeout(1500)
+    to_scripts(page, False)
     page.generate()
     # plans ran for its first picture; the second is the last one, and not accelerated
     page.until(lambda: page.badge() == "ready", "nothing is said of the first picture", 30)
     picture = page.page.locator("#txt2img_gallery .thumbnail-lg img, #txt2img_gallery .preview img").first
     page.until(lambda: picture.evaluate("(each) => each.naturalWidth") >= 2 * 128, "a grid of two", 30)
     page.picture("grid")
+    to_scripts(page, True)
     choose(page, scripts, "None")
+    to_scripts(page, False)
     # the values were those of the grid's pictures alone
     assert page.generate()[-1].endswith("it/s")
+
+
+def to_scripts(page: Page, there: bool) -> None:
+    """Open the tab in which scripts are chosen, and the one with the prompt again; elsewhere both are seen."""
+    if page.theme == "Modern":
+        page.click("#txt2img_scripts" if there else "#txt2img_prompts")
 
 
 def test_after_the_ui_is_reloaded_pictures_are_accelerated_again(page: Page) -> None:
@@ -242,7 +279,8 @@ def test_after_the_ui_is_reloaded_pictures_are_accelerated_again(page: Page) -> 
     page.page.wait_for_selector(".sfast-badge .sfast-state", state="attached", timeout=240_000)
     assert page.starts() > before
     page.until(lambda: page.badge() == "ready", "nothing of the scripts before is left")
-    assert page.page.locator(page.own_badge).count() == 1
+    # the modern theme moves it
+    page.until(lambda: page.page.locator(page.own_badge).count() == 1, "there is one badge", 30)
     page.to_pictures()
     quick(page)
     assert page.generate()[-1].endswith("it/s")
