@@ -69,10 +69,11 @@
         });
     }
 
-    // numbers and words of "512x512, 1 picture, 77 tokens"; a name that is no such label stays whole
-    function sized(label) {
-        const text = typeset(label);
-        return (/^\d+×\d+,/.test(text) && text.match(/\d+×\d+,|\d+|[^\s\d][^\d]*[^\s\d]/g)) || [text];
+    // numbers and words of "512x512, 1 picture, 77 tokens" or "VAE decoder, 512x512"; another name stays whole
+    function sized(name) {
+        const text = typeset(name);
+        const label = /^(\d+×\d+,|VAE (de|en)coder, \d+×\d+)/;
+        return (label.test(text) && text.match(/\d+×\d+,?|\d+|[^\s\d][^\d]*[^\s\d]/g)) || [text];
     }
 
     function planParts(plan) {
