@@ -135,6 +135,7 @@ def a_changed_setting_is_in_the_infotext_and_is_restored_from_it(page):
 @pytest.mark.parametrize("python", PYTHONS, ids=lambda python: Path(python).parents[1].name)
 def test_what_a_user_does(python, tmp_path, monkeypatch):
     monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("SFAST_SMALL_PAGE_PACE", "0.3")
     command = [python, str(ROOT / "tests" / "hosts" / "live" / "small_page.py")]
     with WebUI(command, tmp_path, tmp_path / "log", ready="/sfast/v1/status") as webui:
         page = Page(webui.url)
