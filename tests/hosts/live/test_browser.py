@@ -127,9 +127,11 @@ def test_a_localisation_of_the_page_s_own_dump_finds_every_string(page: Page) ->
     if not page.page.evaluate("typeof dumpTranslations === 'function'"):
         pytest.skip("AUTOMATIC1111 alone dumps what it has seen")
     page.to_pictures()
+    # a plan of the VAE is made at the second one of a size
+    page.generate()
     page.generate()
     page.to_tab()
-    page.until(lambda: "(last picture)" in page.text("#stable_fast_view"), "the tab has the picture", 20)
+    page.until(lambda: "VAE decoder" in page.text("#stable_fast_view"), "the tab has the picture and the VAE", 20)
     dumped = set(page.page.evaluate("Object.keys(dumpTranslations())"))
     # other numbers in every place
     page.to_pictures()
