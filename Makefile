@@ -1,5 +1,6 @@
 # make demo         pictures with and without the accelerator, compared; DEMO_MODEL=path takes your own model
-# make test         ruff, mypy and the whole CPU suite
+# make test         ruff, mypy, the whole CPU suite, and the steps of a user on small pages of the WebUIs' two Gradios
+# make test-pages   the same steps in a real browser, and by keyboard alone; CHROMIUM=/usr/bin/chromium, AXE=axe.min.js
 # make test-coarse-clock  the CPU suite on clocks that move in steps of STEP=0.004 seconds, as some virtual machines' do
 # make test-stack   the CPU suite on another torch: TORCH=2.5.1, one of those in requirements-stack
 # make test-floor   the CPU suite on the oldest torch served, 2.1.2
@@ -14,6 +15,7 @@
 #
 # PYTHON=python3.11 chooses the interpreter (test-stack: that of the hosts with that torch is the default),
 # PIP_ARGS='--extra-index-url …' goes to pip, WORKERS=8 uses more cores, STACKS=folder keeps test-stack's environments,
+# PAGES=folder those with a Gradio (default .pages),
 # TRITON_WHEELS=folder has the versions of make compile-table unpacked already, or keeps them (default .triton),
 # TABLE='--dtype float16 --case sd15:512x512' compiles a part of it,
 # CASES='sd15:512x512:1 sdxl:1024x1024:4' names what make bench measures (default: all that is not measured yet).
@@ -31,6 +33,9 @@ NVRTC_WHEELS ?= .nvrtc
 STEP ?= 0.004
 TORCH ?= 2.13.0
 STACKS ?= .stacks
+PAGES ?= .pages
+CHROMIUM ?= $(firstword $(wildcard $(addprefix /usr/bin/,chromium chromium-browser google-chrome)))
+AXE ?=
 export DEMO_MODEL
 # otherwise each worker, and each process that tests start, compiles every source anew
 unexport PYTHONDONTWRITEBYTECODE
@@ -49,14 +54,23 @@ LDM := stable-diffusion-sdkit==2.1.5
 # what is imported is compiled then; to compile all of it takes half a minute
 PIP := -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS)
 
-.PHONY: demo test test-coarse-clock test-stack test-floor soak sanitizer mutations compile-table cuda-table lint bench doctor clean
+# each Gradio that a WebUI has, and as SFAST_GRADIO_PYTHON names them
+GRADIOS := 3.41.2 3.43.2
+WITH_PAGES = SFAST_GRADIO_PYTHON=$(subst $() ,:,$(foreach each,$(GRADIOS),$(abspath $(PAGES))/$(each)/bin/python))
+
+.PHONY: demo test test-pages test-coarse-clock test-stack test-floor soak sanitizer mutations compile-table cuda-table lint bench doctor clean
 
 demo: .venv/.demo
 	.venv/bin/python -m sfast_ext demo
 
-test: lint
-	.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal tests
+test: lint $(GRADIOS:%=$(PAGES)/%/.installed)
+	$(WITH_PAGES) .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal tests
 	TRITON_INTERPRET=1 .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -m interpreter tests/kernels
+
+test-pages: $(GRADIOS:%=$(PAGES)/%/.installed) $(PAGES)/browser/.installed
+	$(if $(CHROMIUM),,$(error There is no Chromium in /usr/bin: name one, CHROMIUM=path))
+	$(WITH_PAGES) SFAST_CHROMIUM=$(CHROMIUM) SFAST_AXE=$(AXE) $(PAGES)/browser/bin/python -m pytest \
+		tests/pages tests/hosts/live/test_browser.py tests/hosts/live/test_browser_keyboard.py -k "small"
 
 test-coarse-clock: export SFAST_TEST_CLOCK_STEP := $(STEP)
 test-coarse-clock: .venv/.dev
@@ -127,11 +141,19 @@ doctor: .venv/.demo
 	.venv/bin/python $(PIP) -r requirements-demo.txt
 	touch $@
 
+# what .venv has is found there as well, so that torch is not installed again
+$(PAGES)/%/.installed: requirements-pages/%.txt requirements-pages/common.txt .venv/.dev
+	.venv/bin/python -m venv --without-pip $(PAGES)/$*
+	.venv/bin/python $(PIP) --ignore-installed --no-deps --prefix $(PAGES)/$* -r $<
+	packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+		.venv/bin/python -c "$$packages" > "$$($(PAGES)/$*/bin/python -c "$$packages")/venv.pth"
+	touch $@
+
 .venv/.dev: requirements-dev.txt requirements-test.txt .venv/.demo
 	.venv/bin/python $(PIP) -r requirements-dev.txt
 	.venv/bin/python $(PIP) --no-deps $(LDM)
 	touch $@
 
 clean:
-	rm -rf .venv .triton .nvrtc $(STACKS) demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .triton .nvrtc $(STACKS) $(PAGES) demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -69,10 +69,11 @@
         });
     }
 
-    // numbers and words of "512x512, 1 picture, 77 tokens"; a name that is no such label stays whole
-    function sized(label) {
-        const text = typeset(label);
-        return (/^\d+×\d+,/.test(text) && text.match(/\d+×\d+,|\d+|[^\s\d][^\d]*[^\s\d]/g)) || [text];
+    // numbers and words of "512x512, 1 picture, 77 tokens" or "VAE decoder, 512x512"; another name stays whole
+    function sized(name) {
+        const text = typeset(name);
+        const label = /^(\d+×\d+,|VAE (de|en)coder, \d+×\d+)/;
+        return (label.test(text) && text.match(/\d+×\d+,?|\d+|[^\s\d][^\d]*[^\s\d]/g)) || [text];
     }
 
     function planParts(plan) {
@@ -249,6 +250,8 @@
         button.setAttribute('aria-expanded', 'false');
         const pin = (on) => {
             box.classList.toggle('sfast-pinned', on);
+            // though it is pointed at, or has the focus
+            box.classList.toggle('sfast-closed', !on);
             button.setAttribute('aria-expanded', String(on));
         };
         button.addEventListener('click', () => {
@@ -260,14 +263,19 @@
             stand({button, panel});
             refresh();
         };
-        box.addEventListener('mouseenter', look);
+        const reopen = () => box.classList.toggle('sfast-closed', false);
+        box.addEventListener('mouseenter', () => {
+            reopen();
+            look();
+        });
+        box.addEventListener('focusout', reopen);
         button.addEventListener('focus', look);
         box.addEventListener('keydown', (event) => {
             if (event.key === 'Escape') {
                 // the host would interrupt the picture
                 event.stopPropagation();
+                button.focus();
                 pin(false);
-                button.blur();
             }
         });
         return {box, button, sign, label, panel};

@@ -14,7 +14,7 @@
     const KEPT = ['Date', 'Size', 'Original, ms', 'Stable Fast, ms', 'Times faster', 'Driver', 'torch', 'Version', 'Card', 'Model'];
     let view = null;
     let live = null;
-    let shown = null;
+    let shown;
     let kept = [];
     let open = false;
 
@@ -114,16 +114,18 @@
     function follow(status) {
         const job = status.job || null;
         const before = shown;
+        const other = JSON.stringify(job) !== JSON.stringify(before);
         shown = job;
         if (active(job)) {
             stableFast.watch();
-        } else if (active(before)) {
+        } else if (job && other && before !== undefined) {
+            // also where it began and ended between two answers
             // a screen reader is told of the end, not of each step
             live.textContent = '';
             stableFast.addParts(live, 'span', [KINDS[job && job.kind], STATES[job && job.state]]);
             load();
         }
-        if (JSON.stringify(job) !== JSON.stringify(before)) {
+        if (other) {
             draw();
         }
     }

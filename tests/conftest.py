@@ -27,6 +27,7 @@ from sfast_ext import environment, kernels
 from sfast_ext.kernels.backend import health
 from sfast_ext.tools.lib import models
 
+GRADIOS = ("SFAST_GRADIO_PYTHON",)
 WEBUIS = ("SFAST_A1111_DIR", "SFAST_SDNEXT_DIR", "SFAST_FORGE_DIR")
 _LEFT = pytest.StashKey[dict[str, int]]()
 _KEPT = 2 << 30
@@ -57,9 +58,11 @@ def pytest_report_header() -> str:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Tests of real WebUIs are collected where a WebUI is named, and where one of their files is asked for."""
-    live = collection_path.parent.name == "live" and collection_path.name.startswith("test_")
-    return True if live and not any(map(os.environ.get, WEBUIS)) else None
+    """Tests of real WebUIs are collected where a WebUI is named, those of small pages where a Gradio is, and all where
+    one of their files is asked for."""
+    needs = {"live": WEBUIS, "pages": GRADIOS}.get(collection_path.parent.name)
+    test = needs is not None and collection_path.name.startswith("test_")
+    return True if test and not any(map(os.environ.get, needs or ())) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -116,6 +119,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     left = config.stash.get(_LEFT, {})
     if not any(map(os.environ.get, WEBUIS)):
         left = {**left, f"tests/hosts/live starts real WebUIs: set {' or '.join(WEBUIS)}": 0}
+    if not any(map(os.environ.get, GRADIOS)):
+        left = {**left, "tests/pages needs the WebUIs' Gradios: make test, or make test-pages with a browser": 0}
     for reason, count in left.items():
         terminalreporter.write_line(f"not run here: {f'{count} tests ' if count else ''}{reason}")
 

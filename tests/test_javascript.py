@@ -304,10 +304,13 @@ def test_details_open_by_keyboard_and_close_without_interrupting_the_picture():
         shown.open = button.attributes['aria-expanded'];
         let stopped = false;
         first.listeners.keydown({key: 'Escape', stopPropagation: () => { stopped = true; }});
-        Object.assign(shown, {closed: button.attributes['aria-expanded'], stopped});
+        // who closes them by keyboard stays there
+        const stays = document.activeElement === button;
+        Object.assign(shown, {closed: button.attributes["aria-expanded"], stopped, stays});
         shown.described = byClass('sfast-details', first).id === button.attributes['aria-describedby'];
     """
-    assert run(script) == {"open": "true", "closed": "false", "stopped": True, "described": True}
+    expected = {"open": "true", "closed": "false", "stopped": True, "stays": True, "described": True}
+    assert run(script) == expected
 
 
 @pytest.mark.parametrize("background", ["rgba(0, 0, 0, 0)", "rgba(32, 32, 32, 0.25)", "transparent", "rgb(17, 24, 39)"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from test_javascript import EVIL, STATUS, run
 
@@ -53,6 +55,21 @@ def test_the_page_asks_until_the_job_has_ended_and_tells_its_end_once():
     assert shown["working"] == 1 and shown["ended"] == 0 and shown["loaded"] == 1
     assert shown["heard"] == ["", "Measure|Done"] and shown["role"] == "status"
     assert shown["text"].startswith("Measure|Done|2 / 2|")
+
+
+@pytest.mark.parametrize("before", [None, {**JOB, "state": "done", "done": 2, "rows": []}])
+def test_a_job_that_began_and_ended_between_two_answers_is_told_and_kept(before):
+    done = {**JOB, "state": "done", "done": 2}
+    script = f"""
+        shown.first = live.textContent;
+        status.job = {json.dumps(done)};
+        await stableFast.refresh();
+        await settle();
+        shown.heard = live.textContent;
+        shown.loaded = fetched.filter((url) => url.endsWith('measurements')).length;
+    """
+    shown = run(VIEW + script, {**STATUS, "job": before, "measurements": [KEPT]})
+    assert shown == {"first": "", "heard": "Measure|Done", "loaded": 1}
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,12 @@ def test_words_of_a_plan_s_name_stand_by_themselves():
     status = {**PAGES["plans and reasons"], "job": {**JOB, "label": PLAN["label"]}, "measurements": [KEPT]}
     texts = dumped(status)
     assert {"picture,", "tokens", "picture"} <= texts and not any("512" in text for text in texts)
+    accelerators = [
+        {"name": f"VAE {part}", "plans": [{**PLAN, "label": f"VAE {part}, 512x512{more}"}], "graph_pool": None}
+        for part, more in (("decoder", ""), ("encoder", ", 2 pictures"))
+    ]
+    texts = dumped({**status, "accelerators": accelerators})
+    assert {"VAE decoder,", "VAE encoder,", "pictures"} <= texts and not any("512" in text for text in texts)
 
 
 def test_a_text_that_is_put_together_would_be_found():

@@ -57,5 +57,7 @@ def _override(axis: Axis) -> Callable[[Any, Any, Any], None]:
     def apply(p: Any, x: Any, _values: Any) -> None:
         # of this picture alone, as a request's own override_settings
         p.override_settings[axis.key] = axis.kind(str(x).strip())
+        # SD.Next's grid leaves the last picture's settings as they are, but for those that it knows
+        p.override_settings_restore_afterwards = True
 
     return apply

@@ -16,8 +16,8 @@ ENVIRONMENT = (
     "gpu", "compute_capability", "gpu_memory_mb", "torch", "cuda", "driver", "cudnn", "nvrtc", "triton", "triton_error",
     "xformers", "python", "platform",
 )  # fmt: skip
-# reasons that name files of the user's, which say what pictures are made
-_NAMED = re.compile(r"\b(a hypernetwork is active|another UNet is active): .*?(?=; |$)")
+# reasons that name files of the user's, which say what pictures are made; a name may have a semicolon in it
+_NAMED = re.compile(r"\b(a hypernetwork is active|another UNet is active): .*?(?=; (?:remove it|set Settings)|$)")
 # an absolute path on either system, not the rest of an address
 _PATH = re.compile(r"(?<![\w:/\\.~])(?:[A-Za-z]:[\\/]|\\\\|/)(?:[^\s\\/'\"<>|:*?]+[\\/]+)+[^\s\\/'\"<>|:*?]*")
 

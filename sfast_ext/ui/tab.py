@@ -82,7 +82,8 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
             label="Report for a bug: versions, card, settings and reasons; no prompt, no names of files",
             lines=8,
             max_lines=24,
-            interactive=False,
+            # otherwise it could not be selected by keyboard, where the page may not write to the clipboard
+            interactive=True,
             # it is read from its beginning
             autoscroll=False,
             show_copy_button=True,

@@ -75,6 +75,7 @@ def test_it_names_neither_the_user_nor_the_model():
     "reason",
     [
         "a hypernetwork is active: secret face; remove it from the prompt to accelerate",
+        "a hypernetwork is active: secret; one secret; remove it from the prompt to accelerate",
         "another UNet is active: [TRT] secret; set Settings > Stable Diffusion > SD Unet to None to accelerate",
     ],
 )
@@ -83,7 +84,7 @@ def test_a_reason_in_it_names_no_file_of_the_user_s(reason):
     row, event = {"reason": reason, "calls": 9, "calls_last": 3}, {"stage": "bypassed", "message": reason}
     text = bug_report.text({**STATUS, "badge": badge, "reasons_listed": [row], "events": [event]}, {})
     assert "secret" not in text and text.count(reason.partition(":")[0]) == 4
-    assert reason.partition("; ")[2] in text
+    assert reason.rpartition("; ")[2] in text
 
 
 @pytest.mark.parametrize(

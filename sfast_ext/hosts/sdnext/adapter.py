@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -263,6 +263,12 @@ class SDNextSession(Session):
     def xyz_grid(self) -> Any:
         """The module that its two scripts share."""
         return sys.modules.get("scripts.xyz.xyz_grid_classes")
+
+    def api_passwords(self) -> Mapping[str, str]:
+        """Those that its own API asks for: also of users whom its page leaves out, such as one without a password."""
+        from modules import shared
+
+        return dict(getattr(getattr(shared, "api", None), "credentials", None) or {})
 
     def subpath(self) -> str:
         """That of --subpath or of the settings."""

@@ -43,6 +43,14 @@ def test_detects_the_host_by_its_modules(host: Host) -> None:
     assert host.adapter.detect()
 
 
+def test_who_its_own_api_asks_for_a_password_is_asked_here(host: Host) -> None:
+    session = host.adapter.SDNextSession.running
+    assert session.api_passwords() == {}
+    # as of --auth one:, which its page does not heed
+    host.shared.api = SimpleNamespace(credentials={"one": ""})
+    assert session.api_passwords() == {"one": ""}
+
+
 def test_a_picture_is_made_by_a_plan_and_is_the_same(host: Host) -> None:
     host.sd_models.load_model(pipeline())
     close(host.picture(steps=4), host.stock(steps=4))

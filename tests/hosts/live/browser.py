@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = os.environ.get("SFAST_CHROMIUM")
-AXE = os.environ.get("SFAST_AXE")
+AXE = os.environ.get("SFAST_AXE") or None
 OURS = re.compile(r"stable_?fast|sfast", re.IGNORECASE)
 SERIOUS = ("serious", "critical")
 

@@ -1,4 +1,5 @@
-"""Fixtures of the tests that drive AUTOMATIC1111; a module says by `ROUND`, `prepare` and `SETTINGS` what it needs."""
+"""Fixtures of the tests that drive AUTOMATIC1111, where a module says by `ROUND`, `prepare` and `SETTINGS` what it
+needs, and of those in a browser."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import pytest
 
 pytest.importorskip("PIL")
 from . import a1111
+from .browser import Page, opened
+from .pages import HOSTS, THEMES, quick, running
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +46,23 @@ def played(request: pytest.FixtureRequest, data: Path, stock: dict[str, list[str
     settings = {**getattr(request.module, "SETTINGS", {}), "sfast_allow_cpu": True}
     with a1111.start(data, "extended", settings) as webui:
         yield a1111.Played(webui).round(request.module.ROUND, status=True)
+
+
+@pytest.fixture(scope="module", params=HOSTS)
+def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """A page that is open where pictures are made, with a small one set."""
+    pytest.importorskip("playwright.sync_api")
+    name = request.param
+    pictures = tmp_path_factory.mktemp(f"pictures-{name}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SFAST_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        with (
+            running(name, tmp_path_factory) as webui,
+            opened(webui.url, name if name in THEMES else "", pictures) as page,
+        ):
+            page.starts = lambda: webui.log().count(a1111.STARTED)
+            page.open()
+            page.to_pictures()
+            # SD.Next's tiny model is too quick for stages to be seen, at small sizes
+            quick(page, **({"width": "512", "height": "512"} if name in THEMES else {}))
+            yield page

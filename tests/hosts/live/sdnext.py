@@ -143,13 +143,20 @@ def make_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(
-    data: Path, settings: dict[str, Any], *, extension: bool, flags: str = "", packages: Path | None = None
+    data: Path,
+    settings: dict[str, Any],
+    *,
+    extension: bool,
+    flags: str = "",
+    packages: Path | None = None,
+    ready: str = "/sdapi/v1/status",
+    said: str = "",
 ) -> WebUI:
     """SD.Next with these settings beside the common ones.
 
     Args:
         flags: of its command line, beside `FLAGS`.
-        packages: see `WebUI`.
+        packages, ready, said: see `WebUI`.
     """
     (data / "config.json").write_text(json.dumps({**SETTINGS, **settings}))
     link = data / "extensions" / "stable-fast"
@@ -160,8 +167,10 @@ def start(
     places = ["--data-dir", str(data), "--models-dir", str(models), "--log", str(data / "host.log")]
     # diffusers reads it at its import, before SD.Next sets it
     cache = f"HF_HUB_CACHE={models / 'huggingface'}"
-    command = ["env", cache, python(), "launch.py", *shlex.split(f"{WITHOUT_NETWORK} {FLAGS} {flags}"), *places]
-    return WebUI(command, Path(HOST or ""), log, ready="/sdapi/v1/status", packages=packages)
+    # as in its webui.sh: when it is restarted it looks for "python" there
+    path = f"PATH={Path(python()).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    command = ["env", cache, path, python(), "launch.py", *shlex.split(f"{WITHOUT_NETWORK} {FLAGS} {flags}"), *places]
+    return WebUI(command, Path(HOST or ""), log, ready=ready, packages=packages, said=said)
 
 
 def model_loaded(webui: WebUI, seconds: float = 120) -> None:

@@ -5,91 +5,16 @@ Steps of a WebUI follow each other: each needs the ones before it. A picture of 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("PIL")
-from . import a1111, sdnext
-from .browser import CHROMIUM, Page, opened
-from .webui import WebUI
+from .browser import Page
+from .pages import MARKS, SET, STOPS, THEMES, choose, quick
 
-pytestmark = [
-    pytest.mark.hosts,
-    pytest.mark.skipif(not CHROMIUM, reason="SFAST_CHROMIUM names no Chromium"),
-]
-PYTHONS = [each for each in os.environ.get("SFAST_GRADIO_PYTHON", "").split(os.pathsep) if each]
-"""Interpreters with a Gradio that a WebUI has, for `small_page.py`."""
-MODERN = Path(sdnext.HOST or "") / "extensions-builtin" / "sdnext-modernui" / "html"
-HOSTS = [
-    pytest.param("AUTOMATIC1111", marks=a1111.MARKS),
-    pytest.param("Standard", marks=sdnext.MARKS),
-    # a submodule of SD.Next's
-    *([pytest.param("Modern", marks=sdnext.MARKS)] if sdnext.HOST and MODERN.is_dir() else []),
-    *(f"small page {number}" for number in range(len(PYTHONS))),
-]
-THEMES = {"Standard": ("simple-light", "black-teal"), "Modern": ("Eoan-Light", "Default")}
-"""SD.Next's two pages, and for each a theme that is chosen while it is open, and its own again."""
-SET = """(input, value) => {
-    input.value = value;
-    input.dispatchEvent(new Event('input', {bubbles: true}));
-    input.dispatchEvent(new Event('blur', {bubbles: true}));
-}"""
+pytestmark = MARKS
 RAW = "a dog on a hill\nSteps: 6, Size: 512x512, Seed: 1, CFG scale: 6, Stable Fast tolerance: 0.05"
-QUICK = {"steps": "6", "width": "128", "height": "128"}
-
-
-@contextlib.contextmanager
-def running(name: str, factory: pytest.TempPathFactory) -> Iterator[WebUI]:
-    """A WebUI that is up."""
-    if name.startswith("small page"):
-        command = [PYTHONS[int(name.split()[-1])], str(Path(__file__).with_name("small_page.py"))]
-        with WebUI(command, Path(__file__).parent, factory.mktemp("small") / "log", ready="/sfast/v1/status") as webui:
-            yield webui
-        return
-    if name == "AUTOMATIC1111":
-        models = factory.mktemp("models")
-        a1111.make_models(models)
-        data = a1111.make_data(factory.mktemp("a1111"), models)
-        with a1111.start(data, "page", {"sfast_allow_cpu": True}, "--gradio-queue") as webui:
-            yield webui
-        return
-    data = sdnext.make_data(factory)
-    settings = {"theme_type": name, "gradio_theme": "Default", "show_progress_type": "Approximate"}
-    # of the modern theme, which shows the tab Control alone at first
-    settings["uiux_hide_legacy"] = False
-    with sdnext.start(data, settings, extension=True) as webui:
-        sdnext.model_loaded(webui)
-        yield webui
-
-
-@pytest.fixture(scope="module", params=HOSTS)
-def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    pytest.importorskip("playwright.sync_api")
-    name = request.param
-    pictures = tmp_path_factory.mktemp(f"pictures-{name}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SFAST_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        with (
-            running(name, tmp_path_factory) as webui,
-            opened(webui.url, name if name in THEMES else "", pictures) as page,
-        ):
-            page.starts = lambda: webui.log().count(a1111.STARTED)
-            page.open()
-            page.to_pictures()
-            # SD.Next's tiny model is too quick for stages to be seen, at small sizes
-            quick(page, **({"width": "512", "height": "512"} if name in THEMES else {}))
-            yield page
-
-
-def quick(page: Page, **size: str) -> None:
-    """Set a small picture of few steps."""
-    for field, value in {**QUICK, **size}.items():
-        page.page.locator(f"#txt2img_{field} input[type=number]").first.evaluate(SET, value)
 
 
 def test_the_page_opens_with_a_badge(page: Page) -> None:
@@ -159,13 +84,6 @@ def test_the_tab_is_reached_by_keyboard_alone(page: Page) -> None:
     page.accessible(page.tab)
 
 
-STOPS = """(tab) => {
-    const all = [...document.querySelector(tab).querySelectorAll('a, button, input, textarea')];
-    const seen = all.filter((each) => each.offsetParent !== null && !each.id.startsWith('modification_indicator_'));
-    return {reached: seen.length, behind: seen.filter((each) => each.tabIndex < 0).map((each) => each.outerHTML)};
-}"""
-
-
 def test_sizes_are_prepared_measured_and_cancelled(page: Page) -> None:
     page.to_tab()
     page.fill("#stable_fast_sizes textarea", "192x128")
@@ -209,9 +127,11 @@ def test_a_localisation_of_the_page_s_own_dump_finds_every_string(page: Page) ->
     if not page.page.evaluate("typeof dumpTranslations === 'function'"):
         pytest.skip("AUTOMATIC1111 alone dumps what it has seen")
     page.to_pictures()
+    # a plan of the VAE is made at the second one of a size
+    page.generate()
     page.generate()
     page.to_tab()
-    page.until(lambda: "(last picture)" in page.text("#stable_fast_view"), "the tab has the picture", 20)
+    page.until(lambda: "VAE decoder" in page.text("#stable_fast_view"), "the tab has the picture and the VAE", 20)
     dumped = set(page.page.evaluate("Object.keys(dumpTranslations())"))
     # other numbers in every place
     page.to_pictures()
@@ -232,6 +152,33 @@ TEXTS = """(places) => places.flatMap((place) => [...document.querySelectorAll(p
     while (walker.nextNode()) found.push(walker.currentNode.textContent.trim());
     return found;
 })).filter(Boolean)"""
+
+
+def test_a_locale_of_sdnext_s_finds_all_that_it_looks_at(page: Page) -> None:
+    if not page.theme:
+        pytest.skip("of SD.Next: its locales name buttons and labels, not the texts of tables and sentences")
+    page.to_pictures()
+    page.generate()
+    page.to_tab()
+    page.until(lambda: "Last used" in page.text("#stable_fast_view"), "the tab has the picture", 20)
+    labels = page.page.evaluate(LABELS, [page.tab, page.settings])
+    assert len(labels) > 30 and {"Prepare", "Drop plans", "Last used", "Accelerate the VAE"} <= set(labels), labels
+    entries = [{"id": "", "label": each, "localized": f"« {each} »", "hint": "a hint"} for each in labels]
+    # the one after English; an entry without a hint is left out
+    page.page.route("**/file=ui/locale/locale_tb.json", lambda route: route.fulfill(json={"a": entries}))
+    page.page.evaluate("document.getElementById('locale-container').click()")
+    page.until(lambda: "« Prepare »" in page.text("#stable_fast_prepare"), "it is translated", 20)
+    assert [each for each in page.page.evaluate(LABELS, [page.tab, page.settings]) if "«" not in each] == []
+    # SD.Next watches the page while it starts, and no longer: what is drawn later has no other language
+    page.picture("locale")
+    page.open()
+    page.to_pictures()
+
+
+LABELS = """(places) => places.flatMap((place) => [...document.querySelectorAll(place)]).flatMap((root) =>
+    // as setHints.ts has them
+    [...root.querySelectorAll('button, h2, label > span, .label-wrap > span, span[data-testid="block-info"]')]
+).map((each) => each.textContent.trim()).filter((text) => /[A-Za-z]{3,}/.test(text))"""
 
 
 def test_a_changed_setting_is_in_the_infotext_and_is_restored_from_it(page: Page) -> None:
@@ -270,48 +217,70 @@ def test_a_changed_setting_is_in_the_infotext_and_is_restored_from_it(page: Page
     page.until(lambda: "Stable Fast tolerance: 0.05" in page.infotext(), "the infotext names it again", 20)
 
 
+GRIDS = {
+    "": ("#script_list", "X/Y/Z plot", "#script_txt2img_xyz_plot_x_type", "#xyz_grid_fill_x_tool_button"),
+    "SD.Next": (
+        "#txt2img_script_list",
+        "XYZ Grid Script",
+        "#script_txt2img_xyz_grid_script_x_type",
+        "#xyz_grid_x_list",
+    ),
+}
+"""The list of scripts, the grid's name in it, its first axis, and the button that fills that."""
+
+
 def test_a_grid_compares_on_and_off(page: Page) -> None:
-    if page.theme:
-        pytest.skip("SD.Next's axes are the same; its grid is a script of another page")
     page.to_pictures()
-    if page.page.query_selector("#script_list") is None:
+    scripts, name, axis, fill = GRIDS["SD.Next" if page.theme else ""]
+    if page.page.query_selector(scripts) is None:
         pytest.skip("the small page has no scripts")
-    choose(page, "#script_list", "X/Y/Z plot")
-    choose(page, "#script_txt2img_xyz_plot_x_type", "[Stable Fast] enabled")
+    quick(page)
+    to_scripts(page, True)
+    choose(page, scripts, name)
+    choose(page, axis, "[Stable Fast] enabled")
     # writes all values of the axis
-    page.click("#xyz_grid_fill_x_tool_button")
+    page.click(fill)
     page.page.wait_for_timeout(1500)
+    to_scripts(page, False)
     page.generate()
     # plans ran for its first picture; the second is the last one, and not accelerated
     page.until(lambda: page.badge() == "ready", "nothing is said of the first picture", 30)
     picture = page.page.locator("#txt2img_gallery .thumbnail-lg img, #txt2img_gallery .preview img").first
     page.until(lambda: picture.evaluate("(each) => each.naturalWidth") >= 2 * 128, "a grid of two", 30)
     page.picture("grid")
-    choose(page, "#script_list", "None")
+    to_scripts(page, True)
+    choose(page, scripts, "None")
+    to_scripts(page, False)
+    # the values were those of the grid's pictures alone
+    assert page.generate()[-1].endswith("it/s")
 
 
-def choose(page: Page, dropdown: str, value: str) -> None:
-    """Choose in a dropdown of gradio's."""
-    page.page.locator(f"{dropdown} input").first.click()
-    page.page.locator(f"{dropdown} ul.options li", has_text=value).first.click()
-    page.page.wait_for_timeout(800)
+def to_scripts(page: Page, there: bool) -> None:
+    """Open the tab in which scripts are chosen, and the one with the prompt again; elsewhere both are seen."""
+    if page.theme == "Modern":
+        page.click("#txt2img_scripts" if there else "#txt2img_prompts")
 
 
 def test_after_the_ui_is_reloaded_pictures_are_accelerated_again(page: Page) -> None:
-    if page.theme:
-        pytest.skip("SD.Next reloads by starting its server anew")
-    if page.page.query_selector("#settings_restart_gradio") is None:
+    # SD.Next ends its process, and starts another
+    reload = "#restart_submit" if page.theme else "#settings_restart_gradio"
+    if page.page.query_selector(reload) is None:
         pytest.skip("the small page is not reloaded")
-    page.to_settings()
+    if page.theme == "Modern":
+        page.click("#btn_system")
+    else:
+        page.to_settings()
     before = page.starts()
     # its page asks twice a second, and on a busy machine hits the time in which a request ends it: see a1111.STARTED
     page.page.route("**/internal/ping*", lambda route: route.continue_() if page.starts() > before else route.abort())
-    page.click("#settings_restart_gradio")
+    page.click(reload)
     # the host empties the page, and loads it again when its server is back
     page.page.wait_for_selector(".sfast-badge", state="detached", timeout=30_000)
-    page.page.wait_for_selector(".sfast-badge .sfast-state", state="attached", timeout=120_000)
+    page.page.wait_for_selector(".sfast-badge .sfast-state", state="attached", timeout=240_000)
+    assert page.starts() > before
     page.until(lambda: page.badge() == "ready", "nothing of the scripts before is left")
-    assert page.page.locator(page.own_badge).count() == 1
+    # the modern theme moves it
+    page.until(lambda: page.page.locator(page.own_badge).count() == 1, "there is one badge", 30)
     page.to_pictures()
     quick(page)
     assert page.generate()[-1].endswith("it/s")
