@@ -302,9 +302,7 @@ def main(options: Options) -> int:
     # before it is imported; its remarks on image processors concern nothing here
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     device = machine.device()
-    dtype = torch.float32 if device.type == "cpu" else torch.float16
-    steps = options.steps or (6 if device.type == "cpu" else 20)
-    size = options.size or ((128, 128) if device.type == "cpu" else (512, 512))
+    dtype, steps, size = pipelines.scale(device, options.steps, options.size)
     print(
         f"Stable Diffusion of {options.model or 'random weights'} on {machine.describe()['gpu'] or 'the CPU'}",
         flush=True,

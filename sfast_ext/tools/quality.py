@@ -221,9 +221,7 @@ def main(options: Options) -> int:
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     device = machine.device()
-    dtype = torch.float32 if device.type == "cpu" else torch.float16
-    steps = options.steps or (6 if device.type == "cpu" else 20)
-    size = options.size or ((128, 128) if device.type == "cpu" else (512, 512))
+    dtype, steps, size = pipelines.scale(device, options.steps, options.size)
     try:
         prompts = _prompts(options.prompts)
         pipe = pipelines.chosen(options.model, dtype=dtype, device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -91,6 +91,21 @@ def random_pipeline(name: str = "tiny-sd15", seed: int = 0, *, dtype: torch.dtyp
         image_encoder=None,
         requires_safety_checker=False,
     )
+
+
+class Scale(NamedTuple):
+    """How pictures are made."""
+
+    dtype: torch.dtype
+    steps: int
+    size: tuple[int, int]
+
+
+def scale(device: torch.device, steps: int | None, size: tuple[int, int] | None) -> Scale:
+    """What was asked for; else, on a CPU, what takes it some seconds."""
+    if device.type == "cpu":
+        return Scale(torch.float32, steps or 6, size or (128, 128))
+    return Scale(torch.float16, steps or 20, size or (512, 512))
 
 
 def chosen(model: str | None, *, dtype: torch.dtype, device: torch.device) -> Any:
