@@ -18,6 +18,8 @@ from torch import Tensor
 
 from sfast_ext.kernels.backend import nvrtc, triton_runtime
 
+from .compiled import FOLDER
+
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 # what csrc/cpu.h includes; most of a compilation would be to read it
 _STANDARD = "#include <setjmp.h>\n#include <ucontext.h>\n#include <cmath>\n#include <cstring>\n#include <utility>\n"
@@ -46,18 +48,39 @@ def _folder() -> Path:
 
 
 @functools.lru_cache(maxsize=None)
+def _all_else() -> str:
+    """The compiler, and what each kernel may include."""
+    assert COMPILER is not None
+    version = subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout
+    headers = [(file.name, file.read_text(encoding="utf-8")) for file in sorted(nvrtc.SOURCES.glob("*.h"))]
+    return repr((COMPILER, version, _OPTIONS, _STANDARD, headers))
+
+
+@functools.lru_cache(maxsize=None)
 def compiled(name: str, constants: tuple[tuple[str, int], ...]) -> Any:
     """The kernel of a file of csrc as a function of a table of addresses, grid, threads and bytes."""
-    assert COMPILER is not None
-    key = hashlib.sha256(repr((name, constants)).encode()).hexdigest()[:16]
-    source, library = _folder() / f"{key}.cpp", _folder() / f"{key}.so"
     defined = "\n".join(f"#define {key} {value}" for key, value in (("SFAST_CPU", 1), *constants))
-    source.write_text(_MAIN.format(name=name, constants=defined))
+    program = _MAIN.format(name=name, constants=defined)
+    given = repr((program, (nvrtc.SOURCES / f"{name}.cu").read_text(encoding="utf-8"), _all_else()))
+    library = FOLDER / "cpu" / f"{hashlib.sha256(given.encode()).hexdigest()}.so"
+    if not library.exists():
+        _compile(program, library)
+    return ctypes.CDLL(str(library)).launch
+
+
+def _compile(program: str, library: Path) -> None:
+    assert COMPILER is not None
+    source, made = _folder() / f"{library.stem}.cpp", _folder() / library.name
+    source.write_text(program)
     options = [*_OPTIONS, "-shared", f"-I{nvrtc.SOURCES}"]
-    done = subprocess.run([COMPILER, *options, source, "-o", library], capture_output=True, text=True)
+    done = subprocess.run([COMPILER, *options, source, "-o", made], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr, done.stderr
-    return ctypes.CDLL(str(library)).launch
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # whole or not at all: another worker may look for it
+    partly = library.with_suffix(f".{os.getpid()}")
+    shutil.copy(made, partly)
+    os.replace(partly, library)
 
 
 def launch(source: nvrtc.Source, grid: tuple[int, ...], *args: Any, **constants: int) -> None:

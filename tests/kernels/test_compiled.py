@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from sfast_ext.kernels.backend import nvrtc
 from sfast_ext.kernels.backend.cuda_errors import Unavailable
 
+from . import cuda_on_cpu
 from .compiled import Kept
 
 
@@ -42,3 +46,34 @@ def test_tests_compile_what_has_changed_alone(tmp_path):
         with pytest.raises(Unavailable):
             kept.compile(b"wrong", {}, [])
     assert compiler.asked == 6
+
+
+def test_a_kernel_for_the_cpu_is_compiled_anew_where_a_file_of_csrc_has_changed(monkeypatch, tmp_path):
+    asked = []
+
+    def compile(program, library):
+        asked.append(library)
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.touch()
+
+    def again(constant=1):
+        for cached in (cuda_on_cpu.compiled, cuda_on_cpu._all_else):
+            cached.cache_clear()
+        cuda_on_cpu.compiled("a", (("N", constant),))
+        return len(asked)
+
+    (tmp_path / "a.cu").write_text("one")
+    monkeypatch.setattr(nvrtc, "SOURCES", tmp_path)
+    monkeypatch.setattr(cuda_on_cpu, "FOLDER", tmp_path / "kept")
+    monkeypatch.setattr(cuda_on_cpu, "COMPILER", "true")
+    monkeypatch.setattr(cuda_on_cpu, "_compile", compile)
+    monkeypatch.setattr(cuda_on_cpu.ctypes, "CDLL", lambda name: SimpleNamespace(launch=name))
+    try:
+        assert [again(), again(), again(2)] == [1, 1, 2]
+        (tmp_path / "a.cu").write_text("two")
+        assert again() == 3
+        (tmp_path / "a.h").write_text("#pragma once")
+        assert [again(), again()] == [4, 4]
+    finally:
+        for cached in (cuda_on_cpu.compiled, cuda_on_cpu._all_else):
+            cached.cache_clear()
