@@ -15,6 +15,7 @@
     const listeners = [];
     let live = null;
     let timer = null;
+    let waiting = false;
     let idle = 0;
     let worked = false;
     let last = null;
@@ -213,10 +214,17 @@
     }
 
     async function poll() {
-        if (document.hidden) {
+        // a server that is busy for minutes would get all requests at once then, and the host's own wait behind them
+        if (document.hidden || waiting) {
             return;
         }
-        const status = await refresh();
+        waiting = true;
+        let status = null;
+        try {
+            status = await refresh();
+        } finally {
+            waiting = false;
+        }
         const works = Boolean(status && (status.busy || status.preparing));
         worked = worked || works;
         idle = works ? 0 : idle + 1;

@@ -74,3 +74,23 @@ def test_nothing_is_asked_of_a_webui_that_reloads_its_ui():
         Object.assign(shown, {before, asked: fetched.length - before, timers: timers.size});
     """
     assert run(script) == {"before": 2, "asked": 0, "timers": 0}
+
+
+def test_a_server_that_does_not_answer_is_asked_once():
+    script = """
+        on.click({target: buttons[0]});
+        await tick();
+        const before = fetched.length;
+        const own = fetch;
+        let answer;
+        globalThis.fetch = (url) => new Promise((resolve) => { answer = () => resolve(own(url)); fetched.push(url); });
+        for (let i = 0; i < 20; i++) await tick();
+        shown.unanswered = fetched.length - before;
+        globalThis.fetch = own;
+        answer();
+        await settle();
+        await settle();
+        await tick();
+        shown.answered = fetched.length - before;
+    """
+    assert run(script) == {"unanswered": 1, "answered": 3}
