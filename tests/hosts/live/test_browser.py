@@ -173,6 +173,8 @@ def test_a_locale_of_sdnext_s_finds_all_that_it_looks_at(page: Page) -> None:
     page.picture("locale")
     page.open()
     page.to_pictures()
+    # the page begins anew with the host's sizes: a megapixel, on a CPU
+    quick(page)
 
 
 LABELS = """(places) => places.flatMap((place) => [...document.querySelectorAll(place)]).flatMap((root) =>
