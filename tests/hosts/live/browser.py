@@ -133,7 +133,8 @@ class Page:
             return
         if self.theme == "Modern":
             # its button would close them
-            if self.page.locator(".tab-nav button:visible", has_text=section).count() == 0:
+            # exactly: the system's panel, which stays open over a restart, has a "User interface" too
+            if self.page.locator(".tab-nav button:visible", has_text=re.compile(rf"^\s*{section}\s*$")).count() == 0:
                 self.click("#btn_settings")
         else:
             self.click("#tabs > .tab-nav button", "System" if self.theme else "Settings")
