@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from sfast_ext import Accelerator, Config, accelerate
-from sfast_ext.tools.lib import changes, machine, models, pipelines
+from sfast_ext.tools.lib import changes, contact_sheet, machine, models, pipelines
 from sfast_ext.tools.text import number, table
 
 PROMPTS = ("a lighthouse on a cliff, oil on canvas", "a fox in the snow, early morning")
@@ -239,9 +239,7 @@ def write_pictures(original: np.ndarray, accelerated: np.ndarray, out: Path) -> 
 
     out.mkdir(parents=True, exist_ok=True)
     difference = np.abs(original.astype(np.float64) - accelerated)
-    largest = difference.max()
-    # a power of ten, so that pictures of two runs can be compared
-    amplified = float(10.0 ** np.floor(np.log10(1 / largest))) if np.isfinite(largest) and largest > 0 else 1.0
+    amplified = contact_sheet.amplification(difference)
     for name, picture in (
         ("original", original),
         ("accelerated", accelerated),

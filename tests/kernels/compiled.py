@@ -16,6 +16,14 @@ TRITON = FOLDER / "triton"
 """For $TRITON_CACHE_DIR: Triton's keys have its version, the source of a kernel and all options."""
 
 
+def keep(file: Path, content: bytes) -> None:
+    """Write a file whole or not at all: another worker may look for it, or write it too."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as partly:
+        partly.write(content)
+    os.replace(partly.name, file)
+
+
 class Kept:
     """NVRTC, which compiles what it has not compiled before.
 
@@ -35,11 +43,7 @@ class Kept:
             log, _, code = kept.read_bytes().partition(b"\0")
             return code, log.decode()
         code, log = self._compiler.compile(source, headers, options)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        # another worker may write it too
-        with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-            file.write(log.encode() + b"\0" + code)
-        os.replace(file.name, kept)
+        keep(kept, log.encode() + b"\0" + code)
         return code, log
 
 

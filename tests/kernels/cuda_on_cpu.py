@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sfast_ext.kernels.backend import nvrtc, triton_runtime
 
-from .compiled import FOLDER
+from .compiled import FOLDER, keep
 
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 # what csrc/cpu.h includes; most of a compilation would be to read it
@@ -76,11 +76,7 @@ def _compile(program: str, library: Path) -> None:
     done = subprocess.run([COMPILER, *options, source, "-o", made], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr, done.stderr
-    library.parent.mkdir(parents=True, exist_ok=True)
-    # whole or not at all: another worker may look for it
-    partly = library.with_suffix(f".{os.getpid()}")
-    shutil.copy(made, partly)
-    os.replace(partly, library)
+    keep(library, made.read_bytes())
 
 
 def launch(source: nvrtc.Source, grid: tuple[int, ...], *args: Any, **constants: int) -> None:

@@ -16,9 +16,15 @@ MOST = 256
 def difference(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, float]:
     """The absolute difference of two pictures, and the power of ten by which it is amplified to be seen."""
     apart = np.nan_to_num(np.abs(a.astype(np.float64) - b), nan=1.0, posinf=1.0)
-    largest = float(apart.max())
-    factor = float(10.0 ** np.floor(np.log10(1 / largest))) if largest > 0 else 1.0
+    factor = amplification(apart)
     return np.clip(apart * factor, 0, 1), factor
+
+
+def amplification(apart: np.ndarray) -> float:
+    """The power of ten by which a difference is amplified to be seen: so that pictures of two runs can be compared. 1
+    where there is none, or a value is not finite."""
+    largest = apart.max()
+    return float(10.0 ** np.floor(np.log10(1 / largest))) if np.isfinite(largest) and largest > 0 else 1.0
 
 
 def sheet(head: Sequence[str], rows: Sequence[tuple[Sequence[np.ndarray], Sequence[str]]]) -> Any:
