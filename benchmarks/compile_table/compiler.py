@@ -79,7 +79,8 @@ def compiled(
         options |= triton_runtime.FP_FUSION | ({"launch_pdl": True} if values["PDL"] else {})
     places = {name: place for place, name in enumerate(kernel.arg_names)}
     told = {name: types[name] for name in kernel.arg_names if name not in values}
-    aligned = {name for name in divisible if name in told}
+    # in the order of the arguments: Triton's cache is keyed by it
+    aligned = [name for name in told if name in divisible]
     compile_it = _generation(version())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -91,7 +92,7 @@ def compiled(
 
 
 _Compile = Callable[
-    [Any, dict[str, int], dict[str, str], dict[str, Any], set[str], int, dict[str, Any]],
+    [Any, dict[str, int], dict[str, str], dict[str, Any], list[str], int, dict[str, Any]],
     Compiled,
 ]
 

@@ -48,8 +48,14 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> None:
-    """Half of what the interpreter does for an operation on integers is to look for an overflow, of which it then says
-    nothing, since no kernel is in debug mode. It also makes a table of all types to look up one."""
+    """The interpreter without what it does again and again to no effect.
+
+    - Half of an operation on integers is to look for an overflow, of which it then says nothing, since no kernel is in
+      debug mode.
+    - It makes a table of all types to look up one.
+    - Each launch, and each function that a kernel calls, replaces the functions of `triton.language` by the
+      interpreter's, one by one. Here nothing else runs: they are replaced once for each module with kernels.
+    """
     if not kernels.interpreted():
         return
     from triton.runtime import interpreter
@@ -66,6 +72,16 @@ def quick_interpreter() -> None:
         return original(kind) if isinstance(kind, tl.pointer_type) else remembered(kind)
 
     interpreter._get_np_dtype = np_dtype
+    patch_lang, replaced = interpreter._patch_lang, set()
+
+    def patch_lang_once(fn: Any) -> Any:
+        module = id(fn.__globals__)
+        if module not in replaced:
+            replaced.add(module)
+            patch_lang(fn)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch_lang_once
 
 
 @pytest.fixture(autouse=True)
