@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -57,13 +56,6 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(object(), object()))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def given_back() -> Iterator[None]:
-    """Weights of real widths: gigabytes, kept by no other test's worker."""
-    yield
-    unet.cache_clear()
-
-
 def plan(name: str, width: int, height: int, capability: int, *, triton: bool) -> Plan:
     module = unet(name)
     call = flatten_call(*models.unet_inputs(module, width, height), CPU)
@@ -73,7 +65,6 @@ def plan(name: str, width: int, height: int, capability: int, *, triton: bool) -
         run_passes(graph_module, PassContext(arena, GPU, triton=triton))
         with contextlib.nullcontext() if triton else triton_runtime.without_triton():
             made = size_prediction.launched(size_prediction.calls(graph_module.graph), GPU).values()
-    arena.release()
     nodes = [node for node in graph_module.graph.nodes if node.op == "call_function"]
     return Plan(
         [described(node) for node in nodes],
