@@ -5,6 +5,7 @@ from __future__ import annotations
 # first: what is imported later may keep a clock under a name of its own
 import coarse_clock.sitecustomize  # noqa: F401  # isort: skip
 
+import functools
 import gc
 import importlib.metadata
 import importlib.util
@@ -166,13 +167,14 @@ def tiny_unet() -> Callable[..., nn.Module]:
 
 @pytest.fixture
 def two_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is made anew by the name of tiny-sd15 has two levels, for tests that are not about the model."""
+    """What is called tiny-sd15 has two levels, for tests that are not about the model."""
     shape = {
         "block_out_channels": (32, 64),
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
     }
     monkeypatch.setitem(models._TINY, "sd15", {**models._TINY["sd15"], **shape})
+    monkeypatch.setattr(models, "_tiny_unet", functools.lru_cache(models._tiny_unet.__wrapped__))
 
 
 @pytest.fixture

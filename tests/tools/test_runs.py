@@ -48,14 +48,14 @@ def test_demo(tmp_path, capsys):
     assert "amplified" in out and "group_norm" in out
 
 
-def test_demo_with_a_folder_of_diffusers(tmp_path, monkeypatch, capsys):
+def test_demo_with_a_folder_of_diffusers(tmp_path, monkeypatch, capsys, two_levels):
     pipe = pipelines.random_pipeline(dtype=torch.float32, device=torch.device("cpu"))
     pipe.save_pretrained(tmp_path / "model")
     monkeypatch.setenv("DEMO_MODEL", str(tmp_path / "model"))
     assert cli.main(["demo", "--out", str(tmp_path), "--steps", "1", "--size", "64x64"]) == 0, capsys.readouterr().out
 
 
-def test_demo_tells_of_a_picture_that_differs(tmp_path, monkeypatch, capsys):
+def test_demo_tells_of_a_picture_that_differs(tmp_path, monkeypatch, capsys, two_levels):
     wrong = iter(range(1000))
     difference = demo._difference
     monkeypatch.setattr(demo, "_difference", lambda a, b: 50.0 if next(wrong) == 1 else difference(a, b))
@@ -81,7 +81,7 @@ class Seconds:
         return self.now
 
 
-def test_bench(tmp_path, monkeypatch, capsys):
+def test_bench(tmp_path, monkeypatch, capsys, two_levels):
     monkeypatch.setattr(bench, "time", Seconds())
     file = tmp_path / "deep" / "bench.json"
     arguments = [
@@ -107,7 +107,7 @@ def test_bench(tmp_path, monkeypatch, capsys):
     assert "tiny-sdxl 72×64" in capsys.readouterr().out
 
 
-def test_bench_in_full(tmp_path, monkeypatch, capsys):
+def test_bench_in_full(tmp_path, monkeypatch, capsys, two_levels):
     monkeypatch.setattr(bench, "time", Seconds())
     file = tmp_path / "full.json"
     arguments = [
@@ -134,7 +134,7 @@ def test_bench_in_full(tmp_path, monkeypatch, capsys):
     assert "of the limit" in capsys.readouterr().out
 
 
-def test_bench_counts_kernels_after_all_else_is_kept(monkeypatch):
+def test_bench_counts_kernels_after_all_else_is_kept(monkeypatch, two_levels):
     class Counting(bench.Bench):
         def _count_kernels(self, rows, running):
             self.device = torch.device("cuda")
@@ -226,7 +226,7 @@ def test_bench_cold_measures_in_processes_of_their_own(tmp_path):
     assert result["cold"] and [row["engine"] for row in result["rows"]] == ["sfast"]
 
 
-def test_stress(tmp_path, capsys):
+def test_stress(tmp_path, capsys, two_levels):
     file = tmp_path / "stress.json"
     arguments = ["--tiny", "--lora", "6", "--sizes", "2", "--checkpoints", "4", "--json", str(file)]
     assert stress.main(arguments) == 0, capsys.readouterr().out

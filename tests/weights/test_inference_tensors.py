@@ -14,6 +14,7 @@ from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import models
 from sfast_ext.weights.original_layout import live_tensor, set_data
 
+pytestmark = pytest.mark.usefixtures("two_levels")
 MODES = [torch.no_grad, torch.inference_mode]
 
 
