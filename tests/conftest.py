@@ -17,16 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from filelock import FileLock
-from torch import nn
 
-from sfast_ext import environment, kernels
-from sfast_ext.kernels.backend import health
-from sfast_ext.tools.lib import models
+# torch is imported where it is used: a process that only leads workers is seconds earlier without it
+if TYPE_CHECKING:
+    from torch import nn
 
 GRADIOS = ("SFAST_GRADIO_PYTHON",)
 WEBUIS = ("SFAST_A1111_DIR", "SFAST_SDNEXT_DIR", "SFAST_FORGE_DIR")
@@ -35,7 +32,15 @@ _KEPT = 2 << 30
 """Bytes that a worker may keep on the GPU after a test: the others need the rest."""
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    # otherwise a process that only leads workers
+    if config.getoption("numprocesses", None) is None or hasattr(config, "workerinput"):
+        _prepare_process()
+
+
+def _prepare_process() -> None:
+    import torch
+
     # a test makes and drops as many objects as a host in hours: all of them were looked at every second or so
     gc.set_threshold(10_000)
     # pytest listens to loggers that do not propagate: torch would describe each tensor of a capture to it, with a stack
@@ -86,6 +91,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _elsewhere(item: pytest.Item) -> str | None:
     """Where a test runs that cannot run here, or None."""
+    import torch
+
+    from sfast_ext import kernels
+
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         return "need an NVIDIA GPU: pytest -m gpu"
     if item.get_closest_marker("gpu") is not None and kernels.interpreted():
@@ -130,6 +139,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def gigabytes(request: pytest.FixtureRequest) -> Iterator[None]:
     """For a test marked `gpu(gigabytes=24)`: such a GPU, of which nothing is kept from the other workers after it. Of
     other tests on a GPU little is kept."""
+    import torch
+    from filelock import FileLock
+
     marker = request.node.get_closest_marker("gpu")
     needed = marker.kwargs.get("gigabytes", 0) if marker else 0
     if not needed:
@@ -146,6 +158,8 @@ def gigabytes(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _give_back() -> None:
+    import torch
+
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -153,6 +167,9 @@ def _give_back() -> None:
 @pytest.fixture
 def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans launch kernels, which on a CPU compute what their references do; none is put down."""
+    from sfast_ext import environment
+    from sfast_ext.kernels.backend import health
+
     monkeypatch.setattr(environment, "triton_runs_on", lambda device: True)
     health.clear()
     yield
@@ -162,12 +179,16 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def tiny_unet() -> Callable[..., nn.Module]:
     """`tiny_unet(name="sd15", seed=0)`: a fresh copy of a tiny UNet, built once for each worker."""
+    from sfast_ext.tools.lib import models
+
     return models.tiny_unet
 
 
 @pytest.fixture
 def two_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is called tiny-sd15 has two levels, for tests that are not about the model."""
+    from sfast_ext.tools.lib import models
+
     shape = {
         "block_out_channels": (32, 64),
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -180,6 +201,8 @@ def two_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unet_inputs() -> Callable[..., tuple]:
     """`unet_inputs(unet, width, height, images)`: positional and keyword arguments of one call under guidance."""
+    from sfast_ext.tools.lib import models
+
     return models.unet_inputs
 
 
