@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from secrets import compare_digest
@@ -17,6 +19,8 @@ from sfast_ext.ui.bug_report import without_paths
 ROOT = "/sfast/v1"
 STATUS = f"{ROOT}/status"
 NO_STORE = {"Cache-Control": "no-store"}
+LASTS = 0.05
+"""Seconds for which the text of a status is given again: many who ask often take little time from the pictures."""
 REFUSED_BODIES = {413: "The body is too long", 415: "The body is not of the type application/json"}
 
 
@@ -61,9 +65,11 @@ def register(app: Any, source: Source) -> None:
     from fastapi.routing import APIRouter
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
-    from starlette.responses import HTMLResponse, JSONResponse
+    from starlette.responses import HTMLResponse, JSONResponse, Response
 
     from sfast_ext.ui import models
+
+    recent = Recent(lambda: public(source.status()))
 
     def refusal(request: Request, changes: bool) -> Any:
         """The answer to who may not ask this; None to who may."""
@@ -84,11 +90,25 @@ def register(app: Any, source: Source) -> None:
             refused = refusal(request, changes)
             if refused is not None:
                 return refused
-            return HTMLResponse(give()) if as_page else JSONResponse(json_safe(give()), headers=NO_STORE)
+            given = give()
+            if changes:
+                recent.forget()
+            return HTMLResponse(given) if as_page else JSONResponse(json_safe(given), headers=NO_STORE)
 
         # FastAPI reads the annotations of a function by the names of its module
         answer.__annotations__ = {"request": Request}
         return answer
+
+    async def current(request):  # type: ignore[no-untyped-def]
+        """The status. In the loop itself where it takes no time: another thread takes as long as the rest."""
+        asks_others = callable(getattr(app, "auth", None))
+        refused = await run_in_threadpool(refusal, request, False) if asks_others else refusal(request, False)
+        if refused is not None:
+            return refused
+        text = recent.text() or await run_in_threadpool(recent.made)
+        return Response(text, headers=NO_STORE, media_type="application/json")
+
+    current.__annotations__ = {"request": Request}
 
     def starting(start: Callable[[list[requests.Wanted]], dict[str, Any]]) -> Callable[..., Any]:
         # the body is read here, after the password: who is not admitted learns nothing from a message about it
@@ -110,6 +130,7 @@ def register(app: Any, source: Source) -> None:
                 return JSONResponse({"detail": json_safe(str(exc))}, status_code=422)
             except requests.Refused as exc:
                 return JSONResponse({"detail": json_safe(str(exc))}, status_code=409)
+            recent.forget()
             return JSONResponse(json_safe(status), status_code=202, headers=NO_STORE)
 
         answer.__annotations__ = {"request": Request}
@@ -121,7 +142,6 @@ def register(app: Any, source: Source) -> None:
 
     jobs = source.jobs
     routes = (
-        ("status", "GET", lambda: public(source.status()), models.Status, "All that is known, as the badge reads it."),
         ("version", "GET", version, models.Version, "The versions of the extension and of the WebUI."),
         ("plans", "GET", lambda: plans(source.status()), list[models.Plan], "One entry for each size made ready."),
         (
@@ -153,8 +173,17 @@ def register(app: Any, source: Source) -> None:
         router.add_api_route(path, answer, methods=[method], summary=words, name=f"sfast_{name}", **common, **more)
 
     for prefix in prefixes:
+        described: dict[int, Any] = {200: {"model": models.Status}, **unauthorized}
+        add(
+            "status",
+            current,
+            "GET",
+            f"All that is known, as the badge reads it, at most {LASTS} s old.",
+            prefix,
+            responses=described,
+        )
         for name, method, give, model, words in routes:
-            described: dict[int, Any] = {200: {"model": model}, **unauthorized}
+            described = {200: {"model": model}, **unauthorized}
             add(name, answering(give, changes=method == "POST"), method, words, prefix, responses=described)
         for name, start, words in starts:
             described = {202: {"model": models.Job}, **unauthorized}
@@ -169,6 +198,33 @@ def register(app: Any, source: Source) -> None:
     kept = [route for route in app.router.routes if f"{ROOT}/" not in getattr(route, "path", "")]
     app.router.routes[:] = [*router.routes, *kept]
     app.openapi_schema = None
+
+
+class Recent:
+    """The text of a status, made again after `LASTS` seconds or once a request changed something."""
+
+    def __init__(self, give: Callable[[], dict[str, Any]]) -> None:
+        self._give = give
+        self._kept: tuple[float, bytes] | None = None
+        self._changes = 0
+
+    def text(self) -> bytes | None:
+        """What was made a moment ago, or None."""
+        kept = self._kept
+        return kept[1] if kept is not None and time.monotonic() - kept[0] < LASTS else None
+
+    def made(self) -> bytes:
+        """The text as it is now."""
+        began, changes = time.monotonic(), self._changes
+        text = json.dumps(json_safe(self._give()), ensure_ascii=False, separators=(",", ":")).encode()
+        if changes == self._changes:
+            self._kept = began, text
+        return text
+
+    def forget(self) -> None:
+        """The next text is made anew."""
+        self._changes += 1
+        self._kept = None
 
 
 def plans(status: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -24,6 +24,8 @@ _PATH = re.compile(r"(?<![\w:/\\.~])(?:[A-Za-z]:[\\/]|\\\\|/)(?:[^\s\\/'\"<>|:*?
 
 def without_paths(text: str) -> str:
     """A text whose absolute paths have their last two parts only, and that does not name the user."""
+    if "/" not in text and "\\" not in text:
+        return text
     for own in _own():
         text = text.replace(own, "~")
     return _PATH.sub(lambda found: "/".join([".../", *_parts(found.group())[-2:]]).replace("//", "/"), text)

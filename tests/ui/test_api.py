@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,8 +76,43 @@ def test_the_status_is_answered_as_json():
     http = client(app)
     assert http.get(api.STATUS).json() == state(count=1)
     answer = http.get(api.STATUS)
-    assert answer.json()["count"] == 2
+    assert answer.json() == state(count=1)
     assert answer.headers["cache-control"] == "no-store"
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_a_status_is_given_again_for_a_moment_or_until_something_changes(monkeypatch):
+    app, now, calls = fastapi.FastAPI(), [1000.0], []
+    monkeypatch.setattr(api, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    api.register(app, source(lambda: state(count=len(calls), asked=calls.append(1))))
+    count = lambda: client(app).get(api.STATUS).json()["count"]
+    assert [count(), count()] == [0, 0]
+    now[0] += 0.9 * api.LASTS
+    assert count() == 0
+    now[0] += 0.2 * api.LASTS
+    assert [count(), count()] == [1, 1]
+    for made, name in enumerate(CHANGING, 2):
+        assert change(app, name).status_code in (200, 202)
+        assert [count(), count()] == [made, made], name
+    # what another session answers is not this one's
+    api.register(app, source(lambda: state(count="another")))
+    assert count() == "another"
+
+
+def test_a_status_made_while_something_changes_is_not_given_again():
+    dropped = []
+
+    def status():
+        if len(dropped) == 1:
+            dropped.append(recent.forget())
+            return {"plans": 2}
+        return {"plans": 0 if dropped else 2}
+
+    recent = api.Recent(status)
+    assert json.loads(recent.made()) == {"plans": 2} and recent.text()
+    dropped.append(recent.forget())
+    assert json.loads(recent.made()) == {"plans": 2} and recent.text() is None
+    assert json.loads(recent.made()) == {"plans": 0} and recent.text()
 
 
 def test_each_route_answers_with_its_part():
