@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sfast_ext import cache_folder
 from sfast_ext.kernels.backend import cuda_driver, pdl, triton_runtime
-from sfast_ext.kernels.backend.cuda_bindings import bindings, missing
+from sfast_ext.kernels.backend.cuda_bindings import Bindings, bindings, missing
 from sfast_ext.kernels.backend.cuda_driver import Driver
 from sfast_ext.kernels.backend.cuda_errors import Unavailable
 from sfast_ext.kernels.backend.nvrtc_library import Nvrtc
@@ -76,10 +76,15 @@ def known() -> tuple[str, tuple[int, ...]] | None:
         return None
 
 
+_accepted: dict[torch.device, Bindings] = {}
+
+
 def refusal(device: torch.device) -> str | None:
     """Why NVRTC cannot compile for a GPU: it is not there, or does not know the architecture; None where it can or does
     not tell, and without a GPU."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    found = bindings()
+    # asked at each launch, and torch takes as long as the launch to tell the capability
+    if _accepted.get(device) is found or device.type != "cuda" or not torch.cuda.is_available():
         return None
     reason = missing()
     if reason is not None:
@@ -90,6 +95,7 @@ def refusal(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device.index)
     version, capabilities = told
     if 10 * major + minor in capabilities:
+        _accepted[device] = found
         return None
     least, most = (f"{each // 10}.{each % 10}" for each in (capabilities[0], capabilities[-1]))
     return (

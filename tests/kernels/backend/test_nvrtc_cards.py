@@ -67,6 +67,17 @@ def test_a_card_that_it_knows_has_none(card, capability):
     assert nvrtc.refusal(GPU) is None and source().available(GPU) and environment.left_out(GPU) == []
 
 
+def test_a_card_that_it_knows_is_asked_for_once(card, monkeypatch):
+    card((8, 0))
+    asked, found = [], nvrtc.bindings()
+    monkeypatch.setattr(nvrtc, "bindings", lambda: found)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: asked.append(device) or (8, 0))
+    assert all(source().available(GPU) for _ in range(3)) and len(asked) == 1
+    # another NVRTC is asked about anew
+    card((7, 0))
+    assert not source().available(GPU)
+
+
 def test_nothing_is_compiled_or_warned_of_on_such_a_card(card, monkeypatch, caplog):
     """Where copies of inputs are made ready, as for the first plan after each start."""
     card((7, 0))
