@@ -21,6 +21,7 @@ from sfast_ext.hosts.a1111 import adapter as a1111
 
 EVENTS = 50
 SIZES = ((8, 8), (8, 12), (6, 8))
+LORAS: tuple[dict[str, float], ...] = ({}, {"a": 1.0}, {"a": 0.5, "b": 1.0}, {"biased": 0.5})
 OWN = AttnBlock.forward
 
 
@@ -29,11 +30,14 @@ class World:
 
     def __init__(self, host: Any, seed: int) -> None:
         self.host, self.random, self.log = host, random.Random(seed), []
+        self.report: Any = None
         a1111.start("test")
         self.model = host.load(1)
         self.model.first_stage_model = vaes.make_vae(2)
         self.twin = SimpleNamespace(first_stage_model=vaes.make_vae(2))
         self.unet = standin.make_unet(1)
+        for name, layer in self.unet.named_modules():
+            layer.network_layer_name = f"diffusion_model_{name.replace('.', '_')}"
         host.fire("model_loaded", self.model)
 
     def both(self) -> Iterator[Any]:
@@ -75,6 +79,11 @@ class World:
         seed = self.random.randrange(1, 4)
         self.host.switch(seed)
         self.unet.load_state_dict(standin.weights(self.unet, seed))
+        for layer in self.unet.modules():
+            layer.network_current_names, layer.network_weights_backup = (), None
+
+    def lora(self) -> None:
+        self.host.lora(**self.random.choice(LORAS))
 
     def switched(self) -> None:
         key = self.random.choice(("sfast_vae", "sfast_enabled"))
@@ -124,30 +133,37 @@ def own_unet(world: World) -> Iterator[None]:
 
 HAPPENINGS = [
     World.another_vae, World.values_in_place, World.another_dtype, World.circular, World.another_attention,
-    World.patched, World.checkpoint, World.switched, World.dropped, World.compared,
+    World.patched, World.checkpoint, World.lora, World.switched, World.dropped, World.compared,
 ]  # fmt: skip
 COMPARED = [World.picture, World.decode, World.decode, World.encode]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_unet_and_vae_compute_what_their_twins_do(seed: int) -> None:
+def play(seed: int, events: int = EVENTS) -> World:
+    """So many events, each followed by four results that are compared. More of them than in the tests:
+    `PYTHONPATH=.:tests python -c "from hosts.adapters.test_a1111_vae_events import play; play(7, 1000)"`."""
     torch.manual_seed(seed)
     with standin.running(sfast_allow_cpu=True) as host:
         world = World(host, seed)
-        runs = 0
         try:
-            for _ in range(EVENTS):
+            for _ in range(events):
                 event = world.random.choice(HAPPENINGS)
                 # the same for a while: plans are made of what stays
                 for action in [event, *world.random.choices(COMPARED, k=4)]:
                     world.log.append(action.__name__)
                     action(world)
-            report = a1111.A1111Session.running.report
-            runs = report.counter("vae_eager_runs")
-            assert report.counter("errors") == 0, report.as_dict()["last_error"]
+            world.report = a1111.A1111Session.running.report
         finally:
             AttnBlock.forward = OWN
             a1111.A1111Session.stop()
-        assert host.errors == [] and runs > 10
-        parts = (world.model.first_stage_model.decoder, world.model.first_stage_model.encoder)
-        assert not any("forward" in vars(part) for part in parts)
+    return world
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_unet_and_vae_compute_what_their_twins_do(seed: int) -> None:
+    world = play(seed)
+    report = world.report
+    assert report.counter("errors") == 0, report.as_dict()["last_error"]
+    assert world.host.errors == [] and report.counter("vae_eager_runs") > 10
+    assert world.log.count("lora") > 0
+    parts = (world.model.first_stage_model.decoder, world.model.first_stage_model.encoder)
+    assert not any("forward" in vars(part) for part in parts)
