@@ -48,7 +48,8 @@ class World:
     def another_vae(self) -> None:
         seed, in_place = self.random.randrange(3), self.random.random() < 0.5
         vaes.load_other(self.host, self.model, seed, in_place)
-        self.twin.first_stage_model.load_state_dict(vaes.make_vae(seed).state_dict())
+        # assigned weights bring their dtype
+        self.twin.first_stage_model.load_state_dict(vaes.make_vae(seed).state_dict(), assign=not in_place)
 
     def values_in_place(self) -> None:
         for model in self.both():
