@@ -99,8 +99,9 @@ def register(app: Any, source: Source) -> None:
         answer.__annotations__ = {"request": Request}
         return answer
 
-    async def current(request):  # type: ignore[no-untyped-def]
+    async def current(request: Request) -> Any:
         """The status. In the loop itself where it takes no time: another thread takes as long as the rest."""
+        # a function that knows the passwords may take its time
         asks_others = callable(getattr(app, "auth", None))
         refused = await run_in_threadpool(refusal, request, False) if asks_others else refusal(request, False)
         if refused is not None:
@@ -142,20 +143,57 @@ def register(app: Any, source: Source) -> None:
 
     jobs = source.jobs
     routes = (
-        ("version", "GET", version, models.Version, "The versions of the extension and of the WebUI."),
-        ("plans", "GET", lambda: plans(source.status()), list[models.Plan], "One entry for each size made ready."),
+        ("status", "GET", current, models.Status, f"All that is known, as the badge reads it, at most {LASTS} s old."),
+        ("version", "GET", answering(version), models.Version, "The versions of the extension and of the WebUI."),
+        (
+            "plans",
+            "GET",
+            answering(lambda: plans(source.status())),
+            list[models.Plan],
+            "One entry for each size made ready.",
+        ),
         (
             "reasons",
             "GET",
-            lambda: source.status()["reasons_listed"],
+            answering(lambda: source.status()["reasons_listed"]),
             list[models.Reason],
             "Why steps were not accelerated, most frequent first.",
         ),
-        ("report", "GET", lambda: {"text": source.report()}, models.ReportText, "The text for a bug report."),
-        ("job", "GET", lambda: {"job": jobs.status()}, models.LastJob, "The job that runs, or the last one."),
-        ("measurements", "GET", jobs.measurements, list[models.Measurement], "What was measured, oldest first."),
-        ("drop", "POST", lambda: {"dropped": source.drop()}, models.Dropped, "Drop all plans; they are made anew."),
-        ("cancel", "POST", lambda: {"cancelled": jobs.cancel()}, models.Cancelled, "Cancel the job that runs."),
+        (
+            "report",
+            "GET",
+            answering(lambda: {"text": source.report()}),
+            models.ReportText,
+            "The text for a bug report.",
+        ),
+        (
+            "job",
+            "GET",
+            answering(lambda: {"job": jobs.status()}),
+            models.LastJob,
+            "The job that runs, or the last one.",
+        ),
+        (
+            "measurements",
+            "GET",
+            answering(jobs.measurements),
+            list[models.Measurement],
+            "What was measured, oldest first.",
+        ),
+        (
+            "drop",
+            "POST",
+            answering(lambda: {"dropped": source.drop()}, changes=True),
+            models.Dropped,
+            "Drop all plans; they are made anew.",
+        ),
+        (
+            "cancel",
+            "POST",
+            answering(lambda: {"cancelled": jobs.cancel()}, changes=True),
+            models.Cancelled,
+            "Cancel the job that runs.",
+        ),
     )
     starts = (
         ("prepare", jobs.prepare, "Make sizes ready ahead of time, called as the last picture was."),
@@ -173,18 +211,9 @@ def register(app: Any, source: Source) -> None:
         router.add_api_route(path, answer, methods=[method], summary=words, name=f"sfast_{name}", **common, **more)
 
     for prefix in prefixes:
-        described: dict[int, Any] = {200: {"model": models.Status}, **unauthorized}
-        add(
-            "status",
-            current,
-            "GET",
-            f"All that is known, as the badge reads it, at most {LASTS} s old.",
-            prefix,
-            responses=described,
-        )
-        for name, method, give, model, words in routes:
-            described = {200: {"model": model}, **unauthorized}
-            add(name, answering(give, changes=method == "POST"), method, words, prefix, responses=described)
+        for name, method, answer, model, words in routes:
+            described: dict[int, Any] = {200: {"model": model}, **unauthorized}
+            add(name, answer, method, words, prefix, responses=described)
         for name, start, words in starts:
             described = {202: {"model": models.Job}, **unauthorized}
             described.update({code: {"description": said} for code, said in refusals.items()})

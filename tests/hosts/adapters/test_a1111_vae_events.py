@@ -36,8 +36,7 @@ class World:
         self.model.first_stage_model = vaes.make_vae(2)
         self.twin = SimpleNamespace(first_stage_model=vaes.make_vae(2))
         self.unet = standin.make_unet(1)
-        for name, layer in self.unet.named_modules():
-            layer.network_layer_name = f"diffusion_model_{name.replace('.', '_')}"
+        standin.name_layers(self.unet, "diffusion_model")
         host.fire("model_loaded", self.model)
 
     def both(self) -> Iterator[Any]:
@@ -79,9 +78,7 @@ class World:
     def checkpoint(self) -> None:
         seed = self.random.randrange(1, 4)
         self.host.switch(seed)
-        self.unet.load_state_dict(standin.weights(self.unet, seed))
-        for layer in self.unet.modules():
-            layer.network_current_names, layer.network_weights_backup = (), None
+        standin.load_weights(self.unet, seed)
 
     def lora(self) -> None:
         self.host.lora(**self.random.choice(LORAS))

@@ -71,6 +71,20 @@ def weights(unet: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     return state
 
 
+def load_weights(unet: nn.Module, seed: int) -> None:
+    """Another checkpoint's values into the same layers, which forget their Lora."""
+    unet.load_state_dict(weights(unet, seed))
+    for layer in unet.modules():
+        if isinstance(layer, LAYERS):
+            layer.network_current_names, layer.network_weights_backup = (), None
+
+
+def name_layers(module: nn.Module, prefix: str = "") -> None:
+    """Tell each layer the name by which a Lora knows it."""
+    for name, layer in module.named_modules(prefix=prefix):
+        layer.network_layer_name = name.replace(".", "_")
+
+
 def upscale(self: Any, picture: torch.Tensor, scale: int) -> torch.Tensor:
     """What the WebUI's upscalers inherit."""
     return picture.repeat_interleave(scale, -1).repeat_interleave(scale, -2)
@@ -248,8 +262,7 @@ class Host:
             model.cond_stage_model = TextEncoder(sum(p.nbytes for p in unet.parameters()) // 2)
             self.lowvram = LowVram(self.place)
             self.lowvram.set_up(model.model, [model.cond_stage_model], vae)
-        for name, layer in model.model.named_modules():
-            layer.network_layer_name = name.replace(".", "_")
+        name_layers(model.model)
         self.reuse(model)
         self.fire("model_loaded", model)
         return model
@@ -267,10 +280,7 @@ class Host:
         model = self.model_data.sd_model
         unet = model.model.diffusion_model
         sys.modules["modules.sd_models"].send_model_to_cpu(model)
-        unet.load_state_dict(weights(unet, seed))
-        for layer in unet.modules():
-            if isinstance(layer, LAYERS):
-                layer.network_current_names, layer.network_weights_backup = (), None
+        load_weights(unet, seed)
         model.sd_checkpoint_info = SimpleNamespace(title=f"seed {seed}")
         unet.to(self.place)
         self.fire("model_loaded", model)
