@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
+from sfast_ext.runtime import verify
 from sfast_ext.runtime.verify import relative_error
 
 NAN, INF = float("nan"), float("inf")
@@ -51,3 +53,18 @@ def test_values_whose_squares_overflow_are_compared():
     assert math.isclose(error([4e30, 5e30], [4e30, 3e30]), 0.4, rel_tol=1e-6)
     assert error([3e38, 3e38], [-3e38, 3e38]) == INF
     assert math.isclose(error([1e18], [1.9e19]), 18 / 19, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("taken", "told"),
+    [
+        ([69.6, 29.9, 31.0, 1.0], 29.9),  # the first run after a plan was built, and three at most
+        ([69.6, 33.0, 1.0], 33.0),  # 100 ms are over
+        ([240.0, 1.0], 240.0),  # one run that takes long is enough
+    ],
+)
+def test_the_time_of_a_call_is_not_that_of_a_run_that_was_held_up(taken, told, monkeypatch):
+    taken = list(taken)
+    monkeypatch.setattr(verify, "milliseconds", lambda run, device, times: taken.pop(0))
+    assert verify.quickest(lambda: None, torch.device("cuda")) == told
+    assert taken[-1:] == [1.0]
