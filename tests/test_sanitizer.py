@@ -49,3 +49,10 @@ def test_without_the_sanitizer_it_says_where_it_comes_from(monkeypatch, capsys) 
     monkeypatch.setattr(runner.shutil, "which", lambda *args, **kwargs: None)
     assert runner.main([]) == 2
     assert "CUDA toolkit" in capsys.readouterr().out
+
+
+def test_memcheck_sees_accesses_between_tensors_and_leaves_out_captures() -> None:
+    commands = {tool: command(tool, "conv/test_conv2d.py", False, Path("log"), "")[-1] for tool in runner.TOOLS}
+    assert {tool for tool, chosen in commands.items() if "in_a_cuda_graph" in chosen} == {"memcheck"}
+    variable = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+    assert {tool for tool in runner.TOOLS if runner.environment(tool).get(variable) == "1"} == {"memcheck"}

@@ -5,12 +5,15 @@ seconds where a WebUI takes half a minute.
 
 Runs under the interpreter of a WebUI, whose Gradio it is made of. What a WebUI has around it is as little as the
 JavaScript and the steps of `test_browser.py` need: a button that makes a picture of nothing, an infotext, settings.
+
+SFAST_SMALL_PAGE_SHOWS names a file of `python -m benchmarks.tab`: badge and tab show what it holds.
 """
 
 # ruff: noqa: E402 (what is imported needs what stands before it)
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import threading
@@ -29,6 +32,7 @@ import gradio.routes
 STAGES = ("recording", "compiling kernels", "comparing with the original")
 # for a person or a browser; who only asks has no need to wait so long
 PACE = float(os.environ.get("SFAST_SMALL_PAGE_PACE", "1"))
+SHOWS = os.environ.get("SFAST_SMALL_PAGE_SHOWS")
 STAGE_S, STEP_S, JOB_S, STEPS = 1.2 * PACE, 0.2 * PACE, 1.0 * PACE, 6
 HOST_JS = """
 function gradioApp() { return document.querySelector('gradio-app'); }
@@ -158,7 +162,14 @@ class Small(Session):
         self.network = Network()
         self.attachments = (self.network,)  # type: ignore[assignment]
         self.rehearsals = Rehearsals(self)
+        self.shown = json.loads(Path(SHOWS).read_text(encoding="utf-8")) if SHOWS else None
+        if self.shown is not None:
+            self.rehearsals.measurements.all = lambda: self.shown["measurements"]  # type: ignore[method-assign]
         settings.register(shared.opts, OptionInfo)
+
+    def status(self) -> dict[str, Any]:
+        """What is shown, or the page's own."""
+        return super().status() if self.shown is None else dict(self.shown["status"])
 
     def host_version(self) -> str:
         """Gradio's."""
