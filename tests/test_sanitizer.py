@@ -56,3 +56,8 @@ def test_memcheck_sees_accesses_between_tensors_and_leaves_out_captures() -> Non
     assert {tool for tool, chosen in commands.items() if "in_a_cuda_graph" in chosen} == {"memcheck"}
     variable = "PYTORCH_NO_CUDA_MEMORY_CACHING"
     assert {tool for tool in runner.TOOLS if runner.environment(tool).get(variable) == "1"} == {"memcheck"}
+
+
+def test_no_stack_of_the_host_is_asked_for() -> None:
+    given = command("memcheck", "conv/test_conv2d.py", False, Path("log"), "")
+    assert given[given.index("--show-backtrace") + 1] == "device"

@@ -79,7 +79,8 @@ def command(tool: str, file: str, large: bool, log: Path, binary: str) -> list[s
     watched = f"regex={'|'.join(names())}"
     chosen = LARGE if large else f"not {LARGE}"
     tests = [f"tests/kernels/{file}", "-k", f"{chosen} and not {CAPTURES}" if tool == MEMCHECK else chosen]
-    options = ["--tool", tool, "--kernel-name", watched, "--log-file", str(log)]
+    # for the stack of the host it takes references to frames of Python, and never drops them: tensors stay allocated
+    options = ["--tool", tool, "--show-backtrace", "device", "--kernel-name", watched, "--log-file", str(log)]
     return [binary, *options, sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *tests]
 
 
