@@ -34,14 +34,17 @@ def shown(model: str, sizes: str, steps: int, device: torch.device) -> dict[str,
         RuntimeError: the measurement did not end well.
     """
     wanted = requests.from_text(sizes, "1", [])
-    host = open_host(
-        build(model, device, torch.float16 if device.type == "cuda" else torch.float32), device, "none", 0, True
-    )
+    parts = build(model, device, torch.float16 if device.type == "cuda" else torch.float32)
+    host = open_host(parts, device, "none", 0.0, ours=True)
+
+    def make(size: requests.Wanted) -> None:
+        host.picture(size.width, size.height, steps, lambda part: None)
+
     try:
         session = host.session()
         for each in wanted:
-            for _ in range(2):
-                host.picture(each.width, each.height, steps, lambda part: None)
+            make(each)
+            make(each)
         before = len(session.rehearsals.measurements.all())
         session.rehearsals.measure(wanted)
         end = time.monotonic() + _LIMIT_S
@@ -50,8 +53,7 @@ def shown(model: str, sizes: str, steps: int, device: torch.device) -> dict[str,
         measured = session.rehearsals.measurements.all()[before:]
         if not measured:
             raise RuntimeError(f"nothing was measured: {session.rehearsals.jobs.status()}")
-        last = wanted[0]
-        host.picture(last.width, last.height, steps, lambda part: None)
+        make(wanted[0])
         return {"status": session.status(), "measurements": measured}
     finally:
         host.close()
