@@ -154,12 +154,13 @@ def measure(cases: Sequence[Case], steps: int, minutes: float, result: dict[str,
     with tempfile.TemporaryDirectory(prefix="sfast-small-cards-") as folder:
         for number, case in enumerate(cases):
             files = [Path(folder, f"{number}-{way}.json") for way in WAYS]
-            for way, into in zip(WAYS, files):
+            for turn, (way, into) in enumerate(zip(WAYS, files)):
                 left = until - time.monotonic()
+                share = left / (len(WAYS) * (len(cases) - number) - turn)
                 if left < 15:
                     row = {**case._asdict(), "way": way, "steps": steps, "pictures": [], "missing": "the time was over"}
                 else:
-                    row = in_process(case, way, steps, into, min(PROCESS_S, left))
+                    row = in_process(case, way, steps, into, min(max(PROCESS_S, share), left))
                 if way == "ours":
                     row["errors"] = errors(*files)
                 result["rows"].append(row)

@@ -41,7 +41,7 @@ from sfast_ext.behaviour.foreign_code import (
     written_by,
 )
 from sfast_ext.behaviour.forward_slot import AcceleratedForward, OwnForward, is_own_forward
-from sfast_ext.behaviour.reach import names_within
+from sfast_ext.behaviour.reach import looked_into, names_within
 from sfast_ext.behaviour.snapshot import LONGEST, NoSnapshot, Snapshot
 
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
@@ -118,7 +118,7 @@ def fingerprint(
 
 
 KnownCode = dict[Hashable, tuple[frozenset[str], "dict[type, _Class]"]]
-"""What was read of classes, by the classes and functions that were read together; see `structure`."""
+"""What was read of classes, by the classes and the code of functions that were read together; see `structure`."""
 
 
 def structure(
@@ -394,7 +394,7 @@ class _Structure(_Reader):
 
     def read_classes(self, kinds: Iterable[type]) -> None:
         # the package and the extension tell what is foreign
-        together = self.package, self.extension, tuple(kinds), tuple(self.functions)
+        together = self.package, self.extension, tuple(kinds), looked_into(self.functions.values())
         found = None if self.known is None else self.known.get(together)
         if found is None:
             super().read_classes(kinds)

@@ -8,7 +8,7 @@ get: constants, defaults of arguments, and strings in globals. A name that is co
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -41,6 +41,18 @@ def names_within(kinds: Iterable[type], functions: Iterable[Any]) -> frozenset[s
         walk.add(function)
     walk.follow(_FIRST)
     return frozenset(walk.names)
+
+
+def looked_into(functions: Iterable[Any]) -> frozenset[Hashable]:
+    """What `names_within` reads of functions, by identity: equal where only their closures hold other values.
+
+    accelerate makes a function for each module.
+    """
+    return frozenset(
+        (id(layer.__code__), id(layer.__globals__), id(layer.__defaults__), id(layer.__kwdefaults__))
+        for function in functions
+        for layer in layers(function)
+    )
 
 
 class _Walk:

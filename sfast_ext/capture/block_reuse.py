@@ -142,8 +142,10 @@ class _BlockReuser:
             return inner(*args, **kwargs)
         try:
             leaves, tree = pytree.tree_flatten((args, kwargs))
-            key = self._kind(module), str(tree), _described(leaves)
-            nodes = [_node(tracer, leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            with torch._C.DisableTorchFunction():
+                # otherwise make_fx sees each attribute of a tensor that is read
+                key = self._kind(module), str(tree), _described(leaves)
+                nodes = [_node(tracer, leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         except Exception:
             # not comparable: record
             return inner(*args, **kwargs)

@@ -173,7 +173,8 @@ class _MemoFakeMode(FakeTensorMode):
 
     def like(self, weight: torch.Tensor) -> torch.Tensor:
         """A fake tensor with the metadata of a weight, shared by all weights with these metadata."""
-        return self.made(weight.dtype, tuple(weight.shape), weight.stride(), 0, weight.device)
+        with torch._C.DisableTorchFunction():
+            return self.made(weight.dtype, tuple(weight.shape), weight.stride(), 0, weight.device)
 
     def made(
         self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, device: torch.device
