@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--model",
         default=os.environ.get("DEMO_MODEL") or None,
-        help="a .safetensors checkpoint or a folder of diffusers (default: $DEMO_MODEL, or random weights)",
+        help="a .safetensors checkpoint or a folder of diffusers (default: $DEMO_MODEL, or one of ours)",
     )
     demo.add_argument("--out", type=Path, default=Path("demo-output"), help="where the pictures go (%(default)s)")
     demo.add_argument("--steps", type=int, help="steps of each picture (default: 6 on a CPU, 20 on a GPU)")
@@ -115,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
     quality.add_argument(
         "--model",
         default=os.environ.get("DEMO_MODEL") or None,
-        help="a .safetensors checkpoint or a folder of diffusers (default: $DEMO_MODEL, or random weights)",
+        help="a .safetensors checkpoint or a folder of diffusers (default: $DEMO_MODEL, or one of ours)",
     )
     quality.add_argument("--pictures", type=count, default=8, metavar="N", help="seeds 0 to N-1 (%(default)s)")
     quality.add_argument("--steps", type=count, help="steps of each picture (default: 6 on a CPU, 20 on a GPU)")

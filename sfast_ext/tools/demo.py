@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -99,8 +99,17 @@ def _timed(pipe: Any, calls: Calls, device: torch.device, tick: Callable[[], Non
 class Demo:
     """Two pipelines that differ in one thing: the UNet of the second has an accelerator."""
 
-    def __init__(self, plain: Any, steps: int, size: tuple[int, int], device: torch.device, progress: Any) -> None:
-        self.plain, self.steps, self.size, self.device, self.progress = plain, steps, size, device, progress
+    def __init__(
+        self,
+        plain: Any,
+        prompts: Sequence[str],
+        steps: int,
+        size: tuple[int, int],
+        device: torch.device,
+        progress: Any,
+    ) -> None:
+        self.plain, self.prompts, self.steps, self.size = plain, prompts, steps, size
+        self.device, self.progress = device, progress
         self.fast = copy.copy(plain)
         unet = copy.deepcopy(plain.unet)
         self.fast.register_modules(unet=unet)
@@ -155,7 +164,7 @@ class Demo:
         calls = Calls()
         with torch.inference_mode(), _timed(pipe, calls, self.device, self.progress.update):
             result = pipe(
-                PROMPTS[prompt],
+                self.prompts[prompt],
                 width=size[0],
                 height=size[1],
                 num_inference_steps=self.steps,
@@ -301,14 +310,11 @@ def main(options: Options) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     device = machine.device()
     dtype, steps, size = pipelines.scale(device, options.steps, options.size)
-    print(
-        f"Stable Diffusion of {options.model or 'random weights'} on {machine.describe()['gpu'] or 'the CPU'}",
-        flush=True,
-    )
-    plain = pipelines.chosen(options.model, dtype=dtype, device=device)
+    plain, name, known = pipelines.chosen(options.model, dtype=dtype, device=device)
+    print(f"Stable Diffusion of {name} on {machine.describe()['gpu'] or 'the CPU'}", flush=True)
     plain.set_progress_bar_config(disable=True)
     with tqdm(total=9 * 2 * steps, unit="call", file=sys.stdout, dynamic_ncols=True, mininterval=0.5) as progress:
-        demo = Demo(plain, steps, size, device, progress)
+        demo = Demo(plain, known[3:5] if known else PROMPTS, steps, size, device, progress)
         for picture in _schedule(demo):
             picture()
     print(f"\n{report(demo)}\n")

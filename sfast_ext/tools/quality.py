@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -196,14 +196,14 @@ def write_sheet(
     contact_sheet.sheet(head, lines).save(out / "sheet.png")
 
 
-def _prompts(file: Path | None) -> list[str]:
+def _prompts(file: Path | None, ours: Sequence[str]) -> list[str]:
     """The lines of a file, or ours.
 
     Raises:
         ValueError: it has none.
     """
     if file is None:
-        return list(PROMPTS)
+        return list(ours)
     found = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not found:
         raise ValueError(f"{file} has no prompts: write one into each line")
@@ -223,14 +223,14 @@ def main(options: Options) -> int:
     device = machine.device()
     dtype, steps, size = pipelines.scale(device, options.steps, options.size)
     try:
-        prompts = _prompts(options.prompts)
-        pipe = pipelines.chosen(options.model, dtype=dtype, device=device)
+        pipe, name, known = pipelines.chosen(options.model, dtype=dtype, device=device)
+        prompts = _prompts(options.prompts, known or PROMPTS)
         pipe.set_progress_bar_config(disable=True)
         attentions.make(options.yardstick, attentions.attention_layers(pipe.unet)[0][1])
     except (OSError, ValueError, Unavailable) as exc:
         print(exc)
         return 2
-    print(f"{options.model or 'Random weights'} on {machine.describe()['gpu'] or 'the CPU'}", flush=True)
+    print(f"{name} on {machine.describe()['gpu'] or 'the CPU'}", flush=True)
     with tqdm(total=3 * options.pictures, unit="picture", file=sys.stdout, dynamic_ncols=True) as progress:
         series = Series(pipe, prompts, options.pictures, steps, size, progress.update)
         original = series.pictures()

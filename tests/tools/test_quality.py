@@ -34,7 +34,7 @@ def run(tmp_path, *more: str) -> int:
     return cli.main([*SMALL, "--out", str(tmp_path), "--json", str(tmp_path / "r.json"), *more])
 
 
-def test_pictures_of_random_weights(tmp_path, capsys):
+def test_pictures_of_digits(tmp_path, capsys):
     assert run(tmp_path) == 0, capsys.readouterr().out
     told = json.loads((tmp_path / "r.json").read_text())
     assert [row["seed"] for row in told["rows"]] == [0, 1] and not told["faults"]
@@ -87,13 +87,13 @@ def test_a_number_of_pictures_that_is_none(pictures, capsys):
 
 def test_prompts_of_a_file_in_turns(tmp_path, monkeypatch):
     (tmp_path / "prompts").write_text("one\n\ntwo\n")
-    assert quality._prompts(tmp_path / "prompts") == ["one", "two"]
+    assert quality._prompts(tmp_path / "prompts", quality.PROMPTS) == ["one", "two"]
     series = Series(None, ["one", "two"], 3, 2, (64, 64), lambda: None)
     assert series.jobs == [(0, "one"), (1, "two"), (2, "one")]
 
 
 def test_the_model_is_as_it_was():
-    pipe = pipelines.chosen(None, dtype=torch.float32, device=torch.device("cpu"))
+    pipe = pipelines.chosen(None, dtype=torch.float32, device=torch.device("cpu")).pipe
     pipe.set_progress_bar_config(disable=True)
     own, state = dict(pipe.unet.attn_processors), {k: v.clone() for k, v in pipe.unet.state_dict().items()}
     series = Series(pipe, ["a"], 1, 2, (64, 64), lambda: None)

@@ -56,6 +56,8 @@ def test_demo_with_a_folder_of_diffusers(tmp_path, monkeypatch, capsys, two_leve
 
 
 def test_demo_tells_of_a_picture_that_differs(tmp_path, monkeypatch, capsys, two_levels):
+    # the trained one has its own levels
+    monkeypatch.setattr(pipelines, "trained_pipeline", pipelines.random_pipeline)
     wrong = iter(range(1000))
     difference = demo._difference
     monkeypatch.setattr(demo, "_difference", lambda a, b: 50.0 if next(wrong) == 1 else difference(a, b))

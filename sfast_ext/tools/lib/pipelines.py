@@ -27,6 +27,14 @@ _TINY_VAE = {
     "norm_num_groups": 8,
     "sample_size": 64,
 }
+_ENCODERS = {
+    # width, layers and heads of each
+    "sdxl": ((768, 12, 12), (1280, 32, 20)),
+    "tiny-sdxl": ((32, 2, 4), (32, 2, 4)),
+}
+_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+DIGITS = tuple(f"the digit {word}" for word in _WORDS)
+"""The prompts of a model that writes digits, see `benchmarks.digits`."""
 _SCHEDULER = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 
 
@@ -53,44 +61,74 @@ def byte_tokenizer() -> Any:
 
 
 def random_pipeline(name: str = "tiny-sd15", seed: int = 0, *, dtype: torch.dtype, device: torch.device) -> Any:
-    """A StableDiffusionPipeline of random weights: UNet, text encoder and VAE, tiny or of SD 1.5's size.
+    """A pipeline of random weights: UNet, text encoders and VAE, tiny or of full size.
 
     Args:
-        name: sd15 or sd21 of `models.NAMES`, or their tiny shapes.
+        name: sd15, sd21 or sdxl of `models.NAMES`, or their tiny shapes.
     """
-    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline
-    from transformers import CLIPTextConfig, CLIPTextModel
+    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
+    from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
     tiny = name.startswith("tiny-")
     width = models.unet_config(name)["cross_attention_dim"]
+    sizes = _ENCODERS.get(name) or ((width, 2 if tiny else 12, 4 if tiny else width // 64),)
     tokenizer = byte_tokenizer()
-    text_config = CLIPTextConfig(
+    parts: dict[str, Any] = {"text_encoder": CLIPTextModel(_text_config(tokenizer, *sizes[0]))}
+    if len(sizes) > 1:
+        parts["text_encoder_2"] = CLIPTextModelWithProjection(_text_config(tokenizer, *sizes[1]))
+    parts["vae"] = AutoencoderKL(**(_TINY_VAE if tiny else _FULL_VAE), force_upcast=False)
+    for i, part in enumerate(parts.values()):
+        nn.Module.to(models.randomise(part, seed + 1 + i), device, dtype).eval().requires_grad_(False)
+    parts["unet"] = models.random_unet(name, seed, dtype=dtype, device=device)
+    parts["scheduler"] = DDIMScheduler(**_SCHEDULER, clip_sample=False, set_alpha_to_one=False)
+    parts["tokenizer"] = tokenizer
+    nothing = {"feature_extractor": None, "image_encoder": None}
+    if len(sizes) > 1:
+        alike = {"force_zeros_for_empty_prompt": False, "add_watermarker": False}
+        return StableDiffusionXLPipeline(**parts, tokenizer_2=tokenizer, **alike, **nothing)
+    return StableDiffusionPipeline(**parts, safety_checker=None, requires_safety_checker=False, **nothing)
+
+
+def _text_config(tokenizer: Any, width: int, layers: int, heads: int) -> Any:
+    from transformers import CLIPTextConfig
+
+    return CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
         intermediate_size=4 * width,
-        num_hidden_layers=2 if tiny else 12,
-        num_attention_heads=4 if tiny else width // 64,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        projection_dim=width,
         max_position_embeddings=models.TOKENS,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
     )
-    parts: dict[str, nn.Module] = {
-        "text_encoder": CLIPTextModel(text_config),
-        "vae": AutoencoderKL(**(_TINY_VAE if tiny else _FULL_VAE)),
-    }
-    for i, part in enumerate(parts.values()):
-        nn.Module.to(models.randomise(part, seed + 1 + i), device, dtype).eval().requires_grad_(False)
-    return StableDiffusionPipeline(
-        **parts,
-        unet=models.random_unet(name, seed, dtype=dtype, device=device),
-        tokenizer=tokenizer,
-        scheduler=DDIMScheduler(**_SCHEDULER, clip_sample=False, set_alpha_to_one=False),
-        safety_checker=None,
-        feature_extractor=None,
-        image_encoder=None,
-        requires_safety_checker=False,
-    )
+
+
+TRAINED = Path(__file__).with_name("digits.safetensors")
+"""Weights of a tiny SD 1.5 that writes digits: UNet, VAE and text encoder in float16."""
+_PARTS = ("unet", "vae", "text_encoder")
+
+
+def trained_pipeline(*, dtype: torch.dtype, device: torch.device) -> Any:
+    """The tiny pipeline that `benchmarks.digits` has taught to write digits; its prompts are DIGITS."""
+    from safetensors.torch import load_file
+
+    pipe = random_pipeline("tiny-sd15", dtype=dtype, device=device)
+    weights = load_file(TRAINED)
+    for name in _PARTS:
+        own = {key[len(name) + 1 :]: value for key, value in weights.items() if key.startswith(f"{name}.")}
+        getattr(pipe, name).load_state_dict(own)
+    return pipe
+
+
+def save_trained(pipe: Any, file: Path) -> None:
+    """Write what `trained_pipeline` reads."""
+    from safetensors.torch import save_file
+
+    states = {name: getattr(pipe, name).state_dict() for name in _PARTS}
+    save_file({f"{name}.{key}": v.half().contiguous() for name, own in states.items() for key, v in own.items()}, file)
 
 
 class Scale(NamedTuple):
@@ -108,11 +146,22 @@ def scale(device: torch.device, steps: int | None, size: tuple[int, int] | None)
     return Scale(torch.float16, steps or 20, size or (512, 512))
 
 
-def chosen(model: str | None, *, dtype: torch.dtype, device: torch.device) -> Any:
-    """The pipeline of a path, see `load_pipeline`; of None one of random weights, tiny on a CPU."""
-    if model is None:
-        return random_pipeline("tiny-sd15" if device.type == "cpu" else "sd15", dtype=dtype, device=device)
-    return load_pipeline(model, dtype=dtype, device=device)
+class Chosen(NamedTuple):
+    """A pipeline, in words what it is, and the prompts that it understands; None for any."""
+
+    pipe: Any
+    name: str
+    prompts: tuple[str, ...] | None
+
+
+def chosen(model: str | None, *, dtype: torch.dtype, device: torch.device) -> Chosen:
+    """The pipeline of a path, see `load_pipeline`; of None one of SD 1.5's size and random weights, on a CPU the tiny
+    one that writes digits."""
+    if model is not None:
+        return Chosen(load_pipeline(model, dtype=dtype, device=device), model, None)
+    if device.type == "cpu":
+        return Chosen(trained_pipeline(dtype=dtype, device=device), "a tiny model that writes digits", DIGITS)
+    return Chosen(random_pipeline("sd15", dtype=dtype, device=device), "random weights", None)
 
 
 def load_pipeline(path: str, *, dtype: torch.dtype, device: torch.device) -> Any:
