@@ -127,6 +127,11 @@ def parser() -> argparse.ArgumentParser:
         default="doggettx",
         help="the attention with which the original is compared with itself (%(default)s)",
     )
+    quality.add_argument(
+        "--exact",
+        action="store_true",
+        help="also the pictures in float32 (float64 on a CPU), and who is nearer to them",
+    )
     quality.add_argument("--out", type=Path, default=Path("quality-output"), help="where sheet.png goes (%(default)s)")
     quality.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
 
@@ -166,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 size=args.size,
                 prompts=args.prompts,
                 yardstick=args.yardstick,
+                exact=args.exact,
                 json=args.json,
             )
         )

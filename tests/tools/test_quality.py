@@ -122,6 +122,44 @@ def test_what_is_worse_than_the_yardstick(ours, theirs, faulty):
     assert bool(quality.faults(some)) == (ours == -math.inf)
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "faulty"), [(50, 52, False), (50, 54, True), (61, 80, False), (70, 40, False)]
+)
+def test_where_there_are_exact_pictures_they_are_what_counts(ours, theirs, faulty):
+    far = row(40, 60)
+    far.exact = likeness.Likeness(theirs, None, None), likeness.Likeness(ours, None, None)
+    found = quality.faults([far])
+    assert bool(found) == faulty
+    assert not found or "farther from exact ones than the original's" in found[0]
+    assert "original to exact" in quality.report([far], "plain")
+
+
+def test_exact_pictures(tmp_path, capsys):
+    assert run(tmp_path, "--exact", "--pictures", "1") == 0, capsys.readouterr().out
+    (told,) = json.loads((tmp_path / "r.json").read_text())["rows"]
+    # rounded to float32 in each, and differently
+    assert all(100 < each["psnr"] < likeness.HIGHEST for each in told["exact"])
+    assert told["exact"][0] != told["exact"][1]
+    assert "original to exact" in capsys.readouterr().out
+
+
+def test_weights_are_the_same_after_exact_pictures():
+    pipe = pipelines.random_pipeline(dtype=torch.float16, device=torch.device("cpu"))
+    pipe.set_progress_bar_config(disable=True)
+    before = {key: value.clone() for key, value in pipe.unet.state_dict().items()}
+    series = Series(pipe, ["a"], 1, 2, (64, 64), lambda: None)
+    pictures = []
+    own = Series.picture
+    series.picture = lambda *job: pictures.append(pipe.vae.dtype) or own(series, *job)
+    (exact,) = series.exact()
+    assert pictures == [torch.float32] and np.isfinite(exact).all()
+    assert pipe.unet.dtype == pipe.vae.dtype == torch.float16
+    assert all(torch.equal(before[key], value) for key, value in pipe.unet.state_dict().items())
+    # the noise is that of the model's own arithmetic
+    again = Series(pipe, ["a"], 1, 2, (64, 64), lambda: None).exact()[0]
+    assert np.array_equal(exact, again)
+
+
 def test_likeness():
     picture = np.random.default_rng(0).random((16, 24, 3))
     same = likeness.likeness(picture, picture)
