@@ -68,8 +68,10 @@ class Digits:
 
     def written(self, shown: torch.Tensor, count: int) -> torch.Tensor:
         """Of each digit of `shown` (n) so many pictures by chance, (n, count, 8, 8)."""
-        chance = torch.rand(len(shown), count, device=shown.device)
-        return self._pictures[(self._first[shown, None] + chance * self._counts[shown, None]).long(), 0]
+        counts = self._counts[shown, None]
+        # the product may round up to the count
+        number = (torch.rand(len(shown), count, device=shown.device) * counts).long().clamp(max=counts - 1)
+        return self._pictures[self._first[shown, None] + number, 0]
 
 
 def latents(pictures: torch.Tensor, height: int, width: int) -> torch.Tensor:

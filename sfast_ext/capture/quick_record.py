@@ -9,7 +9,7 @@ torch. If they are not as expected, make_fx records everything.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from sfast_ext.environment import TORCH
 try:
     from torch._ops import _get_dispatch_mode_pre_dispatch
     from torch.fx.experimental.proxy_tensor import _ProxyTensor, set_proxy_slot
+    from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
     _PROXY = torch._C._TorchDispatchModeKey.PROXY
     _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -30,6 +31,9 @@ try:
     SUPPORTED = TORCH >= (2, 6)
 except (ImportError, AttributeError):
     SUPPORTED = False
+
+
+aten = torch.ops.aten
 
 
 class QuickFailed(Exception):
@@ -73,7 +77,7 @@ class _QuickRecorder:
             key = self._key(func, args, kwargs, tensors)
             slots = [self._tracer.tensor_tracker.get(x) for x in tensors] if key is not None else []
             unusual = not slots or not all(map(_usual, tensors, slots))
-            entry = None if unusual else self._memo.known.get(key)
+            entry = None if unusual else self._memo.known.get(key) or self._derived(func, args, tensors)
         except Exception:
             # an argument that is not described by its metadata alone
             unusual = True
@@ -96,6 +100,21 @@ class _QuickRecorder:
         described = memo.key(func, args, kwargs, tensors)
         cast = tuple([autocast_mode(x.device.type) for x in tensors]) if _any_autocast() else ()
         return "recorded", cast, described
+
+    def _derived(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> Any:
+        """What `_entry` would find after a call, where that is plain; else None."""
+        x = tensors[0]
+        # autocast may choose another dtype
+        if func not in _SHAPES or _any_autocast() or type(x) is not FakeTensor or not x.is_floating_point():
+            return None
+        if not x.numel() or not all(_plain(t) and t.dtype == x.dtype and t.device == x.device for t in tensors):
+            return None
+        shape = _SHAPES[func](args, x.shape, [t.shape for t in tensors[1:]])
+        if shape is None:
+            return None
+        stride = _contiguous_stride(shape)
+        found = None, [(x.fake_device, (None, shape, stride, 0, x.dtype))]
+        return None, found, _extract_tensor_metadata(self._memo.made(x.dtype, shape, stride, 0, x.fake_device))
 
     def _entry(self, func: Any, result: Any, tensors: list[torch.Tensor], last: fx.Node) -> Any:
         """What to make of an equal call: the argument that is returned itself, or the metadata of the result, and
@@ -146,6 +165,58 @@ class _QuickRecorder:
             found = self._arguments(x, left)
             return list(found) if isinstance(x, list) else found
         return x
+
+
+Shape = Sequence[int]
+
+
+def _of_group_norm(args: Any, shape: Shape, weights: list[Shape]) -> tuple[int, ...] | None:
+    fits = len(shape) > 2 and shape[1] % args[1] == 0 and all(tuple(w) == (shape[1],) for w in weights)
+    return tuple(shape) if fits else None
+
+
+def _of_layer_norm(args: Any, shape: Shape, weights: list[Shape]) -> tuple[int, ...] | None:
+    normalized = tuple(args[1])
+    fits = tuple(shape[-len(normalized) :]) == normalized and all(tuple(w) == normalized for w in weights)
+    return tuple(shape) if fits else None
+
+
+def _of_linear(args: Any, shape: Shape, weights: list[Shape]) -> tuple[int, ...] | None:
+    weight, *bias = weights
+    fits = (
+        len(shape) > 1 and len(weight) == 2 and weight[1] == shape[-1] and all(tuple(b) == (weight[0],) for b in bias)
+    )
+    return (*shape[:-1], weight[0]) if fits else None
+
+
+def _of_activation(args: Any, shape: Shape, weights: list[Shape]) -> tuple[int, ...] | None:
+    return tuple(shape)
+
+
+# of operations with contiguous arguments, whose meta computation takes torch up to six milliseconds; None for what is
+# left to torch, or refused by it
+_SHAPES: dict[Any, Callable[[Any, Shape, list[Shape]], tuple[int, ...] | None]] = {
+    aten.group_norm.default: _of_group_norm,
+    aten.layer_norm.default: _of_layer_norm,
+    aten.linear.default: _of_linear,
+    aten.silu.default: _of_activation,
+    aten.gelu.default: _of_activation,
+}
+
+
+def _plain(x: torch.Tensor) -> bool:
+    """Whether a tensor is contiguous, and in no other memory format as well: of two, torch may choose either."""
+    shape = x.shape
+    either = len(shape) == 4 and (shape[1] == 1 or shape[2] == shape[3] == 1)
+    return not either and x.stride() == _contiguous_stride(shape)
+
+
+def _contiguous_stride(shape: Shape) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= size
+    return tuple(reversed(stride))
 
 
 def _usual(x: torch.Tensor, slot: Any) -> bool:
