@@ -2,7 +2,7 @@
 
 The yardstick is the difference that the model shows by itself between two settings of a WebUI that nobody would call
 wrong: the attentions "sdp" and `--yardstick`, on the same seeds. It rounds differently in its attention alone, the
-accelerator everywhere. So `--exact` also makes the pictures in a finer arithmetic, and asks who is nearer to them.
+accelerator everywhere. So `--exact` also makes the pictures in float32, and asks who is nearer to them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ UNSEEN_DB = 60.0
 MARGIN_DB = 3.0
 """By which the median of a few pictures may be worse than the yardstick's: twice the mean squared error."""
 _MEASURES = (("psnr", 1), ("ssim", 5), ("lpips", 5))  # and decimals
-_FINER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 _WARM_UP = 2  # pictures: the VAE's plan is made at the second
 
 
@@ -67,7 +66,7 @@ class Row:
     accelerated: Likeness
     yardstick: Likeness
     exact: tuple[Likeness, Likeness] | None = None
-    """Of the original and the accelerated picture to one in a finer arithmetic."""
+    """Of the original and the accelerated picture to one in float32."""
 
 
 class Series:
@@ -125,12 +124,17 @@ class Series:
                 attn.upcast_attention = before
 
     def exact(self) -> list[np.ndarray]:
-        """All of them in a finer arithmetic: float32 for half precision, without TF32, float64 for float32. The weights
-        are the same, to the bit, afterwards as well."""
+        """All of them in float32, without TF32. The weights are the same, to the bit, afterwards as well.
+
+        Raises:
+            Unavailable: they are in float32 already.
+        """
         backends = torch.backends.cuda.matmul, torch.backends.cudnn
         before = [backend.allow_tf32 for backend in backends]
         own = self._noise_dtype = self._pipe.unet.dtype
-        self._convert(_FINER[own])
+        if own == torch.float32:
+            raise Unavailable("exact pictures are made in float32, as all are here")
+        self._convert(torch.float32)
         try:
             for backend in backends:
                 backend.allow_tf32 = False
@@ -219,7 +223,7 @@ def report(rows: list[Row], yardstick: str) -> str:
             f"Left of each pair: with and without the accelerator. Right: the original with the attention {yardstick!r}"
             " and with 'sdp'.",
             "PSNR in dB, higher is nearer; SSIM, 1 for equal pictures; LPIPS, 0 for equal pictures.",
-            *(["To exact: PSNR to the original's picture in a finer arithmetic."] if exact else []),
+            *(["To exact: PSNR to the original's picture in float32."] if exact else []),
         ]
     )
 
@@ -279,7 +283,11 @@ def main(options: Options) -> int:
         series = Series(pipe, prompts, options.pictures, steps, size, progress.update)
         original = series.pictures()
         other = series.with_attention(options.yardstick)
-        exact = series.exact() if options.exact else None
+        try:
+            exact = series.exact() if options.exact else None
+        except Unavailable as exc:
+            progress.write(str(exc))
+            return 2
         ours, bypassed = series.accelerated(device)
     to_ours, to_other = compared(original, ours), compared(original, other)
     rows = [Row(*job, a, b) for job, a, b in zip(series.jobs, to_ours, to_other, strict=True)]

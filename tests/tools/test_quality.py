@@ -134,13 +134,20 @@ def test_where_there_are_exact_pictures_they_are_what_counts(ours, theirs, fault
     assert "original to exact" in quality.report([far], "plain")
 
 
-def test_exact_pictures(tmp_path, capsys):
+def test_exact_pictures(tmp_path, monkeypatch, capsys):
+    scale = pipelines.Scale(torch.bfloat16, 2, (64, 64))
+    monkeypatch.setattr(pipelines, "scale", lambda device, steps, size: scale)
     assert run(tmp_path, "--exact", "--pictures", "1") == 0, capsys.readouterr().out
     (told,) = json.loads((tmp_path / "r.json").read_text())["rows"]
-    # rounded to float32 in each, and differently
-    assert all(100 < each["psnr"] < likeness.HIGHEST for each in told["exact"])
+    # rounded to bfloat16 in each, and differently
+    assert all(20 < each["psnr"] < 80 for each in told["exact"])
     assert told["exact"][0] != told["exact"][1]
     assert "original to exact" in capsys.readouterr().out
+
+
+def test_exact_pictures_are_of_half_precision(tmp_path, capsys):
+    assert run(tmp_path, "--exact", "--pictures", "1") == 2
+    assert "exact pictures are made in float32, as all are here" in capsys.readouterr().out
 
 
 def test_weights_are_the_same_after_exact_pictures():

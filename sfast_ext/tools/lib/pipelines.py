@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,7 +109,6 @@ def _text_config(tokenizer: Any, width: int, layers: int, heads: int) -> Any:
 
 TRAINED = Path(__file__).with_name("digits.safetensors")
 """Weights of a tiny SD 1.5 that writes digits: UNet, VAE and text encoder in float16."""
-_PARTS = ("unet", "vae", "text_encoder")
 
 
 def trained_pipeline(*, dtype: torch.dtype, device: torch.device) -> Any:
@@ -117,9 +117,9 @@ def trained_pipeline(*, dtype: torch.dtype, device: torch.device) -> Any:
 
     pipe = random_pipeline("tiny-sd15", dtype=dtype, device=device)
     weights = load_file(TRAINED)
-    for name in _PARTS:
-        own = {key[len(name) + 1 :]: value for key, value in weights.items() if key.startswith(f"{name}.")}
-        getattr(pipe, name).load_state_dict(own)
+    with torch.no_grad():
+        for name, value in _named(pipe):
+            value.copy_(weights[name])
     return pipe
 
 
@@ -127,8 +127,14 @@ def save_trained(pipe: Any, file: Path) -> None:
     """Write what `trained_pipeline` reads."""
     from safetensors.torch import save_file
 
-    states = {name: getattr(pipe, name).state_dict() for name in _PARTS}
-    save_file({f"{name}.{key}": v.half().contiguous() for name, own in states.items() for key, v in own.items()}, file)
+    save_file({name: value.detach().half().contiguous() for name, value in _named(pipe)}, file)
+
+
+def _named(pipe: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    for part in ("unet", "vae", "text_encoder"):
+        for name, value in getattr(pipe, part).named_parameters():
+            # transformers before 5 has CLIP's encoder one level further down
+            yield f"{part}.{name.removeprefix('text_model.')}", value
 
 
 class Scale(NamedTuple):
