@@ -210,10 +210,7 @@ def main(given: Sequence[str] | None = None) -> int:
     seconds = 60 * args.minutes
     train(pipe.vae, decoded(), 2e-3 if tiny else 3e-4, VAE_SHARE * seconds, steps=args.steps)
     train(pipe.unet, denoised(), 2e-3 if tiny else 1e-4, (1 - VAE_SHARE) * seconds, steps=args.steps)
-    nn.Module.to(pipe.unet, torch.float16)
-    for part in (pipe.vae, pipe.text_encoder, getattr(pipe, "text_encoder_2", None)):
-        if part is not None:
-            nn.Module.to(part, torch.float16)
+    pipelines.convert(pipe, torch.float16)
     if args.out.suffix == ".safetensors":
         pipelines.save_trained(pipe, args.out)
         return 0

@@ -19,8 +19,7 @@ import copy
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ from sfast_ext import Config, accelerate, cli
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import engines, machine, rates, vaes
+from sfast_ext.tools.lib.exact import without_tf32
 from sfast_ext.tools.text import number, significant, table
 
 OURS, COMPILED = "sfast", "torch-compile"
@@ -146,7 +146,7 @@ class Bench:
             self._dtype = wanted.dtype
         x = vaes.part_input(wanted.part, wanted.width, wanted.height, dtype=dtype, device=self._device)
         with torch.no_grad():
-            with _without_tf32():
+            with without_tf32():
                 reference = getattr(self._exact, wanted.part)(x.float()).float()
             return self._rows(wanted, ways, x, reference)
 
@@ -249,19 +249,6 @@ def _gpu_us(event: Any) -> float:
     # named after CUDA before torch 2.4
     found: Any = getattr(event, "self_device_time_total", None) or getattr(event, "self_cuda_time_total", 0.0)
     return float(found)
-
-
-@contextmanager
-def _without_tf32() -> Iterator[None]:
-    flags = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = [flag.allow_tf32 for flag in flags]
-    for flag in flags:
-        flag.allow_tf32 = False
-    try:
-        yield
-    finally:
-        for flag, value in zip(flags, before):
-            flag.allow_tf32 = value
 
 
 def words(rows: Sequence[dict[str, Any]]) -> str:

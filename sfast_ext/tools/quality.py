@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map
 
 from sfast_ext import Accelerator, Config, accelerate
 from sfast_ext.tools.lib import Unavailable, attentions, contact_sheet, machine, pipelines
+from sfast_ext.tools.lib.exact import without_tf32
 from sfast_ext.tools.lib.likeness import Likeness, likeness, missing
 from sfast_ext.tools.text import number, table
 
@@ -124,30 +124,14 @@ class Series:
                 attn.upcast_attention = before
 
     def exact(self) -> list[np.ndarray]:
-        """All of them in float32, without TF32. The weights are the same, to the bit, afterwards as well.
-
-        Raises:
-            Unavailable: they are in float32 already.
-        """
-        backends = torch.backends.cuda.matmul, torch.backends.cudnn
-        before = [backend.allow_tf32 for backend in backends]
+        """All of them in float32, without TF32. The weights are the same, to the bit, afterwards as well."""
         own = self._noise_dtype = self._pipe.unet.dtype
-        if own == torch.float32:
-            raise Unavailable("exact pictures are made in float32, as all are here")
-        self._convert(torch.float32)
+        pipelines.convert(self._pipe, torch.float32)
         try:
-            for backend in backends:
-                backend.allow_tf32 = False
-            return self.pictures()
+            with without_tf32():
+                return self.pictures()
         finally:
-            for backend, allowed in zip(backends, before):
-                backend.allow_tf32 = allowed
-            self._convert(own)
-
-    def _convert(self, dtype: torch.dtype) -> None:
-        for part in self._pipe.components.values():
-            if isinstance(part, nn.Module):
-                nn.Module.to(part, dtype)
+            pipelines.convert(self._pipe, own)
 
     def accelerated(self, device: torch.device) -> tuple[list[np.ndarray], dict[str, str]]:
         """All of them with the UNet and the VAE's decoder accelerated; by part, why calls of it were not."""
@@ -188,7 +172,7 @@ def faults(rows: list[Row]) -> list[str]:
     """What is worse than it may be, a sentence each: farther from exact pictures than the original, where there are
     exact ones, else farther from the original than the yardstick."""
     found = [f"seed {row.seed}: a value is not finite" for row in rows if row.accelerated.psnr == -math.inf]
-    exact = [row.exact for row in rows if row.exact is not None]
+    exact = _exact(rows)
     theirs, ours = zip(*exact) if exact else reversed(_columns(rows))
     at_least, reached = (median(each.psnr for each in some) for some in (theirs, ours))
     if reached < min(at_least - MARGIN_DB, UNSEEN_DB):
@@ -202,12 +186,16 @@ def _columns(rows: list[Row]) -> tuple[list[Likeness], list[Likeness]]:
     return [row.accelerated for row in rows], [row.yardstick for row in rows]
 
 
+def _exact(rows: list[Row]) -> list[tuple[Likeness, Likeness]]:
+    return [row.exact for row in rows if row.exact is not None]
+
+
 def report(rows: list[Row], yardstick: str) -> str:
     """The table."""
     head = [word for name, _ in _MEASURES for word in (name.upper(), yardstick)]
     columns = [[getattr(each, name) for each in some] for name, _ in _MEASURES for some in _columns(rows)]
     digits = [each for _, each in _MEASURES for _ in range(2)]
-    exact = [row.exact for row in rows if row.exact is not None]
+    exact = _exact(rows)
     if exact:
         head += ["original to exact", "accelerated"]
         columns += [[pair[which].psnr for pair in exact] for which in (0, 1)]
@@ -273,6 +261,8 @@ def main(options: Options) -> int:
         prompts = _prompts(options.prompts, known or PROMPTS)
         pipe.set_progress_bar_config(disable=True)
         attentions.make(options.yardstick, attentions.attention_layers(pipe.unet)[0][1])
+        if options.exact and dtype == torch.float32:
+            raise Unavailable("exact pictures are made in float32, as all are here")
     except (OSError, ValueError, Unavailable) as exc:
         print(exc)
         return 2
@@ -283,11 +273,7 @@ def main(options: Options) -> int:
         series = Series(pipe, prompts, options.pictures, steps, size, progress.update)
         original = series.pictures()
         other = series.with_attention(options.yardstick)
-        try:
-            exact = series.exact() if options.exact else None
-        except Unavailable as exc:
-            progress.write(str(exc))
-            return 2
+        exact = series.exact() if options.exact else None
         ours, bypassed = series.accelerated(device)
     to_ours, to_other = compared(original, ours), compared(original, other)
     rows = [Row(*job, a, b) for job, a, b in zip(series.jobs, to_ours, to_other, strict=True)]

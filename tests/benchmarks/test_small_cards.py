@@ -174,11 +174,12 @@ def test_the_page_is_there():
 
 
 def test_each_case_is_run_in_two_processes_and_the_file_is_kept_after_each(tmp_path, monkeypatch, capsys):
-    began, file = [], tmp_path / "deep" / "small.json"
+    began, limits, file = [], [], tmp_path / "deep" / "small.json"
     monkeypatch.setattr(run.machine, "describe", lambda: {"gpu": "NVIDIA H200", "torch": "2.11.0"})
 
     def in_process(case, way, steps, into, timeout):
         began.append((str(case), way, len(json.loads(file.read_text())["rows"]) if file.exists() else 0))
+        limits.append(timeout)
         torch.save([torch.ones(2), None], into.with_suffix(".latents"))
         made = [picture("64x64", 2.0), picture("64x64", 1.0 if way == "ours" else 2.0)]
         return {**case._asdict(), "way": way, "steps": steps, "pictures": made}
@@ -189,6 +190,9 @@ def test_each_case_is_run_in_two_processes_and_the_file_is_kept_after_each(tmp_p
     assert began == [
         (f"sdxl on 6 GB, {mode}", way, 2 * n + (way == "ours")) for n, mode in enumerate(modes) for way in run.WAYS
     ]
+    # an equal share of what is left, where that is more than a process gets among all cases
+    share = 60 * run.MINUTES / len(began)
+    assert share > run.PROCESS_S and limits[0] == pytest.approx(share, rel=0.05) and limits == sorted(limits)
     assert json.loads(file.read_text())["rows"][1]["errors"] == [0.0, None]
     assert "met: sdxl on 6 GB" in capsys.readouterr().out
     # nothing begins after the time is over, and that is told

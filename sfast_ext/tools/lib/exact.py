@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +13,20 @@ from torch.utils._pytree import tree_map_only
 
 # computed at once: the rows of one picture under guidance
 ROWS = 2
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Within, products and convolutions of float32 are not rounded to TF32."""
+    flags = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [flag.allow_tf32 for flag in flags]
+    try:
+        for flag in flags:
+            flag.allow_tf32 = False
+        yield
+    finally:
+        for flag, value in zip(flags, before):
+            flag.allow_tf32 = value
 
 
 class Exact:
@@ -27,16 +43,9 @@ class Exact:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Its first output for the arguments of a call, of which the first is the latent (N, C, H, W)."""
         batch = args[0].shape[0]
-        flags = torch.backends.cuda.matmul, torch.backends.cudnn
-        before = [flag.allow_tf32 for flag in flags]
-        try:
-            for flag in flags:
-                flag.allow_tf32 = False
+        with without_tf32():
             parts = [rows((args, kwargs), batch, slice(first, first + ROWS)) for first in range(0, batch, ROWS)]
             return torch.cat([self._unet(*given, **named)[0] for given, named in map(_in_fp32, parts)])
-        finally:
-            for flag, value in zip(flags, before):
-                flag.allow_tf32 = value
 
 
 def rows(value: Any, batch: int, which: slice) -> Any:

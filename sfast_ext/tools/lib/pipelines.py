@@ -107,6 +107,13 @@ def _text_config(tokenizer: Any, width: int, layers: int, heads: int) -> Any:
     )
 
 
+def convert(pipe: Any, dtype: torch.dtype) -> None:
+    """Convert all models of a pipeline in place."""
+    for part in pipe.components.values():
+        if isinstance(part, nn.Module):
+            nn.Module.to(part, dtype)
+
+
 TRAINED = Path(__file__).with_name("digits.safetensors")
 """Weights of a tiny SD 1.5 that writes digits: UNet, VAE and text encoder in float16."""
 
