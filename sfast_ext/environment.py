@@ -108,7 +108,7 @@ def triton_surpassed(device: torch.device) -> str | None:
     from sfast_ext.kernels.backend import nvrtc, triton_runtime
 
     version = triton_runtime.VERSION
-    if not version or version >= (3, 0) or nvrtc.known() is None or nvrtc.refusal(device) is not None:
+    if not version or version >= (3, 0) or not nvrtc.serves(device):
         return None
     return f"Triton {version[0]}.{version[1]} is older than 3.0, so kernels in CUDA C++ are used in its place"
 

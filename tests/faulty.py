@@ -25,7 +25,7 @@ from torch import nn
 
 from sfast_ext import Config, Hooks, accelerate, accelerator_of, call_signature, environment, passes
 from sfast_ext.kernels.attention import attention
-from sfast_ext.kernels.backend import trial
+from sfast_ext.kernels.backend import nvrtc, trial
 from sfast_ext.runtime import graph_pool, model_state, plan, plan_builder, verify
 from sfast_ext.runtime.verify import relative_error
 
@@ -292,6 +292,7 @@ def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
     patch.setattr(graph_pool, "_own_random_state", lambda device: nothing)
     patch.setattr(graph_pool, "current_stream", lambda index: 0)
     patch.setattr(trial, "refusal", lambda device: None)
+    patch.setattr(nvrtc, "bind", lambda index: None)
     patch.setattr(plan_builder, "channels_last_pays", lambda graph, device: True)
     patch.setattr(attention, "_PREFERENCE", None)  # nothing is measured
     patch.setattr(verify, "milliseconds", lambda run, device, times=1: (run(), 1.0)[1])
@@ -300,6 +301,7 @@ def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
         "CUDAGraph": PretendedGraph, "Event": PretendedEvent, "Stream": PretendedStream,
         "current_stream": lambda device: stream, "stream": lambda stream: nothing,
         "synchronize": lambda device=None: None, "empty_cache": lambda: None, "graph_pool_handle": object,
+        "device": lambda device: nothing,
         "get_device_capability": lambda device=None: (8, 6),
         **others,
     }.items():  # fmt: skip

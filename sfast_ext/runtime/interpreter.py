@@ -49,6 +49,7 @@ class Interpreter:
             self._add(node, last.get(node, []), steps)
         self._places.clear()
         self._listed: tuple[Registers, list[_Step]] | None = self._registers, steps
+        self._tensors = list({id(x): x for x in self._registers if isinstance(x, torch.Tensor)}.values())
         self._registers = []
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
@@ -70,6 +71,10 @@ class Interpreter:
             for place in dead:
                 registers[place] = None
         return self._output(registers)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that the graph reads besides its inputs, each once."""
+        return self._tensors
 
     def _add(self, node: fx.Node, read_last: list[fx.Node], steps: list[_Step]) -> None:
         if node.op == "output":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 
 from sfast_ext.call_signature import Call, as_tensor, rebuild_output
+from sfast_ext.kernels.backend import nvrtc
 from sfast_ext.kernels.backend.pdl import pdl_capture
 from sfast_ext.kernels.backend.triton_runtime import without_triton
 from sfast_ext.report import Report
@@ -18,8 +20,11 @@ from sfast_ext.runtime.graph_pool import CAN_UPDATE_GRAPH, CapturedGraph, GraphP
 from sfast_ext.runtime.input_copies import Copies
 from sfast_ext.runtime.interpreter import Interpreter
 from sfast_ext.runtime.peak_memory import peak_bytes
+from sfast_ext.runtime.recorded_run import RecordedRun
 from sfast_ext.weights.arena import Weight
 
+_EAGER_RUNS = 4  # before the launches of a plan that lost its CUDA graph are recorded
+_CPU_BOUND = 0.8  # of a run's time, that of its launches
 REPLAYING = "replaying"
 NO_GRAPH = "running without a graph"
 DROPPED = "dropped"
@@ -74,8 +79,11 @@ class Plan:
         self._operations, self._digest = operations.counts(graph_module.graph), operations.digest(graph_module)
         self.weights = _bind_attributes(graph_module)
         self._graph_module = graph_module
-        run: Callable[..., Sequence[torch.Tensor]] = Interpreter(graph_module)
-        self._function = run if triton else without_triton()(run)
+        self._triton = triton
+        self._function = self._served(Interpreter(graph_module))
+        self._recorded: bool | None = None
+        """Whether launches are repeated; None where that was not decided yet."""
+        self._eager_runs = 0
         self._output_tree = output_tree
         self._output_strides = list(output_strides)
         self._set_static_inputs([])
@@ -88,9 +96,48 @@ class Plan:
 
     def run_eagerly(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """Run the graph operation by operation. Returns the flat outputs as new tensors."""
-        with plan_mode(self.device):
+        self._eager_runs += 1
+        with plan_mode(self.device), self._current():
             outputs = self._function(*[as_tensor(leaf, self.device) for leaf in leaves])
             return self._copy_outputs(outputs)
+
+    def records_now(self) -> bool:
+        """Whether `record_launches` is due: it ran without a CUDA graph a few times."""
+        return self._recorded is None and self._eager_runs >= _EAGER_RUNS and self.device.type == "cuda"
+
+    def record_launches(self, leaves: Sequence[Any], report: Report) -> None:
+        """Repeat launches in later runs without a CUDA graph (`recorded_run`), if the CPU takes longer with them than
+        the GPU. The inputs are those of a call; there was a run before."""
+        self._recorded = False
+        if self.device.type != "cuda":
+            return
+        try:
+            with plan_mode(self.device), torch.cuda.device(self.device):
+                inputs = [as_tensor(leaf, self.device) for leaf in leaves]
+                if self._is_bound_by_cpu(inputs):
+                    recorded = self._served(RecordedRun)(Interpreter(self._graph_module), inputs)
+                    self._function, self._recorded = self._served(recorded), True
+        except Exception as exc:  # the plan is right without
+            report.event("launches", f"they are not repeated: {type(exc).__name__}: {exc}")
+
+    def _is_bound_by_cpu(self, inputs: Sequence[torch.Tensor]) -> bool:
+        torch.cuda.synchronize(self.device)
+        began = time.perf_counter()
+        self._function(*inputs)
+        launched = time.perf_counter()
+        torch.cuda.synchronize(self.device)
+        return launched - began > _CPU_BOUND * (time.perf_counter() - began)
+
+    def _served(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        return run if self._triton else without_triton()(run)
+
+    def _current(self) -> contextlib.AbstractContextManager[Any]:
+        """The plan's GPU as the current one, as repeated launches need it."""
+        if not self._recorded:
+            return contextlib.nullcontext()
+        assert self.device.index is not None
+        nvrtc.bind(self.device.index)
+        return torch.cuda.device(self.device)
 
     def replay(self, leaves: Sequence[Any], pool: GraphPool) -> list[torch.Tensor]:
         """Copy the inputs, replay the CUDA graph, copy the outputs to new tensors. The caller holds the pool's lock."""

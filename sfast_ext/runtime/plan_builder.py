@@ -195,6 +195,7 @@ class PlanBuilder:
                     context.config,
                     run.watch,
                     lambda: self._exact(lookup),
+                    lambda: self._runner.record_launches(plan, lookup.call),
                 )
         except Exception as exc:
             self._cache.drop(key)
@@ -245,11 +246,7 @@ def make_plan(captured: Captured, call: Call, arena: Arena, device: torch.device
     """The plan of a captured forward: its graph after all passes, with the kernels that device and config allow."""
     at("choice of kernels")
     graph = captured.graph_module.graph
-    triton = (
-        config.triton
-        and environment.triton_runs_on(device)
-        and environment.triton_refusal(device, *_dtypes(graph)) is None
-    )
+    triton = _uses_triton(graph, device, config)
     # Values may live longer in the original forward, whose variables keep them, but no shorter.
     most = peak_bytes(graph) if config.rare_calls else None
     context = PassContext(arena, device, triton, faster_sums=config.faster_sums, most_bytes=most)
@@ -262,6 +259,13 @@ def make_plan(captured: Captured, call: Call, arena: Arena, device: torch.device
     at("binding of weights")
     tree, strides = captured.output_tree, captured.output_strides
     return Plan(call, captured.graph_module, tree, strides, device, fused, triton=triton)
+
+
+def _uses_triton(graph: fx.Graph, device: torch.device, config: Config) -> bool:
+    if not config.triton or (not config.cuda_graphs and nvrtc.serves(device)):
+        # without a CUDA graph the CPU launches: Triton in 40 us, the driver in 10 (docs/engineering-log/launches.md)
+        return False
+    return environment.triton_runs_on(device) and environment.triton_refusal(device, *_dtypes(graph)) is None
 
 
 def _dtypes(graph: fx.Graph) -> set[torch.dtype]:

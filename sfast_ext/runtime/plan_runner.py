@@ -132,7 +132,15 @@ class PlanRunner:
                     # One that was evicted is captured again, with each picture on a small card: the run before the
                     # capture serves this call. Of a new one the replay is what is compared and timed.
                     return outputs if known else plan.replay(call.leaves, pool)
-        return plan.run_eagerly(call.leaves)
+        outputs = plan.run_eagerly(call.leaves)
+        if plan.records_now():
+            self.record_launches(plan, call)
+        return outputs
+
+    def record_launches(self, plan: Plan, call: Call) -> None:
+        """See `Plan.record_launches`. Nothing with a CUDA graph. The caller holds `guard`."""
+        if not plan.has_graph:
+            plan.record_launches(call.leaves, self._context.report)
 
     def guard(self, plan: Plan) -> Any:
         """The lock to hold while a plan runs. Graphs of one pool share memory; on a CPU only the plan is protected."""

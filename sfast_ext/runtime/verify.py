@@ -42,6 +42,7 @@ def verify_plan(
     config: Config,
     watch: Stopwatch | None = None,
     exact: Callable[[], list[torch.Tensor] | None] = lambda: None,
+    record: Callable[[], None] = lambda: None,
 ) -> str | None:
     """Check and time a new plan.
 
@@ -52,6 +53,8 @@ def verify_plan(
         original_s: the time of that run in seconds.
         exact: the outputs in float32; None where they cannot be had. Asked where bfloat16 differs too much.
         watch: timed that run. The plan is then timed by its first use, see `too_slow`, not here.
+        record: records the plan's launches, before it is timed. Not called where the original takes so long that the
+            GPU hides the CPU's time.
 
     Returns:
         The reason to reject the plan, or None.
@@ -69,11 +72,14 @@ def verify_plan(
     at("timing")
     if watch is not None:
         plan.ms_before = watch.milliseconds() or None
+        if plan.ms_before is not None and plan.ms_before < LONG_MS:
+            record()
         return None
     if plan.device.type != "cuda":
         # original_s is of one run: a coarse clock may not have moved
         plan.ms_before, plan.ms_after = 1000 * original_s or None, milliseconds(run, plan.device, 1)
         return None
+    record()
     # new calls: the first ones included warm-up
     plan.ms_after, plan.ms_before = quickest(run, plan.device), quickest(original, plan.device)
     if plan.ms_before < CLEARLY_FASTER * plan.ms_after:

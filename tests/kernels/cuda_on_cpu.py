@@ -10,12 +10,13 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
 
+from sfast_ext.kernels import registered
 from sfast_ext.kernels.backend import nvrtc, triton_runtime
 
 from .compiled import FOLDER, keep
@@ -82,7 +83,7 @@ def _compile(program: str, library: Path) -> None:
 def launch(source: nvrtc.Source, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
     """In the place of `nvrtc.Source._launch`."""
     own, threads, shared = source.prepare(*args, **constants)
-    kept = [nvrtc._address(x) if x is None or isinstance(x, Tensor) else x for x in own]
+    kept = [nvrtc.cell(x) for x in own]
     table = (ctypes.c_void_p * len(kept))(*(ctypes.addressof(x) for x in kept))
     run = compiled(source.name, tuple(sorted(constants.items())))
     assert run(table, (ctypes.c_uint * 3)(*(*grid, 1, 1)[:3]), threads, shared) == 0
@@ -95,3 +96,21 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
     monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: True)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 6))
     monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
+
+
+def as_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a test, kernels for any card are launched as on a GPU, by a driver that runs them here."""
+
+    def launched(function: Any, grid: Any, block: Any, shared: int, stream: int, parameters: int) -> None:
+        (source, constants), table = function, ctypes.c_void_p(parameters)
+        assert block[1:] == (1, 1) and stream == 0
+        assert compiled(source.name, tuple(sorted(constants)))(table, (ctypes.c_uint * 3)(*grid), block[0], shared) == 0
+
+    portable = {source.name for kernel in registered().values() if kernel.portable for source in kernel.cuda_sources}
+    driver = SimpleNamespace(cuLaunchKernel=launched)
+    monkeypatch.setattr(nvrtc, "loaded_driver", lambda: driver)
+    monkeypatch.setattr(nvrtc.Source, "_function", lambda source, index, constants: (source, constants.items()))
+    monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: source.name in portable)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(nvrtc, "current_stream", lambda index: 0)
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 6))

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from sfast_ext import cache_folder
-from sfast_ext.kernels.backend import cuda_driver, pdl, triton_runtime
+from sfast_ext.kernels.backend import cuda_driver, launch_log, pdl, triton_runtime
 from sfast_ext.kernels.backend.cuda_bindings import Bindings, bindings, missing
 from sfast_ext.kernels.backend.cuda_driver import Driver
 from sfast_ext.kernels.backend.cuda_errors import Unavailable
+from sfast_ext.kernels.backend.launch_log import CudaLaunch, Opaque, TensorMap
 from sfast_ext.kernels.backend.nvrtc_library import Nvrtc
 
 __all__ = ["Source", "Unavailable", "bindings"]
@@ -104,6 +105,11 @@ def refusal(device: torch.device) -> str | None:
     )
 
 
+def serves(device: torch.device) -> bool:
+    """Whether kernels can be compiled and launched on a GPU."""
+    return device.type == "cuda" and known() is not None and refusal(device) is None
+
+
 def bind(index: int) -> None:
     """Make a GPU's primary context current in this thread: the driver API needs one, torch may not have set
     it yet."""
@@ -138,7 +144,7 @@ def current_stream(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream if raw is None else raw(index)
 
 
-def tensor_map(x: Tensor, sizes: list[int], strides: list[int], box: list[int]) -> Any:
+def tensor_map(x: Tensor, sizes: list[int], strides: list[int], box: list[int]) -> TensorMap:
     """A TMA tensor map over x's memory.
 
     Args:
@@ -150,7 +156,11 @@ def tensor_map(x: Tensor, sizes: list[int], strides: list[int], box: list[int]) 
     bf16 = x.dtype == torch.bfloat16
     kind = cuda_driver.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if bf16 else cuda_driver.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
     swizzle: int = getattr(cuda_driver, f"CU_TENSOR_MAP_SWIZZLE_{box[0] * x.element_size()}B")
-    return loaded_driver().cuTensorMapEncodeTiled(kind, x.data_ptr(), sizes, strides, box, swizzle)
+
+    def encode(address: int) -> Any:
+        return loaded_driver().cuTensorMapEncodeTiled(kind, address, sizes, strides, box, swizzle)
+
+    return TensorMap(x, encode(x.data_ptr()), encode)
 
 
 class Source:
@@ -215,7 +225,7 @@ class Source:
         index = torch.cuda.current_device()
         function = self._function(index, constants)
         own, threads, shared = self.prepare(*args, **constants)
-        kept = [_address(x) if x is None or isinstance(x, Tensor) else x for x in own]
+        kept = [cell(x) for x in own]
         places = [ctypes.addressof(x) for x in kept]
         table = (ctypes.c_void_p * len(places))(*places)
         blocks = (*grid, 1, 1)[:3]
@@ -223,8 +233,10 @@ class Source:
         driver = loaded_driver()
         at = ctypes.addressof(table)
         if self._uses_pdl(args, index):
+            launch_log.put(Opaque("a launch in a capture"))
             driver.cuLaunchKernelEx(pdl.launch_config(blocks, threads, shared, stream), function, at)
         else:
+            launch_log.put(CudaLaunch(function, blocks, threads, shared, own))
             driver.cuLaunchKernel(function, blocks, (threads, 1, 1), shared, stream, at)
 
     def _uses_pdl(self, args: tuple[Any, ...], index: int) -> bool:
@@ -285,8 +297,11 @@ class Source:
         return True
 
 
-def _address(x: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
+def cell(x: Any) -> Any:
+    """A parameter of a launch, see `Prepare`, as the ctypes object that the driver reads."""
+    if x is None or isinstance(x, Tensor):
+        return ctypes.c_void_p(None if x is None else x.data_ptr())
+    return x.encoded if isinstance(x, TensorMap) else x
 
 
 def _headers() -> dict[bytes, bytes]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import health, pdl, triton_versions
+from sfast_ext.kernels.backend import health, launch_log, pdl, triton_versions
 
 triton: Any = None
 tl: Any = None
@@ -212,6 +212,8 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **c
     if state is not None:
         state[0].append((kernel, (x, *args), constants, _launcher(sys._getframe(1))))
         return
+    if "PDL" in kernel.arg_names:
+        launch_log.put(launch_log.TritonLaunch(kernel, grid, (x, *args), constants))
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
             kernel[grid](x, *args, **constants)

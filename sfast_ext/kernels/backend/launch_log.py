@@ -1,0 +1,64 @@
+"""A log of launches, for `runtime.recorded_run`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class TensorMap(NamedTuple):
+    """A TMA tensor map over the memory of `tensor`; `encode` makes one over that at another address."""
+
+    tensor: Tensor
+    encoded: Any
+    encode: Callable[[int], Any]
+
+
+class CudaLaunch(NamedTuple):
+    """A launch by the driver. Parameters are tensors or None for addresses, ctypes numbers, and tensor maps."""
+
+    function: int
+    blocks: tuple[int, ...]
+    threads: int
+    shared: int
+    parameters: list[Any]
+
+
+class TritonLaunch(NamedTuple):
+    """kernel[grid](*args, **constants)"""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+class Opaque(NamedTuple):
+    """Something that cannot or is not to be repeated."""
+
+    reason: str
+
+
+Entry = CudaLaunch | TritonLaunch | Opaque
+_listener: ContextVar[Callable[[Entry], None] | None] = ContextVar("launch_listener", default=None)
+
+
+@contextlib.contextmanager
+def heard_by(listener: Callable[[Entry], None]) -> Iterator[None]:
+    """Within, in this thread, a function is called with each launch."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def put(entry: Entry) -> None:
+    """Pass an entry on, where there is a listener."""
+    listener = _listener.get()
+    if listener is not None:
+        listener(entry)

@@ -1,0 +1,154 @@
+"""Plans without a CUDA graph repeat their launches where the CPU takes longer with them than the GPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from faulty import Pair, pretend_a_gpu
+from torch import nn
+
+from sfast_ext import Config, accelerate
+from sfast_ext.runtime import plan, verify
+from sfast_ext.runtime.recorded_run import RecordedRun
+from sfast_ext.runtime.repetition import CannotRepeat
+from sfast_ext.tools.lib import models, vaes
+
+WITHOUT = Config(allow_cpu=True, triton=False, cuda_graphs=False)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def only_plan(pair: Pair) -> Any:
+    (found,) = pair.acc.plans.values()
+    return found
+
+
+def scaled(module: nn.Module) -> None:
+    for p in module.parameters():
+        p.mul_(1.01)
+
+
+def replaced(module: nn.Module) -> None:
+    for p in module.parameters():
+        p.data = 0.99 * p.data
+
+
+def test_a_plan_repeats_its_launches_with_the_weights_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch)
+    pair = Pair(config=WITHOUT)
+    pair.same(1)
+    made = only_plan(pair)
+    assert made._recorded and not made.has_graph
+    runs: list[bool] = []
+    real = RecordedRun.__call__
+
+    def counted(self: RecordedRun, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        runs.append(self._repetition.values([*inputs, *self._program.tensors()]) is not None)
+        return real(self, *inputs)
+
+    monkeypatch.setattr(RecordedRun, "__call__", counted)
+    pair.plan_runs_again(2)
+    for change in (scaled, replaced):
+        pair.both(change)
+        pair.plan_runs_again(2)
+    assert only_plan(pair) is made and len(runs) >= 6 and all(runs)
+    pair.release()
+
+
+def test_where_the_gpu_takes_longer_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: time.sleep(0.3))
+    pair = Pair(config=WITHOUT)
+    pair.same(3)
+    assert only_plan(pair)._recorded is False and "launches" not in pair.words()
+    pair.release()
+
+
+def test_a_run_that_cannot_be_repeated_is_said_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch)
+
+    def refuse(*_: Any) -> Any:
+        raise CannotRepeat("a tensor comes from elsewhere")
+
+    monkeypatch.setattr(plan, "RecordedRun", refuse)
+    pair = Pair(config=WITHOUT)
+    pair.same(3)
+    assert only_plan(pair)._recorded is False and pair.counter("eager_runs") == 2
+    assert "they are not repeated: CannotRepeat: a tensor comes from elsewhere" in pair.words()
+    pair.release()
+
+
+def test_a_plan_that_lost_its_graph_is_recorded_after_a_few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch)
+    pair = Pair(config=Config(allow_cpu=True, triton=False))
+    pair.same(3)
+    made = only_plan(pair)
+    assert made.has_graph and made._recorded is None
+    pair.acc.configure(WITHOUT)
+    pair.same(plan._EAGER_RUNS - 1)
+    assert made._recorded is None
+    pair.same(1)
+    assert made._recorded and only_plan(pair) is made
+    pair.plan_runs_again(3)
+    pair.release()
+
+
+@pytest.mark.parametrize(("ms", "wanted"), [(verify.LONG_MS - 1, True), (verify.LONG_MS, False)])
+def test_a_rare_call_is_recorded_unless_it_is_long(ms: float, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    vae = vaes.random_vae("tiny-sd")
+    accelerator = accelerate(vae.decoder, Config(allow_cpu=True, cuda_graphs=False, rare_calls=True))
+    monkeypatch.setattr(plan.Plan, "record_launches", lambda *_: asked.append(True))
+    monkeypatch.setattr("sfast_ext.runtime.rare_calls.Stopwatch.milliseconds", lambda self: ms)
+    for _ in range(3):
+        vae.decoder(vaes.part_input("decoder", 64, 64))
+    assert len(accelerator.plans) == 1 and asked == [True] * wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("triton", [True, False], ids=["triton", "without triton"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_on_a_gpu_the_bits_are_those_of_a_run_that_decides(
+    triton: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if triton:
+        monkeypatch.setattr("sfast_ext.kernels.backend.nvrtc.serves", lambda device: False)
+    monkeypatch.setattr(plan, "_CPU_BOUND", 0.0)
+    unet = models.random_unet("tiny-sdxl", dtype=dtype, device="cuda")
+    accelerator = accelerate(unet, Config(cuda_graphs=False, drop_slower=False, triton=triton))
+    args, kwargs = models.unet_inputs(unet, 128, 192, 2)
+    unet(*args, **kwargs)
+    (made,) = accelerator.plans.values()
+    assert made._recorded, accelerator.report.as_dict()["events"]
+    recorded, decides = made._function, made._served(plan.Interpreter(made._graph_module))
+    results: list[Any] = []
+
+    @torch.no_grad()
+    def both() -> None:
+        x = torch.sin(args[0] + len(results))
+        for function in (recorded, decides):
+            monkeypatch.setattr(made, "_function", function)
+            results.append(unet(x, *args[1:], **kwargs)[0])
+
+    both()
+    scaled(unet)
+    both()
+    thread = threading.Thread(target=both)  # it has no context yet
+    thread.start()
+    thread.join()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        both()
+        torch.cuda.synchronize()
+    assert len(results) == 8
+    for ours, theirs in zip(results[::2], results[1::2], strict=True):
+        assert torch.equal(ours, theirs)
+    accelerator.release()
