@@ -12,6 +12,7 @@ from sfast_ext import __version__
 
 ENGINES = ("sfast", "eager", "eager-channels-last", "cudagraph", "torch-compile")
 ATTENTIONS = ("sdp", "plain", "sliced", "xformers", "doggettx", "v1", "invokeai", "subquad")
+DTYPES = ("float16", "bfloat16", "float32")
 
 
 def size(text: str) -> tuple[int, int]:
@@ -63,9 +64,10 @@ def capability(text: str) -> tuple[int, int]:
 
 
 def add_stack(bench: argparse.ArgumentParser) -> None:
-    """The arguments that take away from what ours has, or give the model another attention."""
+    """The arguments that take away from what ours has, or give the model another attention or dtype."""
     bench.add_argument("--attention", choices=ATTENTIONS, default="sdp", help="of the model (%(default)s)")
     bench.add_argument("--upcast", action="store_true", help="compute attention in fp32")
+    bench.add_argument("--dtype", choices=DTYPES, help="of the model (default: float16; on a CPU float32)")
     bench.add_argument("--without", action="append", choices=("triton",), default=[], help="what ours is not to use")
     bench.add_argument(
         "--as",

@@ -82,7 +82,8 @@ class Bench:
 
     def __init__(self, options: Options, device: torch.device) -> None:
         self.options, self.device = options, device
-        self.dtype = torch.float16 if device.type == "cuda" else torch.float32
+        dtype = options.ours.dtype or ("float16" if device.type == "cuda" else "float32")
+        self.dtype: torch.dtype = getattr(torch, dtype)
         # with PyTorch's attention; what references and FLOPs are of
         self._unet = make_unet(options.model, dtype=self.dtype, device=device)
         self._forms: dict[tuple[Any, ...], nn.Module] = {("eager", *Way("eager").model_key): self._unet}

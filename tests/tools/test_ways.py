@@ -29,11 +29,13 @@ def test_the_command_line_offers_what_there_is():
 
 
 def test_a_way_goes_through_the_command_line_and_json():
-    for way in (OURS, Way("sfast", "doggettx", True, False, (8, 9)), Way("sfast", capability=(10, 0))):
+    most = Way("sfast", "doggettx", True, False, (8, 9), "bfloat16")
+    for way in (OURS, most, Way("sfast", capability=(10, 0)), Way("sfast", dtype="float32")):
         parsed = cli.parser().parse_args(["bench", *way.arguments()])
         assert ways.asked(parsed) == way
         assert ways.words_of(json.loads(json.dumps(way.fields()))) == way.words()
     assert str(Way("sfast", "v1", True, False, (8, 9))) == "sfast, v1, upcast, without Triton, as sm_89"
+    assert str(Way("sfast", dtype="bfloat16")) == "sfast, bfloat16"
     assert str(OURS) == "sfast" and str(Way("eager", "plain")) == "eager, plain"
     # rows that were written before there was a choice
     assert ways.words_of({"engine": "sfast"}) == []
@@ -51,8 +53,8 @@ def test_what_is_no_capability_is_refused(text):
 
 
 def test_the_others_have_the_attention_of_ours_and_nothing_else():
-    ours = Way("sfast", "doggettx", True, False, (8, 9))
-    assert ways.beside(ours, ["sfast", "eager"]) == [ours, Way("eager", "doggettx", True)]
+    ours = Way("sfast", "doggettx", True, False, (8, 9), "bfloat16")
+    assert ways.beside(ours, ["sfast", "eager"]) == [ours, Way("eager", "doggettx", True, dtype="bfloat16")]
 
 
 def test_a_gpu_passes_for_another_in_all_threads_and_is_itself_again(monkeypatch):
@@ -128,6 +130,17 @@ def test_each_engine_runs_with_each_attention(name, two_levels):
     rows = measured.measure(bench.Case(64, 64, 1))
     assert [row["error_fp32"] < 1e-4 for row in rows] == [True, True]
     assert all("failed" not in row and "remark" not in row for row in rows)
+
+
+def test_each_engine_has_the_model_in_the_dtype_asked_for(two_levels):
+    options = bench.Options(
+        "tiny-sd15", [(64, 64)], [1], ["sfast", "eager"], 1, 77, False, False, None, ours=Way("sfast", dtype="bfloat16")
+    )
+    measured = bench.Bench(options, CPU)
+    assert [next(e.unet.parameters()).dtype for e in measured.engines.values()] == [torch.bfloat16] * 2
+    for row in measured.measure(bench.Case(64, 64, 1)):
+        assert row["dtype"] == "bfloat16" and 1e-3 < row["error_fp32"] < 5e-2
+        assert "failed" not in row and "remark" not in row
 
 
 PROCESSORS = {"sdp": "AttnProcessor2_0", "plain": "AttnProcessor", "sliced": "SlicedAttnProcessor"}

@@ -30,6 +30,8 @@ class Way:
     """Ours alone: whether it may use Triton."""
     capability: tuple[int, int] | None = None
     """Ours alone: the compute capability that the GPU passes for when kernels are chosen."""
+    dtype: str | None = None
+    """Of the model, which every engine has in the same; None for float16 on a GPU and float32 elsewhere."""
 
     def __str__(self) -> str:
         return ", ".join([self.engine, *self.words()])
@@ -49,12 +51,14 @@ class Way:
             "upcast": self.upcast,
             "without": [] if self.triton else ["triton"],
             "as": card(self.capability) if self.capability else None,
+            **({"dtype": self.dtype} if self.dtype else {}),
         }
 
     def arguments(self) -> list[str]:
         """For the command line."""
         words = ["--attention", self.attention, *["--upcast"] * self.upcast]
         words += [] if self.triton else ["--without", "triton"]
+        words += ["--dtype", self.dtype] if self.dtype else []
         return words + (["--as", card(self.capability)] if self.capability else [])
 
     @property
@@ -89,18 +93,19 @@ OURS = Way("sfast")
 
 def asked(args: argparse.Namespace) -> Way:
     """What `cli.add_stack` was told of ours."""
-    return Way(OURS.engine, args.attention, args.upcast, "triton" not in args.without, args.capability)
+    return Way(OURS.engine, args.attention, args.upcast, "triton" not in args.without, args.capability, args.dtype)
 
 
 def beside(ours: Way, names: Iterable[str]) -> list[Way]:
-    """A way for each engine: that of ours, and the others with the same attention."""
-    return [ours if name == ours.engine else Way(name, *ours.model_key) for name in names]
+    """A way for each engine: that of ours, and the others with the same attention and dtype."""
+    return [ours if name == ours.engine else Way(name, *ours.model_key, dtype=ours.dtype) for name in names]
 
 
 def words_of(row: dict[str, Any]) -> list[str]:
     """What a row of results says of its way that is not as it is by default."""
     found = [row["attention"]] if row.get("attention", "sdp") != "sdp" else []
     found += ["upcast"] if row.get("upcast") else []
+    found += [row["dtype"]] if row.get("dtype") else []
     found += [f"without {name.capitalize()}" for name in row.get("without", ())]
     return found + ([f"as {row['as']}"] if row.get("as") else [])
 
