@@ -1,6 +1,6 @@
 """One call of a VAE's decoder or encoder, ways to run it side by side.
 
-    python -m benchmarks.vae --json benchmarks/results/vae-h100.json
+    python -m benchmarks.vae --json benchmarks/results/vae-h200.json
     python -m benchmarks.vae --case decoder:1024x1024:float16 --without triton
 
 All cases run in one process, the ways of a case in turns, so ratios are of one run. A VAE is called once for a picture:
