@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Hashable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +30,11 @@ class NotOurs(Exception):
 
 @dataclass(frozen=True)
 class Signature:
-    """Hashable identity of a call: its tree with shapes and dtypes, and the autocast mode."""
+    """Hashable identity of a call: its tree with shapes and dtypes, the autocast mode, and torch's numerical flags."""
 
     tree: Hashable
     mode: tuple[Any, ...]
+    flags: tuple[Any, ...] = ()
 
     def words(self) -> str:
         """The signature as readable text."""
@@ -74,6 +76,35 @@ def autocast_mode(device_type: str) -> tuple[Any, ...]:
     return ("cpu", torch.get_autocast_cpu_dtype()) if torch.is_autocast_cpu_enabled() else ()
 
 
+def _flag_readers() -> list[Callable[[], Any]]:
+    names = [
+        "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_bf16_reduced_precision_reduction",
+        "_get_cublas_allow_fp16_accumulation", "_get_cudnn_enabled", "_get_cudnn_deterministic",
+        "_get_deterministic_algorithms",
+    ]  # fmt: skip
+    precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if precision is None:
+        names += ["_get_cublas_allow_tf32", "_get_cudnn_allow_tf32"]
+    readers = [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
+    # the older getters raise where a program has used the newer setters
+    newer = [functools.partial(_precision, precision, kind) for kind in ("matmul", "conv")] if precision else []
+    return [*readers, *newer]
+
+
+def _precision(getter: Callable[[str, str], str], kind: str) -> str:
+    found = getter("cuda", kind)
+    return "ieee" if found == "none" else found  # none is what was never set
+
+
+_FLAG_READERS = _flag_readers()
+
+
+def numerical_flags() -> tuple[Any, ...]:
+    """What a program can tell torch about the precision and the choice of kernels: TF32, sums in half precision,
+    determinism. A CUDA graph keeps what was chosen when it was captured."""
+    return tuple([read() for read in _FLAG_READERS])
+
+
 def flatten_call(
     args: Sequence[Any], kwargs: dict[str, Any], device: torch.device, *, static_numbers: bool = False
 ) -> Call:
@@ -90,7 +121,7 @@ def flatten_call(
     positional = tuple([_flatten(a, leaves, device, (None, "argument {}", i), numbers) for i, a in enumerate(args)])
     named = tuple([(k, _flatten(v, leaves, device, (None, "{}", k), numbers)) for k, v in sorted(kwargs.items())])
     tree = ("call", positional, named)
-    return Call(Signature(tree, autocast_mode(device.type)), leaves, tree)
+    return Call(Signature(tree, autocast_mode(device.type), numerical_flags()), leaves, tree)
 
 
 def flatten_output(output: Any) -> tuple[Any, list[torch.Tensor]]:

@@ -584,6 +584,21 @@ def test_inference_mode_and_autocast():
     assert counters(acc)["captures"] == 2
 
 
+def test_a_numerical_flag_of_torch_gets_a_plan_of_its_own(monkeypatch):
+    module, plain = net(), net()
+    acc = accelerate(module, CPU)
+    x = picture()
+    close(run_twice(module, x, 1), plain(x, 1))
+    cudnn = torch.backends.cudnn
+    monkeypatch.setattr(cudnn, "deterministic", not cudnn.deterministic)
+    close(run_twice(module, x, 1), plain(x, 1))
+    assert counters(acc)["captures"] == 2 and len(acc.plans) == 2
+    monkeypatch.setattr(cudnn, "deterministic", not cudnn.deterministic)
+    runs = counters(acc)["eager_runs"]
+    close(module(x, 1), plain(x, 1))
+    assert counters(acc)["captures"] == 2 and counters(acc)["eager_runs"] == runs + 1
+
+
 def test_plans_are_kept_up_to_a_number():
     module = net()
     acc = accelerate(module, Config(allow_cpu=True, max_plans=2))

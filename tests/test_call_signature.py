@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
 
+from sfast_ext import Config, accelerate
 from sfast_ext.call_signature import NotOurs, flatten_call, flatten_output, rebuild_call, rebuild_output
+from sfast_ext.runtime.verify import relative_error
 
 CPU = torch.device("cpu")
 
@@ -75,6 +79,74 @@ def test_autocast_is_part_of_the_signature():
     plain = signature(torch.zeros(1))
     with torch.autocast("cpu", torch.bfloat16):
         assert signature(torch.zeros(1)) != plain
+
+
+MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
+
+
+@pytest.mark.parametrize(
+    ("home", "name"),
+    [
+        (MATMUL, "allow_tf32"),
+        (CUDNN, "allow_tf32"),
+        (MATMUL, "allow_fp16_reduced_precision_reduction"),
+        (MATMUL, "allow_bf16_reduced_precision_reduction"),
+        (MATMUL, "allow_fp16_accumulation"),
+        (CUDNN, "enabled"),
+        (CUDNN, "deterministic"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else type(part).__name__,
+)
+def test_numerical_flags_are_part_of_the_signature(home, name):
+    try:
+        before = getattr(home, name)
+    except AttributeError:
+        pytest.skip("this torch has no such flag")
+    plain = signature(torch.zeros(1))
+    try:
+        setattr(home, name, not before)
+        assert signature(torch.zeros(1)) != plain
+    finally:
+        setattr(home, name, before)
+    assert signature(torch.zeros(1)) == plain
+
+
+def test_flags_can_be_read_after_the_newer_setters_of_torch():
+    """In a process of its own: the older getters raise from then on."""
+    code = """
+import torch
+from sfast_ext import Config, accelerate
+from sfast_ext.call_signature import numerical_flags
+before = numerical_flags()
+torch.use_deterministic_algorithms(True)
+assert numerical_flags() != before
+torch.use_deterministic_algorithms(False)
+torch.set_float32_matmul_precision("high")
+assert numerical_flags() != before
+torch.set_float32_matmul_precision("highest")
+assert numerical_flags() == before
+if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    assert numerical_flags() != before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_does_not_outlive_tf32(monkeypatch):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(512, 512, device="cuda")
+    x = torch.randn(64, 512, device="cuda")
+    exact = torch.nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
+    acc = accelerate(linear, Config(drop_slower=False))
+    for allowed in (True, False, True):
+        monkeypatch.setattr(MATMUL, "allow_tf32", allowed)
+        with torch.no_grad():
+            for _ in range(3):
+                result = linear(x)
+        assert (relative_error([result.double()], [exact]) > 1e-5) == allowed
+    assert acc.report.counter("replays") > 3 and len(acc.plans) == 2, acc.report.as_dict()
+    acc.release()
 
 
 def test_leaves_become_contiguous_tensors_on_the_device():

@@ -55,8 +55,13 @@ SIGNATURE = [
     ),
     Mutation(
         "autocast", "call_signature.py",
-        "Signature(tree, autocast_mode(device.type))", "Signature(tree, ())",
+        "Signature(tree, autocast_mode(device.type), numerical_flags())", "Signature(tree, (), numerical_flags())",
         ("test_accelerator.py::test_inference_mode_and_autocast",),
+    ),
+    Mutation(
+        "numerical flags of torch", "call_signature.py",
+        "Signature(tree, autocast_mode(device.type), numerical_flags())", "Signature(tree, autocast_mode(device.type))",
+        ("test_accelerator.py::test_a_numerical_flag_of_torch_gets_a_plan_of_its_own",),
     ),
     Mutation(
         "numbers that a forward branches on", "runtime/plan_finder.py",
