@@ -133,18 +133,21 @@ if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_does_not_outlive_tf32(monkeypatch):
+def test_a_cuda_graph_does_not_outlive_tf32():
     torch.manual_seed(0)
     linear = torch.nn.Linear(512, 512, device="cuda")
     x = torch.randn(64, 512, device="cuda")
     exact = torch.nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
-    acc = accelerate(linear, Config(drop_slower=False))
-    for allowed in (True, False, True):
-        monkeypatch.setattr(MATMUL, "allow_tf32", allowed)
-        with torch.no_grad():
-            for _ in range(3):
-                result = linear(x)
-        assert (relative_error([result.double()], [exact]) > 1e-5) == allowed
+    acc, before = accelerate(linear, Config(drop_slower=False)), MATMUL.allow_tf32
+    try:
+        for allowed in (True, False, True):
+            MATMUL.allow_tf32 = allowed
+            with torch.no_grad():
+                for _ in range(3):
+                    result = linear(x)
+            assert (relative_error([result.double()], [exact]) > 1e-5) == allowed
+    finally:
+        MATMUL.allow_tf32 = before
     assert acc.report.counter("replays") > 3 and len(acc.plans) == 2, acc.report.as_dict()
     acc.release()
 

@@ -20,6 +20,7 @@ from sfast_ext.runtime.graph_pool import CAN_UPDATE_GRAPH, CapturedGraph, GraphP
 from sfast_ext.runtime.input_copies import Copies
 from sfast_ext.runtime.interpreter import Interpreter
 from sfast_ext.runtime.peak_memory import peak_bytes
+from sfast_ext.runtime.recapture import Recapture
 from sfast_ext.runtime.recorded_run import RecordedRun
 from sfast_ext.weights.arena import Weight
 
@@ -84,6 +85,7 @@ class Plan:
         self._recorded: bool | None = None
         """Whether launches are repeated; None where that was not decided yet."""
         self._eager_runs = 0
+        self._recapture = Recapture()
         self._output_tree = output_tree
         self._output_strides = list(output_strides)
         self._set_static_inputs([])
@@ -97,13 +99,16 @@ class Plan:
     def run_eagerly(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """Run the graph operation by operation. Returns the flat outputs as new tensors."""
         self._eager_runs += 1
+        self._recapture.ran_without(self.ms_after)
         with plan_mode(self.device), self._current():
             outputs = self._function(*[as_tensor(leaf, self.device) for leaf in leaves])
             return self._copy_outputs(outputs)
 
     def records_now(self) -> bool:
-        """Whether `record_launches` is due: it ran without a CUDA graph a few times."""
-        return self._recorded is None and self._eager_runs >= _EAGER_RUNS and self.device.type == "cuda"
+        """Whether `record_launches` is due: its CUDA graph is gone, or it ran without one a few times."""
+        if self._recorded is not None or self._graph is not None or self.device.type != "cuda":
+            return False
+        return self.was_captured or self._eager_runs >= _EAGER_RUNS
 
     def record_launches(self, leaves: Sequence[Any], report: Report) -> None:
         """Repeat launches in later runs without a CUDA graph (`recorded_run`), if the CPU takes longer with them than
@@ -114,19 +119,27 @@ class Plan:
         try:
             with plan_mode(self.device), torch.cuda.device(self.device):
                 inputs = [as_tensor(leaf, self.device) for leaf in leaves]
-                if self._is_bound_by_cpu(inputs):
+                launched, ended = self._clocked(inputs)
+                if launched >= _CPU_BOUND * ended:
                     recorded = self._served(RecordedRun)(Interpreter(self._graph_module), inputs)
                     self._function, self._recorded = self._served(recorded), True
+                    _, ended = self._clocked(inputs)
+                self._recapture.without_ms = 1000 * ended
         except Exception as exc:  # the plan is right without
             report.event("launches", f"they are not repeated: {type(exc).__name__}: {exc}")
 
-    def _is_bound_by_cpu(self, inputs: Sequence[torch.Tensor]) -> bool:
+    def _clocked(self, inputs: Sequence[torch.Tensor]) -> tuple[float, float]:
+        """Seconds until the CPU has launched a run, and until the GPU is done."""
         torch.cuda.synchronize(self.device)
         began = time.perf_counter()
         self._function(*inputs)
         launched = time.perf_counter()
         torch.cuda.synchronize(self.device)
-        return launched - began > _CPU_BOUND * (time.perf_counter() - began)
+        return launched - began, time.perf_counter() - began
+
+    def waits_for_graph(self) -> bool:
+        """Whether it runs without the CUDA graph that was evicted for now, see `Recapture`."""
+        return self.was_captured and self._graph is None and not self._recapture.is_due(self.ms_after)
 
     def _served(self, run: Callable[..., Any]) -> Callable[..., Any]:
         return run if self._triton else without_triton()(run)
@@ -186,6 +199,7 @@ class Plan:
                 self._copy_inputs(leaves)
             try:
                 outputs = self._warm_up(pool)
+                began = time.perf_counter()
                 self._graph = pool.capture(
                     self._run_captured,
                     self._on_evict,
@@ -202,6 +216,7 @@ class Plan:
                 return None
             if CAN_UPDATE_GRAPH:
                 self._copies.join(*self._graph.handles())
+            self._recapture.captured(1000 * (time.perf_counter() - began))
             report.count("graph_captures")
             self.state, self.was_captured = REPLAYING, True
             return outputs

@@ -127,11 +127,14 @@ class PlanRunner:
                 return plan.replay(call.leaves, pool)
             if plan.no_graph_reason is None:
                 known = plan.was_captured
-                outputs = self._capture_graph(plan, call, pool)
-                if outputs is not None:
-                    # One that was evicted is captured again, with each picture on a small card: the run before the
-                    # capture serves this call. Of a new one the replay is what is compared and timed.
-                    return outputs if known else plan.replay(call.leaves, pool)
+                if plan.records_now():
+                    self.record_launches(plan, call)
+                if not plan.waits_for_graph():
+                    outputs = self._capture_graph(plan, call, pool)
+                    if outputs is not None:
+                        # Of one that was evicted the run before the capture serves this call. Of a new one the replay
+                        # is what is compared and timed.
+                        return outputs if known else plan.replay(call.leaves, pool)
         outputs = plan.run_eagerly(call.leaves)
         if plan.records_now():
             self.record_launches(plan, call)

@@ -45,9 +45,10 @@ class RecordedRun:
         with recorder.recording():
             result = list(program(*inputs))
         self._repetition = recorder.repetition(result)
+        result = [x.cpu() for x in result]  # of a card's memory no more than a run takes
         # outputs that nothing wrote to would be those that the recorded run left there
         with _Poisoned():
-            again = self(*inputs)
+            again = [x.cpu() for x in self(*inputs)]
         if not _same(again, result):
             raise CannotRepeat("the repetition differs")
 

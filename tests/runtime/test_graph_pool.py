@@ -8,6 +8,7 @@ import torch
 from sfast_ext import Config, accelerate
 from sfast_ext.report import Report
 from sfast_ext.runtime import graph_pool
+from sfast_ext.runtime.recapture import Recapture
 
 pytestmark = pytest.mark.gpu
 
@@ -217,7 +218,13 @@ def test_outputs_survive_the_next_replay(tiny_unet, unet_inputs):
     acc.release()
 
 
-def test_sizes_beyond_the_number_of_graphs_come_back(tiny_unet, unet_inputs):
+@pytest.fixture
+def captured_at_once(monkeypatch):
+    """A graph that was evicted is captured again at the next call."""
+    monkeypatch.setattr(Recapture, "is_due", lambda self, with_ms: True)
+
+
+def test_sizes_beyond_the_number_of_graphs_come_back(tiny_unet, unet_inputs, captured_at_once):
     unet = half(tiny_unet)
     acc = accelerate(unet, config(max_graphs=2))
     for size in (64, 128, 192, 64, 128, 192):
@@ -225,6 +232,17 @@ def test_sizes_beyond_the_number_of_graphs_come_back(tiny_unet, unet_inputs):
         for _ in range(2):
             assert relative(unet(*args, **kwargs)[0], acc.original(*args, **kwargs)[0]) < HALF
     assert acc.report.counter("captures") == 3 and acc.report.counter("evictions") >= 3
+    acc.release()
+
+
+def test_sizes_beyond_the_number_of_graphs_run_without_one_for_a_while(tiny_unet, unet_inputs):
+    unet = half(tiny_unet)
+    acc = accelerate(unet, config(max_graphs=2))
+    for size in (64, 128, 192, 64, 128, 192):
+        args, kwargs = on_gpu(unet_inputs(unet, width=size, height=64))
+        for _ in range(3):
+            assert relative(unet(*args, **kwargs)[0], acc.original(*args, **kwargs)[0]) < HALF
+    assert acc.report.counter("captures") == 3 and acc.report.counter("eager_runs") > 0
     acc.release()
 
 
@@ -293,7 +311,9 @@ def test_replays_on_two_streams_do_not_meet(tiny_unet, unet_inputs):
     acc.release()
 
 
-def test_out_of_memory_in_a_replay_makes_room_and_the_plan_comes_back(tiny_unet, unet_inputs, monkeypatch):
+def test_out_of_memory_in_a_replay_makes_room_and_the_plan_comes_back(
+    tiny_unet, unet_inputs, monkeypatch, captured_at_once
+):
     unet = half(tiny_unet)
     args, kwargs = on_gpu(unet_inputs(unet))
     acc = accelerate(unet, config())

@@ -1,4 +1,5 @@
-"""Plans without a CUDA graph repeat their launches where the CPU takes longer with them than the GPU."""
+"""Plans without a CUDA graph repeat their launches where the CPU takes longer with them than the GPU, and wait with the
+capture of one that was evicted."""
 
 from __future__ import annotations
 
@@ -14,10 +15,15 @@ from torch import nn
 
 from sfast_ext import Config, accelerate
 from sfast_ext.runtime import plan, verify
+from sfast_ext.runtime.graph_pool import GraphPool
+from sfast_ext.runtime.plan_runner import PlanRunner
+from sfast_ext.runtime.recapture import Recapture
 from sfast_ext.runtime.recorded_run import RecordedRun
 from sfast_ext.runtime.repetition import CannotRepeat
 from sfast_ext.tools.lib import models, vaes
 
+IS_DUE = Recapture.is_due
+GRAPHS = Config(allow_cpu=True, triton=False)
 WITHOUT = Config(allow_cpu=True, triton=False, cuda_graphs=False)
 
 
@@ -87,18 +93,88 @@ def test_a_run_that_cannot_be_repeated_is_said_and_goes_on(monkeypatch: pytest.M
     pair.release()
 
 
-def test_a_plan_that_lost_its_graph_is_recorded_after_a_few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_never_had_a_graph_is_recorded_after_a_few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_a_gpu(monkeypatch)
-    pair = Pair(config=Config(allow_cpu=True, triton=False))
+    with monkeypatch.context() as patch:
+        patch.setattr(PlanRunner, "record_launches", lambda *_: None)
+        pair = Pair(config=WITHOUT)
+        pair.same(1)
+    made = only_plan(pair)
+    pair.same(plan._EAGER_RUNS - 1 - made._eager_runs)
+    assert made._recorded is None
+    pair.same(1)
+    assert made._recorded
+    pair.plan_runs_again(3)
+    pair.release()
+
+
+def test_a_plan_whose_graphs_are_switched_off_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch)
+    pair = Pair(config=GRAPHS)
     pair.same(3)
     made = only_plan(pair)
     assert made.has_graph and made._recorded is None
     pair.acc.configure(WITHOUT)
-    pair.same(plan._EAGER_RUNS - 1)
-    assert made._recorded is None
     pair.same(1)
     assert made._recorded and only_plan(pair) is made
     pair.plan_runs_again(3)
+    pair.release()
+
+
+def evicted(pair: Pair, pool: GraphPool, monkeypatch: pytest.MonkeyPatch, without_ms: float, capture_ms: float) -> Any:
+    """The plan of a pair; a run with its graph takes 1 ms, its graph is gone."""
+    monkeypatch.setattr(Recapture, "is_due", IS_DUE)
+    pair.same(3)
+    made = only_plan(pair)
+    assert made.has_graph and made.ms_after == 1.0
+    monkeypatch.setattr(made, "_clocked", lambda inputs: (without_ms / 1000, without_ms / 1000))
+    made._recapture.capture_ms = capture_ms
+    pool.make_room(pair.acc.report)
+    assert not made.has_graph
+    return made
+
+
+def test_an_evicted_graph_is_captured_again_when_runs_without_it_have_cost_as_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = pretend_a_gpu(monkeypatch)
+    pair = Pair(config=GRAPHS)
+    made = evicted(pair, pool, monkeypatch, without_ms=2.0, capture_ms=3.5)
+    for _ in range(4):
+        pair.plan_runs_again(1)
+        assert not made.has_graph and made._recorded
+    runs = pair.counter("graph_captures")
+    pair.plan_runs_again(1)
+    assert made.has_graph and pair.counter("graph_captures") == runs + 1
+    made._recapture.capture_ms = 1.5
+    pool.make_room(pair.acc.report)
+    pair.plan_runs_again(2)
+    assert not made.has_graph  # nothing was lost before
+    pair.plan_runs_again(1)
+    assert made.has_graph
+    pair.release()
+
+
+def test_an_evicted_graph_stays_away_where_it_would_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pretend_a_gpu(monkeypatch)
+    pair = Pair(config=GRAPHS)
+    made = evicted(pair, pool, monkeypatch, without_ms=0.9, capture_ms=0.1)
+    pair.plan_runs_again(30)
+    assert not made.has_graph and len(pool) == 0
+    pair.release()
+
+
+def test_without_a_measurement_an_evicted_graph_is_captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pretend_a_gpu(monkeypatch)
+    pair = Pair(config=GRAPHS)
+    made = evicted(pair, pool, monkeypatch, without_ms=2.0, capture_ms=1e9)
+
+    def refuse(*_: Any) -> Any:
+        raise CannotRepeat("a tensor comes from elsewhere")
+
+    monkeypatch.setattr(plan, "RecordedRun", refuse)
+    pair.plan_runs_again(1)
+    assert made.has_graph and "they are not repeated" in pair.words()
     pair.release()
 
 

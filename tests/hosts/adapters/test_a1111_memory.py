@@ -17,6 +17,7 @@ from pretended_card import GPU, Card, pretended_card
 from hosts.standins import a1111 as standin
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.a1111 import adapter as a1111
+from sfast_ext.runtime.recapture import Recapture
 
 SIZE = sum(p.nbytes for p in standin.make_unet(1).parameters())
 # what torch rounds up, indices, inputs and results of a tiny model
@@ -230,6 +231,20 @@ def test_with_medvram_every_picture_is_accelerated_in_the_memory_it_has(medvram,
     if not kept:
         assert text < 0.5 * SIZE + SMALL and vae < SMALL and medvram.card.used < SMALL
     assert medvram.counted("captures", "errors") == [1, 0]
+
+
+@pytest.mark.parametrize("medvram", [1.7], indirect=True)
+def test_with_medvram_later_pictures_need_no_graph_and_no_more_memory(medvram, monkeypatch):
+    expected, other = of(1), of(1)
+    torch.testing.assert_close(medvram.picture(), expected, rtol=1e-3, atol=1e-4)
+    monkeypatch.setattr(Recapture, "is_due", lambda self, with_ms: False)
+    for _ in range(2):
+        before = medvram.counted("eager_runs", "replays", "graph_captures")
+        torch.testing.assert_close(medvram.picture(), other, rtol=1e-3, atol=1e-4)
+        after = medvram.counted("eager_runs", "replays", "graph_captures")
+        assert [b - a for a, b in zip(before, after)] == [3, 0, 0]
+        assert medvram.card.peak < 1.5 * SIZE + SMALL and medvram.card.graph_bytes == 0
+    assert medvram.counted("captures", "errors") == [1, 0] and not medvram.card.faults
 
 
 @pytest.mark.parametrize("medvram", [1.7, 4], indirect=True)
