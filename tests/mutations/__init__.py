@@ -32,6 +32,12 @@ class Mutation(NamedTuple):
 
 def every() -> list[Mutation]:
     """All of them, in the order of a call."""
-    from mutations import calls, graphs, proof, weights
+    from mutations import calls, graphs, proof, recorded, weights
 
-    return [*calls.MUTATIONS, *proof.MUTATIONS, *weights.MUTATIONS, *graphs.MUTATIONS]
+    return [
+        *calls.MUTATIONS,
+        *proof.MUTATIONS,
+        *weights.MUTATIONS,
+        *graphs.MUTATIONS,
+        *recorded.MUTATIONS,
+    ]

@@ -75,7 +75,7 @@ def block():
     z = g.add(aten.conv2d.default, y, g.weight(CHANNELS, CHANNELS, 3, 3), None, [1, 1], [1, 1])
     both = g.add(add_group_norm.launch, z, g.weight(CHANNELS), g.y, 1.0, GROUPS, *norm, EPS)
     total, normed = g.add(operator.getitem, both, 0), g.add(operator.getitem, both, 1)
-    rows = g.add(aten.reshape.default, g.add(aten.permute.default, normed, [0, 2, 3, 1]), [2, SIZE * SIZE, CHANNELS])
+    rows = g.add(aten.reshape.default, g.add(aten.permute.default, normed, [0, 2, 3, 1]), [-1, SIZE * SIZE, CHANNELS])
     gated = g.add(geglu.launch, g.add(aten.linear.default, rows, g.weight(2 * CHANNELS, CHANNELS)))
     sums = g.add(add_layer_norm.launch, gated, rows, g.weight(CHANNELS), g.weight(CHANNELS), EPS)
     return g.program(total, g.add(operator.getitem, sums, 1)), g.root
@@ -162,7 +162,9 @@ def test_other_tensors_are_decided_on_anew(what, decided):
         x = torch.randn(x.numel() + 1)[1:].view(2, SIZE, SIZE, CHANNELS).permute(0, 3, 1, 2)
         assert x.stride() == y.stride() and x.data_ptr() % 16
     else:
-        x, y = torch.randn(2, CHANNELS, 3, 12), torch.randn(2, CHANNELS, 3, 12)
+        strides = x.stride()
+        x, y = x[:1], y[:1]
+        assert x.stride() == strides
     del decided[:]
     given = run(x, y)
     assert len(decided) == 4 and equal(given, program(x, y))

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from sfast_ext.kernels.backend import choices
+from sfast_ext.kernels.backend import choices, launch_log
 from sfast_ext.kernels.backend.choices import OWN, Choice, Choices, Memory, machine_of
 
 CPU = torch.device("cpu")
@@ -130,6 +130,15 @@ def test_a_budget_that_is_spent_leaves_shapes_to_later(monkeypatch):
         assert budget.left == -0.5  # a second for each
     assert bench.runs[-1] == OWN and len(bench.timed) == 4
     assert bench("third") == "flash"
+
+
+def test_measurements_are_nothing_to_be_repeated():
+    bench = Bench(torch=2.0, other=1.0)
+    heard = []
+    with launch_log.heard_by(heard.append):
+        assert bench() == "other"
+        assert heard == [launch_log.Opaque("measurements")]
+        assert bench() == "other" and len(heard) == 1
 
 
 def test_a_clock_that_fails_leaves_the_shape_as_it_was():
