@@ -12,8 +12,9 @@ from torch import fx
 
 from sfast_ext.call_signature import Call, as_tensor, rebuild_output
 from sfast_ext.kernels.backend import nvrtc
-from sfast_ext.kernels.backend.pdl import pdl_capture
-from sfast_ext.kernels.backend.triton_runtime import without_triton
+from sfast_ext.kernels.backend.pdl import LEAST as PDL_LEAST
+from sfast_ext.kernels.backend.pdl import in_pdl_capture, pdl_capture
+from sfast_ext.kernels.backend.triton_runtime import capability, without_triton
 from sfast_ext.report import Report
 from sfast_ext.runtime import operations
 from sfast_ext.runtime.graph_pool import CAN_UPDATE_GRAPH, CapturedGraph, GraphPool, NoGraph
@@ -81,7 +82,8 @@ class Plan:
         self.weights = _bind_attributes(graph_module)
         self._graph_module = graph_module
         self._triton = triton
-        self._function = self._served(Interpreter(graph_module))
+        self._function = self._decides = self._served(Interpreter(graph_module))
+        """What runs the graph. `_decides` does it without a recording."""
         self._recorded: bool | None = None
         """Whether launches are repeated; None where that was not decided yet."""
         self._eager_runs = 0
@@ -230,7 +232,7 @@ class Plan:
 
     def close(self, pool: GraphPool | None) -> None:
         """Free everything. The graph module is a reference cycle, so its tensors are removed explicitly."""
-        self._function = _closed
+        self._function = self._decides = _closed
         try:
             self.drop_graph(pool)
         finally:
@@ -271,8 +273,10 @@ class Plan:
         }
 
     def _run_static(self) -> list[torch.Tensor]:
+        # launches are recorded outside of captures, and so without PDL
+        early = in_pdl_capture() and capability(self.device) >= PDL_LEAST
         with plan_mode(self.device):
-            return list(self._function(*self._inputs))
+            return list((self._decides if early else self._function)(*self._inputs))
 
     def _run_captured(self) -> list[torch.Tensor]:
         if CAN_UPDATE_GRAPH:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from faulty import Pair, pretend_a_gpu
 from torch import nn
 
 from sfast_ext import Config, accelerate
+from sfast_ext.kernels.backend import pdl
 from sfast_ext.runtime import plan, verify
 from sfast_ext.runtime.graph_pool import GraphPool
 from sfast_ext.runtime.plan_runner import PlanRunner
@@ -152,6 +153,35 @@ def test_an_evicted_graph_is_captured_again_when_runs_without_it_have_cost_as_mu
     assert not made.has_graph  # nothing was lost before
     pair.plan_runs_again(1)
     assert made.has_graph
+    pair.release()
+
+
+@pytest.mark.parametrize(("card", "decided"), [((8, 9), 0), ((9, 0), 1), ((12, 0), 1)])
+def test_where_kernels_can_begin_early_a_capture_decides_on_its_launches(
+    card: tuple[int, int], decided: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pretend_a_gpu(monkeypatch)
+    monkeypatch.setattr(plan, "capability", lambda device: card)
+    monkeypatch.setattr(pdl, "capture_keeps_pdl", lambda: True)
+    pair = Pair(config=GRAPHS)
+    made = evicted(pair, pool, monkeypatch, without_ms=2.0, capture_ms=0.5)
+    pair.plan_runs_again(1)
+    assert made._recorded and not made.has_graph
+    runs: dict[str, int] = {}
+
+    def counted(name: str) -> Callable[..., Any]:
+        real = getattr(made, name)
+
+        def run(*inputs: torch.Tensor) -> Any:
+            runs[name] = runs.get(name, 0) + 1
+            return real(*inputs)
+
+        return run
+
+    for name in ("_function", "_decides"):
+        monkeypatch.setattr(made, name, counted(name))
+    pair.plan_runs_again(1)
+    assert made.has_graph and runs == {"_function": 2 - decided, **({"_decides": 1} if decided else {})}
     pair.release()
 
 

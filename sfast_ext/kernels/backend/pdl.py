@@ -47,6 +47,11 @@ def pdl_capture(readonly: Iterable[Tensor]) -> Iterator[None]:
         _readonly_spans.reset(token)
 
 
+def in_pdl_capture() -> bool:
+    """Whether this is within `pdl_capture`, and captures keep PDL."""
+    return _readonly_spans.get() is not None
+
+
 @functools.lru_cache(maxsize=None)
 def capture_keeps_pdl() -> bool:
     """Whether torch's CUDA and the driver keep the launch attribute in a captured graph: from 12.3 on."""
