@@ -100,7 +100,7 @@ MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
 def test_numerical_flags_are_part_of_the_signature(home, name):
     try:
         before = getattr(home, name)
-    except AttributeError:
+    except (AttributeError, AssertionError):
         pytest.skip("this torch has no such flag")
     plain = signature(torch.zeros(1))
     try:
@@ -115,7 +115,6 @@ def test_flags_can_be_read_after_the_newer_setters_of_torch():
     """In a process of its own: the older getters raise from then on."""
     code = """
 import torch
-from sfast_ext import Config, accelerate
 from sfast_ext.call_signature import numerical_flags
 before = numerical_flags()
 torch.use_deterministic_algorithms(True)
@@ -125,7 +124,7 @@ torch.set_float32_matmul_precision("high")
 assert numerical_flags() != before
 torch.set_float32_matmul_precision("highest")
 assert numerical_flags() == before
-if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+if hasattr(torch._C, "_get_fp32_precision_getter"):
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     assert numerical_flags() != before
 """
