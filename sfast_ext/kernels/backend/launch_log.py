@@ -1,4 +1,4 @@
-"""A log of launches, for `runtime.recorded_run`."""
+"""Launches, told to whoever listens: `runtime.run_recorder`."""
 
 from __future__ import annotations
 
