@@ -175,7 +175,7 @@ def run(script, status=STATUS, background="rgb(17, 24, 39)"):
     result = subprocess.run(
         [NODE, "-e", BROWSER + sources + told, json.dumps(status), background],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=300,
     )
     assert result.returncode == 0, result.stderr

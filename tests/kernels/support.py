@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sfast_ext import environment
 from sfast_ext.kernels.backend import cuda_libraries, nvrtc, precompile
 from sfast_ext.kernels.backend.registry import Kernel
 from sfast_ext.kernels.group_norm import one_pass, two_pass
@@ -24,6 +25,12 @@ TOLERANCE = {
     torch.float16: (1e-3, 2e-5),  # one rounding, 2**-11, and what float32 leaves; small results are subnormal
     torch.bfloat16: (8e-3, 1e-4),  # 2**-8 rounded on a card; the interpreter cuts off instead, 2**-7
 }
+
+
+def needs_products(dtype: torch.dtype) -> None:
+    """Skips a test of matrix products in a dtype that torch does not multiply on a CPU."""
+    if dtype == torch.float16 and environment.TORCH < (2, 2):
+        pytest.skip("torch before 2.2 multiplies no float16 on a CPU")
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device, mean: float = 0.0, std: float = 1.0) -> Tensor:

@@ -17,7 +17,7 @@ from sfast_ext.kernels.group_norm import add_group_norm, cat_group_norm, group_n
 from sfast_ext.kernels.pointwise import add_layer_norm, bias_add, geglu, layer_norm, timestep_embedding
 
 from . import cuda_on_cpu
-from .support import DTYPES, TOLERANCE, close, close_rows, expected, randn
+from .support import DTYPES, TOLERANCE, close, close_rows, expected, needs_products, randn
 
 CPU = torch.device("cpu")
 
@@ -124,6 +124,7 @@ CUTS = [(0, 0), (1, 0), (0, 1), (1, 1)]
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", [(2, 128, 128, 5, 7), (1, 136, 130, 3, 9), (3, 128, 131, 1, 1)], ids=str)
 def test_upsample_conv2d(launched, dtype, sizes):
+    needs_products(dtype)
     images, channels, columns, height, width = sizes
     x, weight = image((images, channels, height, width), dtype), image((columns, channels, 3, 3), dtype)
     weight = weight * (9 * channels) ** -0.5
@@ -136,6 +137,7 @@ def test_upsample_conv2d(launched, dtype, sizes):
 
 def test_each_tap_of_an_upsampled_image(launched):
     """What lies beside an image in memory is not beside it, and no tap is another's."""
+    needs_products(torch.float16)
     x = image((3, 128, 3, 10), torch.float16)
     x[1] = torch.inf
     for tap in range(9):
@@ -164,6 +166,8 @@ def test_an_upsampled_image_that_is_not_the_kernels_takes_two_operations(launche
 )
 def test_narrow_conv(launched, dtype, sizes):
     images, channels, columns, height, width = sizes
+    if channels > narrow_conv.MOST_IN:
+        needs_products(dtype)
     x, weight = image((images, channels, height, width), dtype), image((columns, channels, 3, 3), dtype)
     weight, bias = weight * (9 * channels) ** -0.5, randn(columns, dtype=dtype, device=CPU)
     wide = torch.cat([x, x], 3)
@@ -176,6 +180,8 @@ def test_narrow_conv(launched, dtype, sizes):
 
 @pytest.mark.parametrize(("channels", "columns"), [(4, 72), (37, 8)])
 def test_zeros_are_around_an_image_and_nothing_of_the_next(launched, channels, columns):
+    if channels > narrow_conv.MOST_IN:
+        needs_products(torch.float16)
     x = torch.zeros(3, channels, 5, 7, dtype=torch.float16).to(memory_format=torch.channels_last)
     x[1] = torch.inf
     weight, bias = image((columns, channels, 3, 3), torch.float16), randn(columns, dtype=torch.float16, device=CPU)
@@ -186,6 +192,7 @@ def test_zeros_are_around_an_image_and_nothing_of_the_next(launched, channels, c
 
 
 def test_products_of_a_narrow_convolution_may_be_larger_than_any_sum(launched):
+    needs_products(torch.float16)
     x = torch.full((1, 37, 4, 5), 25.0, dtype=torch.float16).to(memory_format=torch.channels_last)
     weight = torch.zeros(4, 37, 3, 3, dtype=torch.float16)
     weight[:, :, 1, 0], weight[:, :, 1, 1], weight[:, :, 1, 2] = 90, 1, -90  # 83250, which is infinite in float16
@@ -357,7 +364,7 @@ def test_one_that_does_not_compile_is_blamed_by_name(launched, launches, monkeyp
         "bias_add": lambda: bias_add.launch(x, None, x),
         "upsample": lambda: upsample.launch(x, (4, 4), (0.5, 0.5)),
         "upsample_conv2d": lambda: upsample_conv2d.launch(
-            image((1, 128, 2, 2), torch.float16), image((128, 128, 3, 3), torch.float16)
+            image((1, 128, 2, 2), torch.bfloat16), image((128, 128, 3, 3), torch.bfloat16)
         ),
         "narrow_conv": lambda: narrow_conv.launch(torch.ones(2, 4, 2, 2), image((8, 4, 3, 3), torch.float32)),
         "timestep_embedding": lambda: timestep_embedding.launch(torch.ones(2, 1), torch.ones(4), True),
