@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Parameter
 
+from sfast_ext.call_signature import numerical_flags
 from sfast_ext.capture import block_reuse, foreign_ops, imports, quick_record
 from sfast_ext.capture.interception import intercepted
 from sfast_ext.report import logger
@@ -267,9 +268,7 @@ def _settings() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         getattr(torch._C, "_get_mkldnn_enabled", bool)(),
         cudnn_sdp is not None and cudnn_sdp(),
-        backends.cudnn.enabled,
-        backends.cudnn.deterministic,
-        torch.are_deterministic_algorithms_enabled(),
+        *numerical_flags(),
         backends.cuda.flash_sdp_enabled(),
         backends.cuda.mem_efficient_sdp_enabled(),
         backends.cuda.math_sdp_enabled(),

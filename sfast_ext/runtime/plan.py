@@ -25,7 +25,7 @@ from sfast_ext.runtime.recapture import Recapture
 from sfast_ext.runtime.recorded_run import RecordedRun
 from sfast_ext.weights.arena import Weight
 
-_EAGER_RUNS = 4  # before the launches of a plan that lost its CUDA graph are recorded
+_EAGER_RUNS = 4  # before the launches of a plan that has no CUDA graph are recorded
 _CPU_BOUND = 0.8  # of a run's time, that of its launches
 REPLAYING = "replaying"
 NO_GRAPH = "running without a graph"

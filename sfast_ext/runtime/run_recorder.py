@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,27 +83,27 @@ class RunRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if self._refusal is None:
-            try:
-                self._taken += self._operation(function, args, kwargs or {}, result)
-            except CannotRepeat as exc:
-                self._refusal = str(exc)
+        self._append(self._operation, function, args, kwargs or {}, result)
         return result
 
     def _launched(self, entry: Entry) -> None:
+        self._append(self._launch, entry)
+
+    def _append(self, steps: Callable[..., list[_Taken]], *what: Any) -> None:
+        # raised here, it would end the run, or be taken for the failure of a kernel
         if self._refusal is None:
             try:
-                self._taken.append(self._launch(entry))
+                self._taken += steps(*what)
             except CannotRepeat as exc:
                 self._refusal = str(exc)
 
-    def _launch(self, entry: Entry) -> _Taken:
+    def _launch(self, entry: Entry) -> list[_Taken]:
         if isinstance(entry, CudaLaunch):
             launch = Launch(entry, self._root)
-            return _Taken(launch, launch.reads(), (), kept=True)
+            return [_Taken(launch, launch.reads(), (), kept=True)]
         if isinstance(entry, TritonLaunch):
             reads = {self._place(x) for x in tensors((entry.args, entry.constants))}
-            return _Taken(triton_launch(entry, self._place), reads, (), kept=True)
+            return [_Taken(triton_launch(entry, self._place), reads, (), kept=True)]
         raise CannotRepeat(entry.reason)
 
     def _operation(self, function: Any, args: Any, kwargs: Any, result: Any) -> list[_Taken]:
@@ -111,9 +111,7 @@ class RunRecorder(TorchDispatchMode):
         reads = {self._place(x) for x in given}
         if not made and result is not None:
             raise CannotRepeat(f"{function} reads values")  # numbers beside tensors are sizes
-        if function._schema.is_mutable and any(
-            self._root(x)[0] < self._given for x in _written(function, args, kwargs)
-        ):
+        if any(self._root(x)[0] < self._given for x in _written(function, args, kwargs)):
             raise CannotRepeat(f"{function} writes to an input or a weight")
         makes = tuple(self._add(x, given) for x in made if not self._knows(x))
         if function._schema.name in EMPTY:
