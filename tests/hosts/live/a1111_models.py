@@ -1,18 +1,20 @@
 """Tiny random models for a real WebUI: run by the WebUI's interpreter, in its directory, with the directory to fill.
 
-    python a1111_models.py OUT [full]
+    python a1111_models.py OUT [full | full-xl]
 
 writes Stable-diffusion/, clip/, Lora/ (see `a1111_loras.py`), ControlNet/, VAE/, hypernetworks/ and embeddings/. The
 two checkpoints called tiny share tiny.yaml, so that the WebUI sees one configuration and loads the second into the
 modules of the first; wide is another architecture, deep has 320 channels where FreeU looks for them, inpaint takes 9
 channels and edit 8. Those of `a1111_xl.py` are added. With `full` it writes one checkpoint as large as SD 1.5 and its
-text model instead, full.safetensors in fp16.
+text model instead, full.safetensors in fp16; with `full-xl` one as large as SDXL.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +69,15 @@ def shrink(config, clip: Path, channels: int, levels: list[int]):
 
 def randomise(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """Weights that keep activations near one through the whole net; ldm itself starts residual branches at zero."""
-    generator = torch.Generator().manual_seed(seed)
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(where).manual_seed(seed)
     state = {}
     for name, value in model.state_dict().items():
         ours = name.startswith(("model.diffusion_model.", "first_stage_model.", "cond_stage_model.", "conditioner."))
         if not ours or not value.is_floating_point():
             state[name] = value.clone()
             continue
-        noise = torch.randn(value.shape, generator=generator)
+        noise = torch.randn(value.shape, generator=generator, device=where).to(value.device)
         if value.dim() > 1:
             state[name] = noise * value[0].numel() ** -0.5
         elif name.endswith("weight"):
@@ -201,9 +204,11 @@ def main(out: Path) -> None:
     save_file({"emb_params": word}, out / "embeddings" / "tinyword.safetensors")
 
 
-def full(out: Path) -> None:
-    """One checkpoint of random weights, as large as SD 1.5."""
-    sys.path[:0] = [str(Path.cwd() / "repositories" / "stable-diffusion-stability-ai")]
+def full(out: Path, name: str) -> None:
+    """One checkpoint of random weights, as large as SD 1.5 or as SDXL, in fp16."""
+    repositories = Path.cwd() / "repositories"
+    sys.path[:0] = [str(repositories / "generative-models"), str(repositories / "stable-diffusion-stability-ai")]
+    import a1111_xl
     from ldm.util import instantiate_from_config
     from omegaconf import OmegaConf
     from safetensors.torch import save_file
@@ -211,12 +216,32 @@ def full(out: Path) -> None:
     checkpoints = out / "Stable-diffusion"
     checkpoints.mkdir(parents=True, exist_ok=True)
     write_clip(out / "clip", width=768, layers=12, heads=12)
-    config = OmegaConf.load("configs/v1-inference.yaml")
-    config.model.params.cond_stage_config.params = {"version": str(out / "clip")}
-    OmegaConf.save(config, checkpoints / "full.yaml")
-    state = randomise(instantiate_from_config(config.model), seed=1)
-    half = {name: value.half() if value.is_floating_point() else value for name, value in state.items()}
-    save_file(half, checkpoints / "full.safetensors")
+    if name == "full-xl":
+        config = a1111_xl.full(out / "clip")
+    else:
+        config = OmegaConf.load("configs/v1-inference.yaml")
+        config.model.params.cond_stage_config.params = {"version": str(out / "clip")}
+    OmegaConf.save(config, checkpoints / f"{name}.yaml")
+    with uninitialised():
+        model = instantiate_from_config(config.model)
+    state = randomise(model, seed=1)
+    half = {key: value.half() if value.is_floating_point() else value for key, value in state.items()}
+    save_file(half, checkpoints / f"{name}.safetensors")
+
+
+@contextlib.contextmanager
+def uninitialised() -> Iterator[None]:
+    """Modules that are made here have parameters of any values: those of SDXL would take a minute."""
+    init = torch.nn.init
+    names = [name for name in vars(init) if name.endswith("_") and not name.startswith("__")]
+    before = {name: getattr(init, name) for name in names}
+    try:
+        for name in names:
+            setattr(init, name, lambda tensor, *args, **kwargs: tensor)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(init, name, function)
 
 
 def old_save(value: Any, path: Path) -> None:
@@ -225,4 +250,8 @@ def old_save(value: Any, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    (full if sys.argv[2:] == ["full"] else main)(Path(sys.argv[1]).resolve())
+    folder = Path(sys.argv[1]).resolve()
+    if sys.argv[2:]:
+        full(folder, sys.argv[2])
+    else:
+        main(folder)

@@ -82,6 +82,22 @@ def shrink(config: Any, clip: Path, channels: int, deepest: int = 2) -> Any:
     return config
 
 
+def full(clip: Path) -> Any:
+    """SDXL's configuration, with this folder for the first of its text models."""
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.load(f"{SDXL}/sd_xl_base.yaml")
+    params = config.model.params
+    params.network_config.params.spatial_transformer_attn_type = "softmax"
+    params.first_stage_config.params.ddconfig.attn_type = "vanilla"
+    for embedder in params.conditioner_config.params.emb_models:
+        if embedder.target.endswith(".FrozenCLIPEmbedder"):
+            embedder.params.version = str(clip)
+        elif embedder.target.endswith(".FrozenOpenCLIPEmbedder2"):
+            embedder.params.version = None
+    return config
+
+
 def write(out: Path, clip: Path, randomise: Any, low_rank: Any) -> None:
     """The checkpoints with their configurations, and a LoRA for each of the first two."""
     import torch

@@ -7,18 +7,33 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import webui
+from benchmarks.webui import pictures
 
 from .a1111 import FLAGS, MARKS, TOLERANCE
 
 pytestmark = MARKS
+TOLD = {
+    "checkpoint": None,
+    "tiny": True,
+    "model": "sd15",
+    "kinds": ["txt2img"],
+    "batch": 1,
+    "ways": ["stock", "extended"],
+    "breakdown": 0,
+    "sizes": [(128, 128)],
+    "steps": 2,
+    "pictures": 2,
+    "flags": [FLAGS],
+}
+
+
+def measured(folder: Path, **more: object) -> list[dict]:
+    return pictures.measure(argparse.Namespace(**{**TOLD, **more}), folder)["rows"]
 
 
 def test_pictures_are_made_in_turns_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     flags, sizes = [FLAGS, f"{FLAGS} --opt-sdp-attention"], [(128, 128), (128, 64)]
-    told = {"checkpoint": None, "tiny": True, "sizes": sizes, "steps": 2, "pictures": 2, "flags": flags}
-    found = webui.measure(argparse.Namespace(**told), tmp_path)
-    rows = found["rows"]
+    rows = measured(tmp_path, sizes=sizes, flags=flags)
     assert [(row["width"], row["height"], row["flags"]) for row in rows] == [
         (*size, f) for size in sizes for f in flags
     ]
@@ -30,8 +45,24 @@ def test_pictures_are_made_in_turns_and_timed(tmp_path: Path, capsys: pytest.Cap
     assert "NO PLAN RAN" not in capsys.readouterr().out
 
 
+def test_pictures_of_each_kind_are_taken_apart(tmp_path: Path):
+    ways = ["stock", "unet", "extended"]
+    rows = measured(tmp_path, kinds=["hires", "img2img"], ways=ways, breakdown=1, pictures=1, batch=2)
+    assert [row["kind"] for row in rows] == ["hires", "img2img"]
+    for row in rows:
+        assert list(row["breakdown"]) == list(row["median_s"]) == ways
+        assert row["plans_ran"] > 0 and row["last_error"] is None and max(row["apart_of_255"]) < TOLERANCE
+        for found in row["breakdown"].values():
+            phases = found["phases"]
+            always = {pictures.CLIENT, "process_images", "text encoders", "sampler", "guidance", "UNet", "VAE"}
+            assert always | {"PNG and base64", "live preview", "torch_gc"} <= phases.keys()
+            assert sum(phase["cpu_ms"] for phase in phases.values()) == pytest.approx(found["request_ms"], abs=0.1)
+            assert all(phase["cpu_ms"] > 0 for name, phase in phases.items() if name in always)
+
+
 def test_a_row_without_a_plan_is_told():
     row = {
+        "kind": "txt2img",
         "width": 64,
         "height": 64,
         "flags": "",
@@ -42,6 +73,8 @@ def test_a_row_without_a_plan_is_told():
         "reasons": {"too small": 3},
         "last_error": None,
     }
-    other = {**row, "flags": "--opt-sdp-attention", "median_s": {"stock": 1.0, "extended": 0.5}, "plans_ran": 4}
-    assert webui.words(row, row).startswith("64x64 no flag: 2.000 s") and "NO PLAN RAN" in webui.words(row, row)
-    assert webui.words(other, row).endswith("0.500 of no flag")
+    other = {**row, "flags": "--opt-sdp-attention", "median_s": {"stock": 1.0, "unet": 0.7, "extended": 0.5}}
+    other["plans_ran"] = 4
+    assert pictures.words(row, row).startswith("txt2img 64x64 no flag: 2.000 s")
+    assert "NO PLAN RAN" in pictures.words(row, row)
+    assert pictures.words(other, row).endswith("0.700 s with the UNet alone; 0.500 of no flag")

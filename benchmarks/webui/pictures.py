@@ -1,0 +1,221 @@
+"""Seconds for a picture in a real AUTOMATIC1111 WebUI, with this checkout as an extension and without.
+
+    SFAST_A1111_DIR=... python -m benchmarks.webui --json benchmarks/results/webui-h200.json
+    python -m benchmarks.webui --flags= --flags=--opt-sdp-attention --size 512x512 --size 1024x1024
+    python -m benchmarks.webui --model sdxl --size 1024x1024 --kind txt2img --kind hires --breakdown 3
+
+For each set of flags a WebUI for each way on one GPU, each with its model loaded. All make the same pictures in turns,
+through the API: a request's whole time, with text model, sampling, VAE and PNG. Weights are random, as many as SD 1.5
+or SDXL has, unless a checkpoint is named. Where the WebUI is and by what it runs is told as for `tests/hosts/live`, see
+`tests/hosts/live/a1111.py`. A breakdown is of further pictures, each of another prompt, under the profiler
+(`probe.py`, `breakdown.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.webui import breakdown
+from sfast_ext import cli
+from sfast_ext.tools.lib import machine
+
+PROMPT = "a dog on a hill, morning light"
+WAYS: dict[str, dict[str, Any]] = {
+    "stock": {"disabled_extensions": ["stable-fast"]},
+    "unet": {"sfast_vae": False},
+    "extended": {},
+}
+"""Settings of the WebUI for each way: without the extension, with the UNet alone accelerated, with all."""
+KINDS: dict[str, dict[str, Any]] = {
+    "txt2img": {},
+    "hires": {"enable_hr": True, "hr_scale": 2, "hr_upscaler": "Latent", "denoising_strength": 0.7},
+    "img2img": {"denoising_strength": 0.75},
+}
+"""What a request of each kind says; `hires` makes pictures of twice the size."""
+CLIENT = "HTTP and API"
+CHECKPOINTS = {"sd15": "full", "sdxl": "full-xl"}
+
+
+def payload_of(kind: str, width: int, height: int, options: argparse.Namespace) -> dict[str, Any]:
+    """A request."""
+    said = {"prompt": PROMPT, "steps": options.steps, "width": width, "height": height, "sampler_name": "Euler a"}
+    said |= {"batch_size": options.batch, **KINDS[kind]}
+    if kind == "img2img":
+        from PIL import Image
+
+        from tests.hosts.live.webui import encoded
+
+        said["init_images"] = [encoded(Image.linear_gradient("L").resize((width, height)).convert("RGB"))]
+    return said
+
+
+def taken(webui: Any, kind: str, payload: dict[str, Any]) -> tuple[float, str]:
+    """Seconds that a picture took, and the first picture."""
+    began = time.perf_counter()
+    answer = webui.post(f"/sdapi/v1/{'img2img' if kind == 'img2img' else 'txt2img'}", payload)
+    return time.perf_counter() - began, answer["images"][0]
+
+
+def taken_apart(webui: Any, kind: str, payload: dict[str, Any], pictures: int) -> dict[str, Any]:
+    """The breakdown of so many pictures. The profiler's own start is in one before them."""
+    webui.post("/sfast-probe/start", {})
+    requests = []
+    for number in range(pictures + 1):
+        began = time.time_ns()
+        taken(webui, kind, {**payload, "prompt": f"{PROMPT}, {number}", "seed": number})
+        requests.append(breakdown.Span(CLIENT, began, time.time_ns()))
+    probed = webui.post("/sfast-probe/stop", {})
+    found = []
+    for request in requests[1:]:
+        phases = [breakdown.Span(*phase) for phase in probed["phases"] if request.begin <= phase[1] < request.end]
+        busy = [(begin, end) for begin, end in probed["busy"] if request.begin <= begin < request.end]
+        found.append(breakdown.of_picture([request, *phases], busy))
+    return breakdown.mean(found)
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All WebUIs, started one after another, and their pictures in turns; a row for each kind, size and flags."""
+    from tests.hosts.live import a1111
+
+    models = folder / "models"
+    models.mkdir()
+    if options.checkpoint is None:
+        made = "tiny" if options.tiny else CHECKPOINTS[options.model]
+        a1111.make_models(models, *([] if options.tiny else [made]))
+        checkpoint = f"{made}.safetensors"
+    else:
+        (models / "Stable-diffusion").mkdir()
+        (models / "Stable-diffusion" / options.checkpoint.name).symlink_to(options.checkpoint.resolve())
+        checkpoint = options.checkpoint.name
+    data = folder / "data"
+    data.mkdir()
+    a1111.make_data(data, models)
+    a1111.add_extension(data, "sfast-probe", Path(__file__).with_name("probe.py").read_text(encoding="utf-8"))
+    common = {"sd_model_checkpoint": checkpoint, "sfast_allow_cpu": options.tiny}
+    rows: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        webuis = {
+            (flags, way): stack.enter_context(a1111.start(data, f"{way}-{n}", {**common, **WAYS[way]}, flags=flags))
+            for n, flags in enumerate(options.flags)
+            for way in options.ways
+        }
+        for kind in options.kinds:
+            for size in options.sizes:
+                rows += pictures(webuis, options, kind, *size)
+    weights = "random" if options.checkpoint is None else checkpoint
+    described = {"steps": options.steps, "sampler": "Euler a", "model": options.model, "weights": weights}
+    return {**machine.describe(), **described, "batch": options.batch, "rows": rows}
+
+
+def pictures(
+    webuis: dict[tuple[str, str], Any], options: argparse.Namespace, kind: str, width: int, height: int
+) -> list[dict[str, Any]]:
+    """The pictures of one kind and size, all WebUIs in turns; a row for each set of flags."""
+    from tests.hosts.live import a1111
+    from tests.hosts.live.webui import difference
+
+    payload = payload_of(kind, width, height, options)
+    before = {flags: webuis[flags, "extended"].get("/sfast/v1/status") for flags in options.flags}
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in webuis}
+    apart: dict[str, list[float]] = {flags: [] for flags in options.flags}
+    for seed in range(options.pictures + 1):
+        made = {}
+        for key, webui in webuis.items():
+            second, made[key] = taken(webui, kind, {**payload, "seed": seed})
+            seconds[key].append(round(second, 4))
+        for flags, found in apart.items():
+            found.append(round(difference(made[flags, "stock"], made[flags, "extended"]), 4))
+    rows: list[dict[str, Any]] = []
+    for flags in options.flags:
+        status = webuis[flags, "extended"].get("/sfast/v1/status")
+        taken_by = {way: seconds[flags, way] for way in options.ways}
+        median = {way: statistics.median(times[1:]) for way, times in taken_by.items()}
+        row = {
+            "kind": kind,
+            "width": width,
+            "height": height,
+            "flags": flags,
+            "median_s": median,
+            "ratio": round(median["stock"] / median["extended"], 3),
+            "first_picture_s": {way: times[0] for way, times in taken_by.items()},
+            "picture_s": {way: times[1:] for way, times in taken_by.items()},
+            "apart_of_255": apart[flags],
+            "plans_ran": a1111.count(status, "plans run") - a1111.count(before[flags], "plans run"),
+            "reasons": status["reasons_since_start"],
+            "last_error": status["last_error"],
+        }
+        print(words(row, rows[0] if rows else row), flush=True)
+        if options.breakdown:
+            row["breakdown"] = {
+                way: taken_apart(webuis[flags, way], kind, payload, options.breakdown) for way in options.ways
+            }
+            for way, found in row["breakdown"].items():
+                print("\n".join(breakdown.lines(way, found)), flush=True)
+        rows.append(row)
+    return rows
+
+
+def words(row: dict[str, Any], first: dict[str, Any]) -> str:
+    """A row in one line; where it is not the first of its size, also its seconds in those of the first."""
+    median = row["median_s"]
+    told = (
+        f"{row['kind']} {row['width']}x{row['height']} {row['flags'] or 'no flag'}: {median['stock']:.3f} s, with the"
+        f" extension {median['extended']:.3f} s, {row['ratio']:.2f} times as fast, at most"
+        f" {max(row['apart_of_255'])} of 255 off"
+    )
+    if "unet" in median:
+        told += f"; {median['unet']:.3f} s with the UNet alone"
+    if row is not first:
+        told += f"; {median['extended'] / first['median_s']['extended']:.3f} of {first['flags'] or 'no flag'}"
+    if not row["plans_ran"] or row["last_error"]:
+        told += f"; NO PLAN RAN: {row['reasons']}, {row['last_error']}"
+    return told
+
+
+def main() -> int:
+    """Print the numbers, and write them where that is asked for; 1 where no plan ran."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="default: random weights")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model instead, also on a CPU: to try this out")
+    parser.add_argument("--model", choices=sorted(CHECKPOINTS), default="sd15", help="its size (%(default)s)")
+    parser.add_argument(
+        "--kind", choices=sorted(KINDS), action="append", dest="kinds", help="of request (txt2img); hires doubles sizes"
+    )
+    parser.add_argument("--batch", type=int, default=1, help="pictures at once (%(default)s)")
+    parser.add_argument(
+        "--way", choices=sorted(WAYS), action="append", dest="more", help="one more WebUI each: unet is without the VAE"
+    )
+    parser.add_argument("--breakdown", type=int, default=0, metavar="N", help="pictures that are taken apart (none)")
+    parser.add_argument("--size", type=cli.size, action="append", dest="sizes", metavar="WxH", help="default: 512x512")
+    parser.add_argument("--steps", type=int, default=30, help="of the sampler, Euler a (%(default)s)")
+    parser.add_argument("--pictures", type=int, default=8, help="timed of each size, after the first (%(default)s)")
+    parser.add_argument(
+        "--flags", action="append", help="of the WebUI; each set is a WebUI more for each way (--opt-sdp-attention)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    options = parser.parse_args()
+    options.sizes = options.sizes or [(512, 512)]
+    options.kinds = list(dict.fromkeys(options.kinds or ["txt2img"]))
+    options.ways = list(dict.fromkeys(["stock", *(options.more or []), "extended"]))
+    options.flags = list(dict.fromkeys(options.flags or ["--opt-sdp-attention"]))
+    if not os.environ.get("SFAST_A1111_DIR"):
+        print("benchmarks.webui needs an AUTOMATIC1111 WebUI: SFAST_A1111_DIR names none", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="sfast-") as folder:
+        found = measure(options, Path(folder))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(row["plans_ran"] and not row["last_error"] for row in found["rows"]) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,102 @@
+"""Times what AUTOMATIC1111 does for a picture: `pictures.py` copies this file into an extension of its own.
+
+    POST /sfast-probe/start    begins
+    POST /sfast-probe/stop     answers {"phases": [[name, begin, end], …], "busy": [[begin, end], …]}
+
+Times are nanoseconds since 1970. Phases are calls of the functions below, which contain each other; of one thread, as
+the WebUI makes one picture at a time. `busy` are the times in which the GPU ran anything, by CUPTI; empty without one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import time
+from typing import Any
+
+import torch
+from fastapi import FastAPI
+from modules import script_callbacks
+
+# phase, module, function or method
+PHASES = [
+    ("process_images", "modules.processing", "process_images_inner"),
+    ("text encoders", "modules.processing", "StableDiffusionProcessing.setup_conds"),
+    ("text encoders", "modules.processing", "StableDiffusionProcessingTxt2Img.calculate_hr_conds"),
+    ("sampler", "modules.sd_samplers_kdiffusion", "KDiffusionSampler.sample"),
+    ("sampler", "modules.sd_samplers_kdiffusion", "KDiffusionSampler.sample_img2img"),
+    ("guidance", "modules.sd_samplers_cfg_denoiser", "CFGDenoiser.forward"),
+    ("UNet", "ldm.models.diffusion.ddpm", "DiffusionWrapper.forward"),
+    ("UNet", "sgm.modules.diffusionmodules.wrappers", "OpenAIWrapper.forward"),
+    ("live preview", "modules.sd_samplers_common", "store_latent"),
+    ("VAE", "modules.processing", "decode_latent_batch"),
+    ("VAE", "modules.processing", "images_tensor_to_samples"),
+    ("NaN check", "modules.devices", "test_for_nans"),
+    ("torch_gc", "modules.devices", "torch_gc"),
+    ("extra networks", "modules.extra_networks", "activate"),
+    ("saving", "modules.images", "save_image"),
+    ("PNG and base64", "modules.api.api", "encode_pil_to_base64"),
+]
+phases: list[tuple[str, int, int]] = []
+profiler: list[torch.profiler.profile] = []
+
+
+def timed(name: str, function: Any) -> Any:
+    @functools.wraps(function)
+    def timed_call(*args: Any, **kwargs: Any) -> Any:
+        if not profiler:
+            return function(*args, **kwargs)
+        began = time.time_ns()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            phases.append((name, began, time.time_ns()))
+
+    return timed_call
+
+
+def wrap() -> None:
+    for name, module, path in PHASES:
+        home = importlib.import_module(module)
+        *owner, attribute = path.split(".")
+        for each in owner:
+            home = getattr(home, each)
+        setattr(home, attribute, timed(name, getattr(home, attribute)))
+
+
+def busy(profile: torch.profiler.profile) -> list[list[int]]:
+    """The times of kernels, copies and fills on the GPU, joined where they touch."""
+    events = profile.profiler.kineto_results.events()
+    cuda = torch.autograd.DeviceType.CUDA
+    spans = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.device_type() == cuda)
+    joined: list[list[int]] = []
+    for begin, end in spans:
+        if joined and begin <= joined[-1][1]:
+            joined[-1][1] = max(joined[-1][1], end)
+        else:
+            joined.append([begin, end])
+    return joined
+
+
+def add_routes(_: Any, app: FastAPI) -> None:
+    wrap()
+
+    @app.post("/sfast-probe/start")
+    def start() -> dict[str, Any]:
+        activity = torch.profiler.ProfilerActivity
+        kinds = [activity.CUDA] if torch.cuda.is_available() else [activity.CPU]
+        phases.clear()
+        profiler.append(torch.profiler.profile(activities=kinds))
+        profiler[0].start()
+        return {}
+
+    @app.post("/sfast-probe/stop")
+    def stop() -> dict[str, Any]:
+        profile = profiler.pop()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        profile.stop()
+        return {"phases": phases, "busy": busy(profile) if torch.cuda.is_available() else []}
+
+
+script_callbacks.on_app_started(add_routes)
