@@ -6,8 +6,11 @@
 // them for several blocks of rows. Rows of shared memory are an odd number of 16 bytes apart, so that ldmatrix meets no
 // bank twice. The head dimension is not padded: what is left beside products of 16 is a product of 8.
 //
+// With HALF_SUMS, for float16 without ONCE, products of probabilities and values are added up in float16 over a stage, and
+// the stages in float32. A stage's probabilities then add up to at most 1, so that no sum exceeds the largest value.
+//
 // Compile-time parameters: TYPE (mma.h); SIZE, head dimension, a multiple of 8; KEYS, a multiple of 16; TILES; WARPS;
-// BLOCKS per multiprocessor; ONCE.
+// BLOCKS per multiprocessor; ONCE; HALF_SUMS.
 
 #include "mma.h"
 
@@ -18,8 +21,11 @@ constexpr int kSteps = SIZE / 16, kFragments = kSteps ? kSteps : 1, kKeySteps = 
 constexpr bool kRest = SIZE % 16 != 0;
 constexpr int kStage = 2 * KEYS * kPitch;
 static_assert(ONCE || kRows <= 2 * KEYS, "rows of q fit one stage");
-// Exponentials may reach 2^8 before sums are scaled to a new maximum; rounding is relative.
-constexpr float kSlack = 8.f;
+// Exponentials may reach 2^8 before sums are scaled to a new maximum; rounding is relative. With HALF_SUMS they reach no
+// more than 1 / KEYS.
+constexpr float kSlack = HALF_SUMS ? 0.f : 8.f;
+constexpr float kAbove = !HALF_SUMS ? 0.f : KEYS == 64 ? 6.f : 5.f;
+static_assert(!HALF_SUMS || (!ONCE && TYPE == kFloat16 && (KEYS == 64 || KEYS == 32)), "a stage's exponent is known");
 
 // Begins to copy Rows rows, those from `count` on as zeros. A thread takes one chunk of every (Threads / kChunks)th row.
 template <int Rows, int Threads>
@@ -152,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
           for (int n = 0; n < 2 * kKeySteps; ++n)
             most = fmaxf(most, fmaxf(score[t][n][2 * half], score[t][n][2 * half + 1]));
-          now[t][half] = row_max(most) * scale;
+          now[t][half] = fmaf(row_max(most), scale, kAbove);
           above |= now[t][half] > top[t][half] + kSlack;
         }
       if (any_lane(above)) {
@@ -170,20 +176,60 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           }
       }
 
+      // of 16 keys, by which the scores are replaced
+      auto probabilities = [&](int t, int n, unsigned(&p)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int half = i % 2;
+          float(&two)[4] = score[t][2 * n + i / 2];
+          const float one = exp_2(fmaf(two[2 * half], scale, -top[t][half]));
+          const float next = exp_2(fmaf(two[2 * half + 1], scale, -top[t][half]));
+          total[t][half] += one + next;
+          p[i] = pair_of<TYPE>(one, next);
+        }
+      };
+#if HALF_SUMS
+      // a tile of rows and four of columns at a time, for want of registers
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) {
+        unsigned p[kKeySteps][4];
+#pragma unroll
+        for (int n = 0; n < kKeySteps; ++n) probabilities(t, n, p[n]);
+#pragma unroll
+        for (int first = 0; first < kColumnTiles; first += 4) {
+          unsigned halves[4][2] = {};
+#pragma unroll
+          for (int n = 0; n < kKeySteps; ++n)
+#pragma unroll
+            for (int d = 0; d < 4 && first + d < kColumnTiles; d += 2) {
+              unsigned b[4];
+              if (first + d + 1 < kColumnTiles) {
+                ldmatrix_transposed(b, vs + v_at + n * 16 * kPitch + (first + d) * 8);
+                mma_halves(halves[d + 1], p[n], b[2], b[3]);
+              } else {
+                unsigned rest[2];
+                ldmatrix_transposed(rest, vs + (n * 16 + lane % 16) * kPitch + (first + d) * 8);
+                b[0] = rest[0], b[1] = rest[1];
+              }
+              mma_halves(halves[d], p[n], b[0], b[1]);
+            }
+#pragma unroll
+          for (int d = 0; d < 4 && first + d < kColumnTiles; ++d)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              float one, next;
+              to_floats<TYPE>(halves[d][half], one, next);
+              sum[t][first + d][2 * half] += one;
+              sum[t][first + d][2 * half + 1] += next;
+            }
+        }
+      }
+#else
 #pragma unroll
       for (int n = 0; n < kKeySteps; ++n) {
         unsigned p[TILES][4];
 #pragma unroll
-        for (int t = 0; t < TILES; ++t)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int half = i % 2;
-            float(&two)[4] = score[t][2 * n + i / 2];
-            const float one = exp_2(fmaf(two[2 * half], scale, -top[t][half]));
-            const float next = exp_2(fmaf(two[2 * half + 1], scale, -top[t][half]));
-            total[t][half] += one + next;
-            p[t][i] = pair_of<TYPE>(one, next);
-          }
+        for (int t = 0; t < TILES; ++t) probabilities(t, n, p[t]);
 #pragma unroll
         for (int d = 0; d + 1 < kColumnTiles; d += 2) {
           unsigned b[4];
@@ -201,6 +247,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           for (int t = 0; t < TILES; ++t) mma(sum[t][kColumnTiles - 1], p[t], b[0], b[1]);
         }
       }
+#endif
     }
 
     // through shared memory, so that whole rows are written

@@ -51,10 +51,12 @@ def kernels(capability: int) -> list[dict[str, Any]]:
     found = []
     for size, (rows, keys) in ATTENTION.items():
         shape = mma_attention.shape(size, keys, rows, 28)
-        given = mma_attention.constants(size, shape, torch.float16)
         # products of q and k are padded to 16, those of the probabilities and v to 8
         useful = 2 * size / (-(-size // 16) * 16 + -(-size // 8) * 8)
-        found.append(_loop("mma_attention", f"heads of {size}", capability, given, useful))
+        for half_sums in (False, True):
+            given = mma_attention.constants(size, shape, torch.float16, half_sums)
+            what = f"heads of {size}{', faster sums' * half_sums}"
+            found.append(_loop("mma_attention", what, capability, given, useful))
     for name, convolution in (("linear", False), ("3×3 convolution", True)):
         given = mma_gemm.constants(mma_gemm.Tile(4, 4), convolution)
         found.append(_loop("mma_gemm", name, capability, given, 1.0))

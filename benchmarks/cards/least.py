@@ -14,10 +14,14 @@ from benchmarks.cards.published import Card
 from benchmarks.compile_table import launches
 from benchmarks.compile_table.cuda import for_any_card
 from benchmarks.profile import kinds
+from sfast_ext.kernels.attention import attention, mma_attention
+from sfast_ext.kernels.backend import registry
 from sfast_ext.passes.rewrite import is_kernel
 
-FASTER = ("convolution", "linear")
-"""Kinds that *Faster sums on GeForce* is for."""
+_FASTER = {"convolution": 0.5, "linear": 0.5}
+"""The part of their time that products take with *Faster sums on GeForce*, by kind."""
+_ATTENTION = 0.75
+"""The same for attention to many keys: half of its products are those of queries and keys, which stay exact."""
 
 
 class Work(NamedTuple):
@@ -26,6 +30,8 @@ class Work(NamedTuple):
     kind: str
     flops: int
     bytes: int
+    faster: float = 1.0
+    """Its products' time with *Faster sums on GeForce*, as a part of that without."""
 
 
 def of_plan(case: str) -> list[Work]:
@@ -45,7 +51,11 @@ def of_node(node: fx.Node) -> Work | None:
     name = kinds.operation(node.target)
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
     moved = [t for n in node.all_input_nodes for t in _tensors(n.meta.get("val"))] + _tensors(out)
-    return Work(kinds.kind(name), kinds.flops(node.target, args, kwargs), sum(map(kinds.size, moved)))
+    kind = kinds.kind(name)
+    faster = _FASTER.get(kind, 1.0)
+    if registry.of(node.target) is attention.KERNEL and mma_attention.sums_in_half(args[1]):
+        faster = _ATTENTION
+    return Work(kind, kinds.flops(node.target, args, kwargs), sum(map(kinds.size, moved)), faster)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -62,7 +72,7 @@ def milliseconds(work: Iterable[Work], card: Card, *, faster_sums: bool = False)
     """By kind of operation, the least time on a card."""
     found: dict[str, float] = {}
     for each in work:
-        rate = card.tflops * (2 if faster_sums and each.kind in FASTER else 1)
-        least = max(each.flops / rate / 1e9, each.bytes / card.bandwidth / 1e6)
+        products = each.flops / card.tflops / 1e9 * (each.faster if faster_sums else 1)
+        least = max(products, each.bytes / card.bandwidth / 1e6)
         found[each.kind] = found.get(each.kind, 0.0) + least
     return found

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from sfast_ext.kernels.attention import attention as kernel
 from sfast_ext.kernels.backend import health
+from sfast_ext.kernels.linear import mma_gemm
 
 from .fusion import fusion
-from .rewrite import argument, call, overloads, replace
+from .rewrite import argument, call, dtype, overloads, replace
 
 if TYPE_CHECKING:
     from .context import PassContext
@@ -23,11 +25,14 @@ def attention(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces an attention without dropout by the fastest of the kernels of this project and of the libraries.
 
     Pattern: scaled_dot_product_attention(q, k, v, ...)
-    Replacement: kernel.launch(q, k, v, mask=..., is_causal=..., scale=...), or kernel.fallback
+    Replacement: kernel.launch(q, k, v, mask=..., is_causal=..., scale=...), or kernel.fallback; with faster_sums=True
+        where the user has chosen so
     """
     options = kernel_options(node) if health.usable(kernel, ctx.device) else None
     if options is None:
         return False
+    if ctx.faster_sums and dtype(node) == torch.float16 and mma_gemm.halves_are_faster(ctx.device):
+        options["faster_sums"] = True
     function = kernel.launch if ctx.serves(kernel) else kernel.fallback
     with node.graph.inserting_before(node):
         new = call(node.graph, function, node.args[:3], node, options)

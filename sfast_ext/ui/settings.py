@@ -79,8 +79,8 @@ SETTINGS = (
         "faster_sums",
         "Faster sums on GeForce",
         "GeForce RTX cards (20, 30, 40 and 50) add up at twice the rate in half precision. Where it is faster on your "
-        "card, linear layers and convolutions in float16 do so, 32 products at a time. Details of the picture may "
-        "change. On other cards it does nothing",
+        "card, linear layers, convolutions and attention in float16 do so, 32 to 64 products at a time. Details of the "
+        "picture may change. On other cards it does nothing",
         infotext="Stable Fast faster sums",
     ),
     Setting(

@@ -8,6 +8,7 @@ from torch import fx
 
 from benchmarks.cards import least, loops, page
 from benchmarks.cards.published import CARDS, Card
+from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.pointwise import geglu
 
 # a loop within a loop: the inner one has an instruction of each unit, and a copy that no unit is told of
@@ -69,7 +70,7 @@ def test_work_and_least_time_of_nodes() -> None:
     ):
         node.meta["val"] = torch.empty(size, **half)
     work = [least.of_node(node) for node in graph.nodes]
-    linear = least.Work("linear", 2 * 6 * 64 * 32, 2 * (6 * 64 + 32 * 64 + 32 + 6 * 32))
+    linear = least.Work("linear", 2 * 6 * 64 * 32, 2 * (6 * 64 + 32 * 64 + 32 + 6 * 32), 0.5)
     assert work == [None] * 4 + [linear, least.Work("GEGLU", 0, 2 * (6 * 32 + 6 * 16))]
 
     card = Card(86, 1, 1.0, 1e3)  # 0.512 TFLOP/s, 1 TB/s
@@ -78,6 +79,21 @@ def test_work_and_least_time_of_nodes() -> None:
     assert least.milliseconds([linear], card, faster_sums=True)["linear"] == pytest.approx(24576 / 1.024e9)
     # a product so small that its bytes take longer
     assert least.milliseconds([least.Work("linear", 10, 1000)], card)["linear"] == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize("function", [attention.launch, attention.fallback])
+@pytest.mark.parametrize(("keys", "part"), [(161, 0.75), (160, 1.0)])
+def test_half_of_the_products_of_attention_to_many_keys_are_faster(keys: int, part: float, function) -> None:
+    graph = fx.Graph()
+    q, k, v = (graph.placeholder(name) for name in "qkv")
+    node = graph.call_function(function, (q, k, v), {"scale": None})
+    for each, rows in ((q, 4096), (k, keys), (v, keys), (node, 4096)):
+        each.meta["val"] = torch.empty((2, 8, rows, 40), dtype=torch.float16, device="meta")
+    work = least.of_node(node)
+    assert work is not None and (work.kind, work.faster) == ("attention", part)
+    card = Card(86, 1, 1.0, 1e6)
+    exact, faster = (least.milliseconds([work], card, faster_sums=chosen)["attention"] for chosen in (False, True))
+    assert faster == pytest.approx(part * exact)
 
 
 def test_the_page_keeps_its_words(tmp_path) -> None:

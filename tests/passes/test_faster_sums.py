@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.conv import faster_conv2d
 from sfast_ext.kernels.linear import faster_linear, mma_gemm
+from sfast_ext.passes.attention import attention as attention_pass
 from sfast_ext.passes.channels_last import channels_last
 from sfast_ext.passes.faster_sums import faster_sums
 from sfast_ext.passes.geglu import geglu
@@ -105,6 +107,32 @@ def test_nothing_changes_unless_it_is_chosen_and_pays(monkeypatch: pytest.Monkey
         assert rewritten(lambda m, x: m.conv(x.sin()), IMAGE.to(dtype))[1] == 0
     monkeypatch.setattr(mma_gemm, "available", lambda device: False)
     assert rewritten(lambda m, x: m.linear(x), TOKENS)[1] == 0
+
+
+def attends(m: Block, x: Tensor) -> Tensor:
+    heads = x.unflatten(-1, (4, 8)).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chosen", "pays", "wanted"),
+    [
+        (HALF, True, True, True),
+        (HALF, False, True, False),
+        (HALF, True, False, False),
+        (torch.bfloat16, True, True, False),
+        (torch.float32, True, True, False),
+    ],
+    ids=str,
+)
+def test_attention(monkeypatch: pytest.MonkeyPatch, dtype, chosen, pays, wanted) -> None:
+    monkeypatch.setattr(mma_gemm, "halves_are_faster", lambda device: pays)
+    traced = Traced(Block(attends).to(dtype), TOKENS.to(dtype))
+    traced.ctx.faster_sums = chosen
+    assert traced.rewrite(attention_pass) == 1
+    (node,) = traced.launches(attention)
+    assert node.kwargs.get("faster_sums", False) is wanted
+    check(traced)
 
 
 def written(m: Block, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ _FEW_KEYS = 128
 _FEW_ROWS = 16384
 _WIDE = 64
 _WIDEST_OF_FLASH = 128
-_MMA = "mma"
+_MMA, _HALF_SUMS = "mma", "mma, faster sums"
 
 
 def _preference() -> tuple[Any, dict[str, list[Any]]] | None:
@@ -65,8 +65,13 @@ def reference(
     mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    faster_sums: bool = False,
 ) -> Tensor:
-    """F.scaled_dot_product_attention: q (..., L, D), k (..., S, D), v (..., S, E) -> (..., L, E)."""
+    """F.scaled_dot_product_attention: q (..., L, D), k (..., S, D), v (..., S, E) -> (..., L, E).
+
+    Args:
+        faster_sums: whether sums may be in half precision; here they are not.
+    """
     return _sdpa(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
 
 
@@ -77,6 +82,7 @@ def launch(
     mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    faster_sums: bool = False,
 ) -> Tensor:
     """`reference` by one of our kernels where it is applicable, else by `fallback`."""
     if mask is None and not is_causal:
@@ -87,7 +93,7 @@ def launch(
                 return flash_attention.launch(q, k, v, scale)
             except Unavailable:
                 pass  # logged; `available` is False from now on
-    return fallback(q, k, v, mask, is_causal, scale)
+    return fallback(q, k, v, mask, is_causal, scale, faster_sums)
 
 
 def fallback(
@@ -97,6 +103,7 @@ def fallback(
     mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    faster_sums: bool = False,
 ) -> Tensor:
     """`reference` by the fastest of our kernel for any card, torch's backends, and xformers' kernels where the host has
     imported those.
@@ -105,13 +112,21 @@ def fallback(
     the order of `first`. Any strides; synchronises only to measure.
     """
     if is_dry_run() and _by_mma(q, k, v, mask, is_causal, scale) and _expected(q, k) == _MMA:
-        return mma_attention.launch(q, k, v, scale)  # compiled ahead
+        return mma_attention.launch(q, k, v, scale, faster_sums and mma_attention.sums_in_half(k))  # compiled ahead
     if not q.is_cuda:
         return reference(q, k, v, mask, is_causal, scale)
-    return _fastest(q, k, v, mask, is_causal, scale)
+    return _fastest(q, k, v, mask, is_causal, scale, faster_sums)
 
 
-def _fastest(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+def _fastest(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    faster_sums: bool,
+) -> Tensor:
     key = _key(q, k, v, mask, is_causal)
     others = _backends(q, k, v, mask, is_causal, scale)
     foreign = xformers_backends.candidates(q, k, v, mask, is_causal, scale)
@@ -120,6 +135,9 @@ def _fastest(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bo
     if _by_mma(q, k, v, mask, is_causal, scale):
         others[_MMA] = functools.partial(mma_attention.launch, q, k, v, scale)
         expected = _expected(q, k)
+        if faster_sums and mma_attention.sums_in_half(k):
+            others[_HALF_SUMS] = functools.partial(mma_attention.launch, q, k, v, scale, half_sums=True)
+            expected = _HALF_SUMS
     if not others:
         return _preferred(key, q, k, v, mask, is_causal, scale)
     own = functools.partial(_preferred, key, q, k, v, mask, is_causal, scale)

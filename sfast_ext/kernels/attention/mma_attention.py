@@ -87,8 +87,18 @@ def applicable(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
     return triton_runtime.capability(device) >= (_LEAST if q.dtype == torch.float16 else _AMPERE)
 
 
-def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+def sums_in_half(k: Tensor) -> bool:
+    """Whether `launch` may add up in half precision: k (B, H, S, D) in float16, with more keys than one stage holds.
+    With few the time is that of memory."""
+    return k.dtype == torch.float16 and k.shape[2] > MOST_AT_ONCE
+
+
+def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, half_sums: bool = False) -> Tensor:
     """`attention.reference` without a mask, for operands that are `applicable`.
+
+    Args:
+        half_sums: products of probabilities and values are added up in float16 over the keys of a stage, for k that
+            `sums_in_half`. GeForce cards do that at twice the rate.
 
     Raises:
         Unavailable: the kernel cannot be compiled or loaded.
@@ -103,11 +113,11 @@ def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     grid = (cdiv(stacks, rounds), images * heads)
     offsets = [offset for x in (q, k, v, out) for offset in strides(x)]
     numbers = heads, queries, k.shape[2], rounds, in_base_2(scale, size), *offsets
-    launch_kernel(_SOURCE, grid, out, q, k, v, *numbers, **constants(size, chosen, q.dtype))
+    launch_kernel(_SOURCE, grid, out, q, k, v, *numbers, **constants(size, chosen, q.dtype, half_sums))
     return out
 
 
-def constants(size: int, given: Shape, dtype: torch.dtype) -> dict[str, int]:
+def constants(size: int, given: Shape, dtype: torch.dtype, half_sums: bool = False) -> dict[str, int]:
     """The kernel's compile-time parameters."""
     return {
         "TYPE": int(dtype == torch.bfloat16),
@@ -117,6 +127,7 @@ def constants(size: int, given: Shape, dtype: torch.dtype) -> dict[str, int]:
         "WARPS": given.warps,
         "BLOCKS": given.blocks,
         "ONCE": int(given.once),
+        "HALF_SUMS": int(half_sums),
     }
 
 

@@ -80,7 +80,12 @@ def _readable(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, dept
 
 def available(device: torch.device) -> bool:
     """Whether a device's sums in half precision are faster, and the kernel can run there."""
-    return _SOURCE.available(device) and triton_runtime.capability(device) in _GEFORCE
+    return _SOURCE.available(device) and halves_are_faster(device)
+
+
+def halves_are_faster(device: torch.device) -> bool:
+    """Whether a device's tensor cores add up faster in half precision."""
+    return triton_runtime.capability(device) in _GEFORCE
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ import pytest
 
 pytest.importorskip("PIL")
 from PIL import Image
+
+from sfast_ext.ui.api import LASTS
 
 from .webui import WebUI, difference, encoded
 
@@ -33,6 +36,7 @@ MARKS = [
 ]
 CHECKOUT = Path(__file__).resolve().parents[3]
 FLAGS = os.environ.get("SFAST_A1111_FLAGS", "--use-cpu all --no-half --skip-torch-cuda-test")
+ON_CPU = "--use-cpu all" in FLAGS
 WITHOUT_NETWORK = (
     "--skip-prepare-environment --skip-version-check --skip-python-version-check --no-download-sd-model"
     " --do-not-download-clip --no-hashing --api --server-name 127.0.0.1"
@@ -152,6 +156,8 @@ class Played:
             assert name not in self.pictures, name
             self.pictures[name] = play(self.webui, kind, payload)
             if status:
+                # a GPU makes a tiny picture in less than the time for which an answer lasts
+                time.sleep(LASTS)
                 self.reports[name] = self.webui.get("/sfast/v1/status")
         return self
 

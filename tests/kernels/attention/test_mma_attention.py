@@ -47,6 +47,32 @@ def test_shapes(device, dtype, shape):
         close_rows(y, attended(q, k, v, scale))
 
 
+@pytest.mark.parametrize("shape", MANY_KEYS, ids=str)
+def test_sums_in_half_precision(device, shape):
+    q, k, v = heads(shape, torch.float16, device)
+    assert mma_attention.sums_in_half(k)
+    wanted = attended(q, k, v, 0.5)
+    close_rows(mma_attention.launch(q, k, v, 0.5, half_sums=True), wanted, scale=1.5)
+
+
+def test_errors_of_sums_in_half_precision(device):
+    """At most 1.5 times those of exact sums, with large values as well: nothing overflows."""
+    q, k, v = heads((1, 2, 64, 1024, 40), torch.float16, device)
+    for keys in (k, 0 * k, 8 * k):
+        for values in (v, (v.float() * (30000 / v.abs().amax().item())).half(), v + 4):
+            wanted = attended(q, keys, values)
+            exact, half = (mma_attention.launch(q, keys, values, None, half_sums=sums) for sums in (False, True))
+            error, allowed = ((y.double() - wanted.double()).norm() / wanted.double().norm() for y in (half, exact))
+            assert half.isfinite().all() and error <= 1.5 * max(allowed, 2**-11)
+
+
+def test_where_sums_in_half_precision_pay():
+    _, few, _ = heads((1, 1, 64, mma_attention.MOST_AT_ONCE, 40), torch.float16, torch.device("cpu"))
+    _, many, _ = heads((1, 1, 64, mma_attention.MOST_AT_ONCE + 1, 40), torch.float16, torch.device("cpu"))
+    assert mma_attention.sums_in_half(many)
+    assert not mma_attention.sums_in_half(few) and not mma_attention.sums_in_half(many.bfloat16())
+
+
 @pytest.mark.parametrize("tiles", [1, 2])
 @pytest.mark.parametrize("size", [40, 64])
 def test_tiles_of_a_warp(device, monkeypatch, size, tiles):
@@ -55,14 +81,13 @@ def test_tiles_of_a_warp(device, monkeypatch, size, tiles):
     close_rows(mma_attention.launch(q, k, v, None), attended(q, k, v))
 
 
-@pytest.mark.parametrize("keys", [77, 200])
-def test_large_scores(device, keys):
+@pytest.mark.parametrize(("keys", "half_sums"), [(77, False), (200, False), (200, True)])
+def test_large_scores(device, keys, half_sums):
     """Maxima that rise from block to block: sums are scaled down, and not up."""
     q, k, v = heads((1, 2, 70, keys, 40), torch.float16, device)
     k = k * torch.linspace(0, 60, keys, device=device).half()[:, None]
-    close_rows(mma_attention.launch(q, k, v, None), attended(q, k, v), scale=4)
-    falling = k.flip(2)
-    close_rows(mma_attention.launch(q, falling, v, None), attended(q, falling, v), scale=4)
+    for some in (k, k.flip(2)):
+        close_rows(mma_attention.launch(q, some, v, None, half_sums), attended(q, some, v), scale=4)
 
 
 @pytest.mark.parametrize("keys", [77, 200])
@@ -85,12 +110,12 @@ def test_strides(device):
     assert mma_attention.launch(q.contiguous(), k, v, None).is_contiguous()
 
 
-@pytest.mark.parametrize("keys", [77, 200])
-def test_nan_stays_in_its_row(device, keys):
+@pytest.mark.parametrize(("keys", "half_sums"), [(77, False), (200, False), (200, True)])
+def test_nan_stays_in_its_row(device, keys, half_sums):
     q, k, v = heads((1, 1, 70, keys, 64), torch.float16, device)
-    first = mma_attention.launch(q, k, v, None)
+    first = mma_attention.launch(q, k, v, None, half_sums)
     q[0, 0, 3, 5] = float("nan")
-    y = mma_attention.launch(q, k, v, None)
+    y = mma_attention.launch(q, k, v, None, half_sums)
     assert y[0, 0, 3].isnan().all()
     y[0, 0, 3] = first[0, 0, 3]
     assert torch.equal(y, first)

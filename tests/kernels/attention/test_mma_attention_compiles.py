@@ -21,7 +21,9 @@ SHAPES = {
 def test_mma_attention_compiles(monkeypatch, tmp_path, size, shape):
     monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path))
     needs_nvrtc()
-    for capability, dtype in ((75, torch.float16), (86, torch.float16), (86, torch.bfloat16))[: 3 if size == 64 else 2]:
-        given = mma_attention.constants(size, shape, dtype)
+    cases = [(75, torch.float16, False), (86, torch.float16, False)]
+    cases += [(86, torch.bfloat16, False)] * (size == 64) + [(86, torch.float16, True)] * (not shape.once)
+    for capability, dtype, half_sums in cases:
+        given = mma_attention.constants(size, shape, dtype, half_sums)
         registers, _ = built("mma_attention", given, architecture=f"sm_{capability}")
         assert registers * 32 * shape.warps * shape.blocks <= REGISTERS

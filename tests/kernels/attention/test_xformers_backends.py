@@ -78,7 +78,7 @@ def test_the_library_asks_the_candidates(xformers, monkeypatch):
     monkeypatch.setattr(op, "apply", lambda *args, **kwargs: used.append(1) or applied(*args, **kwargs))
     for _ in range(2):
         with choices.measuring(None):
-            result = attention._fastest(q, k, v, None, False, 0.5)
+            result = attention._fastest(q, k, v, None, False, 0.5, False)
         expected = attention.reference(q.float(), k.float(), v.float(), scale=0.5)
         torch.testing.assert_close(result.float(), expected, atol=0.02, rtol=0.02)
     assert len(timed) == 3
