@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from typing import Any, cast
 
 from torch import nn
@@ -17,28 +16,23 @@ from torch import nn
 from sfast_ext import environment
 from sfast_ext.behaviour.fingerprint import structure
 from sfast_ext.behaviour.forward_slot import ForwardSlot, foreign_forward, owner_of
-from sfast_ext.call_signature import NotOurs, copied
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.backend.precompile import get_ready
-from sfast_ext.preparation import Interrupted
-from sfast_ext.report import Report, at, rehearsing, stage
+from sfast_ext.report import Report
 from sfast_ext.runtime.backoff import CaptureBackoff
+from sfast_ext.runtime.call_server import CallServer, building
 from sfast_ext.runtime.failures import Failures
-from sfast_ext.runtime.gc_pause import gc_paused
 from sfast_ext.runtime.graph_pool import pool_of
 from sfast_ext.runtime.model_state import ModelState, ModuleContext
 from sfast_ext.runtime.plan import Plan
-from sfast_ext.runtime.plan_builder import OriginalRun, PlanBuilder
+from sfast_ext.runtime.plan_builder import PlanBuilder
 from sfast_ext.runtime.plan_cache import PlanCache, pool_for
-from sfast_ext.runtime.plan_finder import HOST_STAGES, PlanFinder
-from sfast_ext.runtime.plan_runner import OriginalFailed, PlanRunner
-from sfast_ext.runtime.rare_calls import RareCalls, Stopwatch
-from sfast_ext.runtime.replay_state import Lookup, ReplayState
-from sfast_ext.timing import Pace
+from sfast_ext.runtime.plan_finder import PlanFinder
+from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.weights.submodule_arena import Arena, SubmoduleArena
-from sfast_ext.weights.weight import WeightsAway, WeightsChanged, WeightsInUse
+from sfast_ext.weights.weight import WeightsAway, WeightsInUse
 
 
 class Accelerator:
@@ -81,14 +75,12 @@ class Accelerator:
         self._cache = cache = PlanCache(self.arena, self.report, self._model.lock, config.max_plans)
         self._backoff = CaptureBackoff()
         self._runner = PlanRunner(context, cache)
-        self._failures = Failures(context, cache)
-        self._builder = PlanBuilder(context, cache, self._runner, self._failures, self._backoff)
+        failures = Failures(context, cache)
+        self._builder = PlanBuilder(context, cache, self._runner, failures, self._backoff)
         self._finder = PlanFinder(context, cache, self._runner, self._builder.static_numbers, self._backoff)
+        self._server = CallServer(context, cache, self._finder, self._runner, self._builder, failures, self._backoff)
         self._released = False
         self._inside = threading.local()
-        self._pace = Pace()
-        self._passes = 1
-        self._rare = RareCalls()
 
     @property
     def module(self) -> nn.Module:
@@ -154,9 +146,7 @@ class Accelerator:
         """
         if self.whole is None:
             self.report.new_generation()
-        self._passes += 1
-        self._rare.new_generation()
-        self._pace.restart()
+        self._server.new_generation()
         self._cache.new_generation()
         self._backoff.new_generation()
         self._finder.keys.begin_generation()
@@ -286,7 +276,7 @@ class Accelerator:
                 "device": str(device),
                 "installed": self.installed(),
                 "plans": [{**plan.status(), "last_pass": latest > 0 and plan.pass_of_use == latest} for plan in plans],
-                "calls_per_s": self._pace.per_second(),
+                "calls_per_s": self._server.pace.per_second(),
                 "parts": [part._summary() for part in self.parts],
                 "weights": self.arena.status(),
                 "graph_pool": pool_of(device).status() if device is not None and device.type == "cuda" else None,
@@ -294,146 +284,20 @@ class Accelerator:
             }
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the original forward. Parts run their original forwards too: they are accelerated for a third party's
-        forward that calls them itself.
-
-        Where it runs out of memory beside CUDA graphs, they are freed, and it runs again: without us it would have that
-        memory.
-        """
-        with _building() if self.parts else contextlib.nullcontext():
-            try:
-                return self._context.original(*args, **self._unconsumed(kwargs))
-            except Exception as exc:
-                if not self._failures.gave_way(exc):
-                    raise
-            # after the handler: the exception keeps what the failed run had allocated
-            return self._context.original(*args, **self._unconsumed(kwargs))
-
-    def _unconsumed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of which a run of the original takes nothing away, see `Hooks.consumed`."""
-        consumed = self.hooks.consumed
-        return {k: copied(v) if k in consumed else v for k, v in kwargs.items()} if consumed else kwargs
+        """Run the original forward, see `CallServer.original`."""
+        return self._server.original(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # a part is bypassed inside the original forward of the whole
-        bypass = self._released or (self.whole is not None and getattr(_thread, "building", False))
+        bypass = self._released or (self.whole is not None and building())
         if bypass or getattr(self._inside, "busy", False) or not self.config.enabled:
             return self.original(*args, **kwargs)
         self.calls += 1
         self._inside.busy = True
         try:
-            return self._decide(args, kwargs)
+            return self._server.serve(args, kwargs)
         finally:
             self._inside.busy = False
-
-    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        lookup: Lookup | None = None
-        # an exception leaves it so
-        state = ReplayState.BYPASS
-        try:
-            lookup = self._finder.find(args, kwargs)
-            if lookup.state is ReplayState.REPLAY_SPECULATIVE:
-                # validated while the GPU works
-                result = self._run(lookup, args, kwargs)
-                launched, lookup = lookup, None
-                if self._finder.validate(launched):
-                    return self._record_use(launched, result)
-                self.report.count("misspeculated")
-                lookup = self._finder.find(args, kwargs, speculate=False)
-            if lookup.state is not ReplayState.BUILD:
-                return self._record_use(lookup, self._run(lookup, args, kwargs))
-            state = ReplayState.BUILD
-        except (NotOurs, WeightsAway) as exc:
-            self.report.bypassed(str(exc))
-        except WeightsChanged as exc:
-            self._weights_changed(exc)
-        except OriginalFailed as exc:
-            raise exc.cause from None
-        except Exception as exc:
-            if lookup is None and stage() in HOST_STAGES:
-                return self._host_failed(exc, args, kwargs)
-            self._failures.failed(exc, lookup, building=False)
-
-        if state is ReplayState.BYPASS or lookup is None:
-            return self.original(*args, **kwargs)
-        early = self.config.rare_calls and self._rare.too_early(lookup.key)
-        mine = not early and self._model.build_lock.acquire(blocking=False)
-        if not mine:
-            return self._run_original(lookup, args, kwargs, build=False)
-        try:
-            with gc_paused():
-                return self._run_original(lookup, args, kwargs, build=True)
-        finally:
-            self._model.build_lock.release()
-
-    def _run(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._runner.run(lookup, lambda: self.original(*args, **kwargs))
-
-    def _record_use(self, lookup: Lookup, result: Any) -> Any:
-        plan = lookup.plan
-        assert plan is not None
-        at("keeping the plan")
-        self._cache.touch(lookup.key)
-        plan.replays += 1
-        if not rehearsing():
-            self._pace.tick()
-            if plan.pass_of_use != self._passes:
-                plan.pass_of_use, plan.used_at = self._passes, time.time()
-        self._backoff.record_replay(lookup.shape_signature, plan.replays)
-        self.report.count("replays" if plan.has_graph else "eager_runs")
-        return result
-
-    def _run_original(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any], build: bool) -> Any:
-        """The original forward's result for a call without a plan. With `build`, also builds the plan."""
-        started = time.perf_counter()
-        rare = build and self.config.rare_calls
-        # a recorded run takes longer, and its time would be the original's
-        trace = self._builder.live_trace(lookup) if build and not rare else None
-        watch = Stopwatch(lookup.device) if rare else None
-        result = self.original(*args, **kwargs) if trace is None else trace.run(self.original, args, kwargs)
-        if watch is not None:
-            watch.stop()
-        if build:
-            seconds = time.perf_counter() - started
-            run = OriginalRun(lambda: self.original(*args, **kwargs), result, seconds, trace, watch)
-            self._try_to_build(lookup, run)
-        self._pace.restart()
-        return result
-
-    def _try_to_build(self, lookup: Lookup, run: OriginalRun) -> None:
-        try:
-            with _building():
-                self._builder.build(lookup, run)
-        except Interrupted as exc:
-            self.report.event("interrupted", str(exc))
-        except WeightsAway as exc:
-            self.report.bypassed(str(exc))
-        except WeightsChanged as exc:
-            self._weights_changed(exc)
-        except Exception as exc:
-            self._failures.failed(exc, lookup, building=True)
-        finally:
-            self._model.restore_layout(self.report)
-
-    def _host_failed(self, exc: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A callback of the host raised: return the original forward's result. If that raises the same type of
-        exception, it is the host's own error, and is not reported as ours."""
-        where = stage()
-        try:
-            result = self.original(*args, **kwargs)
-        except Exception as its:
-            if type(its) is not type(exc):
-                self.report.error(where, exc)
-            raise
-        self.report.error(where, exc)
-        return result
-
-    def _weights_changed(self, exc: WeightsChanged) -> None:
-        try:
-            # the backoff keeps its counts: weights that change at every call must not be captured for ever
-            self._model.forget_plans(str(exc), at_once=False)
-        except Exception as again:
-            self.report.error("giving up a plan", again)
 
     def _clear(self) -> None:
         self.forget_plans(None)
@@ -448,20 +312,6 @@ class Accelerator:
             for part in self.parts:
                 each.callback(part.release)
             self.parts.clear()
-
-
-_thread = threading.local()
-
-
-@contextlib.contextmanager
-def _building() -> Iterator[None]:
-    """Marks this thread as building a plan: parts run their original forwards."""
-    before = getattr(_thread, "building", False)
-    _thread.building = True
-    try:
-        yield
-    finally:
-        _thread.building = before
 
 
 def accelerate(module: nn.Module, config: Config | None = None, **options: Any) -> Accelerator:

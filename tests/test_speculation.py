@@ -201,7 +201,7 @@ def test_after_a_replay_in_vain_the_weights_go_first_for_a_while(pair, monkeypat
 def test_weights_that_are_away_cost_one_replay_in_vain(pair):
     held = weight(pair.ours).weight
     weight(pair.ours)._parameters["weight"] = nn.Parameter(torch.empty_like(held, device="meta"), False)
-    original = pair.acc.original
+    original = pair.acc._server.original
 
     def fetching(*args, **kwargs):
         away, weight(pair.ours)._parameters["weight"] = weight(pair.ours)._parameters["weight"], held
@@ -210,7 +210,7 @@ def test_weights_that_are_away_cost_one_replay_in_vain(pair):
         finally:
             weight(pair.ours)._parameters["weight"] = away
 
-    pair.acc.original = fetching
+    pair.acc._server.original = fetching
     replays = pair.count("replays")
     for _ in range(3):
         pair.same()

@@ -413,7 +413,7 @@ CALL = [
     ),
     Mutation(
         "parts while a plan of the whole is made", "accelerator.py",
-        'getattr(_thread, "building", False))', "False)",
+        "self.whole is not None and building())", "False)",
         ("test_parts.py::test_the_first_call_of_the_whole_runs_no_plan_of_a_part",),
     ),
     Mutation(

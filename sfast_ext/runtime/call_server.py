@@ -1,0 +1,213 @@
+"""Serves one call of a module: by a plan, or by the original forward, after which a plan may be built.
+
+The states of a call are those of `replay_state`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from sfast_ext.call_signature import NotOurs, copied
+from sfast_ext.preparation import Interrupted
+from sfast_ext.report import at, rehearsing, stage
+from sfast_ext.runtime.backoff import CaptureBackoff
+from sfast_ext.runtime.failures import Failures
+from sfast_ext.runtime.gc_pause import gc_paused
+from sfast_ext.runtime.model_state import ModuleContext
+from sfast_ext.runtime.plan_builder import OriginalRun, PlanBuilder
+from sfast_ext.runtime.plan_cache import PlanCache
+from sfast_ext.runtime.plan_finder import HOST_STAGES, PlanFinder
+from sfast_ext.runtime.plan_runner import OriginalFailed, PlanRunner
+from sfast_ext.runtime.rare_calls import RareCalls, Stopwatch
+from sfast_ext.runtime.replay_state import Lookup, ReplayState
+from sfast_ext.timing import Pace
+from sfast_ext.weights.weight import WeightsAway, WeightsChanged
+
+
+class CallServer:
+    """Serves the calls of one module.
+
+    Attributes:
+        passes: how many passes of the sampler began, see `Accelerator.new_generation`.
+        pace: of the calls that plans served.
+    """
+
+    def __init__(
+        self,
+        context: ModuleContext,
+        cache: PlanCache,
+        finder: PlanFinder,
+        runner: PlanRunner,
+        builder: PlanBuilder,
+        failures: Failures,
+        backoff: CaptureBackoff,
+    ) -> None:
+        self._context, self._report = context, context.report
+        self._cache, self._finder, self._runner = cache, finder, runner
+        self._builder, self._failures, self._backoff = builder, failures, backoff
+        self._rare = RareCalls()
+        self.passes = 1
+        self.pace = Pace()
+
+    def new_generation(self) -> None:
+        """A generation begins."""
+        self.passes += 1
+        self._rare.new_generation()
+        self.pace.restart()
+
+    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call of the module with these arguments."""
+        lookup: Lookup | None = None
+        # an exception leaves it so
+        state = ReplayState.BYPASS
+        try:
+            lookup = self._finder.find(args, kwargs)
+            if lookup.state is ReplayState.REPLAY_SPECULATIVE:
+                # validated while the GPU works
+                result = self._run(lookup, args, kwargs)
+                launched, lookup = lookup, None
+                if self._finder.validate(launched):
+                    return self._record_use(launched, result)
+                self._report.count("misspeculated")
+                lookup = self._finder.find(args, kwargs, speculate=False)
+            if lookup.state is not ReplayState.BUILD:
+                return self._record_use(lookup, self._run(lookup, args, kwargs))
+            state = ReplayState.BUILD
+        except (NotOurs, WeightsAway) as exc:
+            self._report.bypassed(str(exc))
+        except WeightsChanged as exc:
+            self._weights_changed(exc)
+        except OriginalFailed as exc:
+            raise exc.cause from None
+        except Exception as exc:
+            if lookup is None and stage() in HOST_STAGES:
+                return self._host_failed(exc, args, kwargs)
+            self._failures.failed(exc, lookup, building=False)
+
+        if state is ReplayState.BYPASS or lookup is None:
+            return self.original(*args, **kwargs)
+        early = self._context.config.rare_calls and self._rare.too_early(lookup.key)
+        mine = not early and self._context.model.build_lock.acquire(blocking=False)
+        if not mine:
+            return self._run_original(lookup, args, kwargs, build=False)
+        try:
+            with gc_paused():
+                return self._run_original(lookup, args, kwargs, build=True)
+        finally:
+            self._context.model.build_lock.release()
+
+    def _run(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._runner.run(lookup, lambda: self.original(*args, **kwargs))
+
+    def _record_use(self, lookup: Lookup, result: Any) -> Any:
+        plan = lookup.plan
+        assert plan is not None
+        at("keeping the plan")
+        self._cache.touch(lookup.key)
+        plan.replays += 1
+        if not rehearsing():
+            self.pace.tick()
+            if plan.pass_of_use != self.passes:
+                plan.pass_of_use, plan.used_at = self.passes, time.time()
+        self._backoff.record_replay(lookup.shape_signature, plan.replays)
+        self._report.count("replays" if plan.has_graph else "eager_runs")
+        return result
+
+    def _run_original(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any], build: bool) -> Any:
+        """The original forward's result for a call without a plan. With `build`, also builds the plan."""
+        started = time.perf_counter()
+        rare = build and self._context.config.rare_calls
+        # a recorded run takes longer, and its time would be the original's
+        trace = self._builder.live_trace(lookup) if build and not rare else None
+        watch = Stopwatch(lookup.device) if rare else None
+        result = self.original(*args, **kwargs) if trace is None else trace.run(self.original, args, kwargs)
+        if watch is not None:
+            watch.stop()
+        if build:
+            seconds = time.perf_counter() - started
+            run = OriginalRun(lambda: self.original(*args, **kwargs), result, seconds, trace, watch)
+            self._try_to_build(lookup, run)
+        self.pace.restart()
+        return result
+
+    def _try_to_build(self, lookup: Lookup, run: OriginalRun) -> None:
+        try:
+            with _building():
+                self._builder.build(lookup, run)
+        except Interrupted as exc:
+            self._report.event("interrupted", str(exc))
+        except WeightsAway as exc:
+            self._report.bypassed(str(exc))
+        except WeightsChanged as exc:
+            self._weights_changed(exc)
+        except Exception as exc:
+            self._failures.failed(exc, lookup, building=True)
+        finally:
+            self._context.model.restore_layout(self._report)
+
+    def _host_failed(self, exc: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A callback of the host raised: return the original forward's result. If that raises the same type of
+        exception, it is the host's own error, and is not reported as ours."""
+        where = stage()
+        try:
+            result = self.original(*args, **kwargs)
+        except Exception as its:
+            if type(its) is not type(exc):
+                self._report.error(where, exc)
+            raise
+        self._report.error(where, exc)
+        return result
+
+    def _weights_changed(self, exc: WeightsChanged) -> None:
+        try:
+            # the backoff keeps its counts: weights that change at every call must not be captured for ever
+            self._context.model.forget_plans(str(exc), at_once=False)
+        except Exception as again:
+            self._report.error("giving up a plan", again)
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the original forward. Parts run their original forwards too: they are accelerated for a third party's
+        forward that calls them itself.
+
+        Where it runs out of memory beside CUDA graphs, they are freed, and it runs again: without us it would have that
+        memory.
+        """
+        with _building() if self._has_parts() else contextlib.nullcontext():
+            try:
+                return self._context.original(*args, **self._unconsumed(kwargs))
+            except Exception as exc:
+                if not self._failures.gave_way(exc):
+                    raise
+            # after the handler: the exception keeps what the failed run had allocated
+            return self._context.original(*args, **self._unconsumed(kwargs))
+
+    def _unconsumed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of which a run of the original takes nothing away, see `Hooks.consumed`."""
+        consumed = self._context.hooks.consumed
+        return {k: copied(v) if k in consumed else v for k, v in kwargs.items()} if consumed else kwargs
+
+    def _has_parts(self) -> bool:
+        return not self._context.is_part and bool(self._context.model.parts)
+
+
+_thread = threading.local()
+
+
+def building() -> bool:
+    """Whether this thread builds a plan, or runs an original forward that is not to be served in parts."""
+    return getattr(_thread, "building", False)
+
+
+@contextlib.contextmanager
+def _building() -> Iterator[None]:
+    """Marks this thread as building a plan: parts run their original forwards."""
+    before = building()
+    _thread.building = True
+    try:
+        yield
+    finally:
+        _thread.building = before
