@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +65,16 @@ def test_errors_of_sums_in_half_precision(device):
             exact, half = (mma_attention.launch(q, keys, values, None, half_sums=sums) for sums in (False, True))
             error, allowed = ((wide(y) - wanted).norm() / wanted.norm() for y in (half, exact))
             assert half.isfinite().all() and error <= 1.5 * max(allowed, 2**-11)
+
+
+def test_sums_in_half_precision_of_scores_that_rise_a_little(device):
+    """By less than what exact sums let exponentials rise to: 2**7, and as many times the largest value."""
+    q, k, v = (
+        torch.zeros(shape, dtype=torch.float16, device=device) for shape in ((1, 1, 64, 40), *[(1, 1, 256, 40)] * 2)
+    )
+    q[..., 0], v[:] = 1, 30000
+    k[:, :, 64:, 0] = 7 * math.log(2)
+    close_rows(mma_attention.launch(q, k, v, 1.0, half_sums=True), attended(q, k, v, 1.0))
 
 
 def test_where_sums_in_half_precision_pay():
