@@ -209,14 +209,17 @@ def _writes(node: fx.Node) -> Iterator[fx.Node]:
             yield from inputs(argument(node, index, arg.name))
 
 
-def _aliases(node: fx.Node) -> Iterator[fx.Node]:
-    target = node.target
+_NONE: tuple[tuple[int, str], ...] = ()
+
+
+def _aliased(target: Any) -> tuple[tuple[int, str], ...] | None:
+    """The arguments whose memory a result may share, by position and name. None stands for all of them."""
     if not isinstance(target, torch._ops.OpOverload) or target in SILENT_ALIAS:
-        yield from node.all_input_nodes
-    elif any(result.alias_info is not None for result in target._schema.returns):
-        for index, arg in enumerate(target._schema.arguments):
-            if arg.alias_info is not None:
-                yield from inputs(argument(node, index, arg.name))
+        return None
+    schema = target._schema
+    if all(result.alias_info is None for result in schema.returns):
+        return _NONE
+    return tuple((i, argument.name) for i, argument in enumerate(schema.arguments) if argument.alias_info is not None)
 
 
 def _kind(target: Any) -> str:
@@ -250,12 +253,21 @@ def mutated(graph: fx.Graph) -> set[fx.Node]:
             node = parent[node]
         return node
 
+    shared: dict[int, tuple[tuple[int, str], ...] | None] = {}
     for node in graph.nodes:
-        if node.op == "call_function":
-            for other in _aliases(node):
-                a, b = root(node), root(other)
-                if a is not b:
-                    parent[a] = b
+        if node.op != "call_function":
+            continue
+        target = id(node.target)
+        if target not in shared:
+            shared[target] = _aliased(node.target)
+        places = shared[target]
+        if places == _NONE:
+            continue
+        others = node.all_input_nodes if places is None else [x for p in places for x in inputs(argument(node, *p))]
+        for other in others:
+            a, b = root(node), root(other)
+            if a is not b:
+                parent[a] = b
     roots = {root(node) for node in written}
     return {node for node in graph.nodes if root(node) in roots}
 
