@@ -5,8 +5,10 @@ from __future__ import annotations
 # first: what is imported later may keep a clock under a name of its own
 import coarse_clock.sitecustomize  # noqa: F401  # isort: skip
 
+import contextlib
 import functools
 import gc
+import importlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -31,6 +33,10 @@ _LEFT = pytest.StashKey[dict[str, int]]()
 _KEPT = 2 << 30
 """Bytes that a worker may keep on the GPU after a test: the others need the rest."""
 
+_MANY = 500
+_LATE = ("diffusers.models.unets.unet_2d_condition", "diffusers.models.autoencoders.autoencoder_kl", "torch._dynamo")
+"""A million objects that some test imports, among so many tests."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # otherwise a process that only leads workers
@@ -41,8 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def _prepare_process() -> None:
     import torch
 
-    # a test makes and drops as many objects as a host in hours: all of them were looked at every second or so
-    gc.set_threshold(10_000)
+    # a test makes and drops as many objects as a host in hours: all of them were looked at every second or so. Captures
+    # collect the oldest ones themselves
+    gc.set_threshold(10_000, 10, 100)
     # pytest listens to loggers that do not propagate: torch would describe each tensor of a capture to it, with a stack
     logging.getLogger("torch.__trace").propagate = True
     # several workers share the cores; a model this small gains nothing from more threads
@@ -105,8 +112,12 @@ def _elsewhere(item: pytest.Item) -> str | None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     # what was imported stays: the garbage collector need not look at it again
+    if len(session.items) > _MANY:
+        for name in _LATE:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
     gc.collect()
     gc.freeze()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ class Running:
         return self.counter("replays") + self.counter("eager_runs") - runs
 
 
+@functools.lru_cache(maxsize=None)
 def of(seed: int, channels: int = 32) -> torch.Tensor:
     """The picture of a checkpoint without us, on a CPU."""
     with standin.running() as other:

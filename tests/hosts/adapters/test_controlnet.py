@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import MethodType, ModuleType, SimpleNamespace
 
@@ -70,10 +71,15 @@ def hooked(host, *units, **options):  # noqa: F811
         hook.restore()
 
 
-def reference(*units, seed=1, **options):
+def reference(*units, seed=1):
+    return _reference(tuple((unit.seed, unit.weight) for unit in units), seed)
+
+
+@functools.lru_cache(maxsize=None)
+def _reference(units, seed):
     with standin.running() as other:
         other.load(seed)
-        return hooked(other, *[unit.untouched() for unit in units], **options)
+        return hooked(other, *[Unit(*unit) for unit in units])
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
-from hosts.adapters.test_a1111 import count, host, reference, same, started, status  # noqa: F401
+from hosts.adapters.test_a1111 import count, host, same, started, status, untouched  # noqa: F401
 from sfast_ext.hosts.a1111.dormant_patches import DormantPatches, read_patch
 
 FOLDER = "/webui/extensions/loud/lib_loud/patches.py"
@@ -131,7 +131,7 @@ def switch(state, on):
 def picture(state, on, **options):
     """The picture without us, from the start with the switch where it is told."""
     switch(state, on)
-    return reference(1, **options)
+    return untouched(1, **options)
 
 
 def test_it_is_accelerated_while_it_is_off_and_named_while_it_is_on(host, over_cat):  # noqa: F811

@@ -32,13 +32,18 @@ LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)
 
 def make_unet(seed: int, channels: int = 32) -> nn.Module:
     """ldm's UNet in SD 1.5's shape, tiny, none of its weights zero."""
-    unet = models.copied(_made(channels))
+    return models.copied(_made(seed, channels))
+
+
+@functools.lru_cache(maxsize=None)
+def _made(seed: int, channels: int) -> nn.Module:
+    unet = models.copied(_shaped(channels))
     unet.load_state_dict(weights(unet, seed))
     return unet.eval().requires_grad_(False)
 
 
 @functools.lru_cache(maxsize=None)
-def _made(channels: int) -> nn.Module:
+def _shaped(channels: int) -> nn.Module:
     from ldm.modules.diffusionmodules.openaimodel import UNetModel
 
     return UNetModel(
@@ -60,12 +65,17 @@ def _made(channels: int) -> nn.Module:
 
 def weights(unet: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """A state dict for `unet`, as another checkpoint would bring it."""
+    return _drawn(seed, tuple((name, value.shape) for name, value in unet.state_dict().items()))
+
+
+@functools.lru_cache(maxsize=None)
+def _drawn(seed: int, shapes: tuple[tuple[str, torch.Size], ...]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     state = {}
-    for name, value in unet.state_dict().items():
-        noise = torch.randn(value.shape, generator=generator)
-        if value.dim() > 1:
-            state[name] = noise * value[0].numel() ** -0.5
+    for name, shape in shapes:
+        noise = torch.randn(shape, generator=generator)
+        if len(shape) > 1:
+            state[name] = noise * shape[1:].numel() ** -0.5
         else:
             state[name] = (1.0 if name.endswith("weight") else 0.0) + 0.1 * noise
     return state
@@ -376,8 +386,12 @@ class Denoiser(nn.Module):
 
 def lora_delta(network: str, layer: str, weight: torch.Tensor) -> torch.Tensor:
     """What a Lora adds to a layer's weight."""
-    generator = torch.Generator().manual_seed(sum(map(ord, network + layer)))
-    return (torch.randn(weight.shape, generator=generator) * weight[0].numel() ** -0.5 * 0.5).to(weight.device)
+    return _delta(sum(map(ord, network + layer)), weight.shape).to(weight.device)
+
+
+@functools.lru_cache(maxsize=None)
+def _delta(seed: int, shape: torch.Size) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * shape[1:].numel() ** -0.5 * 0.5
 
 
 @contextmanager
