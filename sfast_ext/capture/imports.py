@@ -53,10 +53,13 @@ def _statement(original: Callable[..., Any]) -> Callable[..., Any]:
         full = _absolute(name, globals, level) if level else name
         module = loaded.get(full)
         if module is None or fromlist:
-            known = vars(module) if module is not None else {}
+            known = module.__dict__ if module is not None else {}
             for wanted in fromlist or ("",):
                 if wanted not in known:
                     return _elsewhere(lambda: original(name, globals, locals, fromlist, level))
+            if not getattr(known.get("__spec__"), "_initializing", False):
+                # what the original would find; it waits for modules that another thread executes
+                return module
         return original(name, globals, locals, fromlist, level)
 
     return __import__
