@@ -75,7 +75,7 @@ def test_in_bfloat16_which_is_the_default(open_card: Any, like: Proportions, gib
 
 def test_a_large_picture_gets_the_memory_of_plans(open_card: Any) -> None:
     on = open_card(12, SDXL)
-    small = on.stock()
+    small = on.expected()
     large = on.stock(width=44, height=44)
     assert on.peak() > 6
     on.job(small)
@@ -90,7 +90,7 @@ def test_a_large_picture_gets_the_memory_of_plans(open_card: Any) -> None:
 
 def test_a_hires_pass_is_accelerated_too(open_card: Any) -> None:
     on = open_card(8, SDXL)
-    expected = on.stock(hires=True)
+    expected = on.expected(hires=True)
     on.job(expected, hires=True)
     job = on.job(expected, hires=True)
     assert (job["runs"], job["captures"]) == (2 * STEPS, 0)
@@ -111,7 +111,7 @@ def test_lora_is_followed_while_the_weights_come_and_go(open_card: Any, gib: int
 @pytest.mark.parametrize(("like", "gib"), [(SD15, 12), (SDXL, 8), (SDXL, 12)])
 def test_a_checkpoint_of_the_same_architecture_keeps_the_plans(open_card: Any, like: Proportions, gib: int) -> None:
     on = open_card(gib, like)
-    expected = [on.stock_of_a_fresh_one(seed) for seed in (0, 1)]
+    expected = [on.expected(seed) for seed in (0, 1)]
     on.job(expected[0])
     for seed in (1, 0):
         on.host.sd_models.reload_model_weights(lambda seed=seed: on.pipeline(seed))
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_the_same_architecture_keeps_the_plans(open_card: Any, l
 
 def test_after_the_host_ran_out_of_memory_nothing_is_kept(open_card: Any) -> None:
     on = open_card(12, SDXL)
-    expected = on.stock()
+    expected = on.expected()
     on.job(expected)
     assert on.job(expected)["memory_given_back"] == 0
     with pytest.raises(torch.cuda.OutOfMemoryError):
@@ -136,7 +136,7 @@ def test_after_the_host_ran_out_of_memory_nothing_is_kept(open_card: Any) -> Non
 
 def test_a_model_for_captions_gets_the_memory_of_plans(open_card: Any) -> None:
     on = open_card(12, SDXL)
-    expected = on.stock()
+    expected = on.expected()
     on.job(expected)
     on.job(expected)
     assert on.used() > 6
@@ -151,7 +151,7 @@ def test_a_model_for_captions_gets_the_memory_of_plans(open_card: Any) -> None:
 
 def test_a_unet_that_does_not_fit_is_left_to_the_host(open_card: Any) -> None:
     on = open_card(12, SDXL)
-    expected = on.stock()
+    expected = on.expected()
     on.job(expected)
     on.host.opts.diffusers_offload_max_gpu_memory = 0.3
     for _ in range(2):
@@ -187,7 +187,7 @@ def test_the_vae_s_plans_hold_nothing_while_it_is_off_the_gpu(
     open_card: Any, like: Proportions, gib: int, moved: bool
 ) -> None:
     on = open_card(gib, like)
-    expected = on.stock()
+    expected = on.expected()
     counter = on.host.session.report.counter
     for _ in range(2):
         on.job(expected)
@@ -209,7 +209,7 @@ def test_what_fails_while_weights_are_brought_is_no_failure_of_the_host(
     open_card: Any, gib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on = open_card(gib, SDXL)
-    expected = on.stock()
+    expected = on.expected()
     on.job(expected)
     for kind in (WeightsAway, torch.cuda.OutOfMemoryError):
         with monkeypatch.context() as patch:
