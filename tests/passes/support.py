@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 
 from sfast_ext.call_signature import flatten_call
+from sfast_ext.capture import fake_trace
 from sfast_ext.capture.capture import capture
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.rewrite import CONV, is_op
@@ -85,8 +85,9 @@ class Traced:
                 if HALF_ON_THE_CPU or all(x.dtype != torch.float16 for x in inputs):
                     raise
                 self.expected = None
-            tracer = make_fx(module, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)
-            self.gm = tracer(*inputs)
+            # node for node what make_fx gives, sooner
+            self.gm = fake_trace.record(module, inputs)
+        fake_trace.finish_lazy_codegen(self.gm)
         self.arena = WeightArena(root)
         self.arena.index()
         self.ctx = PassContext(self.arena, torch.device("cpu"), triton=True)
