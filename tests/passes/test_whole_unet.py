@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -49,9 +50,15 @@ class Rewritten:
             return Interpreter(self.gm)(*self.inputs)[0]
 
 
+@functools.lru_cache(maxsize=None)
+def whole(kind: str) -> Rewritten:
+    """One for all tests, which leave it as it is."""
+    return Rewritten(kind)
+
+
 @pytest.fixture(scope="module", params=NETWORKS)
 def rewritten(request: pytest.FixtureRequest) -> Rewritten:
-    return Rewritten(request.param)
+    return whole(request.param)
 
 
 def modules(module: nn.Module, *kinds: str) -> list[nn.Module]:
@@ -139,7 +146,7 @@ def test_weights_are_read_live(rewritten: Rewritten) -> None:
 @pytest.mark.parametrize("kind", ["sd15", "ldm"])
 def test_autocast(kind: str) -> None:
     """The casts that autocast puts around norms go into the kernels; the error stays that of bfloat16."""
-    exact, half = Rewritten(kind), Rewritten(kind, autocast=True)
+    exact, half = whole(kind), Rewritten(kind, autocast=True)
     assert half.counts["group_norm"] == exact.counts["group_norm"]
     assert half.counts["packed_linear"] == exact.counts["packed_linear"]
     assert half.counts["layer_norm"] + half.counts["add_layer_norm"] == len(modules(half.module, "LayerNorm"))

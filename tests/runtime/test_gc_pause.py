@@ -9,17 +9,23 @@ from sfast_ext.runtime import gc_pause
 from sfast_ext.runtime.gc_pause import gc_paused
 
 
+@pytest.fixture(scope="module", autouse=True)
+def thawed():
+    """As in a host, where nobody has frozen anything."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def thawed(monkeypatch):
-    """As in a host, where nobody has frozen anything, nor asked for fewer collections."""
+def as_often_as_python_does(monkeypatch):
+    """Nobody has asked for fewer collections either."""
     monkeypatch.setattr(gc_pause, "_frozen_by_others", False)
     threshold = gc.get_threshold()
-    gc.unfreeze()
     gc.set_threshold(700)
     yield
     gc.set_threshold(*threshold)
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture
