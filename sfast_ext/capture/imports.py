@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import BuiltinFunctionType
 from typing import Any
 
 _thread = threading.local()
@@ -47,6 +48,8 @@ def _replaced(home: Any, name: str, like: Callable[[Callable[..., Any]], Callabl
 
 def _statement(original: Callable[..., Any]) -> Callable[..., Any]:
     loaded = sys.modules
+    # a third party's may want to see each import
+    plain = isinstance(original, BuiltinFunctionType)
 
     def __import__(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         # hot: torch imports inside functions, tens of thousands of times in a capture
@@ -57,7 +60,7 @@ def _statement(original: Callable[..., Any]) -> Callable[..., Any]:
             for wanted in fromlist or ("",):
                 if wanted not in known:
                     return _elsewhere(lambda: original(name, globals, locals, fromlist, level))
-            if not getattr(known.get("__spec__"), "_initializing", False):
+            if plain and not getattr(known.get("__spec__"), "_initializing", False):
                 # what the original would find; it waits for modules that another thread executes
                 return module
         return original(name, globals, locals, fromlist, level)

@@ -95,6 +95,20 @@ def test_nothing_stays_replaced(monkeypatch):
     assert (builtins.__import__, importlib.import_module) == before
 
 
+def test_who_replaced_it_before_sees_each_import(monkeypatch):
+    seen = []
+    original = builtins.__import__
+
+    def theirs(name, *args, **kwargs):
+        seen.append(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", theirs)
+    with imports.in_other_thread():
+        from json import loads
+    assert loads is sys.modules["json"].loads and "json" in seen
+
+
 def test_who_replaces_it_meanwhile_is_left_alone(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", builtins.__import__)
     with imports.in_other_thread():
