@@ -7,6 +7,7 @@ and loses 1 % for SDXL.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -84,16 +85,19 @@ def runner(operation: Operation, device: torch.device, layout: torch.memory_form
     """Returns a function that runs the operation on images of a layout; None if it is free there."""
     kind, shapes, options, kept = operation
     last = layout == torch.channels_last
-    x, *others = (torch.randn(size, dtype=kept, device=device).to(memory_format=layout) for size in shapes)
+    # the host's random state is left alone: a picture is being made
+    generator = torch.Generator(device).manual_seed(0)
+    randn = functools.partial(torch.randn, dtype=kept, device=device, generator=generator)
+    x, *others = (randn(size).to(memory_format=layout) for size in shapes)
     if kind in ("convolution", "pointwise"):
         weight, (has_bias, *rest) = others[0], options
-        bias = torch.randn(weight.shape[0], dtype=kept, device=device) if has_bias else None
+        bias = randn(weight.shape[0]) if has_bias else None
         if kind == "pointwise" and last:
             matrix, pixels = weight.flatten(1), x.permute(0, 2, 3, 1)
             return lambda: F.linear(pixels, matrix, bias)
         return lambda: F.conv2d(x, weight, bias, *rest)
     if kind == "norm":
-        affine = [torch.randn(x.shape[1], dtype=kept, device=device) for _ in range(2)]
+        affine = [randn(x.shape[1]) for _ in range(2)]
         return lambda: F.group_norm(x, options[0], *affine)
     if kind == "move":
         return None if last else lambda: x.permute(0, 2, 3, 1).contiguous()

@@ -52,7 +52,9 @@ def test_what_depends_on_the_layout_is_found_and_counted() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_operation_is_what_the_graph_does(layout: torch.memory_format) -> None:
-    for operation in operations(Traced(Block(), X).graph):
+    found = operations(Traced(Block(), X).graph)
+    random = torch.get_rng_state()
+    for operation in found:
         run = runner(operation, torch.device("cpu"), layout)
         if operation.kind == "move" and layout == torch.channels_last:
             assert run is None
@@ -62,6 +64,8 @@ def test_every_operation_is_what_the_graph_does(layout: torch.memory_format) -> 
         assert out.isfinite().all() and run().shape == out.shape
         if operation.kind in ("convolution", "norm", "cat", "upsample"):
             assert out.is_contiguous(memory_format=layout) or min(out.shape[1:]) == 1
+    # which is the host's
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 @pytest.mark.parametrize(("times", "pays"), [((2.0, 1.0), True), ((1.0, 2.0), False), ((1.0, 1.0), False)])

@@ -32,6 +32,9 @@ SETTINGS = {"sd_vae": "None", "sd_checkpoints_limit": 1, "sd_checkpoints_keep_in
 
 MASK = Image.new("L", (128, 128))
 ImageDraw.Draw(MASK).rectangle((20, 40, 90, 110), fill=255)
+# Without a mask the model is told of a black image. The tiny VAE has norms of one channel, which is then constant, and
+# PyTorch's norm of channels-last images on a CPU is wrong by a tenth there.
+HALF_MASKED = {**IMG2IMG, "override_settings": {"inpainting_mask_weight": 0.5}}
 INPAINT = {**IMG2IMG, "mask": encoded(MASK), "mask_blur": 4, "inpainting_fill": 1}
 
 
@@ -96,7 +99,7 @@ ROUND: Round = [
     ("one in memory", "options", {"sd_checkpoints_limit": 1}),
     to("inpaint.safetensors"),
     ("inpainting model, txt2img", "txt2img", PLAIN),
-    ("inpainting model, img2img", "img2img", IMG2IMG),
+    ("inpainting model, img2img", "img2img", HALF_MASKED),
     ("inpainting model", "img2img", INPAINT),
     ("inpainting model, LoRA", "img2img", {**INPAINT, "prompt": "a dog <lora:strong:1>"}),
     ("inpainting model, LoRA off", "img2img", INPAINT),
