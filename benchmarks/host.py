@@ -154,7 +154,7 @@ def watched(accelerator: Accelerator, launch: Launch, pool: GraphPool) -> Iterat
         (pool, "end_use", "order of streams", "replay"),
     ]
     with contextlib.ExitStack() as stack:
-        for module in ("accelerator", "runtime.plan_finder", "runtime.plan_runner"):
+        for module in ("runtime.call_server", "runtime.plan_finder", "runtime.plan_runner"):
             stack.enter_context(mock.patch(f"sfast_ext.{module}.at", line.mark))
         for home, name, stage, then in parts:
             stack.enter_context(mock.patch.object(home, name, line.around(getattr(home, name), stage, then)))
