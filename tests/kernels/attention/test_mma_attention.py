@@ -58,7 +58,7 @@ def test_sums_in_half_precision(device, shape):
 
 def test_errors_of_sums_in_half_precision(device):
     """At most 1.5 times those of exact sums, or of a rounding; with large values as well, as nothing overflows."""
-    q, k, v = heads((1, 2, 64, 1024, 40), torch.float16, device)
+    q, k, v = heads((1, 1, 64, 512, 40), torch.float16, device)
     for keys in (k, 0 * k, 8 * k):
         for values in (v, (v.float() * (30000 / v.abs().amax().item())).half(), v + 4):
             wanted = attended(q, keys, values)
