@@ -105,7 +105,7 @@ class Accelerator:
     @property
     def parts(self) -> list[Accelerator]:
         """The accelerators of submodules, see `accelerate_parts`."""
-        return self._model.parts if self.whole is None else []
+        return self._context.parts
 
     def install(self) -> Accelerator:
         """Replace the forward of the module, below accelerate's hook if there is one. Idempotent."""

@@ -209,16 +209,13 @@ def _writes(node: fx.Node) -> Iterator[fx.Node]:
             yield from inputs(argument(node, index, arg.name))
 
 
-_NONE: tuple[tuple[int, str], ...] = ()
-
-
 def _aliased(target: Any) -> tuple[tuple[int, str], ...] | None:
-    """The arguments whose memory a result may share, by position and name. None stands for all of them."""
+    """The arguments whose memory a result may share, by position and name; None where that is not known."""
     if not isinstance(target, torch._ops.OpOverload) or target in SILENT_ALIAS:
         return None
     schema = target._schema
     if all(result.alias_info is None for result in schema.returns):
-        return _NONE
+        return ()
     return tuple((i, argument.name) for i, argument in enumerate(schema.arguments) if argument.alias_info is not None)
 
 
@@ -261,8 +258,6 @@ def mutated(graph: fx.Graph) -> set[fx.Node]:
         if target not in shared:
             shared[target] = _aliased(node.target)
         places = shared[target]
-        if places == _NONE:
-            continue
         others = node.all_input_nodes if places is None else [x for p in places for x in inputs(argument(node, *p))]
         for other in others:
             a, b = root(node), root(other)

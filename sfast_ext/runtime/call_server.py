@@ -176,7 +176,7 @@ class CallServer:
         Where it runs out of memory beside CUDA graphs, they are freed, and it runs again: without us it would have that
         memory.
         """
-        with _building() if self._has_parts() else contextlib.nullcontext():
+        with _building() if self._context.parts else contextlib.nullcontext():
             try:
                 return self._context.original(*args, **self._unconsumed(kwargs))
             except Exception as exc:
@@ -189,9 +189,6 @@ class CallServer:
         """Keyword arguments of which a run of the original takes nothing away, see `Hooks.consumed`."""
         consumed = self._context.hooks.consumed
         return {k: copied(v) if k in consumed else v for k, v in kwargs.items()} if consumed else kwargs
-
-    def _has_parts(self) -> bool:
-        return not self._context.is_part and bool(self._context.model.parts)
 
 
 _thread = threading.local()

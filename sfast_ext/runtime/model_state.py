@@ -115,6 +115,11 @@ class ModuleContext:
     model: ModelState[Any]
     is_part: bool
 
+    @property
+    def parts(self) -> list[Any]:
+        """The accelerators of the module's parts; none of a part's."""
+        return [] if self.is_part else self.model.parts
+
     def device(self) -> torch.device | None:
         """The device of the first parameter. None if there is none."""
         first = _first_parameter(self.module)
