@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from sfast_ext.accelerator import Accelerator
-from sfast_ext.hosts import gpu_room
+from sfast_ext.hosts import gpu_room, system_memory
 from sfast_ext.hosts.attachment import wrap
 from sfast_ext.hosts.session import guarded
 from sfast_ext.report import Report
+from sfast_ext.weights.host_copies import HostCopies, Sources, move_to_gpu, sources_of
 
 
 class Moves:
-    """Follows one module that the host moves by `to`, as AUTOMATIC1111 does with --medvram.
+    """Follows modules that the host moves by `to`, as AUTOMATIC1111 does with --medvram.
 
     Args:
         within: gives the accelerators of a module and of what is in it.
@@ -34,41 +36,108 @@ class Moves:
         host: str,
     ) -> None:
         self._within, self._make_room, self._report, self._host = within, make_room, report, host
-        self._module: Callable[[], nn.Module | None] = lambda: None
-        self._unwrap: Callable[[], None] | None = None
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._unwrap: list[Callable[[], None]] = []
+        self.copies = WeightMoves(report)
 
-    def watch(self, module: nn.Module | None) -> None:
-        """Follow this module, and no other."""
-        if module is self._module():
+    def watch(self, modules: Iterable[nn.Module | None]) -> None:
+        """Follow these modules, and no others."""
+        # wrapped is the class: what lies on an object goes along where that is copied
+        wanted = weakref.WeakSet(m for m in modules if m is not None and type(m) is not nn.Module)
+        if wanted == self._modules:
             return
         self.release()
-        # wrapped is the class: what lies on an object goes along where that is copied
-        if module is not None and type(module) is not nn.Module:
-            self._module = weakref.ref(module)
-            self._unwrap = _wrap_method(type(module), "to", self._to)
+        self._modules = wanted
+        self._unwrap = [_wrap_method(owner, "to", self._to) for owner in {type(module) for module in wanted}]
 
     def release(self) -> None:
         """Follow none."""
-        self._module = lambda: None
-        if self._unwrap is not None:
-            self._unwrap()
-            self._unwrap = None
+        self._modules = weakref.WeakSet()
+        self.copies.drop()
+        while self._unwrap:
+            self._unwrap.pop()()
 
     def _to(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        accelerators = list(self._within(module)) if module is self._module() else []
-        if not accelerators:
+        if module not in self._modules:
             return original(module, *args, **kwargs)
-        place = place_of(args[0] if args else kwargs.get("device"))
-        was_there = gpu_room.on_gpu(module)
+        accelerators = list(self._within(module))
+        device = args[0] if args else kwargs.get("device")
+        place, was_there = place_of(device), gpu_room.on_gpu(module)
+        move = functools.partial(original, module, *args, **kwargs)
         if place is not None and place.type == "cuda":
-            for accelerator in accelerators:
-                fetch = functools.partial(fetch_weights, accelerator, place, self._report, self._host)
-                guarded(self._report, "memory", fetch)
-        result = original(module, *args, **kwargs)
-        if was_there and not gpu_room.on_gpu(module):
+            for_plans = [functools.partial(fetch_weights, a, place, self._report, self._host) for a in accelerators]
+            return self.copies.to_gpu(module, place, move, for_plans)
+        result = self.copies.to_cpu(module, move) if str(device) == "cpu" else move()
+        if accelerators and was_there and not gpu_room.on_gpu(module):
             self._report.count("weights_away")
             guarded(self._report, "memory", lambda: self._make_room(gpu_room.IDLE_RESERVE))
         return result
+
+
+class WeightMoves:
+    """Moves weights between system memory and the GPU in place of a host: see `staging` and `host_copies`. What cannot
+    be moved so is left to the host."""
+
+    def __init__(self, report: Report) -> None:
+        self._report, self._copies = report, HostCopies()
+
+    def to_gpu(
+        self,
+        module: nn.Module,
+        place: torch.device | None,
+        move: Callable[[], Any],
+        before: Iterable[Callable[[], object]] = (),
+    ) -> Any:
+        """Move a module to the GPU; returns what `move` does.
+
+        Args:
+            place: where all of it goes; None where its parts go to different devices.
+            move: how the host moves it.
+            before: called first, as they move the weights that plans read.
+        """
+        sources: Sources = []
+        guarded(self._report, "memory", lambda: sources.extend(sources_of(module) if system_memory.has_room() else ()))
+        for action in before:
+            guarded(self._report, "memory", action)
+        if place is not None:
+            guarded(self._report, "memory", lambda: move_to_gpu(module, place))
+        result = move()
+        guarded(self._report, "memory", lambda: self._copies.keep(module, sources))
+        return result
+
+    def to_cpu(self, module: nn.Module, move: Callable[[], Any]) -> Any:
+        """Move a module to system memory; returns what `move` does, which is how the host moves it."""
+        guarded(self._report, "memory", lambda: self._put_back(module))
+        return move()
+
+    @contextlib.contextmanager
+    def where_it_leaves(self, module: nn.Module) -> Iterator[None]:
+        """While the host decides whether it moves a module to system memory by `to`."""
+        if module not in self._copies:
+            yield
+            return
+
+        def to(original: Callable[..., Any], moved: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            move = functools.partial(original, moved, *args, **kwargs)
+            leaves = moved is module and str(args[0] if args else kwargs.get("device")) == "cpu"
+            return self.to_cpu(moved, move) if leaves else move()
+
+        unwrap = _wrap_method(type(module), "to", to)
+        try:
+            yield
+        finally:
+            unwrap()
+
+    def sweep(self) -> None:
+        """Free what is not needed any more."""
+        guarded(self._report, "memory", self._copies.sweep)
+
+    def drop(self) -> None:
+        """Free all copies."""
+        self._copies.drop()
+
+    def _put_back(self, module: nn.Module) -> None:
+        self._report.count("weights_put_back", self._copies.put_back(module))
 
 
 def fetch_weights(accelerator: Accelerator, place: torch.device | None, report: Report, host: str) -> None:

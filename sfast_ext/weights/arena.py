@@ -22,6 +22,7 @@ from sfast_ext.weights.external_refs import external_reader
 from sfast_ext.weights.gate import Gate, gate_of
 from sfast_ext.weights.original_layout import OriginalLayouts, Strides, memory_of, set_data
 from sfast_ext.weights.packs import Packs
+from sfast_ext.weights.staging import Staging
 from sfast_ext.weights.vacancy import Vacancy, vacancies
 from sfast_ext.weights.weight import (
     Weight,
@@ -39,6 +40,9 @@ from sfast_ext.weights.weight import (
 
 __all__ = ["Weight", "WeightArena", "WeightsAway", "WeightsChanged"]
 
+
+Copy = Callable[[torch.Tensor, torch.Tensor], object]
+"""`copy(to, source)`"""
 
 RESTORE_WAIT_S = 10.0
 """How long `state_dict()` waits for other threads that use the weights."""
@@ -202,7 +206,7 @@ class WeightArena:
         """
         with self.gate.exclusive(), self._lock:
             changed = self._detector.changed()
-            return self._copy_in(changed, anywhere=True) if changed else 0
+            return self._copy_in(changed, anywhere=Staging().copy) if changed else 0
 
     def vacancies(self, weights: Sequence[Weight]) -> list[Vacancy] | None:
         """The blocks of memory of `weights` that could be freed. None if a parameter of the module uses one.
@@ -348,10 +352,13 @@ class WeightArena:
         self._layouts.record(weight.bound, original, paths_of(self.root, weight))
         weight.tensor, weight.pointer = place, place.data_ptr()
 
-    def _copy_in(self, changed: list[tuple[Weight, torch.Tensor | None]], *, anywhere: bool = False) -> int:
+    def _copy_in(self, changed: list[tuple[Weight, torch.Tensor | None]], anywhere: Copy | None = None) -> int:
+        """Args:
+        anywhere: copies from any device; from that of the live tensors alone if None.
+        """
         arriving: dict[int, Weight] = {}
         for weight, now in changed:
-            check_compatible(weight, now, anywhere=anywhere)
+            check_compatible(weight, now, anywhere=anywhere is not None)
             if any(c.get(n) is not now for c, n in weight.slots):
                 raise WeightsChanged(f"{weight.path} is no longer shared between modules")
             bound = self._weights.get(id(now))
@@ -373,17 +380,17 @@ class WeightArena:
         sources = {id(w): now.detach().clone() if memory_of(now) in memory else now.detach() for w, now in written}
         try:
             with torch.inference_mode(False), torch.no_grad():
-                if written and not anywhere and not self._vacant:
+                if written and anywhere is None and not self._vacant:
                     torch._foreach_copy_([weight.tensor for weight, _ in written], list(sources.values()))
                     sources.clear()
                 for weight, now in arrived:
-                    self._copy_one_in(weight, now, sources.pop(id(weight), None))
+                    self._copy_one_in(weight, now, sources.pop(id(weight), None), anywhere or torch.Tensor.copy_)
         finally:
             self.copied += len(written) - len(sources)
             self._reset_detector()
         return len(written)
 
-    def _copy_one_in(self, weight: Weight, now: torch.Tensor, source: torch.Tensor | None) -> None:
+    def _copy_one_in(self, weight: Weight, now: torch.Tensor, source: torch.Tensor | None, copy: Copy) -> None:
         """Make the parameter a view of the live tensor, after copying `source` into it if given.
 
         One weight at a time, so that there is never a second copy of all weights when blocks are allocated again.
@@ -393,7 +400,7 @@ class WeightArena:
             for member in vacancy.members:
                 del self._vacant[id(member.weight)]
         if source is not None:
-            weight.tensor.copy_(source)
+            copy(weight.tensor, source)
         if not same_place(now, weight.tensor):
             # the host's new layout becomes the original one
             paths = paths_of(self.root, weight)

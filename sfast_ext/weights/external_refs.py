@@ -51,12 +51,13 @@ def external_reader(
                 return w
             if last > end:
                 end, was_written = last, is_written
-        if _uses(w.tensor) - _ALONE >= len(known[memory]):
+        if uses(w.tensor) - ALONE >= len(known[memory]):
             return w
     return None
 
 
-def _uses(tensor: torch.Tensor) -> int:
+def uses(tensor: torch.Tensor) -> int:
+    """How many refer to the memory of a tensor, beyond `ALONE` that are there with a single tensor."""
     # before torch 2.6 it exists in GPU builds only
     count = getattr(torch._C, "_storage_Use_Count", None)
     storage = tensor.untyped_storage()
@@ -64,4 +65,4 @@ def _uses(tensor: torch.Tensor) -> int:
 
 
 # the use count of memory with a single tensor
-_ALONE = _uses(torch.empty(0, device="cpu"))
+ALONE = uses(torch.empty(0, device="cpu"))

@@ -338,7 +338,7 @@ class A1111Session(WebUISession):
         config = self.config()
         accelerator = self._unets.follow(unet, config, keep=list(_resident_unets()))
         self._follow_vae(sd_model)
-        self._memory.watch(sd_model)
+        self._memory.watch(sd_model, accelerator is not None)
         networks = [] if unet is None else controlnet.active_networks(unet)
         networks_followed = self._controlnets.follow_all(
             networks, config, keep=[] if unet is None else controlnet.cached_networks(unet)

@@ -19,6 +19,9 @@ from sfast_ext.runtime import graph_pool
 
 _WHY = "the WebUI needs the GPU memory"
 
+_MOVED = ("model", "cond_stage_model", "conditioner", "first_stage_model")
+"""What leaves the GPU with --medvram, of a model; the first is the module around the UNet."""
+
 
 class A1111Memory:
     """Frees the memory that the WebUI relies on.
@@ -55,12 +58,13 @@ class A1111Memory:
             self._moves.release,
         ]
 
-    def watch(self, model: Any) -> None:
-        """Make room for the VAE of the model that is used, and for no other; follow its UNet where that is moved."""
+    def watch(self, model: Any, accelerated: bool) -> None:
+        """Make room for the VAE of the model that is used, and for no other; follow its modules where it moves them."""
         if torch.cuda.is_available():
             self._vaes.watch([getattr(model, "first_stage_model", None)])
-            # with --medvram what is moved is the module around the UNet
-            self._moves.watch(getattr(model, "model", None) if getattr(model, "lowvram", False) else None)
+            moved = accelerated and getattr(model, "lowvram", False)
+            parts = [getattr(model, name, None) for name in _MOVED] if moved else []
+            self._moves.watch(part for part in parts if isinstance(part, nn.Module))
 
     def _send_away(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         unet = self._unet_of(model)
@@ -68,6 +72,7 @@ class A1111Memory:
         vae = getattr(model, "first_stage_model", None)
         vae_there = isinstance(vae, nn.Module) and gpu_room.on_gpu(vae)
         result = original(model, *args, **kwargs)
+        self._moves.copies.sweep()
         if unet is not None and was_there and not gpu_room.on_gpu(unet):
             self._guarded(lambda: self._attachment.suspend(unet))
         if vae_there and not gpu_room.on_gpu(vae):

@@ -18,7 +18,7 @@ from torch import nn
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.attachment import Attachment, wrap
-from sfast_ext.hosts.moves import fetch_weights, place_of
+from sfast_ext.hosts.moves import WeightMoves, fetch_weights, place_of
 from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.vae_memory import VaeMemory
 from sfast_ext.report import Report
@@ -39,6 +39,7 @@ class Offload:
         self._networks, self._vae_parts, self._report = attachments, vaes, report
         self._attachments = (*vaes, *attachments)
         self._vaes = VaeMemory(lambda needed: self._guarded(lambda: self._make_room(needed)))
+        self._moves = WeightMoves(report)
         self._oom_count: int | None = None
         self._release_always = False
 
@@ -53,6 +54,7 @@ class Offload:
             wrap(accelerate, "dispatch_model", self._dispatch),
             wrap(sd_offload_aux, "move_aux_to_gpu", self._move_aux_to_gpu),
             self._vaes.release,
+            self._moves.drop,
         ]
 
     def watch(self, vaes: Iterable[Any]) -> None:
@@ -61,11 +63,13 @@ class Offload:
             return
         self._notice_out_of_memory()
         self._vaes.watch(vaes)
+        self._moves.sweep()
 
     def _move_to_cpu(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         parts, ours = self._accelerators_in(module, self._vae_parts), self._accelerators_in(module, self._networks)
         was_there = (parts or ours) and gpu_room.on_gpu(module)
-        result = original(module, *args, **kwargs)
+        with self._moves.where_it_leaves(module):
+            result = original(module, *args, **kwargs)
         if was_there and not gpu_room.on_gpu(module):
             for part in parts:
                 self._guarded(part.give_memory_back)
@@ -79,13 +83,17 @@ class Offload:
         ours = self._accelerators_in(model) if isinstance(model, nn.Module) and isinstance(places, dict) else []
         if not ours and isinstance(model, nn.Module):
             self._guarded(lambda: self._make_room(gpu_room.load_bytes(model)))
-        goes = place_of(next(iter(places.values()))) if ours and len(set(places.values())) == 1 else None
+        one_place = isinstance(places, dict) and len(set(places.values())) == 1
+        goes = place_of(next(iter(places.values()))) if one_place else None
+        move = functools.partial(original, model, *args, **kwargs)
+        if not isinstance(model, nn.Module) or not any(a.accelerators() for a in self._attachments):
+            return move()
         for accelerator in ours:
-            self._guarded(functools.partial(fetch_weights, accelerator, goes, self._report, "SD.Next"))
             # dispatch_model calls state_dict() to read the names
             accelerator.restores_for_saving = False
+        for_plans = [functools.partial(fetch_weights, a, goes, self._report, "SD.Next") for a in ours]
         try:
-            return original(model, *args, **kwargs)
+            return self._moves.to_gpu(model, goes, move, for_plans)
         finally:
             for accelerator in ours:
                 accelerator.restores_for_saving = True

@@ -16,9 +16,10 @@ pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs st
 from pretended_card import GPU, Card, pretended_card
 
 from hosts.standins import a1111 as standin
-from sfast_ext.hosts import gpu_room
+from sfast_ext.hosts import gpu_room, system_memory
 from sfast_ext.hosts.a1111 import adapter as a1111
 from sfast_ext.runtime.recapture import Recapture
+from sfast_ext.weights import digest
 
 SIZE = sum(p.nbytes for p in standin.make_unet(1).parameters())
 # what torch rounds up, indices, inputs and results of a tiny model
@@ -208,6 +209,8 @@ class Medvram:
 def medvram(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Medvram]:
     for name, part in (("IDLE_RESERVE", 1), ("WORKSPACE", 0.1), ("DECODING_RESERVE", 1), ("NEXT_MODEL_RESERVE", 2)):
         monkeypatch.setattr(gpu_room, name, int(part * SIZE))
+    monkeypatch.setattr(digest, "COLUMNS", 5)
+    monkeypatch.setattr(system_memory, "available_bytes", lambda: system_memory.RESERVE)
     with standin.running(sfast_triton=False) as host, pretended_card(monkeypatch, int(request.param * SIZE)) as card:
         host.place = host.shared.device = GPU
         a1111.start("test")
@@ -267,6 +270,61 @@ def test_with_medvram_lora_and_checkpoint_are_followed(medvram):
     medvram.host.fire("model_loaded", model)
     torch.testing.assert_close(medvram.picture(), expected[1], rtol=1e-3, atol=1e-4)
     assert medvram.counted("captures") == [1]
+
+
+@pytest.mark.parametrize("medvram", [1.7, 4], indirect=True)
+def test_with_medvram_what_did_not_change_is_not_copied_back(medvram, monkeypatch):
+    expected = of(1)
+    model = medvram.host.model_data.sd_model
+    moved = (model.model, model.cond_stage_model, model.first_stage_model)
+    number = sum(len(list(m.parameters())) for m in moved)
+
+    def copied() -> int:
+        """How many weights a picture copies on their way back."""
+        before = {p: p.data_ptr() for m in moved for p in m.parameters()}
+        put_back = medvram.counted("weights_put_back")[0]
+        torch.testing.assert_close(medvram.picture(), expected, rtol=1e-3, atol=1e-4)
+        there = number - (medvram.counted("weights_put_back")[0] - put_back)
+        # the memory of one that is copied may be given to another
+        assert there >= sum(p.data_ptr() != was for p, was in before.items())
+        return there
+
+    medvram.picture()
+    copied()
+    assert copied() == 0 and copied() == 0
+    with torch.no_grad():
+        # in system memory, where the next arrival takes it from
+        model.model.diffusion_model.out[2].bias.add_(1)
+    expected = other = medvram.picture()
+    assert (expected - of(1)).abs().max() > 0.1 and copied() == 0
+    medvram.host.lora(a=1.0)
+    expected = medvram.picture()
+    assert copied() == 0
+    medvram.host.lora()
+    expected = other
+    assert 0 < copied() < number and copied() == 0
+    monkeypatch.setattr(system_memory, "available_bytes", lambda: system_memory.RESERVE - 1)
+    assert copied() == number
+    assert medvram.counted("captures", "errors") == [1, 0]
+
+
+@pytest.mark.parametrize("medvram", [4], indirect=True)
+@pytest.mark.parametrize("way", ["off", "thrown away", "stopped"])
+def test_with_medvram_no_copy_outlives_its_model(medvram, way):
+    medvram.picture()
+    model = medvram.host.model_data.sd_model
+    medvram.host.lowvram.send_me_to_gpu(model.model)
+    medvram.host.generate()
+    copies = a1111.A1111Session.running._memory._moves.copies._copies
+    assert copies.bytes == SIZE
+    if way == "off":
+        medvram.host.opts.data["sfast_enabled"] = False
+        medvram.host.generate()
+    elif way == "thrown away":
+        sys.modules["modules.sd_models"].send_model_to_trash(model)
+    else:
+        a1111.A1111Session.stop()
+    assert copies.bytes == 0
 
 
 @pytest.mark.parametrize("medvram", [4], indirect=True)

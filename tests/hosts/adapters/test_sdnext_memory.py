@@ -14,6 +14,7 @@ from faulty import failing
 from hosts.standins.sdnext import diffusers, network
 from hosts.standins.sdnext_card import SD15, SDXL, STEPS, Proportions, card_host
 from sfast_ext import Accelerator
+from sfast_ext.hosts import system_memory
 from sfast_ext.weights.arena import WeightsAway
 
 accelerate = pytest.importorskip("accelerate")
@@ -119,6 +120,30 @@ def test_a_checkpoint_of_the_same_architecture_keeps_the_plans(open_card: Any, l
             job = on.job(expected[seed])
             assert job["captures"] == 0 and job["runs"] == STEPS
     assert on.host.captures() == 1
+
+
+@pytest.mark.parametrize("gib", [8, 12])
+def test_what_did_not_change_is_not_copied_back(open_card: Any, gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    on = open_card(gib, SDXL)
+    layers = network(on.unet)
+    expected = {m: on.stock(network=layers, multiplier=m) for m in (0.0, 1.0)}
+    pipeline = on.host.modeldata.model_data.sd_model
+    moved = [*pipeline.unet.parameters(), *pipeline.text_encoder.parameters(), *pipeline.vae.parameters()]
+    report = on.host.session.report
+
+    def copied(multiplier: float) -> int:
+        put_back = report.counter("weights_put_back")
+        on.job(expected[multiplier], network=layers, multiplier=multiplier)
+        return len(moved) - (report.counter("weights_put_back") - put_back)
+
+    # plans lay weights out; a VAE leaves when the next job begins
+    for _ in range(3):
+        copied(0.0)
+    # SD.Next applies networks while the weights are in system memory
+    assert [copied(m) for m in (0.0, 1.0, 1.0, 0.0)] == [0, 0, 0, 0]
+    monkeypatch.setattr(system_memory, "available_bytes", lambda: system_memory.RESERVE - 1)
+    copied(1.0)
+    assert copied(1.0) == len(moved)
 
 
 def test_after_the_host_ran_out_of_memory_nothing_is_kept(open_card: Any) -> None:

@@ -17,7 +17,8 @@ from pretended_card import GPU, Card, pretended_card
 from torch import nn
 
 from hosts.standins.sdnext import Host, diffusers, hosted
-from sfast_ext.hosts import gpu_room
+from sfast_ext.hosts import gpu_room, system_memory
+from sfast_ext.weights import digest
 
 OUTSIDE = 0.5
 """GiB that CUDA and the desktop have."""
@@ -187,6 +188,8 @@ def card_host(
     scale = weights(unet().to(dtype)) / like.unet
     for name in ("IDLE_RESERVE", "WORKSPACE", "DECODING_RESERVE"):
         patch.setattr(gpu_room, name, int(getattr(gpu_room, name) / 2**30 * scale))
+    patch.setattr(digest, "COLUMNS", 2)
+    patch.setattr(system_memory, "available_bytes", lambda: system_memory.RESERVE)
     hosting = hosted(patch)
     host = next(hosting)
     with pretended_card(patch, int(gib * scale), int(OUTSIDE * scale)) as card:

@@ -1,0 +1,66 @@
+"""Digests of tensors, computed where they are: whether the values of weights changed, without a copy of them.
+
+A tensor is read as 64-bit words, in rows of a prime number of words; the digest is the sum of each column, modulo 2^64,
+and the words of the last, incomplete row. What changes a weight (a LoRA, a merge, another checkpoint) changes the sums.
+As no row or column of a weight is a multiple of that prime long, its elements fall into other columns when it is
+permuted. A tensor of less than two rows is its own digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sfast_ext.weights.staging import in_memory_order
+
+COLUMNS = 127
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+class Digests:
+    """The digests of dense tensors of one device.
+
+    Two are compared where they are of tensors with the same shapes and layouts.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        parts = [_parts(tensor) for tensor in tensors]
+        self._lengths = [sum(len(part) for part in each) for each in parts]
+        self._values = torch.cat([part for each in parts for part in each])
+
+    def same(self, other: Digests) -> list[bool]:
+        """For each tensor whether its digest is that of the other. Waits for the device."""
+        assert self._lengths == other._lengths
+        differing = (self._values != other._values).cumsum(0)
+        ends = torch.tensor(self._lengths).cumsum(0) - 1
+        until = [0, *differing[ends.to(differing.device)].tolist()]
+        return [before == after for before, after in zip(until, until[1:])]
+
+    def of(self, chosen: Sequence[bool]) -> Digests:
+        """Those of the tensors that are chosen."""
+        if all(chosen):
+            return self
+        some = object.__new__(Digests)
+        some._lengths = [length for length, wanted in zip(self._lengths, chosen) if wanted]
+        kept = [part for part, wanted in zip(self._values.split(self._lengths), chosen) if wanted]
+        some._values = torch.cat(kept)
+        return some
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    words = _words(tensor)
+    rows = len(words) // COLUMNS
+    if rows < 2:
+        return [words.to(torch.int64)]
+    whole = rows * COLUMNS
+    sums = words[:whole].view(rows, COLUMNS).sum(0, dtype=torch.int64)
+    return [sums, words[whole:].to(torch.int64)]
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory as integers, as wide as its size and place allow."""
+    flat = in_memory_order(tensor)
+    size, begin = tensor.element_size() * len(flat), tensor.element_size() * flat.storage_offset()
+    dtype = next(dtype for dtype in _WORDS if size % dtype.itemsize == 0 and begin % dtype.itemsize == 0)
+    return flat.view(dtype)

@@ -1,0 +1,128 @@
+"""Copies in system memory of weights that are on the GPU.
+
+A host that has little GPU memory moves each model there and back for each picture. The way back copies all weights,
+although the host's own tensors in system memory had the same values. They are kept here while the model is on the GPU,
+and put back where a digest of the weight (see `digest`) shows that nothing changed it. They take no more system memory
+than the host needs while the model is away.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from sfast_ext.weights.digest import Digests
+from sfast_ext.weights.external_refs import ALONE, uses
+from sfast_ext.weights.original_layout import set_data
+from sfast_ext.weights.staging import Staging, is_dense
+
+Sources = list[tuple[nn.Parameter, torch.Tensor]]
+"""Parameters, and what they had in system memory."""
+
+
+@dataclass
+class _Kept:
+    parameters: list[weakref.ref[nn.Parameter]]
+    sources: list[torch.Tensor]
+    digests: Digests
+
+
+class HostCopies:
+    """Those of modules that a host moves. Only parameters are followed, not buffers."""
+
+    def __init__(self) -> None:
+        self._kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._kept
+
+    @property
+    def bytes(self) -> int:
+        """What they take in system memory."""
+        return sum(source.nbytes for kept in self._kept.values() for source in kept.sources)
+
+    def keep(self, module: nn.Module, sources: Sources) -> None:
+        """Keep the copies of a module that was moved to the GPU.
+
+        Args:
+            sources: what `sources_of` gave before it was moved. A tensor whose memory is used by others as well is not
+                kept: they may write to it, or rely on being the only ones.
+        """
+        self._kept.pop(module, None)
+        followed = [
+            (parameter, source)
+            for parameter, source in sources
+            if parameter.is_cuda and _matches(parameter, source) and is_dense(parameter) and uses(source) == ALONE
+        ]
+        if followed:
+            parameters, copies = [p for p, _ in followed], [s for _, s in followed]
+            self._kept[module] = _Kept([weakref.ref(p) for p in parameters], copies, _digests(parameters))
+
+    def put_back(self, module: nn.Module) -> int:
+        """Give the parameters of a module that is about to leave the GPU their copies in system memory, where these are
+        still equal. Returns how many need not be copied."""
+        kept = self._kept.pop(module, None)
+        if kept is None:
+            return 0
+        present = {id(parameter) for parameter in module.parameters()}
+        parameters = [reference() for reference in kept.parameters]
+        there = [
+            p is not None and id(p) in present and p.is_cuda and _matches(p, source) and is_dense(p)
+            for p, source in zip(parameters, kept.sources)
+        ]
+        followed = [(p, source) for p, source, here in zip(parameters, kept.sources, there) if here and p is not None]
+        if not followed:
+            return 0
+        devices = {p.device for p, _ in followed}
+        for device in devices:
+            # what another stream writes to them
+            torch.cuda.synchronize(device)
+        same = _digests([p for p, _ in followed]).same(kept.digests.of(there))
+        unchanged = [pair for pair, is_same in zip(followed, same) if is_same]
+        for parameter, source in unchanged:
+            set_data(parameter, source)
+        return len(unchanged)
+
+    def drop(self, module: nn.Module | None = None) -> None:
+        """Free the copies of a module, or all."""
+        if module is None:
+            self._kept.clear()
+        else:
+            self._kept.pop(module, None)
+
+    def sweep(self) -> None:
+        """Free the copies of modules that were moved in a way that was not followed."""
+        for module in [module for module in self._kept if not any(p.is_cuda for p in module.parameters())]:
+            self.drop(module)
+
+
+def sources_of(module: nn.Module) -> Sources:
+    """What the parameters of a module have in system memory, before it is moved. It is not freed while this is held."""
+    return [(p, p.data) for p in module.parameters() if _is_plain(p) and p.device.type == "cpu" and p.numel()]
+
+
+def move_to_gpu(module: nn.Module, device: torch.device) -> None:
+    """Move the parameters of a module from system memory, as `module.to(device)` does, but faster; see `Staging`."""
+    staging = Staging()
+    with torch.no_grad():
+        for parameter, source in sources_of(module):
+            there = torch.empty_like(source, device=device)
+            staging.copy(there, source)
+            set_data(parameter, there)
+
+
+def _digests(parameters: Sequence[torch.Tensor]) -> Digests:
+    with torch.no_grad():
+        return Digests([parameter.detach() for parameter in parameters])
+
+
+def _matches(parameter: torch.Tensor, source: torch.Tensor) -> bool:
+    return _is_plain(parameter) and parameter.dtype == source.dtype and parameter.shape == source.shape
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided

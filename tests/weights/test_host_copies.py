@@ -1,0 +1,153 @@
+"""Copies in system memory of weights that are on a pretended GPU."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from pretended_card import GPU, pretended_card
+from torch import nn
+
+from sfast_ext.weights.host_copies import HostCopies, move_to_gpu, sources_of
+
+
+@pytest.fixture
+def card(monkeypatch):
+
+    with pretended_card(monkeypatch, 1 << 30) as card:
+        yield card
+
+
+class Moved:
+    """A model that is moved to the GPU, with its values before."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.Linear(40, 30))
+        self.module[2].weight.data = self.module[2].weight.data.contiguous(memory_format=torch.channels_last)
+        self.copies = HostCopies()
+        self.arrive()
+
+    def arrive(self) -> None:
+        self.pointers = [p.data_ptr() for p in self.module.parameters()]
+        self.strides = [p.stride() for p in self.module.parameters()]
+        self.values = copy.deepcopy(self.module)
+        sources = sources_of(self.module)
+        move_to_gpu(self.module, GPU)
+        self.module.to(GPU)
+        assert all(p.is_cuda for p in self.module.parameters())
+        assert [p.stride() for p in self.module.parameters()] == self.strides
+        self.copies.keep(self.module, sources)
+
+    def leave(self) -> int:
+        """How many weights had to be copied."""
+        put_back = self.copies.put_back(self.module)
+        self.module.to("cpu")
+        assert not any(t.is_cuda for t in (*self.module.parameters(), *self.module.buffers()))
+        return len(self.pointers) - put_back
+
+    def unmoved(self) -> list[bool]:
+        return [p.data_ptr() == was for p, was in zip(self.module.parameters(), self.pointers)]
+
+
+@pytest.fixture
+def moved(card):
+    return Moved()
+
+
+def equal(module: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(module.state_dict().values(), other.state_dict().values())
+    return all(torch.equal(a.to("cpu"), b.to("cpu")) for a, b in pairs)
+
+
+def test_nothing_is_copied_where_nothing_changed(moved):
+    for _ in range(3):
+        assert moved.copies.bytes == sum(p.nbytes for p in moved.module.parameters())
+        assert moved.leave() == 0 and all(moved.unmoved()) and equal(moved.module, moved.values)
+        assert moved.copies.bytes == 0
+        moved.arrive()
+
+
+@pytest.mark.parametrize("how", ["in place", "in its data", "other data", "another tensor"])
+def test_what_changed_is_copied(moved, how):
+    layer = moved.module[3]
+    with torch.no_grad():
+        changed = layer.weight + 1
+        if how == "in place":
+            layer.weight.copy_(changed)
+        elif how == "in its data":
+            layer.weight.data.add_(1)
+        elif how == "other data":
+            layer.weight.data = changed
+        else:
+            layer.weight = nn.Parameter(changed)
+    with torch.no_grad():
+        moved.values[3].weight += 1
+    assert moved.leave() == 1 and equal(moved.module, moved.values)
+    moved.arrive()
+    assert moved.leave() == 0 and equal(moved.module, moved.values)
+
+
+def test_a_parameter_that_left_the_module_is_not_touched(moved):
+    kept = moved.module[3].weight
+    moved.module[3].weight = nn.Parameter(kept.detach().clone())
+    moved.leave()
+    assert kept.is_cuda and equal(moved.module, moved.values)
+
+
+def test_other_dtypes_and_shapes_are_copied(moved):
+    moved.module[0].half()
+    moved.module[3].bias.data = torch.zeros(31).to(GPU)
+    assert moved.leave() == 3
+    assert moved.module[0].weight.dtype == torch.float16 and moved.module[3].bias.shape == (31,)
+
+
+def test_memory_that_others_use_is_not_kept(card):
+    moved = Moved()
+    moved.leave()
+    backup = moved.module[0].weight.data
+    both = moved.module[2].bias.data[2:]
+    moved.arrive()
+    assert moved.leave() == 2
+    # as without us, what follows does not reach the backup
+    with torch.no_grad():
+        moved.module[0].weight.add_(1)
+        both.add_(1)
+    assert torch.equal(backup, moved.values[0].weight) and torch.equal(moved.module[2].bias, moved.values[2].bias)
+
+
+def test_tied_and_empty_parameters(card):
+    moved = Moved()
+    moved.leave()
+    moved.module.append(nn.Linear(40, 30))
+    moved.module[4].weight = moved.module[3].weight
+    moved.module.register_parameter("nothing", nn.Parameter(torch.zeros(0)))
+    moved.arrive()
+    moved.leave()
+    assert moved.module[4].weight is moved.module[3].weight and equal(moved.module, moved.values)
+
+
+def test_inference_tensors(card):
+    moved = Moved()
+    moved.leave()
+    with torch.inference_mode():
+        moved.module[3].weight.data = moved.module[3].weight.data.clone()
+        moved.arrive()
+        moved.leave()
+    assert equal(moved.module, moved.values)
+
+
+def test_copies_go_with_their_module_and_where_it_was_moved_otherwise(moved):
+    moved.copies.sweep()
+    assert moved.copies.bytes
+    for parameter in moved.module.parameters():
+        parameter.data = parameter.data.to("cpu")
+    moved.copies.sweep()
+    assert not moved.copies.bytes
+    moved.arrive()
+    assert moved.copies.bytes
+    del moved.module
+    gc.collect()
+    assert not moved.copies.bytes

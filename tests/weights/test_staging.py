@@ -1,0 +1,117 @@
+"""Copies from system memory through two pinned buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pretended_card import GPU, pretended_card
+
+from sfast_ext.weights.staging import Staging, is_dense
+
+SHAPES = [(0,), (), (1,), (7,), (63, 1), (3, 5, 7), (129, 33), (2, 64, 3, 3), (100, 100), (5, 1, 2, 2)]
+
+
+class Buffers(Staging):
+    """With buffers on a CPU, where a copy is made when it is called; notes where one is filled too early."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.log: list[tuple[str, int]] = []
+
+    def _buffer(self, size):
+        log, number = self.log, len(self.log)
+        self.log.append(("made", number))
+
+        class Event:
+            def record(self):
+                log.append(("record", number))
+
+            def synchronize(self):
+                log.append(("synchronize", number))
+
+        return torch.full((size,), 0xAA, dtype=torch.uint8), Event()
+
+
+def laid(values: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout == "channels last" and values.dim() == 4:
+        return values.contiguous(memory_format=torch.channels_last)
+    return values
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    with pretended_card(monkeypatch, 1 << 30) as card:
+        yield card
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("layouts", [("plain", "plain"), ("channels last", "plain"), ("plain", "channels last")])
+@pytest.mark.parametrize("size", [64, 1000, 1 << 20])
+def test_copies_are_exact(card, dtype, layouts, size):
+    staging = Buffers(size)
+    sources = [laid((torch.randn(shape) * 50).to(dtype), layouts[0]) for shape in SHAPES]
+    there = [laid(torch.full(shape, 1, dtype=dtype), layouts[1]).to(GPU) for shape in SHAPES]
+    for to, source in zip(there, sources):
+        strides = to.stride()
+        staging.copy(to, source)
+        assert to.stride() == strides
+    for to, source in zip(there, sources):
+        assert torch.equal(to.to("cpu"), source)
+    # a buffer is filled again after what was copied from it arrived
+    order = [number for what, number in staging.log if what == "record"]
+    waits = [number for what, number in staging.log if what == "synchronize"]
+    assert waits == [1 - number for number in order] and order == [i % 2 for i in range(len(order))]
+    assert bool(order) == (size < 1 << 20)
+
+
+def test_a_source_without_gaps_that_is_not_known_is_copied_as_before(card):
+    source = torch.randn(6, 4).t()
+    assert not is_dense(source)
+    to, staging = torch.zeros(4, 6).to(GPU), Buffers(64)
+    staging.copy(to, source)
+    assert torch.equal(to.to("cpu"), source) and staging.log == []
+
+
+def test_without_memory_to_pin_it_copies_as_before(card, monkeypatch):
+    def refuse(self, size):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Staging, "_buffer", refuse)
+    source, to = torch.randn(9), torch.zeros(9).to(GPU)
+    Staging().copy(to, source)
+    assert torch.equal(to.to("cpu"), source)
+
+
+def test_with_a_single_thread_it_copies_as_before(card, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    source, to, staging = torch.randn(9), torch.zeros(9).to(GPU), Buffers(64)
+    staging.copy(to, source)
+    assert torch.equal(to.to("cpu"), source) and staging.log == []
+
+
+def test_between_tensors_of_one_device_nothing_is_staged():
+    source, to, staging = torch.randn(9), torch.zeros(9), Buffers(64)
+    staging.copy(to, source)
+    assert torch.equal(to, source) and staging.log == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1 << 12, 1 << 20, 32 << 20])
+def test_on_a_gpu_the_sources_may_be_written_at_once(size):
+    staging = Staging(size)
+    shapes = [*SHAPES, (1280, 640, 3, 3), (2560, 1280), (1001, 999)] * 2
+    sources = [torch.randn(shape, dtype=torch.float16) for shape in shapes]
+    expected = [source.clone() for source in sources]
+    there = [torch.full(shape, float("nan"), dtype=torch.float16, device="cuda") for shape in shapes]
+    there = [laid(to, "channels last") if i % 2 else to for i, to in enumerate(there)]
+    torch.cuda._sleep(20_000_000)
+    for to, source in zip(there, sources):
+        staging.copy(to, source)
+        source.fill_(7)
+    for to, values in zip(there, expected):
+        assert torch.equal(to.cpu(), values)
