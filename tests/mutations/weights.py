@@ -7,6 +7,7 @@ from mutations import Mutation
 _REPLACED = ("weights/test_arena.py::test_replaced_values_are_copied_in_and_the_parameter_is_bound_again",)
 _NOT_FOLLOWED = ("weights/test_arena.py::test_weights_that_cannot_be_followed_say_so",)
 _ALONE = ("weights/test_gate.py::test_nobody_is_alone_while_another_is_inside",)
+_MOVED = ("weights/test_host_copies.py::test_after_random_changes_a_module_is_as_if_the_host_had_moved_it",)
 
 MUTATIONS = [
     Mutation(
@@ -150,5 +151,41 @@ MUTATIONS = [
         "with self.gate.exclusive(), self._lock:\n            return self._copy_in(changed)",
         "with self._lock:\n            return self._copy_in(changed)",
         ("weights/test_gate.py::test_new_weights_are_taken_up_when_the_other_thread_has_ended",),
+    ),
+    Mutation(
+        "weights that changed on the GPU beside their copies", "weights/host_copies.py",
+        "for pair, is_same in zip(followed, same) if is_same]", "for pair in followed]",
+        _MOVED,
+    ),
+    Mutation(
+        "copies whose memory others use", "weights/host_copies.py",
+        " and uses(source) == ALONE", "",
+        ("weights/test_host_copies.py::test_memory_that_others_use_is_not_kept",),
+    ),
+    Mutation(
+        "copies of another dtype or shape", "weights/host_copies.py",
+        "return _is_plain(parameter) and parameter.dtype == source.dtype and parameter.shape == source.shape",
+        "return _is_plain(parameter)",
+        ("weights/test_host_copies.py::test_other_dtypes_and_shapes_are_copied",),
+    ),
+    Mutation(
+        "copies of parameters that left their module", "weights/host_copies.py",
+        "p is not None and id(p) in present and ", "p is not None and ",
+        ("weights/test_host_copies.py::test_a_parameter_that_left_the_module_is_not_touched",),
+    ),
+    Mutation(
+        "the sums of a digest", "weights/digest.py",
+        "return [sums, words[whole:].to(torch.int64)]", "return [words[whole:].to(torch.int64)]",
+        ("weights/test_digest.py::test_changes_of_the_whole_are_seen",),
+    ),
+    Mutation(
+        "the last row of a digest", "weights/digest.py",
+        "return [sums, words[whole:].to(torch.int64)]", "return [sums]",
+        ("weights/test_digest.py::test_one_bit_of_one_element_is_seen",),
+    ),
+    Mutation(
+        "a buffer that is still on its way", "weights/staging.py",
+        "        self._buffers[0][1].synchronize()\n", "",
+        ("weights/test_staging.py::test_copies_are_exact",),
     ),
 ]  # fmt: skip

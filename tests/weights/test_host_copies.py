@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 
 import pytest
 import torch
@@ -137,6 +138,62 @@ def test_inference_tensors(card):
         moved.arrive()
         moved.leave()
     assert equal(moved.module, moved.values)
+
+
+def changes(rng: random.Random, module: nn.Module) -> str:
+    """Change something, wherever the module is, as a LoRA, a merge, a cast or a host does."""
+    layer = module[rng.choice((0, 2, 3))]
+    name = rng.choice(("weight", "bias"))
+    parameter = getattr(layer, name)
+    what = rng.choice(("add", "data", "back", "replace", "half", "float", "relay", "flip", "nothing"))
+    with torch.no_grad():
+        if what == "add":
+            parameter.add_(rng.random())
+        elif what == "data":
+            parameter.data = parameter.data * 0.5
+        elif what == "back":
+            parameter.add_(1).sub_(1)
+        elif what == "replace":
+            setattr(layer, name, nn.Parameter(parameter.detach().clone()))
+        elif what in ("half", "float"):
+            layer.half() if what == "half" else layer.float()
+        elif what == "relay" and parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        elif what == "flip":
+            parameter.copy_(parameter.flip(0))
+    return what
+
+
+def test_after_random_changes_a_module_is_as_if_the_host_had_moved_it(card):
+    for seed in range(60):
+        rng = random.Random(seed)
+        moved = Moved()
+        other, log = copy.deepcopy(moved.values).to(GPU), []
+        aliases: list[torch.Tensor] = []
+        for _ in range(12):
+            state = rng.getstate()
+            log.append(changes(rng, moved.module))
+            rng.setstate(state)
+            changes(rng, other)
+            move = rng.random()
+            if move < 0.3:
+                moved.leave()
+                other.to("cpu")
+                if rng.random() < 0.3:
+                    aliases.append(rng.choice(list(moved.module.parameters())).data)
+                if rng.random() < 0.5:
+                    state = rng.getstate()
+                    log.append(changes(rng, moved.module))
+                    rng.setstate(state)
+                    changes(rng, other)
+                moved.arrive()
+                other.to(GPU)
+            elif move < 0.4 and aliases:
+                aliases.pop().zero_()
+            pairs = zip(moved.module.state_dict().items(), other.state_dict().values())
+            for (name, value), expected in pairs:
+                assert value.dtype == expected.dtype and value.stride() == expected.stride(), (seed, name, log)
+                assert torch.equal(value.to("cpu"), expected.to("cpu")), (seed, name, log)
 
 
 def test_copies_go_with_their_module_and_where_it_was_moved_otherwise(moved):

@@ -41,7 +41,9 @@ WITHOUT_NETWORK = (
     "--skip-prepare-environment --skip-version-check --skip-python-version-check --no-download-sd-model"
     " --do-not-download-clip --no-hashing --api --server-name 127.0.0.1"
 )
-TOLERANCE = 1.0  # of 255, mean over the picture; both sides compute in fp32 and differ by the order of additions only
+# Of 255, mean over the picture. In fp32 both sides differ by the order of additions only. In half precision the WebUI's
+# own picture is up to 1.24 off that in fp32 (SD 2 with a LoRA, whose effect is 58).
+TOLERANCE = 1.0 if ON_CPU else 2.5
 
 STARTED = "Startup time"
 """What AUTOMATIC1111 writes once its server has all routes. An earlier request ends it, with the extension or without:
