@@ -96,18 +96,18 @@ class WeightMoves:
             before: called first, as they move the weights that plans read.
         """
         sources: Sources = []
-        guarded(self._report, "memory", lambda: sources.extend(sources_of(module) if system_memory.has_room() else ()))
+        self._attempt(lambda: sources.extend(sources_of(module) if system_memory.has_room() else ()))
         for action in before:
             guarded(self._report, "memory", action)
         if place is not None:
-            guarded(self._report, "memory", lambda: move_to_gpu(module, place))
+            self._attempt(lambda: move_to_gpu(module, place))
         result = move()
-        guarded(self._report, "memory", lambda: self._copies.keep(module, sources))
+        self._attempt(lambda: self._copies.keep(module, sources))
         return result
 
     def to_cpu(self, module: nn.Module, move: Callable[[], Any]) -> Any:
         """Move a module to system memory; returns what `move` does, which is how the host moves it."""
-        guarded(self._report, "memory", lambda: self._put_back(module))
+        self._attempt(lambda: self._put_back(module))
         return move()
 
     @contextlib.contextmanager
@@ -130,11 +130,21 @@ class WeightMoves:
 
     def sweep(self) -> None:
         """Free what is not needed any more."""
-        guarded(self._report, "memory", self._copies.sweep)
+        self._attempt(self._copies.sweep)
 
     def drop(self) -> None:
         """Free all copies."""
         self._copies.drop()
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        def unless_full() -> None:
+            try:
+                action()
+            except torch.cuda.OutOfMemoryError:
+                # told from the host's own, which follows where the weights do not fit either
+                self._report.count("out_of_memory")
+
+        guarded(self._report, "memory", unless_full)
 
     def _put_back(self, module: nn.Module) -> None:
         self._report.count("weights_put_back", self._copies.put_back(module))

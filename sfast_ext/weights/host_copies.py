@@ -17,7 +17,7 @@ from torch import nn
 
 from sfast_ext.weights.digest import Digests
 from sfast_ext.weights.external_refs import ALONE, uses
-from sfast_ext.weights.original_layout import set_data
+from sfast_ext.weights.original_layout import live_tensor, set_data
 from sfast_ext.weights.staging import Staging, is_dense
 
 Sources = list[tuple[nn.Parameter, torch.Tensor]]
@@ -102,13 +102,15 @@ class HostCopies:
 
 def sources_of(module: nn.Module) -> Sources:
     """What the parameters of a module have in system memory, before it is moved. It is not freed while this is held."""
-    return [(p, p.data) for p in module.parameters() if _is_plain(p) and p.device.type == "cpu" and p.numel()]
+    here = (p for p in module.parameters() if _is_plain(p) and p.device.type == "cpu" and p.numel())
+    with torch.no_grad():
+        return [(p, live_tensor(p)) for p in here]
 
 
 def move_to_gpu(module: nn.Module, device: torch.device) -> None:
     """Move the parameters of a module from system memory, as `module.to(device)` does, but faster; see `Staging`."""
     staging = Staging()
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         for parameter, source in sources_of(module):
             there = torch.empty_like(source, device=device)
             staging.copy(there, source)
@@ -116,8 +118,8 @@ def move_to_gpu(module: nn.Module, device: torch.device) -> None:
 
 
 def _digests(parameters: Sequence[torch.Tensor]) -> Digests:
-    with torch.no_grad():
-        return Digests([parameter.detach() for parameter in parameters])
+    with torch.inference_mode(False), torch.no_grad():
+        return Digests([live_tensor(parameter) for parameter in parameters])
 
 
 def _matches(parameter: torch.Tensor, source: torch.Tensor) -> bool:

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from sfast_ext.weights.original_layout import live_tensor
+
 BUFFER_BYTES = 32 << 20
 _ALIGNED = 64  # where a tensor begins in a buffer, in bytes
 _LEAST_THREADS = 2  # with one, the driver is faster
@@ -47,6 +49,7 @@ class Staging:
         if not staged or not self._allocated():
             to.copy_(source)
             return
+        source = live_tensor(source)
         same = to.stride() == source.stride()
         there = to if same else torch.empty_strided(source.shape, source.stride(), dtype=to.dtype, device=to.device)
         self._stage(in_memory_order(there).view(torch.uint8), in_memory_order(source).view(torch.uint8))

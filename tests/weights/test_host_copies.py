@@ -133,11 +133,15 @@ def test_tied_and_empty_parameters(card):
 def test_inference_tensors(card):
     moved = Moved()
     moved.leave()
+    weight = moved.module[3].weight
     with torch.inference_mode():
-        moved.module[3].weight.data = moved.module[3].weight.data.clone()
-        moved.arrive()
-        moved.leave()
-    assert equal(moved.module, moved.values)
+        weight.data = weight.data.clone()
+        sources = sources_of(moved.module)
+        move_to_gpu(moved.module, GPU)
+        moved.copies.keep(moved.module, sources)
+        assert weight.is_inference() and weight.is_cuda
+        assert moved.leave() == 0
+    assert weight.is_inference() and equal(moved.module, moved.values)
 
 
 def changes(rng: random.Random, module: nn.Module) -> str:

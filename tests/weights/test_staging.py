@@ -77,6 +77,14 @@ def test_a_source_without_gaps_that_is_not_known_is_copied_as_before(card):
     assert torch.equal(to.to("cpu"), source) and staging.log == []
 
 
+def test_weights_made_under_inference_mode(card):
+    with torch.inference_mode():
+        source = torch.randn(100)
+    to, staging = torch.zeros(100).to(GPU), Buffers(64)
+    staging.copy(to, source)
+    assert torch.equal(to.to("cpu"), source) and staging.log
+
+
 def test_without_memory_to_pin_it_copies_as_before(card, monkeypatch):
     def refuse(self, size):
         raise RuntimeError("CUDA error: out of memory")
