@@ -28,8 +28,10 @@ import torch
 
 from benchmarks.compile_table import launches
 from sfast_ext import kernels
+from sfast_ext.kernels.attention import mma_attention
 from sfast_ext.kernels.backend import cuda_libraries, nvrtc, size_prediction, triton_runtime
 from sfast_ext.kernels.backend.nvrtc_library import Nvrtc
+from sfast_ext.kernels.linear import mma_gemm
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "cuda-compile.json", ROOT / "docs" / "cuda.md"
@@ -65,6 +67,9 @@ CARDS = {
 }
 
 
+_HALF_RATE = [capability for capability in CARDS if divmod(capability, 10) in mma_gemm.GEFORCE]
+
+
 class Launch(NamedTuple):
     """What is compiled, and the block that it is launched with."""
 
@@ -98,6 +103,21 @@ def collect(cases: Sequence[str], dtypes: Sequence[str]) -> list[Launch]:
                             found.setdefault(launch, launch._replace(least=least))
                 print(f"{case}, {dtype}: {len(found)} launches", file=sys.stderr, flush=True)
     return sorted(found.values())
+
+
+def with_faster_sums(launch: Launch, capability: int) -> Launch | None:
+    """The launch as the setting *Faster sums on GeForce* makes it on a card; None where that is the same."""
+    given = dict(launch.constants)
+    if given.get("HALF_SUMS") != 0 or given["TYPE"] or given["ONCE"] or capability not in _HALF_RATE:
+        return None
+    size = given["SIZE"]
+    if size > mma_attention.WIDEST_IN_HALF:
+        return None
+    shape = mma_attention.Shape(given["KEYS"], given["TILES"], given["WARPS"], given["BLOCKS"])
+    shape = mma_attention.half_sums_shape(shape, size, (capability // 10, capability % 10))
+    given = mma_attention.constants(size, shape, torch.float16, half_sums=True)
+    shared = mma_attention.shared_bytes(size, shape)
+    return launch._replace(constants=tuple(sorted(given.items())), threads=32 * shape.warps, shared=shared)
 
 
 @contextmanager
@@ -158,10 +178,12 @@ def compile_all(wanted: Iterable[Launch]) -> dict[str, Any]:
             continue
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             for_it = [launch for launch in wanted if launch.least <= capability]
+            for_it += sorted({each for launch in for_it if (each := with_faster_sums(launch, capability))})
             made = list(pool.map(functools.partial(compiled, capability=capability), for_it))
         rows: dict[str, dict[str, Any]] = {}
         for launch, told in zip(for_it, made):
-            row = rows.setdefault(launch.name, {"launches": 0, **told})
+            faster = dict(launch.constants).get("HALF_SUMS")
+            row = rows.setdefault(f"{launch.name}, faster sums" if faster else launch.name, {"launches": 0, **told})
             row["launches"] += 1
             row["occupancy"] = min(row["occupancy"], told["occupancy"])
             for name in ("registers", "spills", "shared"):
@@ -183,7 +205,9 @@ def library(version: str, folder: Path) -> Path:
 
 def use(folder: Path) -> None:
     """Compile by the NVRTC of a folder in this process."""
-    with mock.patch.object(cuda_libraries, "folders", lambda: [folder]):
+    # a torch with CUDA takes none of another major version
+    beside_any = mock.patch.object(torch.version, "cuda", None)
+    with beside_any, mock.patch.object(cuda_libraries, "folders", lambda: [folder]):
         cuda_libraries.nvrtc.cache_clear()
         Nvrtc(cuda_libraries.nvrtc()).version()
 

@@ -21,8 +21,10 @@ from sfast_ext.kernels.backend.triton_runtime import (
     multiprocessors,
 )
 
-_LEAST, _AMPERE = (7, 5), (8, 0)
-_WIDEST = 160
+_LEAST, _AMPERE, _HOPPER = (7, 5), (8, 0), (9, 0)
+_WIDEST, _WIDEST_OF_TWO_TILES = 160, 48
+WIDEST_IN_HALF = 96
+"""Head dimension for whose sums in half precision there are registers."""
 
 
 class Shape(NamedTuple):
@@ -88,9 +90,16 @@ def applicable(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
 
 
 def sums_in_half(k: Tensor) -> bool:
-    """Whether `launch` may add up in half precision: k (B, H, S, D) in float16, with more keys than one stage holds.
-    With few the time is that of memory."""
-    return k.dtype == torch.float16 and k.shape[2] > MOST_AT_ONCE
+    """Whether `launch` may add up in half precision: k (B, H, S, D) in float16, with more keys than one stage holds, as
+    with few the time is that of memory, and heads no wider than `WIDEST_IN_HALF`."""
+    return k.dtype == torch.float16 and k.shape[2] > MOST_AT_ONCE and k.shape[3] <= WIDEST_IN_HALF
+
+
+def half_sums_shape(given: Shape, size: int, capability: tuple[int, int]) -> Shape:
+    """`shape` with sums in half precision. They take more registers, of which NVRTC spills some on 7.5 and from 9.0 on
+    where heads are wide (docs/cuda.md)."""
+    spills = size > _WIDEST_OF_TWO_TILES and size <= _WIDE and not _AMPERE <= capability < _HOPPER
+    return Shape(64, 1, 4, 2) if spills else given
 
 
 def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, half_sums: bool = False) -> Tensor:
@@ -106,6 +115,8 @@ def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, half_sums: bool
     images, heads, queries, size = q.shape
     at_once = multiprocessors(device_of(q))
     chosen = shape(size, k.shape[2], images * heads * queries, at_once)
+    if half_sums:
+        chosen = half_sums_shape(chosen, size, triton_runtime.capability(device_of(q)))
     stacks = cdiv(queries, chosen.rows)
     # a block keeps few keys for as many rows as make a single wave
     rounds = cdiv(stacks * images * heads, chosen.blocks * at_once) if chosen.once else 1

@@ -20,7 +20,7 @@ from sfast_ext.kernels.backend.triton_runtime import (
 
 DEPTH = 32
 """K of a stage; the sums of so many products are in float16."""
-_GEFORCE = {(7, 5), (8, 6), (8, 9), (12, 0)}
+GEFORCE = {(7, 5), (8, 6), (8, 9), (12, 0)}
 """Compute capabilities whose tensor cores add up in float16 at twice the rate of float32, on GeForce."""
 _AMPERE = (8, 0)
 _ACROSS, _WARP_ROWS, _WARPS = 160, 32, 8
@@ -85,7 +85,7 @@ def available(device: torch.device) -> bool:
 
 def halves_are_faster(device: torch.device) -> bool:
     """Whether a device's tensor cores add up faster in half precision."""
-    return triton_runtime.capability(device) in _GEFORCE
+    return triton_runtime.capability(device) in GEFORCE
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
