@@ -50,8 +50,10 @@ class HostCopies:
 
         Args:
             sources: what `sources_of` gave before it was moved. A tensor whose memory is used by others as well is not
-                kept: they may write to it, or rely on being the only ones.
+                kept: they may write to it, or rely on being the only ones. Without any, those before stay.
         """
+        if not sources:
+            return
         self._kept.pop(module, None)
         followed = [
             (parameter, source)

@@ -21,8 +21,8 @@ _LEAST_THREADS = 2  # with one, the driver is faster
 class Event(Protocol):
     """What is used of `torch.cuda.Event`."""
 
-    def record(self) -> object:
-        """On the current stream."""
+    def record(self, stream: torch.cuda.Stream | None = None) -> object:
+        """On this stream, or on the current one."""
 
     def synchronize(self) -> object:
         """Wait until the stream has come there; not at all where it was never recorded."""
@@ -31,7 +31,7 @@ class Event(Protocol):
 class Staging:
     """Two pinned buffers, allocated when they are first needed.
 
-    All copies must be on one stream. A source may be written as soon as its copy was called.
+    All copies must be to one device, on its current stream. A source may be written as soon as its copy was called.
 
     Args:
         size: bytes of each buffer.
@@ -71,12 +71,15 @@ class Staging:
         # torch keeps its memory until the last copy from it is done
         return torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
 
+    def _stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(device)
+
     def _stage(self, to: torch.Tensor, source: torch.Tensor) -> None:
         assert self._buffers is not None
         done, size = 0, source.numel()
         while done < size:
             if self._used >= self._size:
-                self._next()
+                self._next(to.device)
             buffer, _ = self._buffers[0]
             n = min(self._size - self._used, size - done)
             filled = buffer[self._used : self._used + n]
@@ -85,10 +88,11 @@ class Staging:
             done += n
             self._used += -(-n // _ALIGNED) * _ALIGNED
 
-    def _next(self) -> None:
+    def _next(self, device: torch.device) -> None:
         """Go on with the other buffer, once what was copied from it has arrived."""
         assert self._buffers is not None
-        self._buffers[0][1].record()
+        # a copy is on the stream of the device that it is to, which need not be the current one
+        self._buffers[0][1].record(self._stream(device))
         self._buffers.reverse()
         self._buffers[0][1].synchronize()
         self._used = 0

@@ -119,6 +119,13 @@ def test_memory_that_others_use_is_not_kept(card):
     assert torch.equal(backup, moved.values[0].weight) and torch.equal(moved.module[2].bias, moved.values[2].bias)
 
 
+def test_a_module_that_is_there_already_keeps_them(moved):
+    sources = sources_of(moved.module)
+    assert sources == []
+    moved.copies.keep(moved.module, sources)
+    assert moved.leave() == 0
+
+
 def test_tied_and_empty_parameters(card):
     moved = Moved()
     moved.leave()

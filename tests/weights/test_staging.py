@@ -23,13 +23,17 @@ class Buffers(Staging):
         self.log.append(("made", number))
 
         class Event:
-            def record(self):
+            def record(self, stream=None):
+                assert stream == GPU
                 log.append(("record", number))
 
             def synchronize(self):
                 log.append(("synchronize", number))
 
         return torch.full((size,), 0xAA, dtype=torch.uint8), Event()
+
+    def _stream(self, device):
+        return device
 
 
 def laid(values: torch.Tensor, layout: str) -> torch.Tensor:
