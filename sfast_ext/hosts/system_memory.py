@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from pathlib import Path
 
 RESERVE = 4 << 30
 """Bytes of system memory left free for what the host loads while a model is on the GPU."""
 
+_UNLIMITED = 1 << 62
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUPS = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
@@ -22,7 +25,8 @@ def available_bytes() -> int:
         import psutil
     except ImportError:
         return 0
-    return min(int(psutil.virtual_memory().available), *(_container_bytes(*names) for names in _CGROUPS))
+    contained = (_container_bytes(*names) for names in _CGROUPS)
+    return min(int(psutil.virtual_memory().available), _committable_bytes(), *contained)
 
 
 def has_room() -> bool:
@@ -38,4 +42,30 @@ def _container_bytes(limit: str, usage: str, statistics: str, cached: str) -> in
         return left + next(int(value) for name, value in map(str.split, lines) if name == cached)
     except (OSError, ValueError, StopIteration):
         # no container, or "max"
-        return 1 << 62
+        return _UNLIMITED
+
+
+class _MemoryStatus(ctypes.Structure):
+    """Windows' MEMORYSTATUSEX."""
+
+    _fields_ = (
+        ("dwLength", ctypes.c_uint32),
+        ("dwMemoryLoad", ctypes.c_uint32),
+        ("ullTotalPhys", ctypes.c_uint64),
+        ("ullAvailPhys", ctypes.c_uint64),
+        ("ullTotalPageFile", ctypes.c_uint64),
+        ("ullAvailPageFile", ctypes.c_uint64),
+        ("ullTotalVirtual", ctypes.c_uint64),
+        ("ullAvailVirtual", ctypes.c_uint64),
+        ("ullAvailExtendedVirtual", ctypes.c_uint64),
+    )
+
+
+def _committable_bytes() -> int:
+    """What this process may still commit. Windows refuses more than memory and paging file hold together, even where
+    memory is free, and counts what is on the GPU."""
+    if os.name != "nt":
+        return _UNLIMITED
+    status = _MemoryStatus(dwLength=ctypes.sizeof(_MemoryStatus))
+    windows = getattr(ctypes, "windll")  # noqa: B009
+    return int(status.ullAvailPageFile) if windows.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)) else 0

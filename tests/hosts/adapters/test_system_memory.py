@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from types import SimpleNamespace
 
@@ -44,6 +45,24 @@ def test_a_container_without_a_limit(tmp_path):
     contain(tmp_path, V2, "max", GIB, 0)
     contain(tmp_path, V1, (1 << 63) - 4096, GIB, 0)
     assert system_memory.available_bytes() == 10 * GIB
+
+
+@pytest.mark.parametrize(("succeeds", "committable", "room"), [(1, 5, True), (1, 3, False), (0, 5, False)])
+def test_what_windows_lets_a_process_commit(monkeypatch, succeeds, committable, room):
+    def status(pointer):
+        assert pointer._obj.dwLength == 64
+        pointer._obj.ullAvailPageFile = committable * GIB
+        return succeeds
+
+    kernel32 = SimpleNamespace(GlobalMemoryStatusEx=status)
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=kernel32), raising=False)
+    monkeypatch.setattr(system_memory.os, "name", "nt")
+    try:
+        assert system_memory.available_bytes() == (committable * GIB if succeeds else 0)
+        assert system_memory.has_room() == room
+    finally:
+        # before pytest makes a path of its own
+        monkeypatch.undo()
 
 
 def test_where_nothing_tells_there_is_no_room(monkeypatch):
