@@ -353,8 +353,10 @@ class WeightArena:
         weight.tensor, weight.pointer = place, place.data_ptr()
 
     def _copy_in(self, changed: list[tuple[Weight, torch.Tensor | None]], anywhere: Copy | None = None) -> int:
-        """Args:
-        anywhere: copies from any device; from that of the live tensors alone if None.
+        """Copy the values of changed weights into the live tensors. Returns how many.
+
+        Args:
+            anywhere: copies from any device; None where only that of the live tensors is allowed.
         """
         arriving: dict[int, Weight] = {}
         for weight, now in changed:

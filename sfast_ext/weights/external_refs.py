@@ -57,7 +57,7 @@ def external_reader(
 
 
 def uses(tensor: torch.Tensor) -> int:
-    """How many refer to the memory of a tensor, beyond `ALONE` that are there with a single tensor."""
+    """The use count of a tensor's memory; `ALONE` where no other tensor uses it."""
     # before torch 2.6 it exists in GPU builds only
     count = getattr(torch._C, "_storage_Use_Count", None)
     storage = tensor.untyped_storage()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,13 @@ from sfast_ext.runtime import graph_pool
 
 _WHY = "the WebUI needs the GPU memory"
 
-_MOVED = ("model", "cond_stage_model", "conditioner", "first_stage_model")
-"""What leaves the GPU with --medvram, of a model; the first is the module around the UNet."""
+_MOVED = ("model", "cond_stage_model", "cond_stage_model.wrapped", "conditioner", "first_stage_model")
+"""What leaves the GPU with --medvram, of a model: the module around the UNet, the text encoder, which the WebUI wraps
+after it was told to move it, those of SDXL, and the VAE."""
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    return getattr(owner, name, None)
 
 
 class A1111Memory:
@@ -63,7 +69,7 @@ class A1111Memory:
         if torch.cuda.is_available():
             self._vaes.watch([getattr(model, "first_stage_model", None)])
             moved = accelerated and getattr(model, "lowvram", False)
-            parts = [getattr(model, name, None) for name in _MOVED] if moved else []
+            parts = [functools.reduce(_attribute, name.split("."), model) for name in _MOVED] if moved else []
             self._moves.watch(part for part in parts if isinstance(part, nn.Module))
 
     def _send_away(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -120,6 +120,17 @@ class TextEncoder(nn.Module):
         return context + self.weight[0]
 
 
+class WrappedTextEncoder(nn.Module):
+    """The WebUI's own around it, for emphasis and embeddings."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def forward(self, context: torch.Tensor) -> torch.Tensor:
+        return self.wrapped(context)
+
+
 class DiffusionWrapper(nn.Module):
     """What the WebUI calls; it has the UNet."""
 
@@ -272,6 +283,8 @@ class Host:
             model.cond_stage_model = TextEncoder(sum(p.nbytes for p in unet.parameters()) // 2)
             self.lowvram = LowVram(self.place)
             self.lowvram.set_up(model.model, [model.cond_stage_model], vae)
+            # once it knows what to move
+            model.cond_stage_model = WrappedTextEncoder(model.cond_stage_model)
         name_layers(model.model)
         self.reuse(model)
         self.fire("model_loaded", model)
