@@ -67,9 +67,6 @@ CARDS = {
 }
 
 
-_HALF_RATE = [capability for capability in CARDS if divmod(capability, 10) in mma_gemm.GEFORCE]
-
-
 class Launch(NamedTuple):
     """What is compiled, and the block that it is launched with."""
 
@@ -107,14 +104,14 @@ def collect(cases: Sequence[str], dtypes: Sequence[str]) -> list[Launch]:
 
 def with_faster_sums(launch: Launch, capability: int) -> Launch | None:
     """The launch as the setting *Faster sums on GeForce* makes it on a card; None where that is the same."""
-    given = dict(launch.constants)
-    if given.get("HALF_SUMS") != 0 or given["TYPE"] or given["ONCE"] or capability not in _HALF_RATE:
+    given, card = dict(launch.constants), divmod(capability, 10)
+    if given.get("HALF_SUMS") != 0 or given["TYPE"] or given["ONCE"] or card not in mma_gemm.GEFORCE:
         return None
     size = given["SIZE"]
     if size > mma_attention.WIDEST_IN_HALF:
         return None
     shape = mma_attention.Shape(given["KEYS"], given["TILES"], given["WARPS"], given["BLOCKS"])
-    shape = mma_attention.half_sums_shape(shape, size, (capability // 10, capability % 10))
+    shape = mma_attention.half_sums_shape(shape, size, card)
     given = mma_attention.constants(size, shape, torch.float16, half_sums=True)
     shared = mma_attention.shared_bytes(size, shape)
     return launch._replace(constants=tuple(sorted(given.items())), threads=32 * shape.warps, shared=shared)

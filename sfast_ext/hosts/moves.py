@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class Moves:
         if module not in self._modules:
             return original(module, *args, **kwargs)
         accelerators = list(self._within(module))
-        device = args[0] if args else kwargs.get("device")
+        device = _device_of(args, kwargs)
         place, was_there = place_of(device), gpu_room.on_gpu(module)
         move = functools.partial(original, module, *args, **kwargs)
         if place is not None and place.type == "cuda":
@@ -119,7 +119,7 @@ class WeightMoves:
 
         def to(original: Callable[..., Any], moved: nn.Module, *args: Any, **kwargs: Any) -> Any:
             move = functools.partial(original, moved, *args, **kwargs)
-            leaves = moved is module and str(args[0] if args else kwargs.get("device")) == "cpu"
+            leaves = moved is module and str(_device_of(args, kwargs)) == "cpu"
             return self.to_cpu(moved, move) if leaves else move()
 
         unwrap = _wrap_method(type(module), "to", to)
@@ -176,6 +176,11 @@ def place_of(device: Any) -> torch.device | None:
         return None
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     return torch.device(found.type, found.index or 0)
+
+
+def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The device, or what stands in its place, among the arguments of `Module.to`."""
+    return args[0] if args else kwargs.get("device")
 
 
 def _wrap_method(owner: type, name: str, around: Callable[..., Any]) -> Callable[[], None]:

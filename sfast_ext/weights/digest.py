@@ -21,31 +21,27 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 class Digests:
     """The digests of dense tensors of one device.
 
-    Two are compared where they are of tensors with the same shapes and layouts.
+    They change with a tensor's layout as with its values.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         parts = [_parts(tensor) for tensor in tensors]
-        self._lengths = [sum(len(part) for part in each) for each in parts]
+        self._lengths = [sum(map(len, each)) for each in parts]
         self._values = torch.cat([part for each in parts for part in each])
 
-    def same(self, other: Digests) -> list[bool]:
-        """For each tensor whether its digest is that of the other. Waits for the device."""
-        assert self._lengths == other._lengths
-        differing = (self._values != other._values).cumsum(0)
+    def unchanged(self, tensors: Sequence[torch.Tensor | None]) -> list[bool]:
+        """For each tensor whether it still has its digest; not where it is None. Waits for the device."""
+        before = self._values.split(self._lengths)
+        parts = [None if tensor is None else _parts(tensor) for tensor in tensors]
+        # what begins elsewhere in its memory may be read in narrower words
+        there = [now is not None and sum(map(len, now)) == length for now, length in zip(parts, self._lengths)]
+        values = [
+            part for now, was, is_there in zip(parts, before, there) for part in (now if now and is_there else [was])
+        ]
+        differing = (torch.cat(values) != self._values).cumsum(0)
         ends = torch.tensor(self._lengths).cumsum(0) - 1
         until = [0, *differing[ends.to(differing.device)].tolist()]
-        return [before == after for before, after in zip(until, until[1:])]
-
-    def of(self, chosen: Sequence[bool]) -> Digests:
-        """Those of the tensors that are chosen."""
-        if all(chosen):
-            return self
-        some = object.__new__(Digests)
-        some._lengths = [length for length, wanted in zip(self._lengths, chosen) if wanted]
-        kept = [part for part, wanted in zip(self._values.split(self._lengths), chosen) if wanted]
-        some._values = torch.cat(kept)
-        return some
+        return [is_there and a == b for is_there, a, b in zip(there, until, until[1:])]
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -8,8 +8,9 @@ than the host needs while the model is away.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 
 from sfast_ext.weights.digest import Digests
 from sfast_ext.weights.external_refs import ALONE, uses
-from sfast_ext.weights.original_layout import live_tensor, set_data
+from sfast_ext.weights.original_layout import is_plain, live_tensor, set_data
 from sfast_ext.weights.staging import Staging, is_dense
 
 Sources = list[tuple[nn.Parameter, torch.Tensor]]
@@ -58,11 +59,12 @@ class HostCopies:
         followed = [
             (parameter, source)
             for parameter, source in sources
-            if parameter.is_cuda and _matches(parameter, source) and is_dense(parameter) and uses(source) == ALONE
+            if _followed(parameter, source) and uses(source) == ALONE
         ]
         if followed:
-            parameters, copies = [p for p, _ in followed], [s for _, s in followed]
-            self._kept[module] = _Kept([weakref.ref(p) for p in parameters], copies, _digests(parameters))
+            with _readable():
+                digests = Digests([live_tensor(parameter) for parameter, _ in followed])
+            self._kept[module] = _Kept([weakref.ref(p) for p, _ in followed], [s for _, s in followed], digests)
 
     def put_back(self, module: nn.Module) -> int:
         """Give the parameters of a module that is about to leave the GPU their copies in system memory, where these are
@@ -71,40 +73,33 @@ class HostCopies:
         if kept is None:
             return 0
         present = {id(parameter) for parameter in module.parameters()}
-        parameters = [reference() for reference in kept.parameters]
-        there = [
-            p is not None and id(p) in present and p.is_cuda and _matches(p, source) and is_dense(p)
-            for p, source in zip(parameters, kept.sources)
+        references = zip((reference() for reference in kept.parameters), kept.sources)
+        parameters = [
+            p if p is not None and id(p) in present and _followed(p, source) else None for p, source in references
         ]
-        followed = [(p, source) for p, source, here in zip(parameters, kept.sources, there) if here and p is not None]
-        if not followed:
-            return 0
-        devices = {p.device for p, _ in followed}
-        for device in devices:
+        for device in {p.device for p in parameters if p is not None}:
             # what another stream writes to them
             torch.cuda.synchronize(device)
-        same = _digests([p for p, _ in followed]).same(kept.digests.of(there))
-        unchanged = [pair for pair, is_same in zip(followed, same) if is_same]
-        for parameter, source in unchanged:
+        with _readable():
+            unchanged = kept.digests.unchanged([None if p is None else live_tensor(p) for p in parameters])
+        found = [(p, s) for p, s, is_same in zip(parameters, kept.sources, unchanged) if p is not None and is_same]
+        for parameter, source in found:
             set_data(parameter, source)
-        return len(unchanged)
+        return len(found)
 
-    def drop(self, module: nn.Module | None = None) -> None:
-        """Free the copies of a module, or all."""
-        if module is None:
-            self._kept.clear()
-        else:
-            self._kept.pop(module, None)
+    def drop(self) -> None:
+        """Free all copies."""
+        self._kept.clear()
 
     def sweep(self) -> None:
         """Free the copies of modules that were moved in a way that was not followed."""
         for module in [module for module in self._kept if not any(p.is_cuda for p in module.parameters())]:
-            self.drop(module)
+            del self._kept[module]
 
 
 def sources_of(module: nn.Module) -> Sources:
     """What the parameters of a module have in system memory, before it is moved. It is not freed while this is held."""
-    here = (p for p in module.parameters() if _is_plain(p) and p.device.type == "cpu" and p.numel())
+    here = (p for p in module.parameters() if is_plain(p) and p.device.type == "cpu" and p.numel())
     with torch.no_grad():
         return [(p, live_tensor(p)) for p in here]
 
@@ -112,21 +107,21 @@ def sources_of(module: nn.Module) -> Sources:
 def move_to_gpu(module: nn.Module, device: torch.device) -> None:
     """Move the parameters of a module from system memory, as `module.to(device)` does, but faster; see `Staging`."""
     staging = Staging()
-    with torch.inference_mode(False), torch.no_grad():
+    with _readable():
         for parameter, source in sources_of(module):
             there = torch.empty_like(source, device=device)
             staging.copy(there, source)
             set_data(parameter, there)
 
 
-def _digests(parameters: Sequence[torch.Tensor]) -> Digests:
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    """Within, `live_tensor` gives what torch 2.1 can view as another dtype."""
     with torch.inference_mode(False), torch.no_grad():
-        return Digests([live_tensor(parameter) for parameter in parameters])
+        yield
 
 
-def _matches(parameter: torch.Tensor, source: torch.Tensor) -> bool:
-    return _is_plain(parameter) and parameter.dtype == source.dtype and parameter.shape == source.shape
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+def _followed(parameter: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a parameter is on the GPU and may have the values of `source`."""
+    alike = is_plain(parameter) and parameter.dtype == source.dtype and parameter.shape == source.shape
+    return alike and parameter.is_cuda and is_dense(parameter)

@@ -40,7 +40,7 @@ class OriginalLayouts:
 
     def strides_of(self, tensor: torch.Tensor, paths: Iterable[str] = ()) -> Strides | None:
         """The original strides of the tensor of these paths. None if the arena did not change them."""
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        if not is_plain(tensor):
             return None
         layout = _layout(tensor)
         memory = self._memory.get(memory_of(tensor))
@@ -78,6 +78,11 @@ class OriginalLayouts:
     def forget(self) -> None:
         """Forget the layouts of paths: new tensors in the module have the layout that the host chose."""
         self._paths.clear()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of no class of its own, and strided."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from sfast_ext.weights.original_layout import live_tensor
+from sfast_ext.weights.original_layout import is_plain, live_tensor
 
 WeightSlot = tuple[dict, str]
 """A place in a module that holds a tensor: a dictionary of a submodule, and a name in it."""
@@ -112,7 +112,7 @@ def check_compatible(weight: Weight, now: torch.Tensor | None, *, anywhere: bool
     live = weight.tensor
     if not isinstance(now, torch.Tensor):
         raise WeightsChanged(f"{weight.path} is gone")
-    if type(now) not in (torch.Tensor, nn.Parameter) or now.layout is not torch.strided:
+    if not is_plain(now):
         raise WeightsChanged(f"{weight.path} is now a {type(now).__name__}")
     if now.device != live.device and not (anywhere and now.device.type != "meta"):
         raise WeightsAway(f"the weights are on {now.device}, the plans on {live.device}")

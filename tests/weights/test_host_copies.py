@@ -16,7 +16,6 @@ from sfast_ext.weights.host_copies import HostCopies, move_to_gpu, sources_of
 
 @pytest.fixture
 def card(monkeypatch):
-
     with pretended_card(monkeypatch, 1 << 30) as card:
         yield card
 
@@ -103,6 +102,14 @@ def test_other_dtypes_and_shapes_are_copied(moved):
     moved.module[3].bias.data = torch.zeros(31).to(GPU)
     assert moved.leave() == 3
     assert moved.module[0].weight.dtype == torch.float16 and moved.module[3].bias.shape == (31,)
+
+
+def test_the_same_bits_in_another_dtype_or_shape_are_copied(moved):
+    moved.module.requires_grad_(False)
+    moved.module[0].bias.data = moved.module[0].bias.data.view(torch.int32)
+    moved.module[3].weight.data = moved.module[3].weight.data.view(15, 80)
+    assert moved.leave() == 2
+    assert moved.module[0].bias.dtype == torch.int32 and moved.module[3].weight.shape == (15, 80)
 
 
 def test_memory_that_others_use_is_not_kept(card):
