@@ -1,13 +1,14 @@
-"""Seconds for a picture in a real AUTOMATIC1111 WebUI, with this checkout as an extension and without.
+"""Seconds for a picture in a real WebUI, with this checkout as an extension and without.
 
     SFAST_A1111_DIR=... python -m benchmarks.webui --json benchmarks/results/webui-h200.json
+    SFAST_SDNEXT_DIR=... python -m benchmarks.webui --host sdnext --flags=--medvram --breakdown 3
     python -m benchmarks.webui --flags= --flags=--opt-sdp-attention --size 512x512 --size 1024x1024
     python -m benchmarks.webui --model sdxl --size 1024x1024 --kind txt2img --kind hires --breakdown 3
 
 For each set of flags a WebUI for each way on one GPU, each with its model loaded. All make the same pictures in turns,
 through the API: a request's whole time, with text model, sampling, VAE and PNG. Weights are random, as many as SD 1.5
 or SDXL has, unless a checkpoint is named. Where the WebUI is and by what it runs is told as for `tests/hosts/live`, see
-`tests/hosts/live/a1111.py`. A breakdown is of further pictures, each of another prompt, under the profiler
+`a1111.py` and `sdnext.py` there. A breakdown is of further pictures, each of another prompt, under the profiler
 (`probe.py`, `breakdown.py`).
 """
 
@@ -21,40 +22,33 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.webui import breakdown
+from benchmarks.webui.hosts import HOSTS, LARGE, WAYS, Host
 from sfast_ext import cli
 from sfast_ext.tools.lib import machine
 
 PROMPT = "a dog on a hill, morning light"
-WAYS: dict[str, dict[str, Any]] = {
-    "stock": {"disabled_extensions": ["stable-fast"]},
-    "unet": {"sfast_vae": False},
-    "extended": {},
-}
-"""Settings of the WebUI for each way: without the extension, with the UNet alone accelerated, with all."""
-KINDS: dict[str, dict[str, Any]] = {
-    "txt2img": {},
-    "hires": {"enable_hr": True, "hr_scale": 2, "hr_upscaler": "Latent", "denoising_strength": 0.7},
-    "img2img": {"denoising_strength": 0.75},
-}
-"""What a request of each kind says; `hires` makes pictures of twice the size."""
+KINDS = ("txt2img", "hires", "img2img")
 CLIENT = "HTTP and API"
-CHECKPOINTS = {"sd15": "full", "sdxl": "full-xl"}
 
 
-def payload_of(kind: str, width: int, height: int, options: argparse.Namespace) -> dict[str, Any]:
+def payload_of(host: Host, kind: str, width: int, height: int, options: argparse.Namespace) -> dict[str, Any]:
     """A request."""
-    said = {"prompt": PROMPT, "steps": options.steps, "width": width, "height": height, "sampler_name": "Euler a"}
-    said |= {"batch_size": options.batch, **KINDS[kind]}
+    said = {"prompt": PROMPT, "steps": options.steps, "width": width, "height": height, "sampler_name": host.sampler}
+    said |= {"batch_size": options.batch, "save_images": False}
+    if kind == "hires":
+        said |= host.hires
     if kind == "img2img":
         from PIL import Image
 
         from tests.hosts.live.webui import encoded
 
-        said["init_images"] = [encoded(Image.linear_gradient("L").resize((width, height)).convert("RGB"))]
+        gradient = Image.linear_gradient("L").resize((width, height)).convert("RGB")
+        said |= {"denoising_strength": 0.75, "init_images": [encoded(gradient)]}
     return said
 
 
@@ -83,47 +77,34 @@ def taken_apart(webui: Any, kind: str, payload: dict[str, Any], pictures: int) -
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All WebUIs, started one after another, and their pictures in turns; a row for each kind, size and flags."""
-    from tests.hosts.live import a1111
-
-    models = folder / "models"
-    models.mkdir()
-    if options.checkpoint is None:
-        made = "tiny" if options.tiny else CHECKPOINTS[options.model]
-        a1111.make_models(models, *([] if options.tiny else [made]))
-        checkpoint = f"{made}.safetensors"
-    else:
-        (models / "Stable-diffusion").mkdir()
-        (models / "Stable-diffusion" / options.checkpoint.name).symlink_to(options.checkpoint.resolve())
-        checkpoint = options.checkpoint.name
-    data = folder / "data"
-    data.mkdir()
-    a1111.make_data(data, models)
-    a1111.add_extension(data, "sfast-probe", Path(__file__).with_name("probe.py").read_text(encoding="utf-8"))
-    common = {"sd_model_checkpoint": checkpoint, "sfast_allow_cpu": options.tiny}
+    """All WebUIs, started at once, and their pictures in turns; a row for each kind, size and flags."""
+    _, kind_of_host = HOSTS[options.host]
+    host = kind_of_host(folder, options)
     rows: list[dict[str, Any]] = []
+    webuis = {(flags, way): host.start(way, n, flags) for n, flags in enumerate(options.flags) for way in options.ways}
     with contextlib.ExitStack() as stack:
-        webuis = {
-            (flags, way): stack.enter_context(a1111.start(data, f"{way}-{n}", {**common, **WAYS[way]}, flags=flags))
-            for n, flags in enumerate(options.flags)
-            for way in options.ways
-        }
+        for webui in webuis.values():
+            stack.push(webui)
+        # SD.Next takes half a minute to start
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda webui: host.ready(webui.__enter__()), webuis.values()))
         for kind in options.kinds:
             for size in options.sizes:
-                rows += pictures(webuis, options, kind, *size)
-    weights = "random" if options.checkpoint is None else checkpoint
-    described = {"steps": options.steps, "sampler": "Euler a", "model": options.model, "weights": weights}
-    return {**machine.describe(), **described, "batch": options.batch, "rows": rows}
+                rows += pictures(host, webuis, options, kind, *size)
+    weights = "random" if options.checkpoint is None else options.checkpoint.name
+    described = {"host": options.host, "steps": options.steps, "sampler": host.sampler}
+    described |= {"model": options.model, "weights": weights, "batch": options.batch}
+    return {**machine.describe(), **described, "rows": rows}
 
 
 def pictures(
-    webuis: dict[tuple[str, str], Any], options: argparse.Namespace, kind: str, width: int, height: int
+    host: Host, webuis: dict[tuple[str, str], Any], options: argparse.Namespace, kind: str, width: int, height: int
 ) -> list[dict[str, Any]]:
     """The pictures of one kind and size, all WebUIs in turns; a row for each set of flags."""
     from tests.hosts.live import a1111
     from tests.hosts.live.webui import difference
 
-    payload = payload_of(kind, width, height, options)
+    payload = payload_of(host, kind, width, height, options)
     before = {flags: webuis[flags, "extended"].get("/sfast/v1/status") for flags in options.flags}
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in webuis}
     apart: dict[str, list[float]] = {flags: [] for flags in options.flags}
@@ -184,9 +165,10 @@ def words(row: dict[str, Any], first: dict[str, Any]) -> str:
 def main() -> int:
     """Print the numbers, and write them where that is asked for; 1 where no plan ran."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", choices=sorted(HOSTS), default="a1111", help="the WebUI (%(default)s)")
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="default: random weights")
     parser.add_argument("--tiny", action="store_true", help="a tiny model instead, also on a CPU: to try this out")
-    parser.add_argument("--model", choices=sorted(CHECKPOINTS), default="sd15", help="its size (%(default)s)")
+    parser.add_argument("--model", choices=sorted(LARGE), default="sd15", help="its size (%(default)s)")
     parser.add_argument(
         "--kind", choices=sorted(KINDS), action="append", dest="kinds", help="of request (txt2img); hires doubles sizes"
     )
@@ -199,16 +181,19 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30, help="of the sampler, Euler a (%(default)s)")
     parser.add_argument("--pictures", type=int, default=8, help="timed of each size, after the first (%(default)s)")
     parser.add_argument(
-        "--flags", action="append", help="of the WebUI; each set is a WebUI more for each way (--opt-sdp-attention)"
+        "--flags",
+        action="append",
+        help="of the WebUI; each set is a WebUI more for each way (AUTOMATIC1111: --opt-sdp-attention)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     options = parser.parse_args()
     options.sizes = options.sizes or [(512, 512)]
     options.kinds = list(dict.fromkeys(options.kinds or ["txt2img"]))
     options.ways = list(dict.fromkeys(["stock", *(options.more or []), "extended"]))
-    options.flags = list(dict.fromkeys(options.flags or ["--opt-sdp-attention"]))
-    if not os.environ.get("SFAST_A1111_DIR"):
-        print("benchmarks.webui needs an AUTOMATIC1111 WebUI: SFAST_A1111_DIR names none", file=sys.stderr)
+    options.flags = list(dict.fromkeys(options.flags or ["--opt-sdp-attention" if options.host == "a1111" else ""]))
+    variable, _ = HOSTS[options.host]
+    if not os.environ.get(variable):
+        print(f"benchmarks.webui needs a WebUI: {variable} names none", file=sys.stderr)
         return 2
     # the tests' WebUIs get by with one
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))

@@ -1,4 +1,4 @@
-"""Times what AUTOMATIC1111 does for a picture: `pictures.py` copies this file into an extension of its own.
+"""Times what a WebUI does for a picture: `hosts.py` copies this file into an extension of its own.
 
     POST /sfast-probe/start    begins
     POST /sfast-probe/stop     answers {"phases": [[name, begin, end], …], "busy": [[begin, end], …]}
@@ -10,7 +10,7 @@ the WebUI makes one picture at a time. `busy` are the times in which the GPU ran
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import time
 from typing import Any
 
@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from modules import script_callbacks
 
 # phase, module, function or method
-PHASES = [
+A1111 = [
     ("process_images", "modules.processing", "process_images_inner"),
     ("text encoders", "modules.processing", "StableDiffusionProcessing.setup_conds"),
     ("text encoders", "modules.processing", "StableDiffusionProcessingTxt2Img.calculate_hr_conds"),
@@ -37,6 +37,23 @@ PHASES = [
     ("saving", "modules.images", "save_image"),
     ("PNG and base64", "modules.api.api", "encode_pil_to_base64"),
 ]
+SDNEXT = [
+    ("process_images", "modules.processing", "process_images_inner"),
+    # a wrapper of the UNet's own call would be a foreign function, which it is not accelerated with
+    ("UNet, guidance, sampler", "modules.processing_diffusers", "process_base"),
+    ("UNet, guidance, sampler", "modules.processing_diffusers", "process_hires"),
+    ("arguments of the pipeline", "modules.processing_diffusers", "set_pipeline_args"),
+    ("text encoders", "modules.prompt_parser_diffusers", "PromptEmbedder.__init__"),
+    ("weights to the GPU", "modules.sd_offload", "OffloadHook.pre_forward"),
+    ("weights to system memory", "modules.sd_models", "apply_balanced_offload"),
+    ("callback of a step, live preview", "modules.processing_args", "diffusers_callback"),
+    ("VAE", "modules.processing_vae", "vae_decode"),
+    ("VAE", "modules.processing_vae", "vae_encode"),
+    ("torch_gc", "modules.devices", "torch_gc"),
+    ("extra networks", "modules.extra_networks", "activate"),
+    ("PNG and base64", "modules.api.helpers", "encode_pil_to_base64"),
+]
+PHASES = SDNEXT if importlib.util.find_spec("modules.processing_diffusers") else A1111
 phases: list[tuple[str, int, int]] = []
 profiler: list[torch.profiler.profile] = []
 

@@ -95,13 +95,6 @@ def make_data(folder: Path, models: Path) -> Path:
     return folder
 
 
-def add_extension(data: Path, name: str, script: str) -> None:
-    """An extension of one script, in the data directory."""
-    folder = data / "extensions" / name / "scripts"
-    folder.mkdir(parents=True)
-    (folder / f"{name.replace('-', '_')}.py").write_text(script, encoding="utf-8")
-
-
 def start(
     data: Path,
     name: str,

@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import time
 import urllib.error
@@ -29,7 +28,7 @@ import pytest
 pytest.importorskip("PIL")
 from PIL import Image
 
-from .webui import WebUI, difference, encoded
+from .webui import WebUI, add_extension, difference, encoded
 
 HOST = os.environ.get("SFAST_SDNEXT_DIR")
 MARKS = [
@@ -39,11 +38,18 @@ MARKS = [
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[2]
 FLAGS = os.environ.get("SFAST_SDNEXT_FLAGS", "--use-cpu all")
+ON_CPU = "--use-cpu all" in FLAGS
 WITHOUT_NETWORK = "--skip-all --skip-git --skip-requirements"
-TOLERANCE = 1.0  # of 255, mean over the picture; both sides compute in fp32 and differ by the order of additions only
+# Of 255, mean over the picture. In fp32 both sides differ by the order of additions only. On a GPU SD.Next turns TF32
+# on, whose products have the mantissa of half precision.
+TOLERANCE = 1.0 if ON_CPU else 2.5
 
 SETTINGS: dict[str, Any] = {
     "offline_mode": True,
+    # on a GPU tests ask more often than 300 times a minute
+    "server_rate_limit": 0,
+    # it chooses convolutions by their times: the WebUI's own pictures would differ from start to start
+    "cudnn_benchmark": False,
     "sdnq_dequantize_compile": False,
     "sd_model_checkpoint": "Diffusers/tiny-a",
     "sd_checkpoint_autoload": True,
@@ -115,12 +121,15 @@ def python() -> str:
     return os.environ.get("SFAST_SDNEXT_PYTHON") or str(Path(HOST or "") / "venv" / "bin" / "python")
 
 
-def make_models(folder: Path) -> None:
-    """Fill a folder with all of the tiny models."""
-    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    for script in ("sdnext_extras.py", "sdnext_families.py"):
-        command = [python(), str(HERE / script), str(folder)]
-        made = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=300, check=False)
+def make_models(folder: Path, *full: str) -> None:
+    """Fill a folder with all of the tiny models, or with large ones: "sd15", "sdxl", see `sdnext_full.py`."""
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    if not full:
+        offline["OMP_NUM_THREADS"] = "1"
+    tiny = [(script,) for script in ("sdnext_extras.py", "sdnext_families.py")]
+    for script, *which in [("sdnext_full.py", name) for name in full] or tiny:
+        command = [python(), str(HERE / script), str(folder), *which]
+        made = subprocess.run(command, cwd=HOST, env=offline, capture_output=True, text=True, timeout=300, check=False)
         assert made.returncode == 0, made.stderr
 
 
@@ -136,9 +145,7 @@ def make_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sdnext")
     (folder / "models").symlink_to(_models[base], target_is_directory=True)
     for name, script in (("test-fixes", "sdnext_fixes.py"), ("unknown-patches", "sdnext_patches.py")):
-        scripts = folder / "extensions" / name / "scripts"
-        scripts.mkdir(parents=True)
-        shutil.copy(HERE / script, scripts / script)
+        add_extension(folder, name, (HERE / script).read_text(encoding="utf-8"))
     return folder
 
 
@@ -148,6 +155,8 @@ def start(
     *,
     extension: bool,
     flags: str = "",
+    device: str = FLAGS,
+    common: dict[str, Any] = SETTINGS,
     packages: Path | None = None,
     ready: str = "/sdapi/v1/status",
     said: str = "",
@@ -155,10 +164,10 @@ def start(
     """SD.Next with these settings beside the common ones.
 
     Args:
-        flags: of its command line, beside `FLAGS`.
+        flags: of its command line, beside those of the device.
         packages, ready, said: see `WebUI`.
     """
-    (data / "config.json").write_text(json.dumps({**SETTINGS, **settings}))
+    (data / "config.json").write_text(json.dumps({**common, **settings}))
     link = data / "extensions" / "stable-fast"
     link.unlink(missing_ok=True)
     if extension:
@@ -169,7 +178,7 @@ def start(
     cache = f"HF_HUB_CACHE={models / 'huggingface'}"
     # as in its webui.sh: when it is restarted it looks for "python" there
     path = f"PATH={Path(python()).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    command = ["env", cache, path, python(), "launch.py", *shlex.split(f"{WITHOUT_NETWORK} {FLAGS} {flags}"), *places]
+    command = ["env", cache, path, python(), "launch.py", *shlex.split(f"{WITHOUT_NETWORK} {device} {flags}"), *places]
     return WebUI(command, Path(HOST or ""), log, ready=ready, packages=packages, said=said)
 
 

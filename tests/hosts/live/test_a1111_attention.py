@@ -10,7 +10,7 @@ import pytest
 
 from . import a1111
 from .a1111 import MARKS, PLAIN, TOLERANCE, Played, Round, accelerated, apart, start
-from .webui import XFORMERS, last_plan, same_plan
+from .webui import XFORMERS, add_extension, last_plan, same_plan
 
 pytestmark = MARKS
 
@@ -168,7 +168,7 @@ psutil.virtual_memory = virtual_memory
 
 
 def prepare(data: Path) -> None:
-    a1111.add_extension(data, "memory", MEMORY)
+    add_extension(data, "memory", MEMORY)
 
 
 def free_memory(data: Path, size: int | None) -> None:

@@ -13,6 +13,7 @@ from .a1111 import FLAGS, MARKS, TOLERANCE
 
 pytestmark = MARKS
 TOLD = {
+    "host": "a1111",
     "checkpoint": None,
     "tiny": True,
     "model": "sd15",

@@ -24,11 +24,11 @@ from .a1111 import (
     Played,
     Round,
     accelerated,
-    add_extension,
     apart,
     equal_to_stock,
 )
 from .a1111_models import IMAGE
+from .webui import add_extension
 
 CONTROLNET = os.environ.get("SFAST_CONTROLNET_DIR")
 pytestmark = [*MARKS, pytest.mark.skipif(not CONTROLNET, reason="SFAST_CONTROLNET_DIR names no sd-webui-controlnet")]

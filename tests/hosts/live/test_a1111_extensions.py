@@ -22,12 +22,12 @@ from .a1111 import (
     TOLERANCE,
     Round,
     accelerated,
-    add_extension,
     apart,
     bypassed,
     equal_to_stock,
     pictured,
 )
+from .webui import add_extension
 
 FOLDER = Path(os.environ.get("SFAST_A1111_EXTENSIONS", "/nowhere"))
 FREEU = "sd-webui-freeu"

@@ -26,14 +26,13 @@ from .a1111 import (
     TOLERANCE,
     Round,
     accelerated,
-    add_extension,
     apart,
     equal_to_stock,
     python,
 )
 from .a1111_xl import FACE, REGISTER, TIMES, WIDTH
 from .test_a1111_controlnet import CONTROLNET, controlled, networks, unit
-from .webui import encoded
+from .webui import add_extension, encoded
 
 pytestmark = [*MARKS, pytest.mark.skipif(not CONTROLNET, reason="SFAST_CONTROLNET_DIR names no sd-webui-controlnet")]
 SETTINGS = {"sd_model_checkpoint": "xl-deep.safetensors", "control_net_model_cache_size": 3}

@@ -16,7 +16,6 @@ from .a1111 import (
     TOLERANCE,
     Round,
     accelerated,
-    add_extension,
     apart,
     count,
     equal_to_stock,
@@ -25,7 +24,7 @@ from .a1111 import (
     told,
 )
 from .a1111_xl import REGISTER
-from .webui import encoded, of_steps
+from .webui import add_extension, encoded, of_steps
 
 pytestmark = MARKS
 SETTINGS = {"sd_vae": "None", "sd_checkpoints_limit": 1, "sd_checkpoints_keep_in_cpu": True}

@@ -17,11 +17,11 @@ from .a1111 import (
     TOLERANCE,
     Round,
     accelerated,
-    add_extension,
     apart,
     bypassed,
     equal_to_stock,
 )
+from .webui import add_extension
 
 pytestmark = MARKS
 

@@ -10,6 +10,7 @@ import os
 import random
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -46,10 +47,11 @@ class WebUI:
         self._command, self._cwd, self._log, self._ready, self._timeout = command, cwd, log, ready, timeout
         self._packages, self._said = packages, said
         self._process: subprocess.Popen[bytes] | None = None
+        self._taken: Path | None = None
         self.url = ""
 
     def __enter__(self) -> WebUI:
-        port = _free_port()
+        port, self._taken = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         # a tiny model gains nothing from threads, and loses much where other work shares the cores
@@ -78,6 +80,8 @@ class WebUI:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        if self._taken is not None:
+            self._taken.unlink(missing_ok=True)
 
     def up(self) -> bool:
         """Whether it answers."""
@@ -114,13 +118,25 @@ class WebUI:
         return self.log()[-6000:]
 
 
-def _free_port() -> int:
-    """One that no connection is given by itself: it would be taken while a WebUI starts, which may take minutes."""
+def _free_port() -> tuple[int, Path]:
+    """A free port, and the file that keeps other tests from it while the WebUI starts, which may take minutes.
+
+    It is one that no connection is given by itself.
+    """
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        taken = Path(tempfile.gettempdir(), f"sfast-port-{port}")
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
+            taken.touch(exist_ok=False)
+            return port, taken
     raise RuntimeError("no port is free")
+
+
+def add_extension(data: Path, name: str, script: str) -> None:
+    """An extension of one script, in the data directory."""
+    folder = data / "extensions" / name / "scripts"
+    folder.mkdir(parents=True)
+    (folder / f"{name.replace('-', '_')}.py").write_text(script, encoding="utf-8")
 
 
 def encoded(image: Image.Image) -> str:

@@ -1,0 +1,112 @@
+"""The WebUIs that `pictures.py` measures: their models, their start, and what a request of theirs says."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, Protocol
+
+WAYS: dict[str, dict[str, Any]] = {"stock": {}, "unet": {"sfast_vae": False}, "extended": {}}
+"""Settings of the WebUI for each way: without the extension, with the UNet alone accelerated, with all."""
+PROBE = Path(__file__).with_name("probe.py")
+LARGE = {"sd15": "full", "sdxl": "full-xl"}
+"""Names of the checkpoints of random weights."""
+
+
+class Host(Protocol):
+    """A WebUI with its models in a folder."""
+
+    sampler: str
+    hires: dict[str, Any]
+    """What a request says for a picture of twice its size."""
+
+    def start(self, way: str, number: int, flags: str) -> Any:
+        """A `WebUI`; no other has this way and number."""
+
+    def ready(self, webui: Any) -> None:
+        """Wait until it can make pictures."""
+
+
+def linked(checkpoint: Path, folder: Path) -> str:
+    """A checkpoint of the user's, put into a folder. Its name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / checkpoint.name).symlink_to(checkpoint.resolve())
+    return checkpoint.name
+
+
+class A1111:
+    """AUTOMATIC1111's WebUI: `SFAST_A1111_DIR`, see `tests/hosts/live/a1111.py`."""
+
+    sampler = "Euler a"
+    hires = {"enable_hr": True, "hr_scale": 2, "hr_upscaler": "Latent", "denoising_strength": 0.7}
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        from tests.hosts.live import a1111, webui
+
+        self.module = a1111
+        models, self.data = folder / "models", folder / "data"
+        models.mkdir()
+        if options.checkpoint is None:
+            made = "tiny" if options.tiny else LARGE[options.model]
+            a1111.make_models(models, *([] if options.tiny else [made]))
+            checkpoint = f"{made}.safetensors"
+        else:
+            checkpoint = linked(options.checkpoint, models / "Stable-diffusion")
+        self.data.mkdir()
+        a1111.make_data(self.data, models)
+        webui.add_extension(self.data, "sfast-probe", PROBE.read_text(encoding="utf-8"))
+        self.settings = {"sd_model_checkpoint": checkpoint, "sfast_allow_cpu": options.tiny}
+
+    def start(self, way: str, number: int, flags: str) -> Any:
+        """See `Host`."""
+        without = {"disabled_extensions": ["stable-fast"]} if way == "stock" else {}
+        return self.module.start(self.data, f"{way}-{number}", {**self.settings, **WAYS[way], **without}, flags=flags)
+
+    def ready(self, webui: Any) -> None:
+        """See `Host`: it is when it answers."""
+
+
+class SDNext:
+    """SD.Next with the settings that it comes with: `SFAST_SDNEXT_DIR`, see `tests/hosts/live/sdnext.py`."""
+
+    sampler = "Euler a"
+    hires = {
+        "enable_hr": True, "hr_scale": 2, "hr_upscaler": "Latent Bilinear", "hr_force": True, "hr_resize_mode": 1,
+        "hr_denoising_strength": 0.7,
+    }  # fmt: skip
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        from tests.hosts.live import sdnext
+
+        self.module, self.folder, self.models = sdnext, folder, folder / "models"
+        if options.checkpoint is None:
+            sdnext.make_models(self.models, *([] if options.tiny else [options.model]))
+            checkpoint = f"Diffusers/{'tiny-a' if options.tiny else LARGE[options.model]}"
+        else:
+            checkpoint = linked(options.checkpoint, self.models / "Stable-diffusion")
+        self.device = "--use-cpu all" if options.tiny else ""
+        needed = ("offline_mode", "sdnq_dequantize_compile", "server_rate_limit", "samples_save")
+        self.settings = {name: sdnext.SETTINGS[name] for name in needed}
+        self.settings |= {"sd_model_checkpoint": checkpoint, "sfast_allow_cpu": options.tiny}
+
+    def start(self, way: str, number: int, flags: str) -> Any:
+        """See `Host`."""
+        from tests.hosts.live import webui
+
+        data = self.folder / f"{way}-{number}"
+        data.mkdir()
+        (data / "models").symlink_to(self.models, target_is_directory=True)
+        webui.add_extension(data, "sfast-probe", PROBE.read_text(encoding="utf-8"))
+        settings, extension = {**self.settings, **WAYS[way]}, way != "stock"
+        return self.module.start(data, settings, extension=extension, flags=flags, device=self.device, common={})
+
+    def ready(self, webui: Any) -> None:
+        """See `Host`."""
+        self.module.model_loaded(webui)
+
+
+HOSTS: dict[str, tuple[str, type[A1111] | type[SDNext]]] = {
+    "a1111": ("SFAST_A1111_DIR", A1111),
+    "sdnext": ("SFAST_SDNEXT_DIR", SDNext),
+}
+"""Name -> the variable that says where it is, and the class."""
