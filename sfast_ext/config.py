@@ -36,14 +36,19 @@ class Config:
     """Whether a host accelerates its VAE as well."""
     rare_calls: bool = False
     """The module is called about once for each picture, as a VAE is, and each call takes long and much memory. A plan
-    is made at the second call of its kind, at most one in a generation; its later calls time it, no extra ones; and no
-    kernel may need more memory at once than the original."""
+    is made when `rare_gain` says so, at most one in a generation; its later calls time it, no extra ones; and no kernel
+    may need more memory at once than the original."""
+    rare_gain: float = 0.5
+    """The part of the original's time that a plan of such a module is taken to save. Its plan is made once the calls
+    without one have lost as much time as making it costs; with `inf` at the second call of its kind."""
 
     def __post_init__(self) -> None:
         if self.check not in CHECKS:
             raise ValueError(f"check must be one of {', '.join(CHECKS)}; it is {self.check!r}")
         if not self.tolerance > 0:
             raise ValueError(f"tolerance must be positive; it is {self.tolerance}")
+        if not self.rare_gain > 0:
+            raise ValueError(f"rare_gain must be positive; it is {self.rare_gain}")
         if self.graph_memory_mb is not None and self.graph_memory_mb < 0:
             raise ValueError(f"graph_memory_mb must be 0 (no limit) or more; it is {self.graph_memory_mb}")
         if self.max_graphs < 1 or self.max_plans < 1:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -89,7 +90,14 @@ class Way:
         if name == OURS:
             # kept even where slower: what is measured here is the plan, whatever it is
             on_cpu = not x.is_cuda
-            config = Config(allow_cpu=on_cpu, cuda_graphs=False, drop_slower=False, triton=triton, rare_calls=True)
+            config = Config(
+                allow_cpu=on_cpu,
+                cuda_graphs=False,
+                drop_slower=False,
+                triton=triton,
+                rare_calls=True,
+                rare_gain=math.inf,
+            )
             self._accelerator = accelerate(module, config)
             # the second call makes the plan
             self()

@@ -53,7 +53,7 @@ class A1111:
         else:
             checkpoint = linked(options.checkpoint, models / "Stable-diffusion")
         self.data.mkdir()
-        a1111.make_data(self.data, models)
+        a1111.make_data(self.data, models, vae_plans=False)
         webui.add_extension(self.data, "sfast-probe", PROBE.read_text(encoding="utf-8"))
         self.settings = {"sd_model_checkpoint": checkpoint, "sfast_allow_cpu": options.tiny}
 

@@ -90,7 +90,8 @@ class CallServer:
 
         if state is ReplayState.BYPASS or lookup is None:
             return self.original(*args, **kwargs)
-        early = self._context.config.rare_calls and self._rare.too_early(lookup.key)
+        config = self._context.config
+        early = config.rare_calls and self._rare.too_early(lookup.key, config.rare_gain)
         mine = not early and self._context.model.build_lock.acquire(blocking=False)
         if not mine:
             return self._run_original(lookup, args, kwargs, build=False)
@@ -120,7 +121,7 @@ class CallServer:
     def _run_original(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any], build: bool) -> Any:
         """The original forward's result for a call without a plan. With `build`, also builds the plan."""
         started = time.perf_counter()
-        rare = build and self._context.config.rare_calls
+        rare = self._context.config.rare_calls
         # a recorded run takes longer, and its time would be the original's
         trace = self._builder.live_trace(lookup) if build and not rare else None
         watch = Stopwatch(lookup.device) if rare else None
@@ -130,7 +131,12 @@ class CallServer:
         if build:
             seconds = time.perf_counter() - started
             run = OriginalRun(lambda: self.original(*args, **kwargs), result, seconds, trace, watch)
+            began = time.perf_counter()
             self._try_to_build(lookup, run)
+            if rare and lookup.key in self._cache.plans:
+                self._rare.built(1000 * (time.perf_counter() - began))
+        elif watch is not None:
+            self._rare.ran(lookup.key, watch)
         self.pace.restart()
         return result
 

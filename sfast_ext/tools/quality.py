@@ -137,7 +137,7 @@ class Series:
         """All of them with the UNet and the VAE's decoder accelerated; by part, why calls of it were not."""
         config = Config(allow_cpu=device.type == "cpu")
         parts = {UNET: accelerate(self._pipe.unet, config)}
-        vae = Config(allow_cpu=config.allow_cpu, cuda_graphs=False, rare_calls=True)
+        vae = Config(allow_cpu=config.allow_cpu, cuda_graphs=False, rare_calls=True, rare_gain=math.inf)
         parts[VAE] = accelerate(self._pipe.vae.decoder, vae)
         try:
             for _ in range(_WARM_UP):

@@ -71,8 +71,8 @@ SETTINGS = (
         "sfast_vae",
         "vae",
         "Accelerate the VAE",
-        "The VAE decodes each picture, and encodes what img2img and hires fix start from. The second picture of a size "
-        "takes about a second longer, the next ones are decoded faster. Not in Forge Neo",
+        "The VAE decodes each picture, and encodes what img2img and hires fix start from. When it pays for a size, one "
+        "picture takes about a second longer, and the next ones are decoded faster. Not in Forge Neo",
     ),
     Setting(
         "sfast_faster_sums",

@@ -27,8 +27,18 @@ MUTATIONS = [
     ),
     Mutation(
         "a plan that somebody who makes one picture pays for", "runtime/rare_calls.py",
-        "if key not in self._seen:", "if False:",
-        ("runtime/test_rare_calls.py::test_the_second_call_makes_a_plan_and_no_call_runs_the_original_twice",),
+        "if key not in self._runs or ", "if ",
+        ("runtime/test_rare_calls.py::test_no_plan_is_made_at_the_first_call_whatever_it_would_save",),
+    ),
+    Mutation(
+        "a plan that does not pay yet", "runtime/rare_calls.py",
+        "self._spent(key) * gain < self._build_ms", "False",
+        ("runtime/test_rare_calls.py::test_a_plan_is_made_once_it_would_have_saved_what_it_costs",),
+    ),
+    Mutation(
+        "an evicted plan that comes again for nothing", "runtime/rare_calls.py",
+        "        self._runs[key] = _Runs()\n        return False", "        return False",
+        ("runtime/test_rare_calls.py::test_a_plan_is_made_once_it_would_have_saved_what_it_costs",),
     ),
     Mutation(
         "several plans in one picture", "runtime/rare_calls.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 from sfast_ext import Config, accelerate
 from sfast_ext.runtime import plan_runner, verify
 from sfast_ext.runtime.plan_builder import PlanBuilder
-from sfast_ext.runtime.rare_calls import RareCalls, Stopwatch
+from sfast_ext.runtime.rare_calls import FIRST_BUILD_MS, RareCalls, Stopwatch
 from sfast_ext.tools.lib import models, vaes
 
-CONFIG = Config(allow_cpu=True, cuda_graphs=False, rare_calls=True)
+CONFIG = Config(allow_cpu=True, cuda_graphs=False, rare_calls=True, rare_gain=math.inf)
 
 
 class Counted:
@@ -85,18 +86,88 @@ def test_one_plan_in_a_generation():
     assert ours.count("captures") == 2
 
 
+class Timed:
+    """A stopwatch of a run that took so long, or has not ended."""
+
+    def __init__(self, ms: float | None) -> None:
+        self.ms = ms
+
+    def elapsed(self) -> float | None:
+        return self.ms
+
+
+def until_a_plan(calls: RareCalls, ms: float, gain: float = 0.5, key: str = "a") -> int:
+    """How many runs of the original come before a plan is made."""
+    for runs in range(1000):
+        if not calls.too_early(key, gain):
+            return runs
+        calls.ran(key, Timed(ms))
+    return 1000
+
+
+def test_a_plan_is_made_once_it_would_have_saved_what_it_costs():
+    calls = RareCalls()
+    assert until_a_plan(calls, ms=300) == FIRST_BUILD_MS / 150
+    calls.built(450)
+    assert until_a_plan(calls, ms=300, key="b") == 3
+    assert until_a_plan(calls, ms=300, gain=0.25, key="c") == 6
+    # one that was evicted pays again
+    assert until_a_plan(calls, ms=300, key="b") == 3
+
+
+def test_no_plan_is_made_at_the_first_call_whatever_it_would_save():
+    calls = RareCalls()
+    calls.built(0)
+    assert until_a_plan(calls, ms=1000) == 1
+    assert until_a_plan(RareCalls(), ms=0, gain=math.inf) == 1
+
+
+def test_a_run_counts_when_it_has_ended():
+    calls, running = RareCalls(), Timed(None)
+    calls.built(100)
+    assert calls.too_early("a", 0.5)
+    calls.ran("a", running)
+    assert calls.too_early("a", 0.5)
+    running.ms = 200.0
+    assert not calls.too_early("a", 0.5)
+
+
+def test_calls_that_cost_little_get_no_plan_and_their_time_is_that_of_the_original():
+    ours = Counted(Config(allow_cpu=True, cuda_graphs=False, rare_calls=True))
+    for _ in range(4):
+        assert ours.call() == 1
+    assert ours.count("captures") == 0
+    (runs,) = ours.accelerator._server._rare._runs.values()
+    assert 0 < runs.milliseconds < 4 * FIRST_BUILD_MS and len(runs.pending) == 1
+    # as if the original had run for longer
+    runs.milliseconds = 2 * FIRST_BUILD_MS
+    assert ours.call() == 1 and ours.count("captures") == 1
+    assert ours.accelerator._server._rare._build_ms != FIRST_BUILD_MS
+    assert ours.call() == 0
+
+
 def test_what_was_seen_is_bounded():
     calls = RareCalls()
     for key in range(1000):
-        assert calls.too_early(key)
-    assert len(calls._seen) <= 256 and not calls.too_early(999)
+        assert calls.too_early(key, math.inf)
+        calls.ran(key, Timed(1))
+    assert len(calls._runs) <= 256 and not calls.too_early(999, math.inf)
 
 
 def test_a_generation_counts_only_where_generations_are_told():
     calls = RareCalls()
-    assert [calls.too_early(key) for key in "aabb"] == [True, False, True, False]
+    found = []
+    for key in "aabb":
+        found.append(calls.too_early(key, math.inf))
+        calls.ran(key, Timed(1))
+    assert found == [True, False, True, False]
     calls.new_generation()
-    assert [calls.too_early(key) for key in "ab"] == [False, True]
+    assert [calls.too_early(key, math.inf) for key in "ab"] == [False, True]
+
+
+def test_a_gain_must_be_positive():
+    with pytest.raises(ValueError, match="rare_gain must be positive"):
+        Config(rare_gain=0)
 
 
 def test_a_plan_whose_first_use_is_slower_is_dropped(monkeypatch):

@@ -3,6 +3,7 @@ capture of one that was evicted."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -212,7 +213,9 @@ def test_without_a_measurement_an_evicted_graph_is_captured_at_once(monkeypatch:
 def test_a_rare_call_is_recorded_unless_it_is_long(ms: float, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     vae = vaes.random_vae("tiny-sd")
-    accelerator = accelerate(vae.decoder, Config(allow_cpu=True, cuda_graphs=False, rare_calls=True))
+    accelerator = accelerate(
+        vae.decoder, Config(allow_cpu=True, cuda_graphs=False, rare_calls=True, rare_gain=math.inf)
+    )
     monkeypatch.setattr(plan.Plan, "record_launches", lambda *_: asked.append(True))
     monkeypatch.setattr("sfast_ext.runtime.rare_calls.Stopwatch.milliseconds", lambda self: ms)
     for _ in range(3):

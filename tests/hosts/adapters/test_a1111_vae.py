@@ -20,6 +20,8 @@ from hosts.standins import a1111_vae as vaes
 from sfast_ext import accelerator_of
 from sfast_ext.hosts.a1111 import adapter as a1111
 
+pytestmark = pytest.mark.usefixtures("vae_plans_at_once")
+
 LATENT = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(7))
 WIDE = torch.randn((1, 4, 8, 12), generator=torch.Generator().manual_seed(8))
 

@@ -17,6 +17,8 @@ from sfast_ext import Accelerator
 from sfast_ext.hosts import system_memory
 from sfast_ext.weights.arena import WeightsAway
 
+pytestmark = pytest.mark.usefixtures("vae_plans_at_once")
+
 accelerate = pytest.importorskip("accelerate")
 
 

@@ -14,6 +14,8 @@ from hosts.standins.sdnext import Host, close, diffusers, hosted, tiny_unet
 from sfast_ext import accelerator_of
 from sfast_ext.hosts.sdnext.refusals import layers_bypass_reason
 
+pytestmark = pytest.mark.usefixtures("vae_plans_at_once")
+
 LATENT = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(7))
 
 

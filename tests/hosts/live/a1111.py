@@ -27,7 +27,7 @@ from PIL import Image
 
 from sfast_ext.ui.api import LASTS
 
-from .webui import WebUI, difference, encoded
+from .webui import VAE_PLANS, WebUI, add_extension, difference, encoded
 
 HOST = os.environ.get("SFAST_A1111_DIR")
 MARKS = [
@@ -85,13 +85,15 @@ def make_models(folder: Path, *which: str) -> None:
     assert made.returncode == 0, made.stderr
 
 
-def make_data(folder: Path, models: Path) -> Path:
-    """A data directory with the models and the checkout among the extensions."""
+def make_data(folder: Path, models: Path, *, vae_plans: bool = True) -> Path:
+    """A data directory with the models and the checkout among the extensions; see also `VAE_PLANS`."""
     (folder / "models").symlink_to(models, target_is_directory=True)
     (models / "embeddings").mkdir(exist_ok=True)
     (folder / "embeddings").symlink_to(models / "embeddings", target_is_directory=True)
     (folder / "extensions").mkdir()
     (folder / "extensions" / "stable-fast").symlink_to(CHECKOUT, target_is_directory=True)
+    if vae_plans:
+        add_extension(folder, "vae-plans", VAE_PLANS)
     return folder
 
 

@@ -28,7 +28,7 @@ import pytest
 pytest.importorskip("PIL")
 from PIL import Image
 
-from .webui import WebUI, add_extension, difference, encoded
+from .webui import VAE_PLANS, WebUI, add_extension, difference, encoded
 
 HOST = os.environ.get("SFAST_SDNEXT_DIR")
 MARKS = [
@@ -146,6 +146,7 @@ def make_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "models").symlink_to(_models[base], target_is_directory=True)
     for name, script in (("test-fixes", "sdnext_fixes.py"), ("unknown-patches", "sdnext_patches.py")):
         add_extension(folder, name, (HERE / script).read_text(encoding="utf-8"))
+    add_extension(folder, "vae-plans", VAE_PLANS)
     return folder
 
 
