@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import sfast_ext
 from sfast_ext import Config, Hooks, accelerate, accelerator_of
 from sfast_ext.behaviour import key
+from sfast_ext.kernels.backend import precompile
 from sfast_ext.runtime import plan_builder, plan_finder, verify
 from sfast_ext.runtime.plan import DROPPED
 from sfast_ext.runtime.plan_cache import REJECTED_FOR
@@ -751,6 +753,17 @@ def test_weights_on_another_device_mean_the_original_for_now(monkeypatch):
     assert len(acc.plans) == 1 and "elsewhere" in reasons(acc)
     close(module(x, 1), plain(x, 1))
     assert counters(acc)["captures"] == 1
+
+
+def test_each_call_puts_off_compilations_that_hold_the_gil(monkeypatch):
+    background = precompile.BackgroundCompiler()
+    monkeypatch.setattr(precompile, "_background", background)
+    module = Net()
+    accelerate(module, CPU)
+    for call in range(4):  # the original, a plan, and again
+        background._due = 0.0
+        module(torch.randn(1, 4, 8, 8), torch.ones(1, 1))
+        assert background._due > time.monotonic(), call
 
 
 def test_the_package_says_its_version():

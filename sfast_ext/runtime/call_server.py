@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sfast_ext.call_signature import NotOurs, copied
+from sfast_ext.kernels.backend import precompile
 from sfast_ext.preparation import Interrupted
 from sfast_ext.report import at, rehearsing, stage
 from sfast_ext.runtime.backoff import CaptureBackoff
@@ -61,6 +62,7 @@ class CallServer:
 
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call of the module with these arguments."""
+        precompile.defer()
         lookup: Lookup | None = None
         # an exception leaves it so
         state = ReplayState.BYPASS

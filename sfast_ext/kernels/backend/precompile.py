@@ -28,7 +28,7 @@ from sfast_ext.report import advance
 logger = logging.getLogger("sfast_ext")
 
 MOST_THREADS = 16
-_PAUSE = 3.0  # seconds: a first call and a few calls of its plan
+_PAUSE = 3.0  # seconds: from a step to the next picture's first
 _LOOK = 0.1  # seconds between polls for their end
 # compiled in this process: (device, key of the launch)
 _done: set[Any] = set()
@@ -68,8 +68,8 @@ def _load_compilers(triton_runs_on: Callable[[torch.device], bool]) -> None:
 class BackgroundCompiler:
     """Compiles, in one background thread, the variants of kernels that other image sizes may need.
 
-    CUDA C++ kernels first, into the user's cache. Triton's compiler holds the GIL for part of its time, so its kernels
-    wait until first calls are over.
+    CUDA C++ kernels first, into the user's cache. Triton's compiler holds the GIL for part of its time, in which a
+    WebUI's own Python takes several times as long, so its kernels wait until no picture is made.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class BackgroundCompiler:
         self._lock = threading.Lock()
 
     def defer(self) -> None:
-        """Leave the GIL to a first call, which begins or goes on now."""
+        """Leave the GIL to a picture, which begins or goes on now."""
         self._due = time.monotonic() + _PAUSE
 
     def add(
@@ -153,6 +153,11 @@ class BackgroundCompiler:
 
 
 _background = BackgroundCompiler()
+
+
+def defer() -> None:
+    """A call is served now: what holds the GIL is compiled when there was none for some seconds."""
+    _background.defer()
 
 
 def _compilation(launch: Launch, device: torch.device) -> Any:
