@@ -105,12 +105,16 @@ def sources_of(module: nn.Module) -> Sources:
 
 
 def move_to_gpu(module: nn.Module, device: torch.device) -> None:
-    """Move the parameters of a module from system memory, as `module.to(device)` does, but faster; see `Staging`."""
-    staging = Staging()
+    """Move the parameters of a module from system memory, as `module.to(device)` does, but faster; see `Staging`. All
+    of them, or where it fails none."""
+    moved: Sources = []
     with _readable():
-        for parameter, source in sources_of(module):
-            there = torch.empty_like(source, device=device)
-            staging.copy(there, source)
+        with Staging() as staging:
+            for parameter, source in sources_of(module):
+                there = torch.empty_like(source, device=device)
+                staging.copy(there, source)
+                moved.append((parameter, there))
+        for parameter, there in moved:
             set_data(parameter, there)
 
 

@@ -1,13 +1,20 @@
 """Copies from pageable system memory to the GPU.
 
-CUDA's driver copies pageable memory in one thread, through a pinned buffer of its own. Here all of torch's threads fill
-one pinned buffer while the other is on its way: about three times as fast with six threads (docs/small-cards.md). The
-method is that of "How to Optimize Data Transfers in CUDA C/C++" (NVIDIA's developer blog, 2012), with two buffers.
+CUDA's driver copies pageable memory in one thread, through a pinned buffer of its own. Here threads fill one pinned
+buffer while the other is on its way: about three times as fast with six of them (docs/small-cards.md). The method is
+that of "How to Optimize Data Transfers in CUDA C/C++" (NVIDIA's developer blog, 2012), with two buffers.
+
+The threads are not torch's: those of OpenMP wait for each other after each tensor, and where other work has the cores,
+that takes a turn of the scheduler for each of a UNet's 700 weights.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
 
 import torch
 
@@ -15,7 +22,8 @@ from sfast_ext.weights.original_layout import live_tensor
 
 BUFFER_BYTES = 32 << 20
 _ALIGNED = 64  # where a tensor begins in a buffer, in bytes
-_LEAST_THREADS = 2  # with one, the driver is faster
+_LEAST_THREADS, _MOST_THREADS = 2, 6  # with one, the driver is faster; more than six gain little
+_TASK_BYTES = 1 << 20  # what a thread takes at a time, or a single tensor
 
 
 class Event(Protocol):
@@ -29,9 +37,10 @@ class Event(Protocol):
 
 
 class Staging:
-    """Two pinned buffers, allocated when they are first needed.
+    """Two pinned buffers, allocated when they are first needed. Use it in a `with` statement.
 
-    All copies must be to one device, on its current stream. A source may be written as soon as its copy was called.
+    All copies must be to one device, on its current stream. They are complete, in the order of that stream, and their
+    sources may be written, at the end of the `with` block, if it ends without an exception.
 
     Args:
         size: bytes of each buffer.
@@ -41,6 +50,21 @@ class Staging:
         self._size = size
         self._buffers: list[tuple[torch.Tensor, Event]] | None = None
         self._used = 0  # bytes of the first buffer
+        self._pieces: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # target, place in the buffer, source
+        self._pool: ThreadPoolExecutor | None = None
+        self._helpers = 0
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._send()
+        finally:
+            self._pieces.clear()
+            if self._pool is not None:
+                self._pool.shutdown()
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """`to.copy_(source)` for tensors of the same shape and dtype, asynchronously where `source` is on the CPU and
@@ -54,16 +78,23 @@ class Staging:
         there = to if same else torch.empty_strided(source.shape, source.stride(), dtype=to.dtype, device=to.device)
         self._stage(in_memory_order(there).view(torch.uint8), in_memory_order(source).view(torch.uint8))
         if not same:
+            self._send()
             to.copy_(there)
 
     def _allocated(self) -> bool:
         if self._buffers is None:
             self._buffers = []
             try:
-                if torch.get_num_threads() >= _LEAST_THREADS:
-                    self._buffers = [self._buffer(self._size) for _ in range(2)]
+                threads = min(torch.get_num_threads(), _MOST_THREADS)
+                if threads >= _LEAST_THREADS:
+                    buffers = [self._buffer(self._size) for _ in range(2)]
+                    # raises where torch was built for another NumPy
+                    buffers[0][0].numpy()
+                    self._helpers = threads - 1
+                    self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="sfast: weights")
+                    self._buffers = buffers
             except RuntimeError:
-                # no more memory can be pinned
+                # no more memory can be pinned, or there is no NumPy
                 pass
         return bool(self._buffers)
 
@@ -83,19 +114,61 @@ class Staging:
             buffer, _ = self._buffers[0]
             n = min(self._size - self._used, size - done)
             filled = buffer[self._used : self._used + n]
-            filled.copy_(source[done : done + n])
-            to[done : done + n].copy_(filled, non_blocking=True)
+            self._pieces.append((to[done : done + n], filled, source[done : done + n]))
             done += n
             self._used += -(-n // _ALIGNED) * _ALIGNED
+
+    def _send(self) -> None:
+        """Fill the first buffer with what was staged, and copy it to the GPU."""
+        if self._pieces:
+            assert self._pool is not None
+            left = deque(_tasks((filled.numpy(), source.numpy()) for _, filled, source in self._pieces))
+            # each thread takes what is next until nothing is left: few wake-ups, and none waits for a slow one's share
+            others = [self._pool.submit(_fill, left) for _ in range(self._helpers)]
+            _fill(left)
+            for other in others:
+                other.result()
+            for to, filled, _ in self._pieces:
+                to.copy_(filled, non_blocking=True)
+            self._pieces.clear()
 
     def _next(self, device: torch.device) -> None:
         """Go on with the other buffer, once what was copied from it has arrived."""
         assert self._buffers is not None
+        self._send()
         # a copy is on the stream of the device that it is to, which need not be the current one
         self._buffers[0][1].record(self._stream(device))
         self._buffers.reverse()
         self._buffers[0][1].synchronize()
         self._used = 0
+
+
+_Copy = tuple[Any, Any]
+"""Arrays of NumPy: to, from. Copying between them needs no GIL, and no thread of torch."""
+
+
+def _tasks(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
+    """Copies in groups of about `_TASK_BYTES`, large ones in parts."""
+    group: list[_Copy] = []
+    size = 0
+    for to, source in copies:
+        for start in range(0, len(to), _TASK_BYTES):
+            part = slice(start, start + _TASK_BYTES)
+            group.append((to[part], source[part]))
+            size += len(group[-1][0])
+            if size >= _TASK_BYTES:
+                yield group
+                group, size = [], 0
+    if group:
+        yield group
+
+
+def _fill(left: deque[list[_Copy]]) -> None:
+    """Copy until nothing is left."""
+    with contextlib.suppress(IndexError):
+        while True:
+            for to, source in left.popleft():
+                to[:] = source
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -12,6 +12,9 @@ from pretended_card import GPU, pretended_card
 from torch import nn
 
 from sfast_ext.weights.host_copies import HostCopies, move_to_gpu, sources_of
+from sfast_ext.weights.staging import Staging
+
+BUFFER = (torch.empty(1 << 20, dtype=torch.uint8), None)
 
 
 @pytest.fixture
@@ -60,6 +63,26 @@ def moved(card):
 def equal(module: nn.Module, other: nn.Module) -> bool:
     pairs = zip(module.state_dict().values(), other.state_dict().values())
     return all(torch.equal(a.to("cpu"), b.to("cpu")) for a, b in pairs)
+
+
+@pytest.mark.parametrize("where", ["memory", "pieces"])
+def test_a_move_that_fails_moves_nothing(monkeypatch, where):
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(64, 1000), nn.Linear(8, 8))
+    before, pointers = copy.deepcopy(module), [p.data_ptr() for p in module.parameters()]
+    with pretended_card(monkeypatch, 20_000 if where == "memory" else 1 << 30) as card:
+        if where == "pieces":
+
+            def refuse(self):
+                raise RuntimeError("a copy failed")
+
+            monkeypatch.setattr(Staging, "_send", refuse)
+            monkeypatch.setattr(Staging, "_allocated", lambda self: setattr(self, "_buffers", [BUFFER, BUFFER]) or True)
+        with pytest.raises(RuntimeError):
+            move_to_gpu(module, GPU)
+        # half of it on the GPU might be without its values
+        assert [p.data_ptr() for p in module.parameters()] == pointers and equal(module, before)
+        gc.collect()
+        assert card.used == 0
 
 
 def test_nothing_is_copied_where_nothing_changed(moved):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections import deque
+
+import numpy as np
 import pytest
 import torch
 from pretended_card import GPU, pretended_card
 
+from sfast_ext.weights import staging
 from sfast_ext.weights.staging import Staging, is_dense
 
 SHAPES = [(0,), (), (1,), (7,), (63, 1), (3, 5, 7), (129, 33), (2, 64, 3, 3), (100, 100), (5, 1, 2, 2)]
@@ -57,18 +63,19 @@ def card(monkeypatch):
 @pytest.mark.parametrize("layouts", [("plain", "plain"), ("channels last", "plain"), ("plain", "channels last")])
 @pytest.mark.parametrize("size", [64, 1000, 1 << 20])
 def test_copies_are_exact(card, dtype, layouts, size):
-    staging = Buffers(size)
+    buffers = Buffers(size)
     sources = [laid((torch.randn(shape) * 50).to(dtype), layouts[0]) for shape in SHAPES]
     there = [laid(torch.full(shape, 1, dtype=dtype), layouts[1]).to(GPU) for shape in SHAPES]
-    for to, source in zip(there, sources):
-        strides = to.stride()
-        staging.copy(to, source)
-        assert to.stride() == strides
+    with buffers:
+        for to, source in zip(there, sources):
+            strides = to.stride()
+            buffers.copy(to, source)
+            assert to.stride() == strides
     for to, source in zip(there, sources):
         assert torch.equal(to.to("cpu"), source)
     # a buffer is filled again after what was copied from it arrived
-    order = [number for what, number in staging.log if what == "record"]
-    waits = [number for what, number in staging.log if what == "synchronize"]
+    order = [number for what, number in buffers.log if what == "record"]
+    waits = [number for what, number in buffers.log if what == "synchronize"]
     assert waits == [1 - number for number in order] and order == [i % 2 for i in range(len(order))]
     assert bool(order) == (size < 1 << 20)
 
@@ -76,17 +83,19 @@ def test_copies_are_exact(card, dtype, layouts, size):
 def test_a_source_without_gaps_that_is_not_known_is_copied_as_before(card):
     source = torch.randn(6, 4).t()
     assert not is_dense(source)
-    to, staging = torch.zeros(4, 6).to(GPU), Buffers(64)
-    staging.copy(to, source)
-    assert torch.equal(to.to("cpu"), source) and staging.log == []
+    to, buffers = torch.zeros(4, 6).to(GPU), Buffers(64)
+    with buffers:
+        buffers.copy(to, source)
+    assert torch.equal(to.to("cpu"), source) and buffers.log == []
 
 
 def test_weights_made_under_inference_mode(card):
     with torch.inference_mode():
         source = torch.randn(100)
-    to, staging = torch.zeros(100).to(GPU), Buffers(64)
-    staging.copy(to, source)
-    assert torch.equal(to.to("cpu"), source) and staging.log
+    to, buffers = torch.zeros(100).to(GPU), Buffers(64)
+    with buffers:
+        buffers.copy(to, source)
+    assert torch.equal(to.to("cpu"), source) and buffers.log
 
 
 def test_without_memory_to_pin_it_copies_as_before(card, monkeypatch):
@@ -95,35 +104,72 @@ def test_without_memory_to_pin_it_copies_as_before(card, monkeypatch):
 
     monkeypatch.setattr(Staging, "_buffer", refuse)
     source, to = torch.randn(9), torch.zeros(9).to(GPU)
-    Staging().copy(to, source)
+    with Staging() as buffers:
+        buffers.copy(to, source)
     assert torch.equal(to.to("cpu"), source)
 
 
 def test_with_a_single_thread_it_copies_as_before(card, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    source, to, staging = torch.randn(9), torch.zeros(9).to(GPU), Buffers(64)
-    staging.copy(to, source)
-    assert torch.equal(to.to("cpu"), source) and staging.log == []
+    source, to, buffers = torch.randn(9), torch.zeros(9).to(GPU), Buffers(64)
+    with buffers:
+        buffers.copy(to, source)
+    assert torch.equal(to.to("cpu"), source) and buffers.log == []
+
+
+def test_with_a_numpy_that_torch_cannot_use_it_copies_as_before(card, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("Numpy is not available")
+
+    source, to, buffers = torch.randn(9), torch.zeros(9).to(GPU), Buffers(64)
+    with monkeypatch.context() as patch, buffers:
+        patch.setattr(torch.Tensor, "numpy", refuse)
+        buffers.copy(to, source)
+    assert torch.equal(to.to("cpu"), source) and buffers._pool is None
+
+
+def test_the_threads_end_with_it_whatever_happens(card):
+    before = set(threading.enumerate())
+    with contextlib.suppress(KeyError), Buffers(64) as buffers:
+        buffers.copy(torch.zeros(100).to(GPU), torch.randn(100))
+        assert set(threading.enumerate()) > before
+        raise KeyError
+    assert set(threading.enumerate()) == before and not buffers._pieces
+
+
+def test_what_a_thread_takes_is_bounded_and_all_is_taken_once():
+    sizes = [0, 1, 5, staging._TASK_BYTES - 1, 3 * staging._TASK_BYTES + 7, 2, 2]
+    sources = [np.arange(size, dtype=np.uint8) for size in sizes]
+    copies = [(np.full_like(source, 0xAA), source) for source in sources]
+    tasks = list(staging._tasks(copies))
+    assert all(sum(len(to) for to, _ in task) < 2 * staging._TASK_BYTES for task in tasks)
+    left = deque(tasks)
+    staging._fill(left)
+    assert not left
+    assert all((to == source).all() for to, source in copies)
+    assert sum(len(to) for task in tasks for to, _ in task) == sum(sizes)
 
 
 def test_between_tensors_of_one_device_nothing_is_staged():
-    source, to, staging = torch.randn(9), torch.zeros(9), Buffers(64)
-    staging.copy(to, source)
-    assert torch.equal(to, source) and staging.log == []
+    source, to, buffers = torch.randn(9), torch.zeros(9), Buffers(64)
+    with buffers:
+        buffers.copy(to, source)
+    assert torch.equal(to, source) and buffers.log == []
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1 << 12, 1 << 20, 32 << 20])
-def test_on_a_gpu_the_sources_may_be_written_at_once(size):
-    staging = Staging(size)
+def test_on_a_gpu_the_sources_may_be_written_afterwards(size):
     shapes = [*SHAPES, (1280, 640, 3, 3), (2560, 1280), (1001, 999)] * 2
     sources = [torch.randn(shape, dtype=torch.float16) for shape in shapes]
     expected = [source.clone() for source in sources]
     there = [torch.full(shape, float("nan"), dtype=torch.float16, device="cuda") for shape in shapes]
     there = [laid(to, "channels last") if i % 2 else to for i, to in enumerate(there)]
     torch.cuda._sleep(20_000_000)
-    for to, source in zip(there, sources):
-        staging.copy(to, source)
+    with Staging(size) as buffers:
+        for to, source in zip(there, sources):
+            buffers.copy(to, source)
+    for source in sources:
         source.fill_(7)
     for to, values in zip(there, expected):
         assert torch.equal(to.cpu(), values)
