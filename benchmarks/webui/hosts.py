@@ -16,7 +16,8 @@ LARGE = {"sd15": "full", "sdxl": "full-xl"}
 class Host(Protocol):
     """A WebUI with its models in a folder."""
 
-    sampler: str
+    variable: str
+    """The environment variable that says where it is."""
     hires: dict[str, Any]
     """What a request says for a picture of twice its size."""
 
@@ -35,9 +36,9 @@ def linked(checkpoint: Path, folder: Path) -> str:
 
 
 class A1111:
-    """AUTOMATIC1111's WebUI: `SFAST_A1111_DIR`, see `tests/hosts/live/a1111.py`."""
+    """AUTOMATIC1111's WebUI, see `tests/hosts/live/a1111.py`."""
 
-    sampler = "Euler a"
+    variable = "SFAST_A1111_DIR"
     hires = {"enable_hr": True, "hr_scale": 2, "hr_upscaler": "Latent", "denoising_strength": 0.7}
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
@@ -67,9 +68,9 @@ class A1111:
 
 
 class SDNext:
-    """SD.Next with the settings that it comes with: `SFAST_SDNEXT_DIR`, see `tests/hosts/live/sdnext.py`."""
+    """SD.Next with the settings that it comes with, see `tests/hosts/live/sdnext.py`."""
 
-    sampler = "Euler a"
+    variable = "SFAST_SDNEXT_DIR"
     hires = {
         "enable_hr": True, "hr_scale": 2, "hr_upscaler": "Latent Bilinear", "hr_force": True, "hr_resize_mode": 1,
         "hr_denoising_strength": 0.7,
@@ -105,8 +106,4 @@ class SDNext:
         self.module.model_loaded(webui)
 
 
-HOSTS: dict[str, tuple[str, type[A1111] | type[SDNext]]] = {
-    "a1111": ("SFAST_A1111_DIR", A1111),
-    "sdnext": ("SFAST_SDNEXT_DIR", SDNext),
-}
-"""Name -> the variable that says where it is, and the class."""
+HOSTS: dict[str, type[A1111] | type[SDNext]] = {"a1111": A1111, "sdnext": SDNext}

@@ -32,13 +32,14 @@ from sfast_ext import cli
 from sfast_ext.tools.lib import machine
 
 PROMPT = "a dog on a hill, morning light"
+SAMPLER = "Euler a"
 KINDS = ("txt2img", "hires", "img2img")
 CLIENT = "HTTP and API"
 
 
 def payload_of(host: Host, kind: str, width: int, height: int, options: argparse.Namespace) -> dict[str, Any]:
     """A request."""
-    said = {"prompt": PROMPT, "steps": options.steps, "width": width, "height": height, "sampler_name": host.sampler}
+    said = {"prompt": PROMPT, "steps": options.steps, "width": width, "height": height, "sampler_name": SAMPLER}
     said |= {"batch_size": options.batch, "save_images": False}
     if kind == "hires":
         said |= host.hires
@@ -78,8 +79,7 @@ def taken_apart(webui: Any, kind: str, payload: dict[str, Any], pictures: int) -
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All WebUIs, started at once, and their pictures in turns; a row for each kind, size and flags."""
-    _, kind_of_host = HOSTS[options.host]
-    host = kind_of_host(folder, options)
+    host = HOSTS[options.host](folder, options)
     rows: list[dict[str, Any]] = []
     webuis = {(flags, way): host.start(way, n, flags) for n, flags in enumerate(options.flags) for way in options.ways}
     with contextlib.ExitStack() as stack:
@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for size in options.sizes:
                 rows += pictures(host, webuis, options, kind, *size)
     weights = "random" if options.checkpoint is None else options.checkpoint.name
-    described = {"host": options.host, "steps": options.steps, "sampler": host.sampler}
+    described = {"host": options.host, "steps": options.steps, "sampler": SAMPLER}
     described |= {"model": options.model, "weights": weights, "batch": options.batch}
     return {**machine.describe(), **described, "rows": rows}
 
@@ -191,7 +191,7 @@ def main() -> int:
     options.kinds = list(dict.fromkeys(options.kinds or ["txt2img"]))
     options.ways = list(dict.fromkeys(["stock", *(options.more or []), "extended"]))
     options.flags = list(dict.fromkeys(options.flags or ["--opt-sdp-attention" if options.host == "a1111" else ""]))
-    variable, _ = HOSTS[options.host]
+    variable = HOSTS[options.host].variable
     if not os.environ.get(variable):
         print(f"benchmarks.webui needs a WebUI: {variable} names none", file=sys.stderr)
         return 2

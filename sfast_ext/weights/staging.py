@@ -10,7 +10,6 @@ that takes a turn of the scheduler for each of a UNet's 700 weights.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -165,10 +164,13 @@ def _tasks(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
 
 def _fill(left: deque[list[_Copy]]) -> None:
     """Copy until nothing is left."""
-    with contextlib.suppress(IndexError):
-        while True:
-            for to, source in left.popleft():
-                to[:] = source
+    while True:
+        try:
+            task = left.popleft()
+        except IndexError:
+            return
+        for to, source in task:
+            to[:] = source
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

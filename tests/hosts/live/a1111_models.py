@@ -11,8 +11,10 @@ text model instead, full.safetensors in fp16; with `full-xl` one as large as SDX
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +212,6 @@ def full(out: Path, name: str) -> None:
     from ldm.util import instantiate_from_config
     from omegaconf import OmegaConf
     from safetensors.torch import save_file
-    from uninitialised import uninitialised
 
     checkpoints = out / "Stable-diffusion"
     checkpoints.mkdir(parents=True, exist_ok=True)
@@ -226,6 +227,21 @@ def full(out: Path, name: str) -> None:
     state = randomise(model, seed=1)
     half = {key: value.half() if value.is_floating_point() else value for key, value in state.items()}
     save_file(half, checkpoints / f"{name}.safetensors")
+
+
+@contextlib.contextmanager
+def uninitialised() -> Iterator[None]:
+    """Modules that are made here have parameters of any values: those of SDXL would take a minute."""
+    init = torch.nn.init
+    names = [name for name in vars(init) if name.endswith("_") and not name.startswith("__")]
+    before = {name: getattr(init, name) for name in names}
+    try:
+        for name in names:
+            setattr(init, name, lambda tensor, *args, **kwargs: tensor)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(init, name, function)
 
 
 def old_save(value: Any, path: Path) -> None:

@@ -165,7 +165,8 @@ def start(
     """SD.Next with these settings beside the common ones.
 
     Args:
-        flags: of its command line, beside those of the device.
+        flags: of its command line, beside those of `device`, which say how it computes.
+        common: the common settings.
         packages, ready, said: see `WebUI`.
     """
     (data / "config.json").write_text(json.dumps({**common, **settings}))

@@ -20,38 +20,26 @@ from diffusers import (
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
-from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
-from uninitialised import uninitialised
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))
+from sfast_ext.tools.lib.models import randomise, without_initialisation
 
 NAMES = {"sd15": "full", "sdxl": "full-xl"}
-
-
-def randomise(module: nn.Module) -> Any:
-    """Weights that keep a signal's size, ones for norms, zeros for biases; in half precision."""
-    norms = {id(norm.weight) for norm in module.modules() if isinstance(norm, (nn.GroupNorm, nn.LayerNorm))}
-    with torch.no_grad():
-        for weight in module.parameters():
-            if weight.dim() > 1:
-                reach = (3 / weight[0].numel()) ** 0.5
-                weight.uniform_(-reach, reach)
-            else:
-                weight.fill_(1.0 if id(weight) in norms else 0.0)
-    return module.half()
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def main(folder: Path, model: str) -> None:
     """Write the pipeline."""
-    torch.manual_seed(1)
     configs = Path("configs", model)
 
     def sized(kind: Any, name: str) -> Any:
-        with uninitialised():
-            return randomise(kind.from_config(kind.load_config(configs / name)))
+        with without_initialisation(DEVICE):
+            return randomise(kind.from_config(kind.load_config(configs / name)).half(), seed=1)
 
     def encoder(kind: Any, name: str) -> Any:
-        with uninitialised():
-            return randomise(kind(CLIPTextConfig.from_pretrained(configs / name)))
+        with without_initialisation(DEVICE):
+            return randomise(kind(CLIPTextConfig.from_pretrained(configs / name)).half(), seed=1)
 
     parts = {
         "unet": sized(UNet2DConditionModel, "unet"),
