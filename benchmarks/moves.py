@@ -66,9 +66,9 @@ def _copies(module: nn.Module, times: int) -> dict[str, float]:
     there = [torch.empty_like(source, device=DEVICE) for source in sources]
 
     def staged() -> None:
-        with Staging() as staging:
+        with Staging() as copy:
             for to, source in zip(there, sources):
-                staging.copy(to, source)
+                copy(to, source)
 
     driver = best_ms(lambda: [to.copy_(source) for to, source in zip(there, sources)], times)
     gb = sum(source.nbytes for source in sources) / 1e9

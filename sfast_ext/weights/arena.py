@@ -40,10 +40,6 @@ from sfast_ext.weights.weight import (
 
 __all__ = ["Weight", "WeightArena", "WeightsAway", "WeightsChanged"]
 
-
-Copy = Callable[[torch.Tensor, torch.Tensor], object]
-"""`copy(to, source)`"""
-
 RESTORE_WAIT_S = 10.0
 """How long `state_dict()` waits for other threads that use the weights."""
 
@@ -206,7 +202,7 @@ class WeightArena:
         """
         with self.gate.exclusive(), self._lock:
             changed = self._detector.changed()
-            return self._copy_in(changed, anywhere=Staging().copy) if changed else 0
+            return self._copy_in(changed, anywhere=True) if changed else 0
 
     def vacancies(self, weights: Sequence[Weight]) -> list[Vacancy] | None:
         """The blocks of memory of `weights` that could be freed. None if a parameter of the module uses one.
@@ -352,15 +348,15 @@ class WeightArena:
         self._layouts.record(weight.bound, original, paths_of(self.root, weight))
         weight.tensor, weight.pointer = place, place.data_ptr()
 
-    def _copy_in(self, changed: list[tuple[Weight, torch.Tensor | None]], anywhere: Copy | None = None) -> int:
+    def _copy_in(self, changed: list[tuple[Weight, torch.Tensor | None]], anywhere: bool = False) -> int:
         """Copy the values of changed weights into the live tensors. Returns how many.
 
         Args:
-            anywhere: copies from any device; None where only that of the live tensors is allowed.
+            anywhere: from any device, not only from that of the live tensors.
         """
         arriving: dict[int, Weight] = {}
         for weight, now in changed:
-            check_compatible(weight, now, anywhere=anywhere is not None)
+            check_compatible(weight, now, anywhere=anywhere)
             if any(c.get(n) is not now for c, n in weight.slots):
                 raise WeightsChanged(f"{weight.path} is no longer shared between modules")
             bound = self._weights.get(id(now))
@@ -382,27 +378,37 @@ class WeightArena:
         sources = {id(w): now.detach().clone() if memory_of(now) in memory else now.detach() for w, now in written}
         try:
             with torch.inference_mode(False), torch.no_grad():
-                if written and anywhere is None and not self._vacant:
+                if written and not anywhere and not self._vacant:
                     torch._foreach_copy_([weight.tensor for weight, _ in written], list(sources.values()))
                     sources.clear()
-                for weight, now in arrived:
-                    self._copy_one_in(weight, now, sources.pop(id(weight), None), anywhere or torch.Tensor.copy_)
+                from_afar: list[tuple[Weight, torch.Tensor]] = []
+                with Staging() as copy:
+                    # one at a time: there is never a second copy of all weights when blocks are allocated again
+                    for weight, now in arrived:
+                        self._occupy(weight)
+                        if (source := sources.pop(id(weight), None)) is not None:
+                            copy(weight.tensor, source)
+                        if now.device == weight.tensor.device:
+                            self._bind(weight, now)
+                        else:
+                            from_afar.append((weight, now))
+                # these have their values only now
+                for weight, now in from_afar:
+                    self._bind(weight, now)
         finally:
             self.copied += len(written) - len(sources)
             self._reset_detector()
         return len(written)
 
-    def _copy_one_in(self, weight: Weight, now: torch.Tensor, source: torch.Tensor | None, copy: Copy) -> None:
-        """Make the parameter a view of the live tensor, after copying `source` into it if given.
-
-        One weight at a time, so that there is never a second copy of all weights when blocks are allocated again.
-        """
+    def _occupy(self, weight: Weight) -> None:
+        """Allocate the memory of a live tensor again, if it was freed."""
         if (vacancy := self._vacant.get(id(weight))) is not None:
             vacancy.occupy(self._layouts)
             for member in vacancy.members:
                 del self._vacant[id(member.weight)]
-        if source is not None:
-            copy(weight.tensor, source)
+
+    def _bind(self, weight: Weight, now: torch.Tensor) -> None:
+        """Make a parameter a view of the live tensor, which has its values."""
         if not same_place(now, weight.tensor):
             # the host's new layout becomes the original one
             paths = paths_of(self.root, weight)

@@ -109,10 +109,10 @@ def move_to_gpu(module: nn.Module, device: torch.device) -> None:
     of them, or where it fails none."""
     moved: Sources = []
     with _readable():
-        with Staging() as staging:
+        with Staging() as copy:
             for parameter, source in sources_of(module):
                 there = torch.empty_like(source, device=device)
-                staging.copy(there, source)
+                copy(there, source)
                 moved.append((parameter, there))
         for parameter, there in moved:
             set_data(parameter, there)

@@ -11,7 +11,7 @@ that takes a turn of the scheduler for each of a UNet's 700 weights.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -25,6 +25,10 @@ _LEAST_THREADS, _MOST_THREADS = 2, 6  # with one, the driver is faster; more tha
 _TASK_BYTES = 1 << 20  # what a thread takes at a time, or a single tensor
 
 
+Copy = Callable[[torch.Tensor, torch.Tensor], object]
+"""`copy(to, source)`, for tensors of the same shape and dtype."""
+
+
 class Event(Protocol):
     """What is used of `torch.cuda.Event`."""
 
@@ -36,10 +40,14 @@ class Event(Protocol):
 
 
 class Staging:
-    """Two pinned buffers, allocated when they are first needed. Use it in a `with` statement.
+    """Two pinned buffers, allocated when they are first needed. The function to copy with is that of a `with` block:
 
-    All copies must be to one device, on its current stream. They are complete, in the order of that stream, and their
-    sources may be written, at the end of the `with` block, if it ends without an exception.
+        with Staging() as copy:
+            copy(there, source)
+
+    All copies must be to one device, on its current stream. At the end of the `with` block they are complete, in the
+    order of that stream, and the sources may be written. Before, and after an exception, a target may be without its
+    values.
 
     Args:
         size: bytes of each buffer.
@@ -53,8 +61,8 @@ class Staging:
         self._pool: ThreadPoolExecutor | None = None
         self._helpers = 0
 
-    def __enter__(self) -> Staging:
-        return self
+    def __enter__(self) -> Copy:
+        return self._copy
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
@@ -65,9 +73,8 @@ class Staging:
             if self._pool is not None:
                 self._pool.shutdown()
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """`to.copy_(source)` for tensors of the same shape and dtype, asynchronously where `source` is on the CPU and
-        `to` on the GPU."""
+    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """`to.copy_(source)`, through the buffers where `source` is on the CPU and `to` on the GPU."""
         staged = to.is_cuda and not source.is_cuda and is_dense(source) and not source.is_pinned()
         if not staged or not self._allocated():
             to.copy_(source)

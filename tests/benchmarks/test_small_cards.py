@@ -85,6 +85,18 @@ def test_the_life_of_a_case(mode, apart, tmp_path, monkeypatch):
     assert " → " in table.words(found["stock"], found["ours"])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["medvram-sdxl", "balanced"])
+def test_on_a_gpu_pictures_are_the_same_while_weights_leave_and_come_back(mode, tmp_path):
+    case, files = Case(4, "tiny-sd15", mode), [tmp_path / f"{way}.json" for way in run.WAYS]
+    stock, ours = (run.in_process(case, way, 3, file, 100) for way, file in zip(run.WAYS, files))
+    for row in (stock, ours):
+        assert not table.ended(row) and not table.ran_out(row) and row["faults"] == [], row
+    assert sum(p["counted"]["weights_away"] for p in ours["pictures"]) >= 4
+    apart = run.errors(*files)
+    assert len(apart) == 5 and all(error is not None and error < 0.02 for error in apart), apart
+
+
 def test_memory_that_runs_out_is_told_with_its_place_and_the_life_goes_on():
     class Host(hosts.Host):
         def encode(self, ids):

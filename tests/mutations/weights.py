@@ -188,4 +188,14 @@ MUTATIONS = [
         "        self._buffers[0][1].synchronize()\n", "",
         ("weights/test_staging.py::test_copies_are_exact",),
     ),
+    Mutation(
+        "the last buffer is sent", "weights/staging.py",
+        "            if kind is None:\n                self._send()\n", "            pass\n",
+        ("weights/test_vacancy.py::test_weights_are_fetched_without_a_second_copy",),
+    ),
+    Mutation(
+        "parameters are bound once they have their values", "weights/arena.py",
+        "if now.device == weight.tensor.device:", "if now is not None:",
+        ("weights/test_vacancy.py::test_a_fetch_that_fails_leaves_the_host_its_weights",),
+    ),
 ]  # fmt: skip

@@ -66,10 +66,10 @@ def test_copies_are_exact(card, dtype, layouts, size):
     buffers = Buffers(size)
     sources = [laid((torch.randn(shape) * 50).to(dtype), layouts[0]) for shape in SHAPES]
     there = [laid(torch.full(shape, 1, dtype=dtype), layouts[1]).to(GPU) for shape in SHAPES]
-    with buffers:
+    with buffers as copy:
         for to, source in zip(there, sources):
             strides = to.stride()
-            buffers.copy(to, source)
+            copy(to, source)
             assert to.stride() == strides
     for to, source in zip(there, sources):
         assert torch.equal(to.to("cpu"), source)
@@ -84,8 +84,8 @@ def test_a_source_without_gaps_that_is_not_known_is_copied_as_before(card):
     source = torch.randn(6, 4).t()
     assert not is_dense(source)
     to, buffers = torch.zeros(4, 6).to(GPU), Buffers(64)
-    with buffers:
-        buffers.copy(to, source)
+    with buffers as copy:
+        copy(to, source)
     assert torch.equal(to.to("cpu"), source) and buffers.log == []
 
 
@@ -93,8 +93,8 @@ def test_weights_made_under_inference_mode(card):
     with torch.inference_mode():
         source = torch.randn(100)
     to, buffers = torch.zeros(100).to(GPU), Buffers(64)
-    with buffers:
-        buffers.copy(to, source)
+    with buffers as copy:
+        copy(to, source)
     assert torch.equal(to.to("cpu"), source) and buffers.log
 
 
@@ -104,16 +104,16 @@ def test_without_memory_to_pin_it_copies_as_before(card, monkeypatch):
 
     monkeypatch.setattr(Staging, "_buffer", refuse)
     source, to = torch.randn(9), torch.zeros(9).to(GPU)
-    with Staging() as buffers:
-        buffers.copy(to, source)
+    with Staging() as copy:
+        copy(to, source)
     assert torch.equal(to.to("cpu"), source)
 
 
 def test_with_a_single_thread_it_copies_as_before(card, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     source, to, buffers = torch.randn(9), torch.zeros(9).to(GPU), Buffers(64)
-    with buffers:
-        buffers.copy(to, source)
+    with buffers as copy:
+        copy(to, source)
     assert torch.equal(to.to("cpu"), source) and buffers.log == []
 
 
@@ -122,16 +122,16 @@ def test_with_a_numpy_that_torch_cannot_use_it_copies_as_before(card, monkeypatc
         raise RuntimeError("Numpy is not available")
 
     source, to, buffers = torch.randn(9), torch.zeros(9).to(GPU), Buffers(64)
-    with monkeypatch.context() as patch, buffers:
+    with monkeypatch.context() as patch, buffers as copy:
         patch.setattr(torch.Tensor, "numpy", refuse)
-        buffers.copy(to, source)
+        copy(to, source)
     assert torch.equal(to.to("cpu"), source) and buffers._pool is None
 
 
 def test_the_threads_end_with_it_whatever_happens(card):
-    before = set(threading.enumerate())
-    with contextlib.suppress(KeyError), Buffers(64) as buffers:
-        buffers.copy(torch.zeros(100).to(GPU), torch.randn(100))
+    before, buffers = set(threading.enumerate()), Buffers(64)
+    with contextlib.suppress(KeyError), buffers as copy:
+        copy(torch.zeros(100).to(GPU), torch.randn(100))
         assert set(threading.enumerate()) > before
         raise KeyError
     assert set(threading.enumerate()) == before and not buffers._pieces
@@ -152,8 +152,8 @@ def test_what_a_thread_takes_is_bounded_and_all_is_taken_once():
 
 def test_between_tensors_of_one_device_nothing_is_staged():
     source, to, buffers = torch.randn(9), torch.zeros(9), Buffers(64)
-    with buffers:
-        buffers.copy(to, source)
+    with buffers as copy:
+        copy(to, source)
     assert torch.equal(to, source) and buffers.log == []
 
 
@@ -166,9 +166,9 @@ def test_on_a_gpu_the_sources_may_be_written_afterwards(size):
     there = [torch.full(shape, float("nan"), dtype=torch.float16, device="cuda") for shape in shapes]
     there = [laid(to, "channels last") if i % 2 else to for i, to in enumerate(there)]
     torch.cuda._sleep(20_000_000)
-    with Staging(size) as buffers:
+    with Staging(size) as copy:
         for to, source in zip(there, sources):
-            buffers.copy(to, source)
+            copy(to, source)
     for source in sources:
         source.fill_(7)
     for to, values in zip(there, expected):

@@ -7,13 +7,14 @@ import gc
 
 import pytest
 import torch
-from faulty import failing
+from faulty import Injected, failing
 from fuzz.nets import SmallNet
 from pretended_card import GPU, Card, pretended_card
 from torch import nn
 
 from sfast_ext import Config, accelerate
 from sfast_ext.weights.arena import WeightsAway
+from sfast_ext.weights.staging import Staging
 from sfast_ext.weights.vacancy import Vacancy
 
 GRAPHS = Config(triton=False)
@@ -114,6 +115,54 @@ def test_weights_are_fetched_without_a_second_copy(card: Card) -> None:
         case.same()
         case.same()
     assert case.counts("captures", "graph_captures", "replays") == [1, 2, 7]
+
+
+@pytest.mark.parametrize("fails", ["_copy", "_send"])
+def test_a_fetch_that_fails_leaves_the_host_its_weights(card: Card, fails: str) -> None:
+    case = Case(card)
+    case.to("cpu")
+    where = {name: p.data_ptr() for name, p in case.net.named_parameters()}
+    assert case.acc.give_memory_back()
+    with pytest.MonkeyPatch.context() as patch:
+        failing(patch, Staging, fails)
+        with pytest.raises(Injected):
+            case.acc.fetch_weights()
+    # the memory of the plans was without their values
+    assert {name: p.data_ptr() for name, p in case.net.named_parameters()} == where
+    assert case.acc.fetch_weights() > 10
+    case.same()
+    assert case.counts("captures", "graph_captures", "replays") == [1, 2, 2]
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_on_a_gpu_plans_find_what_was_fetched() -> None:
+    torch.manual_seed(0)
+    net = SmallNet().eval().to("cuda")
+    net.table = net.table.cuda()
+    twin, acc = copy.deepcopy(net), accelerate(net, GRAPHS)
+    args = torch.randn(2, 4, 8, 8).cuda(), torch.tensor([5, 7]).cuda(), torch.randn(2, 7, 8).cuda()
+
+    def same() -> None:
+        torch.testing.assert_close(net(*args)["sample"], twin(*args)["sample"], rtol=1e-3, atol=1e-3)
+
+    for _ in range(3):
+        same()
+    for times in (1, 2, -1):
+        net.to("cpu")
+        net.table = net.table.cpu()
+        for each in (net, twin):
+            each.conv_out.weight.mul_(times)
+        assert acc.give_memory_back()
+        # what is freed must not come back with the values that it had
+        waste = [torch.full((size,), float("nan"), device="cuda") for size in (1 << 10, 1 << 16, 1 << 20) * 8]
+        del waste
+        assert acc.fetch_weights() > 10 and {p.device.type for p in net.parameters()} == {"cuda"}
+        net.table = net.table.cuda()
+        for _ in range(2):
+            same()
+    served = acc.report.counter("replays") + acc.report.counter("eager_runs")
+    assert acc.report.counter("captures") == 1 and served == 8
 
 
 def test_a_plan_without_graphs_runs_again_too(card: Card) -> None:
