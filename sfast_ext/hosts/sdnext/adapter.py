@@ -19,6 +19,7 @@ from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import gpu_room, per_request, vae
 from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
 from sfast_ext.hosts.rehearsals import interrupted
+from sfast_ext.hosts.sdnext import log, startup_objects
 from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
 from sfast_ext.hosts.sdnext.refusals import (
@@ -30,7 +31,6 @@ from sfast_ext.hosts.sdnext.refusals import (
 )
 from sfast_ext.hosts.session import Session
 from sfast_ext.ui import settings, words
-from sfast_ext.ui.api import STATUS
 
 VAE = "AutoencoderKL"
 """The class of the VAEs of Stable Diffusion 1, 2 and XL."""
@@ -213,7 +213,7 @@ class SDNextSession(Session):
 
     def register(self) -> None:
         """Connect to SD.Next's log before anything else is done."""
-        self._join_log()
+        self._undo.append(log.join())
         super().register()
 
     def install(self) -> list[Callable[[], object]]:
@@ -222,6 +222,7 @@ class SDNextSession(Session):
 
         script_callbacks.on_model_loaded(self.callback(lambda _model: self.follow()))
         script_callbacks.on_before_process(self.callback(self._before_process))
+        script_callbacks.on_app_started(self.callback(lambda *_: self._freeze_startup_objects()))
         return [
             wrap(sd_models, "reload_model_weights", self._reload),
             wrap(sd_models, "unload_model_weights", self._unload),
@@ -229,6 +230,10 @@ class SDNextSession(Session):
             *self._offload.install(),
             self._name_infotexts(),
         ]
+
+    def _freeze_startup_objects(self) -> None:
+        if self.config().enabled:
+            self._undo.extend(startup_objects.freeze(self.report))
 
     def _name_infotexts(self) -> Callable[[], None]:
         """Tell the host which settings the names in an infotext stand for: it has no such field in `OptionInfo`."""
@@ -374,26 +379,6 @@ class SDNextSession(Session):
             self.guarded(self._vaes.suspend if self._reloading else self._vaes.release)
             self._ip_adapters.clear()
         return original(*args, **kwargs)
-
-    def _join_log(self) -> None:
-        from modules.logger import log
-
-        # SD.Next silences the root logger.
-        logger = logging.getLogger("sfast_ext")
-        before, logger.parent = logger.parent, log
-
-        # SD.Next logs each request, and the badge asks every second while a picture is made
-        log.addFilter(_is_not_the_badge)
-
-        def leave_log() -> None:
-            log.removeFilter(_is_not_the_badge)
-            logger.parent = before
-
-        self._undo.append(leave_log)
-
-
-def _is_not_the_badge(record: logging.LogRecord) -> bool:
-    return not (isinstance(record.msg, str) and record.msg.startswith("API ") and f"{STATUS} " in record.msg)
 
 
 def _pipeline() -> Any:

@@ -1,0 +1,47 @@
+"""Keeps SD.Next's garbage collections short.
+
+With --medvram and --lowvram SD.Next collects garbage at the end of each image, and on every card where more than 70 %
+of the memory is in use ("GC threshold") at each part of it. Each time Python visits every object of the process: about
+a million, of which nearly all are code and the page, made before a model is loaded. These are frozen (`gc.freeze`), so
+they are not visited again. An object that is no longer referenced is freed as before, frozen or not; only cycles of
+frozen objects stay, until SD.Next unloads its scripts.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from sfast_ext.report import Report
+
+LARGE = 64 << 20
+"""Bytes of parameters that are more than tests and classes make at import."""
+_YOUNG = 1  # the generations up to this one
+
+
+def freeze(report: Report) -> list[Callable[[], None]]:
+    """Freeze all objects of the process, if no network is among them. To be called before a model is loaded.
+
+    Returns:
+        What undoes it; nothing where nothing was frozen.
+    """
+    if gc.get_freeze_count():
+        # somebody else decides on it
+        return []
+    if parameter_bytes(gc.get_objects()) > LARGE:
+        # accelerate's hooks make cycles of networks: a frozen one would keep its memory
+        report.once("garbage", "a network is loaded already: SD.Next's garbage collections stay as long as they are")
+        return []
+    gc.collect(_YOUNG)
+    gc.freeze()
+    return [gc.unfreeze]
+
+
+def parameter_bytes(objects: Iterable[object]) -> int:
+    """The size of all parameters of the modules among some objects."""
+    # `isinstance` asks proxies for the class of what they stand for
+    modules = [each for each in objects if issubclass(type(each), nn.Module)]
+    held = [p for module in modules for p in module.__dict__.get("_parameters", {}).values()]
+    return sum(p.numel() * p.element_size() for p in held if p is not None and p.device.type != "meta")

@@ -1,0 +1,101 @@
+"""Objects of SD.Next's start, which its garbage collections leave alone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from hosts.standins.sdnext import Host, hosted, pipeline
+from sfast_ext.hosts.sdnext import startup_objects
+
+fastapi = pytest.importorskip("fastapi")
+pytest.importorskip("accelerate")
+
+
+@pytest.fixture(autouse=True)
+def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process where nobody has frozen anything, nor loaded a network."""
+    gc.unfreeze()
+    gc.collect()
+    monkeypatch.setattr(startup_objects, "LARGE", startup_objects.parameter_bytes(gc.get_objects()))
+    yield
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    yield from hosted(monkeypatch)
+
+
+class Ring:
+    def __init__(self) -> None:
+        self.own = self
+
+
+def start(host: Host) -> None:
+    host.script_callbacks.fire("app_started", None, fastapi.FastAPI())
+
+
+def test_a_collection_visits_what_came_after_the_start(host: Host) -> None:
+    before = len(gc.get_objects())
+    held = Ring()
+    early, kept = weakref.ref(held), weakref.ref(held)
+    start(host)
+    assert gc.get_freeze_count() > 0.9 * before and len(gc.get_objects()) < 0.1 * before
+    late = weakref.ref(Ring())
+    del held
+    gc.collect()
+    assert late() is None and early() is kept() is not None
+    # as where the page is made anew
+    host.script_callbacks.fire("script_unloaded")
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert early() is None
+
+
+def test_what_nothing_refers_to_is_freed_as_before(host: Host) -> None:
+    tensor = torch.zeros(9)
+    holder = [tensor]
+    gone = weakref.ref(tensor)
+    start(host)
+    del tensor, holder
+    assert gone() is None
+
+
+def test_a_model_that_is_loaded_at_the_start_is_not_frozen(host: Host) -> None:
+    host.sd_models.load_model(pipeline())
+    start(host)
+    assert gc.get_freeze_count() == 0 and "a network is loaded already" in str(host.status()["events"])
+
+
+def test_switched_off_it_leaves_python_alone(host: Host) -> None:
+    host.opts.sfast_enabled = False
+    start(host)
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_somebody_else_froze_stays_so(host: Host) -> None:
+    gc.freeze()
+    start(host)
+    before = gc.get_freeze_count()
+    host.script_callbacks.fire("script_unloaded")
+    assert gc.get_freeze_count() > 0.9 * before
+
+
+def test_the_size_of_parameters() -> None:
+    class Proxy:
+        @property
+        def __class__(self) -> type:
+            raise AssertionError("asked for its class")
+
+    meta = nn.Linear(100, 100, device="meta")
+    without_start = nn.Module.__new__(nn.Module)
+    objects = [Proxy(), nn.Linear(3, 5, bias=False), nn.Linear(2, 1), meta, without_start, nn.Linear, "text"]
+    assert startup_objects.parameter_bytes(objects) == 4 * (15 + 3)
