@@ -7,8 +7,14 @@ import gc
 from collections.abc import Iterator
 
 _YOUNG = 1  # the generations up to this one
+_PYTHONS_OWN = 10_000  # more objects than Python itself freezes at its start: 375 in 3.12.3
 _frozen_by_others = False
 """Whether somebody was seen to have frozen objects: to count them takes 10 ms for a million, so it is asked once."""
+
+
+def frozen_by_others() -> bool:
+    """Whether somebody froze objects. Then it is for them to thaw them."""
+    return gc.get_freeze_count() > _PYTHONS_OWN
 
 
 @contextlib.contextmanager
@@ -27,7 +33,7 @@ def gc_paused() -> Iterator[None]:
         if collecting:
             gc.collect(_YOUNG)
             # unfreeze would also thaw what others froze
-            _frozen_by_others = _frozen_by_others or gc.get_freeze_count() > 0
+            _frozen_by_others = _frozen_by_others or frozen_by_others()
             if not _frozen_by_others:
                 gc.freeze()
                 gc.unfreeze()

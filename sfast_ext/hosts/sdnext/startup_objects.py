@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from sfast_ext.report import Report
+from sfast_ext.runtime.gc_pause import frozen_by_others
 
 LARGE = 64 << 20
 """Bytes of parameters that are more than tests and classes make at import."""
@@ -27,8 +28,7 @@ def freeze(report: Report) -> list[Callable[[], None]]:
     Returns:
         What undoes it; nothing where nothing was frozen.
     """
-    if gc.get_freeze_count():
-        # somebody else decides on it
+    if frozen_by_others():
         return []
     if parameter_bytes(gc.get_objects()) > LARGE:
         # accelerate's hooks make cycles of networks: a frozen one would keep its memory
