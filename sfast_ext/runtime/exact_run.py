@@ -6,7 +6,8 @@ of the exact one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,5 +39,19 @@ def _wide(x: Any) -> Any:
 
 def exact(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The outputs of a captured graph in float32."""
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), _no_benchmark():
         return list(ExactRun(graph_module).run(*inputs, enable_io_processing=False))
+
+
+@contextlib.contextmanager
+def _no_benchmark() -> Iterator[None]:
+    """cuDNN chooses by its heuristics: to time algorithms for convolutions that run once takes seconds."""
+    cudnn = torch.backends.cudnn
+    if not cudnn.benchmark or torch.backends.flags_frozen():
+        yield
+        return
+    cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        cudnn.benchmark = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -124,3 +125,28 @@ def test_where_it_cannot_be_computed_the_plan_is_rejected(apart: float, monkeypa
     monkeypatch.setattr(plan_builder, "exact", lambda *args: None)
     accelerator, _, _ = built(0.95 * apart)
     assert not accelerator.plans
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_algorithms_are_not_timed_for_convolutions_that_run_once(monkeypatch, frozen: bool, fails: bool) -> None:
+    module, x = decoder(), latent()
+    graph = capture(module, flatten_call((x,), {}, CPU), [x], WeightArena(module)).graph_module
+    seen, run_node = [], exact_run.ExactRun.run_node
+
+    def run(self: Any, n: Any) -> Any:
+        seen.append(torch.backends.cudnn.benchmark)
+        if fails:
+            raise RuntimeError("injected")
+        return run_node(self, n)
+
+    monkeypatch.setattr(exact_run.ExactRun, "run_node", run)
+    monkeypatch.setattr(torch.backends, "flags_frozen", lambda: frozen)
+    before = torch.backends.cudnn.benchmark
+    try:
+        torch._C._set_cudnn_benchmark(True)
+        with pytest.raises(RuntimeError, match="injected") if fails else contextlib.nullcontext():
+            exact_run.exact(graph, [x])
+        assert torch.backends.cudnn.benchmark and set(seen) == {frozen}
+    finally:
+        torch._C._set_cudnn_benchmark(before)
