@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,16 @@ def is_host_code(function: Any) -> bool:
     return any(Path(folder) in Path(file).parents for folder in folders)
 
 
+_wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What `wrap` put in the place of functions."""
+
+
+def wraps_torchs(function: Any) -> bool:
+    """Whether a function is a wrapper of ours around a method of torch's modules, which only makes it quicker."""
+    wrapped = getattr(function, "__wrapped__", None)
+    return function in _wrappers and wrapped is not None and vars(nn.Module).get(wrapped.__name__) is wrapped
+
+
 def _give_own_weights(accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> None:
     """Give a module weights of its own before its plans, and the memory they read, go to another module of the same
     architecture: somebody may still hold it."""
@@ -307,5 +318,6 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None
         if getattr(owner, name) is ours:
             setattr(owner, name, original)
 
+    _wrappers.add(ours)
     setattr(owner, name, ours)
     return unwrap

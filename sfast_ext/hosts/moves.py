@@ -48,7 +48,10 @@ class Moves:
             return
         self.release()
         self._modules = wanted
-        self._unwrap = [_wrap_method(owner, "to", self._to) for owner in {type(module) for module in wanted}]
+        owners = {type(module) for module in wanted}
+        # a class that inherits a wrapped method has it already
+        bases = [owner for owner in owners if not any(_inherits(owner, other, "to") for other in owners)]
+        self._unwrap = [_wrap_method(owner, "to", self._to) for owner in bases]
 
     def release(self) -> None:
         """Follow none."""
@@ -181,6 +184,11 @@ def place_of(device: Any) -> torch.device | None:
 def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The device, or what stands in its place, among the arguments of `Module.to`."""
     return args[0] if args else kwargs.get("device")
+
+
+def _inherits(owner: type, other: type, name: str) -> bool:
+    """Whether a class has its method from that other class, or both from the same."""
+    return owner is not other and issubclass(owner, other) and getattr(owner, name) is getattr(other, name)
 
 
 def _wrap_method(owner: type, name: str, around: Callable[..., Any]) -> Callable[[], None]:

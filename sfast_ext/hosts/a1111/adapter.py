@@ -19,7 +19,7 @@ from sfast_ext.hosts import per_request, vae
 from sfast_ext.hosts.a1111 import controlnet
 from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
-from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
+from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap, wraps_torchs
 from sfast_ext.hosts.rehearsals import interrupted
 from sfast_ext.hosts.webui_session import WebUISession
 from sfast_ext.report import logger
@@ -168,7 +168,7 @@ class A1111Hooks:
     def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
         """Vouch for what the WebUI itself does to classes and to torch, and for patches that stay in place while they
         are off and then only call the original, such as Hypertile's."""
-        if kind in ("class", "function", "replaced") and is_host_code(function):
+        if kind in ("class", "function", "replaced") and (is_host_code(function) or wraps_torchs(function)):
             return True
         # A patch that was switched on meanwhile bypasses the call before this is asked.
         params = vars(module).get("__webui_hypertile_params")

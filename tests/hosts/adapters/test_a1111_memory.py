@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import sys
@@ -177,13 +178,13 @@ def test_the_functions_are_the_hosts_again_after_release(on):
 
 
 class Medvram:
-    """The host with --medvram on a GPU of so many UNets."""
+    """The host with --medvram on a GPU of so many UNets, or with `blocks` with --lowvram."""
 
-    def __init__(self, host: Any, card: Card) -> None:
+    def __init__(self, host: Any, card: Card, blocks: bool = False) -> None:
         self.host, self.card = host, card
         self.held: list[int] = []
         """What is in use when the text encoder runs, and when the VAE does."""
-        model = host.load(1, medvram=True)
+        model = host.load(1, medvram=True, blocks=blocks)
         model.first_stage_model.decoder.register_forward_pre_hook(lambda *_: self.held.append(card.used))
         model.cond_stage_model.register_forward_pre_hook(lambda *_: self.held.append(card.used))
 
@@ -205,18 +206,30 @@ class Medvram:
         return [a1111.A1111Session.running.report.counter(name) for name in names]
 
 
-@pytest.fixture
-def medvram(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Medvram]:
+@contextlib.contextmanager
+def moving(monkeypatch: pytest.MonkeyPatch, size: float, blocks: bool = False) -> Iterator[Medvram]:
     for name, part in (("IDLE_RESERVE", 1), ("WORKSPACE", 0.1), ("DECODING_RESERVE", 1), ("NEXT_MODEL_RESERVE", 2)):
         monkeypatch.setattr(gpu_room, name, int(part * SIZE))
     monkeypatch.setattr(digest, "COLUMNS", 5)
     monkeypatch.setattr(system_memory, "available_bytes", lambda: system_memory.RESERVE)
-    with standin.running(sfast_triton=False) as host, pretended_card(monkeypatch, int(request.param * SIZE)) as card:
+    with standin.running(sfast_triton=False) as host, pretended_card(monkeypatch, int(size * SIZE)) as card:
         host.place = host.shared.device = GPU
         a1111.start("test")
-        yield Medvram(host, card)
+        yield Medvram(host, card, blocks)
         a1111.A1111Session.stop()
         assert host.errors == []
+
+
+@pytest.fixture
+def medvram(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Medvram]:
+    with moving(monkeypatch, request.param) as found:
+        yield found
+
+
+@pytest.fixture
+def lowvram(monkeypatch: pytest.MonkeyPatch) -> Iterator[Medvram]:
+    with moving(monkeypatch, 1.2, blocks=True) as found:
+        yield found
 
 
 @pytest.mark.parametrize(("medvram", "kept"), [(1.7, False), (4, True)], indirect=["medvram"])
@@ -339,3 +352,45 @@ def test_without_the_extension_nobody_follows_the_moves(medvram):
     assert medvram.card.used < SMALL and medvram.counted("weights_away") == away
     a1111.A1111Session.running.release()
     assert "to" not in vars(wrapper)
+
+
+def test_with_lowvram_blocks_that_did_not_change_are_not_copied_back(lowvram):
+    model = lowvram.host.model_data.sd_model
+    unet = model.model.diffusion_model
+    blocks = [*unet.input_blocks, unet.middle_block, *unet.output_blocks, unet.time_embed]
+    steps = 3
+    number = steps * sum(len(list(block.parameters())) for block in blocks)
+    number += sum(len(list(each.parameters())) for each in (model.cond_stage_model, model.first_stage_model))
+
+    def copied(expected: torch.Tensor) -> int:
+        """How many weights a picture copies on their way back."""
+        before = lowvram.counted("weights_put_back")[0]
+        torch.testing.assert_close(lowvram.picture(), expected, rtol=1e-3, atol=1e-4)
+        assert not any(p.is_cuda for block in blocks for p in block.parameters())
+        return number - (lowvram.counted("weights_put_back")[0] - before)
+
+    stock = of(1)
+    copied(stock)
+    where = [p.data_ptr() for block in blocks for p in block.parameters()]
+    assert copied(stock) == 0 and copied(stock) == 0
+    assert [p.data_ptr() for block in blocks for p in block.parameters()] == where
+    # a block at a time, and what stays
+    assert lowvram.card.peak < 0.9 * SIZE
+    lowvram.host.lora(a=1.0)
+    changed = lowvram.picture()
+    assert (changed - stock).abs().max() > 1e-3 and copied(changed) == 0
+    lowvram.host.lora()
+    assert 0 < copied(stock) < number and copied(stock) == 0
+    with torch.no_grad():
+        unet.middle_block[0].out_layers[-1].bias.add_(1)
+    other = lowvram.picture()
+    assert (other - stock).abs().max() > 1e-3 and copied(other) == 0
+    assert lowvram.counted("captures", "errors") == [0, 0]
+
+
+def test_with_lowvram_classes_are_left_as_they_were(lowvram):
+    lowvram.picture()
+    kinds = {type(m) for m in lowvram.host.model_data.sd_model.model.diffusion_model.modules()}
+    assert "to" in vars(torch.nn.Sequential)
+    a1111.A1111Session.running.release()
+    assert not any("to" in vars(kind) for kind in kinds if kind is not torch.nn.Module)

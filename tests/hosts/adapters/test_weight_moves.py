@@ -8,7 +8,8 @@ from pretended_card import GPU, pretended_card
 from torch import nn
 
 from sfast_ext.hosts import system_memory
-from sfast_ext.hosts.moves import WeightMoves
+from sfast_ext.hosts.attachment import wraps_torchs
+from sfast_ext.hosts.moves import Moves, WeightMoves
 from sfast_ext.report import Report
 from sfast_ext.weights import host_copies
 
@@ -71,3 +72,35 @@ def test_without_system_memory_nothing_is_kept(monkeypatch):
     with pretended_card(monkeypatch, 4 * SIZE):
         round_trip(WeightMoves(report), module)
     assert report.counter("weights_put_back") == 0 and report.as_dict()["last_error"] is None
+
+
+class Own(nn.Sequential):
+    """Has a method of its own."""
+
+    def to(self, *args, **kwargs):
+        return super().to(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "kinds", [(nn.Sequential, nn.ModuleList), (nn.Sequential, type("Inheriting", (nn.Sequential,), {}))]
+)
+def test_a_class_that_inherits_a_wrapped_method_is_not_wrapped_again(kinds):
+    report, modules = (
+        Report(),
+        [kind([nn.Linear(2, 2)]) if kind is nn.ModuleList else kind(nn.Linear(2, 2)) for kind in kinds],
+    )
+    moves = Moves(lambda module: [], lambda needed: None, report, "the host")
+    moves.watch(modules)
+    assert ["to" in vars(kind) for kind in kinds] == [True, not issubclass(kinds[1], kinds[0])]
+    assert all(wraps_torchs(type(module).to) for module in modules)
+    moves.release()
+    assert not any("to" in vars(kind) for kind in kinds)
+
+
+def test_only_what_wraps_torch_s_own_is_vouched_for():
+    moves = Moves(lambda module: [], lambda needed: None, Report(), "the host")
+    own, before = Own(nn.Linear(2, 2)), Own.to
+    moves.watch([own, nn.Sequential(nn.Linear(2, 2))])
+    assert wraps_torchs(nn.Sequential.to) and not wraps_torchs(Own.to) and Own.to is not before
+    moves.release()
+    assert not wraps_torchs(nn.Sequential.to) and Own.to is before and not wraps_torchs(len)

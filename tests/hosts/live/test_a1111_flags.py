@@ -24,7 +24,13 @@ BYPASSED = {
 @pytest.mark.parametrize("flag", BYPASSED)
 def test_picture_under_a_flag_is_the_one_without_the_extension(data: Path, flag: str):
     flags = f"{FLAGS} {flag}"
-    steps = [("plain", "txt2img", PLAIN), ("again", "txt2img", {**PLAIN, "seed": 2})]
+    lora = {**PLAIN, "prompt": PLAIN["prompt"] + " <lora:strong:1>"}
+    steps = [
+        ("plain", "txt2img", PLAIN),
+        ("again", "txt2img", {**PLAIN, "seed": 2}),
+        ("lora", "txt2img", lora),
+        ("without", "txt2img", PLAIN),
+    ]
     with start(data, f"stock{flag}", {"disabled_extensions": ["stable-fast"]}, flags=flags) as webui:
         stock = Played(webui).round(steps, status=False).pictures
     with start(data, f"extended{flag}", {"sfast_allow_cpu": True}, flags=flags) as webui:
@@ -35,3 +41,4 @@ def test_picture_under_a_flag_is_the_one_without_the_extension(data: Path, flag:
         else:
             accelerated(played, name)
         assert apart(played.pictures[name], stock[name]) < TOLERANCE
+    assert apart(played.pictures["lora"], stock["plain"]) > 4

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hosts.standins.lowvram import LowVram
+from hosts.standins.lowvram import BLOCKS, LowVram
 from sfast_ext.tools.lib import models
 
 CONTEXT = 32
@@ -265,8 +265,12 @@ class Host:
             except Exception as exc:
                 self.errors.append(exc)
 
-    def load(self, seed: int, channels: int = 32, limit: int = 1, medvram: bool = False) -> Any:
-        """Another configuration: a new model; those over the limit go to the meta device first."""
+    def load(self, seed: int, channels: int = 32, limit: int = 1, medvram: bool = False, blocks: bool = False) -> Any:
+        """Another configuration: a new model; those over the limit go to the meta device first.
+
+        Args:
+            medvram: as with --medvram, or with `blocks` with --lowvram.
+        """
         loaded = self.model_data.loaded_sd_models
         while len(loaded) >= limit:
             sys.modules["modules.sd_models"].send_model_to_trash(loaded.pop())
@@ -282,7 +286,8 @@ class Host:
             model.lowvram = True
             model.cond_stage_model = TextEncoder(sum(p.nbytes for p in unet.parameters()) // 2)
             self.lowvram = LowVram(self.place)
-            self.lowvram.set_up(model.model, [model.cond_stage_model], vae)
+            self.lowvram.set_up(model.model, [model.cond_stage_model], vae, BLOCKS if blocks else None)
+            self.shared.cmd_opts.lowvram = blocks
             # once it knows what to move
             model.cond_stage_model = WrappedTextEncoder(model.cond_stage_model)
         name_layers(model.model)
