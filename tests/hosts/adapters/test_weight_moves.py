@@ -97,6 +97,17 @@ def test_a_class_that_inherits_a_wrapped_method_is_not_wrapped_again(kinds):
     assert not any("to" in vars(kind) for kind in kinds)
 
 
+def test_other_modules_of_the_class_are_the_host_s(monkeypatch):
+    moves = Moves(lambda module: [], lambda needed: None, Report(), "the host")
+    followed, other = model(), model()
+    with pretended_card(monkeypatch, 8 * SIZE):
+        moves.watch([followed])
+        for module in (followed, other):
+            assert module.to(GPU) is module and all(p.is_cuda for p in module.parameters())
+        assert followed in moves.copies._copies and other not in moves.copies._copies
+        moves.release()
+
+
 def test_only_what_wraps_torch_s_own_is_vouched_for():
     moves = Moves(lambda module: [], lambda needed: None, Report(), "the host")
     own, before = Own(nn.Linear(2, 2)), Own.to
