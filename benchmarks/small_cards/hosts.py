@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import sys
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,8 +123,10 @@ class A1111(Host):
             host.opts.data["sfast_allow_cpu"] = True
         self._adapter: Any = None
         if ours:
-            from sfast_ext.hosts.a1111 import adapter
+            from sfast_ext.hosts.a1111 import adapter, memory
 
+            # the UNet is diffusers', with other names
+            self._open.enter_context(unittest.mock.patch.object(memory, "UNET_BLOCKS", LOWVRAM_BLOCKS))
             self._adapter = adapter.A1111Session
             self._adapter.start("benchmark")
         self._conditioner, self._wrapper = Conditioner(parts.encoders), Wrapper(parts.unet)

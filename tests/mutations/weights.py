@@ -198,4 +198,24 @@ MUTATIONS = [
         "if now.device == weight.tensor.device:", "if now is not None:",
         ("weights/test_vacancy.py::test_a_fetch_that_fails_leaves_the_host_its_weights",),
     ),
+    Mutation(
+        "a network at the start of SD.Next", "hosts/sdnext/startup_objects.py",
+        "if parameter_bytes(gc.get_objects()) > LARGE:", "if False:",
+        ("hosts/adapters/test_startup_objects.py::test_a_model_that_is_loaded_at_the_start_is_not_frozen",),
+    ),
+    Mutation(
+        "what Python itself freezes", "runtime/gc_pause.py",
+        "gc.get_freeze_count() > _PYTHONS_OWN", "gc.get_freeze_count() > 0",
+        ("runtime/test_gc_pause.py::test_what_python_freezes_at_its_start_is_nobody_s_choice",),
+    ),
+    Mutation(
+        "wrappers around torch's own methods only", "hosts/attachment.py",
+        "vars(nn.Module).get(wrapped.__name__) is wrapped", "True",
+        ("hosts/adapters/test_weight_moves.py::test_only_what_wraps_torch_s_own_is_vouched_for",),
+    ),
+    Mutation(
+        "blocks with --lowvram", "hosts/a1111/memory.py",
+        "yield from part if isinstance(part, nn.ModuleList) else [part]", "yield part",
+        ("hosts/adapters/test_a1111_memory.py::test_with_lowvram_blocks_that_did_not_change_are_not_copied_back",),
+    ),
 ]  # fmt: skip

@@ -23,7 +23,7 @@ _WHY = "the WebUI needs the GPU memory"
 _MOVED = ("model", "cond_stage_model", "cond_stage_model.wrapped", "conditioner", "first_stage_model")
 """What leaves the GPU with --medvram, of a model: the module around the UNet, the text encoder, which the WebUI wraps
 after it was told to move it, those of SDXL, and the VAE."""
-_BLOCKS = ("time_embed", "input_blocks", "middle_block", "output_blocks")
+UNET_BLOCKS = ("time_embed", "input_blocks", "middle_block", "output_blocks")
 """What comes to the GPU block by block with --lowvram, of the UNet."""
 
 
@@ -81,7 +81,7 @@ class A1111Memory:
         parts = [functools.reduce(_attribute, name.split("."), model) for name in _MOVED]
         if getattr(shared.cmd_opts, "lowvram", False):
             unet = self._unet_of(model)
-            parts += [_attribute(unet, name) for name in _BLOCKS]
+            parts += [_attribute(unet, name) for name in UNET_BLOCKS]
         for part in parts:
             if isinstance(part, nn.Module):
                 yield from part if isinstance(part, nn.ModuleList) else [part]
