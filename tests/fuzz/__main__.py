@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from pretended_card import pretended_card
 
 from benchmarks.fuzz.preview import Preview
 from benchmarks.fuzz.stress import MB, SLACK_MB
@@ -24,6 +26,8 @@ from sfast_ext.tools.lib.machine import describe
 
 EACH = 100
 """Events of one model; every tenth model is a real UNet, and every third has a live preview beside it on a GPU."""
+PRETENDED_BYTES = 1 << 30
+GROUNDS = {on.name: on for on in (ground.CPU, ground.PRETENDED)}
 COUNTERS = ("captures", "graph_captures", "evictions", "out_of_memory", "replays", "eager_runs", "fallbacks", "errors")
 # a library's workspaces come with the first models; growth after so many is ours
 LEAST_MODELS = 5
@@ -38,7 +42,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     length.add_argument("--play", nargs="+", metavar=("MODEL:SEED", "EVENT:SEED"), help="these events and no others")
     parser.add_argument("--seed", type=int, default=0, help="of the first model; the next has the next")
     parser.add_argument("--model", choices=("both", "small", "unet"), default="both")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda", "pretended"), default="cpu")
     parser.add_argument("--without", choices=("triton",), help="what no plan uses")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(given)
@@ -54,13 +58,14 @@ class Soak:
         self.seeds: list[int] = []
         self.faults: list[str] = []
         self.memory: list[dict[str, float]] = []
-        self.described = {**describe(), "device": torch.cuda.get_device_name(on.device) if on.gpu else "cpu"}
+        self.real = on.name == "cuda"
+        self.described = {**describe(), "device": torch.cuda.get_device_name(on.device) if self.real else on.name}
         self.started = time.perf_counter()
 
     def model(self, kind: str, seed: int, events: Sequence[tuple[str, int]]) -> None:
         """The events of one model, to the first that fails."""
         self.seeds.append(seed)
-        beside = Preview(self.on.device, channels=16, size=16, pause=0.02) if self.on.gpu and seed % 3 == 0 else None
+        beside = Preview(self.on.device, channels=16, size=16, pause=0.02) if self.real and seed % 3 == 0 else None
         with beside or contextlib.nullcontext():
             try:
                 w = machine.run(kind, seed, events, self.on)
@@ -74,7 +79,7 @@ class Soak:
         self.counters.update(models=1, calls=w.calls, plan_runs=w.plan_runs)
         self.counters.update({name: w.counter(name) for name in COUNTERS})
         w.forget()
-        if self.on.gpu:
+        if self.real:
             allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             self.memory.append({"seed": seed, "allocated_mb": allocated / MB, "reserved_mb": reserved / MB})
 
@@ -113,13 +118,27 @@ def main(given: Sequence[str] | None = None) -> int:
     options = arguments(given)
     torch.set_num_threads(1)
     logging.getLogger("sfast_ext").setLevel(logging.CRITICAL)
-    on = ground.gpu() if options.device == "cuda" else ground.CPU
+    on = ground.gpu() if options.device == "cuda" else GROUNDS[options.device]
     if options.without:
         on = ground.without_triton(on)
-    if on.gpu:
+    if options.device == "cuda":
         # what the original computes is to be as exact as it can be
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    soak, seed = Soak(on), options.seed
+    soak = Soak(on)
+    with contextlib.ExitStack() as stack:
+        if options.device == "pretended":
+            stack.enter_context(pretended_card(stack.enter_context(pytest.MonkeyPatch.context()), PRETENDED_BYTES))
+        play(soak, options)
+    soak.faults += filter(None, [soak.grown()])
+    result = soak.result()
+    write(options.json, result)
+    print(json.dumps({k: v for k, v in result.items() if k not in ("events_by_kind", "memory")}, indent=1))
+    return 1 if soak.faults else 0
+
+
+def play(soak: Soak, options: argparse.Namespace) -> None:
+    """Play what is asked for, to the first fault."""
+    seed = options.seed
     soak.described["without"] = [options.without] if options.without else []
     if options.play:
         (kind, seed), *events = (each.rsplit(":", 1) for each in options.play)
@@ -131,17 +150,12 @@ def main(given: Sequence[str] | None = None) -> int:
             if left <= 0 or (until is not None and time.perf_counter() >= until):
                 break
             kind = options.model if options.model != "both" else ("unet" if seed % 10 == 9 else "small")
-            soak.model(kind, seed, list(machine.sequence(seed, min(EACH, left), on)))
+            soak.model(kind, seed, list(machine.sequence(seed, min(EACH, left), soak.on)))
             # a run that is ended from outside leaves what it came to
             write(options.json, soak.result())
             print(f"\r{soak.kinds.total()} events, seed {seed}", end="", file=sys.stderr, flush=True)
             seed += 1
         print(file=sys.stderr)
-    soak.faults += filter(None, [soak.grown()])
-    result = soak.result()
-    write(options.json, result)
-    print(json.dumps({k: v for k, v in result.items() if k not in ("events_by_kind", "memory")}, indent=1))
-    return 1 if soak.faults else 0
 
 
 if __name__ == "__main__":

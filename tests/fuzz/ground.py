@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import pretended_card
 import torch
 
 from sfast_ext import Config
@@ -12,12 +13,14 @@ _CPU = Config(allow_cpu=True)
 # Small nets gain nothing. Few graphs and little memory for them, or none would ever be evicted; the tolerance is that
 # of bfloat16, the coarsest of the types: what the others may show is in `limits`.
 _GPU = Config(max_graphs=3, drop_slower=False, tolerance=0.1)
+_PRETENDED = Config(triton=False, max_graphs=3, drop_slower=False)
 
 
 @dataclass(frozen=True)
 class Ground:
     """A device and what holds on it."""
 
+    name: str
     device: torch.device
     first: torch.dtype
     """Of the model as it is made."""
@@ -31,11 +34,12 @@ class Ground:
 
     @property
     def gpu(self) -> bool:
-        """Whether there are streams, graphs and another device to be moved to."""
+        """Whether there are graphs and another device to be moved to."""
         return self.device.type == "cuda"
 
 
 CPU = Ground(
+    "cpu",
     torch.device("cpu"),
     torch.float32,
     torch.bfloat16,
@@ -49,6 +53,22 @@ CPU = Ground(
     ),
 )  # fmt: skip
 
+PRETENDED = Ground(
+    "pretended",
+    pretended_card.GPU,
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2},
+    _PRETENDED,
+    (
+        _PRETENDED, replace(_PRETENDED, max_graphs=1), replace(_PRETENDED, graph_memory_mb=0),
+        replace(_PRETENDED, cuda_graphs=False), replace(_PRETENDED, max_plans=2),
+        replace(_PRETENDED, check="always"), replace(_PRETENDED, check="never"), replace(_PRETENDED, tolerance=1e-12),
+    ),
+)  # fmt: skip
+"""In `pretended_card`: weights of one device and of the other, and graphs that read at their addresses."""
+
 
 def without_triton(on: Ground) -> Ground:
     """The same, and no setting uses Triton."""
@@ -60,6 +80,7 @@ def without_triton(on: Ground) -> Ground:
 def gpu() -> Ground:
     """The first GPU."""
     return Ground(
+        "cuda",
         torch.device("cuda", torch.cuda.current_device()),
         torch.float16,
         torch.float16,

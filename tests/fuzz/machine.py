@@ -177,6 +177,13 @@ EVENTS = {**ANYWHERE, **stack_events.CPU_EVENTS, **thread_events.CPU_EVENTS}
 GPU_EVENTS = {
     **ANYWHERE, **fault_events.GPU_EVENTS, another_stream: 4, streams_in_turn: 3, request: 8, configured: 6,
 }  # fmt: skip
+# a file knows of one device alone
+_FILES = (weight_events.saved, weight_events.pickled)
+PRETENDED_EVENTS = {
+    **OWN, **{event: times for event, times in weight_events.EVENTS.items() if event not in _FILES},
+    weight_events.memory_given_back: 8,
+}  # fmt: skip
+_EVENTS = {"cpu": EVENTS, "cuda": GPU_EVENTS, "pretended": PRETENDED_EVENTS}
 BY_NAME = {event.__name__: event for event in (*EVENTS, *GPU_EVENTS)}
 
 
@@ -214,7 +221,7 @@ def finish(w: World) -> None:
 def sequence(seed: int, events: int, on: Ground) -> list[tuple[str, int]]:
     """The events of a seed."""
     rng = random.Random(seed)
-    names = listed(GPU_EVENTS if on.gpu else EVENTS)
+    names = listed(_EVENTS[on.name])
     return [(rng.choice(names), rng.getrandbits(32)) for _ in range(events)]
 
 

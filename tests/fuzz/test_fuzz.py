@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import Phase, strategies
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from pretended_card import pretended_card
 
 from fuzz import __main__ as soak
 from fuzz import machine
@@ -65,6 +66,13 @@ def test_after_each_event_the_model_computes_what_its_twin_does(seed):
     hypothesis.seed(seed)(cls := state_machine(seed, played))
     run_state_machine_as_test(cls, settings=settings)
     assert len(played) >= MODELS * EVENTS
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_weights_of_two_devices(seed, monkeypatch):
+    with pretended_card(monkeypatch, 1 << 28) as card:
+        w = machine.run("small", seed, machine.sequence(seed, 60, machine.ground.PRETENDED), machine.ground.PRETENDED)
+    assert w.plan_runs > 40 and w.counter("memory_given_back") > 0 and not card.faults
 
 
 def test_events_on_a_real_unet():

@@ -272,22 +272,31 @@ def offloaded(w: World, rng: random.Random) -> None:
 
 
 def memory_given_back(w: World, rng: random.Random) -> None:
-    """The host has moved all weights, and takes the memory that plans read; at times plans fetch them before a call."""
+    """The host has moved all weights, on a GPU at times to system memory, and takes the memory that plans read; at
+    times plans fetch them before they are back."""
+    away = w.ground.gpu and rng.random() < 0.5
 
     def change(m: nn.Module) -> None:
         for container, name in places_of(m).values():
-            container[name].data = container[name].data.clone()
+            data = container[name].data
+            container[name].data = data.to("cpu") if away else data.clone()
+
+    def bring(m: nn.Module) -> None:
+        for container, name in places_of(m).values():
+            container[name].data = container[name].data.to(w.ground.device)
 
     w.both(change)
     given = w.acc.give_memory_back()
     if given and w.acc.plans and not w.acc.arena.vacant:
         raise Wrong("memory was given back, and plans have it still")
-    if rng.random() < 0.3:
+    if rng.random() < 0.3 and not away:
         lora_in_place(w, rng)
     if rng.random() < 0.5:
         # hosts go on whatever it raises
         with contextlib.suppress(Exception if w.faults else (WeightsAway, WeightsChanged)):
             w.acc.fetch_weights()
+    if away:
+        w.both(bring)
 
 
 def buffer_changed(w: World, rng: random.Random) -> None:

@@ -92,9 +92,7 @@ class World:
 
     def again(self) -> str:
         """The command that plays all of it again."""
-        return f"python -m fuzz --device {self.ground.device.type} --play {self.kind}:{self.seed} " + " ".join(
-            self.done
-        )
+        return f"python -m fuzz --device {self.ground.name} --play {self.kind}:{self.seed} " + " ".join(self.done)
 
     def counter(self, name: str) -> int:
         """A counter of the report, over all accelerators there were."""
