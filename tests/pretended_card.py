@@ -334,8 +334,9 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     patch.setattr(torch, "tensor", lambda data, *, device=None, **how: _tensor(data, **how).to(device or CPU))
     # weights come in through pinned buffers, as on a real one
     patch.setattr(torch, "get_num_threads", lambda: 2)
-    patch.setattr(Staging, "_buffer", lambda staging, size: (torch.full((size,), 0xAA, dtype=torch.uint8), _Arrived()))
-    patch.setattr(Staging, "_stream", lambda staging, device: None)
+    patch.setattr(
+        Staging, "_buffer", lambda _, size: (torch.full((size,), 0xAA, dtype=torch.uint8), torch.cuda.Event())
+    )
     # with such a card these are torch's own
     spaces = surroundings._SPACES.items()
     stock = {home: {name: space[name] for name in names & space.keys()} for home, (space, names) in spaces}
@@ -348,16 +349,6 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     patch.setattr(plan, "_bind_attributes", _constants_on_the_card(plan._bind_attributes))
     with card:
         yield card
-
-
-class _Arrived:
-    """Stands in for an event: a copy to the pretended card has arrived when it was called."""
-
-    def record(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """It has arrived."""
 
 
 def _while(card: Card, state: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,8 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-_YOUNG = 1  # the generations up to this one
+YOUNG = 1
+"""The young generations: those up to this one."""
 _PYTHONS_OWN = 10_000  # more objects than Python itself freezes at its start: 375 in 3.12.3
 _frozen_by_others = False
 """Whether somebody was seen to have frozen objects: to count them takes 10 ms for a million, so it is asked once."""
@@ -31,7 +32,7 @@ def gc_paused() -> Iterator[None]:
         yield
     finally:
         if collecting:
-            gc.collect(_YOUNG)
+            gc.collect(YOUNG)
             # unfreeze would also thaw what others froze
             _frozen_by_others = _frozen_by_others or frozen_by_others()
             if not _frozen_by_others:

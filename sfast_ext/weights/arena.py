@@ -381,24 +381,30 @@ class WeightArena:
                 if written and not anywhere and not self._vacant:
                     torch._foreach_copy_([weight.tensor for weight, _ in written], list(sources.values()))
                     sources.clear()
-                from_afar: list[tuple[Weight, torch.Tensor]] = []
-                with Staging() as copy:
-                    # one at a time: there is never a second copy of all weights when blocks are allocated again
-                    for weight, now in arrived:
-                        self._occupy(weight)
-                        if (source := sources.pop(id(weight), None)) is not None:
-                            copy(weight.tensor, source)
-                        if now.device == weight.tensor.device:
-                            self._bind(weight, now)
-                        else:
-                            from_afar.append((weight, now))
-                # these have their values only now
-                for weight, now in from_afar:
-                    self._bind(weight, now)
+                self._take_in(arrived, sources)
         finally:
             self.copied += len(written) - len(sources)
             self._reset_detector()
         return len(written)
+
+    def _take_in(self, arrived: list[tuple[Weight, torch.Tensor]], sources: dict[int, torch.Tensor]) -> None:
+        """Copy the sources, by the ids of their weights, into live tensors; make the parameters views of those.
+
+        One weight at a time, so that there is never a second copy of all weights when blocks are allocated again. What
+        comes from another device has its values only once all are sent.
+        """
+        from_afar: list[tuple[Weight, torch.Tensor]] = []
+        with Staging() as copy:
+            for weight, now in arrived:
+                self._occupy(weight)
+                if (source := sources.pop(id(weight), None)) is not None:
+                    copy(weight.tensor, source)
+                if now.device == weight.tensor.device:
+                    self._bind(weight, now)
+                else:
+                    from_afar.append((weight, now))
+        for weight, now in from_afar:
+            self._bind(weight, now)
 
     def _occupy(self, weight: Weight) -> None:
         """Allocate the memory of a live tensor again, if it was freed."""

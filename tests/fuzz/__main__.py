@@ -125,6 +125,7 @@ def main(given: Sequence[str] | None = None) -> int:
         # what the original computes is to be as exact as it can be
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     soak = Soak(on)
+    soak.described["without"] = [options.without] if options.without else []
     with contextlib.ExitStack() as stack:
         if options.device == "pretended":
             stack.enter_context(pretended_card(stack.enter_context(pytest.MonkeyPatch.context()), PRETENDED_BYTES))
@@ -139,7 +140,6 @@ def main(given: Sequence[str] | None = None) -> int:
 def play(soak: Soak, options: argparse.Namespace) -> None:
     """Play what is asked for, to the first fault."""
     seed = options.seed
-    soak.described["without"] = [options.without] if options.without else []
     if options.play:
         (kind, seed), *events = (each.rsplit(":", 1) for each in options.play)
         soak.model(kind, int(seed), [(name, int(each)) for name, each in events])

@@ -8,13 +8,12 @@ import random
 
 import pytest
 import torch
+from faulty import failing
 from pretended_card import GPU, pretended_card
 from torch import nn
 
 from sfast_ext.weights.host_copies import HostCopies, move_to_gpu, sources_of
 from sfast_ext.weights.staging import Staging
-
-BUFFER = (torch.empty(1 << 20, dtype=torch.uint8), None)
 
 
 @pytest.fixture
@@ -71,12 +70,7 @@ def test_a_move_that_fails_moves_nothing(monkeypatch, where):
     before, pointers = copy.deepcopy(module), [p.data_ptr() for p in module.parameters()]
     with pretended_card(monkeypatch, 20_000 if where == "memory" else 1 << 30) as card:
         if where == "pieces":
-
-            def refuse(self):
-                raise RuntimeError("a copy failed")
-
-            monkeypatch.setattr(Staging, "_send", refuse)
-            monkeypatch.setattr(Staging, "_allocated", lambda self: setattr(self, "_buffers", [BUFFER, BUFFER]) or True)
+            failing(monkeypatch, Staging, "_send")
         with pytest.raises(RuntimeError):
             move_to_gpu(module, GPU)
         # half of it on the GPU might be without its values

@@ -48,11 +48,6 @@ def laid(values: torch.Tensor, layout: str) -> torch.Tensor:
     return values
 
 
-@pytest.fixture(autouse=True)
-def threads(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-
-
 @pytest.fixture
 def card(monkeypatch):
     with pretended_card(monkeypatch, 1 << 30) as card:

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from sfast_ext.report import Report
-from sfast_ext.runtime.gc_pause import frozen_by_others
+from sfast_ext.runtime.gc_pause import YOUNG, frozen_by_others
 
 LARGE = 64 << 20
 """Bytes of parameters that are more than tests and classes make at import."""
-_YOUNG = 1  # the generations up to this one
 
 
 def freeze(report: Report) -> list[Callable[[], None]]:
@@ -34,7 +33,7 @@ def freeze(report: Report) -> list[Callable[[], None]]:
         # accelerate's hooks make cycles of networks: a frozen one would keep its memory
         report.once("garbage", "a network is loaded already: SD.Next's garbage collections stay as long as they are")
         return []
-    gc.collect(_YOUNG)
+    gc.collect(YOUNG)
     gc.freeze()
     return [gc.unfreeze]
 
