@@ -32,6 +32,8 @@ from sfast_ext.weights.staging import Staging
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+NUMBERS = frozenset({int, float, bool, type(None)})
+BUFFER_BYTES = 1 << 18
 # between devices; a CPU's index may read from a GPU's tensor
 CROSSING = frozenset({"_has_compatible_shallow_copy_type", "copy_", "_to_copy", "_foreach_copy_", "index", "set_"})
 
@@ -110,8 +112,12 @@ class Card(TorchDispatchMode):
         return torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device, memory_format=layout)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = _tensors((args, kwargs))
+        given: list[torch.Tensor] = []
+        _collect(args, given)
+        if kwargs:
+            _collect(kwargs.values(), given)
+        else:
+            kwargs = {}
         storages = self._storages
         known, held = [], []
         for x in given:
@@ -289,10 +295,14 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def _collect(leaves: Any, found: list[torch.Tensor]) -> None:
     for each in leaves:
+        if type(each) in NUMBERS:
+            continue
         if isinstance(each, torch.Tensor):
             found.append(each)
         elif isinstance(each, (list, tuple)):
-            _collect(each, found)
+            # sizes and strides are most of what there is
+            if each and type(each[0]) is not int:
+                _collect(each, found)
         elif isinstance(each, dict):
             _collect(each.values(), found)
 
@@ -332,8 +342,9 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     patch.setattr(torch.Tensor, "cpu", lambda tensor, **kwargs: card.to(tensor, CPU, **kwargs))
     patch.setattr(torch.Tensor, "cuda", lambda tensor, device=GPU, **kwargs: card.to(tensor, device, **kwargs))
     patch.setattr(torch, "tensor", lambda data, *, device=None, **how: _tensor(data, **how).to(device or CPU))
-    # weights come in through pinned buffers, as on a real one
+    # weights come in through pinned buffers, as on a real one, but for small models these are small
     patch.setattr(torch, "get_num_threads", lambda: 2)
+    patch.setattr(Staging.__init__, "__defaults__", (BUFFER_BYTES,))
     patch.setattr(
         Staging, "_buffer", lambda _, size: (torch.full((size,), 0xAA, dtype=torch.uint8), torch.cuda.Event())
     )

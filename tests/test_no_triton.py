@@ -57,6 +57,22 @@ class Operations(TorchDispatchMode):
         return out
 
 
+class Unwritten(TorchDispatchMode):
+    """Large tensors are made, and no values are copied to them: those of `unet`'s weights are nobody's."""
+
+    LARGE = 1 << 16
+    """Elements. Small ones are written: they are constants that passes compute with."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and type(args[0]) in (torch.Tensor, torch.nn.Parameter) and args[0].numel() >= self.LARGE:
+            if func is torch.ops.aten.clone.default:
+                return torch.empty_like(args[0], **kwargs)
+            if func is torch.ops.aten.copy_.default:
+                return args[0]
+        return func(*args, **kwargs)
+
+
 def run(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Operations:
     """The graph over tensors without memory: its weights and constants are such too."""
     for name in {str(node.target) for node in gm.graph.nodes if node.op == "get_attr"}:
@@ -95,7 +111,8 @@ def test_no_operation_more_than_the_original_and_nothing_on_the_cpu(case) -> Non
     # channels-last changes the layout of weights, and without it none is changed back
     for last in (False, True):
         ours = copied(captured)
-        run_passes(ours, PassContext(arena, CPU, triton=False, channels_last=last))
+        with Unwritten():
+            run_passes(ours, PassContext(arena, CPU, triton=False, channels_last=last))
         after = run(ours, inputs)
         assert not after.on_the_cpu and not before.on_the_cpu
         assert after.count.total() <= before.count.total()

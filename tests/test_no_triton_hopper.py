@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_no_triton import copied, unet
+from test_no_triton import Unwritten, copied, unet
 from torch import fx
 from torch.fx.node import map_aggregate
 
@@ -64,7 +64,7 @@ def captured(name: str, width: int, height: int) -> tuple[fx.GraphModule, Weight
 
 
 def plan(graph_module: fx.GraphModule, arena: WeightArena, capability: int, *, triton: bool) -> Plan:
-    with launches._card(capability):
+    with launches._card(capability), Unwritten():
         run_passes(graph_module, PassContext(arena, GPU, triton=triton))
         with contextlib.nullcontext() if triton else triton_runtime.without_triton():
             made = size_prediction.launched(size_prediction.calls(graph_module.graph), GPU).values()
