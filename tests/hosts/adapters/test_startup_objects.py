@@ -17,16 +17,22 @@ fastapi = pytest.importorskip("fastapi")
 pytest.importorskip("accelerate")
 
 
-@pytest.fixture(autouse=True)
-def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a process where nobody has frozen anything, nor loaded a network."""
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[int]:
+    """Bytes of the networks that other tests have loaded."""
     gc.unfreeze()
     gc.collect()
-    monkeypatch.setattr(startup_objects, "LARGE", startup_objects.parameter_bytes(gc.get_objects()))
-    yield
-    gc.unfreeze()
+    yield startup_objects.parameter_bytes(gc.get_objects())
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def thawed(loaded: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process where nobody has frozen anything, nor loaded a network."""
+    monkeypatch.setattr(startup_objects, "LARGE", loaded)
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ A GiB is as many bytes as make the UNet as large as that of the model, in GiB.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from torch import nn
 
 from hosts.standins.sdnext import Host, diffusers, hosted
 from sfast_ext.hosts import gpu_room, system_memory
+from sfast_ext.tools.lib import models
 from sfast_ext.weights import digest
 
 OUTSIDE = 0.5
@@ -45,8 +47,9 @@ _pictures: dict[Any, torch.Tensor] = {}
 class CLIPTextModel(nn.Module):
     """A text encoder of so many bytes."""
 
-    def __init__(self, size: int, dtype: torch.dtype) -> None:
+    def __init__(self, size: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
+        torch.manual_seed(seed)
         self.layer = nn.Embedding(size // 16 // dtype.itemsize, 16, dtype=dtype)
 
     @property
@@ -59,6 +62,11 @@ class CLIPTextModel(nn.Module):
 
 def unet(seed: int = 0) -> Any:
     """Most of its weights are where its activations are small, as in a real one."""
+    return models.copied(_unet(seed))
+
+
+@functools.lru_cache(maxsize=None)
+def _unet(seed: int) -> Any:
     torch.manual_seed(seed)
     return diffusers.UNet2DConditionModel(
         sample_size=8,
@@ -73,6 +81,11 @@ def unet(seed: int = 0) -> Any:
 
 
 def vae(seed: int = 1) -> Any:
+    return models.copied(_vae(seed))
+
+
+@functools.lru_cache(maxsize=None)
+def _vae(seed: int) -> Any:
     torch.manual_seed(seed)
     return diffusers.AutoencoderKL(
         block_out_channels=(4, 32),
@@ -114,7 +127,7 @@ class CardHost:
     def pipeline(self, seed: int = 0) -> Any:
         return SimpleNamespace(
             unet=unet(seed).to(self.dtype),
-            text_encoder=CLIPTextModel(int(self.like.text_encoder * self.scale), self.dtype),
+            text_encoder=CLIPTextModel(int(self.like.text_encoder * self.scale), self.dtype, seed),
             vae=vae().to(self.dtype),
             sd_checkpoint_info=SimpleNamespace(name=f"tiny-{seed}"),
         )
