@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+
+from sfast_ext import fp32_precision
 
 _CONSTANTS = frozenset({type(None), bool, str, bytes, torch.dtype, torch.device})
 # before torch 2.4 there was a function for each device type
@@ -82,18 +83,8 @@ def _flag_readers() -> list[Callable[[], Any]]:
         "_get_cublas_allow_fp16_accumulation", "_get_cudnn_enabled", "_get_cudnn_deterministic",
         "_get_deterministic_algorithms",
     ]  # fmt: skip
-    precision = getattr(torch._C, "_get_fp32_precision_getter", None)
-    if precision is None:
-        names += ["_get_cublas_allow_tf32", "_get_cudnn_allow_tf32"]
     readers = [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
-    # the older getters raise where a program has used the newer setters
-    newer = [functools.partial(_precision, precision, kind) for kind in ("matmul", "conv")] if precision else []
-    return [*readers, *newer]
-
-
-def _precision(getter: Callable[[str, str], str], kind: str) -> str:
-    found = getter("cuda", kind)
-    return "ieee" if found == "none" else found  # none is what was never set
+    return [*readers, fp32_precision.read_matmul, fp32_precision.read_conv]
 
 
 _FLAG_READERS = _flag_readers()

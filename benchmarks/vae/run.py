@@ -31,7 +31,7 @@ from sfast_ext import Config, accelerate, cli
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import engines, machine, rates, vaes
-from sfast_ext.tools.lib.exact import without_tf32
+from sfast_ext.tools.lib.exact import tf32, without_tf32
 from sfast_ext.tools.text import number, significant, table
 
 OURS, COMPILED = "sfast", "torch-compile"
@@ -156,7 +156,9 @@ class Bench:
         with torch.no_grad():
             with without_tf32():
                 reference = getattr(self._exact, wanted.part)(x.float()).float()
-            return self._rows(wanted, ways, x, reference)
+            # as WebUIs have it
+            with tf32(True, True):
+                return self._rows(wanted, ways, x, reference)
 
     def _rows(
         self, wanted: Case, ways: Sequence[str], x: torch.Tensor, reference: torch.Tensor

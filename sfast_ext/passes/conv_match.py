@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
 from .channels_last import all_are
@@ -15,12 +16,12 @@ class ConvMatch(NamedTuple):
     weight: fx.Node
 
 
-def match(conv: fx.Node, pinned: set[fx.Node]) -> ConvMatch | None:
+def match(conv: fx.Node, pinned: set[fx.Node], dtypes: tuple[torch.dtype, ...] = HALF) -> ConvMatch | None:
     """Matches a plain convolution whose weight belongs to the arena and whose operands and result are not pinned.
 
-    Input, weight and result have one dtype.
+    Input, weight and result have one dtype, which is one of `dtypes`.
     """
-    if not is_op(conv, CONV) or not pinned.isdisjoint([conv, *conv.all_input_nodes]) or not is_plain(conv):
+    if not is_op(conv, CONV) or not pinned.isdisjoint([conv, *conv.all_input_nodes]) or not is_plain(conv, dtypes):
         return None
     x, weight = conv.args[0], argument(conv, 1, "weight")
     if not is_weight(weight) or not dtype(x) == dtype(weight) == dtype(conv):
@@ -28,16 +29,16 @@ def match(conv: fx.Node, pinned: set[fx.Node]) -> ConvMatch | None:
     return ConvMatch(x, weight)  # type: ignore[arg-type]
 
 
-def is_plain(conv: fx.Node) -> bool:
-    """Whether a convolution is 3x3 with padding 1, stride 1, dilation 1 and one group, in half precision."""
-    return stride_of(conv) == 1
+def is_plain(conv: fx.Node, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
+    """Whether a convolution is 3x3 with padding 1, stride 1, dilation 1 and one group, in one of `dtypes`."""
+    return stride_of(conv, dtypes) == 1
 
 
-def stride_of(conv: fx.Node) -> int | None:
-    """1 or 2, the stride of a convolution that is 3x3 with padding 1, dilation 1 and one group, in half precision; None
-    of any other."""
+def stride_of(conv: fx.Node, dtypes: tuple[torch.dtype, ...] = HALF) -> int | None:
+    """1 or 2, the stride of a convolution that is 3x3 with padding 1, dilation 1 and one group, in one of `dtypes`;
+    None of any other."""
     weight = shape(argument(conv, 1, "weight"))
-    if weight is None or weight[2:] != (3, 3) or argument(conv, 6, "groups", 1) != 1 or dtype(conv) not in HALF:
+    if weight is None or weight[2:] != (3, 3) or argument(conv, 6, "groups", 1) != 1 or dtype(conv) not in dtypes:
         return None
     ones = (argument(conv, 4, "padding", 0), argument(conv, 5, "dilation", 1))
     if len(shape(conv) or ()) != 4 or not all(all_are(1, given) for given in ones):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from sfast_ext.kernels.backend import nvrtc, precompile, triton_runtime
 from sfast_ext.kernels.backend.cuda_bindings import Bindings
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.linear import linear_geglu
+from sfast_ext.tools.lib.exact import without_tf32
 
 from .support import finish
 
@@ -87,6 +89,13 @@ def quick_interpreter() -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_tf32() -> Iterator[None]:
+    """In float32, products and convolutions are not rounded."""
+    with without_tf32():
+        yield
 
 
 @pytest.fixture

@@ -121,9 +121,9 @@ def test_pixels_that_are_equally_near_are_chosen_as_torch_does(launched):
 CUTS = [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("sizes", [(2, 128, 128, 5, 7), (1, 136, 130, 3, 9), (3, 128, 131, 1, 1)], ids=str)
-def test_upsample_conv2d(launched, dtype, sizes):
+def test_upsample_conv2d(launched, dtype, sizes, no_tf32):
     needs_products(dtype)
     images, channels, columns, height, width = sizes
     x, weight = image((images, channels, height, width), dtype), image((columns, channels, 3, 3), dtype)

@@ -16,6 +16,7 @@ from sfast_ext.passes.group_norm import group_norm
 from sfast_ext.passes.group_norm_inputs import group_norm_inputs
 from sfast_ext.passes.upsample import upsample
 from sfast_ext.passes.upsample_conv2d import upsample_conv2d
+from sfast_ext.tools.lib.exact import tf32
 
 from .support import OTHER_CONVOLUTIONS, Traced, randn
 
@@ -143,9 +144,16 @@ def test_what_must_stay(what: str) -> None:
     assert traced.error() < 1e-2
 
 
-@pytest.mark.parametrize(("x", "triton"), [(X.float(), True), (X, False)], ids=["float32", "neither Triton nor NVRTC"])
-def test_where_it_is_not_there(x: Tensor, triton: bool) -> None:
-    traced, count, _ = rewritten(PLAIN, triton, x)
+@pytest.mark.parametrize("rounded", [False, True])
+def test_in_float32_where_products_are_rounded_as_convolutions_are(rounded: bool) -> None:
+    with tf32(False, rounded):
+        traced, count, _ = rewritten(PLAIN, x=X.float())
+        assert count == (not rounded) and len(traced.convolutions()) == rounded
+        assert traced.error() < 1e-5
+
+
+def test_where_neither_triton_nor_nvrtc_is() -> None:
+    traced, count, _ = rewritten(PLAIN, False)
     assert count == 0 and len(traced.convolutions()) == 1
     assert traced.error() < 1e-2
 

@@ -16,17 +16,23 @@ ROWS = 2
 
 
 @contextlib.contextmanager
-def without_tf32() -> Iterator[None]:
-    """Within, products and convolutions of float32 are not rounded to TF32."""
+def tf32(matmul: bool, conv: bool) -> Iterator[None]:
+    """Within, the operands of float32 products, and of convolutions, may be rounded to TF32. Torch's own default is
+    False, True; WebUIs have it for both."""
     flags = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [flag.allow_tf32 for flag in flags]
     try:
-        for flag in flags:
-            flag.allow_tf32 = False
+        for flag, value in zip(flags, (matmul, conv)):
+            flag.allow_tf32 = value
         yield
     finally:
         for flag, value in zip(flags, before):
             flag.allow_tf32 = value
+
+
+def without_tf32() -> contextlib.AbstractContextManager[None]:
+    """Within, products and convolutions of float32 are not rounded to TF32."""
+    return tf32(False, False)
 
 
 class Exact:

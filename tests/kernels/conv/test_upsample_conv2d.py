@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from kernels.support import close, close_rows, expected, half_dtype, randn
+from kernels.support import DTYPES, close, close_rows, expected, randn
 from sfast_ext.kernels.conv import upsample_conv2d
+from sfast_ext.tools.lib.exact import tf32
 
 HALF = torch.float16
 # images, channels, columns, height, width
@@ -14,6 +17,7 @@ CUTS = [(0, 0), (1, 0), (0, 1), (1, 1)]
 # all cuts of a size whose last tiles are masked and of a single pixel, one of each other size
 CASES = [(sizes, HALF, cut) for sizes in (SIZES[1], SIZES[3]) for cut in CUTS] + [(SIZES[1], torch.bfloat16, (0, 0))]
 CASES += [(SIZES[0], HALF, (0, 0)), (SIZES[2], HALF, (1, 1)), (SIZES[4], HALF, (0, 1))]
+CASES += [(SIZES[1], torch.float32, (0, 0)), (SIZES[4], torch.float32, (1, 0))]
 
 
 def operands(sizes, dtype, device):
@@ -32,7 +36,7 @@ def right(x, weight, cut=(0, 0)):
 
 
 @pytest.mark.parametrize(("sizes", "dtype", "cut"), CASES, ids=str)
-def test_sizes(device, sizes, dtype, cut):
+def test_sizes(device, sizes, dtype, cut, no_tf32):
     right(*operands(sizes, dtype, device), cut)
 
 
@@ -81,7 +85,6 @@ def test_a_pixel_reaches_its_neighbours_alone(device):
 @pytest.mark.parametrize(
     "spoilt",
     [
-        lambda x, w: (x.float(), w.float(), (0, 0)),
         lambda x, w: (x, w.float(), (0, 0)),
         lambda x, w: (x[:0], w, (0, 0)),
         lambda x, w: (x, w[:, :3], (0, 0)),
@@ -95,6 +98,13 @@ def test_what_is_done_in_two_operations(device, spoilt):
     assert not upsample_conv2d.applicable(*spoilt(*operands((1, 128, 136, 5, 4), HALF, device)))
 
 
+def test_in_float32_where_products_are_rounded_as_convolutions_are(device):
+    given = [x.float() for x in operands((1, 128, 136, 5, 4), HALF, device)]
+    for products, convolutions in itertools.product((False, True), repeat=2):
+        with tf32(products, convolutions):
+            assert upsample_conv2d.applicable(*given, (0, 0)) == (products == convolutions)
+
+
 def test_without_the_kernel_it_is_two_operations():
     for sizes in SIZES:
         x, weight = operands(sizes, torch.float32, torch.device("cpu"))
@@ -106,7 +116,7 @@ def test_without_the_kernel_it_is_two_operations():
 
 
 @pytest.mark.gpu
-@half_dtype
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -120,7 +130,7 @@ def test_without_the_kernel_it_is_two_operations():
     ],
     ids=str,
 )
-def test_unet_shapes(dtype, sizes):
+def test_unet_shapes(dtype, sizes, no_tf32):
     x, weight = operands(sizes, dtype, torch.device("cuda"))
     for cut in CUTS[:: 3 if x.shape[0] < 8 else 4]:
         y = upsample_conv2d.launch(x, weight, cut)
