@@ -9,12 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.attention import flash_attention, mma_attention, short_attention, xformers_backends
+from sfast_ext.kernels.attention import (
+    flash_attention,
+    gemm_attention,
+    mma_attention,
+    short_attention,
+    xformers_backends,
+)
 from sfast_ext.kernels.backend import choices
 from sfast_ext.kernels.backend.choices import Run
 from sfast_ext.kernels.backend.nvrtc import Unavailable
 from sfast_ext.kernels.backend.registry import Kernel, register
-from sfast_ext.kernels.backend.triton_runtime import device_of, hopper, is_dry_run
+from sfast_ext.kernels.backend.triton_runtime import capability, device_of, hopper, is_dry_run
 
 # With so few keys and so few rows of queries in all, cuDNN's planning (40 ms per shape) and its launch that clears
 # counters weigh most. For wide heads the other backends are faster even without those.
@@ -22,7 +28,7 @@ _FEW_KEYS = 128
 _FEW_ROWS = 16384
 _WIDE = 64
 _WIDEST_OF_FLASH = 128
-_MMA, _HALF_SUMS = "mma", "mma, faster sums"
+_MMA, _HALF_SUMS, _GEMMS = "mma", "mma, faster sums", "gemms"
 
 
 def _preference() -> tuple[Any, dict[str, list[Any]]] | None:
@@ -105,8 +111,8 @@ def fallback(
     scale: float | None = None,
     faster_sums: bool = False,
 ) -> Tensor:
-    """`reference` by the fastest of our kernel for any card, torch's backends, and xformers' kernels where the host has
-    imported those.
+    """`reference` by the fastest of our kernel for any card, torch's backends, xformers' kernels where the host has
+    imported those, and for wide heads in float32 two GEMMs.
 
     A shape that was not measured (`choices`) runs by ours where it is applicable; on Hopper only with few keys, else in
     the order of `first`. Any strides; synchronises only to measure.
@@ -138,6 +144,10 @@ def _fastest(
         if faster_sums and mma_attention.sums_in_half(k):
             others[_HALF_SUMS] = functools.partial(mma_attention.launch, q, k, v, scale, half_sums=True)
             expected = _HALF_SUMS
+    if mask is None and not is_causal and gemm_attention.applicable(q, k, v):
+        others[_GEMMS] = functools.partial(gemm_attention.launch, q, k, v, scale)
+        if capability(q.device) >= gemm_attention.TF32_SINCE:
+            expected = _GEMMS
     if not others:
         return _preferred(key, q, k, v, mask, is_causal, scale)
     own = functools.partial(_preferred, key, q, k, v, mask, is_causal, scale)
@@ -171,8 +181,8 @@ def _backends(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> dict[str, Run]:
     """torch's backends by name, each with the others behind it: none is switched off, which other threads would see.
-    Empty where torch has no priority."""
-    if _PREFERENCE is None:
+    Empty where torch has no priority, and where only one takes such heads."""
+    if _PREFERENCE is None or q.shape[-1] > gemm_attention.WIDE:
         return {}
     sdpa_kernel, orders = _PREFERENCE
 

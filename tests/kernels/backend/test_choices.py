@@ -132,6 +132,19 @@ def test_a_budget_that_is_spent_leaves_shapes_to_later(monkeypatch):
     assert bench("third") == "flash"
 
 
+@pytest.mark.parametrize(("milliseconds", "runs"), [(0.5, [1, 4, 4, 4]), (40.0, [1])])
+def test_what_takes_long_is_measured_once(monkeypatch, milliseconds, runs):
+    seen = []
+
+    def once(run, count):
+        seen.append(count)
+        return milliseconds / count
+
+    monkeypatch.setattr(choices, "_round", once)
+    assert choices._milliseconds(lambda: torch.ones(1)) == milliseconds / runs[-1]
+    assert seen == runs
+
+
 def test_measurements_are_nothing_to_be_repeated():
     bench = Bench(torch=2.0, other=1.0)
     heard = []
