@@ -31,7 +31,7 @@ def upsample_conv2d(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bo
     If `x` is a residual addition, it becomes bias_add.launch: the upsampling's kernel would have added it on the way.
     """
     graph, found = conv.graph, match(conv, pinned, KERNEL_DTYPES)
-    if found is None or argument(conv, 2, "bias") is not None or not kernel.takes(dtype(conv)):
+    if found is None or argument(conv, 2, "bias") is not None or not kernel.dtype_supported(dtype(conv)):
         return False
     large, weight = found
     if not is_op(large, NEAREST) or only_user(large) is not conv:

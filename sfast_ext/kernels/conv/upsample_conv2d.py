@@ -173,14 +173,14 @@ def _scale(dtype: torch.dtype) -> float:
     return 0.125 if dtype == torch.float16 else 1.0
 
 
-def takes(dtype: torch.dtype | None) -> bool:
+def dtype_supported(dtype: torch.dtype | None) -> bool:
     """Whether `launch` computes a convolution in this dtype by GEMMs: in float32, where both are rounded alike."""
     return dtype in HALF or dtype == torch.float32 and fp32_precision.matmul_as_conv()
 
 
 def applicable(x: Tensor, weight: Tensor, cut: tuple[int, int]) -> bool:
     """Whether `launch` can compute it this way, and that is the faster way."""
-    if x.dim() != 4 or weight.dim() != 4 or not x.numel() or not takes(x.dtype):
+    if x.dim() != 4 or weight.dim() != 4 or not x.numel() or not dtype_supported(x.dtype):
         return False
     if not supported(x, weight) and not cuda_tier.usable(_SOURCE, x, weight):
         return False
