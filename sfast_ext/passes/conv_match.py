@@ -17,21 +17,17 @@ class ConvMatch(NamedTuple):
 
 
 def match(conv: fx.Node, pinned: set[fx.Node], dtypes: tuple[torch.dtype, ...] = HALF) -> ConvMatch | None:
-    """Matches a plain convolution whose weight belongs to the arena and whose operands and result are not pinned.
+    """Matches a 3x3 convolution with padding 1, stride 1, dilation 1 and one group, whose weight belongs to the arena
+    and whose operands and result are not pinned.
 
     Input, weight and result have one dtype, which is one of `dtypes`.
     """
-    if not is_op(conv, CONV) or not pinned.isdisjoint([conv, *conv.all_input_nodes]) or not is_plain(conv, dtypes):
+    if not is_op(conv, CONV) or not pinned.isdisjoint([conv, *conv.all_input_nodes]) or stride_of(conv, dtypes) != 1:
         return None
     x, weight = conv.args[0], argument(conv, 1, "weight")
     if not is_weight(weight) or not dtype(x) == dtype(weight) == dtype(conv):
         return None
     return ConvMatch(x, weight)  # type: ignore[arg-type]
-
-
-def is_plain(conv: fx.Node, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
-    """Whether a convolution is 3x3 with padding 1, stride 1, dilation 1 and one group, in one of `dtypes`."""
-    return stride_of(conv, dtypes) == 1
 
 
 def stride_of(conv: fx.Node, dtypes: tuple[torch.dtype, ...] = HALF) -> int | None:

@@ -16,6 +16,8 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
+from sfast_ext.kernels.backend import gpu_clock
+
 from .channels_last import is_pointwise
 from .cleanup import PERMUTE, permutation
 from .rewrite import CONV, argument, dtype, inputs, is_op, overloads, shape
@@ -118,15 +120,7 @@ def milliseconds(found: Counter[Operation], device: torch.device, layout: torch.
 
 def _time(run: Callable[[], Any]) -> float:
     run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # the launches wait in the queue, or a GPU that is faster than the CPU would be timed by the CPU
-    torch.cuda._sleep(_CYCLES)
-    start.record()
-    for _ in range(_TIMES):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / _TIMES
+    return gpu_clock.milliseconds(run, _TIMES, _CYCLES)
 
 
 def channels_last_pays(graph: fx.Graph, device: torch.device) -> bool:

@@ -14,7 +14,7 @@ from sfast_ext.kernels.pointwise import bias_add
 from .conv_match import match
 from .fusion import fusion
 from .group_norm_inputs import SUMS, match_sum
-from .rewrite import CONV, KERNEL_DTYPES, argument, call, dtype, is_op, only_user, replace, shape, value
+from .rewrite import CONV, argument, call, is_op, only_user, replace, shape, value
 from .upsample import NEAREST, steps
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def upsample_conv2d(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bo
 
     If `x` is a residual addition, it becomes bias_add.launch: the upsampling's kernel would have added it on the way.
     """
-    graph, found = conv.graph, match(conv, pinned, KERNEL_DTYPES)
-    if found is None or argument(conv, 2, "bias") is not None or not kernel.dtype_supported(dtype(conv)):
+    graph, found = conv.graph, match(conv, pinned, kernel.dtypes())
+    if found is None or argument(conv, 2, "bias") is not None:
         return False
     large, weight = found
     if not is_op(large, NEAREST) or only_user(large) is not conv:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sfast_ext import cache_folder
-from sfast_ext.kernels.backend import cuda_bindings, launch_log, nvrtc
+from sfast_ext.kernels.backend import cuda_bindings, gpu_clock, launch_log, nvrtc
 
 logger = logging.getLogger("sfast_ext")
 
@@ -300,18 +300,7 @@ def _outside_of_captures() -> bool:
 
 def _milliseconds(run: Run) -> float:
     """GPU milliseconds of a run without waiting for the CPU, as in a CUDA graph: the least of a few rounds."""
-    least = _round(run, 1)
+    least = gpu_clock.milliseconds(run, 1, _HEAD_START)
     if least < _LONG:
-        least = min(_round(run, _RUNS) for _ in range(_ROUNDS))
+        least = min(gpu_clock.milliseconds(run, _RUNS, _HEAD_START) for _ in range(_ROUNDS))
     return least
-
-
-def _round(run: Run, runs: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(_HEAD_START)
-    start.record()
-    for _ in range(runs):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / runs

@@ -18,6 +18,7 @@ from sfast_ext import fp32_precision
 from sfast_ext.kernels.backend import cuda_tier, nvrtc
 from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import (
+    DTYPES,
     HALF,
     cdiv,
     channels_inner,
@@ -173,14 +174,14 @@ def _scale(dtype: torch.dtype) -> float:
     return 0.125 if dtype == torch.float16 else 1.0
 
 
-def dtype_supported(dtype: torch.dtype | None) -> bool:
-    """Whether `launch` computes a convolution in this dtype by GEMMs: in float32, where both are rounded alike."""
-    return dtype in HALF or dtype == torch.float32 and fp32_precision.matmul_as_conv()
+def dtypes() -> tuple[torch.dtype, ...]:
+    """In which `launch` computes a convolution by GEMMs: float32 is among them where both are rounded alike."""
+    return DTYPES if fp32_precision.matmul_as_conv() else HALF
 
 
 def applicable(x: Tensor, weight: Tensor, cut: tuple[int, int]) -> bool:
     """Whether `launch` can compute it this way, and that is the faster way."""
-    if x.dim() != 4 or weight.dim() != 4 or not x.numel() or not dtype_supported(x.dtype):
+    if x.dim() != 4 or weight.dim() != 4 or not x.numel() or x.dtype not in dtypes():
         return False
     if not supported(x, weight) and not cuda_tier.usable(_SOURCE, x, weight):
         return False

@@ -136,11 +136,11 @@ def test_a_budget_that_is_spent_leaves_shapes_to_later(monkeypatch):
 def test_what_takes_long_is_measured_once(monkeypatch, milliseconds, runs):
     seen = []
 
-    def once(run, count):
+    def once(run, count, head_start):
         seen.append(count)
         return milliseconds / count
 
-    monkeypatch.setattr(choices, "_round", once)
+    monkeypatch.setattr(choices.gpu_clock, "milliseconds", once)
     assert choices._milliseconds(lambda: torch.ones(1)) == milliseconds / runs[-1]
     assert seen == runs
 
