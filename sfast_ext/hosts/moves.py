@@ -26,6 +26,8 @@ class Moves:
         within: gives the accelerators of a module and of what is in it.
         make_room: frees memory until so many bytes are free.
         host: its name, for the report.
+        rare_within: gives further accelerators of a module, called about once for each picture: the memory of their
+            plans is freed whenever the module leaves the GPU.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class Moves:
         make_room: Callable[[float], object],
         report: Report,
         host: str,
+        rare_within: Callable[[nn.Module], Iterable[Accelerator]] = lambda module: (),
     ) -> None:
         self._within, self._make_room, self._report, self._host = within, make_room, report, host
+        self._rare_within = rare_within
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._unwrap: list[Callable[[], None]] = []
         self.copies = WeightMoves(report)
@@ -63,17 +67,21 @@ class Moves:
     def _to(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module not in self._modules:
             return original(module, *args, **kwargs)
-        accelerators = list(self._within(module))
+        accelerators, rare = list(self._within(module)), list(self._rare_within(module))
         device = _device_of(args, kwargs)
         place, was_there = place_of(device), gpu_room.on_gpu(module)
         move = functools.partial(original, module, *args, **kwargs)
         if place is not None and place.type == "cuda":
-            for_plans = [functools.partial(fetch_weights, a, place, self._report, self._host) for a in accelerators]
+            all_of_them = (*accelerators, *rare)
+            for_plans = [functools.partial(fetch_weights, a, place, self._report, self._host) for a in all_of_them]
             return self.copies.to_gpu(module, place, move, for_plans)
         result = self.copies.to_cpu(module, move) if str(device) == "cpu" else move()
-        if accelerators and was_there and not gpu_room.on_gpu(module):
-            self._report.count("weights_away")
-            guarded(self._report, "memory", lambda: self._make_room(gpu_room.IDLE_RESERVE))
+        if was_there and not gpu_room.on_gpu(module):
+            for each in rare:
+                guarded(self._report, "memory", each.give_memory_back)
+            if accelerators:
+                self._report.count("weights_away")
+                guarded(self._report, "memory", lambda: self._make_room(gpu_room.IDLE_RESERVE))
         return result
 
 

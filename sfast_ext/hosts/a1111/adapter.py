@@ -254,15 +254,13 @@ class A1111Session(WebUISession):
         return original(*args, **kwargs)
 
     def _follow_vae(self, sd_model: Any) -> None:
-        # one that is moved to the GPU for each call keeps its weights where the WebUI wants the memory
-        moved, config = bool(getattr(sd_model, "lowvram", False)), self.config()
-        found = None if moved else getattr(sd_model, "first_stage_model", None)
-        if moved and config.enabled and config.vae:
-            self.report.once("VAE", "is not accelerated: --medvram and --lowvram move it to the GPU for each picture")
-        for each in self._vaes.follow([found], config):
+        followed = self._vaes.follow([getattr(sd_model, "first_stage_model", None)], self.config())
+        for each in followed:
             hooks = self._hooks.get(each.module)
             if hooks is not None:
                 hooks.new_pass()
+        unet = _unet_of(sd_model)
+        self._memory.watch(sd_model, bool(followed) or unet is not None and accelerator_of(unet) is not None)
 
     def host_version(self) -> str:
         """The git tag."""
@@ -338,7 +336,6 @@ class A1111Session(WebUISession):
         config = self.config()
         accelerator = self._unets.follow(unet, config, keep=list(_resident_unets()))
         self._follow_vae(sd_model)
-        self._memory.watch(sd_model, accelerator is not None)
         networks = [] if unet is None else controlnet.active_networks(unet)
         networks_followed = self._controlnets.follow_all(
             networks, config, keep=[] if unet is None else controlnet.cached_networks(unet)

@@ -38,8 +38,8 @@ class A1111Memory:
     same architecture; the weights that they read are copied again at the next call, when the model is back. Before a
     VAE decodes or encodes, and before an upscaler runs, CUDA graphs are freed where there is no room beside them; they
     are captured again. With --medvram the UNet leaves the GPU within each picture; the weights that plans read stay
-    where the others have room beside them, and are else freed as well. With --lowvram there are no plans, but the
-    UNet's blocks, which come and leave at each step, are moved faster.
+    where the others have room beside them, and are else freed as well. Those of the VAE's plans are freed whenever it
+    leaves. With --lowvram the UNet has no plans, but its blocks, which come and leave at each step, are moved faster.
 
     Args:
         attachment: has the accelerators of the UNets.
@@ -53,7 +53,7 @@ class A1111Memory:
         self._attachment, self._unet_of, self._report = attachment, unet_of, report
         self._accelerated_vaes = vaes
         self._vaes = VaeMemory(self._make_room)
-        self._moves = Moves(attachment.within, self._make_room, report, "the WebUI")
+        self._moves = Moves(attachment.within, self._make_room, report, "the WebUI", vaes.within)
 
     def install(self) -> list[Callable[[], None]]:
         """Wrap functions of the WebUI; returns what removes the wrappers."""
@@ -104,7 +104,7 @@ class A1111Memory:
         return original(*args, **kwargs)
 
     def _make_room(self, needed: float) -> None:
-        # the weights that plans read are the model's own, except with --medvram
+        # the weights that plans read are the model's own, except with --medvram and --lowvram
         givers = (
             lambda: graph_pool.make_room(self._report, _WHY),
             self._accelerated_vaes.give_memory_back,

@@ -253,21 +253,6 @@ def test_previews_in_another_thread_while_steps_are_made(on):
     assert on.decode(WIDE) in ("plan", "prepared")
 
 
-def test_with_medvram_the_vae_is_left_alone(on):
-    on.model.lowvram = True
-    on.host.fire("model_loaded", on.model)
-    assert accelerator_of(on.vae.decoder) is None and accelerator_of(on.vae.encoder) is None
-    assert [on.decode() for _ in range(3)] == ["original"] * 3
-    said = [event["message"] for event in on.session.report.as_dict()["events"] if event["stage"] == "VAE"]
-    assert len(said) == 1 and "--medvram" in said[0]
-
-
-def test_with_medvram_and_the_setting_off_nothing_is_said_of_it(on):
-    on.model.lowvram, on.host.opts.sfast_vae = True, False
-    on.host.fire("model_loaded", on.model)
-    assert not [event for event in on.session.report.as_dict()["events"] if event["stage"] == "VAE"]
-
-
 def test_a_vae_of_another_kind_is_left_alone(on):
     on.model.first_stage_model = standin.Vae()
     on.host.fire("model_loaded", on.model)

@@ -265,18 +265,27 @@ class Host:
             except Exception as exc:
                 self.errors.append(exc)
 
-    def load(self, seed: int, channels: int = 32, limit: int = 1, medvram: bool = False, blocks: bool = False) -> Any:
+    def load(
+        self,
+        seed: int,
+        channels: int = 32,
+        limit: int = 1,
+        medvram: bool = False,
+        blocks: bool = False,
+        vae: nn.Module | None = None,
+    ) -> Any:
         """Another configuration: a new model; those over the limit go to the meta device first.
 
         Args:
             medvram: as with --medvram, or with `blocks` with --lowvram.
+            vae: its VAE; one of two layers by default.
         """
         loaded = self.model_data.loaded_sd_models
         while len(loaded) >= limit:
             sys.modules["modules.sd_models"].send_model_to_trash(loaded.pop())
         model = SimpleNamespace(
             model=DiffusionWrapper(),
-            first_stage_model=Vae().to(self.place),
+            first_stage_model=(vae or Vae()).to(self.place),
             lowvram=False,
             sd_checkpoint_info=SimpleNamespace(title=f"seed {seed}"),
         )
