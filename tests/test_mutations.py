@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+from pathlib import Path
 
 import pytest
 from mutations import ROOT, Mutation, every
@@ -14,13 +16,22 @@ MUTATIONS = every()
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.file}: {m.what}")
 def test_it_can_be_made_and_its_tests_exist(mutation: Mutation) -> None:
-    mutant = ast.parse(mutation.mutated())
-    assert ast.dump(mutant) != ast.dump(ast.parse((ROOT / "sfast_ext" / mutation.file).read_text(encoding="utf-8")))
+    assert ast.dump(ast.parse(mutation.mutated())) != _dumped(ROOT / "sfast_ext" / mutation.file)
     assert mutation.tests
     for test in mutation.tests:
         file, _, name = test.partition("::")
-        tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
-        assert name.partition("[")[0] in {f.name for f in tree.body if isinstance(f, ast.FunctionDef)}
+        assert name.partition("[")[0] in _functions(ROOT / "tests" / file)
+
+
+@functools.lru_cache(maxsize=None)
+def _dumped(file: Path) -> str:
+    return ast.dump(ast.parse(file.read_text(encoding="utf-8")))
+
+
+@functools.lru_cache(maxsize=None)
+def _functions(file: Path) -> frozenset[str]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return frozenset(f.name for f in tree.body if isinstance(f, ast.FunctionDef))
 
 
 def test_each_takes_away_something_else() -> None:

@@ -25,6 +25,7 @@ def small(monkeypatch):
         "JOINED": [(64, 32, 4)],
         "SMALL": [(32, 3)],
         "CONVOLUTIONS": [(2, 16, 4, 5, 24)],
+        "NARROW_CONVOLUTIONS": [(2, 4, 6, 5, 32), (2, 32, 6, 5, 4)],
         "NORMED_CONVOLUTIONS": [(2, 16, 4, 5, 64)],
     }
     for name, values in shapes.items():

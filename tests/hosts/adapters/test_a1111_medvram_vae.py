@@ -111,22 +111,18 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 @pytest.mark.parametrize("on", FLAGS, indirect=True)
-def test_a_plan_decodes_and_holds_nothing_while_it_is_off_the_gpu(on: Running) -> None:
-    assert [on.picture() for _ in range(4)] == [["original"], ["prepared"], ["plan"], ["plan"]]
-    assert on.counter("errors") == 0 and on.counter("vae_captures") == 1
-    decoder = accelerator_of(on.vae.decoder)
-    assert decoder is not None and decoder.arena.vacant
-    assert not any(p.is_cuda for p in on.vae.parameters())
-    # what stays is the UNet's
-    assert on.card.allocated < UNET + SMALL
-
-
-@pytest.mark.parametrize("on", FLAGS, indirect=True)
 def test_both_parts_come_and_leave_together(on: Running) -> None:
     for wanted in ("original", "prepared", "plan", "plan"):
         assert on.picture(image=True) == [wanted] * 2
     # the second copy of the weights, which the host would make, is never there
     assert on.card.peak < UNET + VAE + 2 * SMALL + on.card.graph_bytes
+    assert on.counter("errors") == 0 and on.counter("vae_captures") == 2
+    for part in (on.vae.encoder, on.vae.decoder):
+        accelerator = accelerator_of(part)
+        assert accelerator is not None and accelerator.arena.vacant
+    assert not any(p.is_cuda for p in on.vae.parameters())
+    # what stays is the UNet's
+    assert on.card.allocated < UNET + SMALL
 
 
 @pytest.mark.parametrize("on", FLAGS[1:2], indirect=True)
@@ -142,7 +138,7 @@ def test_another_vae_is_decoded(on: Running) -> None:
     assert on.counter("vae_captures") == 1 and on.counter("errors") == 0
 
 
-@pytest.mark.parametrize("on", FLAGS[2:], indirect=True)
+@pytest.mark.parametrize("on", FLAGS[:1], indirect=True)
 def test_it_is_the_webuis_again_where_that_is_wished(on: Running) -> None:
     for _ in range(3):
         on.picture()
