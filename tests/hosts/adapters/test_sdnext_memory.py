@@ -17,7 +17,7 @@ from sfast_ext import Accelerator
 from sfast_ext.hosts import system_memory
 from sfast_ext.weights.arena import WeightsAway
 
-pytestmark = pytest.mark.usefixtures("vae_plans_at_once")
+with_vae_plans = pytest.mark.usefixtures("vae_plans_at_once")
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -42,6 +42,7 @@ TABLE = [
 ]
 
 
+@with_vae_plans
 @pytest.mark.parametrize(("like", "gib", "what", "stock_peak", "peak"), TABLE)
 def test_every_job_is_accelerated(
     open_card: Any, like: Proportions, gib: int, what: str, stock_peak: float, peak: float
@@ -76,6 +77,7 @@ def test_in_bfloat16_which_is_the_default(open_card: Any, like: Proportions, gib
     assert job["runs"] == STEPS and job["captures"] == 0
 
 
+@with_vae_plans
 def test_a_large_picture_gets_the_memory_of_plans(open_card: Any) -> None:
     on = open_card(12, SDXL)
     small = on.expected()
@@ -124,6 +126,7 @@ def test_a_checkpoint_of_the_same_architecture_keeps_the_plans(open_card: Any, l
     assert on.host.captures() == 1
 
 
+@with_vae_plans
 @pytest.mark.parametrize("gib", [8, 12])
 def test_what_did_not_change_is_not_copied_back(open_card: Any, gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     on = open_card(gib, SDXL)
@@ -148,6 +151,7 @@ def test_what_did_not_change_is_not_copied_back(open_card: Any, gib: int, monkey
     assert copied(1.0) == len(moved)
 
 
+@with_vae_plans
 def test_after_the_host_ran_out_of_memory_nothing_is_kept(open_card: Any) -> None:
     on = open_card(12, SDXL)
     expected = on.expected()
@@ -161,6 +165,7 @@ def test_after_the_host_ran_out_of_memory_nothing_is_kept(open_card: Any) -> Non
     assert "SD.Next ran out of GPU memory" in str(on.host.status()["events"])
 
 
+@with_vae_plans
 def test_a_model_for_captions_gets_the_memory_of_plans(open_card: Any) -> None:
     on = open_card(12, SDXL)
     expected = on.expected()
@@ -191,6 +196,7 @@ def test_a_unet_that_does_not_fit_is_left_to_the_host(open_card: Any) -> None:
     assert (job["runs"], job["captures"]) == (STEPS, 0)
 
 
+@with_vae_plans
 def test_a_controlnet_beside_it(open_card: Any) -> None:
     on = open_card(16, SDXL)
     pipe = on.host.modeldata.model_data.sd_model
@@ -209,6 +215,7 @@ def test_a_controlnet_beside_it(open_card: Any) -> None:
     }  # fmt: skip
 
 
+@with_vae_plans
 @pytest.mark.parametrize(("like", "gib", "moved"), [(SD15, 12, True), (SDXL, 8, True), (SD15, 24, False)])
 def test_the_vae_s_plans_hold_nothing_while_it_is_off_the_gpu(
     open_card: Any, like: Proportions, gib: int, moved: bool
@@ -248,6 +255,7 @@ def test_what_fails_while_weights_are_brought_is_no_failure_of_the_host(
     )
 
 
+@with_vae_plans
 def test_everything_is_given_back(open_card: Any) -> None:
     on = open_card(12, SDXL)
     dispatch = accelerate.dispatch_model
@@ -269,6 +277,7 @@ def test_everything_is_given_back(open_card: Any) -> None:
     assert accelerate.dispatch_model is dispatch.__wrapped__ and not pipe.vae.decoder._forward_pre_hooks
 
 
+@with_vae_plans
 def test_a_model_without_a_vae_or_with_another_kind(open_card: Any) -> None:
     on = open_card(12, SD15)
     pipe = on.host.modeldata.model_data.sd_model
