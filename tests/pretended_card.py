@@ -319,6 +319,9 @@ def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 @contextlib.contextmanager
 def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -> Iterator[Card]:
     """A GPU of `capacity` bytes in this thread."""
+    # torch notes for good, the first time that a device is a context, which functions make tensors: its own
+    with torch.device(CPU):
+        torch.empty(0)
     card = Card(capacity, outside)
     patch.setattr(CardGraph, "card", card, raising=False)
     stand_in_for_cuda(
