@@ -7,7 +7,8 @@
 
 Each case runs in two processes of its own. Without a flag, with --medvram and --lowvram it is AUTOMATIC1111, with
 `balanced` SD.Next. Five pictures: two of a size, two of another, and the first size again. What was measured is written
-to benchmarks/results/small-cards-<gpu>.json after each process; --page puts it into docs/small-cards.md.
+to benchmarks/results/small-cards-<gpu>.json after each process, where rows of other cases stay; --page puts it into
+docs/small-cards.md.
 """
 
 from __future__ import annotations
@@ -148,8 +149,33 @@ def errors(stock: Path, ours: Path) -> list[float | None]:
         return []
 
 
-def measure(cases: Sequence[Case], steps: int, minutes: float, result: dict[str, Any], file: Path) -> None:
-    """Live all cases, those that come first until the time is over; the file is written after each process."""
+def earlier(file: Path, gpu: str | None) -> list[dict[str, Any]]:
+    """The rows of a file that is of the same GPU."""
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return found["rows"] if found and found["gpu"] == gpu else []
+
+
+def joined(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of an earlier run and of this one: of each case those of this one, unless it was not measured."""
+
+    def case(row: dict[str, Any]) -> Case:
+        return Case(row["card"], row["model"], row["mode"])
+
+    measured = [row for row in now if "missing" not in row]
+    replaced, there = {case(row) for row in measured}, {case(row) for row in before}
+    kept = [row for row in before if case(row) not in replaced]
+    return [*kept, *(row for row in now if row in measured or case(row) not in there)]
+
+
+def measure(
+    cases: Sequence[Case], steps: int, minutes: float, result: dict[str, Any], file: Path, before: Sequence[Any] = ()
+) -> None:
+    """Live all cases, those that come first until the time is over; the file is written after each process.
+
+    Args:
+        result: gets a row for each process.
+        before: rows of an earlier run, see `joined`.
+    """
     until = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory(prefix="sfast-small-cards-") as folder:
         for number, case in enumerate(cases):
@@ -163,8 +189,10 @@ def measure(cases: Sequence[Case], steps: int, minutes: float, result: dict[str,
                     row = in_process(case, way, steps, into, min(max(PROCESS_S, share), left))
                 if way == "ours":
                     row["errors"] = errors(*files)
+                row["commit"] = result["commit"]
                 result["rows"].append(row)
-                file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                written = {**result, "rows": joined(before, result["rows"])}
+                file.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
             if "missing" not in result["rows"][-1]:
                 print(table.words(*result["rows"][-2:]), flush=True)
 
@@ -199,7 +227,7 @@ def main(given: Sequence[str] | None = None) -> int:
     file = args.json or RESULTS / file_for(here["gpu"]).name.replace("unet-", "small-cards-")
     file.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {**here, "rows": []}
-    measure(cases, args.steps, args.minutes, result, file)
+    measure(cases, args.steps, args.minutes, result, file, earlier(file, here["gpu"]))
     verdicts = [each for pair in table.pairs(result) for each in table.verdicts(*pair)]
     print(f"\n{table.render(result)}\n")
     for met, what in verdicts:

@@ -78,9 +78,14 @@ def taken_apart(webui: Any, kind: str, payload: dict[str, Any], pictures: int) -
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All WebUIs, started at once, and their pictures in turns; a row for each kind, size and flags."""
+    """All WebUIs, started at once, and their pictures in turns; a row for each kind, size and flags. The file that the
+    options name is written after each size."""
     host = HOSTS[options.host](folder, options)
     rows: list[dict[str, Any]] = []
+    weights = "random" if options.checkpoint is None else options.checkpoint.name
+    described = {"host": options.host, "steps": options.steps, "sampler": SAMPLER}
+    described |= {"model": options.model, "weights": weights, "batch": options.batch}
+    found = {**machine.describe(), **described, "rows": rows}
     webuis = {(flags, way): host.start(way, n, flags) for n, flags in enumerate(options.flags) for way in options.ways}
     with contextlib.ExitStack() as stack:
         for webui in webuis.values():
@@ -91,10 +96,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for kind in options.kinds:
             for size in options.sizes:
                 rows += pictures(host, webuis, options, kind, *size)
-    weights = "random" if options.checkpoint is None else options.checkpoint.name
-    described = {"host": options.host, "steps": options.steps, "sampler": SAMPLER}
-    described |= {"model": options.model, "weights": weights, "batch": options.batch}
-    return {**machine.describe(), **described, "rows": rows}
+                if options.json:
+                    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return found
 
 
 def pictures(
@@ -199,8 +203,6 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
     with tempfile.TemporaryDirectory(prefix="sfast-") as folder:
         found = measure(options, Path(folder))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0 if all(row["plans_ran"] and not row["last_error"] for row in found["rows"]) else 1
 
 

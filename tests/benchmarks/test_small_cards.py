@@ -186,8 +186,8 @@ def test_the_page_is_there():
 
 
 def test_each_case_is_run_in_two_processes_and_the_file_is_kept_after_each(tmp_path, monkeypatch, capsys):
-    began, limits, file = [], [], tmp_path / "deep" / "small.json"
-    monkeypatch.setattr(run.machine, "describe", lambda: {"gpu": "NVIDIA H200", "torch": "2.11.0"})
+    began, limits, file, gpu = [], [], tmp_path / "deep" / "small.json", ["NVIDIA H200"]
+    monkeypatch.setattr(run.machine, "describe", lambda: {"gpu": gpu[0], "torch": "2.11.0", "commit": "abc"})
 
     def in_process(case, way, steps, into, timeout):
         began.append((str(case), way, len(json.loads(file.read_text())["rows"]) if file.exists() else 0))
@@ -207,9 +207,20 @@ def test_each_case_is_run_in_two_processes_and_the_file_is_kept_after_each(tmp_p
     assert share > run.PROCESS_S and limits[0] == pytest.approx(share, rel=0.05) and limits == sorted(limits)
     assert json.loads(file.read_text())["rows"][1]["errors"] == [0.0, None]
     assert "met: sdxl on 6 GB" in capsys.readouterr().out
-    # nothing begins after the time is over, and that is told
+    measured = json.loads(file.read_text())["rows"]
+    assert {row["commit"] for row in measured} == {"abc"}
+    # nothing begins after the time is over, and that is told; what was measured before stays
     assert run.main(["--json", str(file), "--minutes", "0"]) == 0
-    assert {row["missing"] for row in json.loads(file.read_text())["rows"]} == {"the time was over"}
+    rows = json.loads(file.read_text())["rows"]
+    assert rows[: len(measured)] == measured and len(rows) == 2 * len(run.CASES)
+    assert {row["missing"] for row in rows[len(measured) :]} == {"the time was over"}
+    # a case that is measured again has its new rows alone
+    assert run.main(["--json", str(file), "--card", "6", "--model", "sdxl", "--mode", modes[0], "--steps", "3"]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 2 * len(run.CASES) and [row["steps"] for row in rows[-2:]] == [3, 3]
+    gpu[0] = "NVIDIA H100"
+    assert run.main(["--json", str(file), "--minutes", "0"]) == 0
+    assert {row.get("missing") for row in json.loads(file.read_text())["rows"]} == {"the time was over"}
 
 
 def test_a_process_that_fails_leaves_a_reason(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ TOLD = {
     "batch": 1,
     "ways": ["stock", "extended"],
     "breakdown": 0,
+    "json": None,
     "sizes": [(128, 128)],
     "steps": 2,
     "pictures": 2,
