@@ -214,6 +214,11 @@ MUTATIONS = [
         ("hosts/adapters/test_weight_moves.py::test_only_what_wraps_torch_s_own_is_vouched_for",),
     ),
     Mutation(
+        "memory of a VAE's plans, when it leaves", "hosts/moves.py",
+        "                guarded(self._report, \"memory\", each.give_memory_back)\n", "                pass\n",
+        ("hosts/adapters/test_a1111_medvram_vae.py::test_both_parts_come_and_leave_together",),
+    ),
+    Mutation(
         "blocks with --lowvram", "hosts/a1111/memory.py",
         "yield from part if isinstance(part, nn.ModuleList) else [part]", "yield part",
         ("hosts/adapters/test_a1111_memory.py::test_with_lowvram_blocks_that_did_not_change_are_not_copied_back",),
