@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -85,7 +86,7 @@ class Session:
         script_callbacks.on_before_ui(self.callback(self._add_axes))
         script_callbacks.on_infotext_pasted(self.callback(lambda _text, params: settings.restored(params)))
         script_callbacks.on_ui_tabs(lambda: self._tab())
-        script_callbacks.on_app_started(self.callback(lambda _demo, app: api.register(app, self._source())))
+        script_callbacks.on_app_started(self.callback(lambda _demo, app: api.register(app, self.source)))
         self._undo.extend(self.install())
         self._undo.append(self._answer())
 
@@ -141,7 +142,9 @@ class Session:
             self._log_level = level
             logger.setLevel(level)
 
-    def _source(self) -> api.Source:
+    @functools.cached_property
+    def source(self) -> api.Source:
+        """What the API answers with."""
         jobs = api.Jobs(
             self.rehearsals.prepare,
             self.rehearsals.measure,
@@ -212,14 +215,14 @@ class Session:
     def _tab(self) -> list[Any]:
         # a host goes through the result: an exception of ours must leave it an empty one
         try:
-            jobs = self.rehearsals
+            jobs, changing = self.rehearsals, self.source.changing
             return tab.tabs(
                 tab.Actions(
-                    self.drop_plans,
+                    changing(self.drop_plans),
                     self.bug_report,
-                    jobs.prepare,
-                    jobs.measure,
-                    jobs.jobs.cancel,
+                    changing(jobs.prepare),
+                    changing(jobs.measure),
+                    changing(jobs.jobs.cancel),
                     jobs.measurements.all,
                 )
             )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from secrets import compare_digest
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from sfast_ext.ui import help_page, requests
@@ -22,6 +22,9 @@ NO_STORE = {"Cache-Control": "no-store"}
 LASTS = 0.05
 """Seconds for which the text of a status is given again: many who ask often take little time from the pictures."""
 REFUSED_BODIES = {413: "The body is too long", 415: "The body is not of the type application/json"}
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass
@@ -52,6 +55,20 @@ class Source:
     subpath: Callable[[], str] = lambda: ""
     """Below which path the WebUI serves its page as well; "" where nowhere."""
 
+    def __post_init__(self) -> None:
+        self.recent = Recent(lambda: public(self.status()))
+
+    def changing(self, action: Callable[_P, _R]) -> Callable[_P, _R]:
+        """An action of the page, after which the status is told anew."""
+
+        def act(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                return action(*args, **kwargs)
+            finally:
+                self.recent.forget()
+
+        return act
+
 
 def register(app: Any, source: Source) -> None:
     """Add the routes to a FastAPI application. A second call replaces those of the first.
@@ -69,7 +86,7 @@ def register(app: Any, source: Source) -> None:
 
     from sfast_ext.ui import models
 
-    recent = Recent(lambda: public(source.status()))
+    recent = source.recent
 
     def refusal(request: Request, changes: bool) -> Any:
         """The answer to who may not ask this; None to who may."""
@@ -230,7 +247,7 @@ def register(app: Any, source: Source) -> None:
 
 
 class Recent:
-    """The text of a status, made again after `LASTS` seconds or once a request changed something."""
+    """The text of a status, made again after `LASTS` seconds or once somebody changed something."""
 
     def __init__(self, give: Callable[[], dict[str, Any]]) -> None:
         self._give = give

@@ -122,11 +122,14 @@ def test_the_console_says_as_much_as_the_setting_wants(host, kind):
 
 def test_the_tab_is_one_of_the_host_s(host, kind, monkeypatch):
     kind.start("0")
-    asked = []
+    asked, recent = [], kind.running.source.recent
+    assert recent.made() and recent.text()
     monkeypatch.setattr(tab, "tabs", lambda do: asked.append((do.drop(), do.report())) or [("page", "t", "k")])
     assert host.callbacks["ui_tabs"]() == [("page", "t", "k")]
     ((dropped, text),) = asked
     assert dropped == 0 and text.startswith("Stable Fast 0 in a host 1")
+    # what the page asks for next is not what it was told before
+    assert recent.text() is None
 
 
 def test_a_tab_that_cannot_be_made_leaves_the_host_s_others(host, kind):

@@ -295,7 +295,7 @@ def main() -> None:
 
     gradio.routes.templates.TemplateResponse = with_script
     app, _, _ = blocks().queue().launch(server_port=int(sys.argv[-1]), prevent_thread_lock=True, quiet=True)
-    api.register(app, page._source())
+    api.register(app, page.source)
     print("ready", flush=True)
     threading.Event().wait()
 
