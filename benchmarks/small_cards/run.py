@@ -151,8 +151,10 @@ def errors(stock: Path, ours: Path) -> list[float | None]:
 
 def earlier(file: Path, gpu: str | None) -> list[dict[str, Any]]:
     """The rows of a file that is of the same GPU."""
-    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return found["rows"] if found and found["gpu"] == gpu else []
+    if not file.exists():
+        return []
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return list(found["rows"]) if found["gpu"] == gpu else []
 
 
 def joined(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -161,14 +163,18 @@ def joined(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> l
     def case(row: dict[str, Any]) -> Case:
         return Case(row["card"], row["model"], row["mode"])
 
-    measured = [row for row in now if "missing" not in row]
-    replaced, there = {case(row) for row in measured}, {case(row) for row in before}
-    kept = [row for row in before if case(row) not in replaced]
-    return [*kept, *(row for row in now if row in measured or case(row) not in there)]
+    measured, there = {case(row) for row in now if "missing" not in row}, {case(row) for row in before}
+    kept = [row for row in before if case(row) not in measured]
+    return [*kept, *(row for row in now if "missing" not in row or case(row) not in there)]
 
 
 def measure(
-    cases: Sequence[Case], steps: int, minutes: float, result: dict[str, Any], file: Path, before: Sequence[Any] = ()
+    cases: Sequence[Case],
+    steps: int,
+    minutes: float,
+    result: dict[str, Any],
+    file: Path,
+    before: Sequence[dict[str, Any]],
 ) -> None:
     """Live all cases, those that come first until the time is over; the file is written after each process.
 

@@ -144,7 +144,7 @@ class Session:
 
     @functools.cached_property
     def source(self) -> api.Source:
-        """What the API answers with."""
+        """What the API and the tab answer with."""
         jobs = api.Jobs(
             self.rehearsals.prepare,
             self.rehearsals.measure,
@@ -215,16 +215,9 @@ class Session:
     def _tab(self) -> list[Any]:
         # a host goes through the result: an exception of ours must leave it an empty one
         try:
-            jobs, changing = self.rehearsals, self.source.changing
+            source, jobs = self.source, self.source.jobs
             return tab.tabs(
-                tab.Actions(
-                    changing(self.drop_plans),
-                    self.bug_report,
-                    changing(jobs.prepare),
-                    changing(jobs.measure),
-                    changing(jobs.jobs.cancel),
-                    jobs.measurements.all,
-                )
+                tab.Actions(source.drop, source.report, jobs.prepare, jobs.measure, jobs.cancel, jobs.measurements)
             )
         except Exception as exc:
             self.report.error("the tab", exc)

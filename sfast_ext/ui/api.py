@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from secrets import compare_digest
 from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
@@ -57,9 +57,12 @@ class Source:
 
     def __post_init__(self) -> None:
         self.recent = Recent(lambda: public(self.status()))
+        self.drop = self._changing(self.drop)
+        changing = {name: self._changing(getattr(self.jobs, name)) for name in ("prepare", "measure", "cancel")}
+        self.jobs = replace(self.jobs, **changing)
 
-    def changing(self, action: Callable[_P, _R]) -> Callable[_P, _R]:
-        """An action of the page, after which the status is told anew."""
+    def _changing(self, action: Callable[_P, _R]) -> Callable[_P, _R]:
+        """An action after which the status is told anew, whether a route or the page takes it."""
 
         def act(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             try:
@@ -108,8 +111,6 @@ def register(app: Any, source: Source) -> None:
             if refused is not None:
                 return refused
             given = give()
-            if changes:
-                recent.forget()
             return HTMLResponse(given) if as_page else JSONResponse(json_safe(given), headers=NO_STORE)
 
         # FastAPI reads the annotations of a function by the names of its module
@@ -148,7 +149,6 @@ def register(app: Any, source: Source) -> None:
                 return JSONResponse({"detail": json_safe(str(exc))}, status_code=422)
             except requests.Refused as exc:
                 return JSONResponse({"detail": json_safe(str(exc))}, status_code=409)
-            recent.forget()
             return JSONResponse(json_safe(status), status_code=202, headers=NO_STORE)
 
         answer.__annotations__ = {"request": Request}

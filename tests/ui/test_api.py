@@ -100,9 +100,11 @@ def test_a_status_is_given_again_for_a_moment_or_until_something_changes(monkeyp
     # what a button of the page does, also where it fails
     for action in (lambda: "done", lambda: 1 // 0):
         with contextlib.suppress(ZeroDivisionError):
-            assert given.changing(action)() == "done"
+            assert given._changing(action)() == "done"
         made += 1
         assert [count(), count()] == [made, made]
+    given.drop()
+    assert count() == made + 1
     # what another session answers is not this one's
     api.register(app, source(lambda: state(count="another")))
     assert count() == "another"

@@ -80,6 +80,11 @@ class Running:
         assert self._card is None or not self._card.faults and not self._card.refused
         return did
 
+    def check_that_plans_hold_nothing(self) -> None:
+        for part in (self.vae.encoder, self.vae.decoder):
+            accelerator = accelerator_of(part)
+            assert accelerator is not None and accelerator.arena.vacant
+
     def _did(self, action: Any, expected: torch.Tensor) -> str:
         names = {"vae_captures": "prepared", "vae_eager_runs": "plan"}
         before = {name: self.counter(name) for name in names}
@@ -117,9 +122,7 @@ def test_both_parts_come_and_leave_together(on: Running) -> None:
     # the second copy of the weights, which the host would make, is never there
     assert on.card.peak < UNET + VAE + 2 * SMALL + on.card.graph_bytes
     assert on.counter("errors") == 0 and on.counter("vae_captures") == 2
-    for part in (on.vae.encoder, on.vae.decoder):
-        accelerator = accelerator_of(part)
-        assert accelerator is not None and accelerator.arena.vacant
+    on.check_that_plans_hold_nothing()
     assert not any(p.is_cuda for p in on.vae.parameters())
     # what stays is the UNet's
     assert on.card.allocated < UNET + SMALL
@@ -172,9 +175,7 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, blocks: b
             assert on.counter("errors") == 0 and on.counter("weights_put_back") > 0
             # what stays is the workspaces of cuBLAS, which alone are larger than both models
             assert held[-1] == held[-2] == held[-3]
-            for part in (on.vae.encoder, on.vae.decoder):
-                accelerator = accelerator_of(part)
-                assert accelerator is not None and accelerator.arena.vacant
+            on.check_that_plans_hold_nothing()
         finally:
             a1111.A1111Session.stop()
         assert host.errors == []
