@@ -57,9 +57,11 @@ def kernels(capability: int) -> list[dict[str, Any]]:
             given = mma_attention.constants(size, shape, torch.float16, half_sums)
             what = f"heads of {size}{', faster sums' * half_sums}"
             found.append(_loop("mma_attention", what, capability, given, useful))
+    tile = mma_gemm.Tile(4, 160, 4)
     for name, convolution in (("linear", False), ("3×3 convolution", True)):
-        given = mma_gemm.constants(mma_gemm.Tile(4, 4), convolution)
-        found.append(_loop("mma_gemm", name, capability, given, 1.0))
+        for half_sums in (False, True):
+            given = mma_gemm.constants(tile, torch.float16, convolution, half_sums)
+            found.append(_loop("mma_gemm", f"{name}{', faster sums' * half_sums}", capability, given, 1.0))
     return found
 
 

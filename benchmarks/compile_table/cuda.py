@@ -88,7 +88,8 @@ def collect(cases: Sequence[str], dtypes: Sequence[str]) -> list[Launch]:
     with for_any_card():
         for dtype in dtypes:
             for case in cases:
-                calls = launches._calls(case, getattr(torch, dtype), triton=False)
+                with mock.patch.object(mma_gemm, "serves_dtype", lambda dtype, device: True):
+                    calls = launches._calls(case, getattr(torch, dtype), triton=False)
                 for capability in launches.MULTIPROCESSORS:
                     with launches._card(capability):
                         made = size_prediction.launched(calls, launches._GPU).values()
@@ -105,7 +106,11 @@ def collect(cases: Sequence[str], dtypes: Sequence[str]) -> list[Launch]:
 def with_faster_sums(launch: Launch, capability: int) -> Launch | None:
     """The launch as the setting *Faster sums on GeForce* makes it on a card; None where that is the same."""
     given, card = dict(launch.constants), divmod(capability, 10)
-    if given.get("HALF_SUMS") != 0 or given["TYPE"] or given["ONCE"] or card not in mma_gemm.GEFORCE:
+    if given.get("HALF_SUMS") != 0 or given["TYPE"] or card not in mma_gemm.GEFORCE:
+        return None
+    if launch.name == mma_gemm._SOURCE.name:
+        return launch._replace(constants=tuple(sorted({**given, "HALF_SUMS": 1}.items())))
+    if given["ONCE"]:
         return None
     size = given["SIZE"]
     if size > mma_attention.WIDEST_IN_HALF:
@@ -115,6 +120,13 @@ def with_faster_sums(launch: Launch, capability: int) -> Launch | None:
     given = mma_attention.constants(size, shape, torch.float16, half_sums=True)
     shared = mma_attention.shared_bytes(size, shape)
     return launch._replace(constants=tuple(sorted(given.items())), threads=32 * shape.warps, shared=shared)
+
+
+def launched_on(launch: Launch, capability: int) -> bool:
+    """Whether a card of this capability may launch it."""
+    if launch.name == mma_gemm._SOURCE.name and divmod(capability, 10) not in mma_gemm.GEFORCE:
+        return False
+    return launch.least <= capability
 
 
 @contextmanager
@@ -174,7 +186,7 @@ def compile_all(wanted: Iterable[Launch]) -> dict[str, Any]:
         if capability not in known:
             continue
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            for_it = [launch for launch in wanted if launch.least <= capability]
+            for_it = [launch for launch in wanted if launched_on(launch, capability)]
             for_it += sorted({each for launch in for_it if (each := with_faster_sums(launch, capability))})
             made = list(pool.map(functools.partial(compiled, capability=capability), for_it))
         rows: dict[str, dict[str, Any]] = {}

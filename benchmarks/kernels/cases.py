@@ -367,11 +367,11 @@ def _linear_geglu(o: Operands) -> Iterator[Case]:
         yield _case("linear_geglu", f"{rows}x{columns}x{inner}", _torch_linear_geglu, tensors, {})
 
 
-@_of("faster_linear")
-def _faster_linear(o: Operands) -> Iterator[Case]:
+@_of("mma_linear")
+def _mma_linear(o: Operands) -> Iterator[Case]:
     for rows, columns, inner in LINEARS:
         tensors = [o.randn(rows, inner), o.randn(columns, inner) * inner**-0.5, o.randn(columns)]
-        yield _case("faster_linear", f"{rows}x{columns}x{inner}", F.linear, tensors, {})
+        yield _case("mma_linear", f"{rows}x{columns}x{inner}", F.linear, tensors, {})
 
 
 @_of("linear_layer_norm")
@@ -415,9 +415,9 @@ def _conv2d(o: Operands) -> Iterator[Case]:
     return _convolutions(o, "conv2d")
 
 
-@_of("faster_conv2d")
-def _faster_conv2d(o: Operands) -> Iterator[Case]:
-    return _convolutions(o, "faster_conv2d")
+@_of("mma_conv2d")
+def _mma_conv2d(o: Operands) -> Iterator[Case]:
+    return _convolutions(o, "mma_conv2d")
 
 
 @_of("narrow_conv")

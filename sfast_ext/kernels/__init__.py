@@ -30,8 +30,8 @@ def serves(kernel: Kernel | ModuleType, device: torch.device, *, triton: bool) -
 
 
 def _compiles(kernel: Kernel, device: torch.device) -> bool:
-    sources = kernel.cuda_sources
-    return bool(sources) and not interpreted() and all(source.available(device) for source in sources)
+    there = [source.available(device) for source in kernel.cuda_sources]
+    return bool(there) and not interpreted() and (any(there) if kernel.any_source else all(there))
 
 
 def registered() -> dict[str, Kernel]:

@@ -24,7 +24,6 @@ from . import (
     conv2d,
     conv_group_norm,
     cse,
-    faster_sums,
     geglu,
     group_norm,
     group_norm_inputs,
@@ -33,6 +32,7 @@ from . import (
     linear_accumulate,
     linear_geglu,
     linear_layer_norm,
+    mma_products,
     narrow_conv,
     packed_linear,
     query_attention,
@@ -129,7 +129,7 @@ PASSES: list[Pass] = [
     Pass("conv2d", conv2d.conv2d, LOWERING, ("im2col", "upsample_conv2d")),
     # conv2d: its kernel computes the statistics of the norm
     Pass("conv_group_norm", conv_group_norm.conv_group_norm, LOWERING, ("conv2d",)),
-    Pass("faster_sums", faster_sums.faster_sums, LOWERING),
+    Pass("mma_products", mma_products.mma_products, LOWERING),
     # upsample_conv2d: upsample would take its upsampling
     Pass("upsample", upsample.upsample, LOWERING, ("upsample_conv2d",)),
     # the multiplication by 1 that hosts write between the product and its sine is gone since the first cleanup

@@ -63,5 +63,14 @@ def test_attention_on_tensor_cores_is_for_later_cards(dtype, least):
 
 def test_launches_are_those_of_a_plan_without_triton():
     launches = cuda.collect(["tiny-sd15:64x64"], ["float16"])
-    assert {"group_norm_whole", "layer_norm", "geglu"} <= {launch.name for launch in launches}
-    assert all(launch.threads % 32 == 0 and launch.shared <= 48 << 10 for launch in launches)
+    assert {"group_norm_whole", "layer_norm", "geglu", "mma_gemm"} <= {launch.name for launch in launches}
+    for launch in launches:
+        cards = [card for number, card in cuda.CARDS.items() if cuda.launched_on(launch, number)]
+        assert launch.threads % 32 == 0 and launch.shared <= min(card.shared_of_block for card in cards)
+
+
+def test_products_are_launched_on_geforce_alone():
+    launch = cuda.Launch("mma_gemm", (), 256, 0, least=75)
+    assert [card for card in cuda.CARDS if cuda.launched_on(launch, card)] == [75, 86, 89, 120]
+    assert [card for card in cuda.CARDS if cuda.launched_on(launch._replace(least=86), card)] == [86, 89, 120]
+    assert cuda.launched_on(launch._replace(name="geglu", least=70), 70)

@@ -117,13 +117,13 @@ def _linear_accumulate(device: torch.device) -> tuple[Any, ...]:
     return randn(9, 64, dtype=HALF, device=device), _matrix(device, 32, 64), randn(9, 32, dtype=HALF, device=device)
 
 
-@_of("faster_linear")
-def _faster_linear(device: torch.device) -> tuple[Any, ...]:
+@_of("mma_linear")
+def _mma_linear(device: torch.device) -> tuple[Any, ...]:
     return (randn(70, 64, dtype=HALF, device=device), _matrix(device, 168, 64), *_vectors(device, 1, 168))
 
 
-@_of("faster_conv2d")
-def _faster_conv2d(device: torch.device) -> tuple[Any, ...]:
+@_of("mma_conv2d")
+def _mma_conv2d(device: torch.device) -> tuple[Any, ...]:
     return _image(device, 2, 64, 9, 7), _filters(device, 168, 64), *_vectors(device, 1, 168)
 
 

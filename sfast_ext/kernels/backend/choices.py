@@ -219,6 +219,7 @@ class Choices:
         others: Mapping[str, Run],
         expected: str = OWN,
         sure: bool = False,
+        trials: Mapping[str, Run] | None = None,
     ) -> Tensor:
         """The result of the one chosen for `key`; of the `expected` one where none is chosen yet, and none can be.
 
@@ -227,9 +228,11 @@ class Choices:
         Args:
             expected: the name of the one that is expected to be the fastest, `OWN` or one of `others`.
             sure: that is known on such a card; only a thorough budget measures.
+            trials: what is measured in the place of all of them, by name, `OWN` included: needed where one may not run
+                twice, as it overwrites an operand.
         """
         place = device, f"{key} of {', '.join(sorted(others))}"
-        name = self._chosen.get(place) or self._find(*place, own, others, expected, sure)
+        name = self._chosen.get(place) or self._find(*place, trials or {OWN: own, **others}, expected, sure)
         other = others.get(name)
         if other is None:
             return own()
@@ -242,9 +245,7 @@ class Choices:
             self._chosen[place] = OWN
             return own()
 
-    def _find(
-        self, device: torch.device, key: str, own: Run, others: Mapping[str, Run], expected: str, sure: bool
-    ) -> str:
+    def _find(self, device: torch.device, key: str, ways: Mapping[str, Run], expected: str, sure: bool) -> str:
         memory = self._memory(device)
         known = memory.get(self._what, key)
         if known is not None:
@@ -258,7 +259,7 @@ class Choices:
         launch_log.put(launch_log.Opaque("measurements"))
         began = time.perf_counter()
         try:
-            choice = self._quickest(own, others)
+            choice = self._quickest(ways)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception:  # what it was to measure says itself what is wrong with it
@@ -272,10 +273,12 @@ class Choices:
         self._chosen[device, key] = choice.name
         return choice.name
 
-    def _quickest(self, own: Run, others: Mapping[str, Run]) -> Choice:
-        expected = own()
-        taken = {OWN: self._clock(own)}
-        for name, other in others.items():
+    def _quickest(self, ways: Mapping[str, Run]) -> Choice:
+        expected = ways[OWN]()
+        taken = {OWN: self._clock(ways[OWN])}
+        for name, other in ways.items():
+            if name == OWN:
+                continue
             try:
                 if _alike(other(), expected):
                     taken[name] = self._clock(other)

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,7 @@ class Source:
         reads_before_wait: arguments that the kernel reads before `pdl_wait`, see `pdl`; None for a kernel that never
             waits and so is launched without PDL. By default `pdl_wait` is its first statement.
         hopper: whether it runs on Hopper alone.
+        only: compute capabilities that it is for; None for all.
     """
 
     def __init__(
@@ -188,9 +189,10 @@ class Source:
         reads_before_wait: tuple[str, ...] | None = (),
         *,
         hopper: bool = False,
+        only: Collection[tuple[int, int]] | None = None,
     ) -> None:
         self.name, self.prepare, self.arg_names = name, prepare, arg_names
-        self.reads_before_wait, self.hopper = reads_before_wait, hopper
+        self.reads_before_wait, self.hopper, self.only = reads_before_wait, hopper, only
         self.variants: Variants = variants or (lambda constants: ())
         self.kept = True  # whether the cache took the last compiled kernel
         self._functions: dict[Any, Any] = {}
@@ -201,6 +203,8 @@ class Source:
         """Whether it can be used on a device: it runs there, NVRTC supports the device and nothing has failed there so
         far."""
         if device.type != "cuda" or (self.hopper and not triton_runtime.hopper(device)):
+            return False
+        if self.only is not None and triton_runtime.capability(device) not in self.only:
             return False
         found = bindings()
         there = found.nvrtc is not None and found.driver is not None

@@ -26,6 +26,7 @@ class Kernel:
         flop_reference: a function of the same arguments with the FLOPs of `launch`, where `reference` has more.
         needs_triton: whether `launch` needs Triton, or all of `cuda_sources` in its place.
         portable: whether `cuda_sources` run on any card and are all that `launch` needs.
+        any_source: whether one of `cuda_sources` is enough in Triton's place.
         uses: kernels that `launch` may call.
         triton_functions: what `launch` launches in Triton, `uses` aside.
         cuda_sources: what `launch` launches in CUDA C++ (`nvrtc.Source`), `uses` aside.
@@ -40,6 +41,7 @@ class Kernel:
     flop_reference: Callable[..., Any] | None = None
     needs_triton: bool = True
     portable: bool = False
+    any_source: bool = False
     uses: tuple[Kernel, ...] = ()
     triton_functions: tuple[Any, ...] = ()
     cuda_sources: tuple[Any, ...] = ()

@@ -1,27 +1,37 @@
-"""A linear layer accumulated in place onto a sum: the GEMM of cuBLAS with beta = 1, so that no add is launched."""
+"""A linear layer accumulated in place onto a sum, so that no add is launched: the GEMM of cuBLAS with beta = 1, or on
+GeForce `mma_gemm`, as measured (`mma_choice`)."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend.registry import Kernel, register
-from sfast_ext.kernels.backend.triton_runtime import HALF
+from sfast_ext.kernels.backend.triton_runtime import HALF, device_of
+from sfast_ext.kernels.linear import mma_choice, mma_gemm
+
+_choice = mma_choice.MmaChoice("linear onto a sum")
 
 
-def reference(x: Tensor, weight: Tensor, out_sum: Tensor) -> Tensor:
+def reference(x: Tensor, weight: Tensor, out_sum: Tensor, half_sums: bool = False) -> Tensor:
     """x (..., K), weight (N, K), out_sum (..., N) -> x @ weight.T + out_sum.
 
     Computes in float32 (float64 where x is) and rounds once, to x's dtype; cuBLAS may round the product too, as two
-    operations do. Does not overwrite `out_sum`.
+    operations do. Does not overwrite `out_sum`. half_sums: whether sums may be in half precision; here they are not.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     return (F.linear(x.to(compute), weight.to(compute)) + out_sum.to(compute)).to(x.dtype)
 
 
-def launch(x: Tensor, weight: Tensor, out_sum: Tensor) -> Tensor:
-    """`reference`, written over `out_sum` where that is contiguous and cuBLAS computes it."""
+def launch(x: Tensor, weight: Tensor, out_sum: Tensor, half_sums: bool = False) -> Tensor:
+    """`reference`, written over `out_sum` where that is contiguous and a GEMM computes it."""
+    if mma_gemm.linear_readable(x, weight, None, out_sum):
+        ways = functools.partial(_by_cublas, x, weight), functools.partial(mma_gemm.linear, x, weight, None)
+        tiles = mma_gemm.tiles(x.numel() // x.shape[-1], weight.shape[0], device_of(x))
+        return _choice.run(x.device, mma_choice.key(x, weight, None), *ways, tiles, half_sums, out_sum)
     if (
         not x.is_cuda
         or x.dtype not in HALF
@@ -31,8 +41,14 @@ def launch(x: Tensor, weight: Tensor, out_sum: Tensor) -> Tensor:
         or not x.numel()
     ):
         return reference(x, weight, out_sum)
-    out_sum.view(-1, weight.shape[0]).addmm_(x.reshape(-1, weight.shape[1]), weight.t())
-    return out_sum
+    return _by_cublas(x, weight, out_sum)
 
 
-KERNEL = register(Kernel("linear_accumulate", reference, launch, writes=2, needs_triton=False))
+def _by_cublas(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    residual.view(-1, weight.shape[0]).addmm_(x.reshape(-1, weight.shape[1]), weight.t())
+    return residual
+
+
+KERNEL = register(
+    Kernel("linear_accumulate", reference, launch, writes=2, needs_triton=False, cuda_sources=(mma_gemm._SOURCE,))
+)

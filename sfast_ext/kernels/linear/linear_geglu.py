@@ -1,4 +1,5 @@
-"""A linear layer with GEGLU in the GEMM's epilogue: csrc/linear_geglu.cu, for Hopper.
+"""A linear layer with GEGLU in the GEMM's epilogue: csrc/linear_geglu.cu on Hopper, `mma_gemm` on GeForce where it was
+measured to be faster (`mma_choice`).
 
 The gates never reach global memory. Values and gates are rows n and N + n of one weight; a tile has as many of both.
 """
@@ -6,6 +7,7 @@ The gates never reach global memory. Values and gates are rows n and N + n of on
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,10 @@ from torch.nn import functional as F
 from sfast_ext.kernels.backend import cuda_tier, nvrtc, smem_ring
 from sfast_ext.kernels.backend.registry import Kernel, register
 from sfast_ext.kernels.backend.triton_runtime import cdiv, device_of, launch_kernel, multiprocessors
+from sfast_ext.kernels.linear import mma_choice, mma_gemm
 from sfast_ext.kernels.pointwise import geglu
+
+_choice = mma_choice.MmaChoice("linear and GEGLU")
 
 _LEAST_SHARE = 0.9  # of the multiprocessors that tiles must fill; below, cuBLAS is faster
 _ALONE = 1.02  # time of a tile without a pair, relative to the same tile in a pair
@@ -34,11 +39,17 @@ TILES = [Tile(width, *taken, pair) for width, taken in ((160, (2.7, 0.335)), (12
 
 
 def reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gate_first: bool = False, approximate: str = "none"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gate_first: bool = False,
+    approximate: str = "none",
+    half_sums: bool = False,
 ) -> Tensor:
     """x (..., K), weight (2N, K), bias (2N) -> (..., N): value * gelu(gate) of the halves of x @ weight.T + bias.
 
-    gate_first, approximate: see `geglu.reference`. Computes in float32 (float64 where x is) and rounds once.
+    gate_first, approximate: see `geglu.reference`. Computes in float32 (float64 where x is) and rounds once. half_sums:
+    whether sums may be in half precision; here they are not.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     product = F.linear(x.to(compute), weight.to(compute), None if bias is None else bias.to(compute))
@@ -46,14 +57,30 @@ def reference(
 
 
 def launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gate_first: bool = False, approximate: str = "none"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gate_first: bool = False,
+    approximate: str = "none",
+    half_sums: bool = False,
 ) -> Tensor:
-    """`reference` by the kernel where `applicable`, else as a GEMM and the kernel for GEGLU."""
+    """`reference` by Hopper's kernel where `applicable`, by `mma_gemm` where it takes the operands and is chosen, else
+    as a GEMM and the kernel for GEGLU."""
     if applicable(x, weight, bias, approximate):
         try:
             return _launch(x, weight, bias, best(x, weight), gate_first, approximate)
         except nvrtc.Unavailable:
             pass  # logged; `available` is False from now on
+    two = functools.partial(_two_kernels, x, weight, bias, gate_first, approximate)
+    if not mma_gemm.linear_geglu_readable(x, weight, bias, approximate):
+        return two()
+    ours = functools.partial(mma_gemm.linear_geglu, x, weight, bias, gate_first, approximate)
+    tiles = mma_gemm.tiles(_count(x), weight.shape[0], device_of(x), mma_gemm.Epilogue(mma_gemm.GEGLU))
+    key = f"{mma_choice.key(x, weight, bias)}{', gate first' * gate_first}{', tanh' * (approximate == 'tanh')}"
+    return _choice.run(x.device, key, two, ours, tiles, half_sums)
+
+
+def _two_kernels(x: Tensor, weight: Tensor, bias: Tensor | None, gate_first: bool, approximate: str) -> Tensor:
     return geglu.launch(F.linear(x, weight, bias), gate_first, approximate)
 
 
@@ -152,4 +179,13 @@ _NAMES = ("out", "x", "weight", "bias")
 _SOURCE = nvrtc.Source("linear_geglu", _prepared, _NAMES, variants, ("weight",), hopper=True)
 
 
-KERNEL = register(Kernel("linear_geglu", reference, launch, uses=(geglu.KERNEL,), cuda_sources=(_SOURCE,)))
+KERNEL = register(
+    Kernel(
+        "linear_geglu",
+        reference,
+        launch,
+        any_source=True,
+        uses=(geglu.KERNEL,),
+        cuda_sources=(_SOURCE, mma_gemm._SOURCE),
+    )
+)

@@ -1,4 +1,5 @@
-"""Linear layers and 3x3 convolutions with sums in half precision: csrc/mma_gemm.cu, from compute capability 7.5 on."""
+"""Linear layers and 3x3 convolutions by mma.sync, with a residual or GEGLU in the epilogue, on GeForce:
+csrc/mma_gemm.cu."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from sfast_ext.kernels.backend import cuda_tier, nvrtc, triton_runtime
 from sfast_ext.kernels.backend.triton_runtime import (
+    HALF,
     MAX_GRID_YZ,
     cdiv,
     device_of,
@@ -19,44 +21,81 @@ from sfast_ext.kernels.backend.triton_runtime import (
 )
 
 DEPTH = 32
-"""K of a stage; the sums of so many products are in float16."""
+"""K of a stage; in half precision so many products are added up."""
+LEAST_ROWS = 64
+"""Of a result that the kernel takes; with fewer, most of a tile would be empty."""
 GEFORCE = {(7, 5), (8, 6), (8, 9), (12, 0)}
 """Compute capabilities whose tensor cores add up in float16 at twice the rate of float32, on GeForce."""
 _AMPERE = (8, 0)
-_ACROSS, _WARP_ROWS, _WARPS = 160, 32, 8
+_ACROSS, _GEGLU_ACROSS, _WARP_ROWS, _WARPS = 160, 128, 32, 8
 _LONGEST = 2**31  # elements of an operand
+PLAIN, RESIDUAL, GEGLU = range(3)  # EPILOGUE in csrc/mma_gemm.cu
 
 
 class Tile(NamedTuple):
-    """A block's rows, as so many times 32, and its stages of shared memory."""
+    """A block's rows, as so many times 32, its columns, and its stages of shared memory."""
 
     down: int
+    across: int
     stages: int
 
     @property
     def rows(self) -> int:
         return _WARP_ROWS * self.down
 
+    def __str__(self) -> str:
+        return f"mma {self.rows}x{self.across}"
 
-def tile(rows: int, columns: int, device: torch.device) -> Tile:
-    """The tile for a result of so many rows and columns."""
-    across = cdiv(columns, _ACROSS)
-    many = cdiv(rows, 128) * across >= multiprocessors(device)
+
+class Epilogue(NamedTuple):
+    """What is computed of the sums, and how GEGLU is."""
+
+    kind: int = PLAIN
+    gate_first: bool = False
+    tanh: bool = False
+
+
+NOTHING = Epilogue()
+
+
+def tiles(rows: int, columns: int, device: torch.device, epilogue: Epilogue = NOTHING) -> list[Tile]:
+    """The tiles for a product of so many rows and columns, those of values and gates together; what is expected to be
+    the fastest stands first.
+
+    A large one reads least of shared memory. Of small ones a multiprocessor has two blocks from 8.0 on: one computes
+    while the other begins or ends, so two stages are enough.
+    """
+    # a warp has as many columns of gates as of values
+    small = Tile(2, _GEGLU_ACROSS if epilogue.kind == GEGLU else _ACROSS, 2)
+    if cdiv(rows, 128) * cdiv(columns, _ACROSS) < multiprocessors(device):
+        return [small]
     # 64 KB of shared memory on 7.5, at least 99 on later cards
-    stages = 4 if triton_runtime.capability(device) >= _AMPERE else 2
-    return Tile(4, stages) if many else Tile(2, stages)
+    return [Tile(4, _ACROSS, 4 if triton_runtime.capability(device) >= _AMPERE else 2), small]
 
 
-def linear_readable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `linear` takes x (..., K), weight (N, K), bias (N): float16, K a multiple of 32, N of 8, dense."""
+def linear_readable(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> bool:
+    """Whether `linear` takes x (..., K), weight (N, K), bias (N), residual (..., N): in half precision, K a multiple of
+    32, N of 8, weight and residual dense."""
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1] or not weight.is_contiguous():
         return False
+    if residual is not None:
+        if residual.shape != (*x.shape[:-1], weight.shape[0]) or not residual.is_contiguous():
+            return False
+        if residual.dtype != x.dtype or residual.device != x.device or residual.data_ptr() % 16:
+            return False
     return _readable(x, weight, bias, weight.shape[0], weight.shape[1])
 
 
+def linear_geglu_readable(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> bool:
+    """Whether `linear_geglu` takes x (..., K), weight (2N, K), bias (2N): as `linear_readable`."""
+    if approximate not in ("none", "tanh") or weight.dim() != 2 or weight.shape[0] % 16:
+        return False
+    return linear_readable(x, weight, bias)
+
+
 def conv2d_readable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `conv2d` takes x (N, C, H, W), weight (K, C, 3, 3), bias (K): float16, channels-last, C a multiple of 32,
-    K of 8."""
+    """Whether `conv2d` takes x (N, C, H, W), weight (K, C, 3, 3), bias (K): in half precision, channels-last, C a
+    multiple of 32, K of 8."""
     if x.dim() != 4 or weight.dim() != 4 or weight.shape[1:] != (x.shape[1], 3, 3):
         return False
     layout = torch.channels_last
@@ -66,7 +105,7 @@ def conv2d_readable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _readable(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, depth: int) -> bool:
-    if x.dtype != torch.float16 or not cuda_tier.supported(_SOURCE, x, weight, bias):
+    if x.dtype not in HALF or not cuda_tier.supported(_SOURCE, x, weight, bias):
         return False
     if not x.numel() or columns % 8 or not columns or depth % DEPTH or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return False
@@ -75,61 +114,133 @@ def _readable(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, dept
     rows = x.numel() // depth
     if max(rows * depth, rows * columns, weight.numel()) >= _LONGEST or cdiv(rows, 64) > MAX_GRID_YZ:
         return False
-    return available(device_of(x))
+    return serves_dtype(x.dtype, device_of(x))
+
+
+def serves_dtype(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel is for a device, and its tensor cores take a dtype."""
+    if dtype == torch.bfloat16 and triton_runtime.capability(device) < _AMPERE:
+        return False
+    return dtype in HALF and available(device)
 
 
 def available(device: torch.device) -> bool:
-    """Whether a device's sums in half precision are faster, and the kernel can run there."""
+    """Whether the kernel is for a device, and can run there."""
     return _SOURCE.available(device) and halves_are_faster(device)
 
 
 def halves_are_faster(device: torch.device) -> bool:
-    """Whether a device's tensor cores add up faster in half precision."""
+    """Whether it is a GeForce: its tensor cores add up faster in half precision."""
     return triton_runtime.capability(device) in GEFORCE
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (..., K), weight (N, K), bias (N) -> (..., N), of operands that are `linear_readable`.
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    *,
+    half_sums: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """x (..., K), weight (N, K), bias (N), residual (..., N) -> (..., N), of operands that are `linear_readable`.
+
+    Args:
+        residual: is added, and overwritten by the result.
+        half_sums: sums of `DEPTH` products are in float16; x is in float16.
+        tile: one of `tiles`, by default the first.
 
     Raises:
         Unavailable: the kernel cannot be compiled or loaded.
     """
-    out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
-    _launch(out, x.contiguous(), weight, bias, x.numel() // x.shape[-1], (1,) * 6)
+    out = residual
+    if out is None:
+        out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
+    epilogue = Epilogue(PLAIN if residual is None else RESIDUAL)
+    _launch(out, x.contiguous(), weight, bias, residual, x.numel() // x.shape[-1], half_sums, tile, epilogue)
     return out
 
 
-def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int = 1) -> Tensor:
-    """x (N, C, H, W), weight (K, C, 3, 3), bias (K) -> (N, K, H / stride, W / stride), rounded up; padding 1; of
-    operands that are `conv2d_readable`.
+def linear_geglu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gate_first: bool = False,
+    approximate: str = "none",
+    *,
+    half_sums: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """x (..., K), weight (2N, K), bias (2N) -> (..., N): value * gelu(gate), of operands that are
+    `linear_geglu_readable`.
 
-    Raises:
-        Unavailable: the kernel cannot be compiled or loaded.
+    gate_first, approximate: see `geglu.reference`. half_sums, tile and errors: as of `linear`.
     """
+    out = torch.empty((*x.shape[:-1], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+    epilogue = Epilogue(GEGLU, gate_first, approximate == "tanh")
+    _launch(out, x.contiguous(), weight, bias, None, x.numel() // x.shape[-1], half_sums, tile, epilogue)
+    return out
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: int = 1,
+    *,
+    half_sums: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """x (N, C, H, W), weight (K, C, 3, 3), bias (K) -> (N, K, H / stride, W / stride), rounded up; padding 1; of
+    operands that are `conv2d_readable`. half_sums, tile and errors: as of
+    `linear`."""
     sizes = [cdiv(size, stride) for size in x.shape[2:]]
     out = torch.empty(
         (x.shape[0], weight.shape[0], *sizes), dtype=x.dtype, device=x.device, memory_format=torch.channels_last
     )
-    _launch(out, x, weight, bias, x.shape[0] * sizes[0] * sizes[1], (x.shape[1], *sizes, *x.shape[2:], stride))
+    image = x.shape[1], *sizes, *x.shape[2:], stride
+    _launch(out, x, weight, bias, None, x.shape[0] * sizes[0] * sizes[1], half_sums, tile, NOTHING, image)
     return out
 
 
-def _launch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, image: tuple[int, ...]) -> None:
-    columns = weight.shape[0]
-    chosen = tile(rows, columns, device_of(x))
-    grid = cdiv(columns, _ACROSS), cdiv(rows, chosen.rows)
-    numbers = rows, columns, weight.numel() // columns, *image
-    launch_kernel(_SOURCE, grid, out, x, weight, bias, *numbers, **constants(chosen, weight.dim() == 4))
+def _launch(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    rows: int,
+    half_sums: bool,
+    tile: Tile | None,
+    epilogue: Epilogue,
+    image: tuple[int, ...] = (1,) * 6,
+) -> None:
+    columns = out.numel() // rows
+    chosen = tile or tiles(rows, weight.shape[0], device_of(x), epilogue)[0]
+    grid = cdiv(weight.shape[0], chosen.across), cdiv(rows, chosen.rows)
+    numbers = rows, columns, weight.numel() // weight.shape[0], *image
+    given = constants(chosen, x.dtype, weight.dim() == 4, half_sums, epilogue)
+    launch_kernel(_SOURCE, grid, out, x, weight, bias, residual, *numbers, **given)
 
 
-def constants(chosen: Tile, convolution: bool) -> dict[str, int]:
+def constants(
+    chosen: Tile,
+    dtype: torch.dtype,
+    convolution: bool = False,
+    half_sums: bool = False,
+    epilogue: Epilogue = NOTHING,
+) -> dict[str, int]:
     """The kernel's compile-time parameters."""
     return {
-        "TYPE": 0,
-        "WIDTH": _ACROSS,
+        "TYPE": cuda_tier.TYPES[dtype],
+        "WIDTH": chosen.across,
         "DOWN": chosen.down,
         "STAGES": chosen.stages,
         "CONV": int(convolution),
+        "HALF_SUMS": int(half_sums),
+        "EPILOGUE": epilogue.kind,
+        "GATE_FIRST": int(epilogue.gate_first),
+        "TANH": int(epilogue.tanh),
     }
 
 
@@ -139,10 +250,16 @@ def shared_bytes(given: dict[str, int]) -> int:
 
 
 def _prepared(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *numbers: int, **constants: int
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *numbers: int,
+    **constants: int,
 ) -> tuple[list[Any], int, int]:
-    return [out, x, weight, bias, *map(ctypes.c_int, numbers)], 32 * _WARPS, shared_bytes(constants)
+    return [out, x, weight, bias, residual, *map(ctypes.c_int, numbers)], 32 * _WARPS, shared_bytes(constants)
 
 
 _NUMBERS = ("rows", "columns", "depth", "channels", "height", "width", "image_height", "image_width", "stride")
-_SOURCE = nvrtc.Source("mma_gemm", _prepared, ("out", "x", "weight", "bias", *_NUMBERS))
+_SOURCE = nvrtc.Source("mma_gemm", _prepared, ("out", "x", "weight", "bias", "residual", *_NUMBERS), only=GEFORCE)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,15 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sfast_ext.kernels.attention import attention
-from sfast_ext.kernels.conv import faster_conv2d
-from sfast_ext.kernels.linear import faster_linear, mma_gemm
+from sfast_ext.kernels.conv import mma_conv2d
+from sfast_ext.kernels.linear import linear_accumulate as linear_accumulate_kernel
+from sfast_ext.kernels.linear import linear_geglu as linear_geglu_kernel
+from sfast_ext.kernels.linear import mma_gemm, mma_linear
+from sfast_ext.passes import rewrite
 from sfast_ext.passes.attention import attention as attention_pass
 from sfast_ext.passes.channels_last import channels_last
-from sfast_ext.passes.faster_sums import faster_sums
 from sfast_ext.passes.geglu import geglu
 from sfast_ext.passes.layer_norm import add_layer_norm
 from sfast_ext.passes.linear_accumulate import linear_accumulate
 from sfast_ext.passes.linear_geglu import linear_geglu
+from sfast_ext.passes.mma_products import mma_products
 
 from .support import HALF_ON_THE_CPU, OTHER_CONVOLUTIONS, Traced, randn
 
@@ -37,17 +41,17 @@ class Block(nn.Module):
 
 @pytest.fixture(autouse=True)
 def geforce(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mma_gemm, "available", lambda device: True)
+    monkeypatch.setattr(mma_gemm, "serves_dtype", lambda dtype, device: dtype in rewrite.HALF)
 
 
-TOKENS, IMAGE = randn(2, 9, 32).to(HALF), randn(2, 32, 9, 8).to(HALF)
+TOKENS, IMAGE = randn(2, 40, 32).to(HALF), randn(2, 32, 18, 17).to(HALF)
 
 
-def rewritten(forward: Callable[..., Any], x: Tensor, chosen: bool = True, **options: Any) -> tuple[Traced, int]:
+def rewritten(forward: Callable[..., Any], x: Tensor, chosen: bool = False, **options: Any) -> tuple[Traced, int]:
     traced = Traced(Block(forward, **options).to(x.dtype), x)
     traced.ctx.faster_sums = chosen
     traced.rewrite(channels_last, add_layer_norm, geglu, linear_geglu, linear_accumulate)
-    return traced, traced.rewrite(faster_sums)
+    return traced, traced.rewrite(mma_products)
 
 
 def gated(x: Tensor) -> Tensor:
@@ -60,20 +64,24 @@ def summed(m: Block, x: Tensor) -> Tensor:
     return m.back(m.norm(total).sin()) + total
 
 
-LINEARS: dict[str, tuple[Callable[..., Any], int]] = {
-    "with a bias": (lambda m, x: m.linear(x), 1),
-    "without": (lambda m, x: m.back(x), 1),
-    "before GEGLU": (lambda m, x: gated(m.wide(x)), 1),
-    "added to a sum": (summed, 2),
+LINEARS: dict[str, tuple[Callable[..., Any], tuple[ModuleType, ...]]] = {
+    "with a bias": (lambda m, x: m.linear(x), (mma_linear,)),
+    "without": (lambda m, x: m.back(x), (mma_linear,)),
+    "before GEGLU": (lambda m, x: gated(m.wide(x)), (linear_geglu_kernel,)),
+    "added to a sum": (summed, (mma_linear, linear_accumulate_kernel)),
 }
+sums = pytest.mark.parametrize("chosen", [False, True], ids=["exact", "faster sums"])
 
 
 @pytest.mark.parametrize("what", LINEARS)
-def test_linear_layers(what: str) -> None:
+@sums
+def test_linear_layers(what: str, chosen: bool) -> None:
     forward, wanted = LINEARS[what]
-    traced, count = rewritten(forward, TOKENS)
-    assert count == wanted == len(traced.launches(faster_linear))
-    assert not {"linear", "linear_geglu", "linear_accumulate"} & set(traced.ops())
+    traced, count = rewritten(forward, TOKENS, chosen)
+    assert count == sum(chosen or kernel is mma_linear for kernel in wanted) and "linear" not in traced.ops()
+    for kernel in wanted:
+        (node,) = traced.launches(kernel)
+        assert node.kwargs.get("half_sums", False) == chosen
     check(traced)
 
 
@@ -83,10 +91,11 @@ def check(traced: Traced) -> None:
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("bias", [True, False])
-def test_convolutions(stride: int, bias: bool) -> None:
-    traced, count = rewritten(lambda m, x: m.conv(x.sin()), IMAGE, stride=stride, bias=bias)
-    (node,) = traced.launches(faster_conv2d)
-    assert count == 1 and node.args[3] == stride
+@sums
+def test_convolutions(stride: int, bias: bool, chosen: bool) -> None:
+    traced, count = rewritten(lambda m, x: m.conv(x.sin()), IMAGE, chosen, stride=stride, bias=bias)
+    (node,) = traced.launches(mma_conv2d)
+    assert count == 1 and node.args[3] == stride and node.kwargs.get("half_sums", False) == chosen
     check(traced)
 
 
@@ -97,16 +106,38 @@ def test_convolutions(stride: int, bias: bool) -> None:
 )
 def test_other_convolutions_stay(options: dict[str, Any]) -> None:
     traced, _ = rewritten(lambda m, x: m.conv(x.sin()), IMAGE, **options)
-    assert not traced.launches(faster_conv2d)
+    assert not traced.launches(mma_conv2d)
 
 
-def test_nothing_changes_unless_it_is_chosen_and_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rewritten(lambda m, x: m.linear(x), TOKENS, chosen=False)[1] == 0
-    for dtype in (torch.bfloat16, torch.float32):
-        assert rewritten(lambda m, x: m.linear(x), TOKENS.to(dtype))[1] == 0
-        assert rewritten(lambda m, x: m.conv(x.sin()), IMAGE.to(dtype))[1] == 0
-    monkeypatch.setattr(mma_gemm, "available", lambda device: False)
-    assert rewritten(lambda m, x: m.linear(x), TOKENS)[1] == 0
+def test_bfloat16_has_exact_sums_alone() -> None:
+    for chosen in (False, True):
+        traced, count = rewritten(lambda m, x: m.linear(x), TOKENS.bfloat16(), chosen)
+        (node,) = traced.launches(mma_linear)
+        assert count == 1 and not node.kwargs
+
+
+@sums
+def test_nothing_changes_where_the_kernel_is_not_for_the_card_or_the_dtype(monkeypatch, chosen: bool) -> None:
+    for x, forward in ((TOKENS, lambda m, x: m.linear(x)), (IMAGE, lambda m, x: m.conv(x.sin()))):
+        assert rewritten(forward, x.float(), chosen)[1] == 0
+        assert rewritten(forward, x, chosen)[1] == 1
+    monkeypatch.setattr(mma_gemm, "serves_dtype", lambda dtype, device: False)
+    assert rewritten(lambda m, x: m.linear(x), TOKENS, chosen)[1] == 0
+
+
+def test_few_rows_stay() -> None:
+    for tokens, wanted in ((63, 0), (64, 1)):
+        assert rewritten(lambda m, x: m.linear(x), randn(tokens, 32).to(HALF))[1] == wanted
+    for high, wanted in ((7, 0), (8, 1)):  # two images, 4 columns
+        assert rewritten(lambda m, x: m.conv(x.sin()), randn(2, 32, 2 * high - 1, 7).to(HALF), stride=2)[1] == wanted
+
+
+def test_plans_whose_calls_are_rare_stay_unless_sums_are_chosen() -> None:
+    traced = Traced(Block(lambda m, x: m.linear(x)).to(HALF), TOKENS)
+    traced.ctx.most_bytes = 1 << 30
+    assert traced.rewrite(mma_products) == 0
+    traced.ctx.faster_sums = True
+    assert traced.rewrite(mma_products) == 1
 
 
 def attends(m: Block, x: Tensor) -> Tensor:
