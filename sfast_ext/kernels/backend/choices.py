@@ -34,6 +34,8 @@ MARGIN = 0.98
 # given zeros and NaN
 LIMIT = 2e-2
 _ROUNDS, _RUNS = 3, 4
+_ROUND = 2.0
+"""Milliseconds of a round: what takes longer runs less often in it."""
 _LONG = 10.0
 """Milliseconds: what takes as long is measured once."""
 # clock cycles the GPU sleeps, some 0.2 ms: all runs of a round are queued by then
@@ -305,5 +307,6 @@ def _milliseconds(run: Run) -> float:
     """GPU milliseconds of a run without waiting for the CPU, as in a CUDA graph: the least of a few rounds."""
     least = gpu_clock.milliseconds(run, 1, _HEAD_START)
     if least < _LONG:
-        least = min(gpu_clock.milliseconds(run, _RUNS, _HEAD_START) for _ in range(_ROUNDS))
+        runs = max(1, min(_RUNS, int(_ROUND / max(least, 1e-3))))
+        least = min(gpu_clock.milliseconds(run, runs, _HEAD_START) for _ in range(_ROUNDS))
     return least

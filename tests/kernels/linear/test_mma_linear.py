@@ -57,7 +57,7 @@ def operands(kernel: Any) -> tuple[Tensor, ...]:
     if kernel is mma_conv2d:
         return randn(1, 32, 6, 5), randn(8, 32, 3, 3), randn(8)
     if kernel is linear_accumulate:
-        return randn(5, 64).half(), randn(8, 64).half(), randn(5, 8).half()
+        return randn(5, 64), randn(8, 64), randn(5, 8)
     return randn(5, 64), randn(8, 64), randn(8)
 
 
