@@ -6,7 +6,7 @@ from sfast_ext import __version__, hosts
 
 adapter = hosts.find()
 if adapter is None:
-    known = "AUTOMATIC1111 1.10, SD.Next and Forge Neo are"
+    known = "AUTOMATIC1111 1.10, SD.Next, Forge Neo and Forge Classic are"
     print(f"Stable Fast {__version__} does nothing: this WebUI is not supported. {known}.")
 else:
     adapter.start(__version__)

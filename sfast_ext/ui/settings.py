@@ -72,7 +72,7 @@ SETTINGS = (
         "vae",
         "Accelerate the VAE",
         "The VAE decodes each picture, and encodes what img2img and hires fix start from. When it pays for a size, one "
-        "picture takes about a second longer, and the next ones are decoded faster. Not in Forge Neo",
+        "picture takes about a second longer, and the next ones are decoded faster. Not in Forge",
     ),
     Setting(
         "sfast_faster_sums",

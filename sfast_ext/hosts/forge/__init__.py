@@ -1,1 +1,1 @@
-"""Forge Neo."""
+"""Forge Neo and Forge Classic."""

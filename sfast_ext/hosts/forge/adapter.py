@@ -1,11 +1,11 @@
-"""Forge Neo: where its UNet is, when it changes, and what must not be accelerated."""
+"""Forge Neo and Forge Classic: where their UNet is, when it changes, and what must not be accelerated."""
 
 from __future__ import annotations
 
 import importlib.util
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -14,11 +14,9 @@ from sfast_ext.hooks import Hooks
 from sfast_ext.hosts.attachment import Attachment, wrap
 from sfast_ext.hosts.forge import versions
 from sfast_ext.hosts.forge.hooks import ForgeHooks
-from sfast_ext.hosts.forge.memory import ForgeMemory
+from sfast_ext.hosts.forge.memory import ClassicMemory, ForgeMemory
+from sfast_ext.hosts.forge.programs import CLASSIC, NEO, Program
 from sfast_ext.hosts.webui_session import WebUISession
-
-UNET = "IntegratedUNet2DConditionModel"
-"""The class of the UNets of Stable Diffusion 1 and XL."""
 
 
 def detect() -> bool:
@@ -31,17 +29,21 @@ def detect() -> bool:
 
 def start(version: str) -> None:
     """Start the extension; after the WebUI reloaded its scripts, in place of the session before."""
-    unknown = versions.unknown(*versions.found())
+    found, release = versions.found()
+    unknown = versions.unknown(found, release)
     if unknown is not None:
         print(f"Stable Fast {version} does nothing: {unknown}.")
         return
-    print(ForgeSession.start(version).greeting())
+    session = ClassicSession if found == versions.CLASSIC else ForgeSession
+    print(session.start(version).greeting())
 
 
 class ForgeSession(WebUISession):
     """The extension in one run of the WebUI's scripts; see `Session`."""
 
+    PROGRAM: ClassVar[Program] = NEO
     HOST = "Forge Neo"
+    _make_memory: ClassVar[type[ForgeMemory]] = ForgeMemory
 
     def __init__(self, version: str) -> None:
         super().__init__(version)
@@ -50,7 +52,7 @@ class ForgeSession(WebUISession):
         self.attachments = (self._unets,)
         self._denoiser: weakref.ref[object] | None = None
         self._pictures: int | None = None
-        self._memory = ForgeMemory(self._unets, self.report)
+        self._memory = self._make_memory(self._unets, self.report)
 
     def install(self) -> list[Callable[[], object]]:
         """Register callbacks, and wrap the functions that load and move models, for which there are none."""
@@ -63,7 +65,7 @@ class ForgeSession(WebUISession):
 
     def host_version(self) -> str:
         """The release."""
-        return " ".join(each for each in versions.found() if each)
+        return versions.words()
 
     def model_name(self) -> str | None:
         """The title of the checkpoint."""
@@ -94,7 +96,7 @@ class ForgeSession(WebUISession):
     def _hooks_for(self, unet: nn.Module) -> Hooks:
         hooks = self._hooks.get(unet)
         if hooks is None:
-            hooks = self._hooks[unet] = ForgeHooks(unet, lambda: holder_of(_model()))
+            hooks = self._hooks[unet] = ForgeHooks(unet, lambda: holder_of(_model()), self.PROGRAM)
         return hooks.hooks()
 
     def _step(self, params: Any) -> None:
@@ -113,7 +115,7 @@ class ForgeSession(WebUISession):
         self.report.new_generation()
         config = self.config()
         unet = unet_of(model)
-        reason = _model_bypass_reason(model) if config.enabled else None
+        reason = self._model_bypass_reason(model) if config.enabled else None
         if reason is not None:
             self.report.bypassed(reason)
             unet = None
@@ -125,12 +127,34 @@ class ForgeSession(WebUISession):
                 hooks.new_pass()
             accelerator.new_generation()
 
+    def _model_bypass_reason(self, model: Any) -> str | None:
+        unet = unet_of(model)
+        if unet is None:
+            return None
+        if type(unet).__name__ != self.PROGRAM.unet:
+            return f"{type(unet).__name__} has no UNet; load a Stable Diffusion 1 or XL model to accelerate"
+        if _call_is_replaced(holder_of(model)):
+            # Forge's torch.compile would compile our forward
+            what = "another function is in the place of the model's own call, torch.compile perhaps"
+            return f"{what}; turn it off to accelerate"
+        return None
+
+
+class ClassicSession(ForgeSession):
+    """The same in Forge Classic."""
+
+    PROGRAM = CLASSIC
+    HOST = "Forge Classic"
+
+    _make_memory = ClassicMemory
+
 
 def _model() -> Any:
     # shared.sd_model is the same one, and a stand-in of it before the first is loaded
     from modules.sd_models import model_data
 
-    return model_data.sd_model
+    # Forge Classic has none while it exchanges the checkpoint
+    return getattr(model_data, "sd_model", None)
 
 
 def holder_of(model: Any) -> Any:
@@ -142,20 +166,6 @@ def unet_of(model: Any) -> nn.Module | None:
     """The network that makes the steps, of whatever kind it is."""
     unet = getattr(holder_of(model), "diffusion_model", None)
     return unet if isinstance(unet, nn.Module) else None
-
-
-def _model_bypass_reason(model: Any) -> str | None:
-    unet = unet_of(model)
-    if unet is None:
-        return None
-    if type(unet).__name__ != UNET:
-        return f"{type(unet).__name__} has no UNet; load a Stable Diffusion 1 or XL model to accelerate"
-    if _call_is_replaced(holder_of(model)):
-        # Forge's torch.compile would compile our forward
-        return (
-            "another function is in the place of the model's own call, torch.compile perhaps; turn it off to accelerate"
-        )
-    return None
 
 
 def _call_is_replaced(holder: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""What the accelerator of a UNet asks Forge Neo at each call."""
+"""What the accelerator of a UNet asks Forge at each call."""
 
 from __future__ import annotations
 
@@ -11,42 +11,22 @@ from torch import nn
 from sfast_ext.behaviour.foreign_code import describe
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts.attachment import is_host_code
+from sfast_ext.hosts.forge.programs import PATCHES, Program
 from sfast_ext.hosts.rehearsals import interrupted
 from sfast_ext.ui import words
-
-PATCHES = ("patches", "patches_replace", "block_modifiers", "block_inner_modifiers", "group_norm_wrapper")
-"""What the UNet's forward reads of `transformer_options`. All else it only passes on to such patches."""
-
-READ = frozenset({"timesteps", "context", "y", "control"})
-"""The keyword arguments that it reads beside these."""
-
-STATE = ("model_lowvram", "lowvram_patch_counter", "current_weight_patches_uuid", "model_loaded_weight_memory")
-"""What Forge notes on the model that has the UNet when it loads, patches or moves weights."""
-
-BOOKKEEPING = frozenset(
-    {
-        "forge_patched_weights",
-        "forge_force_cast_weights",
-        "prev_parameters_manual_cast",
-        # a layer has lists of its own once it was loaded; while anything is in them, calls are bypassed
-        "weight_function",
-        "bias_function",
-    }
-)
-"""What it notes on layers. The weights themselves, and what `_weights_bypass_reason` reads, show what changed."""
 
 
 class ForgeHooks:
     """What the accelerator of one UNet asks Forge at each call. Each answer takes microseconds.
 
     Args:
-        holder: gives the model (`KModel`) that has the UNet and calls it.
+        holder: gives the model that has the UNet and calls it (`KModel`, in Forge Classic `BaseModel`).
     """
 
-    def __init__(self, unet: nn.Module, holder: Callable[[], Any]) -> None:
+    def __init__(self, unet: nn.Module, holder: Callable[[], Any], program: Program) -> None:
         # weak: Forge may drop the model before its accelerator is released
         self._unet = weakref.ref(unet)
-        self._holder = holder
+        self._holder, self._program = holder, program
         self._state: tuple[Any, ...] | None = None
         self._reason: str | None = None
         self.pictures: int | None = None
@@ -62,7 +42,7 @@ class ForgeHooks:
             recognised=self.recognised,
             words=self.words,
             interrupted=interrupted,
-            ignored=BOOKKEEPING,
+            ignored=self._program.bookkeeping,
         )
 
     def words(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
@@ -75,60 +55,37 @@ class ForgeHooks:
 
     def bypass_reason(self) -> str | None:
         """Why the call must be bypassed, in words for the user; None where it need not."""
+        unet = self._unet()
+        if unet is None:
+            return None
         holder = self._holder()
-        state = tuple(getattr(holder, name, None) for name in STATE)
+        state = self._program.state(holder, unet)
         if state != self._state:
-            self._reason = self._weights_bypass_reason(holder)
+            self._reason = self._program.weights_bypass_reason(holder, unet)
             self._state = state
         return self._reason
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | str:
         """What the forward reads. Among the rest are the sigmas of all steps, of which plans would depend."""
         options = kwargs.get("transformer_options")
-        reason = _patch_bypass_reason(options) if options else None
+        reason = self._patch_bypass_reason(options) if options else None
         if reason is not None:
             return reason
-        return args, {**{k: v for k, v in kwargs.items() if k in READ}, "transformer_options": {}}
+        return args, {**{k: v for k, v in kwargs.items() if k in self._program.read}, "transformer_options": {}}
 
     def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
         """Vouch for what the WebUI itself does to classes and to torch."""
         return kind in ("class", "function", "replaced") and is_host_code(function)
 
-    def _weights_bypass_reason(self, holder: Any) -> str | None:
-        unet = self._unet()
-        if unet is None:
-            return None
-        if getattr(holder, "model_lowvram", False):
-            return (
-                "Forge keeps a part of the UNet in system memory, for want of GPU memory; "
-                "a smaller picture or model is accelerated"
-            )
-        layers = [m for m in unet.modules() if hasattr(m, "parameters_manual_cast")]
-        if any(m.weight_function or m.bias_function for m in layers):
-            return (
-                "LoRA is computed inside the layers; "
-                "set Diffusion in Low Bits to a choice without 'fp16 LoRA' to accelerate"
-            )
-        computed = getattr(holder, "computation_dtype", None)
-        # of some kinds of quantisation the layers cast nothing, and have weights of other kinds
-        odd = any(type(p) is not nn.Parameter or p.dtype is not computed for p in unet.parameters())
-        if odd or any(m.parameters_manual_cast for m in layers):
-            return (
-                f"the model is quantised or stored in {getattr(holder, 'storage_dtype', 'another type')}; "
-                "set Diffusion in Low Bits to Automatic, and load a model in half precision, to accelerate"
-            )
+    def _patch_bypass_reason(self, options: dict[str, Any]) -> str | None:
+        for kind in PATCHES:
+            patch = _first(options.get(kind))
+            if patch is not None:
+                name = describe(patch)
+                if name.startswith(self._program.token_merging):
+                    return "token merging is on; set its ratio to 0 in Settings > Optimizations to accelerate"
+                return f"{name} works inside the UNet; turn it off to accelerate"
         return None
-
-
-def _patch_bypass_reason(options: dict[str, Any]) -> str | None:
-    for kind in PATCHES:
-        patch = _first(options.get(kind))
-        if patch is not None:
-            name = describe(patch)
-            if name.startswith("backend.misc.tomesd"):
-                return "token merging is on; set its ratio to 0 in Settings > Optimizations to accelerate"
-            return f"{name} works inside the UNet; turn it off to accelerate"
-    return None
 
 
 def _first(value: Any) -> Any:

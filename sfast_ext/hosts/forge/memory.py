@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,17 +37,25 @@ class ForgeMemory:
 
     def install(self) -> list[Callable[[], None]]:
         """Wrap functions of Forge; returns what removes the wrappers."""
-        from backend import memory_management
-        from backend.patcher.base import ModelPatcher
         from modules import upscaler
 
+        management, patcher = self._modules()
         return [
-            wrap(memory_management, "free_memory", self._free_memory),
-            wrap(memory_management, "unload_all_models", self._unload_all),
-            wrap(ModelPatcher, "load", self._load),
-            wrap(ModelPatcher, "add_patches", self._add_patches),
+            wrap(management, "free_memory", self._free_memory),
+            wrap(management, "unload_all_models", self._unload_all),
             wrap(upscaler.Upscaler, "upscale", self._upscale),
+            *self._install_loading(management, patcher.ModelPatcher),
         ]
+
+    def _modules(self) -> tuple[Any, Any]:
+        """Forge's memory management, and the module of its `ModelPatcher`."""
+        from backend import memory_management
+        from backend.patcher import base
+
+        return memory_management, base
+
+    def _install_loading(self, management: Any, patcher: Any) -> list[Callable[[], None]]:
+        return [wrap(patcher, "load", self._load), wrap(patcher, "add_patches", self._without_restoring)]
 
     def _free_memory(self, original: Callable[..., Any], memory_required: float, *args: Any, **kwargs: Any) -> Any:
         result = original(memory_required, *args, **kwargs)
@@ -62,11 +71,10 @@ class ForgeMemory:
     def _suspend(self) -> None:
         """Another checkpoint is about to be loaded, perhaps of the same architecture. Until then plans hold the weights
         of the one that Forge drops."""
-        from backend import memory_management
-
+        management, _ = self._modules()
         models = [accelerator.module for accelerator in self._attachment.accelerators()]
         held = sum(p.nbytes for model in models for p in model.parameters())
-        if memory_management.get_free_memory(torch.device("cpu")) < 2 * held:
+        if management.get_free_memory(torch.device("cpu")) < 2 * held:
             self._attachment.release()
         else:
             self._attachment.suspend()
@@ -86,18 +94,29 @@ class ForgeMemory:
         patched = sum(weights[key].nbytes for key in patcher.patches if key in weights)
         graphs = functools.partial(graph_pool.make_room, self._report, _WHY)
         room = gpu_room.make_room(patched + gpu_room.WORKSPACE, [graphs])
+        if not room:
+            self._clear(patcher)
         fetch_weights(accelerator, place if room else None, self._report, "Forge")
 
-    def _add_patches(self, original: Callable[..., Any], patcher: Any, *args: Any, **kwargs: Any) -> Any:
-        accelerators = self._accelerators_in(patcher)
-        for accelerator in accelerators:
-            # it calls state_dict() to read the names
+    def _clear(self, patcher: Any) -> None:
+        """The model is in system memory already."""
+
+    def _without_restoring(self, original: Callable[..., Any], patcher: Any, *args: Any, **kwargs: Any) -> Any:
+        """A function that calls `state_dict()` of the model to read names, sizes or weights as they lie."""
+        with self._unrestored(getattr(patcher, "model", None)):
+            return original(patcher, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _unrestored(self, model: Any) -> Iterator[None]:
+        within = self._attachment.within(model) if isinstance(model, nn.Module) else []
+        before = [(each, each.restores_for_saving) for each in within]
+        for accelerator, _ in before:
             accelerator.restores_for_saving = False
         try:
-            return original(patcher, *args, **kwargs)
+            yield
         finally:
-            for accelerator in accelerators:
-                accelerator.restores_for_saving = True
+            for accelerator, restores in before:
+                accelerator.restores_for_saving = restores
 
     def _upscale(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._make_room(gpu_room.IDLE_RESERVE)
@@ -114,3 +133,49 @@ class ForgeMemory:
 
     def _guarded(self, action: Callable[[], object]) -> None:
         guarded(self._report, "memory", action)
+
+
+class ClassicMemory(ForgeMemory):
+    """The same in Forge Classic, whose modules have other names. It reads the sizes of a model from its
+    `state_dict()` each time that it makes room."""
+
+    def _modules(self) -> tuple[Any, Any]:
+        from ldm_patched.modules import model_management, model_patcher
+
+        return model_management, model_patcher
+
+    def _install_loading(self, management: Any, patcher: Any) -> list[Callable[[], None]]:
+        return [
+            wrap(management.LoadedModel, "model_load", self._load_model),
+            wrap(management, "module_size", self._module_size),
+            wrap(patcher, "patch_model", self._patch_model),
+        ]
+
+    def _load_model(self, original: Callable[..., Any], loaded: Any, async_kept_memory: int = -1) -> Any:
+        place = loaded.device if async_kept_memory < 0 else None  # in parts where memory is kept
+        if loaded.device.type == "cuda":
+            for accelerator in self._accelerators_in(loaded.model):
+                self._guarded(functools.partial(self._prepare, accelerator, loaded.model, place))
+        return original(loaded, async_kept_memory)
+
+    def _clear(self, patcher: Any) -> None:
+        """Weights that no LoRA patched are on the GPU still, in the memory that plans read."""
+        patcher.model.to(patcher.offload_device)
+
+    def _patch_model(self, original: Callable[..., Any], patcher: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._accelerators_in(patcher):
+            self._guarded(functools.partial(_back_up, patcher))
+        return self._without_restoring(original, patcher, *args, **kwargs)
+
+    def _module_size(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._unrestored(module):
+            return original(module, *args, **kwargs)
+
+
+def _back_up(patcher: Any) -> None:
+    """Where a model stays where it is, Forge's backup of a weight is the very memory that plans read: a copy is in its
+    place."""
+    place = place_of(patcher.offload_device)
+    for name, weight in patcher.model.named_parameters():
+        if name in patcher.patches and name not in patcher.backup and place_of(weight.device) == place:
+            patcher.backup[name] = weight.detach().clone()

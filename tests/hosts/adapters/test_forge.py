@@ -93,13 +93,13 @@ def test_an_unknown_version_gets_its_own_forward_and_one_line(host, capsys):
     for version, release, words in (
         ("neo", "2.27", "this release of Forge Neo (2.27) is not known"),
         ("neo", None, "this release of Forge Neo (an older one) is not known"),
-        ("classic", None, "Forge Classic is not supported"),
+        ("classic", None, "this Forge Classic is not known"),
         ("f2.0.1v1.10.1-previous", None, "Forge and reForge (f2.0.1v1.10.1-previous) are not supported"),
     ):
         host.version.version, host.version.release = version, release
         forge.start("test")
         (line,) = capsys.readouterr().out.splitlines()
-        assert words in line and "Forge Neo 2.26 is" in line
+        assert words in line and "Forge Neo 2.26 and Forge Classic 1.11, 1.12 are" in line
     host.load(1)
     host.generate()
     assert forge.ForgeSession.running is None and accelerator_of(host.unet) is None

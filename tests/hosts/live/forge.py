@@ -1,8 +1,9 @@
-"""What the tests of Forge Neo share: its start, and the round of pictures.
+"""What the tests of Forge Neo and Forge Classic share: their start.
 
-SFAST_FORGE_DIR      a WebUI that starts; nothing is written into it
-SFAST_FORGE_PYTHON   its interpreter; default: venv/bin/python in it
-SFAST_FORGE_FLAGS    how it computes; default: on the CPU in fp32
+SFAST_FORGE_DIR              a Forge Neo that starts; nothing is written into it
+SFAST_FORGE_PYTHON           its interpreter; default: venv/bin/python in it
+SFAST_FORGE_FLAGS            how it computes; default: on the CPU in fp32
+SFAST_FORGE_CLASSIC_DIR, ..  the same of Forge Classic
 
 Checkpoints and LoRAs are made by `forge_models.py`, and lie with settings and outputs in a data directory of the test's
 own.
@@ -15,20 +16,47 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .a1111 import CHECKOUT, make_data
-from .webui import WebUI
+from .a1111 import CHECKOUT, PLAIN, TOLERANCE, Played, Round, apart, make_data, play
+from .webui import WebUI, pixels
 
-HOST = os.environ.get("SFAST_FORGE_DIR")
-MARKS = [
-    pytest.mark.hosts,
-    pytest.mark.skipif(not HOST, reason="SFAST_FORGE_DIR names no Forge Neo"),
-]
-FLAGS = os.environ.get("SFAST_FORGE_FLAGS", "--cpu --force-fp32 --skip-torch-cuda-test")
+
+@dataclass(frozen=True)
+class Program:
+    """One of them: its name, the beginning of its variables, and the flags by which it computes on the CPU in fp32."""
+
+    name: str
+    variable: str
+    on_the_cpu: str
+
+    @property
+    def folder(self) -> str | None:
+        return os.environ.get(f"{self.variable}_DIR")
+
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        why = f"{self.variable}_DIR names no {self.name}"
+        return [pytest.mark.hosts, pytest.mark.skipif(not self.folder, reason=why)]
+
+    @property
+    def flags(self) -> str:
+        return os.environ.get(f"{self.variable}_FLAGS", f"{self.on_the_cpu} --skip-torch-cuda-test")
+
+    @property
+    def python(self) -> str:
+        """The WebUI's interpreter."""
+        own = Path(self.folder or "") / "venv" / "bin" / "python"
+        return os.environ.get(f"{self.variable}_PYTHON") or (str(own) if own.exists() else sys.executable)
+
+
+NEO = Program("Forge Neo", "SFAST_FORGE", "--cpu --force-fp32")
+CLASSIC = Program("Forge Classic", "SFAST_FORGE_CLASSIC", "--always-cpu --all-in-fp32")
 WITHOUT_NETWORK = (
     "--skip-prepare-environment --skip-version-check --skip-python-version-check --no-hashing --api --nowebui"
     " --server-name 127.0.0.1"
@@ -44,27 +72,52 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def python() -> str:
-    """The WebUI's interpreter."""
-    own = Path(HOST or "") / "venv" / "bin" / "python"
-    return os.environ.get("SFAST_FORGE_PYTHON") or (str(own) if own.exists() else sys.executable)
-
-
-def make(folder: Path) -> Path:
+def make(folder: Path, program: Program = NEO) -> Path:
     """A data directory with models and the checkout among the extensions."""
     models = folder / "made"
-    command = [python(), str(CHECKOUT / "tests" / "hosts" / "live" / "forge_models.py"), str(models)]
-    made = subprocess.run(command, cwd=HOST, capture_output=True, text=True, timeout=300, check=False)
+    command = [program.python, str(CHECKOUT / "tests" / "hosts" / "live" / "forge_models.py"), str(models)]
+    made = subprocess.run(command, cwd=program.folder, capture_output=True, text=True, timeout=300, check=False)
     assert made.returncode == 0, made.stderr
     data = folder / "data"
     data.mkdir()
     return make_data(data, models)
 
 
-def start(data: Path, name: str, settings: dict[str, Any]) -> WebUI:
+def start(data: Path, name: str, settings: dict[str, Any], program: Program = NEO) -> WebUI:
     """The WebUI with these settings, and a log of its own."""
     config = data / f"{name}.json"
     config.write_text(json.dumps({**SETTINGS, **settings}), encoding="utf-8")
-    command = [*shlex.split(FLAGS), *shlex.split(WITHOUT_NETWORK)]
+    command = [*shlex.split(program.flags), *shlex.split(WITHOUT_NETWORK)]
     command += ["--data-dir", str(data), "--ui-settings-file", str(config)]
-    return WebUI([python(), "launch.py", *command], Path(HOST or ""), data / f"{name}.log")
+    return WebUI([program.python, "launch.py", *command], Path(program.folder or ""), data / f"{name}.log")
+
+
+def fixtures(program: Program, steps: Round) -> tuple[Any, Any, Any]:
+    """Of a module of tests, `data`, `stock` and `played`: what the WebUI is started with, the pictures of the round as
+    it makes them by itself, and the WebUI with the extension after the round."""
+
+    @pytest.fixture(scope="module")
+    def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return make(tmp_path_factory.mktemp("forge"), program)
+
+    @pytest.fixture(scope="module")
+    def stock(data: Path) -> dict[str, list[str]]:
+        with start(data, "stock", {"disabled_extensions": ["stable-fast"]}, program) as webui:
+            return Played(webui).round(steps, status=False).pictures
+
+    @pytest.fixture(scope="module")
+    def played(data: Path, stock: dict[str, list[str]]) -> Iterator[Played]:
+        with start(data, "extended", {"sfast_allow_cpu": True}, program) as webui:
+            yield Played(webui).round(steps, status=True)
+
+    return data, stock, played
+
+
+def as_its_own(played: Played, stock: dict[str, list[str]]) -> None:
+    """Check that, switched off, the extension leaves the WebUI's pictures as they are, to the byte."""
+    play(played.webui, "options", {"sfast_enabled": False})
+    for name, prompt in (("plain", ""), ("lora", " <lora:strong:1>")):
+        (found,) = play(played.webui, "txt2img", {**PLAIN, "prompt": PLAIN["prompt"] + prompt})
+        assert (pixels(found) == pixels(stock[name][0])).all(), name
+    play(played.webui, "options", {"sfast_enabled": True})
+    assert apart(play(played.webui, "txt2img", PLAIN), stock["plain"]) < TOLERANCE

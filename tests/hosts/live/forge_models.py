@@ -1,4 +1,5 @@
-"""Small random models for a real Forge: run by its interpreter, in its directory, with the directory to fill.
+"""Small random models for a real Forge Neo or Classic: run by its interpreter, in its directory, with the directory to
+fill.
 
     python forge_models.py OUT
 
@@ -9,8 +10,11 @@ another level.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -19,25 +23,60 @@ CHECKPOINTS = [("one", [1, 2], 1), ("other", [1, 2], 2), ("three", [1, 2, 2], 3)
 """Name, how many times as wide each level is, seed."""
 
 
-def main(out: Path) -> None:
+Make = Callable[..., torch.nn.Module]
+
+
+def of_neo() -> tuple[Make, torch.nn.Module, torch.nn.Module]:
+    """What makes a UNet, the text model and the VAE."""
     sys.argv[1:] = ["--cpu"]
     sys.path[:0] = [str(Path.cwd()), str(Path.cwd() / "modules_forge" / "packages")]
     from backend.nn.unet import IntegratedUNet2DConditionModel
     from backend.nn.vae import IntegratedAutoencoderKL
-    from safetensors.torch import save_file
     from transformers import CLIPTextConfig, CLIPTextModel
+
+    text = CLIPTextModel(CLIPTextConfig.from_pretrained(CONFIG / "text_encoder"))
+    vae = IntegratedAutoencoderKL.from_config(IntegratedAutoencoderKL.load_config(CONFIG / "vae"))
+    return IntegratedUNet2DConditionModel, text, vae
+
+
+def of_classic() -> tuple[Make, torch.nn.Module, torch.nn.Module]:
+    """The same."""
+    sys.argv[1:] = []
+    sys.path[:0] = [str(Path.cwd())]
+    from ldm_patched.modules import args_parser
+
+    args_parser.args.always_cpu = True
+    from modules import shared
+
+    # the VAE's file asks it as it is read
+    shared.opts = SimpleNamespace(sd_vae_tiled_ops=False)
+    from ldm_patched.ldm.models.autoencoder import AutoencoderKL
+    from ldm_patched.ldm.modules.diffusionmodules.openaimodel import UNetModel
+    from ldm_patched.modules import ops
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    text = CLIPTextModel(CLIPTextConfig.from_json_file("ldm_patched/modules/sd1_clip_config.json"))
+    sizes = {"resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128, "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2}
+    vae = AutoencoderKL(
+        ddconfig={"double_z": True, "z_channels": 4, "attn_resolutions": [], "dropout": 0.0, **sizes}, embed_dim=4
+    )
+    unet = functools.partial(UNetModel, image_size=32, legacy=False, operations=ops.disable_weight_init)
+    return unet, text, vae
+
+
+def main(out: Path) -> None:
+    make_unet, text, vae = of_neo() if CONFIG.is_dir() else of_classic()
+    from safetensors.torch import save_file
 
     for folder in ("Stable-diffusion", "Lora", "ControlNet", "VAE", "text_encoder", "embeddings"):
         (out / folder).mkdir(parents=True, exist_ok=True)
-    text = CLIPTextModel(CLIPTextConfig.from_pretrained(CONFIG / "text_encoder"))
-    vae = IntegratedAutoencoderKL.from_config(IntegratedAutoencoderKL.load_config(CONFIG / "vae"))
     beside = {
         **randomise("cond_stage_model.transformer.", text, 8),
         **randomise("first_stage_model.", vae, 9),
     }
     for name, levels, seed in CHECKPOINTS:
         depth = len(levels)
-        unet = IntegratedUNet2DConditionModel(
+        unet = make_unet(
             in_channels=4,
             model_channels=320,
             out_channels=4,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from .a1111 import (
     IMG2IMG,
     PLAIN,
     TOLERANCE,
-    Played,
     Round,
     accelerated,
     apart,
@@ -26,9 +23,9 @@ from .a1111 import (
     play,
     told,
 )
-from .webui import encoded, pixels
+from .webui import encoded
 
-pytestmark = forge.MARKS
+pytestmark = forge.NEO.marks
 
 HIRES = {
     **PLAIN,
@@ -143,25 +140,7 @@ SAME_PLANS = [
 CONTROLLED = ["controlnet", "controlnet and lora", "two controlnets"]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return forge.make(tmp_path_factory.mktemp("forge"))
-
-
-@pytest.fixture(scope="module")
-def stock(data: Path) -> dict[str, list[str]]:
-    """The pictures of the round as the WebUI makes them by itself."""
-    with forge.start(data, "stock", {"disabled_extensions": ["stable-fast"]}) as webui:
-        return Played(webui).round(ROUND, status=False).pictures
-
-
-@pytest.fixture(scope="module")
-def played(data: Path, stock: dict[str, list[str]]) -> Iterator[Played]:
-    """The WebUI with the extension after the round, its pictures, and the status after each of its steps."""
-    with forge.start(data, "extended", {"sfast_allow_cpu": True}) as webui:
-        yield Played(webui).round(ROUND, status=True)
-
-
+data, stock, played = forge.fixtures(forge.NEO, ROUND)
 test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
 
 
@@ -192,12 +171,7 @@ def test_the_round_shows_what_it_should(stock):
 
 
 def test_switched_off_the_bytes_are_the_webui_s_own(played, stock):
-    play(played.webui, "options", {"sfast_enabled": False})
-    for name, prompt in (("plain", ""), ("lora", " <lora:strong:1>")):
-        (found,) = play(played.webui, "txt2img", {**PLAIN, "prompt": PLAIN["prompt"] + prompt})
-        assert (pixels(found) == pixels(stock[name][0])).all(), name
-    play(played.webui, "options", {"sfast_enabled": True})
-    assert apart(play(played.webui, "txt2img", PLAIN), stock["plain"]) < TOLERANCE
+    forge.as_its_own(played, stock)
 
 
 def test_two_requests_at_once_give_both_pictures(played, stock):

@@ -36,6 +36,9 @@ from hosts.standins.a1111 import (
 )
 from sfast_ext.tools.lib import models
 
+TOPS = ("modules", "modules_forge", "backend")
+"""The packages of which it has modules."""
+
 
 class Layer:
     """What Forge gives each layer: its weights may be cast, or patched, in each call."""
@@ -100,9 +103,10 @@ class Flux(nn.Module):
 
 
 @functools.lru_cache(maxsize=None)
-def _made(channels: int) -> nn.Module:
-    with mock.patch.object(nn, "Linear", Linear), mock.patch.object(nn, "Conv2d", Conv2d):
-        return IntegratedUNet2DConditionModel(
+def made(channels: int, kind: type[nn.Module], linear: type[nn.Linear], conv2d: type[nn.Conv2d]) -> nn.Module:
+    """A tiny UNet of that class, with these layers; its weights are torch's."""
+    with mock.patch.object(nn, "Linear", linear), mock.patch.object(nn, "Conv2d", conv2d):
+        return kind(
             image_size=32,
             in_channels=4,
             out_channels=4,
@@ -121,7 +125,7 @@ def _made(channels: int) -> nn.Module:
 
 def make_unet(seed: int, channels: int = 32) -> nn.Module:
     """A tiny UNet, none of its weights zero."""
-    unet = models.copied(_made(channels))
+    unet = models.copied(made(channels, IntegratedUNet2DConditionModel, Linear, Conv2d))
     unet.load_state_dict(weights(unet, seed))
     return unet.eval().requires_grad_(False)
 
@@ -280,15 +284,21 @@ class Host:
 
     def load(self, seed: int, channels: int = 32, unet: nn.Module | None = None) -> None:
         """Another checkpoint: all models leave the GPU, the old one is dropped, then the new one is made."""
-        self.model_data.sd_model = None
-        self.memory.unload_all_models()
-        patcher = ModelPatcher(KModel(make_unet(seed, channels) if unet is None else unet), self.place)
+        self._drop()
+        patcher = self._made(seed, channels, unet)
         self.model_data.sd_model = SimpleNamespace(
             forge_objects=SimpleNamespace(unet=patcher),
             original=patcher,
             sd_checkpoint_info=SimpleNamespace(title=f"seed {seed}"),
         )
         self.fire("model_loaded", self.model_data.sd_model)
+
+    def _drop(self) -> None:
+        self.model_data.sd_model = None
+        self.memory.unload_all_models()
+
+    def _made(self, seed: int, channels: int, unet: nn.Module | None) -> Any:
+        return ModelPatcher(KModel(make_unet(seed, channels) if unet is None else unet), self.place)
 
     def lora(self, online: bool = False, everywhere: bool = False, **multipliers: float) -> None:
         """Activation: clones of the model's patcher, one for each network; the weights stay until it is loaded."""
@@ -321,13 +331,17 @@ class Host:
             self.loaded.remove(patcher)
             patcher.detach()
 
+    def _load(self, patcher: Any) -> None:
+        """Before a sampler's first step."""
+        self.loaded[:] = [each for each in self.loaded if each.model is not patcher.model]
+        patcher.partially_load(self.place)
+        self.loaded.append(patcher)
+
     @torch.inference_mode()
     def generate(self, steps: int = 3, size: int = 8) -> torch.Tensor:
         """One pass of a sampler: the model is loaded; per step the callback, then the call of `apply_model`."""
         patcher = self.model_data.sd_model.forge_objects.unet
-        self.loaded[:] = [each for each in self.loaded if each.model is not patcher.model]
-        patcher.partially_load(self.place)
-        self.loaded.append(patcher)
+        self._load(patcher)
         generator = torch.Generator().manual_seed(0)
         x = torch.randn((2, 4, size, size), generator=generator).to(self.place)
         context = torch.randn((2, 7, CONTEXT), generator=generator).to(self.place)
@@ -363,8 +377,7 @@ def running(place: torch.device | None = None, **settings: Any) -> Iterator[Host
     """The host in this process: its modules importable; all taken back at the end."""
     host = Host(settings, place or torch.device("cpu"))
     mine = host.modules()
-    tops = ("modules", "modules_forge", "backend")
-    hidden = {name: m for name, m in sys.modules.items() if name in mine or name.partition(".")[0] in tops}
+    hidden = {name: m for name, m in sys.modules.items() if name in mine or name.partition(".")[0] in TOPS}
     for name in hidden:
         del sys.modules[name]
     sys.modules.update(mine)

@@ -1,0 +1,113 @@
+"""What differs between the programs that are called Forge, for the adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+PATCHES = ("patches", "patches_replace", "block_modifiers", "block_inner_modifiers", "group_norm_wrapper")
+"""What a UNet's forward reads of `transformer_options`. All else it only passes on to such patches."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One of them.
+
+    Args:
+        unet: the class of the UNets that are accelerated.
+        token_merging: the module whose patches merge tokens.
+        read: the keyword arguments that the forward reads beside those of `PATCHES`.
+        bookkeeping: attributes of layers in which the program notes what it did. The weights themselves, and what
+            `weights_bypass_reason` reads, show what changed.
+        state: changes when `weights_bypass_reason` has to be asked again; of the model that has the UNet, and the UNet.
+        weights_bypass_reason: why no plan can be made of the UNet as its weights are, in words for the user.
+    """
+
+    unet: str
+    token_merging: str
+    read: frozenset[str]
+    bookkeeping: frozenset[str]
+    state: Callable[[Any, nn.Module], tuple[Any, ...]]
+    weights_bypass_reason: Callable[[Any, nn.Module], str | None]
+
+
+IN_PARTS = (
+    "Forge keeps a part of the UNet in system memory, for want of GPU memory; a smaller picture or model is accelerated"
+)
+
+
+def _neo_state(holder: Any, unet: nn.Module) -> tuple[Any, ...]:
+    noted = ("model_lowvram", "lowvram_patch_counter", "current_weight_patches_uuid", "model_loaded_weight_memory")
+    return tuple(getattr(holder, name, None) for name in noted)
+
+
+def _neo_bypass_reason(holder: Any, unet: nn.Module) -> str | None:
+    if getattr(holder, "model_lowvram", False):
+        return IN_PARTS
+    layers = [m for m in unet.modules() if hasattr(m, "parameters_manual_cast")]
+    if any(m.weight_function or m.bias_function for m in layers):
+        return (
+            "LoRA is computed inside the layers; "
+            "set Diffusion in Low Bits to a choice without 'fp16 LoRA' to accelerate"
+        )
+    computed = getattr(holder, "computation_dtype", None)
+    # of some kinds of quantisation the layers cast nothing, and have weights of other kinds
+    odd = any(type(p) is not nn.Parameter or p.dtype is not computed for p in unet.parameters())
+    if odd or any(m.parameters_manual_cast for m in layers):
+        return (
+            f"the model is quantised or stored in {getattr(holder, 'storage_dtype', 'another type')}; "
+            "set Diffusion in Low Bits to Automatic, and load a model in half precision, to accelerate"
+        )
+    return None
+
+
+NEO = Program(
+    "IntegratedUNet2DConditionModel",
+    "backend.misc.tomesd",
+    frozenset({"timesteps", "context", "y", "control"}),
+    frozenset(
+        {
+            "forge_patched_weights",
+            "forge_force_cast_weights",
+            "prev_parameters_manual_cast",
+            # a layer has lists of its own once it was loaded; while anything is in them, calls are bypassed
+            "weight_function",
+            "bias_function",
+        }
+    ),
+    _neo_state,
+    _neo_bypass_reason,
+)
+
+_CAST, _CAST_BEFORE = "ldm_patched_cast_weights", "prev_ldm_patched_cast_weights"
+
+
+def _classic_state(holder: Any, unet: nn.Module) -> tuple[Any, ...]:
+    # a model that is loaded in parts has the mark on all of its layers
+    layer = next((m for m in unet.modules() if hasattr(m, _CAST)), None)
+    return () if layer is None else (getattr(layer, _CAST), _CAST_BEFORE in vars(layer), layer.weight.device)
+
+
+def _classic_bypass_reason(holder: Any, unet: nn.Module) -> str | None:
+    layers = [m for m in unet.modules() if hasattr(m, _CAST)]
+    if any(_CAST_BEFORE in vars(m) for m in layers):
+        return IN_PARTS
+    dtypes = {p.dtype for p in unet.parameters()}
+    if len(dtypes) > 1 or any(getattr(m, _CAST) for m in layers):
+        kinds = ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
+        return f"the model is quantised or stored in {kinds}; load one that is not quantised to accelerate"
+    return None
+
+
+CLASSIC = Program(
+    "UNetModel",
+    "ldm_patched.modules.tomesd",
+    frozenset({"timesteps", "context", "y", "control"}),
+    # a layer that was loaded in parts keeps the first as an attribute of its own; while it is true, calls are bypassed
+    frozenset({_CAST, _CAST_BEFORE}),
+    _classic_state,
+    _classic_bypass_reason,
+)
