@@ -32,7 +32,7 @@ class Mutation(NamedTuple):
 
 def every() -> list[Mutation]:
     """All of them, in the order of a call."""
-    from mutations import calls, graphs, proof, recorded, weights
+    from mutations import calls, graphs, programs, proof, recorded, weights
 
     return [
         *calls.MUTATIONS,
@@ -40,4 +40,5 @@ def every() -> list[Mutation]:
         *weights.MUTATIONS,
         *graphs.MUTATIONS,
         *recorded.MUTATIONS,
+        *programs.MUTATIONS,
     ]

@@ -1,0 +1,57 @@
+"""What keeps plans in Forge Classic right and small, and measured choices of kernels true."""
+
+from __future__ import annotations
+
+from mutations import Mutation
+
+_CLASSIC = "hosts/adapters/test_forge_classic.py::"
+_PRODUCTS = "passes/test_mma_products.py::"
+_LINEAR = "kernels/linear/test_mma_linear.py::"
+
+MUTATIONS = [
+    Mutation(
+        "a backup that is the memory of plans", "hosts/forge/memory.py",
+        "patcher.backup[name] = weight.detach().clone()", "pass",
+        (_CLASSIC + "test_plans_are_kept_for_another_lora_and_another_checkpoint",),
+    ),
+    Mutation(
+        "weights that no LoRA patched, on a small card", "hosts/forge/memory.py",
+        "patcher.model.to(patcher.offload_device)", "pass",
+        (_CLASSIC + "test_on_a_gpu_what_forge_moves_off_is_held_only_where_there_is_room",),
+    ),
+    Mutation(
+        "a UNet that is loaded in parts", "hosts/forge/programs.py",
+        "if any(_CAST_BEFORE in vars(m) for m in layers):", "if False:",
+        (_CLASSIC + "test_a_unet_that_is_loaded_in_parts_or_cast_is_bypassed_while_it_is",),
+    ),
+    Mutation(
+        "weights that are cast in each layer", "hosts/forge/programs.py",
+        "if len(dtypes) > 1 or any(getattr(m, _CAST) for m in layers):", "if False:",
+        (_CLASSIC + "test_a_unet_that_is_loaded_in_parts_or_cast_is_bypassed_while_it_is",),
+    ),
+    Mutation(
+        "another Forge Classic", "hosts/forge/versions.py",
+        "return None if release in KNOWN_CLASSIC else", "return None if True else",
+        (_CLASSIC + "test_another_state_of_its_files_gets_its_own_forward_and_one_line",),
+    ),
+    Mutation(
+        "launches that are late", "kernels/backend/gpu_clock.py",
+        "if not woke:", "if True:",
+        ("kernels/backend/test_gpu_clock.py::test_launches_that_are_late_are_timed_again_after_a_longer_sleep",),
+    ),
+    Mutation(
+        "sums that measurements would overwrite", "kernels/linear/mma_choice.py",
+        "copies.append(residual.clone())", "copies.append(residual)",
+        (_LINEAR + "test_the_faster_one_computes_it",),
+    ),
+    Mutation(
+        "exact sums that the user has not left", "passes/mma_products.py",
+        "half_sums = ctx.faster_sums and kind == torch.float16", "half_sums = kind == torch.float16",
+        (_PRODUCTS + "test_linear_layers",),
+    ),
+    Mutation(
+        "plans whose calls are rare", "passes/mma_products.py",
+        "if not half_sums and (ctx.most_bytes is not None or", "if not half_sums and (",
+        (_PRODUCTS + "test_plans_whose_calls_are_rare_stay_unless_sums_are_chosen",),
+    ),
+]  # fmt: skip
