@@ -105,7 +105,8 @@ def _classic_bypass_reason(holder: Any, unet: nn.Module) -> str | None:
 CLASSIC = Program(
     "UNetModel",
     "ldm_patched.modules.tomesd",
-    frozenset({"timesteps", "context", "y", "control"}),
+    # the last three are of models for video, which have the same class
+    frozenset({"timesteps", "context", "y", "control", "num_video_frames", "image_only_indicator", "time_context"}),
     # a layer that was loaded in parts keeps the first as an attribute of its own; while it is true, calls are bypassed
     frozenset({_CAST, _CAST_BEFORE}),
     _classic_state,

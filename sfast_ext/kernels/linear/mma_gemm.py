@@ -192,8 +192,7 @@ def conv2d(
     tile: Tile | None = None,
 ) -> Tensor:
     """x (N, C, H, W), weight (K, C, 3, 3), bias (K) -> (N, K, H / stride, W / stride), rounded up; padding 1; of
-    operands that are `conv2d_readable`. half_sums, tile and errors: as of
-    `linear`."""
+    operands that are `conv2d_readable`. half_sums, tile and errors: as of `linear`."""
     sizes = [cdiv(size, stride) for size in x.shape[2:]]
     out = torch.empty(
         (x.shape[0], weight.shape[0], *sizes), dtype=x.dtype, device=x.device, memory_format=torch.channels_last

@@ -110,6 +110,15 @@ def test_a_unet_that_is_loaded_in_parts_or_cast_is_bypassed_while_it_is(host):
     assert same(host.generate(), reference()) and count("plans run") > runs and count("captures") == 1
 
 
+def test_what_the_forward_reads_is_passed_on_and_nothing_else(host):
+    session = ClassicSession.running
+    assert isinstance(session, ClassicSession)
+    read = {"context": 1, "y": 2, "control": None, "num_video_frames": 14, "image_only_indicator": 3, "time_context": 4}
+    given = {**read, "transformer_options": {"sigmas": [1.0]}, "control_model": host}
+    found = session._hooks_for(host.unet).arguments
+    assert found is not None and found(("x",), given) == (("x",), {**read, "transformer_options": {}})
+
+
 def test_while_the_checkpoint_is_exchanged_there_is_no_model(host):
     unet = host.unet
     host.generate()
