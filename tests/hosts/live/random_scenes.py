@@ -1,0 +1,121 @@
+"""Random scenes in a real Forge: `python -m hosts.live.random_scenes --host classic --scenes 2000 --seed 0`.
+
+A scene is a picture with a size, number, prompt, LoRAs, sampler and kind of its own, of the checkpoint that is loaded
+or of another. All are made by the WebUI alone, then by one with the extension: pictures must be the same. What fails is
+played again by the command that it names, with the scenes of its hundred.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import forge
+from .a1111 import IMG2IMG, INIT, PLAIN, TOLERANCE, Round, apart, play
+from .webui import WebUI
+
+HOSTS = {"neo": forge.NEO, "classic": forge.CLASSIC}
+EACH = 100
+"""Scenes of one seed, which a WebUI of its own makes."""
+FIRST = "first"
+CHECKPOINTS = ("one", "other", "three")
+SIZES = ((64, 64), (64, 64), (128, 128), (72, 136), (192, 64))
+SAMPLERS = ("Euler", "Euler a", "Heun", "DPM++ 2M")
+LONG = "and many more words that make it longer than the length that a text model reads at once, " * 4
+
+
+def scenes(seed: int, count: int) -> Round:
+    """Steps that a seed stands for: each is a picture, before some another checkpoint is loaded."""
+    draw = random.Random(seed)
+    found: Round = []
+    for number in range(count):
+        if draw.random() < 0.12:
+            name = draw.choice(CHECKPOINTS)
+            found.append((f"to {name}", "options", {"sd_model_checkpoint": f"{name}.safetensors"}))
+        found.append((f"{seed}/{number}", *_picture(draw)))
+    return found
+
+
+def _picture(draw: random.Random) -> tuple[str, dict[str, Any]]:
+    width, height = draw.choice(SIZES)
+    prompt = draw.choice(("a dog", "a ship on the sea", "a dog AND a ship:0.6", "[a dog:a ship:0.5]", LONG))
+    # weak ones: stronger ones make of rounding another picture
+    for name in draw.sample(("strong", "second"), draw.choice((0, 0, 1, 1, 2))):
+        prompt += f" <lora:{name}:{draw.choice((-0.1, 0.05, 0.1, 0.2))}>"
+    payload = {**PLAIN, "prompt": prompt, "width": width, "height": height, "seed": draw.randrange(1000)}
+    payload |= {
+        "sampler_name": draw.choice(SAMPLERS),
+        "steps": draw.randint(2, 4),
+        "batch_size": draw.choice((1, 1, 2)),
+    }
+    payload |= {"cfg_scale": draw.choice((7.0, 7.0, 1.0)), "negative_prompt": draw.choice(("", "a cat", LONG))}
+    kind = draw.random()
+    if kind < 0.2:
+        return "img2img", {**payload, "init_images": [INIT], "denoising_strength": 0.6}
+    if kind < 0.3:
+        hires = {"enable_hr": True, "hr_scale": 1.5, "hr_upscaler": "None", "denoising_strength": 0.5}
+        return "txt2img", {**payload, **hires, "hr_cfg_scale": 7.0, "hr_additional_modules": ["Use same choices"]}
+    return "txt2img", payload
+
+
+def played(webui: WebUI, steps: Round) -> Iterator[tuple[str, list[str]]]:
+    """The pictures of scenes by their names."""
+    for name, route, payload in steps:
+        pictures = play(webui, route, payload)
+        if pictures:
+            yield name, pictures
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Play scenes; returns 1 where a picture was another."""
+    parser = argparse.ArgumentParser(prog="hosts.live.random_scenes", description=__doc__)
+    parser.add_argument("--host", choices=HOSTS, required=True)
+    parser.add_argument("--scenes", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0, help=f"of the first {EACH} scenes; the next have the next")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(given)
+    program, began, faults = HOSTS[options.host], time.monotonic(), list[str]()
+    counters: Counter[str] = Counter()
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        data = forge.make(Path(folder), program)
+        for first in range(0, options.scenes, EACH):
+            seed = options.seed + first // EACH
+            steps = scenes(seed, min(EACH, options.scenes - first))
+            # the first picture from another differs from its repetitions by itself: Forge draws noise anew for it
+            begin: Round = [("", "options", {"sd_model_checkpoint": "one.safetensors"}), (FIRST, "img2img", IMG2IMG)]
+            begin += steps
+            with forge.start(data, "stock", {"disabled_extensions": ["stable-fast"]}, program) as webui:
+                expected = dict(played(webui, begin))
+            with forge.start(data, "extended", {"sfast_allow_cpu": True}, program) as webui:
+                for name, pictures in played(webui, begin):
+                    if name == FIRST:
+                        continue
+                    difference = apart(pictures, expected[name])
+                    worst = max(worst, difference)
+                    if difference > TOLERANCE:
+                        again = f"--host {options.host} --scenes {EACH} --seed {seed}"
+                        faults.append(f"{name}: {difference:.2f} of 255 apart; {again}")
+                        print(faults[-1], flush=True)
+                status = webui.get("/sfast/v1/status")
+            counters.update(status["counters"])
+            if status["last_error"] is not None:
+                faults.append(f"seed {seed}: {status['last_error']}")
+            told = {"scenes": first + len(expected) - 1, "worst": round(worst, 4), "counters": dict(counters)}
+            told |= {"faults": faults, "seconds": round(time.monotonic() - began)}
+            print(json.dumps(told), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps({"host": program.name, **told}, indent=1), encoding="utf-8")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
