@@ -47,6 +47,8 @@ class ForgeSession(WebUISession):
 
     def __init__(self, version: str) -> None:
         super().__init__(version)
+        # each status has it, and Forge Classic is known by its files
+        self._host_version = versions.words()
         self._hooks: weakref.WeakKeyDictionary[nn.Module, ForgeHooks] = weakref.WeakKeyDictionary()
         self._unets = Attachment(self._hooks_for, self.report)
         self.attachments = (self._unets,)
@@ -65,7 +67,7 @@ class ForgeSession(WebUISession):
 
     def host_version(self) -> str:
         """The release."""
-        return versions.words()
+        return self._host_version
 
     def model_name(self) -> str | None:
         """The title of the checkpoint."""

@@ -151,6 +151,12 @@ def test_another_state_of_its_files_gets_its_own_forward_and_one_line(capsys):
         assert same(host.generate(), reference()) and accelerator_of(host.unet) is None
 
 
+def test_a_status_reads_no_files(host, monkeypatch):
+    read: list[bool] = []
+    monkeypatch.setattr(versions, "_digest", lambda: read.append(True))
+    assert status()["host"]["version"] == "classic 1.11, 1.12" and not read
+
+
 def test_the_digest_is_of_what_the_adapter_relies_on(monkeypatch, tmp_path: Path):
     package = ModuleType("ldm_patched.modules")
     package.__path__ = [str(tmp_path)]

@@ -216,6 +216,8 @@ class ModelPatcher:
 class Host:
     """The WebUI: `load` and `generate` raise the events that the real one raises, in its order."""
 
+    LAYER: type = Layer
+
     def __init__(self, settings: dict[str, Any], place: torch.device) -> None:
         self.callbacks: dict[str, list[Callable[..., Any]]] = defaultdict(list)
         self.errors: list[BaseException] = []
@@ -306,7 +308,7 @@ class Host:
         objects.unet = self.model_data.sd_model.original
         for name, strength in multipliers.items():
             objects.unet = objects.unet.clone()
-            kinds = (n for n, m in self.unet.named_modules() if isinstance(m, Layer))
+            kinds = (n for n, m in self.unet.named_modules() if isinstance(m, self.LAYER))
             layers = (n for n in kinds if everywhere or ".attn" in n)
             keys = [f"diffusion_model.{n}.weight" for n in layers]
             objects.unet.add_patches(dict.fromkeys(keys, name), strength, online_mode=online)

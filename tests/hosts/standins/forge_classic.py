@@ -137,6 +137,8 @@ class LoadedModel:
 class Host(forge.Host):
     """The WebUI."""
 
+    LAYER = Layer
+
     def __init__(self, settings: dict[str, Any], place: torch.device) -> None:
         super().__init__(settings, place)
         self.version = _module("modules_forge.forge_version", version=versions.CLASSIC)
@@ -171,15 +173,6 @@ class Host(forge.Host):
 
     def _made(self, seed: int, channels: int, unet: nn.Module | None) -> Any:
         return ModelPatcher(BaseModel(make_unet(seed, channels) if unet is None else unet), self.place)
-
-    def lora(self, online: bool = False, everywhere: bool = False, **multipliers: float) -> None:
-        objects = self.model_data.sd_model.forge_objects
-        objects.unet = self.model_data.sd_model.original
-        for name, strength in multipliers.items():
-            objects.unet = objects.unet.clone()
-            kinds = (n for n, m in self.unet.named_modules() if isinstance(m, Layer))
-            keys = [f"diffusion_model.{n}.weight" for n in kinds if everywhere or ".attn" in n]
-            objects.unet.add_patches(dict.fromkeys(keys, name), strength)
 
     def _free_memory(self, memory_required: float, device: Any, keep_loaded: Any = ()) -> None:
         for loaded in [each for each in self.on_the_gpu if each not in keep_loaded]:
