@@ -106,4 +106,53 @@ class SDNext:
         self.module.model_loaded(webui)
 
 
-HOSTS: dict[str, type[A1111] | type[SDNext]] = {"a1111": A1111, "sdnext": SDNext}
+class ForgeNeo:
+    """Forge Neo, see `tests/hosts/live/forge.py`."""
+
+    variable = "SFAST_FORGE_DIR"
+    # it has no upscalers of latents
+    hires = {
+        **A1111.hires, "hr_upscaler": "None", "hr_cfg_scale": 7.0, "hr_additional_modules": ["Use same choices"]
+    }  # fmt: skip
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        from tests.hosts.live import forge, webui
+        from tests.hosts.live.a1111 import make_data
+
+        self.module = forge
+        self.program = next(each for each in (forge.NEO, forge.CLASSIC) if f"{each.variable}_DIR" == self.variable)
+        models, self.data = folder / "models", folder / "data"
+        if options.checkpoint is None:
+            made = "one" if options.tiny else LARGE[options.model]
+            forge.make_models(models, self.program, *([] if options.tiny else [made]))
+            checkpoint = f"{made}.safetensors"
+        else:
+            checkpoint = linked(options.checkpoint, models / "Stable-diffusion")
+        self.data.mkdir()
+        make_data(self.data, models, vae_plans=False)
+        webui.add_extension(self.data, "sfast-probe", PROBE.read_text(encoding="utf-8"))
+        self.settings = {"sd_model_checkpoint": checkpoint, "sfast_allow_cpu": options.tiny}
+
+    def start(self, way: str, number: int, flags: str) -> Any:
+        """See `Host`."""
+        without = {"disabled_extensions": ["stable-fast"]} if way == "stock" else {}
+        settings = {**self.settings, **WAYS[way], **without}
+        return self.module.start(self.data, f"{way}-{number}", settings, self.program, flags)
+
+    def ready(self, webui: Any) -> None:
+        """See `Host`: it is when it answers."""
+
+
+class ForgeClassic(ForgeNeo):
+    """Forge Classic."""
+
+    variable = "SFAST_FORGE_CLASSIC_DIR"
+    hires = {**A1111.hires, "hr_cfg_scale": 7.0}
+
+
+HOSTS: dict[str, type[A1111] | type[SDNext] | type[ForgeNeo]] = {
+    "a1111": A1111,
+    "sdnext": SDNext,
+    "forge-neo": ForgeNeo,
+    "forge-classic": ForgeClassic,
+}

@@ -53,7 +53,16 @@ SDNEXT = [
     ("extra networks", "modules.extra_networks", "activate"),
     ("PNG and base64", "modules.api.helpers", "encode_pil_to_base64"),
 ]
-PHASES = SDNEXT if importlib.util.find_spec("modules.processing_diffusers") else A1111
+FORGE = [
+    *(phase for phase in A1111 if phase[0] not in ("UNet", "NaN check")),
+    # its UNet's own call may be no other function, see `SDNEXT`
+    ("weights to the GPU", "modules.sd_samplers_kdiffusion", "sampling_prepare"),
+]
+PHASES = A1111
+if importlib.util.find_spec("modules.processing_diffusers"):
+    PHASES = SDNEXT
+elif importlib.util.find_spec("modules_forge"):
+    PHASES = FORGE
 phases: list[tuple[str, int, int]] = []
 profiler: list[torch.profiler.profile] = []
 

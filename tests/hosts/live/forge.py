@@ -75,19 +75,25 @@ SETTINGS: dict[str, Any] = {
 def make(folder: Path, program: Program = NEO) -> Path:
     """A data directory with models and the checkout among the extensions."""
     models = folder / "made"
-    command = [program.python, str(CHECKOUT / "tests" / "hosts" / "live" / "forge_models.py"), str(models)]
-    made = subprocess.run(command, cwd=program.folder, capture_output=True, text=True, timeout=300, check=False)
-    assert made.returncode == 0, made.stderr
+    make_models(models, program)
     data = folder / "data"
     data.mkdir()
     return make_data(data, models)
 
 
-def start(data: Path, name: str, settings: dict[str, Any], program: Program = NEO) -> WebUI:
+def make_models(folder: Path, program: Program, *large: str) -> None:
+    """Small checkpoints and LoRAs, in a folder that is not there yet, or a large checkpoint: see `forge_full.py`."""
+    script = CHECKOUT / "tests" / "hosts" / "live" / ("forge_full.py" if large else "forge_models.py")
+    command = [program.python, str(script), str(folder), *large]
+    made = subprocess.run(command, cwd=program.folder, capture_output=True, text=True, timeout=300, check=False)
+    assert made.returncode == 0, made.stderr
+
+
+def start(data: Path, name: str, settings: dict[str, Any], program: Program = NEO, flags: str | None = None) -> WebUI:
     """The WebUI with these settings, and a log of its own."""
     config = data / f"{name}.json"
     config.write_text(json.dumps({**SETTINGS, **settings}), encoding="utf-8")
-    command = [*shlex.split(program.flags), *shlex.split(WITHOUT_NETWORK)]
+    command = [*shlex.split(program.flags if flags is None else flags), *shlex.split(WITHOUT_NETWORK)]
     command += ["--data-dir", str(data), "--ui-settings-file", str(config)]
     return WebUI([program.python, "launch.py", *command], Path(program.folder or ""), data / f"{name}.log")
 

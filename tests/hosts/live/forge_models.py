@@ -99,19 +99,20 @@ def main(out: Path) -> None:
 
 def randomise(prefix: str, model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """Weights in half precision that keep activations near one."""
-    generator = torch.Generator().manual_seed(seed)
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(where).manual_seed(seed)
     state = {}
     for name, value in model.state_dict().items():
         if not value.is_floating_point():
             continue
-        noise = torch.randn(value.shape, generator=generator)
+        noise = torch.randn(value.shape, generator=generator, device=where)
         if value.dim() > 1:
             noise *= value[0].numel() ** -0.5
         elif name.endswith("weight"):
             noise = 1 + 0.1 * noise
         else:
             noise *= 0.05
-        state[prefix + name] = noise.half()
+        state[prefix + name] = noise.half().cpu()
     return state
 
 

@@ -15,17 +15,20 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from . import forge
-from .a1111 import IMG2IMG, INIT, PLAIN, TOLERANCE, Round, apart, play
+from .a1111 import IMG2IMG, INIT, PLAIN, TOLERANCE, Round, apart, make_data, play
 from .webui import WebUI
 
 HOSTS = {"neo": forge.NEO, "classic": forge.CLASSIC}
 EACH = 100
 """Scenes of one seed, which a WebUI of its own makes."""
 FIRST = "first"
+HALF = 2.5
+"""What is allowed in half precision: there a WebUI's own pictures are up to 1.4 of 255 from those in float32."""
 CHECKPOINTS = ("one", "other", "three")
 SIZES = ((64, 64), (64, 64), (128, 128), (72, 136), (192, 64))
 SAMPLERS = ("Euler", "Euler a", "Heun", "DPM++ 2M")
@@ -74,47 +77,80 @@ def played(webui: WebUI, steps: Round) -> Iterator[tuple[str, list[str]]]:
             yield name, pictures
 
 
+@dataclass
+class Found:
+    """What was seen so far."""
+
+    scenes: int = 0
+    worst: float = 0.0
+    counters: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+    def fault(self, words: str) -> None:
+        self.faults.append(words)
+        print(words, flush=True)
+
+
+def compare(data: Path, program: forge.Program, steps: Round, again: str, found: Found) -> None:
+    """Play these scenes without the extension and with it.
+
+    Args:
+        again: the arguments that play them again.
+    """
+    tolerance = TOLERANCE if "fp32" in program.flags else HALF
+    # the first picture from another differs from its repetitions by itself: Forge draws noise anew for it
+    begin: Round = [("", "options", {"sd_model_checkpoint": "one.safetensors"}), (FIRST, "img2img", IMG2IMG), *steps]
+    with forge.start(data, "stock", {"disabled_extensions": ["stable-fast"]}, program) as webui:
+        expected = dict(played(webui, begin))
+    with forge.start(data, "extended", {"sfast_allow_cpu": True}, program) as webui:
+        for name, pictures in played(webui, begin):
+            if name == FIRST:
+                continue
+            difference = apart(pictures, expected[name])
+            found.scenes += 1
+            found.worst = max(found.worst, difference)
+            if difference > tolerance:
+                found.fault(f"{name}: {difference:.2f} of 255 apart; {again}")
+        status = webui.get("/sfast/v1/status")
+    found.counters.update(status["counters"])
+    if status["last_error"] is not None:
+        found.fault(f"{status['last_error']}; {again}")
+
+
 def main(given: Sequence[str] | None = None) -> int:
-    """Play scenes; returns 1 where a picture was another."""
+    """Play scenes; returns 1 where a picture was another. What was seen until Ctrl-C is told as well."""
     parser = argparse.ArgumentParser(prog="hosts.live.random_scenes", description=__doc__)
     parser.add_argument("--host", choices=HOSTS, required=True)
     parser.add_argument("--scenes", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help=f"of the first {EACH} scenes; the next have the next")
+    parser.add_argument("--models", type=Path, metavar="FOLDER", help="models of several runs; made if missing")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(given)
-    program, began, faults = HOSTS[options.host], time.monotonic(), list[str]()
-    counters: Counter[str] = Counter()
-    worst = 0.0
+    program, began, found = HOSTS[options.host], time.monotonic(), Found()
+
+    def tell() -> None:
+        told = {"host": program.name, "flags": program.flags, **vars(found)}
+        told["seconds"] = round(time.monotonic() - began)
+        print(json.dumps(told), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(told, indent=1), encoding="utf-8")
+
     with tempfile.TemporaryDirectory() as folder:
-        data = forge.make(Path(folder), program)
-        for first in range(0, options.scenes, EACH):
-            seed = options.seed + first // EACH
-            steps = scenes(seed, min(EACH, options.scenes - first))
-            # the first picture from another differs from its repetitions by itself: Forge draws noise anew for it
-            begin: Round = [("", "options", {"sd_model_checkpoint": "one.safetensors"}), (FIRST, "img2img", IMG2IMG)]
-            begin += steps
-            with forge.start(data, "stock", {"disabled_extensions": ["stable-fast"]}, program) as webui:
-                expected = dict(played(webui, begin))
-            with forge.start(data, "extended", {"sfast_allow_cpu": True}, program) as webui:
-                for name, pictures in played(webui, begin):
-                    if name == FIRST:
-                        continue
-                    difference = apart(pictures, expected[name])
-                    worst = max(worst, difference)
-                    if difference > TOLERANCE:
-                        again = f"--host {options.host} --scenes {EACH} --seed {seed}"
-                        faults.append(f"{name}: {difference:.2f} of 255 apart; {again}")
-                        print(faults[-1], flush=True)
-                status = webui.get("/sfast/v1/status")
-            counters.update(status["counters"])
-            if status["last_error"] is not None:
-                faults.append(f"seed {seed}: {status['last_error']}")
-            told = {"scenes": first + len(expected) - 1, "worst": round(worst, 4), "counters": dict(counters)}
-            told |= {"faults": faults, "seconds": round(time.monotonic() - began)}
-            print(json.dumps(told), flush=True)
-            if options.json:
-                options.json.write_text(json.dumps({"host": program.name, **told}, indent=1), encoding="utf-8")
-    return bool(faults)
+        models = options.models or Path(folder, "made")
+        if not models.is_dir():
+            forge.make_models(models, program)
+        data = Path(folder, "data")
+        data.mkdir()
+        make_data(data, models)
+        try:
+            for first in range(0, options.scenes, EACH):
+                seed, count = options.seed + first // EACH, min(EACH, options.scenes - first)
+                again = f"--host {options.host} --scenes {count} --seed {seed}"
+                compare(data, program, scenes(seed, count), again, found)
+                tell()
+        except KeyboardInterrupt:
+            tell()
+    return bool(found.faults)
 
 
 if __name__ == "__main__":

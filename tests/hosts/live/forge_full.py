@@ -1,0 +1,92 @@
+"""A checkpoint of random weights, as large as SD 1.5 or SDXL, for a real Forge Neo or Classic: run by its interpreter,
+in its directory.
+
+    python forge_full.py OUT full|full-xl
+
+writes Stable-diffusion/full.safetensors or full-xl.safetensors in fp16 there.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from forge_models import CONFIG, of_classic, of_neo, randomise
+
+UNETS: dict[str, dict[str, Any]] = {
+    "full": {
+        "channel_mult": [1, 2, 4, 4],
+        "num_res_blocks": [2] * 4,
+        "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
+        "transformer_depth_output": [1] * 9 + [0] * 3,
+        "transformer_depth_middle": 1,
+        "context_dim": 768,
+        "num_heads": 8,
+    },
+    "full-xl": {
+        "channel_mult": [1, 2, 4],
+        "num_res_blocks": [2] * 3,
+        "transformer_depth": [0, 0, 2, 2, 10, 10],
+        "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
+        "transformer_depth_middle": 10,
+        "context_dim": 2048,
+        "num_heads": -1,
+        "num_head_channels": 64,
+        "use_linear_in_transformer": True,
+        "num_classes": "sequential",
+        "adm_in_channels": 2816,
+    },
+}
+OPEN_CLIP, LAYERS = 1280, 32
+"""Width and depth of SDXL's second text model."""
+
+
+class OpenCLIP(torch.nn.Module):
+    """The parameters of OpenCLIP's ViT-bigG/14 text model by its names; it computes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positional_embedding = torch.nn.Parameter(torch.empty(77, OPEN_CLIP))
+        self.text_projection = torch.nn.Parameter(torch.empty(OPEN_CLIP, OPEN_CLIP))
+        self.logit_scale = torch.nn.Parameter(torch.ones([]))
+        self.token_embedding = torch.nn.Embedding(49408, OPEN_CLIP)
+        self.ln_final = torch.nn.LayerNorm(OPEN_CLIP)
+        self.transformer = torch.nn.Module()
+        self.transformer.resblocks = torch.nn.ModuleList(_block() for _ in range(LAYERS))
+
+
+def _block() -> torch.nn.Module:
+    block = torch.nn.Module()
+    block.ln_1, block.ln_2 = torch.nn.LayerNorm(OPEN_CLIP), torch.nn.LayerNorm(OPEN_CLIP)
+    block.attn = torch.nn.MultiheadAttention(OPEN_CLIP, 20)
+    block.mlp = torch.nn.Module()
+    block.mlp.c_fc = torch.nn.Linear(OPEN_CLIP, 4 * OPEN_CLIP)
+    block.mlp.c_proj = torch.nn.Linear(4 * OPEN_CLIP, OPEN_CLIP)
+    return block
+
+
+def main(out: Path, name: str) -> None:
+    make_unet, text, vae = of_neo() if CONFIG.is_dir() else of_classic()
+    from safetensors.torch import save_file
+
+    # torch's own initial values are not read, and take a minute
+    with torch.device("meta"):
+        unet = make_unet(in_channels=4, model_channels=320, out_channels=4, use_spatial_transformer=True, **UNETS[name])
+        second = OpenCLIP()
+    parts = {"model.diffusion_model.": unet, "first_stage_model.": vae}
+    if name == "full":
+        parts["cond_stage_model.transformer."] = text
+    else:
+        parts["conditioner.embedders.0.transformer."] = text
+        parts["conditioner.embedders.1.model."] = second
+    state = {}
+    for seed, (prefix, model) in enumerate(parts.items()):
+        state.update(randomise(prefix, model, seed))
+    (out / "Stable-diffusion").mkdir(parents=True, exist_ok=True)
+    save_file(state, out / "Stable-diffusion" / f"{name}.safetensors")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve(), sys.argv[2])

@@ -1,0 +1,36 @@
+"""The benchmark of whole pictures in a real Forge Neo and Classic, with a small model on a CPU."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from benchmarks.webui import pictures
+
+from . import forge
+from .a1111 import TOLERANCE
+from .test_a1111_benchmark import TOLD
+
+KINDS = ["txt2img", "hires", "img2img"]
+
+
+@pytest.mark.parametrize(
+    ("host", "program"),
+    [
+        pytest.param("forge-neo", forge.NEO, marks=forge.NEO.marks),
+        pytest.param("forge-classic", forge.CLASSIC, marks=forge.CLASSIC.marks),
+    ],
+)
+def test_pictures_of_each_kind_are_timed_and_taken_apart(host: str, program: forge.Program, tmp_path: Path):
+    said = {**TOLD, "host": host, "kinds": KINDS, "flags": [program.flags], "breakdown": 1, "pictures": 1}
+    rows = pictures.measure(argparse.Namespace(**said | {"sizes": [(64, 64)]}), tmp_path)["rows"]
+    assert [row["kind"] for row in rows] == KINDS
+    for row in rows:
+        assert row["plans_ran"] > 0 and row["last_error"] is None and max(row["apart_of_255"]) < TOLERANCE
+        for found in row["breakdown"].values():
+            phases = found["phases"]
+            always = {pictures.CLIENT, "process_images", "text encoders", "sampler", "guidance", "VAE"}
+            assert always | {"weights to the GPU"} <= phases.keys()
+            assert all(phases[name]["cpu_ms"] > 0 for name in always)
