@@ -9,6 +9,8 @@ from typing import Any, Protocol
 WAYS: dict[str, dict[str, Any]] = {"stock": {}, "unet": {"sfast_vae": False}, "extended": {}}
 """Settings of the WebUI for each way: without the extension, with the UNet alone accelerated, with all."""
 PROBE = Path(__file__).with_name("probe.py")
+SMALL_CARD = Path(__file__).with_name("small_card")
+"""A folder of packages that makes the GPU of a WebUI a small one."""
 LARGE = {"sd15": "full", "sdxl": "full-xl"}
 """Names of the checkpoints of random weights."""
 
@@ -57,11 +59,13 @@ class A1111:
         a1111.make_data(self.data, models, vae_plans=False)
         webui.add_extension(self.data, "sfast-probe", PROBE.read_text(encoding="utf-8"))
         self.settings = {"sd_model_checkpoint": checkpoint, "sfast_allow_cpu": options.tiny}
+        self.packages = SMALL_CARD if options.card else None
 
     def start(self, way: str, number: int, flags: str) -> Any:
         """See `Host`."""
         without = {"disabled_extensions": ["stable-fast"]} if way == "stock" else {}
-        return self.module.start(self.data, f"{way}-{number}", {**self.settings, **WAYS[way], **without}, flags=flags)
+        settings = {**self.settings, **WAYS[way], **without}
+        return self.module.start(self.data, f"{way}-{number}", settings, flags=flags, packages=self.packages)
 
     def ready(self, webui: Any) -> None:
         """See `Host`: it is when it answers."""
@@ -86,6 +90,7 @@ class SDNext:
         else:
             checkpoint = linked(options.checkpoint, self.models / "Stable-diffusion")
         self.device = "--use-cpu all" if options.tiny else ""
+        self.packages = SMALL_CARD if options.card else None
         needed = ("offline_mode", "sdnq_dequantize_compile", "server_rate_limit", "samples_save")
         self.settings = {name: sdnext.SETTINGS[name] for name in needed}
         self.settings |= {"sd_model_checkpoint": checkpoint, "sfast_allow_cpu": options.tiny}
@@ -99,7 +104,9 @@ class SDNext:
         (data / "models").symlink_to(self.models, target_is_directory=True)
         webui.add_extension(data, "sfast-probe", PROBE.read_text(encoding="utf-8"))
         settings, extension = {**self.settings, **WAYS[way]}, way != "stock"
-        return self.module.start(data, settings, extension=extension, flags=flags, device=self.device, common={})
+        return self.module.start(
+            data, settings, extension=extension, flags=flags, device=self.device, common={}, packages=self.packages
+        )
 
     def ready(self, webui: Any) -> None:
         """See `Host`."""
@@ -132,12 +139,13 @@ class ForgeNeo:
         make_data(self.data, models, vae_plans=False)
         webui.add_extension(self.data, "sfast-probe", PROBE.read_text(encoding="utf-8"))
         self.settings = {"sd_model_checkpoint": checkpoint, "sfast_allow_cpu": options.tiny}
+        self.packages = SMALL_CARD if options.card else None
 
     def start(self, way: str, number: int, flags: str) -> Any:
         """See `Host`."""
         without = {"disabled_extensions": ["stable-fast"]} if way == "stock" else {}
         settings = {**self.settings, **WAYS[way], **without}
-        return self.module.start(self.data, f"{way}-{number}", settings, self.program, flags)
+        return self.module.start(self.data, f"{way}-{number}", settings, self.program, flags, self.packages)
 
     def ready(self, webui: Any) -> None:
         """See `Host`: it is when it answers."""

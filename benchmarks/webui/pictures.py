@@ -4,12 +4,13 @@
     SFAST_SDNEXT_DIR=... python -m benchmarks.webui --host sdnext --flags=--medvram --breakdown 3
     python -m benchmarks.webui --flags= --flags=--opt-sdp-attention --size 512x512 --size 1024x1024
     python -m benchmarks.webui --model sdxl --size 1024x1024 --kind txt2img --kind hires --breakdown 3
+    SFAST_FORGE_DIR=... python -m benchmarks.webui --host forge-neo --model sdxl --size 1024x1024 --card 8
 
 For each set of flags a WebUI for each way on one GPU, each with its model loaded. All make the same pictures in turns,
 through the API: a request's whole time, with text model, sampling, VAE and PNG. Weights are random, as many as SD 1.5
 or SDXL has, unless a checkpoint is named. Where the WebUI is and by what it runs is told as for `tests/hosts/live`, see
 `a1111.py` and `sdnext.py` there. A breakdown is of further pictures, each of another prompt, under the profiler
-(`probe.py`, `breakdown.py`).
+(`probe.py`, `breakdown.py`). A card of less memory is emulated for each WebUI (`small_card/sitecustomize.py`).
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     weights = "random" if options.checkpoint is None else options.checkpoint.name
     described = {"host": options.host, "steps": options.steps, "sampler": SAMPLER}
-    described |= {"model": options.model, "weights": weights, "batch": options.batch}
+    described |= {"model": options.model, "weights": weights, "batch": options.batch, "card_gib": options.card}
     found = {**machine.describe(), **described, "rows": rows}
     webuis = {(flags, way): host.start(way, n, flags) for n, flags in enumerate(options.flags) for way in options.ways}
     with contextlib.ExitStack() as stack:
@@ -109,6 +110,8 @@ def pictures(
     from tests.hosts.live.webui import difference
 
     payload = payload_of(host, kind, width, height, options)
+    for webui in webuis.values():
+        webui.post("/sfast-probe/memory", {})
     before = {flags: webuis[flags, "extended"].get("/sfast/v1/status") for flags in options.flags}
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in webuis}
     apart: dict[str, list[float]] = {flags: [] for flags in options.flags}
@@ -133,6 +136,7 @@ def pictures(
             "ratio": round(median["stock"] / median["extended"], 3),
             "first_picture_s": {way: times[0] for way, times in taken_by.items()},
             "picture_s": {way: times[1:] for way, times in taken_by.items()},
+            "reserved_mb": {way: _reserved(webuis[flags, way]) for way in options.ways},
             "apart_of_255": apart[flags],
             "plans_ran": a1111.count(status, "plans run") - a1111.count(before[flags], "plans run"),
             "reasons": status["reasons_since_start"],
@@ -147,6 +151,11 @@ def pictures(
                 print("\n".join(breakdown.lines(way, found)), flush=True)
         rows.append(row)
     return rows
+
+
+def _reserved(webui: Any) -> int:
+    """MB that torch had reserved of the GPU's memory at most, since it was asked last."""
+    return round(webui.post("/sfast-probe/memory", {})["bytes"] / 1e6)
 
 
 def words(row: dict[str, Any], first: dict[str, Any]) -> str:
@@ -176,6 +185,7 @@ def main() -> int:
     parser.add_argument(
         "--kind", choices=sorted(KINDS), action="append", dest="kinds", help="of request (txt2img); hires doubles sizes"
     )
+    parser.add_argument("--card", type=float, metavar="GIB", help="memory of the card that is emulated (the GPU's own)")
     parser.add_argument("--batch", type=int, default=1, help="pictures at once (%(default)s)")
     parser.add_argument(
         "--way", choices=sorted(WAYS), action="append", dest="more", help="one more WebUI each: unet is without the VAE"
@@ -199,6 +209,8 @@ def main() -> int:
     if not os.environ.get(variable):
         print(f"benchmarks.webui needs a WebUI: {variable} names none", file=sys.stderr)
         return 2
+    if options.card:
+        os.environ["SFAST_CARD_GIB"] = str(options.card)
     # the tests' WebUIs get by with one
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
     with tempfile.TemporaryDirectory(prefix="sfast-") as folder:

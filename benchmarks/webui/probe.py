@@ -2,6 +2,7 @@
 
     POST /sfast-probe/start    begins
     POST /sfast-probe/stop     answers {"phases": [[name, begin, end], …], "busy": [[begin, end], …]}
+    POST /sfast-probe/memory   answers {"bytes": what torch has reserved of the GPU at most since the last one}
 
 Times are nanoseconds since 1970. Phases are calls of the functions below, which contain each other; of one thread, as
 the WebUI makes one picture at a time. `busy` are the times in which the GPU ran anything, by CUPTI; empty without one.
@@ -123,6 +124,14 @@ def add_routes(_: Any, app: FastAPI) -> None:
             torch.cuda.synchronize()
         profile.stop()
         return {"phases": phases, "busy": busy(profile) if torch.cuda.is_available() else []}
+
+    @app.post("/sfast-probe/memory")
+    def memory() -> dict[str, Any]:
+        if not torch.cuda.is_available():
+            return {"bytes": 0}
+        most = torch.cuda.max_memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        return {"bytes": most}
 
 
 script_callbacks.on_app_started(add_routes)

@@ -89,13 +89,25 @@ def make_models(folder: Path, program: Program, *large: str) -> None:
     assert made.returncode == 0, made.stderr
 
 
-def start(data: Path, name: str, settings: dict[str, Any], program: Program = NEO, flags: str | None = None) -> WebUI:
-    """The WebUI with these settings, and a log of its own."""
+def start(
+    data: Path,
+    name: str,
+    settings: dict[str, Any],
+    program: Program = NEO,
+    flags: str | None = None,
+    packages: Path | None = None,
+) -> WebUI:
+    """The WebUI with these settings, and a log of its own.
+
+    Args:
+        packages: see `WebUI`.
+    """
     config = data / f"{name}.json"
     config.write_text(json.dumps({**SETTINGS, **settings}), encoding="utf-8")
     command = [*shlex.split(program.flags if flags is None else flags), *shlex.split(WITHOUT_NETWORK)]
     command += ["--data-dir", str(data), "--ui-settings-file", str(config)]
-    return WebUI([program.python, "launch.py", *command], Path(program.folder or ""), data / f"{name}.log")
+    log = data / f"{name}.log"
+    return WebUI([program.python, "launch.py", *command], Path(program.folder or ""), log, packages=packages)
 
 
 def fixtures(program: Program, steps: Round) -> tuple[Any, Any, Any]:

@@ -19,6 +19,7 @@ TOLD = {
     "model": "sd15",
     "kinds": ["txt2img"],
     "batch": 1,
+    "card": None,
     "ways": ["stock", "extended"],
     "breakdown": 0,
     "json": None,
