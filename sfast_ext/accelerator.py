@@ -223,12 +223,12 @@ class Accelerator:
         graphs are captured again, as they hold the old addresses.
 
         Returns:
-            False if the module's own parameters use that memory; then nothing is freed.
+            False if the module's own parameters use some of that memory, which is not freed.
         """
-        given = self._model.give_memory_back()
+        given, used = self._model.give_memory_back()
         if given:
             self.report.count("memory_given_back")
-        return given is not None
+        return not used
 
     def fetch_weights(self) -> int:
         """Copy the weights of the module from another device into the memory of the plans; see `WeightArena.fetch`.

@@ -73,26 +73,27 @@ class ModelState(Generic[A]):
             except Exception as exc:
                 report.error("laying the weights back", exc)
 
-    def give_memory_back(self) -> bool | None:
-        """Free the GPU memory of all plans, while the host has the weights of the model on another device.
+    def give_memory_back(self) -> tuple[bool, bool]:
+        """Free the GPU memory of all plans that the module's own parameters do not use, while the host has the weights
+        of the model, or some of them, on another device.
 
         Returns:
-            True if memory was freed, False if plans hold none, None if the module's own parameters use it.
+            Whether memory was freed, and whether parameters use the rest.
         """
         with self.lock, contextlib.ExitStack() as locks:
             plans = [plan for each in self.accelerators() for plan in each.plans.values()]
             for pool in {id(pool): pool for plan in plans if (pool := pool_for(plan)) is not None}.values():
                 locks.enter_context(pool.lock)
-            given = self.arena.vacancies([weight for plan in plans for weight in plan.weights])
+            given, used = self.arena.vacancies([weight for plan in plans for weight in plan.weights])
             if not given:
-                return None if given is None else False
+                return False, used
             for plan in plans:
                 plan.drop_graph(pool_for(plan))
             for device in {plan.device for plan in plans if plan.device.type == "cuda"}:
                 # the last launch may still read it
                 torch.cuda.synchronize(device)
             self.arena.vacate(given)
-        return True
+        return True, used
 
 
 @dataclass

@@ -204,8 +204,8 @@ class WeightArena:
             changed = self._detector.changed()
             return self._copy_in(changed, anywhere=True) if changed else 0
 
-    def vacancies(self, weights: Sequence[Weight]) -> list[Vacancy] | None:
-        """The blocks of memory of `weights` that could be freed. None if a parameter of the module uses one.
+    def vacancies(self, weights: Sequence[Weight]) -> tuple[list[Vacancy], bool]:
+        """The blocks of memory of `weights` that could be freed, and whether parameters of the module use others.
 
         Args:
             weights: all weights that plans read.

@@ -60,8 +60,8 @@ class Vacancy:
                     layouts.record_memory(tensor, member.original)
 
 
-def vacancies(live: Iterable[Weight], known: Iterable[Weight], layouts: OriginalLayouts) -> list[Vacancy] | None:
-    """The blocks of live tensors. None if a parameter of the module uses one of them.
+def vacancies(live: Iterable[Weight], known: Iterable[Weight], layouts: OriginalLayouts) -> tuple[list[Vacancy], bool]:
+    """The blocks of live tensors that no parameter of the module uses, and whether parameters use others.
 
     Args:
         live: the weights that plans read.
@@ -73,11 +73,10 @@ def vacancies(live: Iterable[Weight], known: Iterable[Weight], layouts: Original
             block[id(weight)] = weight
     everything = [weight for block in blocks.values() for weight in block.values()]
     held = [container.get(name) for weight in everything for container, name in weight.slots]
-    if any(isinstance(value, torch.Tensor) and memory_of(value) in blocks for value in held):
-        return None
-    if any(len({w.tensor.dtype for w in block.values()}) > 1 for block in blocks.values()):
-        return None
-    return [_block(list(block.values()), layouts) for block in blocks.values()]
+    used = {memory_of(value) for value in held if isinstance(value, torch.Tensor)} & blocks.keys()
+    used |= {memory for memory, block in blocks.items() if len({w.tensor.dtype for w in block.values()}) > 1}
+    free = (list(block.values()) for memory, block in blocks.items() if memory not in used)
+    return [_block(weights, layouts) for weights in free], bool(used)
 
 
 def _block(weights: list[Weight], layouts: OriginalLayouts) -> Vacancy:

@@ -63,6 +63,29 @@ def test_nothing_is_given_back_where_the_module_lies_in_it(card: Card) -> None:
     assert case.counts("replays", "graph_captures") == [2, 1]
 
 
+@pytest.mark.parametrize("fetched", [False, True])
+def test_what_left_the_gpu_is_given_back_while_the_rest_lies_there(card: Card, fetched: bool) -> None:
+    case = Case(card)
+    part = case.net.blocks
+    part.to("cpu")
+    size = sum(p.nbytes for p in part.parameters())
+    before = card.allocated
+    # the rest of the module uses the memory of plans
+    assert not case.acc.give_memory_back()
+    assert before - card.allocated > 0.8 * size and card.graph_bytes == 0
+    assert case.counts("memory_given_back") == [1]
+    with torch.no_grad():
+        for each in (case.net, case.twin):
+            each.blocks[0].conv.weight.mul_(3)
+    if fetched:
+        assert case.acc.fetch_weights() > 0
+    part.to("cuda")
+    for _ in range(3):
+        case.same()
+    assert case.counts("captures", "graph_captures", "replays") == [1, 2, 4]
+    assert not case.acc.status()["weights"]["away"]
+
+
 @pytest.mark.parametrize("by", ["data", "parameters"])
 def test_plans_outlive_their_memory_and_graphs_are_captured_anew(card: Card, by: str) -> None:
     case = Case(card)

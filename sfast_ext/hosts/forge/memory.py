@@ -55,7 +55,11 @@ class ForgeMemory:
         return memory_management, base
 
     def _install_loading(self, management: Any, patcher: Any) -> list[Callable[[], None]]:
-        return [wrap(patcher, "load", self._load), wrap(patcher, "add_patches", self._without_restoring)]
+        return [
+            wrap(patcher, "load", self._load),
+            wrap(patcher, "partially_unload", self._partially_unload),
+            wrap(patcher, "add_patches", self._without_restoring),
+        ]
 
     def _free_memory(self, original: Callable[..., Any], memory_required: float, *args: Any, **kwargs: Any) -> Any:
         result = original(memory_required, *args, **kwargs)
@@ -84,6 +88,9 @@ class ForgeMemory:
         if place is not None and place.type == "cuda":
             for accelerator in self._accelerators_in(patcher):
                 whole = bool(more.get("full_load"))
+                if whole:
+                    # which Forge would do as it moves each; afterwards it does not find the memory that it pinned
+                    self._guarded(patcher.unpin_all_weights)
                 self._guarded(functools.partial(self._prepare, accelerator, patcher, place if whole else None))
         return original(patcher, device_to, **more)
 
@@ -97,6 +104,13 @@ class ForgeMemory:
         if not room:
             self._clear(patcher)
         fetch_weights(accelerator, place if room else None, self._report, "Forge")
+
+    def _partially_unload(self, original: Callable[..., Any], patcher: Any, *args: Any, **kwargs: Any) -> Any:
+        freed = original(patcher, *args, **kwargs)
+        # at once: Forge looks how much is free before it moves the next model
+        for accelerator in self._accelerators_in(patcher):
+            self._guarded(accelerator.give_memory_back)
+        return freed
 
     def _clear(self, patcher: Any) -> None:
         """The model is in system memory already."""

@@ -107,6 +107,25 @@ def test_what_forge_moved_off_the_gpu_is_held_only_where_there_is_room(on, kept)
     assert on.counter("captures") == captures and on.counter("errors") == 0
 
 
+@pytest.mark.parametrize("loras", [{}, {"a": 1.0}], ids=["plain", "lora"])
+@pytest.mark.parametrize("on", [1.6], indirect=True)
+def test_layers_that_forge_moved_off_the_gpu_hold_no_memory_there(on, loras):
+    largest = max(p.nbytes for p in on.host.unet.parameters())
+    expected = of(1, **loras)
+    on.host.lora(**loras)
+    assert on.picture(expected) > 0
+    captures, on.host.smart = on.counter("captures"), True
+    for part in (0.3, 0.6):
+        # a text encoder needs the room
+        on.host.memory.free_memory(part * SIZE, GPU)
+        assert on.card.graph_bytes == 0 and on.card.used < (1 - part) * SIZE + SMALL
+        assert on.host.loaded[0].pinned > 0
+        on.card.peak = 0
+        assert on.picture(expected) == 3 and on.host.loaded[0].pinned == 0
+        assert on.card.peak < SIZE + 2 * largest + SMALL + on.card.graph_bytes, on.card.peak / SIZE
+    assert on.counter("captures") == captures and on.counter("errors") == 0
+
+
 @pytest.mark.parametrize("on", [2.6], indirect=True)
 def test_another_checkpoint_finds_the_gpu_empty_and_the_plans_there(on):
     expected = of(2)

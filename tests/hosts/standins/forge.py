@@ -135,7 +135,7 @@ class KModel(nn.Module):
 
     model_lowvram, current_weight_patches_uuid = False, None
     storage_dtype = computation_dtype = torch.float32
-    loaded = False
+    loaded = in_part = False
 
     def __init__(self, unet: nn.Module) -> None:
         super().__init__()
@@ -155,6 +155,7 @@ class ModelPatcher:
         self.patches: dict[str, list[tuple[str, float, bool]]] = {}
         self.backup: dict[str, Any] = {}
         self.patches_uuid = uuid.uuid4()
+        self.pinned = 0
         self.model_options: dict[str, Any] = {"transformer_options": {}}
 
     def clone(self) -> ModelPatcher:
@@ -179,6 +180,8 @@ class ModelPatcher:
         for key, patches in self.patches.items():
             path, _, name = key.rpartition(".")
             layer = self.model.get_submodule(path)
+            if key in self.backup:
+                continue  # the layer stayed when others were unloaded
             if any(online for _, _, online in patches):
                 layer.weight_function = [functools.partial(self._merged, key)]
                 continue
@@ -191,8 +194,30 @@ class ModelPatcher:
                 # a loaded layer has lists of its own
                 layer.weight_function, layer.bias_function = [*layer.weight_function], [*layer.bias_function]
         self.model.to(device_to)
+        if self.model.in_part:
+            self.model.in_part = self.model.model_lowvram = False
         self.model.loaded = True
         self.model.current_weight_patches_uuid = self.patches_uuid
+
+    def unpin_all_weights(self) -> None:
+        self.pinned = 0
+
+    def partially_unload(self, device_to: Any, memory_to_free: float = 0) -> float:
+        """Layers go to system memory, the small ones first, without their patches, until so much is freed."""
+        freed = 0.0
+        layers = [each for each in self.model.named_modules() if isinstance(each[1], Layer)]
+        for path, layer in sorted(layers, key=lambda each: sum(p.nbytes for p in each[1].parameters())):
+            if freed > memory_to_free:
+                break
+            if layer.weight.device.type == "cpu":
+                continue
+            for key in [each for each in self.backup if each.rpartition(".")[0] == path]:
+                setattr(layer, key.rpartition(".")[2], nn.Parameter(self.backup.pop(key), requires_grad=False))
+            freed += sum(p.nbytes for p in layer.parameters())
+            layer.to(device_to)
+            self.pinned += 1
+        self.model.in_part = self.model.model_lowvram = True
+        return freed
 
     def detach(self) -> None:
         """Without patches, in system memory."""
@@ -204,12 +229,14 @@ class ModelPatcher:
             if isinstance(layer, Layer):
                 layer.weight_function = []
         self.model.to(self.offload_device)
+        if self.model.in_part:
+            self.model.in_part = self.model.model_lowvram = False
         self.model.loaded, self.model.current_weight_patches_uuid = False, None
 
     def partially_load(self, device: Any) -> None:
         if self.model.current_weight_patches_uuid not in (None, self.patches_uuid):
             self.detach()
-        if not self.model.loaded:
+        if not self.model.loaded or self.model.in_part:
             self.load(device, full_load=True)
 
 
@@ -229,6 +256,7 @@ class Host:
             "modules.shared", opts=self.opts, cmd_opts=SimpleNamespace(), OptionInfo=OptionInfo, state=State()
         )
         self.version = _module("modules_forge.forge_version", version="neo", release="2.26")
+        self.smart = False
         self.control: Callable[[], Any] = lambda: None
         self.system_memory = 1 << 40
         # what SDXL is told of the picture's size, for instance
@@ -328,8 +356,11 @@ class Host:
             self.loaded.pop().detach()
 
     def _free(self, memory_required: float, device: Any, keep_loaded: Any = ()) -> None:
-        """Without smart memory every other model leaves."""
+        """Without smart memory every other model leaves, with it as many of their layers as are in the way."""
         for patcher in [each for each in self.loaded if each not in keep_loaded]:
+            if self.smart:
+                patcher.partially_unload(patcher.offload_device, memory_required)
+                continue
             self.loaded.remove(patcher)
             patcher.detach()
 
