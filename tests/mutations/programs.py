@@ -1,14 +1,28 @@
-"""What keeps plans in Forge Classic right and small, and measured choices of kernels true."""
+"""What keeps plans in Forge right and small, and measured choices of kernels true."""
 
 from __future__ import annotations
 
 from mutations import Mutation
 
 _CLASSIC = "hosts/adapters/test_forge_classic.py::"
+_NEO = "hosts/adapters/test_forge_memory.py::test_layers_that_forge_moved_off_the_gpu_hold_no_memory_there"
 _PRODUCTS = "passes/test_mma_products.py::"
 _LINEAR = "kernels/linear/test_mma_linear.py::"
 
 MUTATIONS = [
+    Mutation(
+        "layers that leave the GPU one by one", "hosts/forge/memory.py",
+        "self._guarded(accelerator.give_memory_back)", "pass", (_NEO,),
+    ),
+    Mutation(
+        "memory that Forge has pinned", "hosts/forge/memory.py",
+        "self._guarded(patcher.unpin_all_weights)", "pass", (_NEO,),
+    ),
+    Mutation(
+        "memory of some weights alone", "weights/vacancy.py",
+        "if memory not in used", "if not used",
+        ("weights/test_vacancy.py::test_what_left_the_gpu_is_given_back_while_the_rest_lies_there",),
+    ),
     Mutation(
         "a backup that is the memory of plans", "hosts/forge/memory.py",
         "patcher.backup[name] = weight.detach().clone()", "pass",

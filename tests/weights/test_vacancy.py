@@ -86,6 +86,19 @@ def test_what_left_the_gpu_is_given_back_while_the_rest_lies_there(card: Card, f
     assert not case.acc.status()["weights"]["away"]
 
 
+def test_a_release_while_a_part_is_away_leaves_all_weights_as_they_were(card: Card) -> None:
+    case = Case(card)
+    case.net.blocks.to("cpu")
+    assert not case.acc.give_memory_back()
+    case.acc.release()
+    gc.collect()
+    rest = case.size - sum(p.nbytes for p in case.net.blocks.parameters())
+    assert card.allocated == rest and card.graph_bytes == 0
+    case.to("cpu")
+    for (name, ours), (_, theirs) in zip(case.net.named_parameters(), case.twin.named_parameters()):
+        assert ours.stride() == theirs.stride() and torch.equal(ours, theirs), name
+
+
 @pytest.mark.parametrize("by", ["data", "parameters"])
 def test_plans_outlive_their_memory_and_graphs_are_captured_anew(card: Card, by: str) -> None:
     case = Case(card)

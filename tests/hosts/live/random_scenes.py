@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from benchmarks.webui.hosts import SMALL_CARD
 
 from . import forge
 from .a1111 import IMG2IMG, INIT, PLAIN, TOLERANCE, Round, apart, make_data, play
@@ -97,12 +100,13 @@ def compare(data: Path, program: forge.Program, steps: Round, again: str, found:
     Args:
         again: the arguments that play them again.
     """
+    packages = SMALL_CARD if os.environ.get("SFAST_CARD_GIB") else None
     tolerance = TOLERANCE if "fp32" in program.flags else HALF
     # the first picture from another differs from its repetitions by itself: Forge draws noise anew for it
     begin: Round = [("", "options", {"sd_model_checkpoint": "one.safetensors"}), (FIRST, "img2img", IMG2IMG), *steps]
-    with forge.start(data, "stock", {"disabled_extensions": ["stable-fast"]}, program) as webui:
+    with forge.start(data, "stock", {"disabled_extensions": ["stable-fast"]}, program, packages=packages) as webui:
         expected = dict(played(webui, begin))
-    with forge.start(data, "extended", {"sfast_allow_cpu": True}, program) as webui:
+    with forge.start(data, "extended", {"sfast_allow_cpu": True}, program, packages=packages) as webui:
         for name, pictures in played(webui, begin):
             if name == FIRST:
                 continue
@@ -124,12 +128,15 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--scenes", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help=f"of the first {EACH} scenes; the next have the next")
     parser.add_argument("--models", type=Path, metavar="FOLDER", help="models of several runs; made if missing")
+    parser.add_argument("--card", type=float, metavar="GIB", help="memory of the card that is emulated on a GPU")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(given)
+    if options.card:
+        os.environ["SFAST_CARD_GIB"] = str(options.card)
     program, began, found = HOSTS[options.host], time.monotonic(), Found()
 
     def tell() -> None:
-        told = {"host": program.name, "flags": program.flags, **vars(found)}
+        told = {"host": program.name, "flags": program.flags, "card_gib": options.card, **vars(found)}
         told["seconds"] = round(time.monotonic() - began)
         print(json.dumps(told), flush=True)
         if options.json:
