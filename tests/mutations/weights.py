@@ -97,7 +97,7 @@ MUTATIONS = [
     ),
     Mutation(
         "memory that a module still lies in", "weights/vacancy.py",
-        "if any(isinstance(value, torch.Tensor) and memory_of(value) in blocks for value in held):", "if False:",
+        "used = {memory_of(value) for value in held if isinstance(value, torch.Tensor)} & blocks.keys()", "used = set()",
         ("weights/test_vacancy.py::test_nothing_is_given_back_where_the_module_lies_in_it",),
     ),
     Mutation(
