@@ -230,6 +230,11 @@ class Accelerator:
             self.report.count("memory_given_back")
         return not used
 
+    @property
+    def vacant_bytes(self) -> int:
+        """GPU memory that the weights of plans are going to take again, after `give_memory_back`."""
+        return self._model.arena.vacant_bytes
+
     def fetch_weights(self) -> int:
         """Copy the weights of the module from another device into the memory of the plans; see `WeightArena.fetch`.
 

@@ -192,6 +192,13 @@ class WeightArena:
         """Whether any live tensor has no memory. Then no plan may run before the next successful `sync`."""
         return bool(self._vacant)
 
+    @property
+    def vacant_bytes(self) -> int:
+        """What the live tensors that have no memory are going to take."""
+        with self._lock:
+            blocks = {id(vacancy): vacancy for vacancy in self._vacant.values()}
+            return sum(block.elements * block.dtype.itemsize for block in blocks.values())
+
     def fetch(self) -> int:
         """Copy the parameters from their device into the live tensors, and make them views of those.
 

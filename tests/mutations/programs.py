@@ -19,6 +19,16 @@ MUTATIONS = [
         "self._guarded(patcher.unpin_all_weights)", "pass", (_NEO,),
     ),
     Mutation(
+        "room for weights that come back", "hosts/forge/memory.py",
+        "accelerator.vacant_bytes + twice", "twice",
+        ("hosts/adapters/test_forge_memory_events.py::test_pictures_and_memory_are_those_without_us",),
+    ),
+    Mutation(
+        "inference tensors that pass for normal ones", "weights/original_layout.py",
+        "(not value.is_inference() and _has_version_counter(value))", "not value.is_inference()",
+        ("weights/test_staging.py::test_weights_made_under_inference_mode_and_moved_outside_of_it",),
+    ),
+    Mutation(
         "memory of some weights alone", "weights/vacancy.py",
         "if memory not in used", "if not used",
         ("weights/test_vacancy.py::test_what_left_the_gpu_is_given_back_while_the_rest_lies_there",),

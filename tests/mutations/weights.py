@@ -97,7 +97,8 @@ MUTATIONS = [
     ),
     Mutation(
         "memory that a module still lies in", "weights/vacancy.py",
-        "used = {memory_of(value) for value in held if isinstance(value, torch.Tensor)} & blocks.keys()", "used = set()",
+        "used = {memory_of(value) for value in held if isinstance(value, torch.Tensor)} & blocks.keys()",
+        "used = set()",
         ("weights/test_vacancy.py::test_nothing_is_given_back_where_the_module_lies_in_it",),
     ),
     Mutation(

@@ -93,6 +93,17 @@ def test_weights_made_under_inference_mode(card):
     assert torch.equal(to.to("cpu"), source) and buffers.log
 
 
+def test_weights_made_under_inference_mode_and_moved_outside_of_it(card):
+    with torch.inference_mode():
+        layer = torch.nn.Linear(10, 10, bias=False)
+    # as `Module.to` does with another device: it passes for a normal tensor then, of which no view can be taken
+    layer.weight.data = torch.randn(10, 10)
+    to, buffers = torch.zeros(10, 10).to(GPU), Buffers(64)
+    with buffers as copy:
+        copy(to, layer.weight.detach())
+    assert torch.equal(to.to("cpu"), layer.weight) and buffers.log
+
+
 def test_without_memory_to_pin_it_copies_as_before(card, monkeypatch):
     def refuse(self, size):
         raise RuntimeError("CUDA error: out of memory")

@@ -98,9 +98,9 @@ class ForgeMemory:
         """Before Forge moves a model to the GPU, in parts where no place is given: each weight that it patches is there
         twice until the next call."""
         weights = dict(patcher.model.named_parameters())
-        patched = sum(weights[key].nbytes for key in patcher.patches if key in weights)
+        twice = sum(weights[key].nbytes for key in patcher.patches if key in weights and self._patches(weights[key]))
         graphs = functools.partial(graph_pool.make_room, self._report, _WHY)
-        room = gpu_room.make_room(patched + gpu_room.WORKSPACE, [graphs])
+        room = gpu_room.make_room(accelerator.vacant_bytes + twice + gpu_room.WORKSPACE, [graphs])
         if not room:
             self._clear(patcher)
         fetch_weights(accelerator, place if room else None, self._report, "Forge")
@@ -111,6 +111,10 @@ class ForgeMemory:
         for accelerator in self._accelerators_in(patcher):
             self._guarded(accelerator.give_memory_back)
         return freed
+
+    def _patches(self, weight: torch.Tensor) -> bool:
+        """Whether Forge patches this weight as it loads the model: those that stayed on the GPU are patched."""
+        return not weight.is_cuda
 
     def _clear(self, patcher: Any) -> None:
         """The model is in system memory already."""
@@ -171,6 +175,10 @@ class ClassicMemory(ForgeMemory):
             for accelerator in self._accelerators_in(loaded.model):
                 self._guarded(functools.partial(self._prepare, accelerator, loaded.model, place))
         return original(loaded, async_kept_memory)
+
+    def _patches(self, weight: torch.Tensor) -> bool:
+        """It patches them all."""
+        return True
 
     def _clear(self, patcher: Any) -> None:
         """Weights that no LoRA patched are on the GPU still, in the memory that plans read."""

@@ -110,7 +110,8 @@ class ModelPatcher:
 
 
 class LoadedModel:
-    """A model on the GPU, or with its layers' weights in system memory, from where they come in each call."""
+    """A model on the GPU, or with the weights of its later layers in system memory, from where they come in each
+    call."""
 
     def __init__(self, model: ModelPatcher) -> None:
         self.model, self.device = model, model.load_device
@@ -118,10 +119,17 @@ class LoadedModel:
     def model_load(self, async_kept_memory: int = -1) -> None:
         in_parts = async_kept_memory >= 0
         self.model.patch_model(None if in_parts else self.device)
-        for layer in self._layers() if in_parts else ():
-            layer.prev_ldm_patched_cast_weights = layer.ldm_patched_cast_weights
-            layer.ldm_patched_cast_weights = True
-            layer.to(self.model.offload_device)
+        kept = 0
+        for module in self.model.model.modules() if in_parts else ():
+            if isinstance(module, Layer):
+                module.prev_ldm_patched_cast_weights = module.ldm_patched_cast_weights
+                module.ldm_patched_cast_weights = True
+                size = sum(p.nbytes for p in module.parameters())  # type: ignore[attr-defined]
+                fits = kept + size < async_kept_memory
+                kept += size if fits else 0
+                module.to(self.device if fits else self.model.offload_device)  # type: ignore[attr-defined]
+            elif hasattr(module, "weight"):
+                module.to(self.device)
 
     def model_unload(self, *, avoid_model_moving: bool = False) -> None:
         for layer in self._layers():
