@@ -38,7 +38,7 @@ _ROUND = 2.0
 """Milliseconds of a round: what takes longer runs less often in it."""
 _LONG = 10.0
 """Milliseconds: what takes as long is measured once."""
-# clock cycles the GPU sleeps, some 0.2 ms: all runs of a round are queued by then
+# clock cycles that the GPU sleeps at first, some 0.2 ms; `gpu_clock` lets it sleep longer where a launch comes later
 _HEAD_START = 400_000
 _FORMAT = 1
 

@@ -16,14 +16,14 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .a1111 import CHECKOUT, PLAIN, TOLERANCE, Played, Round, apart, make_data, play
+from .a1111 import CHECKOUT, PLAIN, TOLERANCE, Played, Round, accelerated, apart, bypassed, make_data, play
 from .webui import WebUI, pixels
 
 
@@ -129,6 +129,37 @@ def fixtures(program: Program, steps: Round) -> tuple[Any, Any, Any]:
             yield Played(webui).round(steps, status=True)
 
     return data, stock, played
+
+
+def plans_were_run(names: Sequence[str]) -> Any:
+    """A module's test that in these steps the plans ran, and nothing else."""
+
+    @pytest.mark.parametrize("name", names)
+    def test_plans_were_run(played: Played, name: str) -> None:
+        accelerated(played, name)
+        assert played.reasons(name) == {}
+
+    return test_plans_were_run
+
+
+def no_new_capture(names: Sequence[str]) -> Any:
+    """A module's test that these steps needed no new plan."""
+
+    @pytest.mark.parametrize("name", names)
+    def test_no_new_capture_for(played: Played, name: str) -> None:
+        assert played.gained(name, "captures") == 0
+
+    return test_no_new_capture_for
+
+
+def bypassed_for(words: Mapping[str, str]) -> Any:
+    """A module's test that in these steps the original forward ran, and that the report says why, in these words."""
+
+    @pytest.mark.parametrize("name", words)
+    def test_the_original_forward_runs_and_the_report_says_why(played: Played, name: str) -> None:
+        bypassed(played, name, words[name])
+
+    return test_the_original_forward_runs_and_the_report_says_why
 
 
 def as_its_own(played: Played, stock: dict[str, list[str]]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 from PIL import Image, ImageDraw
 
 from . import forge
@@ -15,9 +14,7 @@ from .a1111 import (
     PLAIN,
     TOLERANCE,
     Round,
-    accelerated,
     apart,
-    bypassed,
     equal_to_stock,
     pictured,
     play,
@@ -142,22 +139,9 @@ CONTROLLED = ["controlnet", "controlnet and lora", "two controlnets"]
 
 data, stock, played = forge.fixtures(forge.NEO, ROUND)
 test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
-
-
-@pytest.mark.parametrize("name", [name for name in pictured(ROUND) if name not in BYPASSED])
-def test_plans_were_run(played, name):
-    accelerated(played, name)
-    assert played.reasons(name) == {}
-
-
-@pytest.mark.parametrize("name", SAME_PLANS)
-def test_no_new_capture_for(played, name):
-    assert played.gained(name, "captures") == 0
-
-
-@pytest.mark.parametrize("name", BYPASSED)
-def test_the_original_forward_runs_and_the_report_says_why(played, name):
-    bypassed(played, name, BYPASSED[name])
+test_plans_were_run = forge.plans_were_run([name for name in pictured(ROUND) if name not in BYPASSED])
+test_no_new_capture_for = forge.no_new_capture(SAME_PLANS)
+test_the_original_forward_runs_and_the_report_says_why = forge.bypassed_for(BYPASSED)
 
 
 def test_the_round_shows_what_it_should(stock):

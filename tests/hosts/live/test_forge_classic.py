@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from . import forge, test_forge
-from .a1111 import PLAIN, TOLERANCE, Round, accelerated, apart, bypassed, equal_to_stock, pictured
+from .a1111 import PLAIN, TOLERANCE, Round, apart, equal_to_stock, pictured
 
 pytestmark = forge.CLASSIC.marks
 
@@ -27,22 +25,9 @@ SAME_PLANS = [name for name in test_forge.SAME_PLANS if name in pictured(ROUND)]
 
 data, stock, played = forge.fixtures(forge.CLASSIC, ROUND)
 test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
-
-
-@pytest.mark.parametrize("name", [name for name in pictured(ROUND) if name not in BYPASSED])
-def test_plans_were_run(played, name):
-    accelerated(played, name)
-    assert played.reasons(name) == {}
-
-
-@pytest.mark.parametrize("name", SAME_PLANS)
-def test_no_new_capture_for(played, name):
-    assert played.gained(name, "captures") == 0
-
-
-@pytest.mark.parametrize("name", BYPASSED)
-def test_the_original_forward_runs_and_the_report_says_why(played, name):
-    bypassed(played, name, BYPASSED[name])
+test_plans_were_run = forge.plans_were_run([name for name in pictured(ROUND) if name not in BYPASSED])
+test_no_new_capture_for = forge.no_new_capture(SAME_PLANS)
+test_the_original_forward_runs_and_the_report_says_why = forge.bypassed_for(BYPASSED)
 
 
 def test_the_round_shows_what_it_should(stock):
