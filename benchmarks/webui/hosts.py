@@ -42,16 +42,17 @@ class A1111:
 
     variable = "SFAST_A1111_DIR"
     hires = {"enable_hr": True, "hr_scale": 2, "hr_upscaler": "Latent", "denoising_strength": 0.7}
+    tiny = "tiny"
+    """The checkpoint of --tiny."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         from tests.hosts.live import a1111, webui
 
-        self.module = a1111
         models, self.data = folder / "models", folder / "data"
         models.mkdir()
         if options.checkpoint is None:
-            made = "tiny" if options.tiny else LARGE[options.model]
-            a1111.make_models(models, *([] if options.tiny else [made]))
+            made = self.tiny if options.tiny else LARGE[options.model]
+            self.make_models(models, *([] if options.tiny else [made]))
             checkpoint = f"{made}.safetensors"
         else:
             checkpoint = linked(options.checkpoint, models / "Stable-diffusion")
@@ -61,11 +62,22 @@ class A1111:
         self.settings = {"sd_model_checkpoint": checkpoint, "sfast_allow_cpu": options.tiny}
         self.packages = SMALL_CARD if options.card else None
 
+    def make_models(self, folder: Path, *large: str) -> None:
+        """Fill a folder with tiny models, or with the large one of this name."""
+        from tests.hosts.live import a1111
+
+        a1111.make_models(folder, *large)
+
     def start(self, way: str, number: int, flags: str) -> Any:
         """See `Host`."""
         without = {"disabled_extensions": ["stable-fast"]} if way == "stock" else {}
-        settings = {**self.settings, **WAYS[way], **without}
-        return self.module.start(self.data, f"{way}-{number}", settings, flags=flags, packages=self.packages)
+        return self.started(f"{way}-{number}", {**self.settings, **WAYS[way], **without}, flags)
+
+    def started(self, name: str, settings: dict[str, Any], flags: str) -> Any:
+        """A `WebUI` with these settings."""
+        from tests.hosts.live import a1111
+
+        return a1111.start(self.data, name, settings, flags=flags, packages=self.packages)
 
     def ready(self, webui: Any) -> None:
         """See `Host`: it is when it answers."""
@@ -113,7 +125,7 @@ class SDNext:
         self.module.model_loaded(webui)
 
 
-class ForgeNeo:
+class ForgeNeo(A1111):
     """Forge Neo, see `tests/hosts/live/forge.py`."""
 
     variable = "SFAST_FORGE_DIR"
@@ -121,34 +133,26 @@ class ForgeNeo:
     hires = {
         **A1111.hires, "hr_upscaler": "None", "hr_cfg_scale": 7.0, "hr_additional_modules": ["Use same choices"]
     }  # fmt: skip
+    tiny = "one"
 
-    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        from tests.hosts.live import forge, webui
-        from tests.hosts.live.a1111 import make_data
+    def make_models(self, folder: Path, *large: str) -> None:
+        """See `A1111`."""
+        from tests.hosts.live import forge
 
-        self.module = forge
-        self.program = next(each for each in (forge.NEO, forge.CLASSIC) if f"{each.variable}_DIR" == self.variable)
-        models, self.data = folder / "models", folder / "data"
-        if options.checkpoint is None:
-            made = "one" if options.tiny else LARGE[options.model]
-            forge.make_models(models, self.program, *([] if options.tiny else [made]))
-            checkpoint = f"{made}.safetensors"
-        else:
-            checkpoint = linked(options.checkpoint, models / "Stable-diffusion")
-        self.data.mkdir()
-        make_data(self.data, models, vae_plans=False)
-        webui.add_extension(self.data, "sfast-probe", PROBE.read_text(encoding="utf-8"))
-        self.settings = {"sd_model_checkpoint": checkpoint, "sfast_allow_cpu": options.tiny}
-        self.packages = SMALL_CARD if options.card else None
+        forge.make_models(folder, self.program, *large)
 
-    def start(self, way: str, number: int, flags: str) -> Any:
-        """See `Host`."""
-        without = {"disabled_extensions": ["stable-fast"]} if way == "stock" else {}
-        settings = {**self.settings, **WAYS[way], **without}
-        return self.module.start(self.data, f"{way}-{number}", settings, self.program, flags, self.packages)
+    def started(self, name: str, settings: dict[str, Any], flags: str) -> Any:
+        """See `A1111`."""
+        from tests.hosts.live import forge
 
-    def ready(self, webui: Any) -> None:
-        """See `Host`: it is when it answers."""
+        return forge.start(self.data, name, settings, self.program, flags, self.packages)
+
+    @property
+    def program(self) -> Any:
+        """Which Forge it is."""
+        from tests.hosts.live import forge
+
+        return forge.NEO
 
 
 class ForgeClassic(ForgeNeo):
@@ -157,8 +161,15 @@ class ForgeClassic(ForgeNeo):
     variable = "SFAST_FORGE_CLASSIC_DIR"
     hires = {**A1111.hires, "hr_cfg_scale": 7.0}
 
+    @property
+    def program(self) -> Any:
+        """Which Forge it is."""
+        from tests.hosts.live import forge
 
-HOSTS: dict[str, type[A1111] | type[SDNext] | type[ForgeNeo]] = {
+        return forge.CLASSIC
+
+
+HOSTS: dict[str, type[A1111] | type[SDNext]] = {
     "a1111": A1111,
     "sdnext": SDNext,
     "forge-neo": ForgeNeo,
