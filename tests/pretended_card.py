@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sfast_ext.behaviour import surroundings
+from sfast_ext.hosts import gpu_room
 from sfast_ext.runtime import plan, plan_builder
 from sfast_ext.weights.staging import Staging
 
@@ -363,6 +364,14 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     patch.setattr(plan, "_bind_attributes", _constants_on_the_card(plan._bind_attributes))
     with card:
         yield card
+
+
+def small_reserves(patch: pytest.MonkeyPatch, size: int) -> None:
+    """Of the GPU's memory adapters leave free what suits a model of so many bytes: a tenth of it for a forward or while
+    the model is away, and twice as much for another model."""
+    for name in ("IDLE_RESERVE", "WORKSPACE", "DECODING_RESERVE"):
+        patch.setattr(gpu_room, name, size // 10)
+    patch.setattr(gpu_room, "NEXT_MODEL_RESERVE", 2 * size)
 
 
 def _while(card: Card, state: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ WAYS: dict[str, dict[str, Any]] = {"stock": {}, "unet": {"sfast_vae": False}, "e
 """Settings of the WebUI for each way: without the extension, with the UNet alone accelerated, with all."""
 PROBE = Path(__file__).with_name("probe.py")
 SMALL_CARD = Path(__file__).with_name("small_card")
-"""A folder of packages that makes the GPU of a WebUI a small one."""
+"""Packages that make the GPU of a WebUI a small one."""
 LARGE = {"sd15": "full", "sdxl": "full-xl"}
 """Names of the checkpoints of random weights."""
 
@@ -28,6 +29,14 @@ class Host(Protocol):
 
     def ready(self, webui: Any) -> None:
         """Wait until it can make pictures."""
+
+
+def small_card(gib: float | None) -> Path | None:
+    """For WebUIs on a card of so many GiB, the packages that they find beside their own; None for the GPU as it is."""
+    if gib is None:
+        return None
+    os.environ["SFAST_CARD_GIB"] = str(gib)
+    return SMALL_CARD
 
 
 def linked(checkpoint: Path, folder: Path) -> str:
@@ -60,7 +69,7 @@ class A1111:
         a1111.make_data(self.data, models, vae_plans=False)
         webui.add_extension(self.data, "sfast-probe", PROBE.read_text(encoding="utf-8"))
         self.settings = {"sd_model_checkpoint": checkpoint, "sfast_allow_cpu": options.tiny}
-        self.packages = SMALL_CARD if options.card else None
+        self.packages = small_card(options.card)
 
     def make_models(self, folder: Path, *large: str) -> None:
         """Fill a folder with tiny models, or with the large one of this name."""
@@ -102,7 +111,7 @@ class SDNext:
         else:
             checkpoint = linked(options.checkpoint, self.models / "Stable-diffusion")
         self.device = "--use-cpu all" if options.tiny else ""
-        self.packages = SMALL_CARD if options.card else None
+        self.packages = small_card(options.card)
         needed = ("offline_mode", "sdnq_dequantize_compile", "server_rate_limit", "samples_save")
         self.settings = {name: sdnext.SETTINGS[name] for name in needed}
         self.settings |= {"sd_model_checkpoint": checkpoint, "sfast_allow_cpu": options.tiny}
@@ -134,25 +143,20 @@ class ForgeNeo(A1111):
         **A1111.hires, "hr_upscaler": "None", "hr_cfg_scale": 7.0, "hr_additional_modules": ["Use same choices"]
     }  # fmt: skip
     tiny = "one"
+    program = "NEO"
+    """Which Forge it is, by its name there."""
 
     def make_models(self, folder: Path, *large: str) -> None:
         """See `A1111`."""
         from tests.hosts.live import forge
 
-        forge.make_models(folder, self.program, *large)
+        forge.make_models(folder, getattr(forge, self.program), *large)
 
     def started(self, name: str, settings: dict[str, Any], flags: str) -> Any:
         """See `A1111`."""
         from tests.hosts.live import forge
 
-        return forge.start(self.data, name, settings, self.program, flags, self.packages)
-
-    @property
-    def program(self) -> Any:
-        """Which Forge it is."""
-        from tests.hosts.live import forge
-
-        return forge.NEO
+        return forge.start(self.data, name, settings, getattr(forge, self.program), flags, self.packages)
 
 
 class ForgeClassic(ForgeNeo):
@@ -160,13 +164,7 @@ class ForgeClassic(ForgeNeo):
 
     variable = "SFAST_FORGE_CLASSIC_DIR"
     hires = {**A1111.hires, "hr_cfg_scale": 7.0}
-
-    @property
-    def program(self) -> Any:
-        """Which Forge it is."""
-        from tests.hosts.live import forge
-
-        return forge.CLASSIC
+    program = "CLASSIC"
 
 
 HOSTS: dict[str, type[A1111] | type[SDNext]] = {

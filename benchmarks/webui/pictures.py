@@ -209,8 +209,6 @@ def main() -> int:
     if not os.environ.get(variable):
         print(f"benchmarks.webui needs a WebUI: {variable} names none", file=sys.stderr)
         return 2
-    if options.card:
-        os.environ["SFAST_CARD_GIB"] = str(options.card)
     # the tests' WebUIs get by with one
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
     with tempfile.TemporaryDirectory(prefix="sfast-") as folder:

@@ -101,17 +101,17 @@ def live_tensor(value: torch.Tensor) -> torch.Tensor:
     """A tensor on the memory of `value` that may be written in any mode."""
     value = value.detach()
     plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized
-    if not plain or (not value.is_inference() and _has_version_counter(value)):
+    if not plain or _is_normal(value):
         return value
     with torch.inference_mode(False):
         return _view_without_base(value)
 
 
-def _has_version_counter(tensor: torch.Tensor) -> bool:
-    """False for an inference tensor, and for one that a host has given the data of a normal tensor, as `Module.to` does
-    outside of inference mode: it passes for a normal tensor, but views of it raise."""
+def _is_normal(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no inference tensor, and was none before a host gave it a normal tensor's data, as
+    `Module.to` does outside of inference mode: such a one has no version counter, and views of it raise."""
     try:
-        return tensor._version is not None
+        return not tensor.is_inference() and tensor._version >= 0
     except RuntimeError:
         return False
 

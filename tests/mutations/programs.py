@@ -25,7 +25,7 @@ MUTATIONS = [
     ),
     Mutation(
         "inference tensors that pass for normal ones", "weights/original_layout.py",
-        "(not value.is_inference() and _has_version_counter(value))", "not value.is_inference()",
+        "not tensor.is_inference() and tensor._version >= 0", "not tensor.is_inference()",
         ("weights/test_staging.py::test_weights_made_under_inference_mode_and_moved_outside_of_it",),
     ),
     Mutation(

@@ -86,11 +86,11 @@ class ForgeMemory:
     def _load(self, original: Callable[..., Any], patcher: Any, device_to: Any = None, **more: Any) -> Any:
         place = place_of(device_to)
         if place is not None and place.type == "cuda":
-            for accelerator in self._accelerators_in(patcher):
-                whole = bool(more.get("full_load"))
-                if whole:
-                    # which Forge would do as it moves each; afterwards it does not find the memory that it pinned
-                    self._guarded(patcher.unpin_all_weights)
+            accelerators, whole = self._accelerators_in(patcher), bool(more.get("full_load"))
+            if accelerators and whole:
+                # which Forge would do as it moves each; afterwards it does not find the memory that it pinned
+                self._guarded(patcher.unpin_all_weights)
+            for accelerator in accelerators:
                 self._guarded(functools.partial(self._prepare, accelerator, patcher, place if whole else None))
         return original(patcher, device_to, **more)
 

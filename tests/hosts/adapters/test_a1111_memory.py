@@ -14,7 +14,7 @@ import pytest
 import torch
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
-from pretended_card import GPU, Card, pretended_card
+from pretended_card import GPU, Card, pretended_card, small_reserves
 
 from hosts.standins import a1111 as standin
 from sfast_ext.hosts import gpu_room, system_memory
@@ -62,9 +62,7 @@ def of(seed: int, channels: int = 32) -> torch.Tensor:
 @pytest.fixture
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """On a GPU with room for so many UNets; another model is said to take as much as two."""
-    for name in ("IDLE_RESERVE", "WORKSPACE", "DECODING_RESERVE"):
-        monkeypatch.setattr(gpu_room, name, SIZE // 10)
-    monkeypatch.setattr(gpu_room, "NEXT_MODEL_RESERVE", 2 * SIZE)
+    small_reserves(monkeypatch, SIZE)
     expected = of(1)
     running = standin.running(sfast_triton=False)
     with running as host, pretended_card(monkeypatch, int(request.param * SIZE)) as card:

@@ -6,6 +6,7 @@ import functools
 import logging
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -199,12 +200,20 @@ def tomesd_m(h: torch.Tensor, options: Any) -> torch.Tensor:
     return 0.9 * h
 
 
-def test_what_works_inside_the_unet_is_bypassed_with_its_name(started, monkeypatch):
+INSIDE = {"input_block_patch": [tomesd_m]}
+
+
+def patched_inside(standin: ModuleType) -> torch.Tensor:
+    """The picture with a function inside the UNet, without us."""
     with standin.running() as other:
         other.load(1)
-        other.option(patches={"input_block_patch": [tomesd_m]})
-        expected = other.generate()
-    started.option(patches={"input_block_patch": [tomesd_m]})
+        other.option(patches=INSIDE)
+        return other.generate()
+
+
+def test_what_works_inside_the_unet_is_bypassed_with_its_name(started, monkeypatch):
+    expected = patched_inside(standin)
+    started.option(patches=INSIDE)
     bypassed(started, "test_forge.tomesd_m in adapters/test_forge.py works inside the UNet; turn it off", expected)
     monkeypatch.setattr(tomesd_m, "__module__", "backend.misc.tomesd")
     bypassed(started, "token merging is on", expected)

@@ -14,12 +14,11 @@ import pytest
 import torch
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
-from pretended_card import GPU, pretended_card
+from pretended_card import GPU, pretended_card, small_reserves
 
-from hosts.adapters.test_forge import same, tomesd_m
+from hosts.adapters.test_forge import INSIDE, patched_inside, same, tomesd_m
 from hosts.standins import forge_classic as standin
 from sfast_ext import accelerator_of
-from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.forge import adapter as forge
 from sfast_ext.hosts.forge import programs, versions
 from sfast_ext.hosts.forge.adapter import ClassicSession
@@ -80,11 +79,8 @@ def test_plans_are_kept_for_another_lora_and_another_checkpoint(host):
 
 
 def test_what_works_inside_the_unet_is_bypassed(host, monkeypatch):
-    with standin.running() as other:
-        other.load(1)
-        other.option(patches={"input_block_patch": [tomesd_m]})
-        expected = other.generate()
-    host.option(patches={"input_block_patch": [tomesd_m]})
+    expected = patched_inside(standin)
+    host.option(patches=INSIDE)
     bypassed(host, "works inside the UNet; turn it off", expected)
     monkeypatch.setattr(tomesd_m, "__module__", programs.CLASSIC.token_merging)
     bypassed(host, "token merging is on", expected)
@@ -176,9 +172,7 @@ def test_the_digest_is_of_what_the_adapter_relies_on(monkeypatch, tmp_path: Path
 
 @pytest.mark.parametrize(("room", "kept"), [(1.6, False), (4, True)])
 def test_on_a_gpu_what_forge_moves_off_is_held_only_where_there_is_room(monkeypatch, room, kept):
-    for name in ("IDLE_RESERVE", "WORKSPACE", "DECODING_RESERVE"):
-        monkeypatch.setattr(gpu_room, name, SIZE // 10)
-    monkeypatch.setattr(gpu_room, "NEXT_MODEL_RESERVE", 2 * SIZE)
+    small_reserves(monkeypatch, SIZE)
     expected = {loras: reference(loras=loras, everywhere=True) for loras in ((), (("a", 1.0),))}
     with standin.running(GPU, sfast_triton=False) as host, pretended_card(monkeypatch, int(room * SIZE)) as card:
         forge.start("test")

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
-from pretended_card import GPU, Card, pretended_card
+from pretended_card import GPU, Card, pretended_card, small_reserves
 
 from hosts.standins import forge as standin
-from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.forge import adapter as forge
 
 SIZE = sum(p.nbytes for p in standin.make_unet(1).parameters())
@@ -54,9 +53,7 @@ def of(seed: int, everywhere: bool = False, **loras: float) -> torch.Tensor:
 @pytest.fixture
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """On a GPU with room for so many UNets; another model is said to take as much as two."""
-    for name in ("IDLE_RESERVE", "WORKSPACE", "DECODING_RESERVE"):
-        monkeypatch.setattr(gpu_room, name, SIZE // 10)
-    monkeypatch.setattr(gpu_room, "NEXT_MODEL_RESERVE", 2 * SIZE)
+    small_reserves(monkeypatch, SIZE)
     expected = of(1)
     running = standin.running(GPU, sfast_triton=False)
     with running as host, pretended_card(monkeypatch, int(request.param * SIZE)) as card:

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs stable-diffusion-sdkit without its pins")
-from pretended_card import GPU, Card, pretended_card
+from pretended_card import GPU, Card, pretended_card, small_reserves
 
 from hosts.standins import forge as neo
 from hosts.standins import forge_classic as classic
-from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.forge import adapter
 
 EVENTS = 30
@@ -100,9 +99,7 @@ HAPPENINGS = [
 
 def play(program: str, memory: float, seed: int, patch: pytest.MonkeyPatch, events: int = EVENTS) -> dict[str, int]:
     """So many events, each followed by pictures, on a GPU with memory for so many UNets; the report's counters."""
-    for name in ("IDLE_RESERVE", "WORKSPACE", "DECODING_RESERVE"):
-        patch.setattr(gpu_room, name, SIZE // 10)
-    patch.setattr(gpu_room, "NEXT_MODEL_RESERVE", 2 * SIZE)
+    small_reserves(patch, SIZE)
     module: ModuleType = STANDINS[program]
     running = module.running(GPU, sfast_triton=False)
     with running as host, pretended_card(patch, int(memory * SIZE)) as card:

@@ -23,7 +23,19 @@ from typing import Any
 
 import pytest
 
-from .a1111 import CHECKOUT, PLAIN, TOLERANCE, Played, Round, accelerated, apart, bypassed, make_data, play
+from .a1111 import (
+    CHECKOUT,
+    PLAIN,
+    TOLERANCE,
+    Played,
+    Round,
+    accelerated,
+    apart,
+    bypassed,
+    make_data,
+    pictured,
+    play,
+)
 from .webui import WebUI, pixels
 
 
@@ -131,35 +143,29 @@ def fixtures(program: Program, steps: Round) -> tuple[Any, Any, Any]:
     return data, stock, played
 
 
-def plans_were_run(names: Sequence[str]) -> Any:
-    """A module's test that in these steps the plans ran, and nothing else."""
+def round_tests(steps: Round, why: Mapping[str, str], same_plans: Sequence[str]) -> tuple[Any, Any, Any]:
+    """A module's tests of its round, by the steps' names: that plans ran and nothing else; that no new plan was needed;
+    that the original forward ran, and the report says why.
 
-    @pytest.mark.parametrize("name", names)
-    def test_plans_were_run(played: Played, name: str) -> None:
+    Args:
+        why: the words of the report, of the steps that are bypassed; in all others plans run.
+        same_plans: the steps that need no new plan.
+    """
+
+    @pytest.mark.parametrize("name", [name for name in pictured(steps) if name not in why])
+    def plans_were_run(played: Played, name: str) -> None:
         accelerated(played, name)
         assert played.reasons(name) == {}
 
-    return test_plans_were_run
-
-
-def no_new_capture(names: Sequence[str]) -> Any:
-    """A module's test that these steps needed no new plan."""
-
-    @pytest.mark.parametrize("name", names)
-    def test_no_new_capture_for(played: Played, name: str) -> None:
+    @pytest.mark.parametrize("name", same_plans)
+    def no_new_capture_for(played: Played, name: str) -> None:
         assert played.gained(name, "captures") == 0
 
-    return test_no_new_capture_for
+    @pytest.mark.parametrize("name", why)
+    def the_original_forward_runs_and_the_report_says_why(played: Played, name: str) -> None:
+        bypassed(played, name, why[name])
 
-
-def bypassed_for(words: Mapping[str, str]) -> Any:
-    """A module's test that in these steps the original forward ran, and that the report says why, in these words."""
-
-    @pytest.mark.parametrize("name", words)
-    def test_the_original_forward_runs_and_the_report_says_why(played: Played, name: str) -> None:
-        bypassed(played, name, words[name])
-
-    return test_the_original_forward_runs_and_the_report_says_why
+    return plans_were_run, no_new_capture_for, the_original_forward_runs_and_the_report_says_why
 
 
 def as_its_own(played: Played, stock: dict[str, list[str]]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import tempfile
@@ -20,18 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.webui.hosts import SMALL_CARD
+from benchmarks.webui.hosts import small_card
 
 from . import forge
-from .a1111 import IMG2IMG, INIT, PLAIN, TOLERANCE, Round, apart, make_data, play
+from .a1111 import IMG2IMG, IN_FP32, IN_HALF, INIT, PLAIN, Round, apart, make_data, play
 from .webui import WebUI
 
 HOSTS = {"neo": forge.NEO, "classic": forge.CLASSIC}
 EACH = 100
 """Scenes of one seed, which a WebUI of its own makes."""
 FIRST = "first"
-HALF = 2.5
-"""What is allowed in half precision: there a WebUI's own pictures are up to 1.4 of 255 from those in float32."""
 CHECKPOINTS = ("one", "other", "three")
 SIZES = ((64, 64), (64, 64), (128, 128), (72, 136), (192, 64))
 SAMPLERS = ("Euler", "Euler a", "Heun", "DPM++ 2M")
@@ -94,14 +91,14 @@ class Found:
         print(words, flush=True)
 
 
-def compare(data: Path, program: forge.Program, steps: Round, again: str, found: Found) -> None:
+def compare(data: Path, program: forge.Program, steps: Round, again: str, found: Found, packages: Path | None) -> None:
     """Play these scenes without the extension and with it.
 
     Args:
         again: the arguments that play them again.
+        packages: see `WebUI`.
     """
-    packages = SMALL_CARD if os.environ.get("SFAST_CARD_GIB") else None
-    tolerance = TOLERANCE if "fp32" in program.flags else HALF
+    tolerance = IN_FP32 if "fp32" in program.flags else IN_HALF
     # the first picture from another differs from its repetitions by itself: Forge draws noise anew for it
     begin: Round = [("", "options", {"sd_model_checkpoint": "one.safetensors"}), (FIRST, "img2img", IMG2IMG), *steps]
     with forge.start(data, "stock", {"disabled_extensions": ["stable-fast"]}, program, packages=packages) as webui:
@@ -131,9 +128,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--card", type=float, metavar="GIB", help="memory of the card that is emulated on a GPU")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(given)
-    if options.card:
-        os.environ["SFAST_CARD_GIB"] = str(options.card)
-    program, began, found = HOSTS[options.host], time.monotonic(), Found()
+    program, began, found, packages = HOSTS[options.host], time.monotonic(), Found(), small_card(options.card)
 
     def tell() -> None:
         told = {"host": program.name, "flags": program.flags, "card_gib": options.card, **vars(found)}
@@ -153,7 +148,8 @@ def main(given: Sequence[str] | None = None) -> int:
             for first in range(0, options.scenes, EACH):
                 seed, count = options.seed + first // EACH, min(EACH, options.scenes - first)
                 again = f"--host {options.host} --scenes {count} --seed {seed}"
-                compare(data, program, scenes(seed, count), again, found)
+                again += f" --card {options.card:g}" if options.card else ""
+                compare(data, program, scenes(seed, count), again, found, packages)
                 tell()
         except KeyboardInterrupt:
             tell()

@@ -16,7 +16,6 @@ from .a1111 import (
     Round,
     apart,
     equal_to_stock,
-    pictured,
     play,
     told,
 )
@@ -139,9 +138,11 @@ CONTROLLED = ["controlnet", "controlnet and lora", "two controlnets"]
 
 data, stock, played = forge.fixtures(forge.NEO, ROUND)
 test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
-test_plans_were_run = forge.plans_were_run([name for name in pictured(ROUND) if name not in BYPASSED])
-test_no_new_capture_for = forge.no_new_capture(SAME_PLANS)
-test_the_original_forward_runs_and_the_report_says_why = forge.bypassed_for(BYPASSED)
+(
+    test_plans_were_run,
+    test_no_new_capture_for,
+    test_the_original_forward_runs_and_the_report_says_why,
+) = forge.round_tests(ROUND, BYPASSED, SAME_PLANS)
 
 
 def test_the_round_shows_what_it_should(stock):

@@ -141,6 +141,11 @@ class KModel(nn.Module):
         super().__init__()
         self.diffusion_model = unet
 
+    def all_in_one_place(self) -> None:
+        """No layer is apart any more."""
+        if self.in_part:
+            self.in_part = self.model_lowvram = False
+
     def apply_model(self, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
         return self.diffusion_model(
             x, t, context=c_crossattn, control=control, transformer_options=transformer_options, **kwargs
@@ -194,8 +199,7 @@ class ModelPatcher:
                 # a loaded layer has lists of its own
                 layer.weight_function, layer.bias_function = [*layer.weight_function], [*layer.bias_function]
         self.model.to(device_to)
-        if self.model.in_part:
-            self.model.in_part = self.model.model_lowvram = False
+        self.model.all_in_one_place()
         self.model.loaded = True
         self.model.current_weight_patches_uuid = self.patches_uuid
 
@@ -229,8 +233,7 @@ class ModelPatcher:
             if isinstance(layer, Layer):
                 layer.weight_function = []
         self.model.to(self.offload_device)
-        if self.model.in_part:
-            self.model.in_part = self.model.model_lowvram = False
+        self.model.all_in_one_place()
         self.model.loaded, self.model.current_weight_patches_uuid = False, None
 
     def partially_load(self, device: Any) -> None:
