@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from PIL import Image, ImageDraw
 
 from . import forge
+from . import test_a1111_requests as requests
 from .a1111 import (
     GRADIENT,
     IMG2IMG,
@@ -16,7 +16,6 @@ from .a1111 import (
     Round,
     apart,
     equal_to_stock,
-    play,
     told,
 )
 from .webui import encoded
@@ -143,6 +142,8 @@ test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
     test_no_new_capture_for,
     test_the_original_forward_runs_and_the_report_says_why,
 ) = forge.round_tests(ROUND, BYPASSED, SAME_PLANS)
+test_after_an_interruption_the_next_picture_is_right = requests.test_after_an_interruption_the_next_picture_is_right
+test_two_requests_at_once_give_both_pictures = requests.test_two_requests_at_once_give_both_pictures
 
 
 def test_the_round_shows_what_it_should(stock):
@@ -157,15 +158,6 @@ def test_the_round_shows_what_it_should(stock):
 
 def test_switched_off_the_bytes_are_the_webui_s_own(played, stock):
     forge.as_its_own(played, stock)
-
-
-def test_two_requests_at_once_give_both_pictures(played, stock):
-    with ThreadPoolExecutor(2) as pool:
-        wanted = {"plain": PLAIN, "136 by 200": {**PLAIN, "width": 136, "height": 200}}
-        asked = {name: pool.submit(play, played.webui, "txt2img", payload) for name, payload in wanted.items()}
-        for name, future in asked.items():
-            assert apart(future.result(), stock[name]) < TOLERANCE
-    assert played.webui.get("/sfast/v1/status")["last_error"] is None
 
 
 def test_the_answer_says_whether_it_was_accelerated(played):

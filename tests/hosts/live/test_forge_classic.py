@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import forge, test_forge
+from . import test_a1111_requests as requests
 from .a1111 import PLAIN, TOLERANCE, Round, apart, equal_to_stock, pictured
 
 pytestmark = forge.CLASSIC.marks
@@ -30,6 +31,8 @@ test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
     test_no_new_capture_for,
     test_the_original_forward_runs_and_the_report_says_why,
 ) = forge.round_tests(ROUND, BYPASSED, SAME_PLANS)
+test_after_an_interruption_the_next_picture_is_right = requests.test_after_an_interruption_the_next_picture_is_right
+test_two_requests_at_once_give_both_pictures = requests.test_two_requests_at_once_give_both_pictures
 
 
 def test_the_round_shows_what_it_should(stock):
