@@ -107,11 +107,11 @@ def test_the_nodes_are_those_with_triton(case: tuple[str, int, int, set[Any], bo
     assert {name for name, _ in ours.launched} == {name for name, _ in theirs.launched}
 
 
-@pytest.mark.parametrize("capability", [80, 89])
+@pytest.mark.parametrize("capability", [80, 89, 100])
 def test_another_card_has_none_of_them(capability: int) -> None:
-    """On GeForce the product with GEGLU has another kernel."""
+    """On A100 and GeForce the product with GEGLU has another kernel."""
     ours = plan(*captured("sdxl", 1024, 1024), capability, triton=False)
-    geforce = {linear_geglu} if capability == 89 else set()
-    assert ours.kernels.isdisjoint(records((MADE_FOR_HOPPER | {attention}) - geforce)) and not ours.launched
-    assert records(geforce) <= ours.kernels
+    others = set() if capability == 100 else {linear_geglu}
+    assert ours.kernels.isdisjoint(records((MADE_FOR_HOPPER | {attention}) - others)) and not ours.launched
+    assert records(others) <= ours.kernels
     assert any("fallback" in node for node in ours.nodes)

@@ -16,7 +16,7 @@ from benchmarks.cards import least, loops, page
 from benchmarks.cards.published import CARDS
 from sfast_ext.kernels.attention import mma_attention
 from sfast_ext.kernels.backend import nvrtc
-from sfast_ext.kernels.linear import mma_gemm
+from sfast_ext.kernels.linear import mma_gemm, mma_tiles
 
 CASES = ("sd15:512x512", "sdxl:1024x1024")
 # rows of all heads and keys, as in SD 1.5 at 512x512 and SDXL at 1024x1024
@@ -57,10 +57,10 @@ def kernels(capability: int) -> list[dict[str, Any]]:
             given = mma_attention.constants(size, shape, torch.float16, half_sums)
             what = f"heads of {size}{', faster sums' * half_sums}"
             found.append(_loop("mma_attention", what, capability, given, useful))
-    tile = mma_gemm.Tile(4, 160, 4)
     for name, convolution in (("linear", False), ("3×3 convolution", True)):
         for half_sums in (False, True):
-            given = mma_gemm.constants(tile, torch.float16, convolution, half_sums)
+            largest = mma_tiles.shapes(divmod(capability, 10), half_sums)[0]
+            given = mma_gemm.constants(largest, torch.float16, convolution, half_sums)
             found.append(_loop("mma_gemm", f"{name}{', faster sums' * half_sums}", capability, given, 1.0))
     return found
 

@@ -31,7 +31,7 @@ from sfast_ext import kernels
 from sfast_ext.kernels.attention import mma_attention
 from sfast_ext.kernels.backend import cuda_libraries, nvrtc, size_prediction, triton_runtime
 from sfast_ext.kernels.backend.nvrtc_library import Nvrtc
-from sfast_ext.kernels.linear import mma_gemm
+from sfast_ext.kernels.linear import mma_gemm, mma_tiles
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "cuda-compile.json", ROOT / "docs" / "cuda.md"
@@ -98,7 +98,9 @@ def collect(cases: Sequence[str], dtypes: Sequence[str]) -> list[Launch]:
                             launch = described(each)
                             # what needs tensor cores is for the first card on which it was met, and later ones
                             least = launch.least if id(each.kernel) in portable else capability
-                            found.setdefault(launch, launch._replace(least=least))
+                            launch = launch._replace(least=least)
+                            if any(launched_on(launch, card) for card in CARDS):
+                                found.setdefault(launch._replace(least=min(CARDS)), launch)
                 print(f"{case}, {dtype}: {len(found)} launches", file=sys.stderr, flush=True)
     return sorted(found.values())
 
@@ -109,7 +111,11 @@ def with_faster_sums(launch: Launch, capability: int) -> Launch | None:
     if given.get("HALF_SUMS") != 0 or given["TYPE"] or card not in mma_gemm.GEFORCE:
         return None
     if launch.name == mma_gemm._SOURCE.name:
-        return launch._replace(constants=tuple(sorted({**given, "HALF_SUMS": 1}.items())))
+        exact, in_half = (mma_tiles.shapes(card, half_sums) for half_sums in (False, True))
+        tile = in_half[exact.index(mma_gemm.tile_of(given))]
+        given = {**given, **mma_gemm.of_tile(tile), "HALF_SUMS": 1}
+        shared = mma_tiles.shared_bytes(tile, given["EPILOGUE"] == mma_gemm.GEGLU)
+        return launch._replace(constants=tuple(sorted(given.items())), threads=tile.threads, shared=shared)
     if given["ONCE"]:
         return None
     size = given["SIZE"]
@@ -124,8 +130,12 @@ def with_faster_sums(launch: Launch, capability: int) -> Launch | None:
 
 def launched_on(launch: Launch, capability: int) -> bool:
     """Whether a card of this capability may launch it."""
-    if launch.name == mma_gemm._SOURCE.name and divmod(capability, 10) not in mma_gemm.GEFORCE:
-        return False
+    if launch.name == mma_gemm._SOURCE.name:
+        given, card = dict(launch.constants), divmod(capability, 10)
+        if card not in mma_gemm.CARDS:
+            return False
+        if mma_gemm.tile_of(given) not in mma_tiles.shapes(card, bool(given["HALF_SUMS"])):
+            return False
     return launch.least <= capability
 
 

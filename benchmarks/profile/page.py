@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sfast_ext.tools.lib import ways
+
 PAGE = Path(__file__).with_name("profile.md")
 INTRODUCTION = """# Where the time of one UNet call goes
 
@@ -29,7 +31,7 @@ LONGEST = 100
 def title(found: dict[str, Any]) -> str:
     """The heading of one profile."""
     pictures = f", {found['images']} pictures" if found["images"] > 1 else ""
-    return f"{found['model']}, {found['width']}×{found['height']}{pictures}"
+    return ", ".join([f"{found['model']}, {found['width']}×{found['height']}{pictures}", *ways.words_of(found)])
 
 
 def section(found: dict[str, Any]) -> str:

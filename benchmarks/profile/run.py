@@ -2,6 +2,7 @@
 
     python -m benchmarks.profile --model sd15 --size 512x512 --json benchmarks/results/profile-sd15.json
     python -m benchmarks.profile --model sdxl --size 1024x1024 --json benchmarks/results/profile-sdxl.json
+    python -m benchmarks.profile --as sm_89 --without triton    # the plan of a GeForce
     python -m benchmarks.profile --page benchmarks/results/profile-*.json     # writes benchmarks/profile/profile.md
 
 Which kernel belongs to which node of the rewritten graph is seen in a run node by node; how long it takes, in replays
@@ -13,6 +14,7 @@ ceilings are measured in the same process.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -29,10 +31,11 @@ from benchmarks.profile import page as profile_page
 from benchmarks.profile.kinds import ARITHMETIC, KINDS, Cost, cost
 from sfast_ext import cli
 from sfast_ext.call_signature import flatten_call
+from sfast_ext.kernels.backend.triton_runtime import without_triton
 from sfast_ext.runtime.graph_pool import pool_of
 from sfast_ext.runtime.plan import Plan, plan_mode
 from sfast_ext.tools import bench
-from sfast_ext.tools.lib import engines, machine, models, rates, trace
+from sfast_ext.tools.lib import Unavailable, engines, machine, models, rates, trace, ways
 from sfast_ext.tools.text import significant
 
 # back to back in one recording; the first of them is not counted
@@ -77,11 +80,15 @@ class _Ranges(fx.Interpreter):
 class Subject:
     """The plan of one call, and the ways to run it that are recorded."""
 
-    def __init__(self, model: str, width: int, height: int, images: int, device: torch.device) -> None:
+    def __init__(
+        self, model: str, width: int, height: int, images: int, device: torch.device, way: ways.Way = ways.OURS
+    ) -> None:
         self.device = device
         dtype = torch.float16 if device.type == "cuda" else torch.float32
-        unet = bench.make_unet(model, dtype=dtype, device=device)
-        self.engine = engines.StableFast(unet)
+        unet = bench.make_unet(model, dtype=getattr(torch, way.dtype) if way.dtype else dtype, device=device)
+        if way.capability is not None:
+            ways.check_card(way.capability, device)
+        self.engine = ways.Ours(way.model(unet), way)
         args, kwargs = models.unet_inputs(unet, width, height, images)
         self.engine.start(args, kwargs)
         for _ in range(3):
@@ -265,9 +272,20 @@ def _times(calls: Mapping[str, engines.Call], device: torch.device) -> dict[str,
 
 
 @torch.no_grad()
-def measure(model: str, width: int, height: int, images: int, device: torch.device) -> dict[str, Any]:
-    """The profile of one call, as JSON can carry."""
-    subject = Subject(model, width, height, images, device)
+def measure(
+    model: str, width: int, height: int, images: int, device: torch.device, way: ways.Way = ways.OURS
+) -> dict[str, Any]:
+    """The profile of one call, as JSON can carry.
+
+    Raises:
+        Unavailable: the GPU cannot pass for the one that is asked for.
+    """
+    with ways.passing_for(way.capability), contextlib.nullcontext() if way.triton else without_triton():
+        return _measure(model, width, height, images, device, way)
+
+
+def _measure(model: str, width: int, height: int, images: int, device: torch.device, way: ways.Way) -> dict[str, Any]:
+    subject = Subject(model, width, height, images, device, way)
     costs = subject.costs()
     subject.by_nodes()
     product, copy = rates.Product(device), rates.Copy(device)
@@ -286,6 +304,7 @@ def measure(model: str, width: int, height: int, images: int, device: torch.devi
         "width": width,
         "height": height,
         "images": images,
+        **way.stack(),
         "call_ms": significant(statistics.median(taken["call"])),
         "replay_ms": significant(statistics.median(taken["replay"])),
         **{name: significant(value) for name, value in ceilings.items()},
@@ -301,6 +320,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="sd15", choices=models.NAMES + models.TINY_NAMES)
     parser.add_argument("--size", type=cli.size, metavar="WxH", help="default: 1024x1024 for SDXL, else 512x512")
     parser.add_argument("--images", type=int, default=1, help="pictures at once (%(default)s)")
+    cli.add_stack(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the profile there")
     parser.add_argument(
         "--page", type=Path, nargs="+", metavar="FILE", help="write benchmarks/profile/profile.md from these"
@@ -314,7 +334,11 @@ def main(given: Sequence[str] | None = None) -> int:
         print("a profile needs an NVIDIA GPU", file=sys.stderr)
         return 1
     width, height = args.size or ((1024, 1024) if "sdxl" in args.model else (512, 512))
-    found = measure(args.model, width, height, args.images, device)
+    try:
+        found = measure(args.model, width, height, args.images, device, ways.asked(args))
+    except Unavailable as exc:
+        print(exc, file=sys.stderr)
+        return 1
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

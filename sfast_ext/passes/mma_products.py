@@ -1,5 +1,5 @@
-"""Linear layers and 3x3 convolutions that a kernel of this project may compute on GeForce, with exact sums or, where
-the user has chosen so, in half precision."""
+"""Linear layers and 3x3 convolutions that a kernel of this project may compute on GeForce and A100, with exact sums or,
+on GeForce where the user has chosen so, in half precision."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CONVOLUTIONS = CONV | {conv2d.launch}
 
 @fusion(LINEAR | _CHOOSING | _CONVOLUTIONS, needs=(mma_linear, mma_conv2d), skip_pinned_inputs=True)
 def mma_products(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
-    """Replaces products and convolutions in half precision of at least `mma_gemm.LEAST_ROWS` rows, on GeForce.
+    """Replaces products and convolutions in half precision of at least `mma_gemm.LEAST_ROWS` rows, on GeForce and A100.
 
     Pattern: linear(x, weight, bias); conv2d(x, weight, bias)  # 3x3, stride 1 or 2; conv2d.launch(x, weight)
     Replacement: mma_linear.launch(x, weight, bias); mma_conv2d.launch(x, weight, bias, stride)
@@ -36,7 +36,7 @@ def mma_products(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     longer than it saves.
     """
     kind = dtype(node)
-    half_sums = ctx.faster_sums and kind == torch.float16
+    half_sums = ctx.faster_sums and kind == torch.float16 and mma_gemm.halves_are_faster(ctx.device)
     if not half_sums and (ctx.most_bytes is not None or is_op(node, _CHOOSING)):
         return False
     if kind is None or not mma_gemm.serves_dtype(kind, ctx.device):

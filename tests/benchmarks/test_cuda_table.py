@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from benchmarks.compile_table import cuda
 from sfast_ext.kernels.backend import nvrtc
@@ -69,8 +70,16 @@ def test_launches_are_those_of_a_plan_without_triton():
         assert launch.threads % 32 == 0 and launch.shared <= min(card.shared_of_block for card in cards)
 
 
-def test_products_are_launched_on_geforce_alone():
-    launch = cuda.Launch("mma_gemm", (), 256, 0, least=75)
-    assert [card for card in cuda.CARDS if cuda.launched_on(launch, card)] == [75, 86, 89, 120]
-    assert [card for card in cuda.CARDS if cuda.launched_on(launch._replace(least=86), card)] == [86, 89, 120]
-    assert cuda.launched_on(launch._replace(name="geglu", least=70), 70)
+def test_products_are_launched_on_the_cards_whose_tiles_they_have():
+    def launch(capability, half_sums):
+        tile = cuda.mma_tiles.shapes(divmod(capability, 10), half_sums)[0]
+        given = cuda.mma_gemm.constants(tile, torch.float16, half_sums=half_sums)
+        return cuda.Launch("mma_gemm", tuple(sorted(given.items())), tile.threads, 0, least=capability)
+
+    for half_sums in (False, True):
+        found = {n: [c for c in cuda.CARDS if cuda.launched_on(launch(n, half_sums), c)] for n in (75, 80, 86)}
+        assert found == {75: [75], 80: [80], 86: [86, 89, 120]}
+    of_halves = cuda.with_faster_sums(launch(86, False), 86)
+    assert of_halves == launch(86, True)._replace(shared=of_halves.shared)
+    assert of_halves.shared == cuda.mma_tiles.shared_bytes(cuda.mma_gemm.tile_of(dict(of_halves.constants)), False)
+    assert cuda.launched_on(launch(86, False)._replace(name="geglu", least=70), 70)

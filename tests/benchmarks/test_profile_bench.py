@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.profile import kinds
 from benchmarks.profile import page as profile_page
 from benchmarks.profile import run as profile
+from sfast_ext.kernels.backend import triton_runtime
 from sfast_ext.tools.lib import trace
 
 CPU = torch.device("cpu")
@@ -223,6 +224,26 @@ def test_the_page_keeps_the_words_around_its_tables(tmp_path, monkeypatch, two_l
     text = page.read_text()
     assert "Words of a person." in text and "A call takes 123.00 ms" in text
     assert text.count("## ") == 2 and text.index("64×64, 4 pictures") > text.index("Words")
+
+
+def test_the_plan_of_a_card_without_triton(monkeypatch, tmp_path):
+    monkeypatch.setattr(profile.trace, "record", StandIn())
+    seen = []
+
+    def costs(subject):
+        seen.append((triton_runtime.capability(torch.device("cuda", 0)), subject.plan._triton))
+        return original(subject)
+
+    original = profile.Subject.costs
+    monkeypatch.setattr(profile.Subject, "costs", costs)
+    monkeypatch.setattr(profile.ways, "check_card", lambda capability, device: None)
+    asked = ["--model", "tiny-sd15", "--size", "64x64", "--as", "sm_89", "--without", "triton", "--json"]
+    monkeypatch.setattr(profile.machine, "device", lambda: CPU)
+    assert profile.main([*asked, str(tmp_path / "x.json")]) == 1  # a CPU is no GPU
+    way = profile.ways.Way("sfast", triton=False, capability=(8, 9))
+    found = profile.measure("tiny-sd15", 64, 64, 1, CPU, way)
+    assert seen == [((8, 9), False)] and (found["as"], found["without"]) == ("sm_89", ["triton"])
+    assert profile_page.title(found) == "tiny-sd15, 64×64, without Triton, as sm_89"
 
 
 def test_a_profile_needs_a_gpu(monkeypatch, capsys):

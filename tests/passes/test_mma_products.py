@@ -42,6 +42,7 @@ class Block(nn.Module):
 @pytest.fixture(autouse=True)
 def geforce(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mma_gemm, "serves_dtype", lambda dtype, device: dtype in rewrite.HALF)
+    monkeypatch.setattr(mma_gemm, "halves_are_faster", lambda device: True)
 
 
 TOKENS, IMAGE = randn(2, 40, 32).to(HALF), randn(2, 32, 18, 17).to(HALF)
@@ -87,6 +88,15 @@ def test_linear_layers(what: str, chosen: bool) -> None:
 
 def check(traced: Traced) -> None:
     assert not HALF_ON_THE_CPU or traced.error() < 2e-3
+
+
+def test_sums_stay_exact_where_halves_are_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mma_gemm, "halves_are_faster", lambda device: False)
+    traced, count = rewritten(summed, TOKENS, chosen=True)
+    assert count == 1
+    for kernel in (mma_linear, linear_accumulate_kernel):
+        (node,) = traced.launches(kernel)
+        assert "half_sums" not in node.kwargs
 
 
 @pytest.mark.parametrize("stride", [1, 2])

@@ -35,7 +35,7 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 
         return torchs()
     ours = functools.partial(mma_gemm.conv2d, x, weight, bias, stride)
     rows = x.shape[0] * cdiv(x.shape[2], stride) * cdiv(x.shape[3], stride)
-    tiles = mma_gemm.tiles(rows, weight.shape[0], device_of(x))
+    tiles = mma_gemm.tiles(rows, weight.shape[0], device_of(x), half_sums=half_sums)
     kind = str(x.dtype).removeprefix("torch.")
     sizes = f"{'x'.join(map(str, x.shape))} to {weight.shape[0]}, stride {stride} {kind}"
     return _choice.run(x.device, f"{sizes}{', bias' * (bias is not None)}", torchs, ours, tiles, half_sums)

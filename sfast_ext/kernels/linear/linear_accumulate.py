@@ -30,7 +30,7 @@ def launch(x: Tensor, weight: Tensor, out_sum: Tensor, half_sums: bool = False) 
     """`reference`, written over `out_sum` where that is contiguous and a GEMM computes it."""
     if mma_gemm.linear_readable(x, weight, None, out_sum):
         ways = functools.partial(_by_cublas, x, weight), functools.partial(mma_gemm.linear, x, weight, None)
-        tiles = mma_gemm.tiles(x.numel() // x.shape[-1], weight.shape[0], device_of(x))
+        tiles = mma_gemm.tiles(x.numel() // x.shape[-1], weight.shape[0], device_of(x), half_sums=half_sums)
         return _choice.run(x.device, mma_choice.key(x, weight, None), *ways, tiles, half_sums, out_sum)
     if (
         not x.is_cuda

@@ -1,5 +1,5 @@
-"""Who computes a product on GeForce: `mma_gemm` with one of its tiles, or PyTorch with what follows the product as a
-kernel of its own."""
+"""Who computes a product on GeForce and A100: `mma_gemm` with one of its tiles, or PyTorch with what follows the
+product as a kernel of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sfast_ext.kernels.backend.choices import OWN, Choices, Run
 from sfast_ext.kernels.backend.triton_runtime import is_dry_run
-from sfast_ext.kernels.linear.mma_gemm import Tile
+from sfast_ext.kernels.linear.mma_tiles import Tile
 
 
 class MmaChoice:

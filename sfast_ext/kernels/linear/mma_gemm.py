@@ -1,4 +1,4 @@
-"""Linear layers and 3x3 convolutions by mma.sync, with a residual or GEGLU in the epilogue, on GeForce:
+"""Linear layers and 3x3 convolutions by mma.sync, with a residual or GEGLU in the epilogue, on GeForce and A100:
 csrc/mma_gemm.cu."""
 
 from __future__ import annotations
@@ -19,32 +19,14 @@ from sfast_ext.kernels.backend.triton_runtime import (
     launch_kernel,
     multiprocessors,
 )
+from sfast_ext.kernels.linear import mma_tiles
+from sfast_ext.kernels.linear.mma_tiles import CARDS, DEPTH, GEFORCE, Tile
 
-DEPTH = 32
-"""K of a stage; in half precision so many products are added up."""
 LEAST_ROWS = 64
 """Of a result that the kernel takes; with fewer, most of a tile would be empty."""
-GEFORCE = {(7, 5), (8, 6), (8, 9), (12, 0)}
-"""Compute capabilities whose tensor cores add up in float16 at twice the rate of float32, on GeForce."""
 _AMPERE = (8, 0)
-_ACROSS, _GEGLU_ACROSS, _WARP_ROWS, _WARPS = 160, 128, 32, 8
 _LONGEST = 2**31  # elements of an operand
 PLAIN, RESIDUAL, GEGLU = range(3)  # EPILOGUE in csrc/mma_gemm.cu
-
-
-class Tile(NamedTuple):
-    """A block's rows, as so many times 32, its columns, and its stages of shared memory."""
-
-    down: int
-    across: int
-    stages: int
-
-    @property
-    def rows(self) -> int:
-        return _WARP_ROWS * self.down
-
-    def __str__(self) -> str:
-        return f"mma {self.rows}x{self.across}"
 
 
 class Epilogue(NamedTuple):
@@ -58,19 +40,13 @@ class Epilogue(NamedTuple):
 NOTHING = Epilogue()
 
 
-def tiles(rows: int, columns: int, device: torch.device, epilogue: Epilogue = NOTHING) -> list[Tile]:
+def tiles(
+    rows: int, columns: int, device: torch.device, epilogue: Epilogue = NOTHING, half_sums: bool = False
+) -> list[Tile]:
     """The tiles for a product of so many rows and columns, those of values and gates together; what is expected to be
-    the fastest stands first.
-
-    A large one reads least of shared memory. Of small ones a multiprocessor has two blocks from 8.0 on: one computes
-    while the other begins or ends, so two stages are enough.
-    """
-    # a warp has as many columns of gates as of values
-    small = Tile(2, _GEGLU_ACROSS if epilogue.kind == GEGLU else _ACROSS, 2)
-    if cdiv(rows, 128) * cdiv(columns, _ACROSS) < multiprocessors(device):
-        return [small]
-    # 64 KB of shared memory on 7.5, at least 99 on later cards
-    return [Tile(4, _ACROSS, 4 if triton_runtime.capability(device) >= _AMPERE else 2), small]
+    the fastest stands first."""
+    card, pairs = triton_runtime.capability(device), epilogue.kind == GEGLU
+    return mma_tiles.worth_measuring(rows, columns, card, multiprocessors(device), pairs, half_sums)
 
 
 def linear_readable(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> bool:
@@ -126,7 +102,7 @@ def serves_dtype(dtype: torch.dtype, device: torch.device) -> bool:
 
 def available(device: torch.device) -> bool:
     """Whether the kernel is for a device, and can run there."""
-    return _SOURCE.available(device) and halves_are_faster(device)
+    return _SOURCE.available(device)
 
 
 def halves_are_faster(device: torch.device) -> bool:
@@ -215,8 +191,8 @@ def _launch(
     image: tuple[int, ...] = (1,) * 6,
 ) -> None:
     columns = out.numel() // rows
-    chosen = tile or tiles(rows, weight.shape[0], device_of(x), epilogue)[0]
-    grid = cdiv(weight.shape[0], chosen.across), cdiv(rows, chosen.rows)
+    chosen = tile or tiles(rows, weight.shape[0], device_of(x), epilogue, half_sums)[0]
+    grid = cdiv(weight.shape[0], chosen.width), cdiv(rows, chosen.rows)
     numbers = rows, columns, weight.numel() // weight.shape[0], *image
     given = constants(chosen, x.dtype, weight.dim() == 4, half_sums, epilogue)
     launch_kernel(_SOURCE, grid, out, x, weight, bias, residual, *numbers, **given)
@@ -232,9 +208,7 @@ def constants(
     """The kernel's compile-time parameters."""
     return {
         "TYPE": cuda_tier.TYPES[dtype],
-        "WIDTH": chosen.across,
-        "DOWN": chosen.down,
-        "STAGES": chosen.stages,
+        **of_tile(chosen),
         "CONV": int(convolution),
         "HALF_SUMS": int(half_sums),
         "EPILOGUE": epilogue.kind,
@@ -243,9 +217,14 @@ def constants(
     }
 
 
-def shared_bytes(given: dict[str, int]) -> int:
-    """Dynamic shared memory of a block in bytes."""
-    return given["STAGES"] * (_WARP_ROWS * given["DOWN"] + given["WIDTH"]) * (DEPTH + 8) * 2
+def of_tile(tile: Tile) -> dict[str, int]:
+    """Those of `constants` that say which tile it is."""
+    return {name.upper(): value for name, value in tile._asdict().items()}
+
+
+def tile_of(given: dict[str, int]) -> Tile:
+    """The tile of `constants`."""
+    return Tile(*(given[name.upper()] for name in Tile._fields))
 
 
 def _prepared(
@@ -257,8 +236,10 @@ def _prepared(
     *numbers: int,
     **constants: int,
 ) -> tuple[list[Any], int, int]:
-    return [out, x, weight, bias, residual, *map(ctypes.c_int, numbers)], 32 * _WARPS, shared_bytes(constants)
+    tile = tile_of(constants)
+    shared = mma_tiles.shared_bytes(tile, constants["EPILOGUE"] == GEGLU)
+    return [out, x, weight, bias, residual, *map(ctypes.c_int, numbers)], tile.threads, shared
 
 
 _NUMBERS = ("rows", "columns", "depth", "channels", "height", "width", "image_height", "image_width", "stride")
-_SOURCE = nvrtc.Source("mma_gemm", _prepared, ("out", "x", "weight", "bias", "residual", *_NUMBERS), only=GEFORCE)
+_SOURCE = nvrtc.Source("mma_gemm", _prepared, ("out", "x", "weight", "bias", "residual", *_NUMBERS), only=CARDS)

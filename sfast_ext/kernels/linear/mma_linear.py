@@ -29,7 +29,7 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None, half_sums: boo
     if not mma_gemm.linear_readable(x, weight, bias):
         return F.linear(x, weight, bias)
     ways = functools.partial(F.linear, x, weight, bias), functools.partial(mma_gemm.linear, x, weight, bias)
-    tiles = mma_gemm.tiles(x.numel() // x.shape[-1], weight.shape[0], device_of(x))
+    tiles = mma_gemm.tiles(x.numel() // x.shape[-1], weight.shape[0], device_of(x), half_sums=half_sums)
     return _choice.run(x.device, mma_choice.key(x, weight, bias), *ways, tiles, half_sums)
 
 

@@ -13,7 +13,7 @@ from kernels.backend.test_nvrtc import REGISTERS, built
 from kernels.support import close_rows, expected, needs_nvrtc, randn, wide
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import nvrtc, triton_runtime
-from sfast_ext.kernels.linear import linear_geglu, mma_gemm
+from sfast_ext.kernels.linear import linear_geglu, mma_gemm, mma_tiles
 
 pytestmark = pytest.mark.skipif(
     kernels.interpreted(), reason="the interpreter's run is of Triton's kernels, these run without TRITON_INTERPRET"
@@ -35,11 +35,15 @@ SHAPES = [(130, 168, 64), (64, 320, 320), (3, 8, 96), (1, 160, 32), (300, 160, 1
 each_kind = pytest.mark.parametrize(("dtype", "half_sums"), SUMS, ids=["exact", "half sums", "bfloat16"])
 
 
-@pytest.fixture(params=[0, 1], ids=["large tiles", "small tiles"])
+@pytest.fixture(params=[0, 1, 2], ids=["large tiles", "middle tiles", "small tiles"])
 def each_tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles = mma_gemm.tiles
-    monkeypatch.setattr(mma_gemm, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(mma_gemm, "tiles", lambda *given: tiles(*given)[request.param :])
+    """One of those of the card, the next larger one where it is not for the operation."""
+
+    def only(rows, columns, device, epilogue=mma_gemm.NOTHING, half_sums=False):
+        shapes = mma_tiles.shapes((8, 6), half_sums)
+        return [shapes[min(request.param, 1) if epilogue.kind == mma_gemm.GEGLU else request.param]]
+
+    monkeypatch.setattr(mma_gemm, "tiles", only)
 
 
 def scale(half_sums: bool) -> float:
@@ -116,35 +120,70 @@ def test_conv2d(device, each_tile, sizes, dtype, half_sums):
         close_rows(y.permute(0, 2, 3, 1), target.permute(0, 2, 3, 1), scale(half_sums))
 
 
-def test_tiles_follow_rows_columns_and_card(monkeypatch):
-    monkeypatch.setattr(mma_gemm, "multiprocessors", lambda device: 28)
-    device, geglu = torch.device("cuda", 0), mma_gemm.Epilogue(mma_gemm.GEGLU)
-    for capability, stages in (((7, 5), 2), ((8, 6), 4)):
-        monkeypatch.setattr(triton_runtime, "capability", lambda device: capability)  # noqa: B023
-        assert mma_gemm.tiles(8192, 320, device) == [(4, 160, stages), (2, 160, 2)]
-        assert mma_gemm.tiles(8192, 2560, device, geglu) == [(4, 160, stages), (2, 128, 2)]
-        assert mma_gemm.tiles(128, 1280, device) == [(2, 160, 2)]
-        assert mma_gemm.tiles(64, 2560, device, geglu) == [(2, 128, 2)]
-    assert [str(tile) for tile in mma_gemm.tiles(8192, 2560, device, geglu)] == ["mma 128x160", "mma 64x128"]
+@pytest.mark.parametrize("half_sums", [False, True])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (12, 0)], ids=str)
+def test_tiles_fit_a_multiprocessor(capability, half_sums):
+    held = {(7, 5): 64, (8, 0): 163}.get(capability, 99) << 10
+    shapes = mma_tiles.shapes(capability, half_sums)
+    assert [str(tile) for tile in shapes] == ["mma 128x160", "mma 128x80", "mma 64x80"]
+    for tile in shapes:
+        assert tile.stages >= 2 and mma_gemm.tile_of(mma_gemm.constants(tile, torch.float16)) == tile
+        for pairs in (False, True):
+            assert tile.resident * mma_tiles.shared_bytes(tile, pairs) <= held
+            # the result takes the place of the stages
+            columns = tile.width // (2 if pairs else 1)
+            assert mma_tiles.shared_bytes(tile, pairs) >= 2 * tile.rows * (columns + 8 * tile.across)
+    one_more = [tile._replace(stages=tile.stages + 1) for tile in shapes]
+    assert all(t.stages > 6 or t.resident * mma_tiles.shared_bytes(t, False) > held for t in one_more)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "multiprocessors", "chosen"),
+    [
+        (8192, 320, 28, "128x160"),  # 5 blocks each where 28 share 128 of them
+        (512, 1280, 28, "64x80"),  # 5 small blocks each, or 3 of twice their size
+        (512, 1280, 34, "128x160"),  # 32 blocks, which run at once
+        (512, 1280, 128, "64x80"),
+        (2048, 640, 128, "128x80"),
+        (1, 8, 128, "64x80"),
+    ],
+)
+def test_the_tile_with_the_least_work_for_a_multiprocessor_stands_first(
+    monkeypatch, rows, columns, multiprocessors, chosen
+):
+    monkeypatch.setattr(mma_gemm, "multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 6))
+    found = mma_gemm.tiles(rows, columns, torch.device("cuda", 0))
+    assert str(found[0]) == f"mma {chosen}" and len(set(found)) == len(found) == mma_tiles.MOST
+
+
+def test_values_and_gates_need_an_even_number_of_tiles(monkeypatch):
+    monkeypatch.setattr(mma_gemm, "multiprocessors", lambda device: 128)
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 6))
+    found = mma_gemm.tiles(64, 2560, torch.device("cuda", 0), mma_gemm.Epilogue(mma_gemm.GEGLU))
+    assert [str(tile) for tile in found] == ["mma 128x80", "mma 128x160"]
 
 
 @pytest.mark.parametrize(
     ("capability", "dtype", "half_sums"), [(75, *SUMS[0]), (75, *SUMS[1]), *((86, *each) for each in SUMS)], ids=str
 )
-@pytest.mark.parametrize("tile", [0, 1], ids=["large", "small"])
-@pytest.mark.parametrize("what", ["linear", "convolution", "residual", "geglu"])
+@pytest.mark.parametrize(
+    ("what", "tile"),
+    # a warp of small ones has five tiles of columns, no even number, which values and gates need
+    [
+        ("geglu", 0),
+        ("geglu", 1),
+        *((what, tile) for what in ("linear", "convolution", "residual") for tile in (0, 1, 2)),
+    ],
+)
 def test_mma_gemm_compiles(monkeypatch, tmp_path, capability, tile, what, dtype, half_sums):
     monkeypatch.setenv("SFAST_CACHE_DIR", str(tmp_path))
     needs_nvrtc()
     kind = mma_gemm.Epilogue(["linear", "residual", "geglu"].index(what.replace("convolution", "linear")))
-    monkeypatch.setattr(triton_runtime, "capability", lambda device: divmod(capability, 10))
-    monkeypatch.setattr(mma_gemm, "multiprocessors", lambda device: 28)
-    chosen = mma_gemm.tiles(8192, 640, torch.device("cuda", 0), kind)[tile]
+    chosen = mma_tiles.shapes(divmod(capability, 10), half_sums)[tile]
     given = mma_gemm.constants(chosen, dtype, what == "convolution", half_sums, kind)
     registers, _ = built("mma_gemm", given, architecture=f"sm_{capability}")
-    blocks = 2 if tile and capability > 75 else 1  # of a multiprocessor
-    assert blocks * registers * 256 <= REGISTERS
-    assert blocks * mma_gemm.shared_bytes(given) <= (64 if capability == 75 else 99) << 10
+    assert chosen.resident * registers * chosen.threads <= REGISTERS
 
 
 def test_what_it_does_not_take(device, monkeypatch):
@@ -173,14 +212,18 @@ def test_what_it_does_not_take(device, monkeypatch):
     assert not mma_gemm.conv2d_readable(image, filters[:, :, :1, :1], None)
 
 
-@pytest.mark.parametrize(("capability", "faster"), [((7, 0), False), ((7, 5), True), ((8, 0), False), ((8, 6), True)])
-def test_cards_that_add_up_faster_in_half_precision(monkeypatch, capability, faster):
-    monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: True)
+@pytest.mark.parametrize(
+    ("capability", "there", "faster"),
+    [((7, 0), False, False), ((7, 5), True, True), ((8, 0), True, False), ((8, 6), True, True), ((9, 0), False, False)],
+)
+def test_cards_it_is_for_and_those_that_add_up_faster_in_half_precision(monkeypatch, capability, there, faster):
+    monkeypatch.setattr(nvrtc, "refusal", lambda device: None)
+    monkeypatch.setattr(nvrtc, "bindings", lambda: nvrtc.Bindings(object(), object()))
     monkeypatch.setattr(triton_runtime, "capability", lambda device: capability)
     device = torch.device("cuda", 0)
-    assert mma_gemm.available(device) == mma_gemm.serves_dtype(torch.float16, device) == faster
-    assert mma_gemm.serves_dtype(torch.bfloat16, device) == (faster and capability > (7, 5))
-    assert not mma_gemm.serves_dtype(torch.float32, device)
+    assert mma_gemm.available(device) == mma_gemm.serves_dtype(torch.float16, device) == there
+    assert mma_gemm.serves_dtype(torch.bfloat16, device) == (there and capability > (7, 5))
+    assert not mma_gemm.serves_dtype(torch.float32, device) and mma_gemm.halves_are_faster(device) == faster
 
 
 def test_large_activations_do_not_overflow(device):

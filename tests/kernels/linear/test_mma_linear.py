@@ -15,12 +15,12 @@ from kernels import cuda_on_cpu
 from sfast_ext.kernels.backend import choices, triton_runtime
 from sfast_ext.kernels.backend.choices import Choices, Memory
 from sfast_ext.kernels.conv import mma_conv2d
-from sfast_ext.kernels.linear import linear_accumulate, linear_geglu, mma_choice, mma_gemm, mma_linear
+from sfast_ext.kernels.linear import linear_accumulate, linear_geglu, mma_choice, mma_gemm, mma_linear, mma_tiles
 from sfast_ext.kernels.pointwise import geglu
 
 GPU = torch.device("cuda", 0)
 MORE = 2**-10
-TILES = [mma_gemm.Tile(4, 160, 4), mma_gemm.Tile(2, 160, 2)]
+TILES = mma_tiles.shapes((8, 6), half_sums=False)[:2]
 randn = torch.randn
 
 
@@ -42,14 +42,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]]:
     """What the kernel was asked for, and whether with sums in half precision; its results are PyTorch's plus MORE."""
     found: list[tuple[str, bool]] = []
 
-    def stand_in(name: str, way: Callable[..., Tensor], *args: Any, tile: mma_gemm.Tile, **given: Any) -> Tensor:
+    def stand_in(name: str, way: Callable[..., Tensor], *args: Any, tile: mma_tiles.Tile, **given: Any) -> Tensor:
         found.append((name, given.pop("half_sums")))
         return way(*args, **given).add_(MORE)
 
     for name, way in (("linear", linear), ("linear_geglu", gated), ("conv2d", convolved)):
         monkeypatch.setattr(mma_gemm, name, functools.partial(stand_in, name, way))
         monkeypatch.setattr(mma_gemm, f"{name}_readable", lambda *operands: True)
-    monkeypatch.setattr(mma_gemm, "tiles", lambda *given: TILES)
+    monkeypatch.setattr(mma_gemm, "tiles", lambda *given, **flags: TILES)
     yield found
 
 

@@ -1,0 +1,3 @@
+from benchmarks.ampere.run import main
+
+raise SystemExit(main())

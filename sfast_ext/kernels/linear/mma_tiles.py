@@ -1,0 +1,98 @@
+"""The blocks by which csrc/mma_gemm.cu computes a product, and which of them are worth measuring for one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sfast_ext.kernels.backend.triton_runtime import cdiv
+
+DEPTH = 32
+"""K of a stage; in half precision so many products are added up."""
+MOST = 2
+"""Tiles of a product that are measured."""
+GEFORCE = {(7, 5), (8, 6), (8, 9), (12, 0)}
+"""Compute capabilities whose tensor cores add up in float16 at twice the rate of float32, on GeForce."""
+CARDS = GEFORCE | {(8, 0)}
+"""Compute capabilities that the kernel is for: later ones have faster instructions."""
+_AMPERE = (8, 0)
+_TURING_BYTES, _GEFORCE_BYTES, _BYTES = 64 << 10, 99 << 10, 163 << 10  # of shared memory that blocks can have
+_MOST_STAGES = 6
+_WARP_COLUMNS = 8  # behind those of a warp, of the result in shared memory
+
+
+class Tile(NamedTuple):
+    """A block: its warps, rows of a warp as so many times 16, all columns, stages of shared memory, and such blocks of
+    a multiprocessor."""
+
+    down: int
+    across: int
+    high: int
+    width: int
+    stages: int
+    resident: int
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.high * self.down
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.down * self.across
+
+    @property
+    def area(self) -> int:
+        return self.rows * self.width
+
+    def __str__(self) -> str:
+        return f"mma {self.rows}x{self.width}"
+
+
+def shared_bytes(tile: Tile, pairs: bool) -> int:
+    """Dynamic shared memory of a block: of the stages, or of the result, which takes their place; half as wide for
+    `pairs`, values and gates."""
+    columns = tile.width // (2 if pairs else 1)
+    return 2 * max(tile.stages * (tile.rows + tile.width) * DEPTH, tile.rows * (columns + _WARP_COLUMNS * tile.across))
+
+
+def shapes(capability: tuple[int, int], half_sums: bool) -> list[Tile]:
+    """All tiles, large ones first, with as many stages as the card has shared memory for.
+
+    A warp of a large one reads less of shared memory for a product. Where a multiprocessor has two blocks or more, one
+    computes while another begins or ends. Widths of 160 and 80 divide Stable Diffusion's channels.
+    """
+    # a warp's 64 rows need all of its registers, with sums in half precision or Turing's smaller products even more
+    narrow = half_sums or capability < _AMPERE
+    large = Tile(4, 2, 2, 160, 0, 1) if narrow else Tile(2, 2, 4, 160, 0, 2)
+    held = _TURING_BYTES if capability < _AMPERE else _GEFORCE_BYTES if capability in GEFORCE else _BYTES
+    return [_staged(tile, held) for tile in (large, Tile(4, 1, 2, 80, 0, 2), Tile(2, 2, 2, 80, 0, 3))]
+
+
+def _staged(tile: Tile, held: int) -> Tile:
+    """With as many stages as leave room for its blocks, two at least."""
+    for stages in range(_MOST_STAGES, 2, -1):
+        staged = tile._replace(stages=stages)
+        if tile.resident * shared_bytes(staged, pairs=False) <= held:
+            return staged
+    return tile._replace(stages=2)
+
+
+def worth_measuring(
+    rows: int, columns: int, capability: tuple[int, int], multiprocessors: int, pairs: bool, half_sums: bool
+) -> list[Tile]:
+    """Tiles for a product, at most `MOST`, what should be the fastest first: that with the least work for the
+    multiprocessor that has most of it.
+
+    Args:
+        columns: those of values and gates together.
+        pairs: whether they are values and gates, of which a warp has as many each.
+    """
+    found = shapes(capability, half_sums)
+    if pairs:
+        found = [tile for tile in found if tile.width // tile.across // 8 % 2 == 0]
+
+    def work(tile: Tile) -> float:
+        blocks = cdiv(rows, tile.rows) * cdiv(columns, tile.width)
+        # what a block takes beside its products, in the same unit
+        return cdiv(blocks, multiprocessors) * (tile.area + 12 * (tile.rows + tile.width))
+
+    return sorted(found, key=work)[:MOST]

@@ -1,0 +1,76 @@
+"""The comparison with kernels for Ampere: what tells them, and the table; the libraries themselves need a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.ampere import cublaslt, run
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize160x128x32_stage4_warpsize2x2x1_tensor16x8x16", True),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_f16_s16816gemm_relu_f16_128x128_64x3_tn_align8>", True),
+        ("ampere_fp16_s16816gemm_fp16_128x128_ldg8_f2f_stages_64x3_tn", True),
+        ("sm86_xmma_fprop_implicit_gemm_indexed_f16f16", True),
+        ("sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x192x64", False),
+        ("nvjet_sm90_hsh_168x128_64x5_1x2_h_bz_coopA_bias_TNN", False),
+        ("void cutlass::device_kernel<cutlass3x_sm90_tensorop_s64x128x16gemm_f16>", False),
+        ("void splitKreduce_kernel<32, 16, int, float>", False),
+    ],
+)
+def test_names_of_kernels_for_ampere(name, wanted):
+    assert run.is_for_ampere(name) == wanted
+
+
+ROW = {"what": "linear and residual", "shape": "8×8×32", "candidates": 3}
+OURS = {
+    "product, mma 128x160": 5.0,
+    "product, mma 64x80": 4.0,
+    "residual, mma 128x160": 6.0,
+    "residual, mma 64x80": 8.0,
+}
+
+
+def test_the_fastest_tile_counts_with_and_without_what_follows():
+    assert run.ratios({**ROW, "ours_us": OURS, "theirs_us": 4.8}) == pytest.approx((1.2, 0.8))
+    assert run.ratios({**ROW, "ours_us": OURS}) is None
+
+
+def test_the_table_stands_between_its_marks(tmp_path):
+    page = tmp_path / "kernels.md"
+    page.write_text(f"Before.\n\n{run.BEGIN}\nold\n{run.END}\n\nAfter.\n", encoding="utf-8")
+    head = {"gpu": "NVIDIA X", "torch": "2.11", "cuda": "13.0", "cudnn": 91900, "commit": "abc"}
+    rows = [{**ROW, "ours_us": OURS, "theirs_us": 4.8}, {**ROW, "ours_us": OURS}]
+    for _ in range(2):
+        run.write({**head, "rows": rows}, page)
+    text = page.read_text(encoding="utf-8")
+    assert "| linear and residual | 8×8×32 | 4.0 | 6.0 | 4.8 | 1.20 | 0.80 |" in text and "old" not in text
+    assert "| linear and residual | 8×8×32 | 4.0 | 6.0 | none | | |" in text
+    assert text.startswith("Before.\n") and text.endswith("\n\nAfter.\n") and text.count("NVIDIA X") == 1
+    page.write_text("no marks", encoding="utf-8")
+    with pytest.raises(ValueError):
+        run.write({**head, "rows": rows}, page)
+
+
+def test_it_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(run.machine, "device", lambda: torch.device("cpu"))
+    assert run.main([]) == 1 and "needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_every_algorithm_of_cublaslt_computes_the_product():
+    torch.manual_seed(0)
+    a, b = (torch.randn(n, 64, device="cuda").half() for n in (96, 40))
+    out = torch.empty(96, 40, device="cuda", dtype=torch.float16)
+    product, wanted = cublaslt.Linear(a, b, out), a.float() @ b.float().t()
+    found = list(product.configurations())
+    assert {each.split_k for each in found} >= {1, 2} and len({each.algorithm for each in found}) > 1
+    for each in {each.algorithm: each for each in found}.values():
+        out.fill_(float("nan"))
+        product.run(each)
+        assert (out.float() - wanted).norm() < 1e-3 * wanted.norm(), each
+    with pytest.raises(cublaslt.Failed, match="does not take"):
+        product.run(found[0]._replace(tile=10_000))
