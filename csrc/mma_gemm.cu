@@ -19,6 +19,16 @@
 
 #include "gelu.h"
 
+// Whether what a thread loads is held in registers for half a step, where there is no cp.async: until it has come, the
+// products of that half are computed.
+#ifndef HELD
+#if defined(SFAST_CPU) || __CUDA_ARCH__ >= 800
+#define HELD 0
+#else
+#define HELD 1
+#endif
+#endif
+
 typedef Stored<TYPE>::Bits Element;
 constexpr int kThreads = 32 * DOWN * ACROSS, kDepth = 32, kChunks = kDepth / 8;
 constexpr int kWarpRows = 16 * HIGH, kRows = kWarpRows * DOWN, kColumns = WIDTH / ACROSS;
@@ -86,15 +96,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   int tap = 0, channel = 0;
   const char* next_a = reinterpret_cast<const char*>(CONV ? a - (long long)(image_width + 1) * channels : a);
   const char* next_b = reinterpret_cast<const char*>(b);
+  typedef Pack<TYPE, 8> Eight;
+#if HELD
+  Eight held[kOfA + kOfB];
+#endif
+  auto copy = [&](Element* to, const char* from, bool valid, int number) {
+#if HELD
+    held[number] = Eight();
+    if (valid) held[number] = *reinterpret_cast<const Eight*>(from);
+#else
+    copy_async(to, from, valid);
+#endif
+  };
   auto load = [&](int stage) {
     Element* const to = shared + stage * kStage + row * kDepth + place(row, chunk / 8);
 #pragma unroll
     for (int i = 0; i < kOfA; ++i)
-      copy_async(to + i * kLoads * kDepth, next_a + from_a[i], CONV ? taps[i / 3] >> tap >> 9 * (i % 3) & 1 : true);
+      copy(to + i * kLoads * kDepth, next_a + from_a[i], CONV ? taps[i / 3] >> tap >> 9 * (i % 3) & 1 : true, i);
 #pragma unroll
     for (int i = 0; i < kOfB; ++i) {
       if ((i + 1) * kLoads > WIDTH && i * kLoads + row >= WIDTH) break;
-      copy_async(to + (kRows + i * kLoads) * kDepth, next_b + from_b[i], true);
+      copy(to + (kRows + i * kLoads) * kDepth, next_b + from_b[i], true, kOfA + i);
     }
     next_a += kDepth * kBytes;
     next_b += kDepth * kBytes;
@@ -103,30 +125,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
       if (++tap % 3 == 0) next_a += (long long)(image_width - 3) * channels * kBytes;
     }
   };
+  auto store = [&](int stage) {
+#if HELD
+    Element* const to = shared + stage * kStage + row * kDepth + place(row, chunk / 8);
+#pragma unroll
+    for (int i = 0; i < kOfA; ++i) *reinterpret_cast<Eight*>(to + i * kLoads * kDepth) = held[i];
+#pragma unroll
+    for (int i = 0; i < kOfB; ++i) {
+      if ((i + 1) * kLoads > WIDTH && i * kLoads + row >= WIDTH) break;
+      *reinterpret_cast<Eight*>(to + (kRows + i * kLoads) * kDepth) = held[kOfA + i];
+    }
+#endif
+  };
 
   const int steps = depth / kDepth;
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
-    if (i < steps) load(i);
+    if (i < steps) load(i), store(i);
     copy_async_commit();
   }
 
-  const int column = first_column + across * kOutColumns, top = first_row + down * kWarpRows;
   float sum[HIGH][kTiles][4] = {};
-  if (kResidual) {
-    // read while the first stages are on their way
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-      for (int t = 0; t < HIGH; ++t)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int at = column + n * 8 + lane % 4 * 2, of_row = top + t * 16 + half * 8 + lane / 4;
-          if (of_row < rows && at < columns)
-            to_floats<TYPE>(*reinterpret_cast<const unsigned*>(residual + of_row * columns + at), sum[t][n][2 * half],
-                            sum[t][n][2 * half + 1]);
-        }
-  }
   const int a_row = (down * kWarpRows + lane % 16) * kDepth, a_chunk = lane / 16;
   const int b_row = (kRows + across * kColumns + lane / 16 * 8 + lane % 8) * kDepth, b_chunk = lane / 8 % 2;
   const int last_b_row = (kRows + across * kColumns + (kTiles - 1) * 8 + lane % 8) * kDepth;
@@ -160,13 +179,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
 #if HALF_SUMS
     unsigned part[HIGH][kTiles][2] = {};
 #endif
-    const int next = stage + 1 == STAGES ? 0 : stage + 1;
+    const int next = stage + 1 == STAGES ? 0 : stage + 1, before = stage ? stage - 1 : STAGES - 1;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       if (k == 0) {
-        if (step + STAGES - 1 < steps) load(stage ? stage - 1 : STAGES - 1);
+        if (step + STAGES - 1 < steps) load(before);
         copy_async_commit();
       } else {
+        if (step + STAGES - 1 < steps) store(before);
         copy_async_wait<STAGES - 2>();
         __syncthreads();
       }
@@ -200,10 +220,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
 #endif
   }
 
-  // through shared memory, so that whole rows are written
+  // through shared memory, so that whole rows are read and written
   copy_async_wait<0>();
   __syncthreads();
   Element* const own = shared + warp * kWarpRows * kOutPitch;
+  const int column = first_column + across * kOutColumns, top = first_row + down * kWarpRows;
+  auto each_pack = [&](auto run) {
+#pragma unroll 5
+    for (int i = 0; i < kWarpRows * kOutTiles / 32; ++i) {
+      const int at = i * 32 + lane, of_row = at / kOutTiles, tile = at % kOutTiles * 8;
+      if (top + of_row < rows && column + tile < columns)
+        run((top + of_row) * columns + column + tile, reinterpret_cast<Eight*>(own + of_row * kOutPitch + tile));
+    }
+  };
+  if (kResidual) {
+    each_pack([&](int at, Eight* staged) { *staged = *reinterpret_cast<const Eight*>(residual + at); });
+    warp_sync();
+  }
 #pragma unroll
   for (int n = 0; n < kOutTiles; ++n) {
     const int at = n * 8 + lane % 4 * 2;
@@ -216,26 +249,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         unsigned* const staged = reinterpret_cast<unsigned*>(own + (t * 16 + half * 8 + lane / 4) * kOutPitch + at);
-        float y[2];
+        float y[2], more[2] = {0.f, 0.f};
+        if (kResidual) to_floats<TYPE>(*staged, more[0], more[1]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if (kGeglu) {
             const float value = sum[t][kValues + kStep * n][2 * half + i] + value_bias[i];
             y[i] = value * gelu(sum[t][kGates + kStep * n][2 * half + i] + gate_bias[i]);
           } else {
-            y[i] = sum[t][n][2 * half + i] + value_bias[i];
+            y[i] = sum[t][n][2 * half + i] + value_bias[i] + more[i];
           }
         }
         *staged = pair_of<TYPE>(y[0], y[1]);
       }
   }
   warp_sync();
-  typedef Pack<TYPE, 8> Eight;
-#pragma unroll 5
-  for (int i = 0; i < kWarpRows * kOutTiles / 32; ++i) {
-    const int at = i * 32 + lane, of_row = at / kOutTiles, tile = at % kOutTiles * 8;
-    if (top + of_row < rows && column + tile < columns)
-      *reinterpret_cast<Eight*>(out + (top + of_row) * columns + column + tile) =
-          *reinterpret_cast<const Eight*>(own + of_row * kOutPitch + tile);
-  }
+  each_pack([&](int at, const Eight* staged) { *reinterpret_cast<Eight*>(out + at) = *staged; });
 }

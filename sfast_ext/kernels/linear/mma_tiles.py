@@ -64,12 +64,14 @@ def shapes(capability: tuple[int, int], half_sums: bool) -> list[Tile]:
     narrow = half_sums or capability < _AMPERE
     large = Tile(4, 2, 2, 160, 0, 1) if narrow else Tile(2, 2, 4, 160, 0, 2)
     held = _TURING_BYTES if capability < _AMPERE else _GEFORCE_BYTES if capability in GEFORCE else _BYTES
-    return [_staged(tile, held) for tile in (large, Tile(4, 1, 2, 80, 0, 2), Tile(2, 2, 2, 80, 0, 3))]
+    # without cp.async registers hold what would be in a third stage
+    most = 2 if capability < _AMPERE else _MOST_STAGES
+    return [_staged(tile, held, most) for tile in (large, Tile(4, 1, 2, 80, 0, 2), Tile(2, 2, 2, 80, 0, 3))]
 
 
-def _staged(tile: Tile, held: int) -> Tile:
+def _staged(tile: Tile, held: int, most: int) -> Tile:
     """With as many stages as leave room for its blocks, two at least."""
-    for stages in range(_MOST_STAGES, 2, -1):
+    for stages in range(most, 2, -1):
         staged = tile._replace(stages=stages)
         if tile.resident * shared_bytes(staged, pairs=False) <= held:
             return staged
