@@ -26,6 +26,7 @@ from torch import Tensor
 
 from benchmarks.ampere import cublaslt
 from benchmarks.ampere.cudnn_plans import Convolution
+from benchmarks.kernels.run import graph_of
 from sfast_ext.kernels.backend import gpu_clock
 from sfast_ext.kernels.linear import mma_gemm
 from sfast_ext.tools.lib import machine, trace, ways
@@ -53,26 +54,13 @@ def is_for_ampere(name: str) -> bool:
     return bool(_AMPERE.search(name)) and not _HOPPER.search(name)
 
 
-def graph_of(call: Call) -> Call:
-    """Replays a CUDA graph of `_REPEATS` calls."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(_REPEATS):
-            call()
-    return graph.replay
-
-
 def in_turns(calls: dict[str, Call]) -> dict[str, float]:
     """Median microseconds of each call."""
-    replays = {name: graph_of(call) for name, call in calls.items()}
+    graphs = {name: graph_of(call, _REPEATS) for name, call in calls.items()}
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(_ROUNDS):
-        for name, replay in replays.items():
-            taken[name].append(1e3 * gpu_clock.milliseconds(replay, 1, _SLEEP) / _REPEATS)
+        for name, graph in graphs.items():
+            taken[name].append(1e3 * gpu_clock.milliseconds(graph.replay, 1, _SLEEP) / _REPEATS)
     return {name: round(statistics.median(times), 2) for name, times in taken.items()}
 
 

@@ -57,8 +57,8 @@ def error(case: Case) -> float:
     return max(((a.double() - t).norm() / t.norm()).item() for a, t in pairs)
 
 
-def measure(call: Callable[[], Any], repeats: int = 20, replays: int = 50) -> dict[str, float]:
-    """Microseconds a call, over replays of a graph that holds `repeats` of them."""
+def graph_of(call: Callable[[], Any], repeats: int) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of so many calls in a row."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -68,6 +68,12 @@ def measure(call: Callable[[], Any], repeats: int = 20, replays: int = 50) -> di
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(repeats):
             call()
+    return graph
+
+
+def measure(call: Callable[[], Any], repeats: int = 20, replays: int = 50) -> dict[str, float]:
+    """Microseconds a call, over replays of a graph that holds `repeats` of them."""
+    graph = graph_of(call, repeats)
     for _ in range(5):
         graph.replay()
     times = []

@@ -163,8 +163,8 @@ def test_plans_have_it_where_it_is_chosen(bound: None, case: Case, monkeypatch: 
         with launches._card(capability):
             return kernels.serves(case.kernel, GPU, triton=False)
 
-    # GEGLU's product has another kernel on GeForce
-    assert served(90) and served(89) == (case.kernel is linear_geglu) and not served(100) and not served(80)
+    # GEGLU's product has another kernel on GeForce and A100
+    assert served(90) and served(89) == served(80) == (case.kernel is linear_geglu) and not served(100)
     monkeypatch.setattr(health, "_down", {})
     health.put_down(case.kernel.KERNEL.name, GPU, "it failed")
     assert not served(90)
