@@ -8,6 +8,7 @@ _CLASSIC = "hosts/adapters/test_forge_classic.py::"
 _NEO = "hosts/adapters/test_forge_memory.py::test_layers_that_forge_moved_off_the_gpu_hold_no_memory_there"
 _PRODUCTS = "passes/test_mma_products.py::"
 _LINEAR = "kernels/linear/test_mma_linear.py::"
+_TILES = "kernels/linear/test_mma_gemm.py::"
 
 MUTATIONS = [
     Mutation(
@@ -77,5 +78,25 @@ MUTATIONS = [
         "plans whose calls are rare", "passes/mma_products.py",
         "if not half_sums and (ctx.most_bytes is not None or", "if not half_sums and (",
         (_PRODUCTS + "test_plans_whose_calls_are_rare_stay_unless_sums_are_chosen",),
+    ),
+    Mutation(
+        "sums in half precision where they are no faster", "passes/mma_products.py",
+        " and mma_gemm.halves_are_faster(ctx.device)", "",
+        (_PRODUCTS + "test_sums_stay_exact_where_halves_are_no_faster",),
+    ),
+    Mutation(
+        "multiprocessors without work", "kernels/linear/mma_tiles.py",
+        "sorted(found, key=work)[:MOST]", "found[:MOST]",
+        (_TILES + "test_the_tile_with_the_least_work_for_a_multiprocessor_stands_first",),
+    ),
+    Mutation(
+        "shared memory for the result", "kernels/linear/mma_tiles.py",
+        "tile.rows * (columns + _WARP_COLUMNS * tile.across)", "0",
+        (_TILES + "test_tiles_fit_a_multiprocessor",),
+    ),
+    Mutation(
+        "values without gates", "kernels/linear/mma_tiles.py",
+        "if tile.width // tile.across // 8 % 2 == 0", "",
+        (_TILES + "test_values_and_gates_need_an_even_number_of_tiles",),
     ),
 ]  # fmt: skip
