@@ -1,14 +1,15 @@
 // Linear layers and 3x3 convolutions by mma.sync, with what follows them in the epilogue, for tensor cores from compute
 // capability 7.5 on.
 //
-// out (M, N) = a (M, K) b (N, K)^T + bias, after CUTLASS's multistage GEMM. A block has DOWN by ACROSS warps, each of which
-// computes 16 HIGH rows and WIDTH / ACROSS columns. Each stage of shared memory holds 32 of K. The four 16 bytes of a row
-// are in another order in every second row, so that neither ldmatrix nor the copies meet a bank twice.
+// out (M, N) = a (M, K) b (N, K)^T + bias, after CUTLASS's multistage GEMM. A block has DOWN by ACROSS warps, each of
+// which computes 16 HIGH rows and WIDTH / ACROSS columns. Each stage of shared memory holds 32 of K. The order of
+// the four 16 bytes of a row changes with every second row, so that neither ldmatrix nor the copies meet a bank twice.
 //
-// Compile-time parameters: TYPE, kFloat16 or kBFloat16, the latter from 8.0 on; DOWN; ACROSS; HIGH; WIDTH, a multiple of 8
-// ACROSS; STAGES, 2 or more; RESIDENT, blocks of a multiprocessor; CONV, whether a is an image (N, H, W, C) that stands for the matrix of its 3x3 patches, with
-// padding 1; HALF_SUMS, in float16, for cards on which such sums take half the time (GeForce): the products of a stage are
-// added up in float16, of a / 16 so that they may be large, and the stages in float32; EPILOGUE:
+// Compile-time parameters: TYPE, kFloat16 or kBFloat16, the latter from 8.0 on; DOWN; ACROSS; HIGH; WIDTH, a multiple of
+// 8 ACROSS; STAGES, 2 or more; RESIDENT, blocks of a multiprocessor; CONV, whether a is an image (N, H, W, C) that stands
+// for the matrix of its 3x3 patches, with padding 1; HALF_SUMS, in float16, for cards on which such sums take half the
+// time (GeForce): the products of a stage are added up in float16, of a / 16 so that they may be large, and the stages in
+// float32; EPILOGUE:
 //
 //   0  nothing else
 //   1  a residual is added, (M, N), which `out` may overwrite
@@ -66,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   const int chunk = threadIdx.x % kChunks * 8, row = threadIdx.x / kChunks;
   constexpr int kOfA = kRows / kLoads, kOfB = (WIDTH + kLoads - 1) / kLoads;
   constexpr unsigned kBytes = sizeof(Element);
-  unsigned from_a[kOfA];  // bytes from the beginning of a, of a convolution's middle tap
+  unsigned from_a[kOfA];               // bytes from the beginning of a, of a convolution's middle tap
   unsigned taps[(kOfA + 2) / 3] = {};  // CONV: which of the nine are inside, of three rows each
 #pragma unroll
   for (int i = 0; i < kOfA; ++i) {

@@ -35,24 +35,31 @@ SHAPES = [(130, 168, 64), (64, 320, 320), (3, 8, 96), (1, 160, 32), (300, 160, 1
 each_kind = pytest.mark.parametrize(("dtype", "half_sums"), SUMS, ids=["exact", "half sums", "bfloat16"])
 
 
-@pytest.fixture(params=[False, True], ids=["", "loads held in registers"])
-def turing(request: pytest.FixtureRequest) -> bool:
-    """Whether it runs as on compute capability 7.5, which has no cp.async."""
-    return request.param
+AMPERE, TURING = (8, 6), (7, 5)
+WIDE = [(AMPERE, 0), (AMPERE, 1), (TURING, 0)]
+"""Those that GEGLU may have too."""
+NARROW = [(AMPERE, 2), (TURING, 2)]
 
 
-@pytest.fixture(params=[0, 1, 2], ids=["large tiles", "middle tiles", "small tiles"])
-def each_tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, turing: bool) -> None:
-    """One of those of the card, the next larger one where it is not for the operation."""
+def of_tiles(capability: tuple[int, int], number: int) -> str:
+    where = "" if capability == AMPERE else ", loads held in registers"
+    return f"{('large', 'middle', 'small')[number]} tiles{where}"
 
-    capability, constants = (7, 5) if turing else (8, 6), mma_gemm.constants
-    if turing:
-        monkeypatch.setattr(mma_gemm, "constants", lambda *given, **more: {**constants(*given, **more), "HELD": 1})
+
+def each_tile(tiles: list[tuple[tuple[int, int], int]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("tile", tiles, ids=[of_tiles(*each) for each in tiles], indirect=True)
+
+
+@pytest.fixture
+def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product has this one of a card's tiles. Turing has no cp.async: there registers hold what is loaded."""
+    capability, number = request.param
+    constants, held = mma_gemm.constants, {"HELD": 1} if capability == TURING else {}
 
     def only(rows, columns, device, epilogue=mma_gemm.NOTHING, half_sums=False):
-        shapes = mma_tiles.shapes(capability, half_sums)
-        return [shapes[min(request.param, 1) if epilogue.kind == mma_gemm.GEGLU else request.param]]
+        return [mma_tiles.shapes(capability, half_sums)[number]]
 
+    monkeypatch.setattr(mma_gemm, "constants", lambda *given, **more: constants(*given, **more) | held)
     monkeypatch.setattr(mma_gemm, "tiles", only)
 
 
@@ -61,10 +68,11 @@ def scale(half_sums: bool) -> float:
     return 2 if half_sums else 1
 
 
+@each_tile(WIDE + NARROW)
 @each_kind
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_linear(device, each_tile, shape, with_bias, dtype, half_sums):
+def test_linear(device, tile, shape, with_bias, dtype, half_sums):
     x, weight, bias = operands(shape, dtype, device, with_bias)
     assert mma_gemm.linear_readable(x, weight, bias)
     y = mma_gemm.linear(x, weight, bias, half_sums=half_sums)
@@ -79,10 +87,11 @@ def operands(shape, dtype, device, with_bias: bool):
     return x, weight, randn(columns, dtype=dtype, device=device) if with_bias else None
 
 
+@each_tile(WIDE + NARROW)
 @each_kind
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_linear_onto_a_residual(device, each_tile, shape, with_bias, dtype, half_sums):
+def test_linear_onto_a_residual(device, tile, shape, with_bias, dtype, half_sums):
     x, weight, bias = operands(shape, dtype, device, with_bias)
     residual = randn(1, *shape[:2], dtype=dtype, device=device)
     target = F.linear(wide(x), wide(weight), wide(bias)) + wide(residual)
@@ -92,11 +101,12 @@ def test_linear_onto_a_residual(device, each_tile, shape, with_bias, dtype, half
     close_rows(y, target, scale(half_sums))
 
 
+@each_tile(WIDE)
 @each_kind
 @pytest.mark.parametrize("shape", [(130, 272, 64), (64, 640, 320), (3, 16, 96), (1, 128, 32), (300, 160, 128)], ids=str)
 @pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_linear_geglu(device, each_tile, shape, gate_first, approximate, dtype, half_sums):
+def test_linear_geglu(device, tile, shape, gate_first, approximate, dtype, half_sums):
     for with_bias in (False, True):
         x, weight, bias = operands(shape, dtype, device, with_bias)
         assert mma_gemm.linear_geglu_readable(x, weight, bias, approximate)
@@ -114,9 +124,10 @@ SIZES = [
 ]
 
 
+@each_tile(WIDE + NARROW)
 @each_kind
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_conv2d(device, each_tile, sizes, dtype, half_sums):
+def test_conv2d(device, tile, sizes, dtype, half_sums):
     images, channels, columns, height, width, stride = sizes
     x = randn(images, channels, height, width, dtype=dtype, device=device)
     weight = randn(columns, channels, 3, 3, dtype=dtype, device=device, std=(9 * channels) ** -0.5)
