@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 _FLOAT, _HALF, _COMPUTE_FLOAT = 0, 2, 68
+_TYPES = _COMPUTE_FLOAT, _FLOAT, *[_HALF] * 4
 _TRANSPOSED = 1
 _DESC_TRANSA = 3
 _CAP_SPLIT_K, _CAP_SWIZZLE, _CAP_TILES, _CAP_STAGES = 0, 2, 6, 13
@@ -99,12 +100,10 @@ class Linear:
 
     def configurations(self) -> Iterator[Configuration]:
         """Those that can compute the product, of one part of K first."""
-        types = (_COMPUTE_FLOAT, _FLOAT, *[_HALF] * 4)
         found, count = (c_int * _MOST_ALGORITHMS)(), c_int()
-        _call("cublasLtMatmulAlgoGetIds", self._handle, *types, _MOST_ALGORITHMS, found, byref(count))
+        _call("cublasLtMatmulAlgoGetIds", self._handle, *_TYPES, _MOST_ALGORITHMS, found, byref(count))
         for number in found[: count.value]:
-            algorithm = _Algorithm()
-            _call("cublasLtMatmulAlgoInit", self._handle, *types, number, byref(algorithm))
+            algorithm = self._algorithm(number)
             splits = _SPLITS if self._capability(algorithm, _CAP_SPLIT_K)[0] else (1,)
             swizzles = range(2 if self._capability(algorithm, _CAP_SWIZZLE)[0] else 1)
             for split_k in splits:
@@ -115,6 +114,11 @@ class Linear:
                             if self._checked(each) is not None:
                                 yield each
 
+    def _algorithm(self, number: int) -> _Algorithm:
+        found = _Algorithm()
+        _call("cublasLtMatmulAlgoInit", self._handle, *_TYPES, number, byref(found))
+        return found
+
     @staticmethod
     def _capability(algorithm: _Algorithm, which: int, most: int = 1) -> list[int]:
         found, written = (c_uint32 * most)(), c_size_t()
@@ -124,9 +128,7 @@ class Linear:
 
     def _checked(self, configuration: Configuration) -> _Algorithm | None:
         """The algorithm so configured; None where it does not take the operands."""
-        algorithm = _Algorithm()
-        types = (_COMPUTE_FLOAT, _FLOAT, *[_HALF] * 4)
-        _call("cublasLtMatmulAlgoInit", self._handle, *types, configuration.algorithm, byref(algorithm))
+        algorithm = self._algorithm(configuration.algorithm)
         values = {_TILE: configuration.tile, _STAGES: configuration.stages, _SPLIT_K: configuration.split_k}
         values |= {_SWIZZLE: configuration.swizzle}
         values |= {_REDUCTION: _REDUCTION_IN_FLOAT if configuration.split_k > 1 else 0}

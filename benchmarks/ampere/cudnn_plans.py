@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ class Convolution:
         import cudnn  # type: ignore[import-not-found]
 
         self._handle = cudnn.create_handle()
-        cudnn.set_stream(handle=self._handle, stream=torch.cuda.current_stream().cuda_stream)
         kinds = cudnn.data_type
         graph = self._graph = cudnn.pygraph(
             handle=self._handle,
@@ -41,28 +39,26 @@ class Convolution:
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.B, cudnn.heur_mode.FALLBACK])
-        self._build(cudnn)
+        self.built = self._build()
+        """The numbers of the plans."""
         self._set_stream: Any = cudnn.set_stream
         self._given = {image: x, filters: weight, result: out}
-        size = max([graph.get_workspace_size_plan_at_index(i) for i in self._built], default=0)
+        size = max([graph.get_workspace_size_plan_at_index(i) for i in self.built], default=0)
         self._workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=x.device)
 
-    def _build(self, cudnn: Any) -> None:
+    def _build(self) -> list[int]:
         """The heuristics' plans, and one of each engine, as it is by default."""
         with contextlib.suppress(Exception):
             for engine in range(self._graph.get_engine_count()):
                 with contextlib.suppress(Exception):
                     self._graph.create_execution_plan(engine, {})
-        self._built: list[int] = []
+        built = []
         for number in range(self._graph.get_execution_plan_count()):
             with contextlib.suppress(Exception):
                 self._graph.build_plan_at_index(number)
                 if self._graph.get_workspace_size_plan_at_index(number) <= WORKSPACE:
-                    self._built.append(number)
-
-    def plans(self) -> Iterator[int]:
-        """The numbers of those that were built."""
-        yield from self._built
+                    built.append(number)
+        return built
 
     def run(self, plan: int) -> None:
         """Compute the convolution on the current stream."""

@@ -24,11 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import marks
 from benchmarks.ampere import cublaslt
 from benchmarks.ampere.cudnn_plans import Convolution
 from benchmarks.kernels.run import graph_of
+from benchmarks.kernels.run import write as write_json
 from sfast_ext.kernels.backend import gpu_clock
 from sfast_ext.kernels.linear import mma_gemm
+from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import machine, trace, ways
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
@@ -119,10 +122,6 @@ def _random(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, device="cuda") * scale).half()
 
 
-def _error(out: Tensor, wanted: Tensor) -> float:
-    return float((out.float() - wanted.float()).norm() / wanted.float().norm())
-
-
 def linear(rows: int, columns: int, depth: int, geglu: bool) -> dict[str, Any]:
     """A linear layer: with the addition of a residual, or with GEGLU, of so many columns after it."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -145,7 +144,7 @@ def linear(rows: int, columns: int, depth: int, geglu: bool) -> dict[str, Any]:
     one_of_each = {each.algorithm: each for each in reversed(offered)}.values()
     old = {each.algorithm for each in for_ampere(one_of_each, product.run, device)}
     candidates = [each for each in offered if each.algorithm in old]
-    row = beside(ours, candidates, product.run, lambda: _error(out, wanted))
+    row = beside(ours, candidates, product.run, lambda: relative_error([out.float()], [wanted]))
     what = "linear and GEGLU" if geglu else "linear and residual"
     return {"what": what, "shape": f"{rows}×{columns}×{depth}", **row}
 
@@ -167,20 +166,23 @@ def convolution(channels: int, size: int, columns: int) -> dict[str, Any]:
         ours[f"product, {tile}"] = functools.partial(mma_gemm.conv2d, x, weight, None, tile=tile)
         ours[f"bias, {tile}"] = functools.partial(mma_gemm.conv2d, x, weight, bias, tile=tile)
     wanted = torch.nn.functional.conv2d(x.float(), weight.float(), padding=1)
-    candidates = list(for_ampere(plans.plans(), plans.run, device))
-    row = beside(ours, candidates, plans.run, lambda: _error(out, wanted))
+    candidates = list(for_ampere(plans.built, plans.run, device))
+    row = beside(ours, candidates, plans.run, lambda: relative_error([out.float()], [wanted]))
     return {"what": "3×3 convolution", "shape": f"{channels}→{columns}, {size}²", **row}
+
+
+def best(row: dict[str, Any]) -> tuple[float, float]:
+    """Microseconds of our fastest tile, without and with the epilogue."""
+    plain = {name: us for name, us in row["ours_us"].items() if name.startswith("product")}
+    return min(plain.values()), min(us for name, us in row["ours_us"].items() if name not in plain)
 
 
 def ratios(row: dict[str, Any]) -> tuple[float, float] | None:
     """Their time divided by ours, without and with the epilogue; None where they have no kernel for Ampere."""
     if "theirs_us" not in row:
         return None
-    best = {True: 0.0, False: 0.0}
-    for name, taken in row["ours_us"].items():
-        plain = name.startswith("product")
-        best[plain] = max(best[plain], row["theirs_us"] / taken)
-    return best[True], best[False]
+    plain, more = best(row)
+    return row["theirs_us"] / plain, row["theirs_us"] / more
 
 
 def table(found: dict[str, Any]) -> str:
@@ -193,11 +195,7 @@ def table(found: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
-        plain, more = (
-            min((us for name, us in row["ours_us"].items() if name.startswith("product") == is_plain), default=0.0)
-            for is_plain in (True, False)
-        )
-        held = ratios(row)
+        (plain, more), held = best(row), ratios(row)
         theirs = f"{row['theirs_us']:.1f} | {held[0]:.2f} | {held[1]:.2f}" if held else "none | |"
         lines.append(f"| {row['what']} | {row['shape']} | {plain:.1f} | {more:.1f} | {theirs} |")
     return "\n".join(lines)
@@ -209,8 +207,8 @@ def write(found: dict[str, Any], page: Path = PAGE) -> None:
     Raises:
         ValueError: the page lacks them.
     """
-    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    page.write_text(marks.replaced(text, BEGIN, END, table(found)), encoding="utf-8")
 
 
 def main(given: list[str] | None = None) -> int:
@@ -238,7 +236,5 @@ def main(given: list[str] | None = None) -> int:
         for make in makers:
             found["rows"].append(make())
             print(json.dumps(found["rows"][-1], ensure_ascii=False), flush=True)
-            if args.json:
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            write_json(args.json, found)
     return 0

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import marks
 from benchmarks.cards.published import CARDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "cards.md"
@@ -75,5 +76,5 @@ def render(result: dict[str, Any]) -> str:
 
 def write(result: dict[str, Any], page: Path = PAGE) -> None:
     """Put the tables between the marks."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{render(result)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    page.write_text(marks.replaced(text, BEGIN, END, render(result)), encoding="utf-8")

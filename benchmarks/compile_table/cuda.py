@@ -26,6 +26,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks import marks
 from benchmarks.compile_table import launches
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import mma_attention
@@ -255,8 +256,7 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 def write_page(results: dict[str, Any]) -> None:
     text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN, 1)
-    PAGE.write_text(f"{before}{BEGIN}\n{render(results)}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+    PAGE.write_text(marks.replaced(text, BEGIN, END, render(results)), encoding="utf-8")
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import marks
 from benchmarks.compile_table import compiler as triton_compiler
 from sfast_ext.kernels.backend import triton_versions
 
@@ -188,9 +189,7 @@ def _failures(results: dict[str, Any]) -> str:
 
 def write_page(results: dict[str, Any]) -> None:
     text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{render(results)}\n{END}{after}", encoding="utf-8")
+    PAGE.write_text(marks.replaced(text, BEGIN, END, render(results)), encoding="utf-8")
 
 
 def main(given: Sequence[str] | None = None) -> int:

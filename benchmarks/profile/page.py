@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import marks
 from sfast_ext.tools.lib import ways
 
 PAGE = Path(__file__).with_name("profile.md")
@@ -50,12 +51,9 @@ def write(profiles: Sequence[dict[str, Any]], page: Path = PAGE) -> None:
     text = page.read_text(encoding="utf-8") if page.exists() else INTRODUCTION
     for found in profiles:
         begin, end = (f"<!-- profile {title(found)}: {which} -->" for which in ("begin", "end"))
-        block = f"{begin}\n{section(found)}\n{end}"
-        if begin in text:
-            before, rest = text.split(begin, 1)
-            text = before + block + rest.split(end, 1)[1]
-        else:
-            text = f"{text.rstrip()}\n\n## {title(found)}\n\n{block}\n"
+        if begin not in text:
+            text = f"{text.rstrip()}\n\n## {title(found)}\n\n{begin}\n{end}\n"
+        text = marks.replaced(text, begin, end, section(found))
     page.write_text(text, encoding="utf-8")
 
 

@@ -86,9 +86,9 @@ class Subject:
         self.device = device
         dtype = torch.float16 if device.type == "cuda" else torch.float32
         unet = bench.make_unet(model, dtype=getattr(torch, way.dtype) if way.dtype else dtype, device=device)
-        if way.capability is not None:
-            ways.check_card(way.capability, device)
-        self.engine = ways.Ours(way.model(unet), way)
+        engine = way.start(way.model(unet))
+        assert isinstance(engine, ways.Ours)
+        self.engine = engine
         args, kwargs = models.unet_inputs(unet, width, height, images)
         self.engine.start(args, kwargs)
         for _ in range(3):

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import marks
+
 PAGE = Path(__file__).parents[2] / "docs" / "small-cards.md"
 NOISE = 1.05
 """A picture may take so many times the WebUI's own time."""
@@ -130,12 +132,9 @@ def write(results: Sequence[Row], page: Path = PAGE) -> None:
         gpu = result["gpu"] or "a CPU"
         begin, end = (f"<!-- small cards, {gpu}: {which} -->" for which in ("begin", "end"))
         about = f"On {gpu}, torch {result['torch']}, Triton {result['triton']}, {result['commit']}."
-        block = f"{begin}\n{render(result)}\n\n{about}\n{end}"
-        if begin in text:
-            before, rest = text.split(begin, 1)
-            text = before + block + rest.split(end, 1)[1]
-        else:
-            text = f"{text.rstrip()}\n\n{block}\n"
+        if begin not in text:
+            text = f"{text.rstrip()}\n\n{begin}\n{end}\n"
+        text = marks.replaced(text, begin, end, f"{render(result)}\n\n{about}")
     page.write_text(text, encoding="utf-8")
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import marks
 from benchmarks.unet import plot
 from benchmarks.unet.run import STACK, case_of
 
@@ -121,10 +122,8 @@ def main(given: Sequence[str] | None = None) -> int:
         file.with_suffix(".svg").write_text(plot.bars(result), encoding="utf-8")
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
     sections = "\n\n".join(section(file, result) for file, result in results.items())
-    readme.write_text(f"{before}{BEGIN}\n{sections}\n{END}{after}", encoding="utf-8")
+    readme.write_text(marks.replaced(text, BEGIN, END, sections), encoding="utf-8")
     return 0
 
 

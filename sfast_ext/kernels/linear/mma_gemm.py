@@ -20,11 +20,10 @@ from sfast_ext.kernels.backend.triton_runtime import (
     multiprocessors,
 )
 from sfast_ext.kernels.linear import mma_tiles
-from sfast_ext.kernels.linear.mma_tiles import CARDS, DEPTH, GEFORCE, Tile
+from sfast_ext.kernels.linear.mma_tiles import AMPERE, CARDS, DEPTH, GEFORCE, Tile
 
 LEAST_ROWS = 64
 """Of a result that the kernel takes; with fewer, most of a tile would be empty."""
-_AMPERE = (8, 0)
 _LONGEST = 2**31  # elements of an operand
 PLAIN, RESIDUAL, GEGLU = range(3)  # EPILOGUE in csrc/mma_gemm.cu
 
@@ -95,7 +94,7 @@ def _readable(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, dept
 
 def serves_dtype(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel is for a device, and its tensor cores take a dtype."""
-    if dtype == torch.bfloat16 and triton_runtime.capability(device) < _AMPERE:
+    if dtype == torch.bfloat16 and triton_runtime.capability(device) < AMPERE:
         return False
     return dtype in HALF and available(device)
 

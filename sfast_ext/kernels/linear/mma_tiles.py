@@ -14,7 +14,7 @@ GEFORCE = {(7, 5), (8, 6), (8, 9), (12, 0)}
 """Compute capabilities whose tensor cores add up in float16 at twice the rate of float32, on GeForce."""
 CARDS = GEFORCE | {(8, 0)}
 """Compute capabilities that the kernel is for: later ones have faster instructions."""
-_AMPERE = (8, 0)
+AMPERE = (8, 0)
 _TURING_BYTES, _GEFORCE_BYTES, _BYTES = 64 << 10, 99 << 10, 163 << 10  # of shared memory that blocks can have
 _MOST_STAGES = 6
 _WARP_COLUMNS = 8  # behind those of a warp, of the result in shared memory
@@ -61,11 +61,11 @@ def shapes(capability: tuple[int, int], half_sums: bool) -> list[Tile]:
     computes while another begins or ends. Widths of 160 and 80 divide Stable Diffusion's channels.
     """
     # a warp's 64 rows need all of its registers, with sums in half precision or Turing's smaller products even more
-    narrow = half_sums or capability < _AMPERE
+    narrow = half_sums or capability < AMPERE
     large = Tile(4, 2, 2, 160, 0, 1) if narrow else Tile(2, 2, 4, 160, 0, 2)
-    held = _TURING_BYTES if capability < _AMPERE else _GEFORCE_BYTES if capability in GEFORCE else _BYTES
+    held = _TURING_BYTES if capability < AMPERE else _GEFORCE_BYTES if capability in GEFORCE else _BYTES
     # without cp.async registers hold what would be in a third stage
-    most = 2 if capability < _AMPERE else _MOST_STAGES
+    most = 2 if capability < AMPERE else _MOST_STAGES
     return [_staged(tile, held, most) for tile in (large, Tile(4, 1, 2, 80, 0, 2), Tile(2, 2, 2, 80, 0, 3))]
 
 
