@@ -10,10 +10,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import mmap
 import socket
 import statistics
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -28,37 +31,44 @@ from sfast_ext.tools.lib.machine import describe
 from sfast_ext.ui import api
 
 ASK = """
-import http.client, sys, time
+import http.client, mmap, struct, sys, time
+file = open(sys.argv[3], "r+b")
+counted = mmap.mmap(file.fileno(), 8)
 host = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
 period, asked, began = 1 / float(sys.argv[2]), 0, time.monotonic()
 while True:
     host.request("GET", "/sfast/v1/status")
     assert host.getresponse().read()
     asked += 1
-    print(asked, flush=True)
+    counted[:] = struct.pack("q", asked)
     time.sleep(max(0, began + asked * period - time.monotonic()))
 """
 GPU_CALLS = ("is_available", "mem_get_info", "get_device_properties", "memory_reserved", "memory_stats", "synchronize")
 
 
 class Asked:
-    """How often another process has asked."""
+    """How often another process has asked. It counts in a file that both map: a message for each request would wake
+    a thread here, which takes time from the pictures as well."""
 
     def __init__(self, port: int, rate: float) -> None:
-        command = [sys.executable, "-c", ASK, str(port), str(rate)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self.times = 0
-        threading.Thread(target=self._count, daemon=True).start()
+        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        self._file.write(bytes(8))
+        self._file.flush()
+        self._counted = mmap.mmap(self._file.fileno(), 8)
+        command = [sys.executable, "-c", ASK, str(port), str(rate), self._file.name]
+        self._process = subprocess.Popen(command)
 
-    def _count(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.times = int(line)
+    @property
+    def times(self) -> int:
+        """Requests answered so far."""
+        return int(struct.unpack("q", self._counted[:])[0])
 
     def close(self) -> None:
         """No more."""
         self._process.terminate()
         self._process.wait()
+        self._counted.close()
+        self._file.close()
 
 
 @contextlib.contextmanager
@@ -123,7 +133,7 @@ def measured(model: str, size: int, steps: int, pairs: int, rate: float, device:
         session.status()
         alone = status_ms(session)
         quiet, asking, rates = [], [], []
-        with served(session._source()) as port:
+        with served(session.source) as port:
             for number in range(pairs):
                 for busy in (False, True) if number % 2 else (True, False):
                     if not busy:

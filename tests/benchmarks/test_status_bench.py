@@ -47,3 +47,12 @@ def test_the_steps_of_a_picture_are_timed_without_what_comes_before_and_after():
                 at(part)
 
     assert 0 <= status.steps_s(Host(), 64, 3) < 1
+
+
+def test_a_row_is_measured_in_a_webui():
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    row = status.measured("tiny-sd15", 64, 4, 1, 50, torch.device("cpu"))
+    assert row["faults"] == []
+    assert row["asked_per_s"] > 0
+    assert row["ratio"]["median"] == pytest.approx(row["ms_a_step"]["asked"] / row["ms_a_step"]["quiet"])
