@@ -164,7 +164,7 @@ template <class... Args>
 int launch(void (*kernel)(Args...), void** args, const unsigned* grid, unsigned count, unsigned bytes) {
   gridDim = {grid[0], grid[1], grid[2]};
   blockDim = {count, 1, 1};
-  alignas(16) static unsigned char memory[99 << 10];
+  alignas(16) static unsigned char memory[163 << 10];
   std::memset(memory, 0xff, sizeof memory);
   shared = memory;
   if (count > 1024 || count % 32 || bytes > sizeof memory) return -1;

@@ -4,10 +4,13 @@
 // out (M, N) = a (M, K) b (N, K)^T + bias, after CUTLASS's multistage GEMM. A block has DOWN by ACROSS warps, each of
 // which computes 16 HIGH rows and WIDTH / ACROSS columns. Each stage of shared memory holds 32 of K. The order of
 // the four 16 bytes of a row changes with every second row, so that neither ldmatrix nor the copies meet a bank twice.
+// With SLICES = 2 there are twice as many warps and twice as much of K in a stage: each half of the warps computes the
+// products of its 32 of K, and the sums are added up at the end (CUTLASS's sliced K). So a multiprocessor that has a
+// single block has two warps for each of its schedulers.
 //
 // Compile-time parameters: TYPE, kFloat16 or kBFloat16, the latter from 8.0 on; DOWN; ACROSS; HIGH; WIDTH, a multiple of
-// 8 ACROSS; STAGES, 2 or more; RESIDENT, blocks of a multiprocessor; CONV, whether a is an image (N, H, W, C) that stands
-// for the matrix of its 3x3 patches, with padding 1; HALF_SUMS, in float16, for cards on which such sums take half the
+// 8 ACROSS; STAGES, 2 or more; RESIDENT, blocks of a multiprocessor; SLICES, 1, or 2 where HIGH is even; CONV,
+// whether a is an image (N, H, W, C) that stands for the matrix of its 3x3 patches, with padding 1; HALF_SUMS, in float16, for cards on which such sums take half the
 // time (GeForce): the products of a stage are added up in float16, of a / 16 so that they may be large, and the stages in
 // float32; EPILOGUE:
 //
@@ -30,16 +33,21 @@
 #endif
 #endif
 
+struct alignas(16) Four {
+  float x[4];
+};
+
 typedef Stored<TYPE>::Bits Element;
-constexpr int kThreads = 32 * DOWN * ACROSS, kDepth = 32, kChunks = kDepth / 8;
+constexpr int kSliceThreads = 32 * DOWN * ACROSS, kThreads = SLICES * kSliceThreads, kDepth = 32, kChunks = kDepth / 8;
 constexpr int kWarpRows = 16 * HIGH, kRows = kWarpRows * DOWN, kColumns = WIDTH / ACROSS;
 constexpr bool kResidual = EPILOGUE == 1, kGeglu = EPILOGUE == 2;
-constexpr int kTiles = kColumns / 8, kLoads = kThreads / kChunks;  // rows that all threads load at once
+constexpr int kTiles = kColumns / 8, kLoads = kSliceThreads / kChunks;  // rows that a slice's threads load at once
 constexpr int kOutTiles = kGeglu ? kTiles / 2 : kTiles, kOutColumns = kOutTiles * 8, kOutPitch = kOutColumns + 8;
 constexpr int kStep = kGeglu ? 2 : 1, kValues = kGeglu && GATE_FIRST, kGates = kGeglu && !GATE_FIRST;  // tiles of 8
-constexpr int kStage = (kRows + WIDTH) * kDepth;
+constexpr int kSlice = (kRows + WIDTH) * kDepth, kStage = SLICES * kSlice, kStepDepth = SLICES * kDepth;
+constexpr int kOutHigh = HIGH / SLICES, kOutRows = 16 * kOutHigh;  // of the result that a warp stores
 static_assert(kColumns % 8 == 0 && HIGH <= kTiles && kRows % kLoads == 0 && kLoads % 8 == 0);
-static_assert(kWarpRows * kOutTiles % 32 == 0 && (!kGeglu || kTiles % 2 == 0));
+static_assert((SLICES == 1 || SLICES == 2) && HIGH % SLICES == 0 && (!kGeglu || kTiles % 2 == 0));
 static_assert(!HALF_SUMS || TYPE == kFloat16);
 
 // Where the first of 8 neighbours of a row is in shared memory, in elements from the row's beginning.
@@ -52,7 +60,7 @@ __device__ __forceinline__ void load_bias(const Element* bias, int column, bool 
 }
 
 // a: rows of `depth` elements, or an image; b: rows of `depth` elements; out, residual: rows of `columns`. All are aligned
-// to 16 bytes, the bias to 4; depth, and channels of an image, are multiples of 32, columns of 8. height, width: of the
+// to 16 bytes, the bias to 4; depth, and channels of an image, are multiples of 32 SLICES, columns of 8. height, width: of the
 // result, `stride` times as many in the image (rounded up).
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     mma_gemm(Element* out, const Element* __restrict__ a, const Element* __restrict__ b,
@@ -60,11 +68,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
              int height, int width, int image_height, int image_width, int stride) {
   pdl_wait();
   SHARED_MEMORY(Element, shared);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, down = warp / ACROSS, across = warp % ACROSS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slice = threadIdx.x / kSliceThreads;
+  const int down = warp % (DOWN * ACROSS) / ACROSS, across = warp % ACROSS;
   const int first_row = blockIdx.y * kRows, first_column = blockIdx.x * kOutColumns * ACROSS;
 
-  // what this thread loads: a chunk of every kLoads-th row
-  const int chunk = threadIdx.x % kChunks * 8, row = threadIdx.x / kChunks;
+  // what this thread loads: a chunk of every kLoads-th row, of its slice
+  const int chunk = threadIdx.x % kChunks, row = threadIdx.x % kSliceThreads / kChunks;
+  const int in_depth = slice * kDepth + chunk * 8;
   constexpr int kOfA = kRows / kLoads, kOfB = (WIDTH + kLoads - 1) / kLoads;
   constexpr unsigned kBytes = sizeof(Element);
   unsigned from_a[kOfA];               // bytes from the beginning of a, of a convolution's middle tap
@@ -75,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     const int at = min(first_row + i * kLoads + row, rows - 1);
     if (CONV) {
       const int y = at / width % height * stride, x = at % width * stride, image = at / width / height;
-      from_a[i] = (((image * image_height + y) * image_width + x) * channels + chunk) * kBytes;
+      from_a[i] = (((image * image_height + y) * image_width + x) * channels + in_depth) * kBytes;
       unsigned of_row = 0, all = 0;
 #pragma unroll
       for (int t = 0; t < 3; ++t) of_row |= (unsigned)((unsigned)(x + t - 1) < (unsigned)image_width) << t;
@@ -83,14 +93,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
       for (int t = 0; t < 3; ++t) all |= (unsigned)(y + t - 1) < (unsigned)image_height ? of_row << 3 * t : 0;
       taps[i / 3] |= all << 9 * (i % 3);
     } else {
-      from_a[i] = (at * depth + chunk) * kBytes;
+      from_a[i] = (at * depth + in_depth) * kBytes;
     }
   }
   unsigned from_b[kOfB];
 #pragma unroll
   for (int i = 0; i < kOfB; ++i) {
     const int at = i * kLoads + row, of_value = min(first_column + (kGeglu ? at / 16 * 8 + at % 8 : at), columns - 1);
-    from_b[i] = ((of_value + (kGeglu && at / 8 % 2 ? columns : 0)) * depth + chunk) * kBytes;
+    from_b[i] = ((of_value + (kGeglu && at / 8 % 2 ? columns : 0)) * depth + in_depth) * kBytes;
   }
 
   // of what is loaded next
@@ -109,8 +119,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     copy_async(to, from, valid);
 #endif
   };
+  Element* const own = shared + slice * kSlice;
   auto load = [&](int stage) {
-    Element* const to = shared + stage * kStage + row * kDepth + place(row, chunk / 8);
+    Element* const to = own + stage * kStage + row * kDepth + place(row, chunk);
 #pragma unroll
     for (int i = 0; i < kOfA; ++i)
       copy(to + i * kLoads * kDepth, next_a + from_a[i], CONV ? taps[i / 3] >> tap >> 9 * (i % 3) & 1 : true, i);
@@ -119,16 +130,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
       if ((i + 1) * kLoads > WIDTH && i * kLoads + row >= WIDTH) break;
       copy(to + (kRows + i * kLoads) * kDepth, next_b + from_b[i], true, kOfA + i);
     }
-    next_a += kDepth * kBytes;
-    next_b += kDepth * kBytes;
-    if (CONV && (channel += kDepth) == channels) {
+    next_a += kStepDepth * kBytes;
+    next_b += kStepDepth * kBytes;
+    if (CONV && (channel += kStepDepth) == channels) {
       channel = 0;
       if (++tap % 3 == 0) next_a += (long long)(image_width - 3) * channels * kBytes;
     }
   };
   auto store = [&](int stage) {
 #if HELD
-    Element* const to = shared + stage * kStage + row * kDepth + place(row, chunk / 8);
+    Element* const to = own + stage * kStage + row * kDepth + place(row, chunk);
 #pragma unroll
     for (int i = 0; i < kOfA; ++i) *reinterpret_cast<Eight*>(to + i * kLoads * kDepth) = held[i];
 #pragma unroll
@@ -139,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
 #endif
   };
 
-  const int steps = depth / kDepth;
+  const int steps = depth / kStepDepth;
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
     if (i < steps) load(i), store(i);
@@ -174,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   copy_async_wait<STAGES - 2>();
   __syncthreads();
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) load_operands(n, shared, 0);
+  for (int n = 0; n < kTiles; ++n) load_operands(n, own, 0);
   int stage = 0;
   for (int step = 0; step < steps; ++step) {
 #if HALF_SUMS
@@ -192,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
         __syncthreads();
       }
       // behind the last step a stage is loaded that is not used
-      const Element* const from = shared + (k ? next : stage) * kStage;
+      const Element* const from = own + (k ? next : stage) * kStage;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         load_operands(n, from, 1 - k);
@@ -221,17 +232,44 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
 #endif
   }
 
-  // through shared memory, so that whole rows are read and written
   copy_async_wait<0>();
   __syncthreads();
-  Element* const own = shared + warp * kWarpRows * kOutPitch;
-  const int column = first_column + across * kOutColumns, top = first_row + down * kWarpRows;
+  if (SLICES == 2) {
+    // the first slice gets the upper rows of the other one's sums, and gives it the lower ones of its own
+    Four* const given = reinterpret_cast<Four*>(shared);
+    const int other = threadIdx.x + (slice ? -kSliceThreads : kSliceThreads);
+#pragma unroll
+    for (int t = 0; t < kOutHigh; ++t)
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        Four four;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four.x[i] = slice ? sum[t][n][i] : sum[HIGH - kOutHigh + t][n][i];
+        given[(t * kTiles + n) * kThreads + threadIdx.x] = four;
+      }
+    __syncthreads();
+#pragma unroll
+    for (int t = 0; t < kOutHigh; ++t)
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const Four four = given[(t * kTiles + n) * kThreads + other];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          sum[t][n][i] = (slice ? sum[HIGH - kOutHigh + t][n][i] : sum[t][n][i]) + four.x[i];
+      }
+    __syncthreads();
+  }
+
+  // through shared memory, so that whole rows are read and written
+  Element* const staging = shared + warp * kOutRows * kOutPitch;
+  const int column = first_column + across * kOutColumns, top = first_row + down * kWarpRows + slice * kOutRows;
   auto each_pack = [&](auto run) {
+    constexpr int kPacks = kOutRows * kOutTiles;
 #pragma unroll 5
-    for (int i = 0; i < kWarpRows * kOutTiles / 32; ++i) {
+    for (int i = 0; i < (kPacks + 31) / 32; ++i) {
       const int at = i * 32 + lane, of_row = at / kOutTiles, tile = at % kOutTiles * 8;
-      if (top + of_row < rows && column + tile < columns)
-        run((top + of_row) * columns + column + tile, reinterpret_cast<Eight*>(own + of_row * kOutPitch + tile));
+      if ((kPacks % 32 == 0 || at < kPacks) && top + of_row < rows && column + tile < columns)
+        run((top + of_row) * columns + column + tile, reinterpret_cast<Eight*>(staging + of_row * kOutPitch + tile));
     }
   };
   if (kResidual) {
@@ -246,10 +284,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     load_bias(bias, column + at + (kGeglu && GATE_FIRST ? columns : 0), valid, value_bias);
     if (kGeglu) load_bias(bias, column + at + (GATE_FIRST ? 0 : columns), valid, gate_bias);
 #pragma unroll
-    for (int t = 0; t < HIGH; ++t)
+    for (int t = 0; t < kOutHigh; ++t)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        unsigned* const staged = reinterpret_cast<unsigned*>(own + (t * 16 + half * 8 + lane / 4) * kOutPitch + at);
+        unsigned* const staged = reinterpret_cast<unsigned*>(staging + (t * 16 + half * 8 + lane / 4) * kOutPitch + at);
         float y[2], more[2] = {0.f, 0.f};
         if (kResidual) to_floats<TYPE>(*staged, more[0], more[1]);
 #pragma unroll

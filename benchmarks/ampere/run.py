@@ -131,10 +131,10 @@ def linear(rows: int, columns: int, depth: int, geglu: bool) -> dict[str, Any]:
     product = cublaslt.Linear(x, weight, out)
     ours: dict[str, Call] = {}
     if geglu:
-        for tile in mma_gemm.tiles(rows, of_product, device, mma_gemm.Epilogue(mma_gemm.GEGLU)):
+        for tile in mma_gemm.tiles(rows, weight, mma_gemm.Epilogue(mma_gemm.GEGLU)):
             ours[f"GEGLU, {tile}"] = functools.partial(mma_gemm.linear_geglu, x, weight, bias, tile=tile)
     residual = _random(rows, of_product)
-    for tile in mma_gemm.tiles(rows, of_product, device):
+    for tile in mma_gemm.tiles(rows, weight):
         ours[f"product, {tile}"] = functools.partial(mma_gemm.linear, x, weight, None, tile=tile)
         if not geglu:
             ours[f"residual, {tile}"] = functools.partial(mma_gemm.linear, x, weight, bias, residual, tile=tile)
@@ -162,7 +162,7 @@ def convolution(channels: int, size: int, columns: int) -> dict[str, Any]:
     )
     bias, plans = _random(columns), Convolution(x, weight, out)
     ours: dict[str, Call] = {}
-    for tile in mma_gemm.tiles(2 * size * size, columns, device):
+    for tile in mma_gemm.tiles(2 * size * size, weight):
         ours[f"product, {tile}"] = functools.partial(mma_gemm.conv2d, x, weight, None, tile=tile)
         ours[f"bias, {tile}"] = functools.partial(mma_gemm.conv2d, x, weight, bias, tile=tile)
     wanted = torch.nn.functional.conv2d(x.float(), weight.float(), padding=1)

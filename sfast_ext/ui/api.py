@@ -19,7 +19,7 @@ from sfast_ext.ui.bug_report import without_paths
 ROOT = "/sfast/v1"
 STATUS = f"{ROOT}/status"
 NO_STORE = {"Cache-Control": "no-store"}
-LASTS = 0.25
+LASTS = 0.5
 """Seconds for which the text of a status is given again: many who ask often take little time from the pictures."""
 REFUSED_BODIES = {413: "The body is too long", 415: "The body is not of the type application/json"}
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend.registry import Kernel, register
-from sfast_ext.kernels.backend.triton_runtime import cdiv, device_of
+from sfast_ext.kernels.backend.triton_runtime import cdiv
 from sfast_ext.kernels.linear import mma_choice, mma_gemm
 
 _choice = mma_choice.MmaChoice("conv2d")
@@ -35,7 +35,7 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 
         return torchs()
     ours = functools.partial(mma_gemm.conv2d, x, weight, bias, stride)
     rows = x.shape[0] * cdiv(x.shape[2], stride) * cdiv(x.shape[3], stride)
-    tiles = mma_gemm.tiles(rows, weight.shape[0], device_of(x), half_sums=half_sums)
+    tiles = mma_gemm.tiles(rows, weight, half_sums=half_sums)
     kind = str(x.dtype).removeprefix("torch.")
     sizes = f"{'x'.join(map(str, x.shape))} to {weight.shape[0]}, stride {stride} {kind}"
     return _choice.run(x.device, f"{sizes}{', bias' * (bias is not None)}", torchs, ours, tiles, half_sums)

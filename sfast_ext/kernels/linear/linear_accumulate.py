@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend.registry import Kernel, register
-from sfast_ext.kernels.backend.triton_runtime import HALF, device_of
+from sfast_ext.kernels.backend.triton_runtime import HALF
 from sfast_ext.kernels.linear import mma_choice, mma_gemm
 
 _choice = mma_choice.MmaChoice("linear onto a sum")
@@ -30,7 +30,7 @@ def launch(x: Tensor, weight: Tensor, out_sum: Tensor, half_sums: bool = False) 
     """`reference`, written over `out_sum` where that is contiguous and a GEMM computes it."""
     if mma_gemm.linear_readable(x, weight, None, out_sum):
         ways = functools.partial(_by_cublas, x, weight), functools.partial(mma_gemm.linear, x, weight, None)
-        tiles = mma_gemm.tiles(x.numel() // x.shape[-1], weight.shape[0], device_of(x), half_sums=half_sums)
+        tiles = mma_gemm.tiles(x.numel() // x.shape[-1], weight, half_sums=half_sums)
         return _choice.run(x.device, mma_choice.key(x, weight, None), *ways, tiles, half_sums, out_sum)
     if (
         not x.is_cuda

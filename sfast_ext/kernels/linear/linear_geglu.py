@@ -75,7 +75,7 @@ def launch(
     if not mma_gemm.linear_geglu_readable(x, weight, bias, approximate):
         return two()
     ours = functools.partial(mma_gemm.linear_geglu, x, weight, bias, gate_first, approximate)
-    tiles = mma_gemm.tiles(_count(x), weight.shape[0], device_of(x), mma_gemm.Epilogue(mma_gemm.GEGLU), half_sums)
+    tiles = mma_gemm.tiles(_count(x), weight, mma_gemm.Epilogue(mma_gemm.GEGLU), half_sums)
     key = f"{mma_choice.key(x, weight, bias)}{', gate first' * gate_first}{', tanh' * (approximate == 'tanh')}"
     return _choice.run(x.device, key, two, ours, tiles, half_sums)
 

@@ -39,13 +39,12 @@ class Epilogue(NamedTuple):
 NOTHING = Epilogue()
 
 
-def tiles(
-    rows: int, columns: int, device: torch.device, epilogue: Epilogue = NOTHING, half_sums: bool = False
-) -> list[Tile]:
-    """The tiles for a product of so many rows and columns, those of values and gates together; what is expected to be
-    the fastest stands first."""
-    card, pairs = triton_runtime.capability(device), epilogue.kind == GEGLU
-    return mma_tiles.worth_measuring(rows, columns, card, multiprocessors(device), pairs, half_sums)
+def tiles(rows: int, weight: Tensor, epilogue: Epilogue = NOTHING, half_sums: bool = False) -> list[Tile]:
+    """The tiles for a product of so many rows with a weight (N, K) or (N, C, 3, 3); what is expected to be the fastest
+    stands first."""
+    device, pairs = device_of(weight), epilogue.kind == GEGLU
+    size, card = (rows, weight.shape[0], weight.shape[1]), triton_runtime.capability(device)
+    return mma_tiles.worth_measuring(size, card, multiprocessors(device), pairs, half_sums)
 
 
 def linear_readable(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> bool:
@@ -190,7 +189,7 @@ def _launch(
     image: tuple[int, ...] = (1,) * 6,
 ) -> None:
     columns = out.numel() // rows
-    chosen = tile or tiles(rows, weight.shape[0], device_of(x), epilogue, half_sums)[0]
+    chosen = tile or tiles(rows, weight, epilogue, half_sums)[0]
     grid = cdiv(weight.shape[0], chosen.width), cdiv(rows, chosen.rows)
     numbers = rows, columns, weight.numel() // weight.shape[0], *image
     given = constants(chosen, x.dtype, weight.dim() == 4, half_sums, epilogue)

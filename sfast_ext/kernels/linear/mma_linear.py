@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend.registry import Kernel, register
-from sfast_ext.kernels.backend.triton_runtime import device_of
 from sfast_ext.kernels.linear import mma_choice, mma_gemm
 
 _choice = mma_choice.MmaChoice("linear")
@@ -29,7 +28,7 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None, half_sums: boo
     if not mma_gemm.linear_readable(x, weight, bias):
         return F.linear(x, weight, bias)
     ways = functools.partial(F.linear, x, weight, bias), functools.partial(mma_gemm.linear, x, weight, bias)
-    tiles = mma_gemm.tiles(x.numel() // x.shape[-1], weight.shape[0], device_of(x), half_sums=half_sums)
+    tiles = mma_gemm.tiles(x.numel() // x.shape[-1], weight, half_sums=half_sums)
     return _choice.run(x.device, mma_choice.key(x, weight, bias), *ways, tiles, half_sums)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from sfast_ext.kernels.backend.triton_runtime import cdiv
 
 DEPTH = 32
-"""K of a stage; in half precision so many products are added up."""
+"""K of a stage's slice; in half precision so many products are added up."""
 MOST = 2
 """Tiles of a product that are measured."""
 GEFORCE = {(7, 5), (8, 6), (8, 9), (12, 0)}
@@ -17,12 +17,13 @@ CARDS = GEFORCE | {(8, 0)}
 AMPERE = (8, 0)
 _TURING_BYTES, _GEFORCE_BYTES, _BYTES = 64 << 10, 99 << 10, 163 << 10  # of shared memory that blocks can have
 _MOST_STAGES = 6
+_ALONE = 1.05  # of a block's time, where a multiprocessor has it alone and no slices, or more than one with slices
 _WARP_COLUMNS = 8  # behind those of a warp, of the result in shared memory
 
 
 class Tile(NamedTuple):
-    """A block: its warps, rows of a warp as so many times 16, all columns, stages of shared memory, and such blocks of
-    a multiprocessor."""
+    """A block: its warps, rows of a warp as so many times 16, all columns, stages of shared memory, such blocks of a
+    multiprocessor, and slices of a stage's K, for each of which there are as many warps."""
 
     down: int
     across: int
@@ -30,6 +31,7 @@ class Tile(NamedTuple):
     width: int
     stages: int
     resident: int
+    slices: int = 1
 
     @property
     def rows(self) -> int:
@@ -37,28 +39,36 @@ class Tile(NamedTuple):
 
     @property
     def threads(self) -> int:
-        return 32 * self.down * self.across
+        return 32 * self.down * self.across * self.slices
+
+    @property
+    def depth(self) -> int:
+        """K of a stage."""
+        return DEPTH * self.slices
 
     @property
     def area(self) -> int:
         return self.rows * self.width
 
     def __str__(self) -> str:
-        return f"mma {self.rows}x{self.width}"
+        return f"mma {self.rows}x{self.width}" + (f" in {self.slices} slices" if self.slices > 1 else "")
 
 
 def shared_bytes(tile: Tile, pairs: bool) -> int:
     """Dynamic shared memory of a block: of the stages, or of the result, which takes their place; half as wide for
     `pairs`, values and gates."""
     columns = tile.width // (2 if pairs else 1)
-    return 2 * max(tile.stages * (tile.rows + tile.width) * DEPTH, tile.rows * (columns + _WARP_COLUMNS * tile.across))
+    stages = 2 * tile.stages * (tile.rows + tile.width) * tile.depth
+    sums = 4 * tile.area if tile.slices > 1 else 0
+    return max(stages, sums, 2 * tile.rows * (columns + _WARP_COLUMNS * tile.across))
 
 
 def shapes(capability: tuple[int, int], half_sums: bool) -> list[Tile]:
-    """All tiles, large ones first, with as many stages as the card has shared memory for.
+    """All tiles, large ones first, then those in slices, with as many stages as the card has shared memory for.
 
     A warp of a large one reads less of shared memory for a product. Where a multiprocessor has two blocks or more, one
-    computes while another begins or ends. Widths of 160 and 80 divide Stable Diffusion's channels.
+    computes while another begins or ends; a block in slices is for one that has a single block. Widths of 160 and 80
+    divide Stable Diffusion's channels.
     """
     # a warp's 64 rows need all of its registers, with sums in half precision or Turing's smaller products even more
     narrow = half_sums or capability < AMPERE
@@ -66,7 +76,14 @@ def shapes(capability: tuple[int, int], half_sums: bool) -> list[Tile]:
     held = _TURING_BYTES if capability < AMPERE else _GEFORCE_BYTES if capability in GEFORCE else _BYTES
     # without cp.async registers hold what would be in a third stage
     most = 2 if capability < AMPERE else _MOST_STAGES
-    return [_staged(tile, held, most) for tile in (large, Tile(4, 1, 2, 80, 0, 2), Tile(2, 2, 2, 80, 0, 3))]
+    whole = large, Tile(4, 1, 2, 80, 0, 2), Tile(2, 2, 2, 80, 0, 3)
+    sliced = Tile(2, 2, 4, 160, 0, 1, 2), Tile(2, 2, 4, 80, 0, 1, 2), Tile(2, 2, 2, 80, 0, 1, 2)
+    in_slices = (_staged(tile, held, most) for tile in (sliced[1:] if narrow else sliced))
+    return [
+        *(_staged(tile, held, most) for tile in whole),
+        # a second stage alone does not hide the loads
+        *(tile for tile in in_slices if tile.stages >= min(most, 3)),
+    ]
 
 
 def _staged(tile: Tile, held: int, most: int) -> Tile:
@@ -79,22 +96,24 @@ def _staged(tile: Tile, held: int, most: int) -> Tile:
 
 
 def worth_measuring(
-    rows: int, columns: int, capability: tuple[int, int], multiprocessors: int, pairs: bool, half_sums: bool
+    size: tuple[int, int, int], capability: tuple[int, int], multiprocessors: int, pairs: bool, half_sums: bool
 ) -> list[Tile]:
     """Tiles for a product, at most `MOST`, what should be the fastest first: that with the least work for the
     multiprocessor that has most of it.
 
     Args:
-        columns: those of values and gates together.
+        size: rows, columns, those of values and gates together, and terms of a sum, of a convolution's tap.
         pairs: whether they are values and gates, of which a warp has as many each.
     """
-    found = shapes(capability, half_sums)
+    rows, columns, depth = size
+    found = [tile for tile in shapes(capability, half_sums) if depth % tile.depth == 0]
     if pairs:
         found = [tile for tile in found if tile.width // tile.across // 8 % 2 == 0]
 
     def work(tile: Tile) -> float:
-        blocks = cdiv(rows, tile.rows) * cdiv(columns, tile.width)
-        # what a block takes beside its products, in the same unit
-        return cdiv(blocks, multiprocessors) * (tile.area + 12 * (tile.rows + tile.width))
+        blocks = cdiv(cdiv(rows, tile.rows) * cdiv(columns, tile.width), multiprocessors)
+        # and what a block takes beside its products, in the same unit
+        time = blocks * (tile.area + 12 * (tile.rows + tile.width))
+        return time * _ALONE if (blocks == 1) == (tile.slices == 1) else time
 
     return sorted(found, key=work)[:MOST]

@@ -35,15 +35,15 @@ SHAPES = [(130, 168, 64), (64, 320, 320), (3, 8, 96), (1, 160, 32), (300, 160, 1
 each_kind = pytest.mark.parametrize(("dtype", "half_sums"), SUMS, ids=["exact", "half sums", "bfloat16"])
 
 
-AMPERE, TURING = (8, 6), (7, 5)
-WIDE = [(AMPERE, 0), (AMPERE, 1), (TURING, 0)]
+A100, AMPERE, TURING = (8, 0), (8, 6), (7, 5)
+WIDE = [(AMPERE, 0), (AMPERE, 1), (TURING, 0), (A100, 3)]
 """Those that GEGLU may have too."""
-NARROW = [(AMPERE, 2), (TURING, 2)]
+NARROW = [(AMPERE, 2), (AMPERE, 3), (AMPERE, 4), (TURING, 2), (TURING, 4)]
 
 
 def of_tiles(capability: tuple[int, int], number: int) -> str:
-    where = "" if capability == AMPERE else ", loads held in registers"
-    return f"{('large', 'middle', 'small')[number]} tiles{where}"
+    tile = mma_tiles.shapes(capability, False)[number]
+    return f"{tile}{', loads held in registers' * (capability == TURING)}"
 
 
 def each_tile(tiles: list[tuple[tuple[int, int], int]]) -> pytest.MarkDecorator:
@@ -51,16 +51,18 @@ def each_tile(tiles: list[tuple[tuple[int, int], int]]) -> pytest.MarkDecorator:
 
 
 @pytest.fixture
-def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> mma_tiles.Tile:
     """A product has this one of a card's tiles. Turing has no cp.async: there registers hold what is loaded."""
     capability, number = request.param
     constants, held = mma_gemm.constants, {"HELD": 1} if capability == TURING else {}
 
-    def only(rows, columns, device, epilogue=mma_gemm.NOTHING, half_sums=False):
-        return [mma_tiles.shapes(capability, half_sums)[number]]
+    def only(rows, weight, epilogue=mma_gemm.NOTHING, half_sums=False):
+        # in half precision A100 adds up no faster, and has no such tiles
+        return [mma_tiles.shapes(capability, half_sums and capability != A100)[number]]
 
     monkeypatch.setattr(mma_gemm, "constants", lambda *given, **more: constants(*given, **more) | held)
     monkeypatch.setattr(mma_gemm, "tiles", only)
+    return mma_tiles.shapes(capability, False)[number]
 
 
 def scale(half_sums: bool) -> float:
@@ -73,15 +75,15 @@ def scale(half_sums: bool) -> float:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear(device, tile, shape, with_bias, dtype, half_sums):
-    x, weight, bias = operands(shape, dtype, device, with_bias)
+    x, weight, bias = operands(shape, dtype, device, with_bias, tile)
     assert mma_gemm.linear_readable(x, weight, bias)
     y = mma_gemm.linear(x, weight, bias, half_sums=half_sums)
     assert y.shape == (1, *shape[:2]) and y.is_contiguous()
     close_rows(y, F.linear(wide(x), wide(weight), wide(bias)), scale(half_sums))
 
 
-def operands(shape, dtype, device, with_bias: bool):
-    rows, columns, depth = shape
+def operands(shape, dtype, device, with_bias: bool, tile: mma_tiles.Tile):
+    rows, columns, depth = shape[0], shape[1], shape[2] * tile.slices
     x = randn(1, rows, depth, dtype=dtype, device=device)
     weight = randn(columns, depth, dtype=dtype, device=device, std=depth**-0.5)
     return x, weight, randn(columns, dtype=dtype, device=device) if with_bias else None
@@ -92,7 +94,7 @@ def operands(shape, dtype, device, with_bias: bool):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear_onto_a_residual(device, tile, shape, with_bias, dtype, half_sums):
-    x, weight, bias = operands(shape, dtype, device, with_bias)
+    x, weight, bias = operands(shape, dtype, device, with_bias, tile)
     residual = randn(1, *shape[:2], dtype=dtype, device=device)
     target = F.linear(wide(x), wide(weight), wide(bias)) + wide(residual)
     assert mma_gemm.linear_readable(x, weight, bias, residual)
@@ -108,7 +110,7 @@ def test_linear_onto_a_residual(device, tile, shape, with_bias, dtype, half_sums
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_linear_geglu(device, tile, shape, gate_first, approximate, dtype, half_sums):
     for with_bias in (False, True):
-        x, weight, bias = operands(shape, dtype, device, with_bias)
+        x, weight, bias = operands(shape, dtype, device, with_bias, tile)
         assert mma_gemm.linear_geglu_readable(x, weight, bias, approximate)
         y = mma_gemm.linear_geglu(x, weight, bias, gate_first, approximate, half_sums=half_sums)
         assert y.shape == (1, shape[0], shape[1] // 2)
@@ -129,6 +131,7 @@ SIZES = [
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_conv2d(device, tile, sizes, dtype, half_sums):
     images, channels, columns, height, width, stride = sizes
+    channels *= tile.slices
     x = randn(images, channels, height, width, dtype=dtype, device=device)
     weight = randn(columns, channels, 3, 3, dtype=dtype, device=device, std=(9 * channels) ** -0.5)
     x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
@@ -146,7 +149,9 @@ def test_conv2d(device, tile, sizes, dtype, half_sums):
 def test_tiles_fit_a_multiprocessor(capability, half_sums):
     held = {(7, 5): 64, (8, 0): 163}.get(capability, 99) << 10
     shapes = mma_tiles.shapes(capability, half_sums)
-    assert [str(tile) for tile in shapes] == ["mma 128x160", "mma 128x80", "mma 64x80"]
+    sliced = ["mma 128x160 in 2 slices"] * (capability == (8, 0) and not half_sums)
+    sliced += ["mma 128x80 in 2 slices", "mma 64x80 in 2 slices"]
+    assert [str(tile) for tile in shapes] == ["mma 128x160", "mma 128x80", "mma 64x80", *sliced]
     for tile in shapes:
         assert tile.stages >= 2 and mma_gemm.tile_of(mma_gemm.constants(tile, torch.float16)) == tile
         for pairs in (False, True):
@@ -154,6 +159,8 @@ def test_tiles_fit_a_multiprocessor(capability, half_sums):
             # the result takes the place of the stages
             columns = tile.width // (2 if pairs else 1)
             assert mma_tiles.shared_bytes(tile, pairs) >= 2 * tile.rows * (columns + 8 * tile.across)
+            # and so do the sums that slices give each other
+            assert tile.slices == 1 or mma_tiles.shared_bytes(tile, pairs) >= 4 * tile.area
     most, one_more = 2 if capability == (7, 5) else 6, [tile._replace(stages=tile.stages + 1) for tile in shapes]
     assert all(t.stages > most or t.resident * mma_tiles.shared_bytes(t, False) > held for t in one_more)
 
@@ -164,9 +171,11 @@ def test_tiles_fit_a_multiprocessor(capability, half_sums):
         (8192, 320, 28, "128x160"),  # 5 blocks each where 28 share 128 of them
         (512, 1280, 28, "64x80"),  # 5 small blocks each, or 3 of twice their size
         (512, 1280, 34, "128x160"),  # 32 blocks, which run at once
-        (512, 1280, 128, "64x80"),
-        (2048, 640, 128, "128x80"),
-        (1, 8, 128, "64x80"),
+        (512, 1280, 128, "64x80 in 2 slices"),  # a multiprocessor has one
+        (2048, 640, 128, "128x80 in 2 slices"),
+        (2048, 1280, 128, "128x160"),  # one, but no shared memory for slices
+        (8192, 640, 128, "128x160"),  # two, the second of which computes while the first one begins or ends
+        (1, 8, 128, "64x80 in 2 slices"),
     ],
 )
 def test_the_tile_with_the_least_work_for_a_multiprocessor_stands_first(
@@ -174,14 +183,16 @@ def test_the_tile_with_the_least_work_for_a_multiprocessor_stands_first(
 ):
     monkeypatch.setattr(mma_gemm, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 6))
-    found = mma_gemm.tiles(rows, columns, torch.device("cuda", 0))
+    found = mma_gemm.tiles(rows, torch.empty(columns, 320))
     assert str(found[0]) == f"mma {chosen}" and len(set(found)) == len(found) == mma_tiles.MOST
+    # of 32 no two slices
+    assert all(each.slices == 1 for each in mma_gemm.tiles(rows, torch.empty(columns, 32, 3, 3)))
 
 
 def test_values_and_gates_need_an_even_number_of_tiles(monkeypatch):
     monkeypatch.setattr(mma_gemm, "multiprocessors", lambda device: 128)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 6))
-    found = mma_gemm.tiles(64, 2560, torch.device("cuda", 0), mma_gemm.Epilogue(mma_gemm.GEGLU))
+    found = mma_gemm.tiles(64, torch.empty(2560, 320), mma_gemm.Epilogue(mma_gemm.GEGLU))
     assert [str(tile) for tile in found] == ["mma 128x80", "mma 128x160"]
 
 
@@ -194,7 +205,7 @@ def test_values_and_gates_need_an_even_number_of_tiles(monkeypatch):
     [
         ("geglu", 0),
         ("geglu", 1),
-        *((what, tile) for what in ("linear", "convolution", "residual") for tile in (0, 1, 2)),
+        *((what, tile) for what in ("linear", "convolution", "residual") for tile in range(5)),
     ],
 )
 def test_mma_gemm_compiles(monkeypatch, tmp_path, capability, tile, what, dtype, half_sums):
