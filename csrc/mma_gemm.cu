@@ -68,12 +68,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
              int height, int width, int image_height, int image_width, int stride) {
   pdl_wait();
   SHARED_MEMORY(Element, shared);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slice = threadIdx.x / kSliceThreads;
-  const int down = warp % (DOWN * ACROSS) / ACROSS, across = warp % ACROSS;
+  const int slice = SLICES == 1 ? 0 : threadIdx.x / kSliceThreads;
+  const unsigned of_slice = threadIdx.x - slice * kSliceThreads;  // unsigned: a division costs no register
+  const int warp = of_slice / 32, lane = threadIdx.x % 32, down = warp / ACROSS, across = warp % ACROSS;
   const int first_row = blockIdx.y * kRows, first_column = blockIdx.x * kOutColumns * ACROSS;
 
   // what this thread loads: a chunk of every kLoads-th row, of its slice
-  const int chunk = threadIdx.x % kChunks, row = threadIdx.x % kSliceThreads / kChunks;
+  const int chunk = threadIdx.x % kChunks, row = of_slice / kChunks;
   const int in_depth = slice * kDepth + chunk * 8;
   constexpr int kOfA = kRows / kLoads, kOfB = (WIDTH + kLoads - 1) / kLoads;
   constexpr unsigned kBytes = sizeof(Element);
@@ -119,9 +120,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     copy_async(to, from, valid);
 #endif
   };
-  Element* const own = shared + slice * kSlice;
+  // where this slice is in a stage, and there, what this thread loads
+  const int own = slice * kSlice, own_row = own + row * kDepth + place(row, chunk);
   auto load = [&](int stage) {
-    Element* const to = own + stage * kStage + row * kDepth + place(row, chunk);
+    Element* const to = shared + stage * kStage + own_row;
 #pragma unroll
     for (int i = 0; i < kOfA; ++i)
       copy(to + i * kLoads * kDepth, next_a + from_a[i], CONV ? taps[i / 3] >> tap >> 9 * (i % 3) & 1 : true, i);
@@ -139,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   };
   auto store = [&](int stage) {
 #if HELD
-    Element* const to = own + stage * kStage + row * kDepth + place(row, chunk);
+    Element* const to = shared + stage * kStage + own_row;
 #pragma unroll
     for (int i = 0; i < kOfA; ++i) *reinterpret_cast<Eight*>(to + i * kLoads * kDepth) = held[i];
 #pragma unroll
@@ -158,9 +160,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   }
 
   float sum[HIGH][kTiles][4] = {};
-  const int a_row = (down * kWarpRows + lane % 16) * kDepth, a_chunk = lane / 16;
-  const int b_row = (kRows + across * kColumns + lane / 16 * 8 + lane % 8) * kDepth, b_chunk = lane / 8 % 2;
-  const int last_b_row = (kRows + across * kColumns + (kTiles - 1) * 8 + lane % 8) * kDepth;
+  const int a_row = own + (down * kWarpRows + lane % 16) * kDepth, a_chunk = lane / 16;
+  const int b_row = own + (kRows + across * kColumns + lane / 16 * 8 + lane % 8) * kDepth, b_chunk = lane / 8 % 2;
+  const int last_b_row = own + (kRows + across * kColumns + (kTiles - 1) * 8 + lane % 8) * kDepth;
   unsigned of_a[2][HIGH][4], of_b[2][kTiles][2];  // the operands of a product, and of the next
   // A tile of the left operand, and with an even number one or two of the right one.
   auto load_operands = [&](int number, const Element* from, int k) {
@@ -185,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   copy_async_wait<STAGES - 2>();
   __syncthreads();
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) load_operands(n, own, 0);
+  for (int n = 0; n < kTiles; ++n) load_operands(n, shared, 0);
   int stage = 0;
   for (int step = 0; step < steps; ++step) {
 #if HALF_SUMS
@@ -203,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
         __syncthreads();
       }
       // behind the last step a stage is loaded that is not used
-      const Element* const from = own + (k ? next : stage) * kStage;
+      const Element* const from = shared + (k ? next : stage) * kStage;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         load_operands(n, from, 1 - k);
@@ -235,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   copy_async_wait<0>();
   __syncthreads();
   if (SLICES == 2) {
-    // the first slice gets the upper rows of the other one's sums, and gives it the lower ones of its own
+    // each slice stores half of a warp's rows, and gives the other slice its sums of the other half
     Four* const given = reinterpret_cast<Four*>(shared);
     const int other = threadIdx.x + (slice ? -kSliceThreads : kSliceThreads);
 #pragma unroll
@@ -261,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   }
 
   // through shared memory, so that whole rows are read and written
-  Element* const staging = shared + warp * kOutRows * kOutPitch;
+  Element* const staging = shared + threadIdx.x / 32 * kOutRows * kOutPitch;
   const int column = first_column + across * kOutColumns, top = first_row + down * kWarpRows + slice * kOutRows;
   auto each_pack = [&](auto run) {
     constexpr int kPacks = kOutRows * kOutTiles;

@@ -90,9 +90,29 @@ MUTATIONS = [
         (_TILES + "test_the_tile_with_the_least_work_for_a_multiprocessor_stands_first",),
     ),
     Mutation(
+        "slices for multiprocessors with two blocks", "kernels/linear/mma_tiles.py",
+        "time * _ALONE if (blocks == 1) == (tile.slices == 1) else time", "time if tile.slices > 1 else time * _ALONE",
+        (_TILES + "test_the_tile_with_the_least_work_for_a_multiprocessor_stands_first",),
+    ),
+    Mutation(
+        "slices of a depth that they do not divide", "kernels/linear/mma_tiles.py",
+        " if depth % tile.depth == 0", "",
+        (_TILES + "test_the_tile_with_the_least_work_for_a_multiprocessor_stands_first",),
+    ),
+    Mutation(
+        "slices with one stage ahead", "kernels/linear/mma_tiles.py",
+        " if tile.stages >= min(most, 3)", "",
+        (_TILES + "test_tiles_fit_a_multiprocessor",),
+    ),
+    Mutation(
         "shared memory for the result", "kernels/linear/mma_tiles.py",
         "tile.rows * (columns + _WARP_COLUMNS * tile.across)", "0",
         (_TILES + "test_tiles_fit_a_multiprocessor",),
+    ),
+    Mutation(
+        "shared memory for the sums of slices", "kernels/linear/mma_tiles.py",
+        "4 * tile.area if tile.slices > 1 else 0", "0",
+        (_TILES + "test_the_sums_that_slices_give_each_other_take_the_place_of_the_stages",),
     ),
     Mutation(
         "values without gates", "kernels/linear/mma_tiles.py",
