@@ -5,8 +5,8 @@
 // which computes 16 HIGH rows and WIDTH / ACROSS columns. Each stage of shared memory holds 32 of K. The order of
 // the four 16 bytes of a row changes with every second row, so that neither ldmatrix nor the copies meet a bank twice.
 // With SLICES = 2 there are twice as many warps and twice as much of K in a stage: each half of the warps computes the
-// products of its 32 of K, and the sums are added up at the end (CUTLASS's sliced K). So a multiprocessor that has a
-// single block has two warps for each of its schedulers.
+// products of its 32 of K, and the sums are added up at the end (CUTLASS's sliced K). So a block may have more warps, or
+// each of them larger parts, where a multiprocessor has a single one.
 //
 // Compile-time parameters: TYPE, kFloat16 or kBFloat16, the latter from 8.0 on; DOWN; ACROSS; HIGH; WIDTH, a multiple of
 // 8 ACROSS; STAGES, 2 or more; RESIDENT, blocks of a multiprocessor; SLICES, 1, or 2 where HIGH is even; CONV,

@@ -77,7 +77,7 @@ def shapes(capability: tuple[int, int], half_sums: bool) -> list[Tile]:
     # without cp.async registers hold what would be in a third stage
     most = 2 if capability < AMPERE else _MOST_STAGES
     whole = large, Tile(4, 1, 2, 80, 0, 2), Tile(2, 2, 2, 80, 0, 3)
-    sliced = Tile(2, 2, 4, 160, 0, 1, 2), Tile(2, 2, 4, 80, 0, 1, 2), Tile(2, 2, 2, 80, 0, 1, 2)
+    sliced = Tile(2, 2, 4, 160, 0, 1, 2), Tile(2, 2, 4, 80, 0, 1, 2), Tile(2, 1, 2, 80, 0, 1, 2)
     in_slices = (_staged(tile, held, most) for tile in (sliced[1:] if narrow else sliced))
     return [
         *(_staged(tile, held, most) for tile in whole),
