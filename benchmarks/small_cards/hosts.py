@@ -155,6 +155,7 @@ class A1111(Host):
         return self._conditioner(ids)
 
     def begin(self) -> None:
+        self._host.shared.state.begin("txt2img")
         self._sampler = self._denoiser()
         self._sampler.p = SimpleNamespace(batch_size=1)
 
@@ -169,6 +170,7 @@ class A1111(Host):
         if self._lowvram is not None:
             self._lowvram.send_everything_to_cpu()
         super().end()
+        self._host.shared.state.end()
 
     def session(self) -> Any:
         return self._adapter.running if self._adapter is not None else None

@@ -152,9 +152,8 @@ class Session:
             self.rehearsals.jobs.status,
             self.rehearsals.measurements.all,
         )
-        return api.Source(
-            self.status, self.bug_report, self.drop_plans, jobs, self.api_passwords, self.api_is_on, self.subpath
-        )
+        known = self.status, self.bug_report, self.drop_plans, jobs
+        return api.Source(*known, self.api_passwords, self.api_is_on, self.subpath, self.busy)
 
     def status(self) -> dict[str, Any]:
         """What GET /sfast/v1/status answers. It asks the GPU nothing once a first answer was given."""

@@ -20,7 +20,8 @@ ROOT = "/sfast/v1"
 STATUS = f"{ROOT}/status"
 NO_STORE = {"Cache-Control": "no-store"}
 LASTS = 0.5
-"""Seconds for which the text of a status is given again: many who ask often take little time from the pictures."""
+"""Seconds for which the text of a status is given again while the WebUI is at work: many who ask often take little time
+from the pictures."""
 REFUSED_BODIES = {413: "The body is too long", 415: "The body is not of the type application/json"}
 
 _P = ParamSpec("_P")
@@ -54,9 +55,11 @@ class Source:
     """Whether the WebUI's own API answers. Where it does not, no route changes anything."""
     subpath: Callable[[], str] = lambda: ""
     """Below which path the WebUI serves its page as well; "" where nowhere."""
+    busy: Callable[[], bool] = lambda: True
+    """Whether the WebUI is at work."""
 
     def __post_init__(self) -> None:
-        self.recent = Recent(lambda: public(self.status()))
+        self.recent = Recent(lambda: public(self.status()), self.busy)
         self.drop = self._changing(self.drop)
         changing = {name: self._changing(getattr(self.jobs, name)) for name in ("prepare", "measure", "cancel")}
         self.jobs = replace(self.jobs, **changing)
@@ -161,7 +164,13 @@ def register(app: Any, source: Source) -> None:
 
     jobs = source.jobs
     routes = (
-        ("status", "GET", current, models.Status, f"All that is known, as the badge reads it, at most {LASTS} s old."),
+        (
+            "status",
+            "GET",
+            current,
+            models.Status,
+            f"All that is known, as the badge reads it, while pictures are made at most {LASTS} s old.",
+        ),
         ("version", "GET", answering(version), models.Version, "The versions of the extension and of the WebUI."),
         (
             "plans",
@@ -250,17 +259,17 @@ def register(app: Any, source: Source) -> None:
 
 
 class Recent:
-    """The text of a status, made again after `LASTS` seconds or once somebody changed something."""
+    """The text of a status, made again after `LASTS` seconds, or once something changed or the work is done."""
 
-    def __init__(self, give: Callable[[], dict[str, Any]]) -> None:
-        self._give = give
+    def __init__(self, give: Callable[[], dict[str, Any]], busy: Callable[[], bool]) -> None:
+        self._give, self._busy = give, busy
         self._kept: tuple[float, bytes] | None = None
         self._changes = 0
 
     def text(self) -> bytes | None:
         """What was made a moment ago, or None."""
         kept = self._kept
-        return kept[1] if kept is not None and time.monotonic() - kept[0] < LASTS else None
+        return kept[1] if kept is not None and time.monotonic() - kept[0] < LASTS and self._busy() else None
 
     def made(self) -> bytes:
         """The text as it is now."""

@@ -105,6 +105,9 @@ def test_a_status_is_given_again_for_a_moment_or_until_something_changes(monkeyp
         assert [count(), count()] == [made, made]
     given.drop()
     assert count() == made + 1
+    # once the picture is made, the next one who asks is told of it
+    given.recent._busy = lambda: False
+    assert [count(), count()] == [made + 2, made + 3]
     # what another session answers is not this one's
     api.register(app, source(lambda: state(count="another")))
     assert count() == "another"
@@ -119,7 +122,7 @@ def test_a_status_made_while_something_changes_is_not_given_again():
             return {"plans": 2}
         return {"plans": 0 if dropped else 2}
 
-    recent = api.Recent(status)
+    recent = api.Recent(status, lambda: True)
     assert json.loads(recent.made()) == {"plans": 2} and recent.text()
     dropped.append(recent.forget())
     assert json.loads(recent.made()) == {"plans": 2} and recent.text() is None

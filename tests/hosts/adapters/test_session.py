@@ -123,7 +123,9 @@ def test_the_console_says_as_much_as_the_setting_wants(host, kind):
 def test_the_tab_is_one_of_the_host_s(host, kind, monkeypatch):
     kind.start("0")
     asked, recent = [], kind.running.source.recent
-    assert recent.made() and recent.text()
+    assert recent.made() and recent.text() is None
+    sys.modules["modules.shared"].state = SimpleNamespace(job="task(1)", textinfo=None)
+    assert recent.text()
     monkeypatch.setattr(tab, "tabs", lambda do: asked.append((do.drop(), do.report())) or [("page", "t", "k")])
     assert host.callbacks["ui_tabs"]() == [("page", "t", "k")]
     ((dropped, text),) = asked
