@@ -119,4 +119,9 @@ MUTATIONS = [
         "if tile.width // tile.across // 8 % 2 == 0", "",
         (_TILES + "test_values_and_gates_need_an_even_number_of_tiles",),
     ),
+    Mutation(
+        "what was said while a picture was made", "ui/api.py",
+        " and self._busy()", "",
+        ("ui/test_api.py::test_a_status_is_given_again_for_a_moment_or_until_something_changes",),
+    ),
 ]  # fmt: skip
