@@ -8,11 +8,11 @@
 // products of its 32 of K, and the sums are added up at the end (CUTLASS's sliced K). So a block may have more warps, or
 // each of them larger parts, where a multiprocessor has a single one.
 //
-// Compile-time parameters: TYPE, kFloat16 or kBFloat16, the latter from 8.0 on; DOWN; ACROSS; HIGH; WIDTH, a multiple of
-// 8 ACROSS; STAGES, 2 or more; RESIDENT, blocks of a multiprocessor; SLICES, 1, or 2 where HIGH is even; CONV, whether a is
-// an image (N, H, W, C) that stands for the matrix of its 3x3 patches, with padding 1; HALF_SUMS, in float16, for cards on
-// which such sums take half the time (GeForce): the products of a slice's stage are added up in float16, of a / 16 so that
-// they may be large, and the stages in float32; EPILOGUE:
+// Compile-time parameters: TYPE, kFloat16 or kBFloat16, the latter from 8.0 on; DOWN; ACROSS; HIGH; WIDTH, a multiple
+// of 8 ACROSS; STAGES, 2 or more; RESIDENT, blocks of a multiprocessor; SLICES, 1, or 2 where HIGH is even; CONV,
+// whether a is an image (N, H, W, C) that stands for the matrix of its 3x3 patches, with padding 1; HALF_SUMS, in
+// float16, for cards on which such sums take half the time (GeForce): the products of a slice's stage are added up in
+// float16, of a / 16 so that they may be large, and the stages in float32; EPILOGUE:
 //
 //   0  nothing else
 //   1  a residual is added, (M, N), which `out` may overwrite
@@ -59,9 +59,9 @@ __device__ __forceinline__ void load_bias(const Element* bias, int column, bool 
   if (bias && valid) to_floats<TYPE>(*reinterpret_cast<const unsigned*>(bias + column), to[0], to[1]);
 }
 
-// a: rows of `depth` elements, or an image; b: rows of `depth` elements; out, residual: rows of `columns`. All are aligned
-// to 16 bytes, the bias to 4; depth, and channels of an image, are multiples of 32 SLICES, columns of 8. height, width: of
-// the result, `stride` times as many in the image (rounded up).
+// a: rows of `depth` elements, or an image; b: rows of `depth` elements; out, residual: rows of `columns`. All are
+// aligned to 16 bytes, the bias to 4; depth, and channels of an image, are multiples of 32 SLICES, columns of 8.
+// height, width: of the result, `stride` times as many in the image (rounded up).
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     mma_gemm(Element* out, const Element* __restrict__ a, const Element* __restrict__ b,
              const Element* __restrict__ bias, const Element* residual, int rows, int columns, int depth, int channels,
