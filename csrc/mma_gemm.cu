@@ -5,8 +5,8 @@
 // which computes 16 HIGH rows and WIDTH / ACROSS columns. Each stage of shared memory holds 32 of K. The order of
 // the four 16 bytes of a row changes with every second row, so that neither ldmatrix nor the copies meet a bank twice.
 // With SLICES = 2 there are twice as many warps and twice as much of K in a stage: each half of the warps computes the
-// products of its 32 of K, and the sums are added up at the end (CUTLASS's sliced K). So a block may have more warps, or
-// each of them larger parts, where a multiprocessor has a single one.
+// products of its 32 of K, and the sums are added up at the end (CUTLASS's sliced K). So a block may have more warps,
+// or each of them larger parts, where a multiprocessor has a single one.
 //
 // Compile-time parameters: TYPE, kFloat16 or kBFloat16, the latter from 8.0 on; DOWN; ACROSS; HIGH; WIDTH, a multiple
 // of 8 ACROSS; STAGES, 2 or more; RESIDENT, blocks of a multiprocessor; SLICES, 1, or 2 where HIGH is even; CONV,
@@ -32,10 +32,6 @@
 #define HELD 1
 #endif
 #endif
-
-struct alignas(16) Four {
-  float x[4];
-};
 
 typedef Stored<TYPE>::Bits Element;
 constexpr int kSliceThreads = 32 * DOWN * ACROSS, kThreads = SLICES * kSliceThreads, kDepth = 32, kChunks = kDepth / 8;
@@ -238,6 +234,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   __syncthreads();
   if (SLICES == 2) {
     // each slice stores half of a warp's rows, and gives the other slice its sums of the other half
+    typedef Pack<kFloat32, 4> Four;
     Four* const given = reinterpret_cast<Four*>(shared);
     const int other = threadIdx.x + (slice ? -kSliceThreads : kSliceThreads);
 #pragma unroll
@@ -246,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
       for (int n = 0; n < kTiles; ++n) {
         Four four;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) four.x[i] = slice ? sum[t][n][i] : sum[HIGH - kOutHigh + t][n][i];
+        for (int i = 0; i < 4; ++i) four.of[i] = slice ? sum[t][n][i] : sum[HIGH - kOutHigh + t][n][i];
         given[(t * kTiles + n) * kThreads + threadIdx.x] = four;
       }
     __syncthreads();
@@ -257,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
         const Four four = given[(t * kTiles + n) * kThreads + other];
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          sum[t][n][i] = (slice ? sum[HIGH - kOutHigh + t][n][i] : sum[t][n][i]) + four.x[i];
+          sum[t][n][i] = (slice ? sum[HIGH - kOutHigh + t][n][i] : sum[t][n][i]) + four.of[i];
       }
     __syncthreads();
   }

@@ -1,4 +1,4 @@
-"""What keeps plans in Forge right and small, and measured choices of kernels true."""
+"""What keeps plans in Forge right and small, measured choices of kernels true, and what is told of a picture new."""
 
 from __future__ import annotations
 
