@@ -34,6 +34,8 @@ class Config:
     """On a GPU, drop a plan that measures slower than the original forward."""
     vae: bool = True
     """Whether a host accelerates its VAE as well."""
+    png: bool = True
+    """Whether the PNG files that a host writes are compressed by several threads."""
     rare_calls: bool = False
     """The module is called about once for each picture, as a VAE is, and each call takes long and much memory. A plan
     is made when `rare_gain` says so, at most one in a generation; its later calls time it, no extra ones; and no kernel

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from sfast_ext import environment
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.config import Config
-from sfast_ext.hosts import xyz
+from sfast_ext.hosts import parallel_png, xyz
 from sfast_ext.hosts.answers import Answers
 from sfast_ext.hosts.attachment import Attachment, wrap
 from sfast_ext.hosts.rehearsals import Rehearsals
@@ -87,6 +87,7 @@ class Session:
         script_callbacks.on_infotext_pasted(self.callback(lambda _text, params: settings.restored(params)))
         script_callbacks.on_ui_tabs(lambda: self._tab())
         script_callbacks.on_app_started(self.callback(lambda _demo, app: api.register(app, self.source)))
+        self._undo.append(parallel_png.install(self._compresses))
         self._undo.extend(self.install())
         self._undo.append(self._answer())
 
@@ -201,6 +202,11 @@ class Session:
     def drop_plans(self) -> int:
         """Drop all plans; they are made anew when they are needed. Returns how many there were."""
         return sum(attachment.drop_plans() for attachment in self.attachments)
+
+    def _compresses(self) -> bool:
+        """Whether PNG files are compressed by `parallel_png` now."""
+        config = self.config()
+        return config.enabled and config.png and (config.allow_cpu or self._machine()[1] is None)
 
     def _add_axes(self) -> None:
         grid = self.xyz_grid()

@@ -69,7 +69,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_field_of_the_table_is_one_of_the_configuration():
-    assert len(set(settings.KEYS)) == len(settings.SETTINGS) + 2 == 12
+    assert len(set(settings.KEYS)) == len(settings.SETTINGS) + 2 == 13
     for setting in settings.SETTINGS:
         assert setting.key == f"sfast_{setting.field}"
         assert hasattr(Config(), setting.field)
@@ -85,6 +85,7 @@ def test_groups_follow_each_other_each_below_its_heading():
         "sfast_enabled",
         "sfast_preset",
         "sfast_vae",
+        "sfast_png",
         "sfast_faster_sums",
         "sfast_memory_heading",
         "sfast_graph_memory_mb",

@@ -111,7 +111,7 @@ def test_settings_are_there_before_the_model_and_hold_what_the_file_said():
         host.load(1)
         assert accelerator_of(unet_of(host)) is None
         assert "sfast_tolerance" in host.opts.data_labels
-        a1111.A1111Session.running = None
+        a1111.A1111Session.stop()
 
 
 def test_the_status_has_every_part(host):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
+import zlib
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image, PngImagePlugin
 
 from sfast_ext.hosts import session, xyz
 from sfast_ext.hosts.session import Session
@@ -42,7 +46,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
 
 
 @pytest.fixture
-def kind() -> type[Any]:
+def kind(host) -> Iterator[type[Any]]:
     class Recorded(Session):
         HOST = "a host"
 
@@ -64,7 +68,8 @@ def kind() -> type[Any]:
         def loaded(self) -> Any:
             return None
 
-    return Recorded
+    yield Recorded
+    Recorded.stop()
 
 
 def test_a_start_registers_and_a_stop_undoes_it_in_reverse(host, kind):
@@ -75,6 +80,44 @@ def test_a_start_registers_and_a_stop_undoes_it_in_reverse(host, kind):
     kind.stop()
     assert running.undone == ["models", "second", "first"] and kind.running is None
     kind.stop()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "missing", "ours"),
+    [
+        ({}, None, True),
+        ({"sfast_png": False}, None, False),
+        ({"sfast_enabled": False}, None, False),
+        ({}, "torch finds no NVIDIA GPU", False),
+        ({"sfast_allow_cpu": True}, "torch finds no NVIDIA GPU", True),
+    ],
+)
+def test_png_files_are_compressed_by_several_threads_where_the_user_wants_it(
+    host, kind, monkeypatch, chosen, missing, ours
+):
+    monkeypatch.setattr(session.environment, "no_gpu", lambda: missing)
+    compressed = []
+    monkeypatch.setattr(
+        session.parallel_png, "compressed", lambda rows, *_: compressed.append(rows.shape) or _packed(rows)
+    )
+    pillows = PngImagePlugin._save
+    kind.start("0")
+    # the small picture of the start
+    compressed.clear()
+    vars(sys.modules["modules.shared"].opts).update(chosen)
+    file, im = io.BytesIO(), Image.new("RGB", (400, 300), "teal")
+    im.save(file, "PNG")
+    assert compressed == [(300, 1200)] * ours
+    assert Image.open(file).tobytes() == im.tobytes()
+    kind.stop()
+    assert Image.SAVE["PNG"] is pillows
+    im.save(file, "PNG")
+    assert len(compressed) == ours
+
+
+def _packed(rows):
+    """Without a filter."""
+    return [zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))]
 
 
 def test_a_second_start_releases_the_first_session(host, kind):
