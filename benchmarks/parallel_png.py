@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -41,14 +42,14 @@ def photograph(size: int) -> np.ndarray:
 
 def measured(pixels: np.ndarray, threads: list[int], times: int) -> dict[str, object]:
     """The row of one picture."""
-    im = Image.fromarray(pixels)
+    im, numbers = Image.fromarray(pixels), threads or [parallel_png._threads(pixels.size)]
     taken: dict[str, list[float]] = {}
     sizes: dict[str, int] = {}
     for number in range(times + 1):
-        for name, wanted in [("Pillow", 0), *((f"{each} threads", each) for each in threads)]:
+        for name, wanted in [("Pillow", 0), *((f"{each} threads", each) for each in numbers)]:
             remove: Callable[[], None] = parallel_png.install(lambda: True) if wanted else lambda: None
             file = io.BytesIO()
-            with mock.patch.object(parallel_png, "_threads", lambda wanted=wanted: wanted):
+            with mock.patch.object(parallel_png, "_threads", lambda size, wanted=wanted: wanted):
                 began = time.perf_counter()
                 im.save(file, "PNG")
                 seconds = time.perf_counter() - began
@@ -66,14 +67,14 @@ def measured(pixels: np.ndarray, threads: list[int], times: int) -> dict[str, ob
 def main() -> None:
     """Print all rows as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--threads", type=int, action="append", help=f"default: {parallel_png._threads()}")
+    parser.add_argument("--threads", type=int, action="append", help="default: as many as the extension uses")
     parser.add_argument("--times", type=int, default=7)
     given = parser.parse_args()
-    threads = given.threads or [parallel_png._threads()]
+    threads = given.threads or []
     rows = [
         {"of": of.__name__, **measured(of(size), threads, given.times)} for of in (noise, photograph) for size in SIZES
     ]
-    print(json.dumps({"machine": describe(), "cores": parallel_png._threads(), "rows": rows}, indent=1))
+    print(json.dumps({"machine": describe(), "cores": os.cpu_count(), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

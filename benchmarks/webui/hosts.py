@@ -7,8 +7,14 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
-WAYS: dict[str, dict[str, Any]] = {"stock": {}, "unet": {"sfast_vae": False}, "extended": {}}
-"""Settings of the WebUI for each way: without the extension, with the UNet alone accelerated, with all."""
+WAYS: dict[str, dict[str, Any]] = {
+    "stock": {},
+    "unet": {"sfast_vae": False, "sfast_png": False},
+    "pillow": {"sfast_png": False},
+    "extended": {},
+}
+"""Settings of the WebUI for each way: without the extension, with the UNet alone accelerated, without PNG files, with
+all."""
 PROBE = Path(__file__).with_name("probe.py")
 SMALL_CARD = Path(__file__).with_name("small_card")
 """Packages that make the GPU of a WebUI a small one."""

@@ -188,7 +188,11 @@ def main() -> int:
     parser.add_argument("--card", type=float, metavar="GIB", help="memory of the card that is emulated (the GPU's own)")
     parser.add_argument("--batch", type=int, default=1, help="pictures at once (%(default)s)")
     parser.add_argument(
-        "--way", choices=sorted(WAYS), action="append", dest="more", help="one more WebUI each: unet is without the VAE"
+        "--way",
+        choices=sorted(WAYS),
+        action="append",
+        dest="more",
+        help="one more WebUI each: unet is without VAE and PNG",
     )
     parser.add_argument("--breakdown", type=int, default=0, metavar="N", help="pictures that are taken apart (none)")
     parser.add_argument("--size", type=cli.size, action="append", dest="sizes", metavar="WxH", help="default: 512x512")

@@ -29,7 +29,10 @@ BYTES = {"L": 1, "RGB": 3, "RGBA": 4}
 """Of a pixel, in the modes that are served."""
 LEAST_BYTES = 1 << 18
 """Of the pixels; a smaller picture is compressed before the threads have started."""
-MOST_THREADS = 16
+MOST_THREADS = 8
+"""More wait for each other: they share Python's lock."""
+_THREAD = 3 << 16
+"""Bytes of a picture for each thread at least."""
 _BAND = 1 << 19
 """np.ndarray of a band at most; NumPy's temporaries are five times as large."""
 _LEAST_BAND = 1 << 16
@@ -195,7 +198,7 @@ def compressed(rows: np.ndarray, pixel: int, level: int = -1, strategy: int = zl
     Args:
         level, strategy: as of `zlib.compressobj`.
     """
-    threads = _threads()
+    threads = _threads(rows.size)
     size = min(_BAND, max(_LEAST_BAND, rows.size // (2 * threads)))
     each = max(1, size // rows.shape[1])
     starts = range(0, len(rows), each)
@@ -222,7 +225,8 @@ def _end(bands: list[np.ndarray]) -> bytes:
     return found[-_WINDOW:]
 
 
-def _threads() -> int:
+def _threads(size: int) -> int:
+    """For a picture of so many bytes."""
     # in a container fewer than the machine's
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_THREADS, cores))
+    return max(1, min(MOST_THREADS, cores, size // _THREAD))

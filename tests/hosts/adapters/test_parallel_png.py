@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
+from png_parts import beside, chunks, stream
 
 from sfast_ext.hosts import parallel_png
 
@@ -45,31 +46,6 @@ def extremes(size, channels):
 
 def image(pixels):
     return Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
-
-
-def chunks(file):
-    """The parts of a PNG, as (name, data); their checksums hold."""
-    assert file[:8] == b"\x89PNG\r\n\x1a\n"
-    found, at = [], 8
-    while at < len(file):
-        (length,) = struct.unpack(">I", file[at : at + 4])
-        name, data = file[at + 4 : at + 8], file[at + 8 : at + 8 + length]
-        assert struct.unpack(">I", file[at + 8 + length : at + 12 + length])[0] == zlib.crc32(name + data)
-        found.append((name, data))
-        at += 12 + length
-    return found
-
-
-def stream(file):
-    """What its pixels are compressed from: rows behind the number of their filter."""
-    packed = zlib.decompressobj()
-    data = packed.decompress(b"".join(data for name, data in chunks(file) if name == b"IDAT"))
-    assert packed.eof and not packed.unused_data
-    return data
-
-
-def beside(file):
-    return [each for each in chunks(file) if each[0] != b"IDAT"]
 
 
 def saved(im, **options):
@@ -124,10 +100,22 @@ def test_the_same_rows_and_filters_as_pillow(ours, of, size, channels, options):
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])
 @pytest.mark.parametrize("band", [1, 5000, 1 << 19])
 def test_any_number_of_bands(ours, monkeypatch, threads, band):
-    monkeypatch.setattr(parallel_png, "_threads", lambda: threads)
+    monkeypatch.setattr(parallel_png, "_threads", lambda size: threads)
     monkeypatch.setattr(parallel_png, "_BAND", band)
     im = image(photograph((90, 400), 3))
     assert stream(saved(im)) == stream(pillows(im)) and ours
+
+
+@pytest.mark.parametrize(
+    ("cores", "size", "threads"), [(16, 512, 4), (16, 1024, 8), (6, 1024, 6), (1, 2048, 1), (4, 300, 1)]
+)
+def test_as_many_threads_as_cores_and_no_more_than_pay(monkeypatch, cores, size, threads):
+    monkeypatch.setattr(parallel_png.os, "sched_getaffinity", lambda _: range(cores), raising=False)
+    assert parallel_png._threads(3 * size * size) == threads
+    # Windows and macOS
+    monkeypatch.delattr(parallel_png.os, "sched_getaffinity")
+    monkeypatch.setattr(parallel_png.os, "cpu_count", lambda: cores)
+    assert parallel_png._threads(3 * size * size) == threads
 
 
 def test_a_file_is_as_large_as_pillows(ours, monkeypatch):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from typing import Any
 
 import pytest
+from png_parts import beside, chunks, stream
 
 from .a1111 import (
     HIRES,
@@ -144,6 +146,30 @@ def test_token_merging_goes_to_the_original(played):
     play(webui, "options", {"token_merging_ratio": 0})
     play(webui, "txt2img", PLAIN)
     assert count(webui.get("/sfast/v1/status"), "plans run") > count(before, "plans run")
+
+
+def test_png_files_are_those_of_the_webui(played, data):
+    webui = played.webui
+    play(webui, "options", {"samples_save": True})
+    request = {**PLAIN, "width": 320, "height": 320, "batch_size": 2, "save_images": True, "prompt": "Grüße, 猫"}
+    # the first one shows a plan beside the original
+    play(webui, "txt2img", request)
+    found = []
+    for ours in (False, True):
+        play(webui, "options", {"sfast_png": ours})
+        before = set((data / "outputs").rglob("*.png"))
+        answer = [base64.b64decode(picture) for picture in play(webui, "txt2img", request)]
+        # two pictures and their grid
+        written = sorted(set((data / "outputs").rglob("*.png")) - before)
+        assert len(answer) == len(written) == 3
+        found.append([*answer, *(file.read_bytes() for file in written)])
+    play(webui, "options", {"samples_save": False})
+    for theirs, ours in zip(*found):
+        assert beside(ours) == beside(theirs)
+        assert stream(ours) == stream(theirs)
+        # the header of zlib is a part of its own in ours alone
+        first = [next(part for name, part in chunks(file) if name == b"IDAT") for file in (theirs, ours)]
+        assert len(first[0]) > len(first[1]) == 2
 
 
 def test_settings_page_and_reload_ui(data, stock):
