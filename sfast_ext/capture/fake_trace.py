@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Parameter
 
 from sfast_ext.call_signature import numerical_flags
-from sfast_ext.capture import block_reuse, foreign_ops, imports, quick_record
+from sfast_ext.capture import block_reuse, device_guard, foreign_ops, imports, quick_record
 from sfast_ext.capture.interception import intercepted
 from sfast_ext.report import logger
 
@@ -286,6 +286,7 @@ def _depends_on_metadata(func: Any) -> bool:
 
 def fake_mode() -> _MemoFakeMode | None:
     """The fake mode for captures. None if torch is too old."""
+    device_guard.outlive_threads()
     if _as_meta is None:
         return None
     try:
