@@ -19,10 +19,12 @@ from pretended_card import pretended_card
 
 from benchmarks.fuzz.preview import Preview
 from benchmarks.fuzz.stress import MB, SLACK_MB
-from fuzz import ground, machine
+from fuzz import ground, machine, own_products
 from fuzz.compare import Wrong
 from fuzz.ground import Ground
+from sfast_ext import cli
 from sfast_ext.tools.lib.machine import describe
+from sfast_ext.tools.lib.ways import card
 
 EACH = 100
 """Events of one model; every tenth model is a real UNet, and every third has a live preview beside it on a GPU."""
@@ -41,9 +43,16 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     length.add_argument("--minutes", type=float, help="goes on for so long instead")
     length.add_argument("--play", nargs="+", metavar=("MODEL:SEED", "EVENT:SEED"), help="these events and no others")
     parser.add_argument("--seed", type=int, default=0, help="of the first model; the next has the next")
-    parser.add_argument("--model", choices=("both", "small", "unet"), default="both")
+    parser.add_argument("--model", choices=("both", "small", "wide", "unet"), default="both")
     parser.add_argument("--device", choices=("cpu", "cuda", "pretended"), default="cpu")
     parser.add_argument("--without", choices=("triton",), help="what no plan uses")
+    parser.add_argument(
+        "--as",
+        dest="capability",
+        type=cli.capability,
+        metavar="sm_89",
+        help="the card that the GPU passes for; our products and attention wherever they can be, see --model wide",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(given)
 
@@ -58,6 +67,8 @@ class Soak:
         self.seeds: list[int] = []
         self.faults: list[str] = []
         self.memory: list[dict[str, float]] = []
+        self.chosen: Counter[str] = Counter()
+        """Kernels that were taken by `own_products`."""
         self.real = on.name == "cuda"
         self.described = {**describe(), "device": torch.cuda.get_device_name(on.device) if self.real else on.name}
         self.started = time.perf_counter()
@@ -101,6 +112,7 @@ class Soak:
             **self.counters,
             "seconds": round(seconds, 1),
             "events_by_kind": dict(sorted(self.kinds.items())),
+            **({"chosen": dict(sorted(self.chosen.items()))} if self.chosen else {}),
             "memory": self.memory,
             "faults": self.faults,
         }
@@ -129,6 +141,9 @@ def main(given: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         if options.device == "pretended":
             stack.enter_context(pretended_card(stack.enter_context(pytest.MonkeyPatch.context()), PRETENDED_BYTES))
+        if options.capability is not None:
+            soak.described["as"] = card(options.capability)
+            soak.chosen = stack.enter_context(own_products.everywhere(options.capability))
         play(soak, options)
     soak.faults += filter(None, [soak.grown()])
     result = soak.result()

@@ -13,6 +13,8 @@ from torch import nn
 from sfast_ext.tools.lib import models
 
 CONTEXT = 8
+CHANNELS = {"small": 8, "wide": 32}
+"""Of the nets of each kind that is no UNet; `mma_gemm` takes those of 32."""
 CPU = torch.device("cpu")
 
 
@@ -78,7 +80,7 @@ class LightBlock(nn.Module):
 
 
 class SmallNet(nn.Module):
-    """A UNet's kinds of layers, one or two of each; 8 channels."""
+    """A UNet's kinds of layers, one or two of each."""
 
     offset: torch.Tensor
 
@@ -129,7 +131,7 @@ STYLES = ("positional", "keywords", "mixed", "tuple result")
 
 
 def arguments(
-    request: Request, rng: random.Random, dtype: torch.dtype, *, unet: bool, device: torch.device = CPU
+    request: Request, rng: random.Random, dtype: torch.dtype, *, kind: str, device: torch.device = CPU
 ) -> tuple[tuple, dict]:
     """Positional and keyword arguments of one call, with values of its own."""
 
@@ -138,7 +140,7 @@ def arguments(
         generator = torch.Generator().manual_seed(rng.getrandbits(48))
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    step = rng.randrange(1, 999)
+    unet, step = kind == "unet", rng.randrange(1, 999)
     # a single number may lie on the CPU while the model is on a GPU
     home = rng.choice((device, CPU))
     timestep: Any = {
@@ -159,7 +161,7 @@ def arguments(
     named: dict[str, Any] = {"sample": sample, "timestep": timestep, "encoder_hidden_states": context}
     if not unet:
         if request.residual:
-            shapes = ((request.batch, 8, height, width), (1, 8, 1, 1))
+            shapes = ((request.batch, CHANNELS[kind], height, width), (1, CHANNELS[kind], 1, 1))
             named["residual"] = [noise(*shape) for shape in shapes]
         if request.scale is not None:
             value = rng.uniform(0.5, 1.5)
@@ -174,10 +176,10 @@ def arguments(
 
 
 def make(kind: str, seed: int) -> nn.Module:
-    """A model of random weights, in fp32 on the CPU: "small" or "unet"."""
+    """A model of random weights, in fp32 on the CPU: "small", "wide" or "unet"."""
     if kind == "unet":
         return models.tiny_unet("sd15", seed=seed)
-    return models.randomise(SmallNet(), seed).eval()
+    return models.randomise(SmallNet(CHANNELS[kind]), seed).eval()
 
 
 def move(model: nn.Module, device: torch.device) -> None:

@@ -8,18 +8,19 @@ import logging
 
 import hypothesis
 import pytest
+import torch
 from hypothesis import Phase, strategies
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from pretended_card import pretended_card
 
 from fuzz import __main__ as soak
-from fuzz import machine
+from fuzz import machine, own_products
 from fuzz.compare import Wrong
 from fuzz.world import World
 from sfast_ext.behaviour import fingerprint, surroundings
 from sfast_ext.behaviour.key import BehaviourKeys
 from sfast_ext.behaviour.snapshot import Snapshot
-from sfast_ext.kernels.backend import health
+from sfast_ext.kernels.backend import choices, health
 
 # an event that is listed more often comes more often
 LISTED = machine.listed(machine.EVENTS)
@@ -91,6 +92,21 @@ def test_a_release_after_each_kind_of_event_leaves_an_untouched_model(part):
             assert runs, "no plan was there to be released"
             machine.play(w, "released", i)
     machine.finish(w)
+
+
+def test_the_kernels_of_a_card_wherever_they_can_be(tmp_path):
+    file = tmp_path / "soak.json"
+    command = ["--events", "30", "--seed", "3", "--model", "wide", "--as", "sm_89", "--json", str(file)]
+    assert soak.main(command) == 0
+    result = json.loads(file.read_text())
+    assert result["as"] == "sm_89" and result["plan_runs"] > 10
+    device, known = torch.device("cpu"), choices.Memory(None, {})
+    chooser = choices.Choices("linear", lambda run: 1.0, lambda: True, lambda _: known)
+    own, ours = torch.zeros(1), {"mma 64x80": lambda: torch.ones(1), "mma 128x80": lambda: torch.full((1,), 2.0)}
+    with own_products.everywhere((8, 9)) as chosen:
+        found = {float(chooser.run(device, f"{n}x32x32", lambda: own, ours)) for n in range(8)}
+        assert float(chooser.run(device, "alone", lambda: own, {})) == 0
+    assert found == {1, 2} and chosen.total() == 9 and chosen["linear: torch"] == 1
 
 
 def test_the_soak_names_the_command_that_plays_a_failure_again(tmp_path, monkeypatch, capsys):

@@ -129,7 +129,7 @@ def moved(w: World, rng: random.Random) -> None:
         return
     w.both(lambda m: move(m, torch.device("cpu")))
     if rng.random() < 0.5:
-        args, kwargs = arguments(w.request, rng, torch.float32, unet=w.kind == "unet")
+        args, kwargs = arguments(w.request, rng, torch.float32, kind=w.kind)
         w.both(lambda m: m.float())
         with torch.no_grad():
             ours, theirs = result(w.subject, args, kwargs), result(w.twin, args, kwargs)

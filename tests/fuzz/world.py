@@ -149,7 +149,7 @@ class World:
 
     def draw(self) -> tuple[tuple, dict]:
         """The arguments of one call, with new values."""
-        return arguments(self.request, self.rng, self.dtype, unet=self.kind == "unet", device=self.ground.device)
+        return arguments(self.request, self.rng, self.dtype, kind=self.kind, device=self.ground.device)
 
     def call_both(self) -> tuple[Any, Any]:
         """The results of one call, or the exceptions it raised."""
