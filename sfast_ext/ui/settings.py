@@ -78,8 +78,8 @@ SETTINGS = (
         "sfast_png",
         "png",
         "Write PNG files with all cores",
-        "Pillow compresses them with one core, for a fifth of a second of an image of 1024x1024, and longer for grids. "
-        "Pixels, infotext and size of the file stay the same",
+        "The WebUI compresses them with one core, which takes about 0.2 seconds for a picture of 1024x1024 and longer for "
+        "a grid. Pixels, infotext and the size of the file stay the same",
     ),
     Setting(
         "sfast_faster_sums",
