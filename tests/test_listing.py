@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sfast_ext.ui import settings
+from sfast_ext.ui import settings, settings_table
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[0-9]*.yml"))
@@ -107,5 +107,5 @@ def test_forms_and_docs_name_buttons_as_the_tab_does():
     for name in ("Copy a report", "Measure"):
         assert f'gradio.Button("{name}"' in tab
     text = "".join(form.read_text(encoding="utf-8") for form in FORMS)
-    for setting in (settings.SETTINGS[0], settings.LOG_LEVEL):
+    for setting in (settings_table.SETTINGS[0], settings_table.LOG_LEVEL):
         assert setting.label in text

@@ -15,7 +15,7 @@ import pytest
 from test_javascript import PLAN, STATUS, run
 from test_javascript_jobs import JOB, KEPT, ROW
 
-from sfast_ext.ui import phrases, settings, words
+from sfast_ext.ui import phrases, settings_table, words
 
 ROOT = Path(__file__).resolve().parents[1]
 WORD = re.compile("[A-Za-z]{3,}")
@@ -160,7 +160,7 @@ def test_the_tab_s_own_texts_are_constants():
 
 
 def test_settings_are_short_enough_to_be_translated_and_named_once():
-    labels = [setting.label for setting in settings.ALL]
+    labels = [setting.label for setting in settings_table.ALL]
     assert len(set(labels)) == len(labels) and all(len(label) <= 60 for label in labels)
-    assert all(len(setting.info) <= 300 for setting in settings.ALL)
-    assert json.dumps([setting.info for setting in settings.ALL]).isascii()
+    assert all(len(setting.info) <= 300 for setting in settings_table.ALL)
+    assert json.dumps([setting.info for setting in settings_table.ALL]).isascii()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sfast_ext.ui import settings, tab
+from sfast_ext.ui import settings, settings_table, tab
 
 NAME = "Stable Fast"
 _IGNORED = "sfast_ignored"
@@ -71,7 +71,7 @@ def _read(chosen: Any) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(chosen, dict):
         return {}, [repr(chosen)[:_LONGEST]]
     values, refused = {}, []
-    known = {name: each for each in settings.ALL for name in (each.key, each.key.partition("_")[2])}
+    known = {name: each for each in settings_table.ALL for name in (each.key, each.key.partition("_")[2])}
     for name, value in chosen.items():
         setting = known.get(name)
         if setting is not None and settings.accepts(setting, value):

@@ -17,7 +17,7 @@ from sfast_ext.hosts.answers import Answers
 from sfast_ext.hosts.attachment import Attachment, wrap
 from sfast_ext.hosts.rehearsals import Rehearsals
 from sfast_ext.report import Report, logger
-from sfast_ext.ui import api, bug_report, phrases, reasons, settings, tab, words
+from sfast_ext.ui import api, bug_report, phrases, reasons, settings, settings_table, tab, words
 
 
 class Session:
@@ -196,7 +196,7 @@ class Session:
         """The text for a bug report, see `bug_report.text`."""
         from modules import shared
 
-        chosen = {key: getattr(shared.opts, key, None) for key in settings.KEYS}
+        chosen = {key: getattr(shared.opts, key, None) for key in settings_table.KEYS}
         return bug_report.text(self.status(), chosen)
 
     def drop_plans(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sfast_ext.ui import settings
+from sfast_ext.ui import settings_table
 
 
 class Axis(NamedTuple):
@@ -23,13 +23,13 @@ def _switch(text: str) -> bool:
 _ON_OFF = ("True", "False")
 AXES = {
     "[Stable Fast] enabled": Axis("sfast_enabled", _switch, _ON_OFF),
-    "[Stable Fast] preset": Axis("sfast_preset", str, settings.PRESET.choices),
+    "[Stable Fast] preset": Axis("sfast_preset", str, settings_table.PRESET.choices),
     "[Stable Fast] VAE": Axis("sfast_vae", _switch, _ON_OFF),
     "[Stable Fast] faster sums": Axis("sfast_faster_sums", _switch, _ON_OFF),
     "[Stable Fast] CUDA graphs": Axis("sfast_cuda_graphs", _switch, _ON_OFF),
     "[Stable Fast] Triton kernels": Axis("sfast_triton", _switch, _ON_OFF),
     "[Stable Fast] GPU memory, MB": Axis("sfast_graph_memory_mb", int, None),
-    "[Stable Fast] comparison": Axis("sfast_check", str, tuple(settings.CHECK_LABELS)),
+    "[Stable Fast] comparison": Axis("sfast_check", str, tuple(settings_table.CHECK_LABELS)),
     "[Stable Fast] tolerance": Axis("sfast_tolerance", float, None),
 }
 """By label, the settings that change speed, rounding or which plans are used."""

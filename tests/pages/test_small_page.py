@@ -14,7 +14,7 @@ import pytest
 from hosts.live.webui import WebUI
 from test_javascript import run
 
-from sfast_ext.ui import settings
+from sfast_ext.ui import settings_table
 
 from .steps import Page
 
@@ -60,7 +60,7 @@ def the_page_has_it_all(page):
     assert page.config["version"] in VERSIONS
     for file in (ROOT / "javascript").glob("*.js"):
         assert file.read_text(encoding="utf-8") in page.html, file.name
-    for setting in settings.ALL:
+    for setting in settings_table.ALL:
         assert setting.label in page.named(f"setting_{setting.key}")["label"]
     assert badge(page) == drawn(page)["badge"] == "ready"
 

@@ -9,7 +9,7 @@ import pytest
 
 from sfast_ext.config import Config
 from sfast_ext.report import Report
-from sfast_ext.ui import settings
+from sfast_ext.ui import settings, settings_table
 
 
 class A1111OptionInfo:
@@ -69,12 +69,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_field_of_the_table_is_one_of_the_configuration():
-    assert len(set(settings.KEYS)) == len(settings.SETTINGS) + 2 == 13
-    for setting in settings.SETTINGS:
+    assert len(set(settings_table.KEYS)) == len(settings_table.SETTINGS) + 2 == 13
+    for setting in settings_table.SETTINGS:
         assert setting.key == f"sfast_{setting.field}"
         assert hasattr(Config(), setting.field)
         assert len(setting.info) > 40
-        assert setting.group in settings.HEADINGS
+        assert setting.group in settings_table.HEADINGS
 
 
 def test_groups_follow_each_other_each_below_its_heading():
@@ -109,14 +109,14 @@ def test_the_page_says_first_what_it_does_and_where_help_is():
 
 def test_the_search_of_settings_finds_the_switch_by_fast():
     # AUTOMATIC1111 searches the text of each option as it is shown
-    switch = settings.SETTINGS[0]
+    switch = settings_table.SETTINGS[0]
     assert switch.key == "sfast_enabled" and "fast" in f"{switch.label} {switch.info}".lower()
-    assert "fast" in settings.INTRO.lower()
+    assert "fast" in settings_table.INTRO.lower()
 
 
 def test_what_a_picture_maker_reads_first_has_no_word_of_engineers():
-    first = [s for s in settings.SETTINGS if s.group != settings.EXPERT]
-    words = " ".join([settings.INTRO, *(f"{s.label} {s.info}" for s in first)]).lower()
+    first = [s for s in settings_table.SETTINGS if s.group != settings_table.EXPERT]
+    words = " ".join([settings_table.INTRO, *(f"{s.label} {s.info}" for s in first)]).lower()
     assert not [word for word in ("graph", "plan", "forward", "kernel", "tensor", "unet") if word in words]
 
 
@@ -124,7 +124,7 @@ def test_registered_settings_show_their_cost_in_automatic1111(gradio):
     opts = Options()
     settings.register(opts, A1111OptionInfo)
     settings.register(opts, A1111OptionInfo)
-    for setting in settings.ALL:
+    for setting in settings_table.ALL:
         option = opts.data_labels[setting.key]
         assert option.section == ("stable_fast", "Stable Fast")
         assert option.comment_after.count(setting.info) == 1
@@ -158,7 +158,7 @@ def test_automatic1111_has_a_category_for_them_and_saves_no_heading(monkeypatch)
     settings.register(opts, A1111OptionInfo)
     assert list(categories.labels.values()) == ["Acceleration"]
     assert {option.category_id for option in opts.data_labels.values()} == set(categories.labels)
-    assert all(opts.data_labels[key].do_not_save for key, _ in settings.HEADINGS.values())
+    assert all(opts.data_labels[key].do_not_save for key, _ in settings_table.HEADINGS.values())
 
 
 def test_sdnext_has_headings_of_its_own_kind(gradio, monkeypatch):
@@ -180,7 +180,7 @@ def test_no_more_memory_can_be_chosen_than_the_gpu_has(gib, greatest, monkeypatc
 def test_registered_settings_show_their_cost_in_sdnext():
     opts = Options()
     settings.register(opts, SDNextOptionInfo)
-    for setting in settings.SETTINGS:
+    for setting in settings_table.SETTINGS:
         assert opts.data_labels[setting.key].component_args["info"] == setting.info
 
 
@@ -280,7 +280,7 @@ def test_a_value_that_cannot_be_leaves_the_last_good_one(key, value):
             assert settings.config_from(opts, report) == chosen
     # said again, as it was good in between
     first, again = said(report)
-    label = next(setting.label for setting in settings.SETTINGS if setting.key == key)
+    label = next(setting.label for setting in settings_table.SETTINGS if setting.key == key)
     assert first == again and first.startswith(f"{key} ({label}) = ")
     if len(repr(value)) < 100:
         assert first.endswith(f"= {value!r} is not valid; {good!r} stays in use. Valid: {valid}")
@@ -300,7 +300,7 @@ def test_text_that_says_true_or_false_is_read_as_it_is_meant(key, text, meant):
 def test_the_level_of_the_log_is_one_of_three_and_a_wrong_one_is_named():
     report = Report()
     assert settings.log_level(Options(), report) == logging.INFO
-    for word, level in settings.LEVELS.items():
+    for word, level in settings_table.LEVELS.items():
         assert settings.log_level(Options(sfast_log_level=word), report) == level
     for value in ("loud", 10, ["debug"]):
         assert settings.log_level(Options(sfast_log_level=value), report) == logging.DEBUG
@@ -316,7 +316,7 @@ def test_without_a_report_it_goes_to_the_log(caplog):
 @pytest.mark.parametrize(("gib", "shown"), [(None, 4096), (4, 1024), (6, 1536), (7.79, 1792), (12, 3072), (24, 4096)])
 def test_the_budget_for_graphs_follows_the_gpu(gib, shown, monkeypatch):
     monkeypatch.setattr(settings.environment, "gpu_memory", lambda: None if gib is None else int(gib * 2**30))
-    setting = next(s for s in settings.SETTINGS if s.field == "graph_memory_mb")
+    setting = next(s for s in settings_table.SETTINGS if s.field == "graph_memory_mb")
     assert settings.default_of(setting) == shown
 
 

@@ -30,7 +30,7 @@ from sfast_ext.hosts.sdnext.refusals import (
     run_bypass_reason,
 )
 from sfast_ext.hosts.session import Session
-from sfast_ext.ui import settings, words
+from sfast_ext.ui import settings_table, words
 
 VAE = "AutoencoderKL"
 """The class of the VAEs of Stable Diffusion 1, 2 and XL."""
@@ -240,7 +240,7 @@ class SDNextSession(Session):
         from modules import generation_parameters_copypaste
 
         mapping = generation_parameters_copypaste.infotext_to_setting_name_mapping
-        ours = [(each.infotext, each.key) for each in settings.SETTINGS if each.infotext is not None]
+        ours = [(each.infotext, each.key) for each in settings_table.SETTINGS if each.infotext is not None]
         mapping.extend(ours)
 
         def forget() -> None:

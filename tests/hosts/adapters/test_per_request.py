@@ -14,7 +14,7 @@ from sfast_ext.config import Config
 from sfast_ext.hosts import per_request
 from sfast_ext.hosts.answers import Answers
 from sfast_ext.report import Report
-from sfast_ext.ui import settings
+from sfast_ext.ui import settings_table
 
 VALUES = {
     "sfast_enabled": False, "sfast_preset": "small card", "sfast_faster_sums": True, "sfast_graph_memory_mb": 512,
@@ -31,7 +31,7 @@ def request(chosen, **overrides):
 
 
 def test_every_setting_can_be_named():
-    assert set(VALUES) == set(settings.KEYS)
+    assert set(VALUES) == set(settings_table.KEYS)
     assert request(VALUES).override_settings == VALUES
     short = request({key.removeprefix("sfast_"): value for key, value in VALUES.items()})
     assert short.override_settings == VALUES and per_request.ignored(short) == []

@@ -15,7 +15,7 @@ from PIL import Image, PngImagePlugin
 
 from sfast_ext.hosts import session, xyz
 from sfast_ext.hosts.session import Session
-from sfast_ext.ui import settings, tab
+from sfast_ext.ui import settings_table, tab
 
 
 class Host:
@@ -75,7 +75,7 @@ def kind(host) -> Iterator[type[Any]]:
 def test_a_start_registers_and_a_stop_undoes_it_in_reverse(host, kind):
     kind.start("0")
     running = kind.running
-    assert set(settings.KEYS) < set(host.options)
+    assert set(settings_table.KEYS) < set(host.options)
     assert {"ui_settings", "script_unloaded", "app_started"} <= set(host.callbacks)
     kind.stop()
     assert running.undone == ["models", "second", "first"] and kind.running is None

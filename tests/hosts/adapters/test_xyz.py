@@ -8,7 +8,7 @@ import pytest
 
 from sfast_ext.hosts import xyz
 from sfast_ext.report import Report
-from sfast_ext.ui import settings
+from sfast_ext.ui import settings, settings_table
 
 
 class A1111Axis:
@@ -51,4 +51,4 @@ def test_a_switch_is_a_switch():
 
 
 def test_each_axis_is_a_setting():
-    assert {axis.key for axis in xyz.AXES.values()} <= set(settings.KEYS)
+    assert {axis.key for axis in xyz.AXES.values()} <= set(settings_table.KEYS)

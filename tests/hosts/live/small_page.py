@@ -97,7 +97,7 @@ from modules import call_queue, shared
 
 from sfast_ext.hosts import rehearsals
 from sfast_ext.hosts.session import Session
-from sfast_ext.ui import api, settings
+from sfast_ext.ui import api, settings, settings_table
 from sfast_ext.ui.requests import Refused
 
 
@@ -255,7 +255,7 @@ def blocks() -> Any:
                     with gr.Column(elem_id="column_settings_stable_fast"):
                         for key, option in shared.opts.data_labels.items():
                             component = setting(key, option)
-                            if key in settings.KEYS:
+                            if key in settings_table.KEYS:
                                 quicksettings[key] = component
 
         def apply(*values: Any) -> str:
@@ -267,7 +267,7 @@ def blocks() -> Any:
             first, _, rest = text.partition("\n")
             params = dict(each.split(": ", 1) for each in rest.split(", ") if ": " in each)
             settings.restored(params)
-            for each in settings.SETTINGS:
+            for each in settings_table.SETTINGS:
                 if each.infotext in params:
                     value = params[each.infotext]
                     setattr(shared.opts, each.key, float(value) if each.slider else value)

@@ -1,0 +1,174 @@
+"""The settings of Settings > Stable Fast: their groups, labels, explanations and values."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+CHECK_LABELS = {"first use": "first", "always": "always", "never": "never"}
+"""The choices as the user reads them, with the values that Config has for them."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One option: its name in the WebUI's settings, the field of Config that it sets, its label and its explanation."""
+
+    key: str
+    field: str
+    label: str
+    info: str
+    slider: tuple[float, float, float] | None = None
+    """Minimum, maximum and step; None for a checkbox or a choice."""
+    choices: tuple[str, ...] = ()
+    valid: str = "true or false"
+    """The valid values, in words."""
+    group: str = "main"
+    infotext: str | None = None
+    """What it is called in a picture's infotext, if it can change pixels."""
+
+
+MAIN, MEMORY, EXPERT = "main", "memory", "expert"
+"""The groups of the page, in this order."""
+
+HELP = "./sfast/v1/help"
+"""Where the extension serves its page of troubleshooting; relative, so that it is right behind a proxy."""
+
+INTRO = (
+    "Stable Fast makes the sampling steps faster on NVIDIA GPUs, without changing the picture beyond half-precision "
+    f'rounding. <a href="{HELP}" target="_blank">When a picture is not faster</a>'
+)
+HEADINGS = {
+    MAIN: ("sfast_intro", INTRO),
+    MEMORY: ("sfast_memory_heading", "<h3>GPU memory</h3>"),
+    EXPERT: ("sfast_expert_heading", "<h3>For experts</h3> The defaults are right for nearly everybody."),
+}
+"""Before each group: the key of its heading, and its HTML."""
+
+SETTINGS = (
+    Setting(
+        "sfast_enabled",
+        "enabled",
+        "Make pictures faster with Stable Fast",
+        "The first picture of a new size takes a few seconds longer, the next ones are faster. Off: the WebUI's own "
+        "code makes the picture, for comparison",
+    ),
+    Setting(
+        "sfast_vae",
+        "vae",
+        "Accelerate the VAE",
+        "The VAE decodes each picture, and encodes what img2img and hires fix start from. When it pays for a size, one "
+        "picture takes about a second longer, and the next ones are decoded faster. Not in Forge",
+    ),
+    Setting(
+        "sfast_png",
+        "png",
+        "Write PNG files with several cores",
+        "The WebUI compresses them with one core, which takes about 0.2 seconds for a picture of 1024x1024, and longer "
+        "for a grid. Pixels, infotext and the size of the file stay the same",
+    ),
+    Setting(
+        "sfast_faster_sums",
+        "faster_sums",
+        "Faster sums on GeForce",
+        "GeForce RTX cards (20, 30, 40 and 50) add up at twice the rate in half precision. Where it is faster on your "
+        "card, linear layers, convolutions and attention in float16 do so, 32 to 64 products at a time. Details of the "
+        "picture may change. On other cards it does nothing",
+        infotext="Stable Fast faster sums",
+    ),
+    Setting(
+        "sfast_graph_memory_mb",
+        "graph_memory_mb",
+        "GPU memory for fast replays (MB)",
+        "More keeps more picture sizes fast at once; less leaves room for large images and other models. Above it the "
+        "least recently used sizes are freed, and prepared again when needed. 0: no limit",
+        group=MEMORY,
+        slider=(0, 32768, 256),
+        valid="a number of MB, 0 (no limit) or more",
+    ),
+    Setting(
+        "sfast_max_graphs",
+        "max_graphs",
+        "Most sizes kept ready",
+        "Each combination of size, batch and prompt length counts as one. More saves preparing again when you switch "
+        "between sizes, and takes more memory",
+        group=MEMORY,
+        slider=(1, 64, 1),
+        valid="a number, 1 or more",
+    ),
+    Setting(
+        "sfast_cuda_graphs",
+        "cuda_graphs",
+        "Replay CUDA graphs",
+        "Removes the CPU time for launching kernels, which is most of the gain at small sizes. Takes GPU memory for "
+        "each size in use",
+        group=EXPERT,
+    ),
+    Setting(
+        "sfast_triton",
+        "triton",
+        "Use fused Triton kernels",
+        "They read and write memory fewer times in norms and activations. They are compiled once, which takes some "
+        "seconds, and cached on disk. Without Triton, kernels in CUDA C++ and PyTorch's run",
+        group=EXPERT,
+    ),
+    Setting(
+        "sfast_check",
+        "check",
+        "Compare plans with the WebUI's own forward",
+        "first use: one extra call for each new plan; a plan that differs is discarded. always: every call runs twice, "
+        "for troubleshooting. never: no extra call, plans are not checked",
+        group=EXPERT,
+        choices=tuple(CHECK_LABELS),
+        valid=", ".join(CHECK_LABELS),
+        infotext="Stable Fast check",
+    ),
+    Setting(
+        "sfast_tolerance",
+        "tolerance",
+        "Maximum relative error in that comparison",
+        "Half-precision rounding stays well below the default. A lower value discards more plans and their speed-up. "
+        "A higher value accepts larger differences",
+        group=EXPERT,
+        slider=(0.001, 0.1, 0.001),
+        valid="a number above 0",
+        infotext="Stable Fast tolerance",
+    ),
+    Setting(
+        "sfast_allow_cpu",
+        "allow_cpu",
+        "Also run on the CPU",
+        "For trying the extension without a GPU. It is not faster there",
+        group=EXPERT,
+    ),
+)
+
+SAME, FASTER, SMALL = "same picture", "faster sums on GeForce", "small card"
+PRESET = Setting(
+    "sfast_preset",
+    "preset",
+    "Preset",
+    "same picture: the settings below as they are. faster sums on GeForce: switches that option on. "
+    "small card: at most an eighth of the GPU's memory and four sizes kept ready, whatever is set below; sizes are "
+    "prepared again more often",
+    choices=(SAME, FASTER, SMALL),
+    valid=f"{SAME}, {FASTER}, {SMALL}",
+)
+SIZES_OF_SMALL = 4
+
+LOG_LEVEL = Setting(
+    "sfast_log_level",
+    "log_level",
+    "What Stable Fast writes to the console",
+    "normal: what was found, the steps of a preparation, and each kind of failure once. quiet: failures only. debug: "
+    "everything, with tracebacks, for a bug report",
+    group=EXPERT,
+    choices=("quiet", "normal", "debug"),
+    valid="quiet, normal, debug",
+)
+LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
+
+ALL = (SETTINGS[0], PRESET, *SETTINGS[1:], LOG_LEVEL)
+"""In the order of the page."""
+KEYS = tuple(setting.key for setting in ALL)
+WORDS = {PRESET.key: SAME, LOG_LEVEL.key: "normal"}
+"""Defaults of the settings that are no field of Config."""
