@@ -213,7 +213,10 @@ def compressed(rows: np.ndarray, pixel: int, level: int = -1, strategy: int = zl
         last = [*itertools.repeat(False, len(bands) - 1), True]
         packed = pool.map(deflated, bands, before, itertools.repeat(level), itertools.repeat(strategy), last)
         check = functools.reduce(lambda value, band: zlib.adler32(band, value), bands, 1)
-        return [_HEADER, *packed, check.to_bytes(4, "big")]
+        # readers are used to neither a header nor a sum that is a part of its own
+        first, *others = packed
+        *pieces, end = _HEADER + first, *others
+        return [*pieces, end + check.to_bytes(4, "big")]
 
 
 def _end(bands: list[np.ndarray]) -> bytes:

@@ -92,6 +92,7 @@ def test_the_same_rows_and_filters_as_pillow(ours, of, size, channels, options):
     pixels = of(size, channels)
     file = saved(image(pixels), **options)
     assert len(ours) == 1
+    assert all(len(data) > 4 for name, data in chunks(file) if name == b"IDAT")
     assert stream(file) == stream(pillows(image(pixels), **options))
     read = Image.open(io.BytesIO(file))
     assert np.array_equal(np.asarray(read).reshape(pixels.shape), pixels)
