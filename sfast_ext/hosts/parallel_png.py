@@ -69,10 +69,12 @@ def install(wanted: Callable[[], bool]) -> Callable[[], None]:
         logger.debug("PNG files are compressed by Pillow: %s", exc)
         return lambda: None
 
+    removed = False
+
     def save(im: Image.Image, fp: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
         packed = None
         try:
-            if not args and not kwargs and wanted():
+            if not removed and not args and not kwargs and wanted():
                 packed = _packed(im, LEAST_BYTES)
         except Exception as exc:
             logger.debug("a PNG file is compressed by Pillow: %s", exc)
@@ -82,6 +84,8 @@ def install(wanted: Callable[[], bool]) -> Callable[[], None]:
             _write(pillows, im, fp, filename, packed)
 
     def remove() -> None:
+        nonlocal removed
+        removed = True
         # another writer may have been laid over it, and calls it still
         if Image.SAVE.get("PNG") is save:
             Image.register_save("PNG", pillows)

@@ -242,30 +242,34 @@ def test_a_full_disk_raises_as_ever(ours):
 
 
 def test_another_writer_is_left_alone():
-    def another(im, fp, filename):
+    def another(im, fp, filename, chunk=PngImagePlugin.putchunk):
+        PILLOWS(im, fp, filename, chunk=chunk)
         fp.write(b"another's")
 
     Image.register_save("PNG", another)
     try:
         remove = parallel_png.install(lambda: True)
-        assert saved(image(flat((300, 300), 3))) == b"another's"
+        assert Image.SAVE["PNG"] is another
         remove()
         assert Image.SAVE["PNG"] is another
     finally:
         Image.register_save("PNG", PILLOWS)
 
 
-def test_a_writer_over_ours_keeps_working_when_ours_goes(monkeypatch):
+def test_a_writer_over_ours_stays_when_ours_goes(monkeypatch):
     monkeypatch.setattr(parallel_png, "LEAST_BYTES", 0)
-    wanted = [True]
-    remove = parallel_png.install(lambda: wanted[0])
+    remove = parallel_png.install(lambda: True)
     inner = Image.SAVE["PNG"]
-    Image.register_save("PNG", lambda im, fp, filename: inner(im, fp, filename))
+
+    def over(im, fp, filename):
+        inner(im, fp, filename)
+
+    Image.register_save("PNG", over)
+    im = image(photograph((400, 80), 3))
     try:
+        assert saved(im) != pillows(im)
         remove()
-        wanted[0] = False
-        im = image(photograph((40, 50), 3))
-        assert saved(im) == pillows(im)
+        assert Image.SAVE["PNG"] is over and saved(im) == pillows(im)
     finally:
         Image.register_save("PNG", PILLOWS)
 
