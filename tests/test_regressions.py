@@ -42,7 +42,7 @@ class Pair:
 
     def same(self, times: int = 1) -> None:
         for _ in range(times):
-            args, kwargs = arguments(Request(), self.rng, torch.float32, unet=False)
+            args, kwargs = arguments(Request(), self.rng, torch.float32, kind="small")
             assert relative_error([self.ours(*args, **kwargs)["sample"]], [self.twin(*args, **kwargs)["sample"]]) < 1e-4
 
     def counter(self, name: str) -> int:

@@ -76,7 +76,7 @@ class Pair:
         change(self.twin)
 
     def same(self) -> None:
-        args, kwargs = arguments(Request(), self.rng, torch.float32, unet=False)
+        args, kwargs = arguments(Request(), self.rng, torch.float32, kind="small")
         ours, theirs = self.ours(*args, **kwargs)["sample"], self.twin(*args, **kwargs)["sample"]
         assert relative_error([ours], [theirs]) < 1e-4
 
@@ -259,7 +259,7 @@ def test_a_plan_is_not_compared_with_what_behaves_otherwise(graphs):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_result_of_a_replay_is_a_plain_tensor_in_every_mode(pair, mode):
-    args, kwargs = arguments(Request(), pair.rng, torch.float32, unet=False)
+    args, kwargs = arguments(Request(), pair.rng, torch.float32, kind="small")
     before = pair.count("replays")
     with mode():
         result = pair.ours(*args, **kwargs)["sample"]
@@ -270,7 +270,7 @@ def test_a_result_of_a_replay_is_a_plain_tensor_in_every_mode(pair, mode):
 
 def test_the_inputs_of_a_graph_take_no_gradients(pair):
     (plan,) = pair.acc.plans.values()
-    args, kwargs = arguments(Request(), pair.rng, torch.float32, unet=False)
+    args, kwargs = arguments(Request(), pair.rng, torch.float32, kind="small")
     call = flatten_call((args[0].requires_grad_(), *args[1:]), kwargs, plan.device)
     with torch.enable_grad():
         outputs = plan.replay(call.leaves, Pool(plan.device))
