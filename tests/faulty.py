@@ -101,9 +101,7 @@ class Pair:
     ) -> None:
         """Calls with new inputs, compared with the twin's: to the bit where the original forward gave the result."""
         for _ in range(times):
-            args, kwargs = arguments(
-                Request(**ask), self.rng, dtype or self.dtype, kind=self.kind, device=self.device
-            )
+            args, kwargs = arguments(Request(**ask), self.rng, dtype or self.dtype, kind=self.kind, device=self.device)
             if change is not None:
                 args = (change(args[0]), *args[1:])
             before, alike = self.runs, self.laid_out_alike()
