@@ -34,11 +34,11 @@ MOST_THREADS = 8
 _THREAD = 3 << 16
 """Bytes of a picture for each thread at least."""
 _BAND = 1 << 19
-"""np.ndarray of a band at most; NumPy's temporaries are five times as large."""
+"""Bytes of a band at most; NumPy's temporaries take some ten times as much."""
 _LEAST_BAND = 1 << 16
 _MEMORY = 9  # of deflate; Pillow takes as much
 _WINDOW = 1 << 15
-"""np.ndarray in front of a band that deflate may refer to."""
+"""Bytes in front of a band that deflate may refer to."""
 _HEADER = b"\x78\x9c"  # zlib's: deflate, a window of 32 KB, the default level
 _NONE, _SUB, _UP, _PAETH = 0, 1, 2, 4  # filter types of the PNG specification
 _TRIED = (_NONE, _UP, _SUB, _PAETH)
