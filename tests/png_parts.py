@@ -30,3 +30,12 @@ def stream(file: bytes) -> bytes:
 def beside(file: bytes) -> list[tuple[bytes, bytes]]:
     """All but its pixels."""
     return [each for each in chunks(file) if each[0] != b"IDAT"]
+
+
+def same_in_bands(ours: bytes, theirs: bytes) -> None:
+    """Assert that two files differ in how their pixels are cut alone: ours in bands, where Pillow writes 64 KB each
+    time."""
+    assert beside(ours) == beside(theirs)
+    assert stream(ours) == stream(theirs)
+    bands, pieces = ([data for name, data in chunks(file) if name == b"IDAT"] for file in (ours, theirs))
+    assert len(bands) < len(pieces)

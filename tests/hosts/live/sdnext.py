@@ -226,6 +226,8 @@ class Played:
     """A WebUI after a round; its pictures, those of the stock WebUI, and the status after each step."""
 
     webui: WebUI
+    data: Path
+    """Its data directory."""
     stock: dict[str, list[str]]
     pictures: dict[str, list[str]] = field(default_factory=dict)
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -299,7 +301,7 @@ def play(
         stock = {name: do(webui, kind, payload) for name, kind, payload in steps}
     with start(data, settings or {}, extension=True, flags=flags, packages=packages) as webui:
         model_loaded(webui)
-        played = Played(webui, stock)
+        played = Played(webui, data, stock)
         played.reports[""] = webui.get("/sfast/v1/status")
         for name, kind, payload in steps:
             played.pictures[name] = do(webui, kind, payload)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
 import pytest
+from png_parts import same_in_bands
 
 from . import sdnext
 from .sdnext import HIRES, INIT, PLAIN, TOLERANCE, Played, do
@@ -111,6 +113,25 @@ def test_one_request_may_switch_it_off(played: Played) -> None:
     assert not webui.get("/sfast/v1/status")["accelerators"]
     do(webui, "txt2img", PLAIN)
     assert webui.get("/sfast/v1/status")["accelerators"]
+
+
+def test_png_files_are_those_of_the_webui(played: Played) -> None:
+    webui, outputs = played.webui, played.data / "outputs"
+    webui.post("/sdapi/v1/options", {"samples_save": True})
+    request = {**PLAIN, "width": 512, "height": 512, "steps": 2, "save_images": True, "prompt": "Grüße, 猫"}
+    # in the second one the VAE's plan is made
+    for _ in range(2):
+        do(webui, "txt2img", request)
+    found = []
+    for ours in (False, True):
+        webui.post("/sdapi/v1/options", {"sfast_png": ours})
+        before = set(outputs.rglob("*.png"))
+        (answer,) = do(webui, "txt2img", request)
+        (written,) = set(outputs.rglob("*.png")) - before
+        found.append([base64.b64decode(answer), written.read_bytes()])
+    webui.post("/sdapi/v1/options", {"samples_save": False})
+    for theirs, ours in zip(*found):
+        same_in_bands(ours, theirs)
 
 
 def test_alwayson_scripts_of_one_request(played: Played) -> None:
