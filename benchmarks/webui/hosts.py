@@ -13,8 +13,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "pillow": {"sfast_png": False},
     "extended": {},
 }
-"""Settings of the WebUI for each way: without the extension, with the UNet alone accelerated, without PNG files, with
-all."""
+"""Settings of the WebUI for each way: without the extension, with the UNet alone accelerated, with all but
+PNG files, with all."""
 PROBE = Path(__file__).with_name("probe.py")
 SMALL_CARD = Path(__file__).with_name("small_card")
 """Packages that make the GPU of a WebUI a small one."""

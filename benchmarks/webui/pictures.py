@@ -192,7 +192,7 @@ def main() -> int:
         choices=sorted(WAYS),
         action="append",
         dest="more",
-        help="one more WebUI each: unet is without VAE and PNG",
+        help="one more WebUI each: unet is without VAE and PNG, pillow without PNG",
     )
     parser.add_argument("--breakdown", type=int, default=0, metavar="N", help="pictures that are taken apart (none)")
     parser.add_argument("--size", type=cli.size, action="append", dest="sizes", metavar="WxH", help="default: 512x512")

@@ -43,7 +43,7 @@ _HEADER = b"\x78\x9c"  # zlib's: deflate, a window of 32 KB, the default level
 _NONE, _SUB, _UP, _PAETH = 0, 1, 2, 4  # filter types of the PNG specification
 _TRIED = (_NONE, _UP, _SUB, _PAETH)
 """In Pillow's order: of two that are as good, the first."""
-_PILLOWS = ("optimize", "dictionary", "bits")
+_PILLOWS = "optimize", "dictionary", "bits"
 """Options of a file with which Pillow compresses in another way."""
 
 Save = Callable[..., None]
@@ -74,8 +74,8 @@ def install(wanted: Callable[[], bool]) -> Callable[[], None]:
     def save(im: Image.Image, fp: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
         packed = None
         try:
-            if not removed and not args and not kwargs and wanted():
-                packed = _packed(im, LEAST_BYTES)
+            if not removed and not args and not kwargs and _serves(im) and wanted():
+                packed = _packed(im)
         except Exception as exc:
             logger.debug("a PNG file is compressed by Pillow: %s", exc)
         if packed is None:
@@ -94,11 +94,17 @@ def install(wanted: Callable[[], bool]) -> Callable[[], None]:
     return remove
 
 
-def _packed(im: Image.Image, least: int) -> list[bytes] | None:
-    """The compressed pixels; None where the picture is Pillow's to write."""
-    options, pixel = im.encoderinfo, BYTES.get(im.mode)
-    if pixel is None or pixel * im.width * im.height < least or any(options.get(name) for name in _PILLOWS):
-        return None
+def _serves(im: Image.Image) -> bool:
+    """Whether it is an ordinary picture, large enough, with no option under which Pillow compresses in another way."""
+    pixel = BYTES.get(im.mode)
+    if pixel is None or pixel * im.width * im.height < LEAST_BYTES:
+        return False
+    return not any(im.encoderinfo.get(name) for name in _PILLOWS)
+
+
+def _packed(im: Image.Image) -> list[bytes]:
+    """The compressed pixels."""
+    options, pixel = im.encoderinfo, BYTES[im.mode]
     level, strategy = options.get("compress_level", -1), options.get("compress_type", -1)
     rows = np.frombuffer(im.tobytes(), np.uint8).reshape(im.height, pixel * im.width)
     return compressed(rows, pixel, level, zlib.Z_FILTERED if strategy == -1 else strategy)
@@ -108,17 +114,18 @@ def _write(pillows: Save, im: Image.Image, fp: Any, filename: Any, packed: list[
     """Let Pillow write a picture of one pixel with all that goes with `im`, whose size and pixels are put in."""
     from PIL import Image, PngImagePlugin
 
-    left = [packed]
+    pieces = iter(packed)
 
     def chunk(fp: Any, name: bytes, *data: bytes) -> None:
         if name == b"IHDR":
             size = im.width.to_bytes(4, "big") + im.height.to_bytes(4, "big")
             data = (size + b"".join(data)[len(size) :],)
-        if name != b"IDAT":
-            PngImagePlugin.putchunk(fp, name, *data)
-        elif left:
-            for piece in left.pop():
+        if name == b"IDAT":
+            # all at the first
+            for piece in pieces:
                 PngImagePlugin.putchunk(fp, name, piece)
+        else:
+            PngImagePlugin.putchunk(fp, name, *data)
 
     pixel = Image.new(im.mode, (1, 1))
     pixel.info, pixel.encoderinfo = im.info, im.encoderinfo
@@ -135,20 +142,13 @@ def _check(pillows: Save) -> None:
 
     infotext = PngImagePlugin.PngInfo()
     infotext.add_itxt("parameters", "Steps: 20")
-    files = BytesIO(), BytesIO()
     # smooth enough for every filter
     steps = np.random.default_rng(0).integers(-2, 3, (40, 30, 3))
-    pixels = steps.cumsum(axis=0).cumsum(axis=1).astype(np.uint8)
-    for file in files:
-        im = Image.fromarray(pixels)
-        im.encoderinfo = {"pnginfo": infotext, "dpi": (72, 72)}
-        if file is files[0]:
-            pillows(im, file, "")
-        else:
-            packed = _packed(im, 0)
-            if packed is None:
-                raise RuntimeError("pixels could not be compressed")
-            _write(pillows, im, file, "", packed)
+    im = Image.fromarray(steps.cumsum(axis=0).cumsum(axis=1).astype(np.uint8))
+    im.encoderinfo = {"pnginfo": infotext, "dpi": (72, 72)}
+    files = BytesIO(), BytesIO()
+    pillows(im, files[0], "")
+    _write(pillows, im, files[1], "", _packed(im))
     theirs, ours = (Image.open(BytesIO(file.getvalue())) for file in files)
     if theirs.tobytes() != ours.tobytes() or theirs.info != ours.info:
         raise RuntimeError("Pillow writes PNG in another way")

@@ -206,7 +206,7 @@ class Session:
     def _compresses(self) -> bool:
         """Whether PNG files are compressed by `parallel_png` now."""
         config = self.config()
-        return config.enabled and config.png and (config.allow_cpu or self._machine()[1] is None)
+        return config.enabled and config.png and (config.allow_cpu or environment.no_gpu() is None)
 
     def _add_axes(self) -> None:
         grid = self.xyz_grid()

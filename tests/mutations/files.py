@@ -11,12 +11,12 @@ _GUARD = "capture/test_device_guard.py::test_the_first_to_ask_is_a_thread_that_s
 MUTATIONS = [
     Mutation(
         "the choice of how PNG files are written", _FILE,
-        "not kwargs and wanted():", "not kwargs:",
+        " and wanted():", ":",
         (_PNG + "test_the_users_choice_holds_for_the_next_file",),
     ),
     Mutation(
         "options with which Pillow compresses in another way", _FILE,
-        " or any(options.get(name) for name in _PILLOWS)", "",
+        "not any(im.encoderinfo.get(name) for name in _PILLOWS)", "True",
         (_PNG + "test_what_is_pillows",),
     ),
     Mutation(
