@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -91,7 +92,7 @@ def test_output_goes_into_a_file_whatever_the_code_page_lacks(monkeypatch):
     monkeypatch.setattr(doctor, "main", lambda as_json: print("a – b") or 0)
     assert cli.main(["doctor"]) == 0
     into.flush()
-    assert into.buffer.getvalue() == b"a ? b\n"
+    assert into.buffer.getvalue() == b"a ? b" + os.linesep.encode()
 
 
 def test_doctor_says_what_follows_without_triton(monkeypatch):

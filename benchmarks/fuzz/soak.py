@@ -15,7 +15,7 @@ import copy
 import gc
 import itertools
 import json
-import os
+import mmap
 import random
 import statistics
 import sys
@@ -312,7 +312,7 @@ def host_mb() -> float | None:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
         return None
-    return round(pages * os.sysconf("SC_PAGE_SIZE") / MB, 1)
+    return round(pages * mmap.PAGESIZE / MB, 1)
 
 
 def growth(timeline: list[dict[str, Any]], name: str) -> dict[str, float] | None:

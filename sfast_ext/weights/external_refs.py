@@ -58,7 +58,7 @@ def external_reader(
 
 def uses(tensor: torch.Tensor) -> int:
     """The use count of a tensor's memory; `ALONE` where no other tensor uses it."""
-    # before torch 2.6 it exists in GPU builds only
+    # before torch 2.8 it exists in GPU builds only
     count = getattr(torch._C, "_storage_Use_Count", None)
     storage = tensor.untyped_storage()
     return 0 if count is None else count(storage._cdata)

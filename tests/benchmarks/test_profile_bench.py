@@ -217,11 +217,12 @@ def test_the_page_keeps_the_words_around_its_tables(tmp_path, monkeypatch, two_l
     monkeypatch.setattr(profile_page, "PAGE", page)
     monkeypatch.setattr(profile_page.write, "__defaults__", (page,))
     assert profile.main(["--page", str(file)]) == 0
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     assert text.startswith("# Where the time") and "## tiny-sd15, 64×64" in text and "| convolution |" in text
-    page.write_text(text.replace("## tiny-sd15, 64×64\n", "## tiny-sd15, 64×64\n\nWords of a person.\n"))
+    words = text.replace("## tiny-sd15, 64×64\n", "## tiny-sd15, 64×64\n\nWords of a person.\n")
+    page.write_text(words, encoding="utf-8")
     profile_page.write([{**found, "call_ms": 123.0}, {**found, "images": 4}], page)
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     assert "Words of a person." in text and "A call takes 123.00 ms" in text
     assert text.count("## ") == 2 and text.index("64×64, 4 pictures") > text.index("Words")
 

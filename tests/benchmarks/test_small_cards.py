@@ -169,16 +169,16 @@ def test_the_page_keeps_the_words_around_the_table(tmp_path):
     stock, ours = rows([2.0, 2.0, "the VAE", "the VAE", 2.0], [9.0, 1.5, "the VAE", 1.5, 1.5], reasons=["a | b"])
     found = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": None, "commit": "abc", "rows": [stock, ours]}
     page = tmp_path / "small-cards.md"
-    page.write_text("# Small cards\n\nWords.\n")
+    page.write_text("# Small cards\n\nWords.\n", encoding="utf-8")
     table.write([found], page)
-    once = page.read_text()
+    once = page.read_text(encoding="utf-8")
     assert once.startswith("# Small cards\n\nWords.\n") and "AUTOMATIC1111, `--medvram-sdxl`" in once
     lines = [line for line in once.splitlines() if line.startswith("| ") and "---" not in line]
     assert {line.replace("\\|", "").count("|") for line in lines} == {len(table.HEAD) + 1} and len(lines) == 2
     assert "the VAE (64x96)" in lines[1] and "2.0 → 9.0" in lines[1] and "a \\| b" in lines[1]
-    page.write_text(once + "\nMore words.\n")
+    page.write_text(once + "\nMore words.\n", encoding="utf-8")
     table.write([found], page)
-    assert page.read_text() == once + "\nMore words.\n"
+    assert page.read_text(encoding="utf-8") == once + "\nMore words.\n"
 
 
 def test_the_page_is_there():

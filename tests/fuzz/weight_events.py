@@ -30,6 +30,12 @@ def _values(seed: int, like: torch.Tensor, name: str) -> torch.Tensor:
     return noise.to(like)
 
 
+def _nearer(old: torch.Tensor, seed: int, name: str, share: float = 0.3) -> torch.Tensor:
+    # computed in one order: of the weight's own and of its twin's in another, a CPU may round an element otherwise
+    values = old.detach().contiguous().lerp(_values(seed, old, name).contiguous(), share)
+    return torch.empty_like(old).copy_(values)
+
+
 def _some(w: World, rng: random.Random) -> list[str]:
     names = [n for n, _ in w.twin.named_parameters()]
     return rng.sample(names, min(len(names), rng.choice((1, 1, 3, 8))))
@@ -43,7 +49,7 @@ def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
 def lora_in_place(w: World, rng: random.Random) -> None:
     def change(m: nn.Module, path: str, seed: int) -> None:
         p = m.get_parameter(path)
-        p.lerp_(_values(seed, p, path), 0.3)
+        p.copy_(_nearer(p, seed, path))
 
     for path in _some(w, rng):
         w.both(functools.partial(change, path=path, seed=rng.getrandbits(32)))
@@ -54,7 +60,7 @@ def lora_replaced(w: World, rng: random.Random) -> None:
         owner, name = _owner(m, path)
         old = getattr(owner, name)
         # a parameter that is tied stays tied only where the host sees to it; here it does not
-        setattr(owner, name, nn.Parameter(old.lerp(_values(seed, old, path), 0.3), requires_grad=old.requires_grad))
+        setattr(owner, name, nn.Parameter(_nearer(old, seed, path), requires_grad=old.requires_grad))
 
     for path in _some(w, rng):
         w.both(functools.partial(change, path=path, seed=rng.getrandbits(32)))
@@ -72,7 +78,7 @@ def merged_under_inference_mode(w: World, rng: random.Random) -> None:
             for path in paths:
                 owner, name = _owner(m, path)
                 old = getattr(owner, name)
-                setattr(owner, name, nn.Parameter(old.lerp(_values(seed, old, path), 0.3), requires_grad=False))
+                setattr(owner, name, nn.Parameter(_nearer(old, seed, path), requires_grad=False))
 
     def replace_merged(m: nn.Module) -> None:
         for path, requires_grad in zip(paths, trained):
@@ -94,7 +100,7 @@ def merged_under_inference_mode(w: World, rng: random.Random) -> None:
 def lora_by_data(w: World, rng: random.Random) -> None:
     def change(m: nn.Module, path: str, seed: int) -> None:
         p = m.get_parameter(path)
-        p.data = p.lerp(_values(seed, p, path), 0.3)
+        p.data = _nearer(p, seed, path)
 
     for path in _some(w, rng):
         w.both(functools.partial(change, path=path, seed=rng.getrandbits(32)))
@@ -191,7 +197,7 @@ def put_back(w: World, rng: random.Random) -> None:
         owner, name = _owner(m, path)
         old = getattr(owner, name)
         kept[m] = {"parameter": lambda: old, "data": lambda: old.data, "state dict": owner.state_dict}[how]()
-        new = old.lerp(_values(seed, old, path), 0.5)
+        new = _nearer(old, seed, path, 0.5)
         if by_data:
             old.data = new
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -12,7 +12,7 @@ from sfast_ext.ui.bug_report import without_paths
 
 @pytest.fixture(autouse=True)
 def somebody(monkeypatch):
-    monkeypatch.setattr(Path, "home", lambda: Path("/home/Ann Other"))
+    monkeypatch.setattr(Path, "home", lambda: PurePosixPath("/home/Ann Other"))
     monkeypatch.setattr(bug_report.getpass, "getuser", lambda: "annother")
 
 

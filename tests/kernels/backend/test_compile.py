@@ -68,7 +68,8 @@ POINTERS = {
 STATISTICS = {"partial", "combined"}
 MULTIPLES = {"columns", "channels", "first", "half"}  # of 16, in every Stable Diffusion UNet
 FLOATS = {"eps", "scale", "step_x", "step_y"}
-VERSION = triton_compiler.version() if triton_runtime.AVAILABLE else (0, 0)
+# without Triton all of it is skipped, and has names all the same
+VERSION = triton_compiler.version() if triton_runtime.AVAILABLE else (3, 0)
 CAPABILITIES = triton_compiler.capabilities(VERSION)
 # of which some instructions are known: older versions of Triton have other ways to the same end
 KNOWN = VERSION >= (3, 3)

@@ -60,6 +60,7 @@ def test_what_a_launch_may_call_is_told(down, with_it):
     assert not health.usable(with_it, GPU)
 
 
+@pytest.mark.skipif(not triton_runtime.AVAILABLE, reason="needs Triton")
 def test_attention_goes_another_way_without_its_own_kernel(monkeypatch):
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
     for module in (short_attention, mma_attention):
