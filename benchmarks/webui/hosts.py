@@ -72,7 +72,7 @@ class A1111:
         else:
             checkpoint = linked(options.checkpoint, models / "Stable-diffusion")
         self.data.mkdir()
-        a1111.make_data(self.data, models, vae_plans=False)
+        a1111.make_data(self.data, models, vae_plans=options.vae_plans_at_once)
         webui.add_extension(self.data, "sfast-probe", PROBE.read_text(encoding="utf-8"))
         self.settings = {"sd_model_checkpoint": checkpoint, "sfast_allow_cpu": options.tiny}
         self.packages = small_card(options.card)
@@ -121,6 +121,7 @@ class SDNext:
         needed = ("offline_mode", "sdnq_dequantize_compile", "server_rate_limit", "samples_save")
         self.settings = {name: sdnext.SETTINGS[name] for name in needed}
         self.settings |= {"sd_model_checkpoint": checkpoint, "sfast_allow_cpu": options.tiny}
+        self.vae_plans_at_once = options.vae_plans_at_once
 
     def start(self, way: str, number: int, flags: str) -> Any:
         """See `Host`."""
@@ -130,6 +131,8 @@ class SDNext:
         data.mkdir()
         (data / "models").symlink_to(self.models, target_is_directory=True)
         webui.add_extension(data, "sfast-probe", PROBE.read_text(encoding="utf-8"))
+        if self.vae_plans_at_once:
+            webui.add_extension(data, "vae-plans", webui.VAE_PLANS)
         settings, extension = {**self.settings, **WAYS[way]}, way != "stock"
         return self.module.start(
             data, settings, extension=extension, flags=flags, device=self.device, common={}, packages=self.packages

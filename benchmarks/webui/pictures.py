@@ -10,7 +10,9 @@ For each set of flags a WebUI for each way on one GPU, each with its model loade
 through the API: a request's whole time, with text model, sampling, VAE and PNG. Weights are random, as many as SD 1.5
 or SDXL has, unless a checkpoint is named. Where the WebUI is and by what it runs is told as for `tests/hosts/live`, see
 `a1111.py` and `sdnext.py` there. A breakdown is of further pictures, each of another prompt, under the profiler
-(`probe.py`, `breakdown.py`). A card of less memory is emulated for each WebUI (`small_card/sitecustomize.py`).
+(`probe.py`, `breakdown.py`). A VAE's plan is made when it pays, on a fast GPU after tens of pictures: with
+`--vae-plans-at-once` with the second one, so that the others are as those to come. A card of less memory is emulated
+for each WebUI (`small_card/sitecustomize.py`).
 """
 
 from __future__ import annotations
@@ -86,6 +88,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     weights = "random" if options.checkpoint is None else options.checkpoint.name
     described = {"host": options.host, "steps": options.steps, "sampler": SAMPLER}
     described |= {"model": options.model, "weights": weights, "batch": options.batch, "card_gib": options.card}
+    described["vae_plans_at_once"] = options.vae_plans_at_once
     found = {**machine.describe(), **described, "rows": rows}
     webuis = {(flags, way): host.start(way, n, flags) for n, flags in enumerate(options.flags) for way in options.ways}
     with contextlib.ExitStack() as stack:
@@ -139,6 +142,7 @@ def pictures(
             "reserved_mb": {way: _reserved(webuis[flags, way]) for way in options.ways},
             "apart_of_255": apart[flags],
             "plans_ran": a1111.count(status, "plans run") - a1111.count(before[flags], "plans run"),
+            "vae_plans_ran": a1111.count(status, "vae_eager_runs") - a1111.count(before[flags], "vae_eager_runs"),
             "reasons": status["reasons_since_start"],
             "last_error": status["last_error"],
         }
@@ -195,6 +199,7 @@ def main() -> int:
         help="one more WebUI each: unet is without VAE and PNG, pillow without PNG",
     )
     parser.add_argument("--breakdown", type=int, default=0, metavar="N", help="pictures that are taken apart (none)")
+    parser.add_argument("--vae-plans-at-once", action="store_true", help="with the second picture, not when they pay")
     parser.add_argument("--size", type=cli.size, action="append", dest="sizes", metavar="WxH", help="default: 512x512")
     parser.add_argument("--steps", type=int, default=30, help="of the sampler, Euler a (%(default)s)")
     parser.add_argument("--pictures", type=int, default=8, help="timed of each size, after the first (%(default)s)")

@@ -22,6 +22,7 @@ TOLD = {
     "card": None,
     "ways": ["stock", "extended"],
     "breakdown": 0,
+    "vae_plans_at_once": False,
     "json": None,
     "sizes": [(128, 128)],
     "steps": 2,
@@ -42,6 +43,7 @@ def test_pictures_are_made_in_turns_and_timed(tmp_path: Path, capsys: pytest.Cap
     ]
     for row in rows:
         assert row["plans_ran"] > 0 and row["last_error"] is None and row["reasons"] == {}
+        assert row["vae_plans_ran"] == 0
         assert max(row["apart_of_255"]) < TOLERANCE
         assert [len(seconds) for seconds in row["picture_s"].values()] == [2, 2]
         assert all(second > 0 for second in (*row["median_s"].values(), *row["first_picture_s"].values()))
@@ -50,11 +52,13 @@ def test_pictures_are_made_in_turns_and_timed(tmp_path: Path, capsys: pytest.Cap
 
 def test_pictures_of_each_kind_are_taken_apart(tmp_path: Path):
     ways = ["stock", "unet", "extended"]
-    rows = measured(tmp_path, kinds=["hires", "img2img"], ways=ways, breakdown=1, pictures=1, batch=2)
+    kinds = ["hires", "img2img"]
+    rows = measured(tmp_path, kinds=kinds, ways=ways, breakdown=1, pictures=2, batch=2, vae_plans_at_once=True)
     assert [row["kind"] for row in rows] == ["hires", "img2img"]
     for row in rows:
         assert list(row["breakdown"]) == list(row["median_s"]) == ways
         assert row["plans_ran"] > 0 and row["last_error"] is None and max(row["apart_of_255"]) < TOLERANCE
+        assert row["vae_plans_ran"] > 0
         for found in row["breakdown"].values():
             phases = found["phases"]
             always = {pictures.CLIENT, "process_images", "text encoders", "sampler", "guidance", "UNet", "VAE"}
