@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import mmap
+import os
 import socket
 import statistics
 import struct
@@ -52,11 +53,13 @@ class Asked:
     a thread here, which takes time from the pictures as well."""
 
     def __init__(self, port: int, rate: float) -> None:
-        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115
-        self._file.write(bytes(8))
-        self._file.flush()
-        self._counted = mmap.mmap(self._file.fileno(), 8)
-        command = [sys.executable, "-c", ASK, str(port), str(rate), self._file.name]
+        # named: Windows opens no file twice that goes with its handle
+        handle, self._name = tempfile.mkstemp(prefix="sfast-")
+        with open(handle, "r+b") as file:
+            file.write(bytes(8))
+            file.flush()
+            self._counted = mmap.mmap(file.fileno(), 8)
+        command = [sys.executable, "-c", ASK, str(port), str(rate), self._name]
         self._process = subprocess.Popen(command)
 
     @property
@@ -64,12 +67,23 @@ class Asked:
         """Requests answered so far."""
         return int(struct.unpack("q", self._counted[:])[0])
 
+    def wait(self) -> None:
+        """Until it has asked once.
+
+        Raises:
+            RuntimeError: the process has ended.
+        """
+        while not self.times:
+            if self._process.poll() is not None:
+                raise RuntimeError("the process that asks has ended")
+            time.sleep(0.01)
+
     def close(self) -> None:
         """No more."""
         self._process.terminate()
         self._process.wait()
         self._counted.close()
-        self._file.close()
+        os.unlink(self._name)
 
 
 @contextlib.contextmanager
@@ -141,8 +155,8 @@ def measured(model: str, size: int, steps: int, pairs: int, rate: float, device:
                         quiet.append(steps_s(host, size, steps))
                         continue
                     asked = [Asked(port, rate / CONNECTIONS) for _ in range(CONNECTIONS)]
-                    while not all(each.times for each in asked):
-                        time.sleep(0.01)
+                    for each in asked:
+                        each.wait()
                     before, began = sum(each.times for each in asked), time.monotonic()
                     asking.append(steps_s(host, size, steps))
                     rates.append((sum(each.times for each in asked) - before) / (time.monotonic() - began))
