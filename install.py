@@ -6,6 +6,7 @@ The extension needs only what a WebUI has. torch is not imported here, which wou
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import re
 import sys
 
@@ -65,6 +66,9 @@ def _triton_for(release: tuple[int, ...]) -> str | None:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.isatty():
+        # the WebUIs read UTF-8 from the pipe; Windows' code page has not every character of the interpreter's path
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     try:
         for remark in remarks():
             print(f"Stable Fast: {remark}")

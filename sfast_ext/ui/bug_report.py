@@ -18,8 +18,11 @@ ENVIRONMENT = (
 )  # fmt: skip
 # reasons that name files of the user's, which say what pictures are made; a name may have a semicolon in it
 _NAMED = re.compile(r"\b(a hypernetwork is active|another UNet is active): .*?(?=; (?:remove it|set Settings)|$)")
-# an absolute path on either system, not the rest of an address
-_PATH = re.compile(r"(?<![\w:/\\.~])(?:[A-Za-z]:[\\/]|\\\\|/)(?:[^\s\\/'\"<>|:*?]+[\\/]+)+[^\s\\/'\"<>|:*?]*")
+# an absolute path on either system, not the rest of an address; Python doubles Windows' separators in messages
+_START = r"(?<![\w:/\\.~])(?:\\{2,4}[?.]\\+)?(?:[A-Za-z]:[\\/]+|\\{2,4}|/)"
+_PATH = re.compile(rf"{_START}(?:[^\s\\/'\"<>|:*?]+[\\/]+)+[^\s\\/'\"<>|:*?]*")
+# in quotes it may have blanks in it
+_QUOTED = re.compile(rf"(['\"])({_START}(?:[^\\/'\"<>|:*?\n]+[\\/]+)+[^\\/'\"<>|:*?\n]*)\1")
 
 
 def without_paths(text: str) -> str:
@@ -27,21 +30,31 @@ def without_paths(text: str) -> str:
     if "/" not in text and "\\" not in text:
         return text
     for own in _own():
-        text = text.replace(own, "~")
-    return _PATH.sub(lambda found: "/".join([".../", *_parts(found.group())[-2:]]).replace("//", "/"), text)
+        text = own.sub("~", text)
+    text = _QUOTED.sub(lambda found: f"{found[1]}{_end(found[2])}{found[1]}", text)
+    return _PATH.sub(lambda found: _end(found.group()), text)
+
+
+def _end(path: str) -> str:
+    return "/".join([".../", *_parts(path)[-2:]]).replace("//", "/")
 
 
 def _parts(path: str) -> list[str]:
     return [part for part in re.split(r"[\\/]+", path) if part]
 
 
-def _own() -> list[str]:
-    """The user's folder, which may have blanks in it."""
+def _own() -> list[re.Pattern[str]]:
+    """The user's folder, which may have blanks in it; on Windows with any separators, and in any case."""
     try:
         home = str(Path.home())
     except (OSError, RuntimeError, KeyError):
         return []
-    return [home] if len(_parts(home)) > 1 else []
+    if len(_parts(home)) < 2:
+        return []
+    if "\\" not in home:
+        return [re.compile(re.escape(home))]
+    drive = r"(?:\\{2,4}\?\\+)?" if home[1:2] == ":" else r"\\{2,4}"
+    return [re.compile(drive + r"(?:\\+|/)".join(map(re.escape, _parts(home))) + r"(?![\w~-])", re.I)]
 
 
 def _anonymous(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 
 import pytest
 
@@ -104,3 +104,28 @@ def test_a_reason_in_it_names_no_file_of_the_user_s(reason):
 )
 def test_of_a_path_the_last_two_parts_are_left(text, left):
     assert without_paths(text) == (text if left is None else left)
+
+
+@pytest.mark.parametrize(
+    ("home", "text", "left"),
+    [
+        (r"C:\Users\Ann Other", r"C:\Users\Ann Other\AppData\Local\x y", r"~\AppData\Local\x y"),
+        # as Python quotes it in the message of an OSError
+        (
+            r"C:\Users\Ann Other",
+            r"[Errno 13] denied: 'C:\\Users\\Ann Other\\AppData\\x'",
+            r"[Errno 13] denied: '~\\AppData\\x'",
+        ),
+        (r"C:\Users\Ann Other", "c:/users/ann other/webui/x.py", "~/webui/x.py"),
+        (r"C:\Users\Ann Other", r"\\?\C:\Users\Ann Other\x.py", r"~\x.py"),
+        (r"\\server\homes\Ann Other", r"'\\\\server\\homes\\Ann Other\\x.py'", r"'~\\x.py'"),
+        # of somebody else
+        (r"C:\Users\Ann", r"'C:\\Users\\Annabel\\webui\\x.py'", "'.../webui/x.py'"),
+        ("/home/ann", r"'D:\\Ann Other\\My Models\\secret face\\x.safetensors'", "'.../secret face/x.safetensors'"),
+        ("/home/ann", '"/srv/Ann Other/webui/x.py" line 3', '".../webui/x.py" line 3'),
+    ],
+)
+def test_the_user_s_folder_as_windows_and_python_write_it(monkeypatch, home, text, left):
+    kind: type[PurePath] = PureWindowsPath if "\\" in home else PurePosixPath
+    monkeypatch.setattr(Path, "home", lambda: kind(home))
+    assert without_paths(text) == left
