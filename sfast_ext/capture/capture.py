@@ -241,6 +241,7 @@ def _refusal(exc: Exception) -> CaptureRefused:
 def _where(exc: Exception) -> str:
     torch_home, own_home = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
     for frame in reversed(traceback.extract_tb(exc.__traceback__)):
-        if not frame.filename.startswith((torch_home, own_home, "<")):
+        # as a path: Windows' have either separator, as --data-dir was given
+        if not str(Path(frame.filename)).startswith((torch_home, own_home, "<")):
             return f" ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
     return ""

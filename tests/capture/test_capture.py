@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict, deque
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext.call_signature import flatten_call
+from sfast_ext.capture import capture as capture_module
 from sfast_ext.capture.capture import CaptureRefused, capture
 from sfast_ext.weights.arena import WeightArena
 
@@ -352,3 +354,13 @@ def test_an_autocast_region_of_the_forwards_own_becomes_casts():
 
 def test_a_norm_with_weights_in_float_keeps_them():
     same(lambda m, x: F.layer_norm(x.bfloat16(), (4,), m.linear.bias.bfloat16(), None) + m.linear(x).bfloat16(), X)
+
+
+def test_a_reason_names_the_host_s_code_however_the_path_to_ours_is_written():
+    # Windows' have either separator
+    home = Path(capture_module.__file__).parents[1]
+    ours = compile("def fail():\n    raise ValueError\n", f"{home.parent}//{home.name}/capture/x.py", "exec")
+    exec(ours, scope := {})
+    with pytest.raises(ValueError) as raised:
+        scope["fail"]()
+    assert capture_module._where(raised.value).startswith(" (test_capture.py:")
