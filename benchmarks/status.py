@@ -154,14 +154,14 @@ def measured(model: str, size: int, steps: int, pairs: int, rate: float, device:
                     if not busy:
                         quiet.append(steps_s(host, size, steps))
                         continue
-                    asked = [Asked(port, rate / CONNECTIONS) for _ in range(CONNECTIONS)]
-                    for each in asked:
-                        each.wait()
-                    before, began = sum(each.times for each in asked), time.monotonic()
-                    asking.append(steps_s(host, size, steps))
-                    rates.append((sum(each.times for each in asked) - before) / (time.monotonic() - began))
-                    for each in asked:
-                        each.close()
+                    with contextlib.ExitStack() as stack:
+                        opened = (contextlib.closing(Asked(port, rate / CONNECTIONS)) for _ in range(CONNECTIONS))
+                        asked = [stack.enter_context(each) for each in opened]
+                        for each in asked:
+                            each.wait()
+                        before, began = sum(each.times for each in asked), time.monotonic()
+                        asking.append(steps_s(host, size, steps))
+                        rates.append((sum(each.times for each in asked) - before) / (time.monotonic() - began))
         faults = host.faults()
     finally:
         host.close()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from pretended_card import pretended_card
 from torch import Tensor, nn
+from use_count import counted
 
 from sfast_ext import Config, accelerate
 from sfast_ext.behaviour.fingerprint import fingerprint
@@ -243,9 +244,7 @@ def test_a_weight_in_another_form_cannot_be_followed(now: Tensor) -> None:
         arena._copy_in([(arena._live[0], net.first._parameters["weight"])])
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._C, "_storage_Use_Count"), reason="this torch does not tell who else uses a tensor's memory"
-)
+@counted
 def test_the_memory_of_a_weight_that_somebody_reads_is_not_written_to() -> None:
     net = Net()
     arena, _ = arena_of(net)

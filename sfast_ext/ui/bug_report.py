@@ -37,7 +37,7 @@ def without_paths(text: str) -> str:
 
 def _end(path: str) -> str:
     """The last two parts of a path."""
-    return "/".join([".../", *_parts(path)[-2:]]).replace("//", "/")
+    return "/".join(["...", *_parts(path)[-2:]])
 
 
 def _parts(path: str) -> list[str]:

@@ -11,13 +11,10 @@ import torch
 from faulty import failing
 from pretended_card import GPU, pretended_card
 from torch import nn
+from use_count import counted
 
 from sfast_ext.weights.host_copies import HostCopies, move_to_gpu, sources_of
 from sfast_ext.weights.staging import Staging
-
-counted = pytest.mark.skipif(
-    not hasattr(torch._C, "_storage_Use_Count"), reason="this torch does not tell who else uses a tensor's memory"
-)
 
 
 @pytest.fixture
