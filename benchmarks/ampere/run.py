@@ -1,21 +1,22 @@
-"""Times `mma_gemm` beside every kernel for Ampere that cuBLASLt and cuDNN have for the same product or convolution.
+"""Times `mma_gemm` beside every kernel for Ampere that cuBLASLt and cuDNN have for the same product or convolution, and
+`mma_attention` beside PyTorch's attentions.
 
     python -m benchmarks.ampere --json benchmarks/results/ampere-h200.json
-    python -m benchmarks.ampere --page benchmarks/results/ampere-h200.json    # writes the table of docs/kernels.md
+    python -m benchmarks.ampere --page benchmarks/results/ampere-h200.json    # writes the tables of docs/kernels.md
 
 On Hopper both libraries choose kernels with Hopper's instructions, which no GeForce has. Their kernels for Ampere run
 there too: algorithms are launched under the profiler, which tells the kernel's name, and those for Ampere are timed.
-The convolution needs nvidia-cudnn-frontend. All run in CUDA graphs, the fastest of each side by turns. `mma_gemm` has
-the tiles of compute capability 8.0.
+The convolution needs nvidia-cudnn-frontend. All run in CUDA graphs, the fastest of each side by turns. Our kernels have
+the tiles of compute capability 8.0. Of the attentions only cuDNN's has instructions of Hopper.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import re
-import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,9 +26,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import marks
-from benchmarks.ampere import cublaslt
+from benchmarks.ampere import attention, cublaslt
 from benchmarks.ampere.cudnn_plans import Convolution
-from benchmarks.kernels.run import graph_of
+from benchmarks.ampere.turns import SLEEP, Call, in_turns
 from benchmarks.kernels.run import write as write_json
 from sfast_ext.kernels.backend import gpu_clock
 from sfast_ext.kernels.linear import mma_gemm
@@ -46,25 +47,12 @@ CONVOLUTIONS = ((320, 64, 320), (640, 32, 640), (1280, 16, 1280), (2560, 16, 128
 """Channels, height and width, and channels of the result of the ten commonest 3x3 convolutions, two pictures."""
 _HOPPER = re.compile(r"sm90|sm_90|nvjet|gmma", re.I)
 _AMPERE = re.compile(r"ampere|sm8\d|_80_|16816|cutlass", re.I)
-_REPEATS, _ROUNDS, _FINALISTS = 20, 7, 3
-_SLEEP = 1_000_000  # clock cycles
-
-Call = Callable[[], Any]
+_FINALISTS = 3
 
 
 def is_for_ampere(name: str) -> bool:
     """Whether a kernel's name says that it uses no instruction of Hopper."""
     return bool(_AMPERE.search(name)) and not _HOPPER.search(name)
-
-
-def in_turns(calls: dict[str, Call]) -> dict[str, float]:
-    """Median microseconds of each call."""
-    graphs = {name: graph_of(call, _REPEATS) for name, call in calls.items()}
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(_ROUNDS):
-        for name, graph in graphs.items():
-            taken[name].append(1e3 * gpu_clock.milliseconds(graph.replay, 1, _SLEEP) / _REPEATS)
-    return {name: round(statistics.median(times), 2) for name, times in taken.items()}
 
 
 def for_ampere(candidates: Iterable[Any], run: Callable[[Any], Any], device: torch.device) -> dict[Any, str]:
@@ -93,7 +81,7 @@ def fastest(candidates: Iterable[Any], run: Callable[[Any], Any]) -> list[Any]:
     for each in candidates:
         call = functools.partial(run, each)
         call()
-        taken[each] = min(gpu_clock.milliseconds(call, 3, _SLEEP // 4) for _ in range(2))
+        taken[each] = min(gpu_clock.milliseconds(call, 3, SLEEP // 4) for _ in range(2))
     return sorted(taken, key=lambda each: taken[each])[:_FINALISTS]
 
 
@@ -185,38 +173,44 @@ def ratios(row: dict[str, Any]) -> tuple[float, float] | None:
     return row["theirs_us"] / plain, row["theirs_us"] / more
 
 
-def table(found: dict[str, Any]) -> str:
+def products_table(rows: list[dict[str, Any]]) -> list[str]:
     """In Markdown."""
     lines = [
-        f"{found['gpu']}, torch {found['torch']}, CUDA {found['cuda']}, cuDNN {found['cudnn']}, {found['commit']}.",
-        "",
         "| Operation | Shape | `mma_gemm`, µs | with what follows, µs | the library's for Ampere, µs | theirs / ours |"
         " with what follows |",
         "|---|---|---|---|---|---|---|",
     ]
-    for row in found["rows"]:
+    for row in rows:
         (plain, more), held = best(row), ratios(row)
         theirs = f"{row['theirs_us']:.1f} | {held[0]:.2f} | {held[1]:.2f}" if held else "none | |"
         lines.append(f"| {row['what']} | {row['shape']} | {plain:.1f} | {more:.1f} | {theirs} |")
-    return "\n".join(lines)
+    return lines
 
 
 def write(found: dict[str, Any], page: Path = PAGE) -> None:
-    """Put the table between its marks.
+    """Put the tables of which there are rows between their marks.
 
     Raises:
         ValueError: the page lacks them.
     """
+    head = f"{found['gpu']}, torch {found['torch']}, CUDA {found['cuda']}, cuDNN {found['cudnn']}, {found['commit']}."
+    of_attention = [row for row in found["rows"] if row["what"] == attention.WHAT]
+    of_products = [row for row in found["rows"] if row["what"] != attention.WHAT]
     text = page.read_text(encoding="utf-8")
-    page.write_text(marks.replaced(text, BEGIN, END, table(found)), encoding="utf-8")
+    if of_products:
+        text = marks.replaced(text, BEGIN, END, "\n".join([head, "", *products_table(of_products)]))
+    if of_attention:
+        table = "\n".join([head, "", *attention.table(of_attention)])
+        text = marks.replaced(text, attention.BEGIN, attention.END, table)
+    page.write_text(text, encoding="utf-8")
 
 
 def main(given: list[str] | None = None) -> int:
     """Measure and write JSON, or write the table from such a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("linear", "convolution"), help="one half of it")
+    parser.add_argument("--only", choices=("linear", "convolution", attention.WHAT), help="a part of it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the rows go, after each of them")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write the table of docs/kernels.md from this")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the tables of docs/kernels.md from this")
     args = parser.parse_args(given)
     if args.page:
         write(json.loads(args.page.read_text(encoding="utf-8")))
@@ -225,15 +219,15 @@ def main(given: list[str] | None = None) -> int:
         print("this needs an NVIDIA GPU", file=sys.stderr)
         return 1
     torch.manual_seed(0)
-    makers: list[Callable[[], dict[str, Any]]] = []
-    if args.only != "convolution":
-        makers += [functools.partial(linear, *shape, geglu=False) for shape in LINEAR]
-        makers += [functools.partial(linear, *shape, geglu=True) for shape in GEGLU]
-    if args.only != "linear":
-        makers += [functools.partial(convolution, *shape) for shape in CONVOLUTIONS]
+    makers: dict[str, list[Callable[[], dict[str, Any]]]] = {
+        "linear": [functools.partial(linear, *shape, geglu=False) for shape in LINEAR]
+        + [functools.partial(linear, *shape, geglu=True) for shape in GEGLU],
+        "convolution": [functools.partial(convolution, *shape) for shape in CONVOLUTIONS],
+        attention.WHAT: [functools.partial(attention.row, *shape) for shape in attention.SHAPES],
+    }
     found: dict[str, Any] = {**machine.describe(), "rows": []}
     with ways.passing_for((8, 0)):
-        for make in makers:
+        for make in makers[args.only] if args.only else itertools.chain(*makers.values()):
             found["rows"].append(make())
             print(json.dumps(found["rows"][-1], ensure_ascii=False), flush=True)
             write_json(args.json, found)

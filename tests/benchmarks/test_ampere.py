@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.ampere import cublaslt, run
+from benchmarks.ampere import attention, cublaslt, run
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,28 @@ def test_the_table_stands_between_its_marks(tmp_path):
     page.write_text("no marks", encoding="utf-8")
     with pytest.raises(ValueError):
         run.write({**head, "rows": rows}, page)
+
+
+def test_attention_has_its_own_table_and_leaves_the_other_alone(tmp_path):
+    page = tmp_path / "kernels.md"
+    text = f"{run.BEGIN}\nproducts\n{run.END}\n{attention.BEGIN}\nold\n{attention.END}\n"
+    page.write_text(text, encoding="utf-8")
+    head = {"gpu": "NVIDIA X", "torch": "2.11", "cuda": "13.0", "cudnn": 91900, "commit": "abc"}
+    times = {"mma_attention": 6.0, "FlashAttention-2": 8.0, "cuDNN": 4.0}
+    rows = [{"what": "attention", "shape": "8×64×64×40", "us": us} for us in (times, {"mma_attention": 3.0})]
+    run.write({**head, "rows": rows}, page)
+    text = page.read_text(encoding="utf-8")
+    assert "| 8×64×64×40 | 6.0 | 8.0 | none | 4.0 | 0.75 |" in text
+    assert "| 8×64×64×40 | 3.0 | none | none | none |  |" in text
+    assert "products" in text and "old" not in text and text.count("NVIDIA X") == 1
+
+
+@pytest.mark.gpu
+def test_attentions_agree_with_float32():
+    torch.manual_seed(0)
+    found = attention.row(2, 96, 77, 40)
+    assert "mma_attention" in found["errors"] and len(found["errors"]) > 1
+    assert max(found["errors"].values()) < 1.5e-3 and found["us"].keys() == found["errors"].keys()
 
 
 def test_it_needs_a_gpu(monkeypatch, capsys):
