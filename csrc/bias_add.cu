@@ -1,6 +1,6 @@
 // (x + bias + residual) * scale of rows of channels; for any card.
 //
-// Compile-time parameters: TYPE (elements.h); PACK, elements of an access; PACKS, accesses of a thread.
+// Compile-time parameters: TYPE (elements.h); PACK, elements of a thread.
 
 #include "elements.h"
 
@@ -11,33 +11,26 @@ extern "C" __global__ void __launch_bounds__(256)
     bias_add(const Element* __restrict__ x, const Element* __restrict__ bias, const Element* __restrict__ residual,
              Element* __restrict__ out, long long count, int channels, float scale) {
   pdl_wait();
-  Pack<TYPE, PACK> loaded[PACKS], more[PACKS];
-  const long long first = ((long long)blockIdx.x * (256 * PACKS) + threadIdx.x) * PACK;
+  const long long at = ((long long)blockIdx.x * 256 + threadIdx.x) * PACK;
+  if (at >= count) return;
+  // all loads are in flight before the first is converted
+  Pack<TYPE, PACK> loaded, more, offset;
+  load(x + at, loaded);
+  if (residual) load(residual + at, more);
+  if (bias) load(bias + (unsigned)(at / PACK) % (unsigned)(channels / PACK) * PACK, offset);
+  float value[PACK], add[PACK];
+  loaded.to(value);
+  if (bias) {
+    offset.to(add);
 #pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const long long at = first + 256 * PACK * i;
-    if (at >= count) continue;
-    load(x + at, loaded[i]);
-    if (residual) load(residual + at, more[i]);
+    for (int j = 0; j < PACK; ++j) value[j] += add[j];
+  }
+  if (residual) {
+    more.to(add);
+#pragma unroll
+    for (int j = 0; j < PACK; ++j) value[j] += add[j];
   }
 #pragma unroll
-  for (int i = 0; i < PACKS; ++i) {
-    const long long at = first + 256 * PACK * i;
-    if (at >= count) continue;
-    float value[PACK], add[PACK];
-    loaded[i].to(value);
-    if (bias) {
-      load<TYPE>(bias + (unsigned)(at / PACK) % (unsigned)(channels / PACK) * PACK, add);
-#pragma unroll
-      for (int j = 0; j < PACK; ++j) value[j] += add[j];
-    }
-    if (residual) {
-      more[i].to(add);
-#pragma unroll
-      for (int j = 0; j < PACK; ++j) value[j] += add[j];
-    }
-#pragma unroll
-    for (int j = 0; j < PACK; ++j) value[j] *= scale;
-    store<TYPE>(out + at, value);
-  }
+  for (int j = 0; j < PACK; ++j) value[j] *= scale;
+  store<TYPE>(out + at, value);
 }

@@ -79,7 +79,7 @@ def launch(x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float
         out = torch.empty(inner.shape, dtype=x.dtype, device=x.device)
         given = constants(cuda_tier.pack(channels, inner, *rest), x.dtype)
         if inner.numel():
-            grid = (cdiv(inner.numel(), _THREADS * given["PACK"] * given["PACKS"]),)
+            grid = (cdiv(inner.numel(), _THREADS * given["PACK"]),)
             launch_kernel(_SOURCE, grid, inner, *rest, out, inner.numel(), channels, float(scale), **given)
         return channels_outer(out)
     if not supported(x, bias, residual) or not fits or not 0 < channels <= MAX_GRID_YZ * _BLOCK:
@@ -108,13 +108,12 @@ def launch(x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float
 
 
 _THREADS = 256
-_PACKS = 2  # accesses of a thread, so that loads overlap
 _MOST_ELEMENTS = 2**32  # csrc/bias_add.cu counts accesses in 32 bits
 
 
 def constants(pack: int, dtype: torch.dtype) -> dict[str, int]:
     """Compile-time parameters of csrc/bias_add.cu."""
-    return {"TYPE": cuda_tier.TYPES[dtype], "PACK": pack, "PACKS": _PACKS}
+    return {"TYPE": cuda_tier.TYPES[dtype], "PACK": pack}
 
 
 def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
