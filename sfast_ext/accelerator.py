@@ -14,8 +14,8 @@ from typing import Any, cast
 from torch import nn
 
 from sfast_ext import environment
-from sfast_ext.behaviour.fingerprint import structure
 from sfast_ext.behaviour.forward_slot import ForwardSlot, foreign_forward, owner_of
+from sfast_ext.behaviour.structure import structure
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.kernels.backend import health

@@ -41,8 +41,8 @@ from sfast_ext.behaviour.foreign_code import (
     written_by,
 )
 from sfast_ext.behaviour.forward_slot import AcceleratedForward, OwnForward, is_own_forward
-from sfast_ext.behaviour.reach import looked_into, names_within
-from sfast_ext.behaviour.snapshot import LONGEST, NoSnapshot, Snapshot
+from sfast_ext.behaviour.reach import names_within
+from sfast_ext.behaviour.snapshot import LONGEST, Snapshot
 
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
 _FUNCTIONS = (
@@ -51,7 +51,9 @@ _FUNCTIONS = (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # entries of a diffusers config for the source of the model, without influence on behaviour
 _ORIGINS = frozenset({"_name_or_path", "_diffusers_version", "_use_default_values"})
-_MECHANICS = frozenset(nn.Module().__dict__) | {
+# hosts build models from its lists and dictionaries
+_CONFIGS = "omegaconf"
+MECHANICS = frozenset(nn.Module().__dict__) | {
     "forward", "_old_forward", "_parameters", "_buffers", "_modules", "_is_full_backward_hook", "_version",
     "_forward_hooks", "_forward_pre_hooks", "_hf_hook",
 }  # fmt: skip
@@ -69,7 +71,7 @@ class Fingerprint:
     alive: list[object]
     patches: list[Patch]
     snapshot: Snapshot
-    classes: dict[type, _Class]
+    classes: dict[type, ClassReading]
     names: frozenset[str]
     around: surroundings.Surroundings
     torch_check: surroundings.TorchQuickCheck
@@ -92,7 +94,7 @@ class Fingerprint:
 
     def classes_unchanged(self, root: nn.Module) -> bool:
         """Whether a reading of the classes of all modules, and of what their methods call, would give the same."""
-        reader = _Reader(frozenset(), root)
+        reader = Reader(frozenset(), root)
         reader.names = self.names
         return all(reader.read_class(kind) == known for kind, known in self.classes.items())
 
@@ -110,40 +112,21 @@ def fingerprint(
         key. ignored: names of attributes without influence on behaviour (a host's bookkeeping of weights). transparent:
         see `Hooks.transparent`. The identity of such a forward is not part of the key.
     """
-    reader = _Reader(_MECHANICS | ignored, root, transparent)
+    reader = Reader(MECHANICS | ignored, root, transparent)
     around = surroundings.look()
     reader.surroundings(around, root)
     reader.read_all(root)
     return reader.fingerprint(around)
 
 
-KnownCode = dict[Hashable, tuple[frozenset[str], "dict[type, _Class]"]]
-"""What was read of classes, by the classes and the code of functions that were read together; see `structure`."""
-
-
-def structure(
-    root: nn.Module, ignored: frozenset[str] = frozenset(), known: KnownCode | None = None
-) -> tuple[Hashable, ...]:
-    """The behaviour key with types in place of objects. Equal for modules that compute the same with the same weights.
-
-    Shapes and dtypes are not part of it: the weight arena compares those.
-
-    Args:
-        known: filled, and used again, by readings of several modules between which no code changes.
-    """
-    reader = _Structure(_MECHANICS | ignored, root, known)
-    reader.read_all(root)
-    return tuple(reader.key)
-
-
-class _Class(NamedTuple):
+class ClassReading(NamedTuple):
     """What was read of a class: its part of the key, and foreign functions as (kind, function)."""
 
     key: list[Hashable]
     patches: list[tuple[str, Any]]
 
 
-class _Reader:
+class Reader:
     def __init__(self, skip: frozenset[str], root: nn.Module, transparent: Vouch | None = None) -> None:
         self.skip = skip
         self.transparent = transparent
@@ -155,7 +138,7 @@ class _Reader:
         self.patches: list[Patch] = []
         self.seen: set[int] = set()
         self.snapshot: Snapshot = Snapshot(skip)
-        self.classes: dict[type, _Class] = {}
+        self.classes: dict[type, ClassReading] = {}
         self.names: frozenset[str] = frozenset()
         # closure cells of code that runs
         self.run: list[types.CellType] = []
@@ -242,7 +225,7 @@ class _Reader:
             if child is not None:
                 self.read(f"{path}.{name}" if path else name, child)
 
-    def read_class(self, kind: type) -> _Class:
+    def read_class(self, kind: type) -> ClassReading:
         """Read the methods of a class, what they call and close over, and which are foreign."""
         forward: Any = getattr(kind, "forward", None)
         key: list[Hashable] = []
@@ -272,7 +255,7 @@ class _Reader:
             self.snapshot.name(container, name)
             key.append(None if value is None else self.identity(value))
             found += [("function", each) for each in foreign_layers(value, container)]
-        return _Class(key, found)
+        return ClassReading(key, found)
 
     def read_in(self, container: type | dict, name: str, value: Any) -> Hashable:
         """The key of what a method finds under a name."""
@@ -355,6 +338,8 @@ class _Reader:
                 return None
             return tuple((str(k), self.value(v, depth + 1)) for k, v in value.items() if k not in _ORIGINS)
         settings = getattr(value, "__dict__", None)
+        if package(type(value).__module__) == _CONFIGS and isinstance(settings, dict):
+            return self.config(value, settings, depth)
         if not callable(value):
             # an object with settings
             if not isinstance(settings, dict):
@@ -373,6 +358,15 @@ class _Reader:
         scalars = tuple((k, self.value(v, depth + 1)) for k, v in (inner or {}).items())
         return (self.function(value), self.kind(type(value), "__call__"), scalars)
 
+    def config(self, node: Any, attributes: dict, depth: int) -> Hashable:
+        """A list, dictionary or value of omegaconf by what is in it.
+
+        Not by its parents, which are the configuration of the whole model, nor by its class: those are libraries' code,
+        and three of them are five times as much as all that a UNet runs.
+        """
+        self.snapshot.container(attributes)
+        return (type(node), self.value(attributes.get("_content", attributes.get("_val")), depth))
+
     def look(self, container: dict | list, depth: int) -> bool:
         """Whether a container is read. It is added to the snapshot in any case, as its length may change."""
         if depth >= 2:
@@ -380,35 +374,3 @@ class _Reader:
         short = len(container) <= LONGEST
         (self.snapshot.container if short else self.snapshot.long)(container)
         return short
-
-
-class _Structure(_Reader):
-    """Reads what two objects of the same type have in common."""
-
-    def __init__(self, skip: frozenset[str], root: nn.Module, known: KnownCode | None) -> None:
-        super().__init__(skip, root)
-        self.known = known
-        # it is never checked again
-        self.snapshot = NoSnapshot()
-        self.numbers: dict[int, int] = {}
-
-    def read_classes(self, kinds: Iterable[type]) -> None:
-        # the package and the extension tell what is foreign
-        together = self.package, self.extension, tuple(kinds), looked_into(self.functions.values())
-        found = None if self.known is None else self.known.get(together)
-        if found is None:
-            super().read_classes(kinds)
-            if self.known is not None:
-                self.known[together] = self.names, self.classes
-        else:
-            self.names, self.classes = found
-
-    def first_sight(self, module: nn.Module) -> bool:
-        # numbers instead of addresses: a module in two places has the same number in both trees
-        first = id(module) not in self.numbers
-        self.key.append(self.numbers.setdefault(id(module), len(self.numbers)))
-        return first
-
-    def identity(self, value: object) -> Hashable:
-        shared = isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType))
-        return super().identity(value if shared else type(value))

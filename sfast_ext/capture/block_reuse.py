@@ -19,8 +19,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from sfast_ext.behaviour.fingerprint import KnownCode, structure
 from sfast_ext.behaviour.forward_slot import AcceleratedForward, OwnForward, is_own_forward
+from sfast_ext.behaviour.structure import KnownCode, structure
 from sfast_ext.environment import TORCH
 
 try:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from sfast_ext.accelerator import Accelerator, accelerator_of
-from sfast_ext.behaviour.fingerprint import structure
 from sfast_ext.behaviour.foreign_code import describe
 from sfast_ext.behaviour.forward_slot import foreign_forward, forward_of
+from sfast_ext.behaviour.structure import structure
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import gpu_room

@@ -5,11 +5,13 @@ import types
 
 import pytest
 import torch
+from omegaconf import ListConfig, OmegaConf
 from torch import nn
 
 from sfast_ext import accelerate
-from sfast_ext.behaviour.fingerprint import fingerprint, structure
+from sfast_ext.behaviour.fingerprint import fingerprint
 from sfast_ext.behaviour.key import BehaviourKeys
+from sfast_ext.behaviour.structure import structure
 
 
 class Processor:
@@ -26,6 +28,8 @@ class Block(nn.Module):
         self.inner = nn.Linear(2, 2)
         self.processor = Processor([0.5])
         self.s1 = None
+        # as a host hands its configuration to a model
+        self.levels = OmegaConf.create({"model": {"levels": [1, {"depth": 2}], "name": "a"}}).model.levels
 
     def forward(self, x):
         return self.processor(self.inner(x))
@@ -77,6 +81,14 @@ def bias(model):
     model[0].inner._parameters["bias"] = None
 
 
+def config_entry(model):
+    model[1].levels[0] = 3
+
+
+def nested_config_entry(model):
+    model[1].levels[1].depth = 3
+
+
 def training(model):
     model[1].eval()
 
@@ -87,7 +99,19 @@ def other_class(model):
 
 @pytest.mark.parametrize(
     "change",
-    [patch_forward, hook, scalar, processor_scale, other_processor, submodule, bias, training, other_class],
+    [
+        patch_forward,
+        hook,
+        scalar,
+        processor_scale,
+        config_entry,
+        nested_config_entry,
+        other_processor,
+        submodule,
+        bias,
+        training,
+        other_class,
+    ],
 )
 def test_what_changes_the_key(model, change):
     before = fingerprint(model)
@@ -157,6 +181,24 @@ def test_a_quick_check_sees_what_a_reading_would(model, change):
     before = fingerprint(model)
     assert before.unchanged()
     change(model)
+    assert not before.unchanged()
+
+
+def test_of_a_configuration_only_what_is_in_it_is_read(model, monkeypatch):
+    before = fingerprint(model)
+    assert not any(kind.__module__.startswith("omegaconf") for kind in before.classes)
+    model[0].levels._get_root().model.name = "b"
+    assert before.unchanged() and key(model) == before.key
+    # one of an extension has methods of its own
+
+    class Doubled(ListConfig):
+        def __getitem__(self, index):
+            return 2 * super().__getitem__(index)
+
+    model[0].levels = Doubled([1])
+    before = fingerprint(model)
+    assert Doubled in before.classes
+    monkeypatch.setattr(Doubled, "__getitem__", ListConfig.__getitem__)
     assert not before.unchanged()
 
 
@@ -309,7 +351,10 @@ def test_modules_of_one_kind_have_one_structure(model):
     assert structure(tied) != structure(model)
 
 
-@pytest.mark.parametrize("change", [patch_forward, hook, scalar, processor_scale, bias, training, other_class])
+@pytest.mark.parametrize(
+    "change",
+    [patch_forward, hook, scalar, processor_scale, config_entry, nested_config_entry, bias, training, other_class],
+)
 def test_what_changes_the_structure(model, change):
     before = structure(model)
     change(model)

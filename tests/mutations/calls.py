@@ -137,6 +137,17 @@ BEHAVIOUR = [
         _KEY,
     ),
     Mutation(
+        "configurations in the key", "behaviour/fingerprint.py",
+        'return (type(node), self.value(attributes.get("_content", attributes.get("_val")), depth))',
+        "return (type(node),)",
+        _KEY,
+    ),
+    Mutation(
+        "configurations in the quick check", "behaviour/fingerprint.py",
+        "self.snapshot.container(attributes)\n", "pass\n",
+        _KEY,
+    ),
+    Mutation(
         "closures", "behaviour/fingerprint.py",
         "key += [self.held(cell) for cell in closure]\n                self.run", "self.run",
         ("behaviour/test_foreign_code.py::test_state_in_the_closure_of_a_class_patched_by_its_own_package_is_in_the_key",),

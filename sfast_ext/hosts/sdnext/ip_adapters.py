@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from sfast_ext.behaviour.fingerprint import structure
+from sfast_ext.behaviour.structure import structure
 from sfast_ext.weights.original_layout import set_data
 
 SCALE = frozenset({"scale"})
