@@ -266,7 +266,11 @@ def _calls(accelerator: Accelerator) -> int:
 def is_host_code(function: Any) -> bool:
     """Whether a function is the host's own code, in its package `modules`. The adapters know what that code does."""
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
-    folders = getattr(sys.modules.get("modules"), "__path__", ())
+    return _is_in(file, tuple(getattr(sys.modules.get("modules"), "__path__", ())))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_in(file: str, folders: tuple[str, ...]) -> bool:
     return any(Path(folder) in Path(file).parents for folder in folders)
 
 
