@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -266,12 +267,12 @@ def _calls(accelerator: Accelerator) -> int:
 def is_host_code(function: Any) -> bool:
     """Whether a function is the host's own code, in its package `modules`. The adapters know what that code does."""
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
-    return _is_in(file, tuple(getattr(sys.modules.get("modules"), "__path__", ())))
+    return _is_in(file, sys.modules.get("modules"))
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_in(file: str, folders: tuple[str, ...]) -> bool:
-    return any(Path(folder) in Path(file).parents for folder in folders)
+def _is_in(file: str, package: ModuleType | None) -> bool:
+    return any(Path(folder) in Path(file).parents for folder in getattr(package, "__path__", ()))
 
 
 _wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
