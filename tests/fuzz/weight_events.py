@@ -215,6 +215,10 @@ def put_back(w: World, rng: random.Random) -> None:
 
     (path, *_), how, seed = _some(w, rng), rng.choice(("parameter", "data", "state dict")), rng.getrandbits(32)
     by_data = how != "parameter" and rng.random() < 0.5
+    slots = [p for m in w.twin.modules() for p in m._parameters.values() if p is w.twin.get_parameter(path)]
+    if how == "data" and len(slots) > 1:
+        # its data in another object would leave two weights in one memory, which is not followed: docs/limits.md
+        by_data = True
     w.both(replace)
     w.check()
     w.both(back)
