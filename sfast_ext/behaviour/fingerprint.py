@@ -57,6 +57,7 @@ MECHANICS = frozenset(nn.Module().__dict__) | {
     "forward", "_old_forward", "_parameters", "_buffers", "_modules", "_is_full_backward_hook", "_version",
     "_forward_hooks", "_forward_pre_hooks", "_hf_hook",
 }  # fmt: skip
+"""Attributes that every module has, or that a hook adds: read one by one, or without influence on behaviour."""
 
 
 @dataclass
@@ -127,6 +128,14 @@ class ClassReading(NamedTuple):
 
 
 class Reader:
+    """Reads the behaviour key of a module tree; see `fingerprint`.
+
+    Args:
+        skip: names of attributes that are not read.
+        root: the module.
+        transparent: see `Hooks.transparent`.
+    """
+
     def __init__(self, skip: frozenset[str], root: nn.Module, transparent: Vouch | None = None) -> None:
         self.skip = skip
         self.transparent = transparent
@@ -339,7 +348,7 @@ class Reader:
             return tuple((str(k), self.value(v, depth + 1)) for k, v in value.items() if k not in _ORIGINS)
         settings = getattr(value, "__dict__", None)
         if package(type(value).__module__) == _CONFIGS and isinstance(settings, dict):
-            return self.config(value, settings, depth)
+            return self.config_node(value, settings, depth)
         if not callable(value):
             # an object with settings
             if not isinstance(settings, dict):
@@ -358,7 +367,7 @@ class Reader:
         scalars = tuple((k, self.value(v, depth + 1)) for k, v in (inner or {}).items())
         return (self.function(value), self.kind(type(value), "__call__"), scalars)
 
-    def config(self, node: Any, attributes: dict, depth: int) -> Hashable:
+    def config_node(self, node: Any, attributes: dict, depth: int) -> Hashable:
         """A list, dictionary or value of omegaconf by what is in it.
 
         Not by its parents, which are the configuration of the whole model, nor by its class: those are libraries' code,
