@@ -29,6 +29,7 @@ from benchmarks import marks
 from benchmarks.ampere import attention, cublaslt
 from benchmarks.ampere.cudnn_plans import Convolution
 from benchmarks.ampere.turns import SLEEP, Call, in_turns
+from benchmarks.kernels.cases import GATED_LINEARS, LINEARS
 from benchmarks.kernels.run import write as write_json
 from sfast_ext.kernels.backend import gpu_clock
 from sfast_ext.kernels.linear import mma_gemm
@@ -37,11 +38,6 @@ from sfast_ext.tools.lib import machine, trace, ways
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 BEGIN, END = "<!-- ampere: begin -->", "<!-- ampere: end -->"
-LINEAR = ((8192, 320, 320), (8192, 320, 1280), (2048, 640, 640), (2048, 640, 2560), (512, 1280, 1280),
-          (512, 1280, 5120), (2048, 1280, 1280), (2048, 1280, 5120), (8192, 640, 640), (8192, 640, 2560))  # fmt: skip
-"""Rows, columns and terms of SD 1.5's (512x512) and SDXL's (1024x1024) products with a residual."""
-GEGLU = ((8192, 1280, 320), (2048, 2560, 640), (512, 5120, 1280), (2048, 5120, 1280), (8192, 2560, 640))
-"""Rows, columns of the result and terms."""
 CONVOLUTIONS = ((320, 64, 320), (640, 32, 640), (1280, 16, 1280), (2560, 16, 1280), (640, 64, 320),
                 (320, 128, 320), (640, 64, 640), (1280, 32, 1280), (640, 128, 320), (2560, 32, 1280))  # fmt: skip
 """Channels, height and width, and channels of the result of the ten commonest 3x3 convolutions, two pictures."""
@@ -220,8 +216,8 @@ def main(given: list[str] | None = None) -> int:
         return 1
     torch.manual_seed(0)
     makers: dict[str, list[Callable[[], dict[str, Any]]]] = {
-        "linear": [functools.partial(linear, *shape, geglu=False) for shape in LINEAR]
-        + [functools.partial(linear, *shape, geglu=True) for shape in GEGLU],
+        "linear": [functools.partial(linear, *shape, geglu=False) for shape in LINEARS]
+        + [functools.partial(linear, *shape, geglu=True) for shape in GATED_LINEARS],
         "convolution": [functools.partial(convolution, *shape) for shape in CONVOLUTIONS],
         attention.WHAT: [functools.partial(attention.row, *shape) for shape in attention.SHAPES],
     }

@@ -25,6 +25,7 @@ def test_names_of_kernels_for_ampere(name, wanted):
     assert run.is_for_ampere(name) == wanted
 
 
+HEAD = {"gpu": "NVIDIA X", "torch": "2.11", "cuda": "13.0", "cudnn": 91900, "commit": "abc"}
 ROW = {"what": "linear and residual", "shape": "8×8×32", "candidates": 3}
 OURS = {
     "product, mma 128x160": 5.0,
@@ -42,27 +43,25 @@ def test_the_fastest_tile_counts_with_and_without_what_follows():
 def test_the_table_stands_between_its_marks(tmp_path):
     page = tmp_path / "kernels.md"
     page.write_text(f"Before.\n\n{run.BEGIN}\nold\n{run.END}\n\nAfter.\n", encoding="utf-8")
-    head = {"gpu": "NVIDIA X", "torch": "2.11", "cuda": "13.0", "cudnn": 91900, "commit": "abc"}
     rows = [{**ROW, "ours_us": OURS, "theirs_us": 4.8}, {**ROW, "ours_us": OURS}]
     for _ in range(2):
-        run.write({**head, "rows": rows}, page)
+        run.write({**HEAD, "rows": rows}, page)
     text = page.read_text(encoding="utf-8")
     assert "| linear and residual | 8×8×32 | 4.0 | 6.0 | 4.8 | 1.20 | 0.80 |" in text and "old" not in text
     assert "| linear and residual | 8×8×32 | 4.0 | 6.0 | none | | |" in text
     assert text.startswith("Before.\n") and text.endswith("\n\nAfter.\n") and text.count("NVIDIA X") == 1
     page.write_text("no marks", encoding="utf-8")
     with pytest.raises(ValueError):
-        run.write({**head, "rows": rows}, page)
+        run.write({**HEAD, "rows": rows}, page)
 
 
 def test_attention_has_its_own_table_and_leaves_the_other_alone(tmp_path):
     page = tmp_path / "kernels.md"
     text = f"{run.BEGIN}\nproducts\n{run.END}\n{attention.BEGIN}\nold\n{attention.END}\n"
     page.write_text(text, encoding="utf-8")
-    head = {"gpu": "NVIDIA X", "torch": "2.11", "cuda": "13.0", "cudnn": 91900, "commit": "abc"}
     times = {"mma_attention": 6.0, "FlashAttention-2": 8.0, "cuDNN": 4.0}
     rows = [{"what": "attention", "shape": "8×64×64×40", "us": us} for us in (times, {"mma_attention": 3.0})]
-    run.write({**head, "rows": rows}, page)
+    run.write({**HEAD, "rows": rows}, page)
     text = page.read_text(encoding="utf-8")
     assert "| 8×64×64×40 | 6.0 | 8.0 | none | 4.0 | 0.75 |" in text
     assert "| 8×64×64×40 | 3.0 | none | none | none |  |" in text

@@ -16,7 +16,7 @@ from torch import nn
 from fuzz.compare import Wrong
 from fuzz.nets import arguments, move
 from fuzz.world import Event, World, result
-from sfast_ext.weights.weight import WeightsAway, WeightsChanged, places_of
+from sfast_ext.weights.weight import WeightsAway, WeightsChanged, places_of, tensors_of
 
 
 def _values(seed: int, like: torch.Tensor, name: str) -> torch.Tensor:
@@ -215,8 +215,8 @@ def put_back(w: World, rng: random.Random) -> None:
 
     (path, *_), how, seed = _some(w, rng), rng.choice(("parameter", "data", "state dict")), rng.getrandbits(32)
     by_data = how != "parameter" and rng.random() < 0.5
-    slots = [p for m in w.twin.modules() for p in m._parameters.values() if p is w.twin.get_parameter(path)]
-    if how == "data" and len(slots) > 1:
+    _, tied_paths, _ = tensors_of(w.twin)[id(w.twin.get_parameter(path))]
+    if how == "data" and len(tied_paths) > 1:
         # its data in another object would leave two weights in one memory, which is not followed: docs/limits.md
         by_data = True
     w.both(replace)
