@@ -1,1 +1,1 @@
-"""One UNet call, several ways to run it: `python -m benchmarks.unet`, and the README's table of it."""
+"""One UNet call, several ways to run it: `python -m benchmarks.unet`, and the table of docs/measurements.md."""

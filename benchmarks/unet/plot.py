@@ -1,4 +1,4 @@
-"""The plot of the README: a group of bars for each case, the ways to run it beneath each other. Plain SVG."""
+"""The plot of docs/measurements.md: a group of bars for each case, the ways to run it beneath each other. Plain SVG."""
 
 from __future__ import annotations
 

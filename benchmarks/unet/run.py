@@ -1,4 +1,4 @@
-"""One UNet call, four ways to run it side by side, over models and sizes: the numbers of the README.
+"""One UNet call, four ways to run it side by side, over models and sizes: the numbers of docs/measurements.md.
 
     python -m benchmarks.unet                                            # all that is not yet measured
     python -m benchmarks.unet --case sd15:512x512:1 --case sdxl:1024x1024:4

@@ -1,6 +1,6 @@
-"""Writes the measured tables and plots of README.md from benchmarks/results/unet-*.json.
+"""Writes the measured tables and plots of docs/measurements.md from benchmarks/results/unet-*.json.
 
-python -m benchmarks.unet.table            # README.md and the plots beside the results
+python -m benchmarks.unet.table            # docs/measurements.md, and the plots next to the results
 python -m benchmarks.unet.table --print    # the tables alone, to the terminal
 """
 
@@ -101,12 +101,12 @@ def stacks(result: dict[str, Any]) -> str:
 
 def section(file: Path, result: dict[str, Any]) -> str:
     """Table, plot and remarks of one file of results."""
-    picture = f"![Time of one UNet call, four ways to run it](benchmarks/results/{file.with_suffix('.svg').name})"
+    picture = f"![Time of one UNet call, four ways to run it](../benchmarks/results/{file.with_suffix('.svg').name})"
     return "\n\n".join([render(result), picture, f"{stacks(result)} {NOTE}"])
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Put tables between their marks, and plots beside the results; 1 where there are none."""
+    """Put tables between their marks, and plots next to the results. Returns 1 if there are no results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--print", action="store_true", help="write nothing")
     args = parser.parse_args(given)
@@ -120,10 +120,10 @@ def main(given: Sequence[str] | None = None) -> int:
         return 0
     for file, result in results.items():
         file.with_suffix(".svg").write_text(plot.bars(result), encoding="utf-8")
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
+    page = ROOT / "docs" / "measurements.md"
+    text = page.read_text(encoding="utf-8")
     sections = "\n\n".join(section(file, result) for file, result in results.items())
-    readme.write_text(marks.replaced(text, BEGIN, END, sections), encoding="utf-8")
+    page.write_text(marks.replaced(text, BEGIN, END, sections), encoding="utf-8")
     return 0
 
 

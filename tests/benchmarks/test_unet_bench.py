@@ -227,21 +227,22 @@ def test_the_table_of_the_readme():
 
 
 def test_table_and_plot_are_written_between_the_marks(tmp_path, monkeypatch, capsys):
-    (tmp_path / "benchmarks").mkdir()
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    for folder in ("benchmarks", "docs"):
+        (tmp_path / folder).mkdir()
+    page = tmp_path / "docs" / "measurements.md"
+    page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
     monkeypatch.setattr(table, "ROOT", tmp_path)
     assert table.main([]) == 1 and "make bench" in capsys.readouterr().err
     unet.write(tmp_path / "benchmarks" / "results" / "unet-h200.json", unet.merge(None, result("sd15:512x512:1")))
     assert table.main(["--print"]) == 0
-    assert "old" in readme.read_text() and "| sd15, 512×512 |" in capsys.readouterr().out
+    assert "old" in page.read_text() and "| sd15, 512×512 |" in capsys.readouterr().out
     assert table.main([]) == 0
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith(f"before\n{table.BEGIN}\n| one UNet call |") and text.endswith(f"{table.END}\nafter\n")
     assert "old" not in text and "NVIDIA H200, measured with torch 2.11.0" in text
     picture = text.split("](", 1)[1].split(")", 1)[0]
-    assert (tmp_path / picture).is_file()
-    assert table.main([]) == 0 and readme.read_text() == text
+    assert (page.parent / picture).is_file()
+    assert table.main([]) == 0 and page.read_text() == text
 
 
 def test_the_plot_has_a_bar_for_each_time():
