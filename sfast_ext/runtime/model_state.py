@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -128,8 +128,12 @@ class ModuleContext:
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original forward."""
+        return self.beside(self.slot.original, *args, **kwargs)
+
+    def beside(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a forward that reads the module's parameters, and is no plan."""
         with self.arena.gate:
-            return self.slot.original(*args, **kwargs)
+            return forward(*args, **kwargs)
 
 
 def _first_parameter(module: nn.Module) -> torch.Tensor | None:

@@ -392,6 +392,7 @@ class WeightArena:
         finally:
             self.copied += len(written) - len(sources)
             self._reset_detector()
+            self._layouts.sweep({id(weight.bound) for weight in self._live})
         return len(written)
 
     def _take_in(self, arrived: list[tuple[Weight, torch.Tensor]], sources: dict[int, torch.Tensor]) -> None:
@@ -441,18 +442,21 @@ class WeightArena:
         Raises:
             WeightsChanged: there is a reader that cannot be moved.
         """
-        left: list[tuple[Weight, weakref.ref[torch.Tensor]]] = []
+        left: list[tuple[Weight, weakref.ref[torch.Tensor], Callable[[torch.Tensor], None]]] = []
         for weight, now in written:
             if weight.bound is not None and weight.bound is not now:
-                left.append((weight, weakref.ref(weight.bound)))
+                left.append((weight, weakref.ref(weight.bound), self._layouts.release(weight.bound)))
                 weight.bound = None
         for detector in list(self._detectors):
-            detector.forget({id(weight) for weight, _ in left})
+            detector.forget({id(weight) for weight, *_ in left})
         coming = {id(now) for _, now in arrived}
-        for weight, reference in left:
+        for weight, reference, record_again in left:
             old = reference()
+            if old is None:
+                continue
+            record_again(old)
             # still referenced: it is in another slot, or a host keeps it to put it back
-            if old is not None and id(old) not in coming and memory_of(old) == memory_of(weight.tensor):
+            if id(old) not in coming and memory_of(old) == memory_of(weight.tensor):
                 original = self._layouts.strides_of(old)
                 self._layouts.restore(old, old.stride() if original is None else original)
             old = None
