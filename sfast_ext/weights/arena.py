@@ -392,7 +392,7 @@ class WeightArena:
         finally:
             self.copied += len(written) - len(sources)
             self._reset_detector()
-            self._layouts.sweep({id(weight.bound) for weight in self._live})
+            self._sweep()
         return len(written)
 
     def _take_in(self, arrived: list[tuple[Weight, torch.Tensor]], sources: dict[int, torch.Tensor]) -> None:
@@ -420,6 +420,9 @@ class WeightArena:
             vacancy.occupy(self._layouts)
             for member in vacancy.members:
                 del self._vacant[id(member.weight)]
+
+    def _sweep(self) -> None:
+        self._layouts.sweep({id(weight.bound) for weight in self._live})
 
     def _bind(self, weight: Weight, now: torch.Tensor) -> None:
         """Make a parameter a view of the live tensor, which has its values."""
@@ -460,6 +463,7 @@ class WeightArena:
                 original = self._layouts.strides_of(old)
                 self._layouts.restore(old, old.stride() if original is None else original)
             old = None
+        self._sweep()
         other = external_reader([*self._known_weights(), *self._packs.all()], arrived, [w for w, _ in written])
         if other is not None:
             raise WeightsChanged(f"the memory of {other.path} is still in use by others")
