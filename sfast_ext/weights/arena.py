@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 from sfast_ext.weights.change_detector import ChangeDetector
 from sfast_ext.weights.external_refs import external_reader
 from sfast_ext.weights.gate import Gate, gate_of
+from sfast_ext.weights.host_order import HostOrder
 from sfast_ext.weights.original_layout import OriginalLayouts, Strides, memory_of, set_data
 from sfast_ext.weights.packs import Packs
 from sfast_ext.weights.staging import Staging
@@ -51,10 +53,12 @@ class WeightArena:
 
     Args:
         root: the module whose parameters, buffers and tensor attributes plans may read.
+        turn: the lock under which plans on a device run.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, turn: Callable[[torch.device], AbstractContextManager[Any]] | None = None) -> None:
         self.root = root
+        self._turn = turn or (lambda device: self._lock)
         self._lock = threading.RLock()
         self._weights: dict[int, Weight] = {}
         self._packs = Packs()
@@ -65,6 +69,7 @@ class WeightArena:
         """Incremented whenever the set of live tensors may have changed."""
         self._bound = 0  # plans bound so far
         self._layouts = OriginalLayouts()
+        self._order = HostOrder(self._layouts)
         self._memo: dict[str, bool] = {}
         self._vacant: dict[int, Vacancy] = {}  # by id of the weight
         self.copied = 0
@@ -85,6 +90,7 @@ class WeightArena:
                 if w.bound is not None:
                     fresh.setdefault(id(w.bound), w)
             self._weights = fresh
+            self._order.keep(self._known_weights())
 
     def _indexed(
         self, value: torch.Tensor, paths: list[str], slots: list[WeightSlot], known: dict[tuple[int, str], Weight]
@@ -92,7 +98,7 @@ class WeightArena:
         """The weight in these slots: the known one if it still is that tensor, else a new one."""
         were = [w for container, name in slots if (w := known.get((id(container), name))) is not None]
         for w in were:
-            if w.plans or w.is_current(value):
+            if w.plans or w.is_current(value) or self._order.is_current(w, value):
                 # its ties may have changed; slots that a plan reads stay until sync() reports that
                 here = {(id(container), name) for container, name in slots}
                 w.slots = slots + [s for s in w.slots if w.plans and (id(s[0]), s[1]) not in here]
@@ -120,7 +126,7 @@ class WeightArena:
             WeightsInUse: another thread uses them.
         """
         with self.gate.exclusive(), self._lock:
-            return self._packs.make(weights, self._move_to)
+            return None if any(w in self._order for w in weights) else self._packs.make(weights, self._move_to)
 
     def channels_last(self, weight: Weight) -> bool:
         """Change the layout of a 4-D weight to channels-last. False if a plan reads it in another layout.
@@ -138,7 +144,46 @@ class WeightArena:
             with torch.inference_mode(False):
                 place = weight.tensor.contiguous(memory_format=torch.channels_last)
             self._move_to(weight, place)
+            self._order.add(weight, paths_of(self.root, weight))
             return True
+
+    @contextmanager
+    def host_order(self, own: Container[int] | None = None) -> Iterator[None]:
+        """Within, parameters have the host's strides, for a forward that is no plan.
+
+        Args:
+            own: dictionaries of modules, by id. Weights in others stay as they are.
+        """
+        with self.gate:
+            if (strange := self._order.strange(own)):
+                with self._turn(strange[0][0].tensor.device), self._lock:
+                    self._order.to_host(self._order.strange(own))
+            yield
+
+    def plan_order(self, own: Container[int] | None = None) -> bool:
+        """End `host_order`, before a plan runs.
+
+        Returns:
+            Whether live tensors have the values from before. If not, the next `sync` copies those of the parameters.
+
+        Raises:
+            WeightsInUse: another thread runs the original forward.
+            WeightsChanged: the memory of a weight is in use by others.
+        """
+        device = self._order.differs(own)
+        if device is None:
+            return True
+        with self._turn(device), self.gate.exclusive(), self._lock:
+            return self._order.to_plans(own)
+
+    def in_plan_order(self, own: Container[int] | None = None) -> bool:
+        """Whether `plan_order` has nothing to do."""
+        return self._order.differs(own) is None
+
+    @property
+    def laid_out(self) -> bool:
+        """Whether there are parameters in another layout than the host's."""
+        return bool(len(self._order))
 
     def memoize(self, name: str, find: Callable[[], bool]) -> bool:
         """The result of `find`, computed once for all plans of these weights."""
@@ -177,6 +222,8 @@ class WeightArena:
             WeightsAway: a parameter is on another device or on none, or another thread uses the weights.
             WeightsChanged: the shape or dtype of a parameter changed, or it is not a plain tensor.
         """
+        if detector is None:
+            self.plan_order()
         changed = (self._detector if detector is None else detector).changed()
         if not changed:
             return 0
@@ -273,8 +320,9 @@ class WeightArena:
             WeightsInUse: another thread used them for longer than `RESTORE_WAIT_S`.
         """
         with self.gate.exclusive(RESTORE_WAIT_S), self._lock:
+            in_place = self._order.in_place()
             for tensor, original in self._relaid():
-                if tensor.stride() != original:
+                if tensor.stride() != original or id(tensor) in in_place:
                     self._layouts.restore(tensor, original)
 
     def release(self) -> None:
@@ -299,6 +347,7 @@ class WeightArena:
             # no reference may keep the old memory alive
             self._weights, self._live, self._vacant = {}, [], {}
             self._packs.clear()
+            self._order.keep(())
             self._memo.clear()
             self._reset_detector()
             for tensor, original in laid:
@@ -364,6 +413,11 @@ class WeightArena:
         arriving: dict[int, Weight] = {}
         for weight, now in changed:
             check_compatible(weight, now, anywhere=anywhere)
+            if now is not None and id(weight) not in self._vacant:
+                if not self._layouts.same_format(weight.tensor, now, weight.path):
+                    # results have other strides then
+                    self._order.follow_conversion(value for value, *_ in tensors_of(self.root).values())
+                    raise WeightsChanged(f"the memory format of {weight.path} changed")
             if any(c.get(n) is not now for c, n in weight.slots):
                 raise WeightsChanged(f"{weight.path} is no longer shared between modules")
             bound = self._weights.get(id(now))
@@ -435,6 +489,7 @@ class WeightArena:
             if was is not None or original != now.stride():
                 self._layouts.record(now, original, paths)
         weight.bound = now
+        self._order.bound(weight)
         self._weights[id(weight.bound)] = weight
 
     def _protect_readers(

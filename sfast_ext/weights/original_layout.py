@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -69,6 +69,11 @@ class OriginalLayouts:
         laid = [self._paths[path] for path in paths if path in self._paths]
         return next((original for given, original in laid if given == layout), None)
 
+    def same_format(self, live: torch.Tensor, now: torch.Tensor, path: str) -> bool:
+        """Whether the host gave `now`, which is to replace `live`, the same memory format: contiguous or channels-last."""
+        was, new = self.strides_of(live), self.strides_of(now, [path])
+        return is_channels_last(live.shape, was or live.stride()) == is_channels_last(now.shape, new or now.stride())
+
     def is_original(self, tensor: torch.Tensor, original: Strides) -> bool:
         """Whether a tensor has its original strides, in memory that is not the arena's."""
         return tensor.stride() == original and memory_of(tensor) not in self._memory
@@ -117,6 +122,19 @@ class OriginalLayouts:
     def forget(self) -> None:
         """Forget the layouts of paths: new tensors in the module have the layout that the host chose."""
         self._paths.clear()
+
+
+def is_channels_last(shape: Sequence[int], strides: Strides) -> bool:
+    """Whether torch's convolutions take a weight for channels-last, and then return a result that is."""
+    if len(shape) not in (4, 5):
+        return False
+    inner = [1, *range(len(shape) - 1, 1, -1), 0]
+    least = 0
+    for d in inner:
+        if not shape[d] or strides[d] < least or (d == 0 and least == strides[1]):
+            return False
+        least = strides[d] * max(shape[d], 1)
+    return strides[1] != 0
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

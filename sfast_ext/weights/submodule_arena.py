@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class SubmoduleArena:
         self.root = root
         self._arena = arena
         self._detector = ChangeDetector([])
+        self._containers: set[int] = set()
         self._epoch = -1
 
     @property
@@ -63,11 +65,34 @@ class SubmoduleArena:
 
     def sync(self) -> int:
         """See `WeightArena.sync`. Checks the weights of the submodule only."""
+        own = self._own()
+        self._arena.plan_order(own)
+        return self._arena.sync(self._detector)
+
+    def host_order(self) -> AbstractContextManager[None]:
+        """See `WeightArena.host_order`. For the weights of the submodule only."""
+        return self._arena.host_order(self._own())
+
+    def plan_order(self) -> bool:
+        """See `WeightArena.plan_order`. For the weights of the submodule only."""
+        return self._arena.plan_order(self._own())
+
+    def in_plan_order(self) -> bool:
+        """See `WeightArena.in_plan_order`. For the weights of the submodule only."""
+        return self._arena.in_plan_order(self._own())
+
+    @property
+    def laid_out(self) -> bool:
+        """See `WeightArena.laid_out`."""
+        return self._arena.laid_out
+
+    def _own(self) -> set[int]:
+        """The dictionaries of the submodule, by id. Renews the detector as well."""
         if self._epoch != self._arena.epoch:
             self._epoch = self._arena.epoch
-            own = {id(c) for m in self.root.modules() for c in (m._parameters, m._buffers, m.__dict__)}
-            self._detector = self._arena.detector(own)
-        return self._arena.sync(self._detector)
+            self._containers = {id(c) for m in self.root.modules() for c in (m._parameters, m._buffers, m.__dict__)}
+            self._detector = self._arena.detector(self._containers)
+        return self._containers
 
     @property
     def vacant(self) -> bool:
