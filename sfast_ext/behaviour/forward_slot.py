@@ -82,7 +82,7 @@ class AcceleratedForward:
 
 
 class BeforeSaving:
-    """A hook that runs before `state_dict()` of the module, or before it is pickled."""
+    """A hook that runs before `state_dict()` of the module, or before it is copied or pickled."""
 
     def __init__(self, owner: SlotOwner) -> None:
         self._owner = owner
@@ -92,6 +92,8 @@ class BeforeSaving:
         self._owner.before_saving()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # the whole module is copied: its submodules are copied after hooks
+        self._owner.before_saving()
         return _no_hook
 
     def __reduce__(self) -> Any:

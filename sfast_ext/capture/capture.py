@@ -142,7 +142,7 @@ def _recorded(
 
     before = ModuleState(arena.root, ignored)
     try:
-        as_hosts = arena.host_order() if arena.laid_out else contextlib.nullcontext()
+        as_hosts = contextlib.nullcontext() if arena.order.is_hosts() else arena.order.host()
         with as_hosts, torch.inference_mode(False), torch.no_grad():
             graph_module = record(flat, inputs, arena.root, ignored)
     except NotOurs as exc:

@@ -138,7 +138,7 @@ class ModuleContext:
 
     def beside(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward that reads the module's parameters, and is no plan."""
-        with self.arena.host_order():
+        with self.arena.order.host():
             return forward(*args, **kwargs)
 
 

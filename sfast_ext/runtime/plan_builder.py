@@ -235,7 +235,7 @@ class PlanBuilder:
 
 
 def _strides(result: Any, call: Call) -> list[tuple[int, ...]] | None:
-    """The strides of the original's outputs. None if those of its inputs had an influence: plans get contiguous ones."""
+    """The strides of the original's outputs. None if they may depend on those of its inputs."""
     if not all(leaf.is_contiguous() for leaf in call.leaves if isinstance(leaf, torch.Tensor)):
         return None
     return [tuple(output.stride()) for output in flatten_output(result)[1]]
@@ -255,7 +255,7 @@ def make_plan(captured: Captured, call: Call, arena: Arena, device: torch.device
     """The plan of a captured forward: its graph after all passes, with the kernels that device and config allow."""
     at("choice of kernels")
     # passes may read weights
-    arena.plan_order()
+    arena.order.plan()
     graph = captured.graph_module.graph
     triton = _uses_triton(graph, device, config)
     # Values may live longer in the original forward, whose variables keep them, but no shorter.

@@ -158,7 +158,7 @@ class PlanFinder:
         context = self._context
         if not (plan.has_graph and context.config.cuda_graphs) or self._runner.is_compared(plan):
             return False
-        if not context.arena.in_plan_order():
+        if not context.arena.order.is_plans():
             return False
         return not self.speculation.weights_first()
 

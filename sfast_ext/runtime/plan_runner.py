@@ -121,7 +121,7 @@ class PlanRunner:
         if context.arena.vacant:
             # freed by another thread since the last sync
             raise WeightsAway("the memory of the weights was given back to the host")
-        if not context.arena.plan_order():
+        if not context.arena.order.plan():
             raise WeightsAway("the weights were replaced while another thread ran the original forward")
         if plan.device.type == "cuda" and context.config.cuda_graphs:
             pool = pool_of(plan.device)

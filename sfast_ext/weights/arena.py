@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from sfast_ext.weights.change_detector import ChangeDetector
-from sfast_ext.weights.external_refs import external_reader
+from sfast_ext.weights.external_refs import external_reader, give_own_memory, part
 from sfast_ext.weights.gate import Gate, gate_of
-from sfast_ext.weights.host_order import HostOrder
+from sfast_ext.weights.host_order import HostOrder, ModuleOrder, Turn
 from sfast_ext.weights.original_layout import OriginalLayouts, Strides, memory_of, set_data
 from sfast_ext.weights.packs import Packs
 from sfast_ext.weights.staging import Staging
-from sfast_ext.weights.vacancy import Vacancy, vacancies
+from sfast_ext.weights.vacancy import Vacancy, vacancies, vacant_bytes
 from sfast_ext.weights.weight import (
     Weight,
     WeightsAway,
@@ -56,9 +55,8 @@ class WeightArena:
         turn: the lock under which plans on a device run.
     """
 
-    def __init__(self, root: nn.Module, turn: Callable[[torch.device], AbstractContextManager[Any]] | None = None) -> None:
+    def __init__(self, root: nn.Module, turn: Turn | None = None) -> None:
         self.root = root
-        self._turn = turn or (lambda device: self._lock)
         self._lock = threading.RLock()
         self._weights: dict[int, Weight] = {}
         self._packs = Packs()
@@ -69,7 +67,8 @@ class WeightArena:
         """Incremented whenever the set of live tensors may have changed."""
         self._bound = 0  # plans bound so far
         self._layouts = OriginalLayouts()
-        self._order = HostOrder(self._layouts)
+        self._order = HostOrder(self._layouts, self._lock, turn)
+        self.order = ModuleOrder(self._order, lambda: self.gate)
         self._memo: dict[str, bool] = {}
         self._vacant: dict[int, Vacancy] = {}  # by id of the weight
         self.copied = 0
@@ -147,44 +146,6 @@ class WeightArena:
             self._order.add(weight, paths_of(self.root, weight))
             return True
 
-    @contextmanager
-    def host_order(self, own: Container[int] | None = None) -> Iterator[None]:
-        """Within, parameters have the host's strides, for a forward that is no plan.
-
-        Args:
-            own: dictionaries of modules, by id. Weights in others stay as they are.
-        """
-        with self.gate:
-            if (strange := self._order.strange(own)):
-                with self._turn(strange[0][0].tensor.device), self._lock:
-                    self._order.to_host(self._order.strange(own))
-            yield
-
-    def plan_order(self, own: Container[int] | None = None) -> bool:
-        """End `host_order`, before a plan runs.
-
-        Returns:
-            Whether live tensors have the values from before. If not, the next `sync` copies those of the parameters.
-
-        Raises:
-            WeightsInUse: another thread runs the original forward.
-            WeightsChanged: the memory of a weight is in use by others.
-        """
-        device = self._order.differs(own)
-        if device is None:
-            return True
-        with self._turn(device), self.gate.exclusive(), self._lock:
-            return self._order.to_plans(own)
-
-    def in_plan_order(self, own: Container[int] | None = None) -> bool:
-        """Whether `plan_order` has nothing to do."""
-        return self._order.differs(own) is None
-
-    @property
-    def laid_out(self) -> bool:
-        """Whether there are parameters in another layout than the host's."""
-        return bool(len(self._order))
-
     def memoize(self, name: str, find: Callable[[], bool]) -> bool:
         """The result of `find`, computed once for all plans of these weights."""
         if name not in self._memo:
@@ -223,7 +184,7 @@ class WeightArena:
             WeightsChanged: the shape or dtype of a parameter changed, or it is not a plain tensor.
         """
         if detector is None:
-            self.plan_order()
+            self.order.plan()
         changed = (self._detector if detector is None else detector).changed()
         if not changed:
             return 0
@@ -243,8 +204,7 @@ class WeightArena:
     def vacant_bytes(self) -> int:
         """What the live tensors that have no memory are going to take."""
         with self._lock:
-            blocks = {id(vacancy): vacancy for vacancy in self._vacant.values()}
-            return sum(block.elements * block.dtype.itemsize for block in blocks.values())
+            return vacant_bytes(self._vacant.values())
 
     def fetch(self) -> int:
         """Copy the parameters from their device into the live tensors, and make them views of those.
@@ -414,10 +374,7 @@ class WeightArena:
         for weight, now in changed:
             check_compatible(weight, now, anywhere=anywhere)
             if now is not None and id(weight) not in self._vacant:
-                if not self._layouts.same_format(weight.tensor, now, weight.path):
-                    # results have other strides then
-                    self._order.follow_conversion(value for value, *_ in tensors_of(self.root).values())
-                    raise WeightsChanged(f"the memory format of {weight.path} changed")
+                self._order.check_format(weight, now, self.root)
             if any(c.get(n) is not now for c, n in weight.slots):
                 raise WeightsChanged(f"{weight.path} is no longer shared between modules")
             bound = self._weights.get(id(now))
@@ -446,7 +403,7 @@ class WeightArena:
         finally:
             self.copied += len(written) - len(sources)
             self._reset_detector()
-            self._sweep()
+            self._layouts.sweep({id(w.bound) for w in self._live})
         return len(written)
 
     def _take_in(self, arrived: list[tuple[Weight, torch.Tensor]], sources: dict[int, torch.Tensor]) -> None:
@@ -475,9 +432,6 @@ class WeightArena:
             for member in vacancy.members:
                 del self._vacant[id(member.weight)]
 
-    def _sweep(self) -> None:
-        self._layouts.sweep({id(weight.bound) for weight in self._live})
-
     def _bind(self, weight: Weight, now: torch.Tensor) -> None:
         """Make a parameter a view of the live tensor, which has its values."""
         if not same_place(now, weight.tensor):
@@ -500,25 +454,11 @@ class WeightArena:
         Raises:
             WeightsChanged: there is a reader that cannot be moved.
         """
-        left: list[tuple[Weight, weakref.ref[torch.Tensor], Callable[[torch.Tensor], None]]] = []
-        for weight, now in written:
-            if weight.bound is not None and weight.bound is not now:
-                left.append((weight, weakref.ref(weight.bound), self._layouts.release(weight.bound)))
-                weight.bound = None
+        left = part(written, self._layouts)
         for detector in list(self._detectors):
             detector.forget({id(weight) for weight, *_ in left})
-        coming = {id(now) for _, now in arrived}
-        for weight, reference, record_again in left:
-            old = reference()
-            if old is None:
-                continue
-            record_again(old)
-            # still referenced: it is in another slot, or a host keeps it to put it back
-            if id(old) not in coming and memory_of(old) == memory_of(weight.tensor):
-                original = self._layouts.strides_of(old)
-                self._layouts.restore(old, old.stride() if original is None else original)
-            old = None
-        self._sweep()
+        give_own_memory(left, {id(now) for _, now in arrived}, self._layouts)
+        self._layouts.sweep({id(w.bound) for w in self._live})
         other = external_reader([*self._known_weights(), *self._packs.all()], arrived, [w for w, _ in written])
         if other is not None:
             raise WeightsChanged(f"the memory of {other.path} is still in use by others")

@@ -28,8 +28,8 @@ Sources = list[tuple[nn.Parameter, torch.Tensor]]
 @dataclass
 class _Kept:
     parameters: list[int]
-    """By id: `torch.utils.swap_tensors` raises for a tensor with a weak reference. Another one with the id of one that is
-    gone is put back only if it is equal."""
+    """By id: `torch.utils.swap_tensors` raises for a tensor with a weak reference. Another tensor may have the id of a
+    parameter that is gone; it is put back only if it is equal."""
     sources: list[torch.Tensor]
     digests: Digests
 

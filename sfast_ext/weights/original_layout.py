@@ -69,10 +69,13 @@ class OriginalLayouts:
         laid = [self._paths[path] for path in paths if path in self._paths]
         return next((original for given, original in laid if given == layout), None)
 
-    def same_format(self, live: torch.Tensor, now: torch.Tensor, path: str) -> bool:
-        """Whether the host gave `now`, which is to replace `live`, the same memory format: contiguous or channels-last."""
-        was, new = self.strides_of(live), self.strides_of(now, [path])
-        return is_channels_last(live.shape, was or live.stride()) == is_channels_last(now.shape, new or now.stride())
+    def choose(self, tensor: torch.Tensor, paths: Iterable[str]) -> None:
+        """The host chose the strides that the tensor of these paths has."""
+        self._moved.pop(id(tensor), None)
+        for path in paths:
+            self._paths.pop(path, None)
+        if memory_of(tensor) in self._memory:
+            self.record(tensor, tensor.stride(), paths)
 
     def is_original(self, tensor: torch.Tensor, original: Strides) -> bool:
         """Whether a tensor has its original strides, in memory that is not the arena's."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ class SubmoduleArena:
         self._detector = ChangeDetector([])
         self._containers: set[int] = set()
         self._epoch = -1
+        self.order = arena.order.of_part(self._own)
 
     @property
     def gate(self) -> Gate:
@@ -65,26 +65,8 @@ class SubmoduleArena:
 
     def sync(self) -> int:
         """See `WeightArena.sync`. Checks the weights of the submodule only."""
-        own = self._own()
-        self._arena.plan_order(own)
+        self.order.plan()
         return self._arena.sync(self._detector)
-
-    def host_order(self) -> AbstractContextManager[None]:
-        """See `WeightArena.host_order`. For the weights of the submodule only."""
-        return self._arena.host_order(self._own())
-
-    def plan_order(self) -> bool:
-        """See `WeightArena.plan_order`. For the weights of the submodule only."""
-        return self._arena.plan_order(self._own())
-
-    def in_plan_order(self) -> bool:
-        """See `WeightArena.in_plan_order`. For the weights of the submodule only."""
-        return self._arena.in_plan_order(self._own())
-
-    @property
-    def laid_out(self) -> bool:
-        """See `WeightArena.laid_out`."""
-        return self._arena.laid_out
 
     def _own(self) -> set[int]:
         """The dictionaries of the submodule, by id. Renews the detector as well."""
