@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, cast
 
 from torch import nn
@@ -291,6 +291,10 @@ class Accelerator:
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original forward, see `CallServer.original`."""
         return self._server.original(*args, **kwargs)
+
+    def beside(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a module that may share parameters with this one, as a shallow copy of it does."""
+        return self._context.beside(forward, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # a part is bypassed inside the original forward of the whole

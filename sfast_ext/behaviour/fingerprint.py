@@ -40,7 +40,7 @@ from sfast_ext.behaviour.foreign_code import (
     torchs_methods,
     written_by,
 )
-from sfast_ext.behaviour.forward_slot import AcceleratedForward, OwnForward, is_own_forward
+from sfast_ext.behaviour.forward_slot import AcceleratedForward, is_own_forward
 from sfast_ext.behaviour.reach import names_within
 from sfast_ext.behaviour.snapshot import LONGEST, Snapshot
 
@@ -297,8 +297,8 @@ class Reader:
         attributes = module.__dict__
         for slot in ("forward", "_old_forward"):
             function = attributes.get(slot)
-            while isinstance(function, OwnForward):
-                # on a part, or while a capture is made
+            while isinstance(function, AcceleratedForward):
+                # on a part
                 function = function.previous
             if function is not None and not is_own_forward(function, module):
                 if slot != "forward" or self.transparent is None or not self.transparent(module, slot, function):

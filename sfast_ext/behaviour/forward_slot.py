@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from sfast_ext.behaviour.foreign_code import describe
+from sfast_ext.behaviour.holder import TORCHS, ClassForward, called_on, has_copies
 
 
 class SlotOwner(Protocol):
@@ -20,20 +22,19 @@ class SlotOwner(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Called in place of the forward."""
 
+    def beside(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a module that may share parameters with the owner's."""
+
     def before_saving(self) -> None:
         """Called before the module's parameters are saved. Raises nothing."""
 
 
-class OwnForward:
-    """A forward that we put on an instance, beside which the one that it replaced counts."""
+class AcceleratedForward:
+    """The object in the slot. It calls its owner, and looks like the forward that it replaces.
 
-    __slots__ = ()
-    previous: Callable[..., Any] | None
-    """That of the instance before; None for that of the class."""
-
-
-class AcceleratedForward(OwnForward):
-    """The object in the slot. It calls its owner, and looks like the forward that it replaces."""
+    Attributes:
+        previous: the forward of the instance before; None for that of the class.
+    """
 
     # not in __dict__: functools.update_wrapper, as accelerate calls it, copies that, and deepcopy would follow
     __slots__ = ("owner", "detached", "_module", "previous", "__dict__")
@@ -56,6 +57,9 @@ class AcceleratedForward(OwnForward):
             pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        if frame.f_globals is TORCHS and (module := called_on(frame, self, self._module)) is not self._module:
+            return self.owner.beside(self.previous or functools.partial(_call_class, module), *args, **kwargs)
         if self.detached is not None:
             return self.detached(*args, **kwargs)
         return self.owner(*args, **kwargs)
@@ -64,29 +68,32 @@ class AcceleratedForward(OwnForward):
         # a copied module must run on its own weights, not on the plans of the original
         module = memo.get(id(self._module))
         if module is None:
-            return self.__wrapped__
+            # the forward by itself, or that of a shallow copy
+            return self.previous or ClassForward(self._module)
         if self.previous is None:
             return types.MethodType(type(module).forward, module)
         return copy.deepcopy(self.previous, memo)
 
     def __reduce__(self) -> Any:
         # a loaded module runs the previous forward, like a copied one
-        return (_class_forward, (self._module,)) if self.previous is None else (_as_it_is, (self.previous,))
+        if self.previous is not None:
+            return _as_it_is, (self.previous,)
+        return (ClassForward if has_copies(self, self._module) else _class_forward), (self._module,)
 
 
 class BeforeSaving:
-    """A hook that runs before `state_dict()` of the module, or before it is pickled."""
+    """A hook that runs before `state_dict()` of the module, or before it is copied or pickled."""
 
-    def __init__(self, module: nn.Module, owner: SlotOwner) -> None:
-        self._module = module
+    def __init__(self, owner: SlotOwner) -> None:
         self._owner = owner
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        # a shallow copy of the module shares its hooks
-        if module is self._module:
-            self._owner.before_saving()
+    def __call__(self, *_: Any) -> None:
+        # also for a shallow copy of the module, which shares its hooks and may share its parameters
+        self._owner.before_saving()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # the whole module is copied: its submodules are copied after hooks
+        self._owner.before_saving()
         return _no_hook
 
     def __reduce__(self) -> Any:
@@ -150,7 +157,7 @@ class ForwardSlot:
         self._forward = AcceleratedForward(self._module, self._owner, self.original, self._previous)
         object.__setattr__(self._module, name, self._forward)
         if self._saving is None and self._tells:
-            self._saving = self._module.register_state_dict_pre_hook(BeforeSaving(self._module, self._owner))
+            self._saving = self._module.register_state_dict_pre_hook(BeforeSaving(self._owner))
         return last is not self._previous
 
     def installed(self) -> bool:
@@ -206,6 +213,8 @@ def forward_of(module: nn.Module) -> Any:
 def is_own_forward(function: Any, module: nn.Module) -> bool:
     """Whether a function is the class's own forward. Accelerate leaves that on an instance when it removes its hook."""
     cls: Any = type(module)
+    if isinstance(function, ClassForward):
+        return True
     return getattr(function, "__self__", None) is module and getattr(function, "__func__", None) is cls.forward
 
 

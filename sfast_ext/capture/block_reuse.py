@@ -19,8 +19,9 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from sfast_ext.behaviour.forward_slot import AcceleratedForward, OwnForward, is_own_forward
+from sfast_ext.behaviour.forward_slot import AcceleratedForward, is_own_forward
 from sfast_ext.behaviour.structure import KnownCode, structure
+from sfast_ext.capture.interception import intercepted
 from sfast_ext.environment import TORCH
 
 try:
@@ -69,37 +70,16 @@ def reuse_blocks(root: nn.Module, ignored: frozenset[str], tracer: fx.Tracer) ->
         yield
         return
     reuser = _BlockReuser(ignored, tracer)
-    taken: list[tuple[dict, Any]] = []
-    try:
-        for module in _candidates(root):
-            attributes = module.__dict__
-            taken.append((attributes, attributes.get("forward", _absent)))
-            attributes["forward"] = _ReusedForward(reuser, module)
+    candidates = {id(module): module for module in _candidates(root)}
+
+    def called(call_impl: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if candidates.get(id(module)) is not module:
+            return call_impl(module, *args, **kwargs)
+        return reuser.call(module, functools.partial(call_impl, module), *args, **kwargs)
+
+    # not by attributes of the modules: another thread may copy or save them meanwhile
+    with intercepted({nn.Module._call_impl: called}):  # type: ignore[dict-item]
         yield
-    finally:
-        for attributes, before in taken:
-            if before is _absent:
-                attributes.pop("forward", None)
-            else:
-                attributes["forward"] = before
-
-
-class _ReusedForward(OwnForward):
-    """Records a call of a module, or copies what was recorded."""
-
-    __slots__ = ("previous", "_reuser", "_module", "_inner")
-
-    def __init__(self, reuser: _BlockReuser, module: nn.Module) -> None:
-        self.previous = module.__dict__.get("forward")
-        self._reuser, self._module = reuser, module
-        self._inner = self.previous or functools.partial(type(module).forward, module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._reuser.call(self._module, self._inner, *args, **kwargs)
-
-
-def _absent() -> None:
-    """A sentinel for a missing attribute."""
 
 
 def _candidates(root: nn.Module) -> list[nn.Module]:

@@ -6,6 +6,7 @@ scaled_dot_product_attention. Autocast acts below that level, so `autocast.mater
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
 from collections.abc import Callable, Container, Sequence
@@ -141,7 +142,8 @@ def _recorded(
 
     before = ModuleState(arena.root, ignored)
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        as_hosts = contextlib.nullcontext() if arena.order.is_hosts() else arena.order.host()
+        with as_hosts, torch.inference_mode(False), torch.no_grad():
             graph_module = record(flat, inputs, arena.root, ignored)
     except NotOurs as exc:
         raise CaptureRefused(str(exc)) from exc

@@ -93,9 +93,14 @@ def _record(
     mode = fake_mode()
     lazily = _lazily(True) if _lazily is not None else contextlib.nullcontext()
     modes = mode if mode is not None else contextlib.nullcontext()
-    with lazily, modes, foreign_ops.recorded(), _report_much_memory(), imports.in_other_thread():
-        # make_fx uses the active fake mode
-        return make_fx(recorded, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+    try:
+        with lazily, modes, foreign_ops.recorded(), _report_much_memory(), imports.in_other_thread():
+            # make_fx uses the active fake mode
+            return make_fx(recorded, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+    finally:
+        if mode is not None:
+            # weak references to the weights, for which torch.utils.swap_tensors raises
+            mode.fake_tensor_converter = type(mode.fake_tensor_converter)()
 
 
 def _report_much_memory() -> contextlib.AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from .rewrite import (
     argument,
     aten,
     call,
+    is_cast,
     is_op,
     is_weight,
     meta_like,
@@ -73,7 +74,21 @@ def rewrite(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     if is_pointwise(conv):
         return replace_pointwise(conv)
     weight = under_cast(argument(conv, 1, "weight"))
-    return is_weight(weight) and ctx.arena.channels_last(weight.meta["weight"])
+    return is_weight(weight) and only_convolutions_read(weight) and ctx.arena.channels_last(weight.meta["weight"])
+
+
+def only_convolutions_read(weight: fx.Node) -> bool:
+    """Whether a weight, or what it is cast to, is the weight of convolutions and nothing else.
+
+    Other code may call `view` on it, also while no forward runs, as DoRA does.
+    """
+    for user in weight.users:
+        if is_cast(user):
+            if not only_convolutions_read(user):
+                return False
+        elif not is_op(user, CONV) or argument(user, 1, "weight") is not weight:
+            return False
+    return True
 
 
 def convert_inputs(graph: fx.Graph, pinned: set[fx.Node]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -16,6 +16,7 @@ from sfast_ext.behaviour.forward_slot import ForwardSlot
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.report import Report
+from sfast_ext.runtime.graph_pool import pool_of
 from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.plan_cache import pool_for
 from sfast_ext.weights.arena import WeightArena
@@ -52,9 +53,14 @@ class ModelState(Generic[A]):
     def __init__(self, whole: A, module: nn.Module) -> None:
         self.whole = whole
         self.parts: list[A] = []
-        self.arena = WeightArena(module)
         self.lock = threading.RLock()
+        self.arena = WeightArena(module, self.turn)
         self.build_lock = _BUILDING
+
+    def turn(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """The lock to hold while a plan on a device runs. Graphs of one pool share memory; on a CPU only the plan is
+        protected."""
+        return pool_of(device).lock if device.type == "cuda" else self.lock
 
     def accelerators(self) -> tuple[A, ...]:
         """That of the whole and those of the parts."""
@@ -128,8 +134,12 @@ class ModuleContext:
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original forward."""
-        with self.arena.gate:
-            return self.slot.original(*args, **kwargs)
+        return self.beside(self.slot.original, *args, **kwargs)
+
+    def beside(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a forward that reads the module's parameters, and is no plan."""
+        with self.arena.order.host():
+            return forward(*args, **kwargs)
 
 
 def _first_parameter(module: nn.Module) -> torch.Tensor | None:

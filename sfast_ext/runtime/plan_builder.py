@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from sfast_ext import environment
-from sfast_ext.call_signature import Call, Signature
+from sfast_ext.call_signature import Call, Signature, flatten_output
 from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capture, capture_live
 from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
 from sfast_ext.config import Config
@@ -162,7 +162,9 @@ class PlanBuilder:
         report = context.report
         at("capture")
         try:
-            plan = make_plan(self._captured(lookup, run), lookup.call, context.arena, device, context.config)
+            captured = self._captured(lookup, run)
+            captured.output_strides = _strides(run.result, lookup.call) or captured.output_strides
+            plan = make_plan(captured, lookup.call, context.arena, device, context.config)
             if device.type == "cuda":
                 for sentence in environment.left_out(device):
                     report.once("kernels", sentence)
@@ -232,6 +234,13 @@ class PlanBuilder:
         return captured
 
 
+def _strides(result: Any, call: Call) -> list[tuple[int, ...]] | None:
+    """The strides of the original's outputs. None if they may depend on those of its inputs."""
+    if not all(leaf.is_contiguous() for leaf in call.leaves if isinstance(leaf, torch.Tensor)):
+        return None
+    return [tuple(output.stride()) for output in flatten_output(result)[1]]
+
+
 def _room(device: torch.device) -> int:
     """Bytes that a plan may take: free ones, and those of CUDA graphs, which give way."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -245,6 +254,8 @@ def _bytes(module: torch.nn.Module) -> int:
 def make_plan(captured: Captured, call: Call, arena: Arena, device: torch.device, config: Config) -> Plan:
     """The plan of a captured forward: its graph after all passes, with the kernels that device and config allow."""
     at("choice of kernels")
+    # passes may read weights
+    arena.order.plan()
     graph = captured.graph_module.graph
     triton = _uses_triton(graph, device, config)
     # Values may live longer in the original forward, whose variables keep them, but no shorter.

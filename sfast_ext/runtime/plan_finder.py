@@ -155,7 +155,10 @@ class PlanFinder:
 
         Not if the result is compared with the original's: the plan would be blamed for old weights.
         """
-        if not (plan.has_graph and self._context.config.cuda_graphs) or self._runner.is_compared(plan):
+        context = self._context
+        if not (plan.has_graph and context.config.cuda_graphs) or self._runner.is_compared(plan):
+            return False
+        if not context.arena.order.is_plans():
             return False
         return not self.speculation.weights_first()
 

@@ -13,7 +13,7 @@ from sfast_ext.report import at
 from sfast_ext.runtime.graph_pool import GraphPool, pool_of
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan import Plan
-from sfast_ext.runtime.plan_cache import PlanCache, pool_for
+from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.rare_calls import Stopwatch
 from sfast_ext.runtime.replay_state import Lookup
 from sfast_ext.runtime.verify import (
@@ -121,6 +121,8 @@ class PlanRunner:
         if context.arena.vacant:
             # freed by another thread since the last sync
             raise WeightsAway("the memory of the weights was given back to the host")
+        if not context.arena.order.plan():
+            raise WeightsAway("the weights were replaced while another thread ran the original forward")
         if plan.device.type == "cuda" and context.config.cuda_graphs:
             pool = pool_of(plan.device)
             if plan.has_graph:
@@ -146,9 +148,8 @@ class PlanRunner:
             plan.record_launches(call.leaves, self._context.report)
 
     def guard(self, plan: Plan) -> Any:
-        """The lock to hold while a plan runs. Graphs of one pool share memory; on a CPU only the plan is protected."""
-        pool = pool_for(plan)
-        return pool.lock if pool is not None else self._context.model.lock
+        """The lock to hold while a plan runs, see `ModelState.turn`."""
+        return self._context.model.turn(plan.device)
 
     def _capture_graph(self, plan: Plan, call: Call, pool: GraphPool) -> list[torch.Tensor] | None:
         config = self._context.config

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from sfast_ext.weights.change_detector import ChangeDetector
-from sfast_ext.weights.external_refs import external_reader
+from sfast_ext.weights.external_refs import external_reader, give_own_memory, part
 from sfast_ext.weights.gate import Gate, gate_of
+from sfast_ext.weights.host_order import HostOrder, ModuleOrder, Turn
 from sfast_ext.weights.original_layout import OriginalLayouts, Strides, memory_of, set_data
 from sfast_ext.weights.packs import Packs
 from sfast_ext.weights.staging import Staging
-from sfast_ext.weights.vacancy import Vacancy, vacancies
+from sfast_ext.weights.vacancy import Vacancy, vacancies, vacant_bytes
 from sfast_ext.weights.weight import (
     Weight,
     WeightsAway,
@@ -51,9 +52,10 @@ class WeightArena:
 
     Args:
         root: the module whose parameters, buffers and tensor attributes plans may read.
+        turn: the lock under which plans on a device run.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, turn: Turn | None = None) -> None:
         self.root = root
         self._lock = threading.RLock()
         self._weights: dict[int, Weight] = {}
@@ -65,6 +67,8 @@ class WeightArena:
         """Incremented whenever the set of live tensors may have changed."""
         self._bound = 0  # plans bound so far
         self._layouts = OriginalLayouts()
+        self._order = HostOrder(self._layouts, self._lock, turn)
+        self.order = ModuleOrder(self._order, lambda: self.gate)
         self._memo: dict[str, bool] = {}
         self._vacant: dict[int, Vacancy] = {}  # by id of the weight
         self.copied = 0
@@ -85,6 +89,7 @@ class WeightArena:
                 if w.bound is not None:
                     fresh.setdefault(id(w.bound), w)
             self._weights = fresh
+            self._order.keep(self._known_weights())
 
     def _indexed(
         self, value: torch.Tensor, paths: list[str], slots: list[WeightSlot], known: dict[tuple[int, str], Weight]
@@ -92,7 +97,7 @@ class WeightArena:
         """The weight in these slots: the known one if it still is that tensor, else a new one."""
         were = [w for container, name in slots if (w := known.get((id(container), name))) is not None]
         for w in were:
-            if w.plans or w.is_current(value):
+            if w.plans or w.is_current(value) or self._order.is_current(w, value):
                 # its ties may have changed; slots that a plan reads stay until sync() reports that
                 here = {(id(container), name) for container, name in slots}
                 w.slots = slots + [s for s in w.slots if w.plans and (id(s[0]), s[1]) not in here]
@@ -120,7 +125,7 @@ class WeightArena:
             WeightsInUse: another thread uses them.
         """
         with self.gate.exclusive(), self._lock:
-            return self._packs.make(weights, self._move_to)
+            return None if any(w in self._order for w in weights) else self._packs.make(weights, self._move_to)
 
     def channels_last(self, weight: Weight) -> bool:
         """Change the layout of a 4-D weight to channels-last. False if a plan reads it in another layout.
@@ -138,6 +143,7 @@ class WeightArena:
             with torch.inference_mode(False):
                 place = weight.tensor.contiguous(memory_format=torch.channels_last)
             self._move_to(weight, place)
+            self._order.add(weight, paths_of(self.root, weight))
             return True
 
     def memoize(self, name: str, find: Callable[[], bool]) -> bool:
@@ -177,6 +183,8 @@ class WeightArena:
             WeightsAway: a parameter is on another device or on none, or another thread uses the weights.
             WeightsChanged: the shape or dtype of a parameter changed, or it is not a plain tensor.
         """
+        if detector is None:
+            self.order.plan()
         changed = (self._detector if detector is None else detector).changed()
         if not changed:
             return 0
@@ -196,8 +204,7 @@ class WeightArena:
     def vacant_bytes(self) -> int:
         """What the live tensors that have no memory are going to take."""
         with self._lock:
-            blocks = {id(vacancy): vacancy for vacancy in self._vacant.values()}
-            return sum(block.elements * block.dtype.itemsize for block in blocks.values())
+            return vacant_bytes(self._vacant.values())
 
     def fetch(self) -> int:
         """Copy the parameters from their device into the live tensors, and make them views of those.
@@ -273,8 +280,9 @@ class WeightArena:
             WeightsInUse: another thread used them for longer than `RESTORE_WAIT_S`.
         """
         with self.gate.exclusive(RESTORE_WAIT_S), self._lock:
+            in_place = self._order.in_place()
             for tensor, original in self._relaid():
-                if tensor.stride() != original:
+                if tensor.stride() != original or id(tensor) in in_place:
                     self._layouts.restore(tensor, original)
 
     def release(self) -> None:
@@ -299,6 +307,7 @@ class WeightArena:
             # no reference may keep the old memory alive
             self._weights, self._live, self._vacant = {}, [], {}
             self._packs.clear()
+            self._order.keep(())
             self._memo.clear()
             self._reset_detector()
             for tensor, original in laid:
@@ -364,6 +373,8 @@ class WeightArena:
         arriving: dict[int, Weight] = {}
         for weight, now in changed:
             check_compatible(weight, now, anywhere=anywhere)
+            if now is not None and id(weight) not in self._vacant:
+                self._order.check_format(weight, now, self.root)
             if any(c.get(n) is not now for c, n in weight.slots):
                 raise WeightsChanged(f"{weight.path} is no longer shared between modules")
             bound = self._weights.get(id(now))
@@ -392,6 +403,7 @@ class WeightArena:
         finally:
             self.copied += len(written) - len(sources)
             self._reset_detector()
+            self._layouts.sweep({id(w.bound) for w in self._live})
         return len(written)
 
     def _take_in(self, arrived: list[tuple[Weight, torch.Tensor]], sources: dict[int, torch.Tensor]) -> None:
@@ -431,6 +443,7 @@ class WeightArena:
             if was is not None or original != now.stride():
                 self._layouts.record(now, original, paths)
         weight.bound = now
+        self._order.bound(weight)
         self._weights[id(weight.bound)] = weight
 
     def _protect_readers(
@@ -441,21 +454,11 @@ class WeightArena:
         Raises:
             WeightsChanged: there is a reader that cannot be moved.
         """
-        left: list[tuple[Weight, weakref.ref[torch.Tensor]]] = []
-        for weight, now in written:
-            if weight.bound is not None and weight.bound is not now:
-                left.append((weight, weakref.ref(weight.bound)))
-                weight.bound = None
+        left = part(written, self._layouts)
         for detector in list(self._detectors):
-            detector.forget({id(weight) for weight, _ in left})
-        coming = {id(now) for _, now in arrived}
-        for weight, reference in left:
-            old = reference()
-            # still referenced: it is in another slot, or a host keeps it to put it back
-            if old is not None and id(old) not in coming and memory_of(old) == memory_of(weight.tensor):
-                original = self._layouts.strides_of(old)
-                self._layouts.restore(old, old.stride() if original is None else original)
-            old = None
+            detector.forget({id(weight) for weight, *_ in left})
+        give_own_memory(left, {id(now) for _, now in arrived}, self._layouts)
+        self._layouts.sweep({id(w.bound) for w in self._live})
         other = external_reader([*self._known_weights(), *self._packs.all()], arrived, [w for w, _ in written])
         if other is not None:
             raise WeightsChanged(f"the memory of {other.path} is still in use by others")

@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Container, Iterable
 
 import torch
 
-from sfast_ext.weights.original_layout import memory_of
+from sfast_ext.weights.original_layout import OriginalLayouts, memory_of
 from sfast_ext.weights.weight import Weight, same_place
+
+Left = tuple[Weight, "weakref.ref[torch.Tensor]", Callable[[torch.Tensor], None]]
+"""A weight, its parameter from before, and what records that in the layouts again."""
+
+
+def part(written: Iterable[tuple[Weight, torch.Tensor]], layouts: OriginalLayouts) -> list[Left]:
+    """Drop the references to the parameters that others replaced."""
+    left: list[Left] = []
+    for weight, now in written:
+        if weight.bound is not None and weight.bound is not now:
+            left.append((weight, weakref.ref(weight.bound), layouts.release(weight.bound)))
+            weight.bound = None
+    return left
+
+
+def give_own_memory(left: Iterable[Left], coming: Container[int], layouts: OriginalLayouts) -> None:
+    """Give replaced parameters that are still referenced memory of their own: they are in another slot, or a host keeps
+    them to put them back.
+
+    Args:
+        coming: ids of those that are going to be views of live tensors again.
+    """
+    for weight, reference, record_again in left:
+        old = reference()
+        if old is None:
+            continue
+        record_again(old)
+        if id(old) not in coming and memory_of(old) == memory_of(weight.tensor):
+            original = layouts.strides_of(old)
+            layouts.restore(old, old.stride() if original is None else original)
 
 
 def external_reader(

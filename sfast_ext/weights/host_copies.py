@@ -27,7 +27,9 @@ Sources = list[tuple[nn.Parameter, torch.Tensor]]
 
 @dataclass
 class _Kept:
-    parameters: list[weakref.ref[nn.Parameter]]
+    parameters: list[int]
+    """By id: `torch.utils.swap_tensors` raises for a tensor with a weak reference. Another tensor may have the id of a
+    parameter that is gone; it is put back only if it is equal."""
     sources: list[torch.Tensor]
     digests: Digests
 
@@ -64,7 +66,7 @@ class HostCopies:
         if followed:
             with _readable():
                 digests = Digests([live_tensor(parameter) for parameter, _ in followed])
-            self._kept[module] = _Kept([weakref.ref(p) for p, _ in followed], [s for _, s in followed], digests)
+            self._kept[module] = _Kept([id(p) for p, _ in followed], [s for _, s in followed], digests)
 
     def put_back(self, module: nn.Module) -> int:
         """Give the parameters of a module that is about to leave the GPU their copies in system memory, where these are
@@ -72,11 +74,9 @@ class HostCopies:
         kept = self._kept.pop(module, None)
         if kept is None:
             return 0
-        present = {id(parameter) for parameter in module.parameters()}
-        references = zip((reference() for reference in kept.parameters), kept.sources)
-        parameters = [
-            p if p is not None and id(p) in present and _followed(p, source) else None for p, source in references
-        ]
+        present = {id(parameter): parameter for parameter in module.parameters()}
+        places = zip((present.get(key) for key in kept.parameters), kept.sources)
+        parameters = [p if p is not None and _followed(p, source) else None for p, source in places]
         for device in {p.device for p in parameters if p is not None}:
             # what another stream writes to them
             torch.cuda.synchronize(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -13,24 +13,39 @@ Strides = tuple[int, ...]
 Layout = tuple[torch.Size, Strides]
 
 
+class _Held:
+    """A reference to a tensor, called like a weak one."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __call__(self) -> torch.Tensor:
+        return self._tensor
+
+
 class OriginalLayouts:
     """The strides that the host gave to tensors.
 
     Recorded for all memory that the arena allocated or changed, and for all tensors that it moved there, as long as
-    they are referenced: a host may keep some and put them back long after plans and weights are gone.
+    others reference them: a host may keep some and put them back long after plans and weights are gone.
+
+    Tensors are held by strong references, which `sweep` gives up. `torch.utils.swap_tensors`, as `Module.to` calls it,
+    raises for a tensor with a weak reference.
     """
 
     def __init__(self) -> None:
         # the weak reference keeps the id of the storage from being reused
         self._memory: dict[int, tuple[StorageWeakRef, dict[tuple[int, Layout], Strides]]] = {}
-        self._moved: dict[int, tuple[weakref.ref[torch.Tensor], Layout, Strides]] = {}
+        self._moved: dict[int, tuple[_Held, Layout, Strides]] = {}
         self._paths: dict[str, tuple[Layout, Strides]] = {}
 
     def record(self, tensor: torch.Tensor, original: Strides, paths: Iterable[str]) -> None:
         """The arena moved the tensor of these paths. Its original strides are `original`."""
         layout = _layout(tensor)
         self.record_memory(tensor, original)
-        self._moved[id(tensor)] = (weakref.ref(tensor), layout, original)
+        self._moved[id(tensor)] = (_Held(tensor), layout, original)
         self._paths.update((path, (layout, original)) for path in paths)
 
     def record_memory(self, tensor: torch.Tensor, original: Strides) -> None:
@@ -48,11 +63,19 @@ class OriginalLayouts:
             # strides that the arena did not set are the host's choice
             return memory[1].get((tensor.storage_offset(), layout), tensor.stride())
         # strides propagate to what is computed from a tensor: its new data, or a tensor that replaces it
-        reference, moved, original = self._moved.get(id(tensor), (None, None, None))
-        if reference is not None and reference() is tensor and moved == layout:
+        _, moved, original = self._moved.get(id(tensor), (None, None, None))
+        if moved == layout:
             return original
         laid = [self._paths[path] for path in paths if path in self._paths]
         return next((original for given, original in laid if given == layout), None)
+
+    def choose(self, tensor: torch.Tensor, paths: Iterable[str]) -> None:
+        """The host chose the strides that the tensor of these paths has."""
+        self._moved.pop(id(tensor), None)
+        for path in paths:
+            self._paths.pop(path, None)
+        if memory_of(tensor) in self._memory:
+            self.record(tensor, tensor.stride(), paths)
 
     def is_original(self, tensor: torch.Tensor, original: Strides) -> bool:
         """Whether a tensor has its original strides, in memory that is not the arena's."""
@@ -60,7 +83,8 @@ class OriginalLayouts:
 
     def moved(self) -> list[torch.Tensor]:
         """The tensors that the arena moved and that still exist, in the module or elsewhere."""
-        return [tensor for reference, _, _ in self._moved.values() if (tensor := reference()) is not None]
+        self.sweep()
+        return [held() for held, _, _ in self._moved.values()]
 
     def restore(self, tensor: torch.Tensor, original: Strides) -> None:
         """Move a tensor to memory of its own, with its original strides."""
@@ -70,14 +94,50 @@ class OriginalLayouts:
             set_data(tensor, own)
         self._moved.pop(id(tensor), None)
 
-    def sweep(self) -> None:
-        """Forget tensors and memory that do not exist any more."""
+    def sweep(self, used: Container[int] = ()) -> None:
+        """Forget tensors and memory that nobody else references.
+
+        Args:
+            used: ids of tensors that others reference for certain.
+        """
+        for key in [key for key in self._moved if key not in used]:
+            # a tensor that survives the loss of this reference has others
+            held, layout, original = self._moved.pop(key)
+            reference = weakref.ref(held())
+            del held
+            if (tensor := reference()) is not None:
+                self._moved[key] = (_Held(tensor), layout, original)
+                del tensor
         self._memory = {key: known for key, known in self._memory.items() if not known[0].expired()}
-        self._moved = {key: known for key, known in self._moved.items() if known[0]() is not None}
+
+    def release(self, tensor: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """Drop the reference to a tensor. Returns a function that records the tensor again."""
+        known = self._moved.pop(id(tensor), None)
+        if known is None:
+            return lambda again: None
+        _, layout, original = known
+
+        def record_again(again: torch.Tensor) -> None:
+            self._moved[id(again)] = (_Held(again), layout, original)
+
+        return record_again
 
     def forget(self) -> None:
         """Forget the layouts of paths: new tensors in the module have the layout that the host chose."""
         self._paths.clear()
+
+
+def is_channels_last(shape: Sequence[int], strides: Strides) -> bool:
+    """Whether torch's convolutions take a weight for channels-last, and then return a result that is."""
+    if len(shape) not in (4, 5):
+        return False
+    inner = [1, *range(len(shape) - 1, 1, -1), 0]
+    least = 0
+    for d in inner:
+        if not shape[d] or strides[d] < least or (d == 0 and least == strides[1]):
+            return False
+        least = strides[d] * max(shape[d], 1)
+    return strides[1] != 0
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

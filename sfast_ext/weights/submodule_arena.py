@@ -26,7 +26,9 @@ class SubmoduleArena:
         self.root = root
         self._arena = arena
         self._detector = ChangeDetector([])
+        self._containers: set[int] = set()
         self._epoch = -1
+        self.order = arena.order.of_part(self._own)
 
     @property
     def gate(self) -> Gate:
@@ -63,11 +65,16 @@ class SubmoduleArena:
 
     def sync(self) -> int:
         """See `WeightArena.sync`. Checks the weights of the submodule only."""
+        self.order.plan()
+        return self._arena.sync(self._detector)
+
+    def _own(self) -> set[int]:
+        """The dictionaries of the submodule, by id. Renews the detector as well."""
         if self._epoch != self._arena.epoch:
             self._epoch = self._arena.epoch
-            own = {id(c) for m in self.root.modules() for c in (m._parameters, m._buffers, m.__dict__)}
-            self._detector = self._arena.detector(own)
-        return self._arena.sync(self._detector)
+            self._containers = {id(c) for m in self.root.modules() for c in (m._parameters, m._buffers, m.__dict__)}
+            self._detector = self._arena.detector(self._containers)
+        return self._containers
 
     @property
     def vacant(self) -> bool:

@@ -60,6 +60,11 @@ class Vacancy:
                     layouts.record_memory(tensor, member.original)
 
 
+def vacant_bytes(given: Iterable[Vacancy]) -> int:
+    """What the blocks are going to take. Each may be given several times."""
+    return sum(block.elements * block.dtype.itemsize for block in {id(block): block for block in given}.values())
+
+
 def vacancies(live: Iterable[Weight], known: Iterable[Weight], layouts: OriginalLayouts) -> tuple[list[Vacancy], bool]:
     """The blocks of live tensors that no parameter of the module uses, and whether parameters use others.
 
