@@ -11,7 +11,12 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from sfast_ext import torch_state
 from sfast_ext.behaviour.foreign_code import describe
+
+_compiles = torch_state.compiles
+_OF_METHODS = frozenset({"__self__", "__func__"})
+"""What tells that a forward is the class's own."""
 
 
 class SlotOwner(Protocol):
@@ -55,7 +60,15 @@ class AcceleratedForward(OwnForward):
         except (TypeError, ValueError):
             pass
 
+    def __getattr__(self, name: str) -> Any:
+        # torch.export and torch.jit.script read the code and the marks of a module's forward
+        if name in _OF_METHODS or "__wrapped__" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _compiles():
+            return _run(self.previous, self._module, args, kwargs)
         if self.detached is not None:
             return self.detached(*args, **kwargs)
         return self.owner(*args, **kwargs)
@@ -130,6 +143,10 @@ class ForwardSlot:
             return self._previous
         # looked up for each call: hosts patch the class after we are installed
         return types.MethodType(type(self._module).forward, self._module)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the original forward, in steps that Dynamo traces."""
+        return _run(self._previous, self._module, args, kwargs)
 
     def install(self) -> bool:
         """Put our object into the slot. A wrapper around it (accelerate's hook) stays.
@@ -207,6 +224,10 @@ def is_own_forward(function: Any, module: nn.Module) -> bool:
     """Whether a function is the class's own forward. Accelerate leaves that on an instance when it removes its hook."""
     cls: Any = type(module)
     return getattr(function, "__self__", None) is module and getattr(function, "__func__", None) is cls.forward
+
+
+def _run(previous: Callable[..., Any] | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return previous(*args, **kwargs) if previous is not None else type(module).forward(module, *args, **kwargs)
 
 
 def _call_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

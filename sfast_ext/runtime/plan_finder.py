@@ -16,6 +16,7 @@ from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.runtime.replay_state import SPECULATION_BACKOFF, Lookup, Speculation
+from sfast_ext.torch_state import records_graph
 
 READING_KEY = "behaviour key"
 _BYPASS, _ARGUMENTS = "bypass_reason of the host", "arguments of the host"
@@ -147,6 +148,8 @@ class PlanFinder:
         refused = unserved(device)
         if refused is not None:
             raise NotOurs(refused)
+        if records_graph(device):
+            raise NotOurs("the program captures a CUDA graph on the current stream")
         return device
 
     def _may_speculate(self, plan: Plan) -> bool:
