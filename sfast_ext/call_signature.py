@@ -17,10 +17,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext import fp32_precision
+from sfast_ext.torch_state import default_device, flash_kernels
 
 _CONSTANTS = frozenset({type(None), bool, str, bytes, torch.dtype, torch.device})
 # before torch 2.4 there was a function for each device type
 _AUTOCAST_BY_TYPE = hasattr(torch, "get_autocast_dtype")
+_any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 # A tensor of up to this many elements may be on the CPU (a timestep). It is copied to the model's device.
 SMALL = 64
 
@@ -36,6 +38,8 @@ class Signature:
     tree: Hashable
     mode: tuple[Any, ...]
     flags: tuple[Any, ...] = ()
+    other_mode: tuple[Any, ...] = ()
+    """Autocast of the device type that the model is not on: a forward may ask for it, or compute a part there."""
 
     def words(self) -> str:
         """The signature as readable text."""
@@ -70,6 +74,8 @@ def as_tensor(leaf: Any, device: torch.device) -> torch.Tensor:
 
 def autocast_mode(device_type: str) -> tuple[Any, ...]:
     """(device type, dtype) of autocast, or () without it."""
+    if not _any_autocast():
+        return ()
     if _AUTOCAST_BY_TYPE:
         return (device_type, torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else ()
     if device_type == "cuda":
@@ -77,23 +83,38 @@ def autocast_mode(device_type: str) -> tuple[Any, ...]:
     return ("cpu", torch.get_autocast_cpu_dtype()) if torch.is_autocast_cpu_enabled() else ()
 
 
-def _flag_readers() -> list[Callable[[], Any]]:
-    names = [
-        "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_bf16_reduced_precision_reduction",
-        "_get_cublas_allow_fp16_accumulation", "_get_cudnn_enabled", "_get_cudnn_deterministic",
-        "_get_deterministic_algorithms",
-    ]  # fmt: skip
-    readers = [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
-    return [*readers, fp32_precision.read_matmul, fp32_precision.read_conv]
+def _flag(name: str) -> Callable[[], Any]:
+    """Reads a flag of torch; false in a version that has no such flag."""
+    return getattr(torch._C, name, bool)
 
 
-_FLAG_READERS = _flag_readers()
+_half_sums = _flag("_get_cublas_allow_fp16_reduced_precision_reduction")
+_bf16_sums = _flag("_get_cublas_allow_bf16_reduced_precision_reduction")
+_half_accumulators = _flag("_get_cublas_allow_fp16_accumulation")
+_cudnn, _cudnn_deterministic = _flag("_get_cudnn_enabled"), _flag("_get_cudnn_deterministic")
+_deterministic, _mkldnn = _flag("_get_deterministic_algorithms"), _flag("_get_mkldnn_enabled")
+_sdp_flash, _sdp_efficient = _flag("_get_flash_sdp_enabled"), _flag("_get_mem_efficient_sdp_enabled")
+_sdp_math, _sdp_cudnn = _flag("_get_math_sdp_enabled"), _flag("_get_cudnn_sdp_enabled")
+_sdp_half_sums = _flag("_get_math_sdp_allow_fp16_bf16_reduction")
+_default_dtype, _default_type = torch.get_default_dtype, _flag("_get_default_device")
+_raw_matmul, _raw_conv = fp32_precision.RAW
+_known_flags: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
 def numerical_flags() -> tuple[Any, ...]:
-    """What a program can tell torch about the precision and the choice of kernels: TF32, sums in half precision,
-    determinism. A CUDA graph keeps what was chosen when it was captured."""
-    return tuple([read() for read in _FLAG_READERS])
+    """What a program can tell torch about the tensors that a forward makes, about precision and the choice of kernels:
+    default dtype and device, TF32, sums in half precision, determinism, ways to compute attention. A CUDA graph keeps
+    what was chosen when it was captured."""
+    # in one expression: a loop over the readers takes three times as long
+    raw = (
+        _default_dtype(), _default_type(), default_device(), flash_kernels(), _half_sums(), _bf16_sums(),
+        _half_accumulators(), _cudnn(), _cudnn_deterministic(), _deterministic(), _mkldnn(), _sdp_flash(),
+        _sdp_efficient(), _sdp_math(), _sdp_cudnn(), _sdp_half_sums(), _raw_matmul(), _raw_conv(),
+    )  # fmt: skip
+    known = _known_flags.get(raw)
+    if known is None:
+        known = _known_flags[raw] = (*raw[:-2], fp32_precision.read_matmul(), fp32_precision.read_conv())
+    return known
 
 
 def flatten_call(
@@ -112,7 +133,8 @@ def flatten_call(
     positional = tuple([_flatten(a, leaves, device, (None, "argument {}", i), numbers) for i, a in enumerate(args)])
     named = tuple([(k, _flatten(v, leaves, device, (None, "{}", k), numbers)) for k, v in sorted(kwargs.items())])
     tree = ("call", positional, named)
-    return Call(Signature(tree, autocast_mode(device.type), numerical_flags()), leaves, tree)
+    kind, other = device.type, "cpu" if device.type == "cuda" else "cuda"
+    return Call(Signature(tree, autocast_mode(kind), numerical_flags(), autocast_mode(other)), leaves, tree)
 
 
 def flatten_output(output: Any) -> tuple[Any, list[torch.Tensor]]:
