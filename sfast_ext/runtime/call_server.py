@@ -124,7 +124,8 @@ class CallServer:
             self.pace.tick()
             if plan.pass_of_use != self.passes:
                 plan.pass_of_use, plan.used_at = self.passes, time.time()
-        self._backoff.record_replay(lookup.shape_signature, plan.replays)
+        if plan.shape_signature is not None:
+            self._backoff.record_replay(plan.shape_signature, plan.replays)
         self._report.count("replays" if plan.has_graph else "eager_runs")
         return result
 
