@@ -31,6 +31,7 @@ from sfast_ext.runtime.plan_builder import PlanBuilder
 from sfast_ext.runtime.plan_cache import PlanCache, pool_for
 from sfast_ext.runtime.plan_finder import PlanFinder
 from sfast_ext.runtime.plan_runner import PlanRunner
+from sfast_ext.torch_state import compiles
 from sfast_ext.weights.submodule_arena import Arena, SubmoduleArena
 from sfast_ext.weights.weight import WeightsAway, WeightsInUse
 
@@ -77,7 +78,7 @@ class Accelerator:
         self._runner = PlanRunner(context, cache)
         failures = Failures(context, cache)
         self._builder = PlanBuilder(context, cache, self._runner, failures, self._backoff)
-        self._finder = PlanFinder(context, cache, self._runner, self._builder.static_numbers, self._backoff)
+        self._finder = PlanFinder(context, cache, self._runner, self._builder.roles, self._backoff)
         self._server = CallServer(context, cache, self._finder, self._runner, self._builder, failures, self._backoff)
         self._released = False
         self._inside = threading.local()
@@ -297,6 +298,8 @@ class Accelerator:
         return self._context.beside(forward, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if compiles():
+            return self._context.slot.run(args, kwargs)
         # a part is bypassed inside the original forward of the whole
         bypass = self._released or (self.whole is not None and building())
         if bypass or getattr(self._inside, "busy", False) or not self.config.enabled:

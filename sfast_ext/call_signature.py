@@ -2,7 +2,8 @@
 
 A call is a tree of tuples, lists, dicts and dataclasses. Its tensors are the inputs of a plan. A Python number that is
 an argument of its own (a timestep, the strength of a ControlNet) becomes a 0-d tensor, so that it is not baked into a
-plan. All other scalars are part of the signature.
+plan, and so do chosen numbers inside of other arguments, see `runtime/argument_roles.py`. All other scalars are part of
+the signature.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext import fp32_precision
+from sfast_ext.torch_state import default_device, flash_kernels
 
 _CONSTANTS = frozenset({type(None), bool, str, bytes, torch.dtype, torch.device})
 # before torch 2.4 there was a function for each device type
 _AUTOCAST_BY_TYPE = hasattr(torch, "get_autocast_dtype")
+_any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 # A tensor of up to this many elements may be on the CPU (a timestep). It is copied to the model's device.
 SMALL = 64
 
@@ -36,6 +39,8 @@ class Signature:
     tree: Hashable
     mode: tuple[Any, ...]
     flags: tuple[Any, ...] = ()
+    other_mode: tuple[Any, ...] = ()
+    """Autocast of the device type that the model is not on: a forward may ask for it, or compute a part there."""
 
     def words(self) -> str:
         """The signature as readable text."""
@@ -44,7 +49,7 @@ class Signature:
 
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of all tensors, in the order of the arguments."""
-        return list(_shapes(self.tree))
+        return [shape for _, shape in _tensors(self.tree)]
 
 
 @dataclass
@@ -54,6 +59,10 @@ class Call:
     signature: Signature
     leaves: list[Any]
     tree: Any
+    nested: list[Any]
+    """All numbers inside of other arguments, in order."""
+    inputs: frozenset[int]
+    """Which of those are leaves."""
 
     def tensors(self, device: torch.device) -> list[torch.Tensor]:
         """The leaves as contiguous tensors on `device`. Copies only where needed."""
@@ -70,6 +79,8 @@ def as_tensor(leaf: Any, device: torch.device) -> torch.Tensor:
 
 def autocast_mode(device_type: str) -> tuple[Any, ...]:
     """(device type, dtype) of autocast, or () without it."""
+    if not _any_autocast():
+        return ()
     if _AUTOCAST_BY_TYPE:
         return (device_type, torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else ()
     if device_type == "cuda":
@@ -77,42 +88,67 @@ def autocast_mode(device_type: str) -> tuple[Any, ...]:
     return ("cpu", torch.get_autocast_cpu_dtype()) if torch.is_autocast_cpu_enabled() else ()
 
 
-def _flag_readers() -> list[Callable[[], Any]]:
-    names = [
-        "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_bf16_reduced_precision_reduction",
-        "_get_cublas_allow_fp16_accumulation", "_get_cudnn_enabled", "_get_cudnn_deterministic",
-        "_get_deterministic_algorithms",
-    ]  # fmt: skip
-    readers = [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
-    return [*readers, fp32_precision.read_matmul, fp32_precision.read_conv]
+def _flag(name: str) -> Callable[[], Any]:
+    """Reads a flag of torch; false in a version that has no such flag."""
+    return getattr(torch._C, name, bool)
 
 
-_FLAG_READERS = _flag_readers()
+_half_sums = _flag("_get_cublas_allow_fp16_reduced_precision_reduction")
+_bf16_sums = _flag("_get_cublas_allow_bf16_reduced_precision_reduction")
+_half_accumulators = _flag("_get_cublas_allow_fp16_accumulation")
+_cudnn, _cudnn_deterministic = _flag("_get_cudnn_enabled"), _flag("_get_cudnn_deterministic")
+_deterministic, _mkldnn = _flag("_get_deterministic_algorithms"), _flag("_get_mkldnn_enabled")
+_sdp_flash, _sdp_efficient = _flag("_get_flash_sdp_enabled"), _flag("_get_mem_efficient_sdp_enabled")
+_sdp_math, _sdp_cudnn = _flag("_get_math_sdp_enabled"), _flag("_get_cudnn_sdp_enabled")
+_sdp_half_sums = _flag("_get_math_sdp_allow_fp16_bf16_reduction")
+_default_dtype, _default_type = torch.get_default_dtype, _flag("_get_default_device")
+_raw_matmul, _raw_conv = fp32_precision.RAW
+_known_flags: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
 def numerical_flags() -> tuple[Any, ...]:
-    """What a program can tell torch about the precision and the choice of kernels: TF32, sums in half precision,
-    determinism. A CUDA graph keeps what was chosen when it was captured."""
-    return tuple([read() for read in _FLAG_READERS])
+    """What a program can tell torch about the tensors that a forward makes, about precision and the choice of kernels:
+    default dtype and device, TF32, sums in half precision, determinism, ways to compute attention. A CUDA graph keeps
+    what was chosen when it was captured."""
+    # in one expression: a loop over the readers takes three times as long
+    raw = (
+        _default_dtype(), _default_type(), default_device(), flash_kernels(), _half_sums(), _bf16_sums(),
+        _half_accumulators(), _cudnn(), _cudnn_deterministic(), _deterministic(), _mkldnn(), _sdp_flash(),
+        _sdp_efficient(), _sdp_math(), _sdp_cudnn(), _sdp_half_sums(), _raw_matmul(), _raw_conv(),
+    )  # fmt: skip
+    known = _known_flags.get(raw)
+    if known is None:
+        known = _known_flags[raw] = (*raw[:-2], fp32_precision.read_matmul(), fp32_precision.read_conv())
+    return known
 
 
 def flatten_call(
-    args: Sequence[Any], kwargs: dict[str, Any], device: torch.device, *, static_numbers: bool = False
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    *,
+    static_numbers: bool = False,
+    inputs: frozenset[int] = frozenset(),
 ) -> Call:
     """Flatten the arguments of a call to a module on `device`.
 
     Args:
-        static_numbers: Python numbers stay in the signature. For forwards that branch on them.
+        static_numbers: Python numbers that are arguments of their own stay in the signature. For forwards that branch
+            on them.
+        inputs: the numbers inside of other arguments that become inputs, by their order in the call.
 
     Raises:
         NotOurs: an argument is of an unsupported type.
     """
     leaves: list[Any] = []
-    numbers = not static_numbers
+    nested: list[Any] = []
+    numbers = static_numbers, nested, inputs
     positional = tuple([_flatten(a, leaves, device, (None, "argument {}", i), numbers) for i, a in enumerate(args)])
     named = tuple([(k, _flatten(v, leaves, device, (None, "{}", k), numbers)) for k, v in sorted(kwargs.items())])
     tree = ("call", positional, named)
-    return Call(Signature(tree, autocast_mode(device.type), numerical_flags()), leaves, tree)
+    kind, other = device.type, "cpu" if device.type == "cuda" else "cuda"
+    signature = Signature(tree, autocast_mode(kind), numerical_flags(), autocast_mode(other))
+    return Call(signature, leaves, tree, nested, inputs)
 
 
 def flatten_output(output: Any) -> tuple[Any, list[torch.Tensor]]:
@@ -122,7 +158,22 @@ def flatten_output(output: Any) -> tuple[Any, list[torch.Tensor]]:
         NotOurs: the result contains an unsupported type.
     """
     leaves: list[Any] = []
-    return _flatten(output, leaves, None, (None, "the {}", "result"), False), leaves
+    return _flatten(output, leaves, None, (None, "the {}", "result"), (True, [], frozenset())), leaves
+
+
+def open_numbers(signature: Signature) -> Signature:
+    """The signature without the values of Python numbers: calls that differ in nothing else have it in common."""
+    return replace(signature, tree=_opened(signature.tree))
+
+
+def tensors_alone(signature: Signature) -> Signature:
+    """The signature without all that is no tensor: calls that differ in constants have it in common."""
+    return replace(signature, tree=tuple(_tensors(signature.tree)))
+
+
+def first_difference(one: Signature, other: Signature) -> str | None:
+    """The first argument in which two calls differ, as a message names it. None if their arguments are alike."""
+    return _difference(one.tree, other.tree, "")
 
 
 def rebuild_call(tree: Any, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -145,33 +196,40 @@ def copied(value: Any) -> Any:
 
 # the path to a value, for messages: (path of the container, format, key)
 _Where = tuple[Any, str, Any]
+# whether numbers that are arguments of their own are constants, all others, and which of those are inputs
+_Numbers = tuple[bool, list[Any], frozenset[int]]
 
 
-def _flatten(value: Any, leaves: list[Any], device: torch.device | None, where: _Where, numbers: bool) -> Any:
+def _flatten(value: Any, leaves: list[Any], device: torch.device | None, where: _Where, numbers: _Numbers) -> Any:
     kind = type(value)
     if kind is torch.Tensor:
         return _tensor(value, leaves, device, where)
     if kind in _CONSTANTS or isinstance(value, enum.Enum):
         return ("const", kind, value)
     if kind in (int, float):
-        if not numbers:
+        if where[0] is None:
+            constant = numbers[0]
+        else:
+            constant = len(numbers[1]) not in numbers[2]
+            numbers[1].append(value)
+        if constant:
             return ("const", kind, value)
         leaves.append(value)
         return ("number", kind, len(leaves) - 1)
     if isinstance(value, torch.Tensor):
         return _tensor(value, leaves, device, where)
     if isinstance(value, tuple) or kind is list:
-        items = [_flatten(v, leaves, device, (where, "[{}]", i), False) for i, v in enumerate(value)]
+        items = [_flatten(v, leaves, device, (where, "[{}]", i), numbers) for i, v in enumerate(value)]
         return ("list" if kind is list else "tuple", kind, tuple(items))
     if kind is not dict and dataclasses.is_dataclass(value):
         # before dict: outputs of diffusers are both
         names = [f.name for f in dataclasses.fields(value)]
-        fields = [(n, _flatten(getattr(value, n), leaves, device, (where, ".{}", n), False)) for n in names]
+        fields = [(n, _flatten(getattr(value, n), leaves, device, (where, ".{}", n), numbers)) for n in names]
         return ("data", kind, tuple(fields))
     if isinstance(value, dict):
         if not all(isinstance(k, (str, int)) for k in value):
             raise NotOurs(f"{_path(where)} is a dict with keys that are neither text nor integers")
-        entries = [(k, _flatten(v, leaves, device, (where, "[{!r}]", k), False)) for k, v in value.items()]
+        entries = [(k, _flatten(v, leaves, device, (where, "[{!r}]", k), numbers)) for k, v in value.items()]
         return ("dict", kind, tuple(entries))
     name = f"{kind.__module__}.{kind.__qualname__}"
     raise NotOurs(f"{_path(where)} is a {name}, which a plan cannot take as an input")
@@ -214,16 +272,43 @@ def _rebuild(tree: Any, leaves: Sequence[Any]) -> Any:
     return kind((key, _rebuild(t, leaves)) for key, t in tree[2])
 
 
-def _shapes(tree: Any) -> Iterator[tuple[int, ...]]:
+def _branches(tree: Any) -> Iterator[tuple[str, Any]]:
+    """The trees in a tree, with their names as in a message."""
     tag = tree[0]
-    if tag == "tensor":
-        yield tree[2]
-    elif tag == "call":
-        yield from (shape for each in (*tree[1], *(t for _, t in tree[2])) for shape in _shapes(each))
+    if tag == "call":
+        yield from ((f"argument {i}", each) for i, each in enumerate(tree[1]))
+        yield from tree[2]
     elif tag in ("tuple", "list"):
-        yield from (shape for each in tree[2] for shape in _shapes(each))
+        yield from ((f"[{i}]", each) for i, each in enumerate(tree[2]))
     elif tag in ("data", "dict"):
-        yield from (shape for _, each in tree[2] for shape in _shapes(each))
+        form = ".{}" if tag == "data" else "[{!r}]"
+        yield from ((form.format(key), each) for key, each in tree[2])
+
+
+def _tensors(tree: Any) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
+    if tree[0] == "tensor":
+        yield tree[1], tree[2]
+    for _, each in _branches(tree):
+        yield from _tensors(each)
+
+
+def _opened(tree: Any) -> Any:
+    tag = tree[0]
+    if tag == "number" or (tag == "const" and tree[1] in (int, float)):
+        return ("number", tree[1])
+    if tag in ("const", "tensor"):
+        return tree[:3]
+    return (tag, None if tag == "call" else tree[1], tuple([(name, _opened(each)) for name, each in _branches(tree)]))
+
+
+def _difference(one: Any, other: Any, name: str) -> str | None:
+    if one[:3] == other[:3]:
+        return None
+    here, there = list(_branches(one)), list(_branches(other))
+    if one[0] != other[0] or not here or [n for n, _ in here] != [n for n, _ in there]:
+        return name or "the arguments"
+    found = (_difference(a, b, name + n) for (n, a), (_, b) in zip(here, there))
+    return next((place for place in found if place is not None), name or "the arguments")
 
 
 _SHORT = {

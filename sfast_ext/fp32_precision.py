@@ -9,20 +9,21 @@ from typing import Any
 import torch
 
 
-def _precision(getter: Callable[[str, str], str], kind: str) -> str:
-    found = getter("cuda", kind)
+def _precision(raw: Callable[[], str]) -> str:
+    found = raw()
     return "ieee" if found == "none" else found  # none is what was never set
 
 
-def _readers() -> tuple[Callable[[], Any], Callable[[], Any]]:
-    getter = getattr(torch._C, "_get_fp32_precision_getter", None)
-    if getter is None:
-        return torch._C._get_cublas_allow_tf32, torch._C._get_cudnn_allow_tf32
+_getter = getattr(torch._C, "_get_fp32_precision_getter", None)
+RAW: tuple[Callable[[], Any], Callable[[], Any]]
+"""The settings of matrix products and of convolutions, as torch keeps them: other values may mean the same."""
+
+if _getter is None:
+    RAW = read_matmul, read_conv = torch._C._get_cublas_allow_tf32, torch._C._get_cudnn_allow_tf32
+else:
     # the older getters raise where a program has used the newer setters
-    return functools.partial(_precision, getter, "matmul"), functools.partial(_precision, getter, "conv")
-
-
-read_matmul, read_conv = _readers()
+    RAW = functools.partial(_getter, "cuda", "matmul"), functools.partial(_getter, "cuda", "conv")
+    read_matmul, read_conv = functools.partial(_precision, RAW[0]), functools.partial(_precision, RAW[1])
 """The precision of matrix products and of convolutions, to be compared with `==`."""
 
 

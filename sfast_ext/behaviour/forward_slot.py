@@ -12,8 +12,13 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from sfast_ext import torch_state
 from sfast_ext.behaviour.foreign_code import describe
 from sfast_ext.behaviour.holder import TORCHS, ClassForward, called_on, has_copies
+
+_compiles = torch_state.compiles
+_OF_METHODS = frozenset({"__self__", "__func__"})
+"""What tells that a forward is the class's own."""
 
 
 class SlotOwner(Protocol):
@@ -56,7 +61,15 @@ class AcceleratedForward:
         except (TypeError, ValueError):
             pass
 
+    def __getattr__(self, name: str) -> Any:
+        # torch.export and torch.jit.script read the code and the marks of a module's forward
+        if name in _OF_METHODS or "__wrapped__" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _compiles():
+            return _run(self.previous, self._module, args, kwargs)
         frame = sys._getframe(1)
         if frame.f_globals is TORCHS and (module := called_on(frame, self, self._module)) is not self._module:
             return self.owner.beside(self.previous or functools.partial(_call_class, module), *args, **kwargs)
@@ -138,6 +151,10 @@ class ForwardSlot:
         # looked up for each call: hosts patch the class after we are installed
         return types.MethodType(type(self._module).forward, self._module)
 
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the original forward, in steps that Dynamo traces."""
+        return _run(self._previous, self._module, args, kwargs)
+
     def install(self) -> bool:
         """Put our object into the slot. A wrapper around it (accelerate's hook) stays.
 
@@ -216,6 +233,10 @@ def is_own_forward(function: Any, module: nn.Module) -> bool:
     if isinstance(function, ClassForward):
         return True
     return getattr(function, "__self__", None) is module and getattr(function, "__func__", None) is cls.forward
+
+
+def _run(previous: Callable[..., Any] | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return previous(*args, **kwargs) if previous is not None else type(module).forward(module, *args, **kwargs)
 
 
 def _call_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -9,8 +9,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from sfast_ext import torch_state
 from sfast_ext.call_signature import NotOurs, copied
 from sfast_ext.kernels.backend import precompile
 from sfast_ext.preparation import Interrupted
@@ -26,7 +28,7 @@ from sfast_ext.runtime.plan_runner import OriginalFailed, PlanRunner
 from sfast_ext.runtime.rare_calls import RareCalls, Stopwatch
 from sfast_ext.runtime.replay_state import Lookup, ReplayState
 from sfast_ext.timing import Pace
-from sfast_ext.weights.weight import WeightsAway, WeightsChanged
+from sfast_ext.weights.weight import WeightsAway, WeightsChanged, WeightsInUse
 
 
 class CallServer:
@@ -63,6 +65,12 @@ class CallServer:
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call of the module with these arguments."""
         precompile.defer()
+        obstacle = torch_state.obstacle()
+        if obstacle is not None:
+            self._report.bypassed(obstacle)
+            if torch_state.transforms():
+                self._restore_layout()
+            return self.original(*args, **kwargs)
         lookup: Lookup | None = None
         # an exception leaves it so
         state = ReplayState.BYPASS
@@ -116,7 +124,8 @@ class CallServer:
             self.pace.tick()
             if plan.pass_of_use != self.passes:
                 plan.pass_of_use, plan.used_at = self.passes, time.time()
-        self._backoff.record_replay(lookup.shape_signature, plan.replays)
+        if plan.shape_signature is not None:
+            self._backoff.record_replay(plan.shape_signature, plan.replays)
         self._report.count("replays" if plan.has_graph else "eager_runs")
         return result
 
@@ -156,6 +165,14 @@ class CallServer:
             self._failures.failed(exc, lookup, building=True)
         finally:
             self._context.model.restore_layout(self._report)
+
+    def _restore_layout(self) -> None:
+        """Give the weights their original strides, as long as no plan runs: a derivative of an operation may need them.
+
+        In another thread, which has no state of torch around a call.
+        """
+        with contextlib.suppress(WeightsInUse), ThreadPoolExecutor(1) as thread:
+            thread.submit(self._context.arena.restore_layout_temporarily).result()
 
     def _host_failed(self, exc: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A callback of the host raised: return the original forward's result. If that raises the same type of

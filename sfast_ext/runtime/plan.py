@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from sfast_ext.call_signature import Call, as_tensor, rebuild_output
+from sfast_ext.call_signature import Call, Signature, as_tensor, rebuild_output
 from sfast_ext.kernels.backend import nvrtc
 from sfast_ext.kernels.backend.pdl import LEAST as PDL_LEAST
 from sfast_ext.kernels.backend.pdl import in_pdl_capture, pdl_capture
@@ -65,6 +65,12 @@ class Plan:
         """When a pass used it last, by `time.time`."""
         self.behaviour = 0
         """The number of the captured behaviour, see `BehaviourKeys`."""
+        self.shape_signature: Signature | None = None
+        """See `Lookup.shape_signature`."""
+        self.built_for: list[Any] | None = None
+        """The nested numbers of the call that it was built for, if some of them are inputs."""
+        self.compare_again = False
+        """Whether a result is compared with the original's once more: one of those numbers is another."""
         self.no_graph_reason: str | None = None
         self.was_captured = False
         """Whether it had a CUDA graph before, which may be gone."""

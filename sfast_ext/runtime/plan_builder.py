@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from sfast_ext import environment
-from sfast_ext.call_signature import Call, Signature, flatten_output
+from sfast_ext.call_signature import Call, flatten_output
 from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capture, capture_live
 from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
 from sfast_ext.config import Config
@@ -25,6 +25,7 @@ from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.layout_time import channels_last_pays
 from sfast_ext.preparation import Interrupted, Preparation, StageTimes
 from sfast_ext.report import at
+from sfast_ext.runtime.argument_roles import ArgumentRoles
 from sfast_ext.runtime.backoff import CaptureBackoff
 from sfast_ext.runtime.exact_run import PEAK_FACTOR, exact
 from sfast_ext.runtime.failures import Failures
@@ -80,8 +81,7 @@ class PlanBuilder:
         self._failures = failures
         self._backoff = backoff
         self._op_sequences: dict[Hashable, set[OpSequence]] = {}
-        self.static_numbers: set[Signature] = set()
-        """Signatures of forwards that may branch on a number. Their numbers are part of the key."""
+        self.roles = ArgumentRoles()
 
     def live_trace(self, lookup: Lookup) -> LiveTrace | None:
         """A recorder for the original's run, if the same behaviour was captured before. Otherwise None."""
@@ -169,17 +169,16 @@ class PlanBuilder:
                 for sentence in environment.left_out(device):
                     report.once("kernels", sentence)
         except CaptureRefused as exc:
-            has_numbers = any(not isinstance(leaf, torch.Tensor) for leaf in lookup.call.leaves)
-            if exc.reads_value and has_numbers and lookup.shape_signature not in self.static_numbers:
-                # it may read one of the numbers: from now on they are part of the signature
-                self.static_numbers.add(lookup.shape_signature)
+            if self.roles.close_nested(lookup.call) or (exc.reads_value and self.roles.close_own(lookup.call)):
+                # it may read one of the numbers
                 report.event("capture", f"numbers become part of the signature: {exc}")
                 return None
             if exc.details:
                 report.event("capture", exc.details)
             self._cache.reject(key, str(exc))
             return None
-        plan.behaviour = lookup.behaviour
+        plan.behaviour, plan.shape_signature = lookup.behaviour, lookup.shape_signature
+        plan.built_for = lookup.call.nested if lookup.call.inputs else None
         at("binding of weights")
         self._cache.put(key, plan)
         report.count("captures")

@@ -14,6 +14,8 @@ from sfast_ext.weights.submodule_arena import Arena
 
 REJECTED_FOR = 4
 """Generations after which a rejected key is tried again. Doubles each time."""
+REJECTED_CALLS = 250
+"""Calls after which it is, for a host that announces no generations. Doubles each time."""
 
 
 class PlanCache:
@@ -30,6 +32,7 @@ class PlanCache:
         # (reason, generation in which it expires)
         self._rejected: OrderedDict[Hashable, tuple[str, int]] = OrderedDict()
         self._expired: dict[Hashable, int] = {}
+        self._refused_calls: dict[Hashable, int] = {}
         self._generation = 0
         self._arena, self._report, self._lock = arena, report, lock
 
@@ -60,23 +63,37 @@ class PlanCache:
             self._generation += 1
             for key, (_, until) in list(self._rejected.items()):
                 if self._generation >= until:
-                    del self._rejected[key]
-                    self._expired[key] = self._expired.pop(key, 0) + 1
-            while len(self._expired) > 4 * self.size:
-                del self._expired[next(iter(self._expired))]
+                    self._expire(key)
+
+    def _expire(self, key: Hashable) -> None:
+        self._rejected.pop(key, None)
+        self._refused_calls.pop(key, None)
+        self._expired[key] = self._expired.pop(key, 0) + 1
+        while len(self._expired) > 4 * self.size:
+            del self._expired[next(iter(self._expired))]
 
     def rejection(self, key: Hashable) -> str | None:
-        """The reason why a key is rejected, or None."""
+        """The reason why a key is rejected, or None. Call it once for each call."""
         refused = self._rejected.get(key) if self._rejected else None
-        return None if refused is None else refused[0]
+        if refused is None:
+            return None
+        if not self._generation:
+            calls = self._refused_calls[key] = self._refused_calls.get(key, 0) + 1
+            if calls > REJECTED_CALLS * 2 ** self._expired.get(key, 0):
+                with self._lock:
+                    self._expire(key)
+                return None
+        return refused[0]
 
     def reject(self, key: Hashable, reason: str) -> None:
         """Drop the plan of a key, and build none until the rejection expires or is cleared."""
         with self._lock:
             # first: if freeing the plan's memory fails, it must not run again
             self._rejected[key] = reason, self._generation + REJECTED_FOR * 2 ** self._expired.get(key, 0)
+            self._refused_calls.pop(key, None)
             while len(self._rejected) > 4 * self.size:
-                self._rejected.popitem(last=False)
+                forgotten, _ = self._rejected.popitem(last=False)
+                self._refused_calls.pop(forgotten, None)
             self._report.event("refused", reason)
             self.drop(key)
 
@@ -85,6 +102,7 @@ class PlanCache:
         with self._lock:
             self._rejected.clear()
             self._expired.clear()
+            self._refused_calls.clear()
 
     def drop(self, key: Hashable) -> None:
         """Close a plan, unbind its weights and free its memory."""

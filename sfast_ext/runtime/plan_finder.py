@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
 from sfast_ext.behaviour.key import BehaviourKeys
-from sfast_ext.call_signature import NotOurs, Signature, flatten_call
+from sfast_ext.call_signature import NotOurs, Signature, first_difference, tensors_alone
 from sfast_ext.environment import unserved
 from sfast_ext.report import at
+from sfast_ext.runtime.argument_roles import ArgumentRoles
 from sfast_ext.runtime.backoff import CaptureBackoff
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.runtime.replay_state import SPECULATION_BACKOFF, Lookup, Speculation
+from sfast_ext.torch_state import records_graph
 
 READING_KEY = "behaviour key"
 _BYPASS, _ARGUMENTS = "bypass_reason of the host", "arguments of the host"
@@ -28,7 +31,7 @@ class PlanFinder:
     """Looks up the calls of one module.
 
     Args:
-        static_numbers: signatures whose numbers are part of the key.
+        roles: which numbers are inputs of plans.
         backoff: delays captures.
     """
 
@@ -37,14 +40,15 @@ class PlanFinder:
         context: ModuleContext,
         cache: PlanCache,
         runner: PlanRunner,
-        static_numbers: set[Signature],
+        roles: ArgumentRoles,
         backoff: CaptureBackoff,
     ) -> None:
         self._context = context
         self._cache = cache
         self._runner = runner
-        self._static_numbers = static_numbers
+        self._roles = roles
         self._backoff = backoff
+        self._missed: Signature | None = None
         self.speculation = Speculation()
         self.keys = self._new_keys(0)
 
@@ -78,10 +82,7 @@ class PlanFinder:
                 raise NotOurs(read)
             args, kwargs = read
         at("arguments")
-        call = flatten_call(args, kwargs, device)
-        shape_signature = call.signature
-        if self._static_numbers and shape_signature in self._static_numbers:
-            call = flatten_call(args, kwargs, device, static_numbers=True)
+        call = self._roles.flatten(args, kwargs, device)
         if hooks.prepare is not None:
             # before the key is read: it may add a bias to a layer
             at(_PREPARE)
@@ -99,6 +100,13 @@ class PlanFinder:
         host = hooks.key() if hooks.key else None
         key = (call.signature, behaviour, host, device)
         plan = self._cache.plans.get(key)
+        if plan is None and self._roles.open_changed(call):
+            call = self._roles.flatten(args, kwargs, device)
+            key = (call.signature, behaviour, host, device)
+            plan = self._cache.plans.get(key)
+        if plan is not None and plan.built_for is not None and plan.built_for != call.nested:
+            # one value of an input tells little of how the forward uses it
+            plan.built_for, plan.compare_again = None, True
         # weights often change between generations
         speculate = speculate and plan is not None and not due and self._may_speculate(plan)
         key_confirmed = key_confirmed or (not speculate and self.keys.trusted)
@@ -111,12 +119,24 @@ class PlanFinder:
             key_confirmed = True
         refused = self._cache.rejection(key)
         if refused is not None:
+            if self._roles.close_nested(call):
+                return self.find(args, kwargs, speculate=speculate)
             raise NotOurs(refused)
-        if plan is None and self._backoff.must_wait(shape_signature, key):
-            raise NotOurs("what the model computes changes again and again: a plan is made when it stays the same")
+        if plan is None:
+            self._wait_for_rest(call.signature, key)
         if not speculate:
             self._sync()
-        return Lookup(call, shape_signature, key, plan, behaviour, device, key_confirmed, not speculate)
+        return Lookup(call, key, plan, behaviour, device, key_confirmed, not speculate)
+
+    def _wait_for_rest(self, signature: Signature, key: Hashable) -> None:
+        """There is no plan of a call. Raises NotOurs if none is to be built yet."""
+        alike = tensors_alone(signature)
+        before, self._missed = self._missed, signature
+        if self._backoff.must_wait(alike, key):
+            same = before is not None and tensors_alone(before) == alike
+            argument = first_difference(before, signature) if same and before is not None else None
+            what = f"an argument, {argument}," if argument else "what the model computes"
+            raise NotOurs(f"{what} changes again and again: a plan is made when it stays the same")
 
     def validate(self, lookup: Lookup) -> bool:
         """Whether a speculative replay was valid: confirms the key and the weights if the lookup did not.
@@ -147,6 +167,8 @@ class PlanFinder:
         refused = unserved(device)
         if refused is not None:
             raise NotOurs(refused)
+        if records_graph(device):
+            raise NotOurs("the program captures a CUDA graph on the current stream")
         return device
 
     def _may_speculate(self, plan: Plan) -> bool:

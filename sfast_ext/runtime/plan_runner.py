@@ -70,6 +70,7 @@ class PlanRunner:
             except Exception as exc:
                 raise OriginalFailed(exc) from exc
             at("check")
+            plan.compare_again = False
             references = flatten_output(result)[1]
             if not comparable(references):
                 return result
@@ -86,7 +87,7 @@ class PlanRunner:
     def is_compared(self, plan: Plan) -> bool:
         """Whether the next result of the plan is compared with the original's."""
         check = self._context.config.check
-        return check == "always" or (check == "first" and plan.error is None)
+        return check == "always" or (check == "first" and (plan.error is None or plan.compare_again))
 
     def _is_timed(self, plan: Plan) -> bool:
         """Whether this use of a plan times it, see `Config.rare_calls`. The first one: it was run once before."""

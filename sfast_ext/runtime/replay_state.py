@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sfast_ext.call_signature import Call, Signature
+from sfast_ext.call_signature import Call, Signature, tensors_alone
 from sfast_ext.runtime.plan import Plan
 
 SPECULATION_BACKOFF = 200
@@ -48,8 +48,6 @@ class Lookup:
     """The result of looking up a call: its key and its plan, None if one is to be built."""
 
     call: Call
-    shape_signature: Signature
-    """The signature before numbers become constants."""
     key: Hashable
     plan: Plan | None
     behaviour: int
@@ -58,6 +56,11 @@ class Lookup:
     """Whether the behaviour key is known to be current. Otherwise it is that of the last reading."""
     weights_confirmed: bool
     """Whether the plan reads the current weights of the module."""
+
+    @property
+    def shape_signature(self) -> Signature:
+        """What it has in common with calls that differ in constants."""
+        return tensors_alone(self.call.signature)
 
     @property
     def state(self) -> ReplayState:

@@ -13,7 +13,7 @@ A_PLAN: Any = object()
 
 def lookup(plan: Any, key_confirmed: bool, weights_confirmed: bool) -> Lookup:
     nothing: Any = None
-    return Lookup(nothing, nothing, nothing, plan, 0, nothing, key_confirmed, weights_confirmed)
+    return Lookup(nothing, nothing, plan, 0, nothing, key_confirmed, weights_confirmed)
 
 
 @pytest.mark.parametrize("key_confirmed", [True, False])
