@@ -123,10 +123,10 @@ def difference(
     error, known = max(errors, default=0.0), plan.apart
     # how far bfloat16 moves this plan's results was found out before
     most = config.tolerance if known is None else max(config.tolerance, AGAIN * known)
-    too_far = not error <= most
-    if known is None or too_far:
+    over = not error <= most
+    if known is None or over:
         plan.error = error
-    if too_far and (known is not None or not _may_be_rounding(error, references, config)):
+    if over and (known is not None or not _may_be_rounding(error, references, config)):
         return Difference(too_inaccurate(error, config))
     if not _sums_in_half(plan, config):
         allowed = _explained(plan, errors, references, original)
@@ -134,7 +134,7 @@ def difference(
         if beyond:
             plan.error, limit = max(beyond)
             return Difference(unexplained(plan.error, limit))
-    if too_far and not _is_rounding(plan, outputs, references, config, exact):
+    if over and not _is_rounding(plan, outputs, references, config, exact):
         return Difference(too_inaccurate(error, config))
     return None
 

@@ -17,7 +17,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the tolerance as a ceiling of what rounding explains", "runtime/verify.py",
-        "    too_far = not error <= most", "    too_far = False",
+        "    over = not error <= most", "    over = False",
         ("runtime/test_rounding.py::test_the_tolerance_of_the_user_is_the_ceiling",),
     ),
     Mutation(
