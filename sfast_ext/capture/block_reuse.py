@@ -85,11 +85,6 @@ def reuse_blocks(root: nn.Module, ignored: frozenset[str], tracer: fx.Tracer) ->
                 attributes["forward"] = before
 
 
-def holds_copies(graph_module: fx.GraphModule) -> bool:
-    """Whether a recorded graph has nodes that were copied."""
-    return any(_COPIED in node.meta for node in graph_module.graph.nodes)
-
-
 class _ReusedForward(OwnForward):
     """Records a call of a module, or copies what was recorded."""
 
@@ -263,6 +258,11 @@ def _copy(known: _Recording, module: nn.Module, tracer: Any, arguments: list[fx.
         return pytree.tree_unflatten(results, known.tree)
     except Exception as exc:
         raise ReuseFailed(str(exc)) from exc
+
+
+def holds_copies(graph_module: fx.GraphModule) -> bool:
+    """Whether a recorded graph has nodes that were copied."""
+    return any(_COPIED in node.meta for node in graph_module.graph.nodes)
 
 
 @contextlib.contextmanager

@@ -145,10 +145,11 @@ def _recorded(
         found["tree"], found["strides"] = tree, [tuple(o.stride()) for o in outputs]
         return outputs
 
+    root = arena.root if copy_blocks else None
     before = ModuleState(arena.root, ignored)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            graph_module = record(flat, inputs, arena.root if copy_blocks else None, ignored)
+            graph_module = record(flat, inputs, root, ignored)
     except NotOurs as exc:
         raise CaptureRefused(str(exc)) from exc
     except Exception as exc:
