@@ -84,7 +84,7 @@ STATES: dict[str, State] = {
     "a dispatch mode on SiLU": lambda k: _Operators(k, ("aten.silu",)),
     "a dispatch mode that watches": lambda k: _Operators(k, ("nothing",)),
     "a counter of operations": lambda k: _flops(),
-    "a profiler": lambda k: torch.autograd.profiler.profile(use_kineto=False),
+    "a range of a profiler": lambda k: torch.autograd.profiler.record_function("call"),
     "another default dtype": lambda k: _default_dtype(torch.float64),
     "the CPU as the default device": lambda k: torch.device("cpu"),
     "a level of forward AD": lambda k: forward_ad.dual_level(),
