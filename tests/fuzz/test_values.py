@@ -4,6 +4,7 @@ and all of them at random on one with all kinds of layers. An untouched twin doe
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import random
 
@@ -79,7 +80,7 @@ class Pair:
             found = []
             for model in (self.subject, self.twin):
                 with torch.no_grad():
-                    found.append(_within(list(self.states.values()), lambda model=model: model(*given, **more)))
+                    found.append(_within(list(self.states.values()), functools.partial(model, *given, **more)))
             if type(found[0]) is not torch.Tensor:
                 raise Wrong(f"the result is a {type(found[0])}")
             error = relative_error(found[:1], found[1:])
