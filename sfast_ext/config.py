@@ -27,7 +27,8 @@ class Config:
     check: str = "first"
     """When a plan is compared with the original forward: "first" use, "always", "never"."""
     tolerance: float = 0.02
-    """Relative L2 error, computed in fp32, that a plan may show against the original forward."""
+    """Relative L2 error, computed in fp32, that a plan may show against the original forward at most. It may show less
+    if rounding explains less, see `runtime.rounding`."""
     allow_cpu: bool = False
     max_plans: int = 32
     drop_slower: bool = True

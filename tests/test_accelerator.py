@@ -328,7 +328,7 @@ def test_always_checking_catches_a_plan_gone_wrong_later():
         (key, "fingerprint"),
         (argument_roles, "flatten_call"),
         (plan_builder, "run_passes"),
-        (verify, "relative_error"),
+        (verify, "relative_errors"),
         (verify, "milliseconds"),
     ],
 )

@@ -80,7 +80,7 @@ BUILDING = {
     "binding, half done": Stage(WeightArena, "bind", "weights", done=True),
     "a kernel, without memory": KernelStage(attention, "fallback", "first run", OOM),
     "the first run": Stage(Plan, "run_eagerly", "first run"),
-    "the check": Stage(verify, "relative_error", "check"),
+    "the check": Stage(verify, "relative_errors", "check"),
     "the timing": Stage(verify, "milliseconds", "timing"),
 }
 # of a plan that has already run

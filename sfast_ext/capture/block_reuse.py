@@ -34,6 +34,7 @@ except ImportError:
     SUPPORTED = False
 # recording a module with fewer submodules is as fast as comparing it
 MIN_MODULES = 5
+_COPIED = "copied from an equal block"
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format)
 
 
@@ -222,7 +223,8 @@ def _copy(known: _Recording, module: nn.Module, tracer: Any, arguments: list[fx.
         for node in known.nodes:
             name = known.weights.get(node)
             if name is None:
-                mapped[node] = tracer.graph.node_copy(node, mapped.__getitem__)
+                mapped[node] = copied = tracer.graph.node_copy(node, mapped.__getitem__)
+                copied.meta[_COPIED] = True
             else:
                 mapped[node] = tracer.create_arg(module.get_parameter(name))
         results = []
@@ -236,6 +238,11 @@ def _copy(known: _Recording, module: nn.Module, tracer: Any, arguments: list[fx.
         return pytree.tree_unflatten(results, known.tree)
     except Exception as exc:
         raise ReuseFailed(str(exc)) from exc
+
+
+def holds_copies(graph_module: fx.GraphModule) -> bool:
+    """Whether a recorded graph has nodes that were copied."""
+    return any(_COPIED in node.meta for node in graph_module.graph.nodes)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext.call_signature import Call, NotOurs, flatten_output, rebuild_call
-from sfast_ext.capture import autocast, functionalize, slice_writes
+from sfast_ext.capture import autocast, block_reuse, functionalize, slice_writes
 from sfast_ext.capture.fake_trace import LIFTS, finish_lazy_codegen, record
 from sfast_ext.capture.live_trace import LiveTrace
 from sfast_ext.capture.module_state import ModuleState
@@ -53,6 +53,8 @@ class Captured:
     output_strides: list[tuple[int, ...]]
     op_sequence: OpSequence
     seconds: float
+    blocks_copied: bool = False
+    """Whether a block was recorded for several, see `block_reuse`."""
 
 
 def capture(
@@ -61,6 +63,7 @@ def capture(
     inputs: Sequence[torch.Tensor],
     arena: Arena,
     ignored: frozenset[str] = frozenset(),
+    copy_blocks: bool = True,
 ) -> Captured:
     """Record `function` for one call.
 
@@ -70,14 +73,16 @@ def capture(
         inputs: the leaves of the call as tensors on the model's device, see `Call.tensors`.
         arena: identifies weights. Any other tensor that the forward reads is refused.
         ignored: attributes of modules without influence on behaviour, see `Hooks.ignored`.
+        copy_blocks: whether equal blocks are recorded once.
 
     Raises:
         CaptureRefused: the forward writes to a parameter or an argument, reads a value from the device, draws random
             numbers, depends on data, keeps state in its modules, or reads a tensor of unknown owner.
     """
     started = time.perf_counter()
-    recorded = _recorded(function, call, inputs, arena, ignored)
-    return _finalize(*recorded, _op_sequence(recorded[0]), arena, started)
+    graph_module, tree, strides, copied = _recorded(function, call, inputs, arena, ignored, copy_blocks)
+    captured = _finalize(graph_module, tree, strides, _op_sequence(graph_module), arena, started)
+    return replace(captured, blocks_copied=copied)
 
 
 def capture_live(trace: LiveTrace, op_sequences: Container[OpSequence], arena: Arena) -> Captured | None:
@@ -130,7 +135,8 @@ def _recorded(
     inputs: Sequence[torch.Tensor],
     arena: Arena,
     ignored: frozenset[str],
-) -> tuple[fx.GraphModule, Any, list[tuple[int, ...]]]:
+    copy_blocks: bool,
+) -> tuple[fx.GraphModule, Any, list[tuple[int, ...]], bool]:
     arena.index()
     found: dict[str, Any] = {}
 
@@ -140,11 +146,12 @@ def _recorded(
         found["tree"], found["strides"] = tree, [tuple(o.stride()) for o in outputs]
         return outputs
 
+    root = arena.root if copy_blocks else None
     before = ModuleState(arena.root, ignored)
     try:
         as_hosts = contextlib.nullcontext() if arena.order.is_hosts() else arena.order.host()
         with as_hosts, torch.inference_mode(False), torch.no_grad():
-            graph_module = record(flat, inputs, arena.root, ignored)
+            graph_module = record(flat, inputs, root, ignored)
     except NotOurs as exc:
         raise CaptureRefused(str(exc)) from exc
     except Exception as exc:
@@ -153,7 +160,7 @@ def _recorded(
         left_behind = before.restore()
     if left_behind:
         raise CaptureRefused(f"its forward keeps state between calls, in {left_behind}")
-    return graph_module, found["tree"], found["strides"]
+    return graph_module, found["tree"], found["strides"], block_reuse.holds_copies(graph_module)
 
 
 def _bind_weights(graph_module: fx.GraphModule, arena: Arena) -> None:

@@ -80,6 +80,9 @@ class Plan:
         self.error: float | None = None
         self.apart: float | None = None
         """Its distance from the original where that is rounding; `error` is then that from float32."""
+        self.noise: list[float] | None = None
+        """How far each result of the original moves if operations round otherwise, see `rounding`; None where that was
+        not measured."""
         self.ms_before: float | None = None
         self.ms_after: float | None = None
         self.first_call_s: float | None = None

@@ -36,7 +36,7 @@ from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.runtime.rare_calls import Stopwatch
 from sfast_ext.runtime.replay_state import Lookup
-from sfast_ext.runtime.verify import verify_plan
+from sfast_ext.runtime.verify import Difference, verify_plan
 from sfast_ext.weights.submodule_arena import Arena
 
 _MEASURING = 1.0  # seconds of a first call in which ways to compute the same are compared, at most
@@ -82,6 +82,8 @@ class PlanBuilder:
         self._backoff = backoff
         self._op_sequences: dict[Hashable, set[OpSequence]] = {}
         self.roles = ArgumentRoles()
+        self._one_by_one = False
+        """Whether equal blocks are recorded one by one: a plan was wrong in which they were recorded once."""
 
     def live_trace(self, lookup: Lookup) -> LiveTrace | None:
         """A recorder for the original's run, if the same behaviour was captured before. Otherwise None."""
@@ -204,6 +206,13 @@ class PlanBuilder:
                 # nothing is prepared
                 report.count("captures", -1)
             raise
+        if isinstance(refusal, Difference) and captured.blocks_copied:
+            # two blocks may differ in what their comparison does not read
+            report.event("capture", f"equal blocks are recorded one by one from now on: {refusal}")
+            self._cache.drop(key)
+            report.count("captures", -1)
+            self._one_by_one, run.trace = True, None
+            return self._attempt(lookup, run)
         if refusal:
             self._cache.reject(key, refusal)
             return None
@@ -228,7 +237,9 @@ class PlanBuilder:
         captured = capture_live(run.trace, op_sequences, context.arena) if run.trace is not None else None
         if captured is None:
             inputs = lookup.call.tensors(lookup.device)
-            captured = capture(context.slot.original, lookup.call, inputs, context.arena, context.hooks.ignored)
+            captured = capture(
+                context.slot.original, lookup.call, inputs, context.arena, context.hooks.ignored, not self._one_by_one
+            )
             op_sequences.add(captured.op_sequence)
         return captured
 

@@ -16,14 +16,7 @@ from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.rare_calls import Stopwatch
 from sfast_ext.runtime.replay_state import Lookup
-from sfast_ext.runtime.verify import (
-    NOISE_OF_ONE,
-    comparable,
-    limit,
-    relative_error,
-    too_inaccurate,
-    too_slow,
-)
+from sfast_ext.runtime.verify import NOISE_OF_ONE, comparable, difference, too_inaccurate, too_slow
 from sfast_ext.weights.weight import WeightsAway
 
 
@@ -74,12 +67,9 @@ class PlanRunner:
             references = flatten_output(result)[1]
             if not comparable(references):
                 return result
-            error = relative_error(outputs, references)
-            within = error <= limit(plan, config)
-            if plan.apart is None or not within:
-                plan.error = error
-            if not within:
-                self._cache.reject(lookup.key, too_inaccurate(error, config))
+            refusal = difference(plan, outputs, references, config, original)
+            if refusal is not None:
+                self._cache.reject(lookup.key, refusal)
             return result
         at("result")
         return plan.output(outputs)

@@ -36,6 +36,7 @@ PHRASES = (
     "its forward writes to a weight or a buffer",
     "its forward writes to one of its arguments",
     "its plan differs from the original by",
+    "more than rounding explains",
     "more than the tolerance of",
     "its plan failed:",
     "its plan is slower than the original",

@@ -14,9 +14,12 @@ from fuzz import (
     behaviour_events,
     fault_events,
     ground,
+    keeper_events,
     package_events,
     stack_events,
+    state_events,
     thread_events,
+    value_events,
     weight_events,
 )
 from fuzz.compare import Wrong
@@ -123,6 +126,7 @@ def generations(w: World, rng: random.Random) -> None:
 def calm(w: World, rng: random.Random) -> None:
     """All is taken off and repaired, so that runs do not end up with everything patched."""
     w.end_faults()
+    w.states.clear()
     for name in reversed(list(w.patches)):
         w.patches.pop(name)()
         w.foreign.discard(name)
@@ -171,7 +175,7 @@ OWN: dict[Event, int] = {
 # How often each comes, of so many as there are: most are to be such that plans outlive, or all would be captures.
 ANYWHERE = {
     **OWN, **fault_events.EVENTS, **weight_events.EVENTS, **behaviour_events.EVENTS, **stack_events.EVENTS,
-    **package_events.EVENTS,
+    **package_events.EVENTS, **value_events.EVENTS, **keeper_events.EVENTS, **state_events.EVENTS,
 }  # fmt: skip
 EVENTS = {**ANYWHERE, **stack_events.CPU_EVENTS, **thread_events.CPU_EVENTS}
 GPU_EVENTS = {

@@ -17,6 +17,9 @@ PATIENCE_S = 60
 
 def beside_another_thread(w: World, rng: random.Random) -> None:
     """Another thread calls again and again, or runs the original forward, while ours calls and plans come."""
+    if w.watched or w.values:
+        # what is kept depends on how many calls the other thread makes; and it has context variables of its own
+        return
     args, kwargs = w.draw()
     alike = rng.random() < 0.3
     # what is laid over the root has no part in the original

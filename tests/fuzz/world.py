@@ -67,6 +67,14 @@ class World:
         """Failures in force: each is ended by its call."""
         self.wrongs: list[str] = []
         """What was seen to go wrong where nothing could be raised."""
+        self.values: dict[str, Any] = {}
+        """Generated values in force, see `value_events`."""
+        self.more: dict[str, Any] = {}
+        """Arguments that each call has in addition to the request's."""
+        self.watched: dict[str, Callable[[], None]] = {}
+        """What raises `Wrong` after a call if the model left another state than its twin."""
+        self.states: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
+        """States of torch that calls are made in, see `state_events`."""
         self.ticks = False
         self.laid_out: set[int] = set()
         """The dimensions of weights whose layout the host chose: where the arena had chosen the same before, nobody
@@ -120,6 +128,7 @@ class World:
         return (
             config.enabled and (config.allow_cpu or self.ground.gpu) and config.tolerance > 1e-6
             and self.acc.installed() and not self.foreign and not self.faults and self.mode != "gradients"
+            and not self.states
             and not any(_foreign_forward(m) for m in self.twin.modules() if m is not self.twin)
         )  # fmt: skip
 
@@ -149,7 +158,8 @@ class World:
 
     def draw(self) -> tuple[tuple, dict]:
         """The arguments of one call, with new values."""
-        return arguments(self.request, self.rng, self.dtype, kind=self.kind, device=self.ground.device)
+        args, kwargs = arguments(self.request, self.rng, self.dtype, kind=self.kind, device=self.ground.device)
+        return args, {**kwargs, **self.more}
 
     def call_both(self) -> tuple[Any, Any]:
         """The results of one call, or the exceptions it raised."""
@@ -201,6 +211,7 @@ class World:
             end()
         self.faults.clear()
         self.patches.clear()
+        self.states.clear()
 
     def forget(self) -> None:
         """Let go of the models, for memory to be measured."""
@@ -266,6 +277,8 @@ class World:
                 stack.enter_context(torch.autocast(self.ground.device.type, dtype=self.ground.autocast))
             if self.stream is not None:
                 stack.enter_context(on_stream(self.stream))
+            for enter in self.states.values():
+                stack.enter_context(enter())
             yield
 
     def _call(self) -> bool:
@@ -280,6 +293,8 @@ class World:
         if self.wrongs:
             raise Wrong("; ".join(self.wrongs))
         self.compare(ours, theirs)
+        for look in self.watched.values():
+            look()
         ran = self._runs() > runs
         self.plan_runs += ran
         return ran

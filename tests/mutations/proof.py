@@ -7,13 +7,38 @@ from mutations import Mutation
 MUTATIONS = [
     Mutation(
         "the first comparison", "runtime/verify.py",
-        "if not plan.error <= config.tolerance and not", "if False and not",
+        "refusal = difference(plan, outputs, references, config, original, exact)", "refusal = None",
         ("test_accelerator.py::test_a_plan_that_differs_is_discarded_and_the_original_goes_on",),
     ),
     Mutation(
-        "an error that is not a number", "runtime/verify.py",
-        "if not plan.error <= config.tolerance and not", "if config.tolerance < plan.error < 1e9 and not",
-        ("test_faults.py::test_a_plan_that_gives_nan_where_the_model_does_not_is_given_up",),
+        "what rounding explains", "runtime/verify.py",
+        "        if beyond:", "        if False:",
+        ("runtime/test_one_wrong_block.py::test_in_float32_every_wrong_block_is_noticed",),
+    ),
+    Mutation(
+        "the tolerance as a ceiling of what rounding explains", "runtime/verify.py",
+        "    over = not error <= most", "    over = False",
+        ("runtime/test_rounding.py::test_the_tolerance_of_the_user_is_the_ceiling",),
+    ),
+    Mutation(
+        "what rounding moves on another input", "runtime/verify.py",
+        "    if all(e <= limit for e, limit in zip(errors, allowed)):", "    if plan.noise is not None:",
+        ("runtime/test_rounding.py::test_a_later_comparison_is_judged_by_what_was_measured_or_measures_again",),
+    ),
+    Mutation(
+        "sums in half precision", "runtime/verify.py",
+        "    if not _sums_in_half(plan, config):", "    if True:",
+        ("runtime/test_rounding.py::test_sums_in_half_precision_are_judged_by_the_tolerance",),
+    ),
+    Mutation(
+        "arguments of an operation that is rounded otherwise", "runtime/rounding.py",
+        "if given and value.untyped_storage()._cdata not in given:", "if given:",
+        ("runtime/test_rounding.py::test_arguments_are_left_alone",),
+    ),
+    Mutation(
+        "a wrong plan of equal blocks", "runtime/plan_builder.py",
+        "if isinstance(refusal, Difference) and captured.blocks_copied:", "if False:",
+        ("runtime/test_one_wrong_block.py::test_equal_blocks_that_are_not_equal_are_recorded_one_by_one",),
     ),
     Mutation(
         "what bfloat16 is held against", "runtime/verify.py",
@@ -22,7 +47,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what is rounding in bfloat16 alone", "runtime/verify.py",
-        "rounded = all(r.dtype == torch.bfloat16 for r in references)", "rounded = True",
+        "all(r.dtype == torch.bfloat16 for r in references) and apart", "apart",
         ("runtime/test_exact_run.py::test_float32_has_no_such_excuse",),
     ),
     Mutation(
@@ -57,7 +82,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every other comparison", "runtime/plan_runner.py",
-        "within = error <= limit(plan, config)", "within = True",
+        "            if refusal is not None:", "            if False:",
         ("test_accelerator.py::test_always_checking_catches_a_plan_gone_wrong_later",),
     ),
     Mutation(

@@ -19,7 +19,7 @@ RAISED = {"NotOurs", "CaptureRefused", "WeightsAway"}
 CALLED = {"bypassed", "reject"}
 """Methods whose last argument is one."""
 GIVES_REASONS = re.compile(
-    r"bypass_reason|_offload_reason|unserved|verify_plan|too_inaccurate|too_slow|^active$|functionalize"
+    r"bypass_reason|_offload_reason|unserved|verify_plan|too_inaccurate|unexplained|too_slow|^active$|functionalize"
 )
 """Functions that return one."""
 TABLES = ("PIPELINES", "COMPILED")

@@ -1,0 +1,240 @@
+"""Generated values at generated places, states of torch and processors that keep state: each by itself on a tiny model,
+and all of them at random on one with all kinds of layers. An untouched twin does the same."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import random
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import Phase, strategies
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from torch import nn
+
+from fuzz import keeper_events, machine, state_events, value_events
+from fuzz.compare import Wrong
+from fuzz.keeper_events import KEEPS
+from fuzz.nets import CONTEXT, Attention
+from fuzz.state_events import STATES, TRANSFORMS
+from fuzz.value_places import PLACES, wrappers
+from fuzz.values import CONTAINERS, LEAVES, NUMBERS, Value
+from fuzz.world import World
+from sfast_ext import Config, accelerate
+from sfast_ext.runtime.verify import relative_error
+from sfast_ext.tools.lib import models
+
+SETTINGS = hypothesis.settings(
+    deadline=None, derandomize=False, database=None, phases=(Phase.generate, Phase.shrink),
+    suppress_health_check=list(hypothesis.HealthCheck),
+)  # fmt: skip
+MINE = {**value_events.EVENTS, **keeper_events.EVENTS, **state_events.EVENTS}
+BESIDE = {machine.another_call: 2, machine.request_again: 2, machine.mode: 2, machine.calm: 3, machine.released: 1}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Attention(8, 8), Attention(8, CONTEXT)
+
+    def forward(self, sample: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        return sample + self.second(sample + self.first(sample), context)
+
+
+class Pair:
+    """A tiny model under an accelerator, and its twin, that answer as a `World` does."""
+
+    def __init__(self, before: bool = True) -> None:
+        self.twin = models.randomise(Net(), 0).eval().requires_grad_(False)
+        self.subject = copy.deepcopy(self.twin)
+        self.values, self.watched, self.patches, self.foreign = {}, {}, {}, set()
+        self.states, self.seed = {}, 0
+        if before:
+            self.put_on()
+
+    def put_on(self) -> None:
+        self.accelerator = accelerate(self.subject, Config(allow_cpu=True))
+
+    def both(self, change) -> None:
+        change(self.subject)
+        change(self.twin)
+
+    def draw(self) -> list[torch.Tensor]:
+        self.seed += 1
+        generator = torch.Generator().manual_seed(self.seed)
+        return [torch.randn(2, 5, width, generator=generator) for width in (8, CONTEXT)]
+
+    def check(self, calls: int = 3, **more) -> None:
+        for _ in range(calls):
+            given = self.draw()
+            found = []
+            for model in (self.subject, self.twin):
+                with torch.no_grad():
+                    found.append(_within(list(self.states.values()), functools.partial(model, *given, **more)))
+            if type(found[0]) is not torch.Tensor:
+                raise Wrong(f"the result is a {type(found[0])}")
+            error = relative_error(found[:1], found[1:])
+            if not error < 1e-5:
+                raise Wrong(f"the result differs by {error:.3g}")
+            for look in self.watched.values():
+                look()
+
+    @property
+    def served(self) -> int:
+        return self.accelerator.report.counter("eager_runs")
+
+
+def _within(states, run):
+    if not states:
+        return run()
+    with states[0]():
+        return _within(states[1:], run)
+
+
+def value_of(kind: str = "float", *around: str) -> Value:
+    value = Value(random.Random(0))
+    value.kind, value.around = kind, list(around)
+    return value
+
+
+def follow(value: Value, place: str = "an attribute") -> Pair:
+    """Change a value at a place in all ways; each change is to show, and what was before to come back."""
+    pair = Pair()
+    take = value_events.lay(pair, "it", place, value, NUMBERS[0], "first")
+    pair.check()
+    for k in (NUMBERS[-1], NUMBERS[0], NUMBERS[-1]):
+        for where in (None, 9, 0):
+            value_events.change(pair.values["it"], k, where)
+            pair.check(2)
+            value_events.change(pair.values["it"], NUMBERS[1], where)
+            pair.check(1)
+    take()
+    pair.check()
+    assert pair.served, pair.accelerator.report.as_dict()["reasons"]
+    return pair
+
+
+@pytest.mark.parametrize("kind", LEAVES)
+def test_each_kind_of_value(kind):
+    follow(value_of(kind))
+
+
+@pytest.mark.parametrize("around", CONTAINERS)
+def test_each_container(around):
+    follow(value_of("float", around))
+    follow(value_of("array of NumPy", "dict", around))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_each_place(place):
+    follow(value_of("float"), place)
+    follow(value_of("np.float32", "list"), place)
+
+
+@pytest.mark.parametrize("kind", KEEPS)
+def test_each_processor_that_keeps(kind):
+    pair = Pair()
+    take = keeper_events.keep(pair, "first", kind)
+    pair.check(5)
+    take()
+    pair.check()
+    assert pair.served
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_each_state_of_torch(name):
+    for first in (False, True):
+        pair = Pair()
+        if not first:
+            pair.check()
+        pair.states[name] = lambda: STATES[name](1.2)
+        pair.check()
+        pair.states.clear()
+        pair.check()
+        assert pair.served
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_each_transform_of_a_call(name):
+    w = World("small", 1)
+    for _ in range(2):
+        # also before there is a plan
+        state_events.transform(w, name)
+        w.check()
+    assert w.plan_runs
+    machine.finish(w)
+
+
+@pytest.mark.parametrize("by_argument", [False, True])
+@pytest.mark.parametrize("kind", ["float", "np.int64", "array of NumPy", "Decimal", "set"])
+def test_a_wrapper_that_lay_on_the_forward_before(kind, by_argument):
+    pair, value = Pair(before=False), value_of(kind, "list")
+    held, put = [value.make(NUMBERS[0]) for _ in range(2)], []
+    for model, each in zip((pair.subject, pair.twin), held):
+        if by_argument:
+            model.forward = wrappers(value).taking_an_argument(model.forward)
+        else:
+            model.forward, putting = wrappers(value).laid_over(model.forward, each)
+            put.append(putting)
+    pair.put_on()
+    for where in (None, 9, None, 0):
+        for k in (NUMBERS[-1], NUMBERS[0]):
+            pair.check(2, **({"settings": held[0]} if by_argument else {}))
+            for i, each in enumerate(held):
+                if where is None or not value.change(each, k, where):
+                    held[i] = value.make(k)
+                    if put:
+                        put[i](held[i])
+            pair.check(1, **({"settings": held[0]} if by_argument else {}))
+
+
+def test_values_at_random_places():
+    @hypothesis.seed(0)
+    @hypothesis.settings(SETTINGS, max_examples=60)
+    @hypothesis.given(
+        seed=strategies.integers(0, 2**32), place=strategies.sampled_from(list(PLACES)),
+        changes=strategies.lists(
+            strategies.tuples(strategies.sampled_from(NUMBERS), strategies.sampled_from((None, 0, 1, 2, 9))),
+            min_size=1, max_size=5,
+        ),
+    )  # fmt: skip
+    def followed(seed, place, changes):
+        pair, value = Pair(), Value(random.Random(seed))
+        value_events.lay(pair, "it", place, value, NUMBERS[1], "second")
+        pair.check(2)
+        for k, where in changes:
+            value_events.change(pair.values["it"], k, where)
+            pair.check(2)
+
+    followed()
+
+
+def test_all_of_it_at_random():
+    listed = machine.listed({**MINE, **BESIDE})
+
+    class Machine(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.world = World("small", 1)
+
+        @rule(name=strategies.sampled_from(listed), seed=strategies.integers(0, 2**16))
+        def event(self, name: str, seed: int) -> None:
+            machine.play(self.world, name, seed)
+
+        def teardown(self) -> None:
+            machine.finish(self.world)
+
+    hypothesis.seed(1)(Machine)
+    run_state_machine_as_test(
+        Machine, settings=hypothesis.settings(SETTINGS, max_examples=4, stateful_step_count=25)
+    )
