@@ -20,9 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext.call_signature import Call, NotOurs, flatten_output, rebuild_call
 from sfast_ext.capture import autocast, block_reuse, functionalize, slice_writes
-from sfast_ext.capture.fake_trace import LIFTS, finish_lazy_codegen, record
+from sfast_ext.capture.fake_trace import finish_lazy_codegen, record
 from sfast_ext.capture.live_trace import LiveTrace
 from sfast_ext.capture.module_state import ModuleState
+from sfast_ext.capture.real_tensors import LIFTS
 from sfast_ext.report import words_of
 from sfast_ext.weights.submodule_arena import Arena
 from sfast_ext.weights.weight import Weight
@@ -151,7 +152,7 @@ def _recorded(
     try:
         as_hosts = contextlib.nullcontext() if arena.order.is_hosts() else arena.order.host()
         with as_hosts, torch.inference_mode(False), torch.no_grad():
-            graph_module = record(flat, inputs, root, ignored)
+            graph_module = record(flat, inputs, root, ignored, lambda tensor: _path(arena, tensor))
     except NotOurs as exc:
         raise CaptureRefused(str(exc)) from exc
     except Exception as exc:
@@ -161,6 +162,11 @@ def _recorded(
     if left_behind:
         raise CaptureRefused(f"its forward keeps state between calls, in {left_behind}")
     return graph_module, found["tree"], found["strides"], block_reuse.holds_copies(graph_module)
+
+
+def _path(arena: Arena, tensor: torch.Tensor) -> str | None:
+    weight = arena.locate(tensor)
+    return None if weight is None else weight.path
 
 
 def _bind_weights(graph_module: fx.GraphModule, arena: Arena) -> None:

@@ -24,6 +24,7 @@ from torch.nn import Parameter
 from sfast_ext.call_signature import numerical_flags
 from sfast_ext.capture import block_reuse, device_guard, foreign_ops, imports, quick_record
 from sfast_ext.capture.interception import intercepted
+from sfast_ext.capture.real_tensors import LIFTS, READS, RealTensors, real_tensor_in
 from sfast_ext.report import logger
 
 try:
@@ -37,8 +38,6 @@ except ImportError:
     _lazily = None
 
 aten = torch.ops.aten
-LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default})
-READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _DATA = {*READS, torch.Tag.inplace_view}
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 # results of meta computations, by the settings of torch that they may depend on, see `_settings`
@@ -54,6 +53,7 @@ def record(
     inputs: Sequence[torch.Tensor],
     root: nn.Module | None = None,
     ignored: frozenset[str] = frozenset(),
+    path_of: Callable[[torch.Tensor], str | None] = lambda tensor: None,
 ) -> fx.GraphModule:
     """Run `function` on fake tensors in place of `inputs`, and record its operations before autocast.
 
@@ -62,12 +62,17 @@ def record(
     Args:
         root: a module whose submodules `function` calls. Equal ones are recorded once, see `block_reuse`.
         ignored: see `Hooks.ignored`.
+        path_of: the path of a weight; None for another tensor.
+
+    Raises:
+        NotOurs: it does what may not be done with real tensors, see `real_tensors`, or calls what cannot be recorded.
     """
+    real = functools.partial(RealTensors, path_of)
     try:
-        return _record(function, inputs, root, ignored, quick=True)
+        return _record(function, inputs, root, ignored, real(), quick=True)
     except (block_reuse.ReuseFailed, quick_record.QuickFailed):
         logger.debug("making use of what was recorded failed", exc_info=True)
-    return _record(function, inputs, None, ignored, quick=False)
+    return _record(function, inputs, None, ignored, real(), quick=False)
 
 
 def _record(
@@ -75,22 +80,26 @@ def _record(
     inputs: Sequence[torch.Tensor],
     root: nn.Module | None,
     ignored: frozenset[str],
+    real: RealTensors,
     quick: bool,
 ) -> fx.GraphModule:
     def recorded(*leaves: torch.Tensor) -> Sequence[torch.Tensor]:
         tracer = _tracer(sys._getframe(1))
         if tracer is None:
-            return function(*leaves)
+            with real.watching(None):
+                return function(*leaves)
         _name_weights(tracer, mode)
         quickly = quick_record.quickly(tracer, mode) if quick else contextlib.nullcontext()
         blocks = contextlib.nullcontext() if root is None else block_reuse.reuse_blocks(root, ignored, tracer)
-        with quickly, blocks:
+        with real.watching(tracer), quickly, blocks:
             return function(*leaves)
 
     # a first import under a fake mode would leave fake tensors in its modules
     import torch._dynamo  # noqa: F401
 
     mode = fake_mode()
+    if mode is not None:
+        mode.real = real
     lazily = _lazily(True) if _lazily is not None else contextlib.nullcontext()
     modes = mode if mode is not None else contextlib.nullcontext()
     try:
@@ -135,11 +144,15 @@ class _MemoFakeMode(FakeTensorMode):
         self.cache_enabled = False
         self.known: dict[Any, Any] | None = _memo()
         self._made: dict[Any, FakeTensor] = {}
+        self.real: RealTensors | None = None
+        """Told of writes to real tensors, which are not executed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.known is None or not _depends_on_metadata(func):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            if self.real is not None:
+                self.real.write(func, args, kwargs)
+            return self._computed(func, types, args, kwargs)
         tensors: list[torch.Tensor] = []
         try:
             key = self.key(func, args, kwargs, tensors)
@@ -147,15 +160,23 @@ class _MemoFakeMode(FakeTensorMode):
             if entry is not None:
                 return self.replay_meta(entry, tensors)
         except _NotCacheable:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self._computed(func, types, args, kwargs)
         except Exception:
             # torch is not as expected: no memoization from now on
             self.known = None
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+            return self._computed(func, types, args, kwargs)
+        result = self._computed(func, types, args, kwargs)
         entry = self.entry(result, tensors) if tensors else None
         if entry is not None and self.known is not None:
             self.known[key] = entry
+        return result
+
+    def _computed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        known = type(result) is FakeTensor and result.constant is not None and func not in LIFTS
+        if known and real_tensor_in((args, kwargs)) is not None:
+            # torch computes what follows from numbers and real tensors, and would let Python read it
+            result.constant = None
         return result
 
     def memoizes(self, func: Any) -> bool:

@@ -39,6 +39,8 @@ def functionalize(graph_module: fx.GraphModule) -> str | None:
             return f"its forward writes to a weight or a buffer ({node.target})"
         if source.op == "placeholder":
             return f"its forward writes to one of its arguments ({node.target})"
+        if source.target in _OF_A_LIST:
+            return f"its forward writes to what may be a weight or an argument ({node.target} of {source.target})"
         overload = _out_of_place(node)
         mine = [n for n in family[source] if _descends(n, node)]
         alone = all(n is target or n in mine for n in family[source])
@@ -76,17 +78,38 @@ def _schema_aliases(node: fx.Node, *, write: bool) -> fx.Node | None:
     return None
 
 
+_CONVERSIONS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default}
 # Composite views have no alias annotation at this level; others alias their input only sometimes.
 _MAY_ALIAS = {
-    aten.reshape.default, aten.contiguous.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other,
-    aten.flatten.using_ints, aten.dropout.default, aten.chunk.default, aten.type_as.default, aten.expand_as.default,
-    aten.view_as.default, aten.reshape_as.default,
+    *_CONVERSIONS, aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints, aten.dropout.default,
+    aten.chunk.default, aten.expand_as.default, aten.view_as.default, aten.reshape_as.default, aten.data.default,
+    aten.alpha_dropout.default, aten.feature_dropout.default, aten.feature_alpha_dropout.default,
+    aten.atleast_1d.default, aten.atleast_2d.default, aten.atleast_3d.default, aten.sum_to_size.default,
+    aten.conj_physical.default, aten.unsafe_chunk.default, aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
 }  # fmt: skip
+# their results may be views of any of a list of tensors
+_OF_A_LIST = {
+    aten.broadcast_tensors.default, aten.meshgrid.default, aten.meshgrid.indexing, aten.einsum.default,
+    aten.atleast_1d.Sequence, aten.atleast_2d.Sequence, aten.atleast_3d.Sequence,
+}  # fmt: skip
+
+
+def _is_a_copy(node: fx.Node) -> bool:
+    """Whether a conversion has memory of its own. Not by strides and devices: a plan's inputs and weights may have
+    others than those of the original."""
+    if node.target not in _CONVERSIONS:
+        return False
+    before = _dtype(node.args[0])  # type: ignore[arg-type]
+    converts = before is not None and _dtype(node) not in (None, before)
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args)), **node.kwargs}
+    return converts or given.get("copy") is True
 
 
 def aliased(node: fx.Node) -> fx.Node | None:
     """The node whose memory the result may share."""
-    if node.op != "call_function":
+    if node.op != "call_function" or _is_a_copy(node):
         return None
     found = _schema_aliases(node, write=False)
     if found is not None:

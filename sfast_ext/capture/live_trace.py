@@ -19,13 +19,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sfast_ext.call_signature import Call, flatten_output
 from sfast_ext.capture import foreign_ops, opaque
-from sfast_ext.capture.fake_trace import LIFTS, PLAIN, READS, fake_mode
+from sfast_ext.capture.fake_trace import PLAIN, fake_mode
 from sfast_ext.capture.interception import intercepted
+from sfast_ext.capture.real_tensors import LIFTS, READS, value_read
 from sfast_ext.environment import TORCH
 from sfast_ext.report import logger
 from sfast_ext.weights.submodule_arena import Arena
@@ -45,6 +47,7 @@ except ImportError:
 SUPPORTED = _modes_before is not None and hasattr(torch._C, "_DisablePythonDispatcher")
 SUPPORTED = SUPPORTED and TORCH >= (2, 6)
 aten = torch.ops.aten
+_FAST_PATHS = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder
 
 
 class _Unsupported(Exception):
@@ -65,6 +68,7 @@ class LiveTrace:
         self._device = device
         self._why_not: str | None = None
         self._silent = False  # inside a function that is recorded as one operation
+        self._noting = False
         self._root = nn.Module()
         self._graph = fx.Graph()
         # weak references: the id of a deleted tensor may be reused
@@ -83,7 +87,7 @@ class LiveTrace:
             try:
                 recorders = foreign_ops.recorders()
                 whole = {function: functools.partial(self._as_a_whole, r) for function, r in recorders.items()}
-                with enable_python_dispatcher(), _RecordingMode(self._note), intercepted(whole):
+                with enable_python_dispatcher(), _RecordingMode(self._note), _Reads(self), intercepted(whole):
                     result = function(*args, **kwargs)
                 self._end(result)
                 return result
@@ -100,6 +104,11 @@ class LiveTrace:
         # lazy: passes change it before it runs, and code generation takes a tenth of a second
         return _LazyGraphModule(self._root, self._graph), *self._output
 
+    def note_read(self) -> None:
+        """Python reads the value of a tensor."""
+        if not self._noting and not self._silent:
+            self._give_up(_Unsupported("a value is read"))
+
     def _give_up(self, why: Exception) -> None:
         self._why_not = f"{type(why).__name__}: {why}"
         self._nodes.clear()
@@ -109,6 +118,8 @@ class LiveTrace:
             raise _Unsupported("this torch keeps its modes in another way")
         if _modes() or _modes_before() or _function_modes():
             raise _Unsupported("another mode is active")
+        if any(isinstance(module, _FAST_PATHS) for module in self._arena.root.modules()):
+            raise _Unsupported("torch's own fast path is taken without a mode of functions only")
         self._arena.index()
         for leaf in call.leaves:
             plain = isinstance(leaf, torch.Tensor) and leaf.device == self._device and leaf.is_contiguous()
@@ -121,10 +132,13 @@ class LiveTrace:
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if self._why_not is not None or self._silent:
             return
+        self._noting = True
         try:
             self._record(func, args, kwargs, result)
         except Exception as exc:
             self._give_up(exc)
+        finally:
+            self._noting = False
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         known = func.namespace == "aten" or func is opaque.OPERATOR
@@ -246,6 +260,20 @@ class LiveTrace:
         except Exception as exc:
             self._give_up(exc)
         self._nodes.clear()
+
+
+class _Reads(TorchFunctionMode):
+    """Sees values that Python reads without an operation, as `tolist` does."""
+
+    def __init__(self, trace: LiveTrace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if value_read(func, args, kwargs) is not None:
+            self._trace.note_read()
+        return func(*args, **kwargs)
 
 
 class _RecordingMode(ProxyTorchDispatchMode):

@@ -1,0 +1,170 @@
+"""What a forward does with real tensors while it is recorded on fake ones: with weights, and with tensors of unknown
+owner.
+
+Their metadata may be read. Their values may not, as a plan would keep them, and nothing may be written to them. Torch
+itself allows both. A literal of the forward, as torch.tensor(0.5), is a fake tensor whose value is known, and may be
+read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from sfast_ext.call_signature import NotOurs
+
+try:
+    from torch._ops import _get_dispatch_mode_pre_dispatch
+
+    _PROXY: Any = torch._C._TorchDispatchModeKey.PROXY
+except (ImportError, AttributeError):
+    _get_dispatch_mode_pre_dispatch = None  # type: ignore[assignment]
+
+aten = torch.ops.aten
+LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default})
+READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# without the tag of such operations
+_UNTAGGED = frozenset({aten.tensor_split.tensor_indices_or_sections, aten.is_nonzero.default})
+
+
+def _existing(owner: Any, *names: str) -> frozenset[Any]:
+    found = {getattr(owner, name, None) for name in names}
+    return frozenset(x for x in found if x is not None)
+
+
+# of functions that copy a tensor as an operation, and read those in a list at once
+_OF_LISTS = _existing(torch, "tensor", "as_tensor", "asarray") | _existing(torch.Tensor, "new_tensor")
+_READERS = _existing(torch, "equal", "allclose", "is_nonzero") | _existing(
+    torch.Tensor,
+    "item", "tolist", "numpy", "__array__", "__dlpack__", "__float__", "__int__", "__bool__", "__index__",
+    "__complex__", "__format__", "__repr__", "__str__", "__reduce_ex__", "__contains__", "equal", "allclose",
+    "is_nonzero", "untyped_storage", "storage", "_typed_storage",
+)  # fmt: skip
+_READERS |= _existing(getattr(torch.Tensor, "__cuda_array_interface__", None), "__get__")
+
+
+class RealTensors(TorchFunctionMode):
+    """Refuses what may not be done with real tensors. Active while a forward is recorded.
+
+    Args:
+        path_of: the path of a weight; None for another tensor.
+    """
+
+    def __init__(self, path_of: Callable[[torch.Tensor], str | None]) -> None:
+        super().__init__()
+        self._path_of = path_of
+        self._inside = 0  # of torch's own bookkeeping
+        self.refusal: NotOurs | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._inside:
+            self.read(value_read(func, args, kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def read(self, tensor: torch.Tensor | None) -> None:
+        """A value of a real tensor, if it is one, is about to be read."""
+        if tensor is None:
+            return
+        path = self._path_of(tensor)
+        if path is not None:
+            self._refuse(f"its forward reads the value of a weight ({path}) as a number")
+        self._refuse(
+            f"its forward reads a number from a tensor {list(tensor.shape)} that is neither an argument nor a weight"
+        )
+
+    def write(self, func: Any, args: Any, kwargs: Any) -> None:
+        """An operation is about to run, which may write to its arguments."""
+        schema = getattr(func, "_schema", None)
+        for i, argument in enumerate(schema.arguments if schema is not None and schema.is_mutable else ()):
+            info = argument.alias_info
+            if info is None or not info.is_write:
+                continue
+            tensor = real_tensor_in(args[i] if i < len(args) else kwargs.get(argument.name))
+            if tensor is not None:
+                path = self._path_of(tensor)
+                what = f"a tensor {list(tensor.shape)} that is neither an argument nor a weight"
+                self._refuse(f"its forward writes to {what if path is None else f'a weight or a buffer ({path})'}")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self.refusal = self.refusal or NotOurs(reason)
+        raise self.refusal
+
+    @contextlib.contextmanager
+    def watching(self, tracer: Any) -> Iterator[None]:
+        """Within, what `tracer` records is watched.
+
+        Raises:
+            NotOurs: the forward did what may not be done. It is raised again at the end if the forward caught it.
+        """
+        mode = _recording_mode(tracer)
+        if mode is not None:
+            mode.__torch_dispatch__ = Watch(mode.__torch_dispatch__, tracer, self)
+        try:
+            with self:
+                yield
+        except Exception as exc:
+            if self.refusal is None or exc is self.refusal:
+                raise
+            raise self.refusal from exc
+        finally:
+            if mode is not None:
+                del mode.__torch_dispatch__
+        if self.refusal is not None:
+            raise self.refusal
+
+
+def _recording_mode(tracer: Any) -> Any:
+    if _get_dispatch_mode_pre_dispatch is None:
+        return None
+    mode = _get_dispatch_mode_pre_dispatch(_PROXY)
+    return mode if getattr(mode, "tracer", None) is tracer and "__torch_dispatch__" not in vars(mode) else None
+
+
+class Watch:
+    """In the place of a recording mode's `__torch_dispatch__`."""
+
+    def __init__(self, original: Any, tracer: Any, real: RealTensors) -> None:
+        self._original, self._tracker, self._real = original, tracer.tensor_tracker, real
+
+    def __call__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        real = self._real
+        if torch.Tag.data_dependent_output in func.tags or func in _UNTAGGED:
+            real.read(real_tensor_in((args, kwargs)))
+        real.write(func, args, kwargs)
+        real._inside += 1
+        try:
+            result = self._original(func, types, args, kwargs)
+        finally:
+            real._inside -= 1
+        if func not in LIFTS:
+            # torch computes what follows from literals and real tensors alone
+            slot = self._tracker.get(result) if type(result) is FakeTensor else None
+            if slot is not None and slot.constant is not None and real_tensor_in((args, kwargs)) is not None:
+                slot.constant = None
+        return result
+
+
+def value_read(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The first real tensor whose values a function of torch gives to Python, or reads at once. None if there is
+    none, or if it does so by an operation, which a dispatch mode sees."""
+    if func in _READERS:
+        return real_tensor_in((args, kwargs))
+    if func not in _OF_LISTS:
+        return None
+    data = args[1:] if func is torch.Tensor.new_tensor else args
+    first = data[0] if data else kwargs.get("data", kwargs.get("obj"))
+    return None if isinstance(first, torch.Tensor) else real_tensor_in(first)
+
+
+def real_tensor_in(x: Any) -> torch.Tensor | None:
+    """The first real tensor in a value."""
+    if isinstance(x, torch.Tensor):
+        return None if isinstance(x, FakeTensor) else x
+    items = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
+    return next((found for item in items if (found := real_tensor_in(item)) is not None), None)
