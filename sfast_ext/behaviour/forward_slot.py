@@ -131,6 +131,11 @@ class ForwardSlot:
         # looked up for each call: hosts patch the class after we are installed
         return types.MethodType(type(self._module).forward, self._module)
 
+    @property
+    def previous(self) -> Callable[..., Any] | None:
+        """The forward of the instance that we replaced. None for that of the class."""
+        return self._previous
+
     def install(self) -> bool:
         """Put our object into the slot. A wrapper around it (accelerate's hook) stays.
 
