@@ -56,6 +56,7 @@ class CodeValues:
             module=module,
             function=self.function,
             kind=self.kind,
+            python_module=lambda module, where, strict: self._module(module, where, names, "", strict, 0),
             watch=watch,
         )
         self.functions: dict[int, Any] = {}
@@ -86,7 +87,12 @@ class CodeValues:
             for cell in cells if strict else ():
                 self.watch.holders.setdefault(id(cell), (f"the closure of {here}", cell))
             for name, each in zip(function.__code__.co_freevars, inside):
-                key.append(self.values.read(each, f"{name} in the closure of {here}", self.names, strict))
+                there = f"{name} in the closure of {here}"
+                if isinstance(each, ModuleType):
+                    looked, own = code_names(function.__code__), written_by(function)
+                    key.append(self._module(each, there, looked, own, strict, 0))
+                else:
+                    key.append(self.values.read(each, there, self.names, strict))
         if common:
             return tuple(key)
         if strict:

@@ -35,7 +35,7 @@ from sfast_ext.behaviour.foreign_code import (
 from sfast_ext.behaviour.forward_slot import AcceleratedForward, OwnForward, is_own_forward
 from sfast_ext.behaviour.reach import Walk, names_within
 from sfast_ext.behaviour.snapshot import LONGEST, Snapshot
-from sfast_ext.behaviour.value_types import ATOMS
+from sfast_ext.behaviour.value_types import ATOMS, plain_key
 from sfast_ext.behaviour.values import CONFIGS, ORIGINS
 from sfast_ext.behaviour.watch import Watch
 
@@ -339,7 +339,7 @@ class Reader:
 
     def value(self, value: Any, depth: int = 0) -> Hashable | None:
         if isinstance(value, _SCALARS):
-            return (type(value), value)
+            return plain_key(value)
         if isinstance(value, (nn.Module, torch.Tensor)) or value is None:
             return None
         if isinstance(value, list):

@@ -68,8 +68,11 @@ def plain_key(value: Any) -> Any:
     return (kind, repr(value)) if kind in BY_WORDS else (kind, value)
 
 
-def same_plain(now: Any, then: Any) -> bool:
-    """Whether two values are the same object, or equal values that cannot change."""
+def same_value(now: Any, then: Any) -> bool:
+    """Whether two values are the same object, equal values that cannot change, or containers that hold the same.
+
+    `then` is one whose contents are compared elsewhere as well: a container in its place is compared with these.
+    """
     if now is then:
         return True
     kind = type(now)
@@ -79,16 +82,19 @@ def same_plain(now: Any, then: Any) -> bool:
         return now == then
     if kind in BY_WORDS:
         return repr(now) == repr(then)
-    return kind is tuple and len(now) == len(then) and all(map(same_plain, now, then))
+    if kind not in (list, dict, set, tuple, frozenset) or len(now) != len(then):
+        return False
+    if kind is dict:
+        return same_value([*now, *now.values()], [*then, *then.values()])
+    return all(map(same_value, now, then))
 
 
 def is_silent(value: Any) -> bool:
     """Whether a value has no influence on what a forward computes, whatever it holds."""
     if isinstance(value, _SILENT):
         return True
-    kind = type(value)
     # streams, events, operators
-    return package(kind.__module__) == "torch" and not hasattr(value, "__iter__")
+    return package(type(value).__module__) == "torch" and not isinstance(value, _CONTAINERS)
 
 
 def is_buffer(value: Any) -> bool:

@@ -11,7 +11,7 @@ import functools
 import threading
 import types
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
@@ -82,6 +82,7 @@ class Values:
         module: the key of a module of the tree. None for another module.
         function: the key of a function, which is read as well: (function, place, strict).
         kind: the key of a class among values: (class, place, names, strict).
+        python_module: the key of a Python module among values: (module, place, strict).
         watch: what is compared later.
     """
 
@@ -94,11 +95,12 @@ class Values:
         module: Callable[[nn.Module], Hashable | None],
         function: Callable[[Any, str, bool], Hashable],
         kind: Callable[[type, str, Names, bool], Hashable],
+        python_module: Callable[[types.ModuleType, str, bool], Hashable],
         watch: Watch,
     ) -> None:
         self.names, self.watch = names, watch
         self._identity, self._tensor, self._module = identity, tensor, module
-        self._function, self._kind = function, kind
+        self._function, self._kind, self._python_module = function, kind, python_module
         self.unknown: list[Unknown] = []
         self.kinds: dict[type, str] = {}
         """Classes of objects that were read, with the place of the first."""
@@ -140,6 +142,8 @@ class Values:
             return self._read_module(value, where)
         if issubclass(kind, OwnForward):
             return None
+        if issubclass(kind, types.ModuleType):
+            return self._python_module(value, where, strict)
         if is_immutable(value):
             return (kind, value.dtype.str, value.tobytes()) if hasattr(value, "tobytes") else (kind, value)
         if kind is tuple and all(type(each) in _PLAIN for each in value):
@@ -183,10 +187,12 @@ class Values:
             return (kind, self.watch.plain(state))
         elif (base := next((base for base in _BASES if isinstance(value, base)), None)) is not None:
             key = (base, base.__repr__(value))  # type: ignore[call-arg]
+        elif isinstance(value, BaseException):
+            key = self._arguments(value, where, names, strict)
         elif hides_state(kind):
             return self._refuse(where, value, "whose content cannot be compared", strict)
         else:
-            key = self._arguments(value, where, names, strict) if isinstance(value, BaseException) else None
+            key = None
         if is_frozen(kind):
             # its attributes are its entries
             return (kind, key)
@@ -226,6 +232,9 @@ class Values:
             keys = list(dict.keys(value))
             frozen = is_frozen(type(value))
             values = list(dict.values(value)) if frozen else self.watch.container(value, where)
+            if isinstance(value, defaultdict):
+                (factory,) = self.watch.objects(lambda: (value.default_factory,))
+                keys, values = [*keys, None], [*values, factory]
             return self._pairs(keys, values, where, names, strict)
         if isinstance(value, types.MappingProxyType):
             found = self.watch.objects(lambda: (*value.keys(), *value.values()))

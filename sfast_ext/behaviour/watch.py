@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sfast_ext.behaviour.quick_check import Namespace, addresses, namespace_of
-from sfast_ext.behaviour.value_types import same_plain
+from sfast_ext.behaviour.value_types import same_value
 
 Home = type | dict
 _ABSENT = object()
@@ -29,7 +29,8 @@ class State(NamedTuple):
 
 
 class Watch:
-    """What was read of values. An object in the place of another counts as a change, except for equal plain values.
+    """What was read of values. An object in the place of another counts as a change, except for equal plain values and
+    containers of these.
 
     Tensors are compared by address: no reference to them is held.
 
@@ -196,11 +197,11 @@ class Watch:
 def _same(now: Iterable[Any], then: list[Any]) -> bool:
     """Whether two rows of the same length hold the same."""
     now = list(now)
-    return all(map(operator.is_, now, then)) or all(map(same_plain, now, then))
+    return all(map(operator.is_, now, then)) or all(map(same_value, now, then))
 
 
 def _same_row(now: Sequence[Any], then: Sequence[Any]) -> bool:
-    return len(now) == len(then) and all(map(same_plain, now, then))
+    return len(now) == len(then) and all(map(same_value, now, then))
 
 
 class NoWatch(Watch):
