@@ -113,6 +113,9 @@ class CodeValues:
     def _globals(self, function: FunctionType, strict: bool) -> list[Hashable]:
         around, names, own = function.__globals__, code_names(function.__code__), written_by(function)
         found: list[Hashable] = []
+        for name in names - around.keys() if strict else ():
+            # one of these may be defined later, over a builtin function say
+            self.watch.name(around, name)
         for name in sorted(names & around.keys()):
             if not name.startswith("__"):
                 where = f"{around.get('__name__')}.{name}"
@@ -210,6 +213,8 @@ class CodeValues:
                 continue
             self._read.add((owner, names))
             here = f"{owner.__module__}.{owner.__qualname__}"
+            if strict:
+                self.watch.owner(owner)
             for name, value in list(vars(owner).items()):
                 if (name not in names and not runs_by_syntax(name)) or isinstance(value, MemberDescriptorType):
                     continue

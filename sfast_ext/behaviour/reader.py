@@ -142,10 +142,11 @@ class Reader:
             modules = [each for i, each in values.values.modules.items() if i not in self.known_modules()]
             for each in modules:
                 self.read(*each)
+            known = len(kinds)
             kinds.update(dict.fromkeys(values.values.kinds))
             kinds.update(dict.fromkeys(kind for *_, kind in self.called))
             more = self.names_of(kinds, (*self.functions.values(), *values.functions.values()))
-            if more == names and not modules:
+            if more == names and len(kinds) == known and not modules:
                 self.names = names
                 return key
             names = more

@@ -46,6 +46,7 @@ class Watch:
         # dictionaries of which only some names matter: (dictionary, names, those that it has)
         self._open: list[tuple[dict, frozenset[str], list[str]]] = []
         self._open_keys: list[Any] = []
+        self._owners: list[tuple[Namespace, int]] = []
         self._objects: list[Callable[[], Sequence[Any]]] = []
         self._plain: list[Callable[[], Any]] = []
         self._noted_objects: list[Any] = []
@@ -110,6 +111,10 @@ class Watch:
         else:
             names[name] = value
 
+    def owner(self, kind: type) -> None:
+        """A class, which may get further attributes."""
+        self._owners.append((vars(kind), len(vars(kind))))
+
     def objects(self, look: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         """Objects that a function returns. Returns what it returns now."""
         found = look()
@@ -168,6 +173,7 @@ class Watch:
             lists, dicts = self._lengths
             return (
                 self._names_unchanged()
+                and all([len(inside) == size for inside, size in self._owners])
                 and list(map(len, self._lists)) == lists
                 and _same(chain.from_iterable(self._lists), self._items)
                 and list(map(len, self._dicts)) == dicts
@@ -215,6 +221,9 @@ class NoWatch(Watch):
         """Nothing."""
 
     def name(self, home: Home, name: str) -> None:
+        """Nothing."""
+
+    def owner(self, kind: type) -> None:
         """Nothing."""
 
     def objects(self, look: Callable[[], Sequence[Any]]) -> Sequence[Any]:

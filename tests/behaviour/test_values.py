@@ -2,12 +2,8 @@ from __future__ import annotations
 
 import array
 import collections
-import contextvars
-import copy
-import dataclasses
 import datetime
 import decimal
-import enum
 import fractions
 import functools
 import random
@@ -18,92 +14,28 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from settings_models import (
+    NAMESPACE,
+    Data,
+    DataWithSlots,
+    Derived,
+    Holder,
+    Levels,
+    Mode,
+    Model,
+    Number,
+    Point,
+    Processor,
+    Slots,
+    Table,
+    keys_of,
+    use,
+)
 from torch import nn
 
-from sfast_ext.behaviour.fingerprint import fingerprint, reachable_state
-from sfast_ext.behaviour.key import BehaviourKeys
+from sfast_ext.behaviour.fingerprint import fingerprint
 from sfast_ext.behaviour.structure import structure
 from sfast_ext.behaviour.values import MOST_BYTES, MOST_ITEMS
-
-NAMESPACE = types.SimpleNamespace
-
-
-class Slots:
-    __slots__ = ("level",)
-
-    def __init__(self, level):
-        self.level = level
-
-
-class Derived(Slots):
-    __slots__ = ("more",)
-
-
-@dataclasses.dataclass
-class Data:
-    level: object
-
-
-@dataclasses.dataclass(slots=True)
-class DataWithSlots:
-    level: object
-
-
-class Mode(enum.Enum):
-    SOFT = 1
-    HARD = 2
-
-
-class Holder:
-    def __init__(self, level):
-        self.level = level
-
-
-class Levels(list):
-    pass
-
-
-class Table(dict):
-    pass
-
-
-class Number(float):
-    pass
-
-
-Point = collections.namedtuple("Point", "level rest")
-
-
-class Processor:
-    def __init__(self, levels):
-        self.levels = levels
-
-    def __call__(self, x):
-        return x * float(use(self.levels))
-
-
-def use(levels):
-    level = getattr(levels, "level", None)
-    return 1.0 if level is None else level
-
-
-class Model(nn.Module):
-    def __init__(self, processor):
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-        self.processor = processor
-
-    def forward(self, x):
-        return self.processor(self.inner(x))
-
-
-def keys_of(model):
-    keys = BehaviourKeys(model, frozenset(), None, 8)
-    keys.begin_generation()
-    return keys
-
 
 REPLACED = {
     "numpy's float16": (np.float16(1), np.float16(2)),
@@ -289,233 +221,6 @@ def test_what_says_nothing_is_no_obstacle(name):
     assert keys.read()[1] is None and keys.trusted
 
 
-# places
-
-GLOBAL: object = None
-GLOBALS: dict = {}
-OBJECT = Holder(None)
-VARIABLE: contextvars.ContextVar = contextvars.ContextVar("level")
-
-
-class Config:
-    level: object = None
-
-
-class WithProperty:
-    @property
-    def level(self):
-        return Config.level
-
-
-class Metaclass(type):
-    @property
-    def current(cls):
-        return cls.level
-
-
-class Made(metaclass=Metaclass):
-    level: object = None
-
-
-class LooksUp:
-    def __init__(self, level):
-        self.entries = {**{f"other{i}": i for i in range(100)}, "strength": level}
-
-    def __getattr__(self, name):
-        return self.entries[name]
-
-
-def in_a_closure(v):
-    def forward(x):
-        return x * use(v)
-
-    def change(new):
-        nonlocal v
-        v = new
-
-    return forward, change
-
-
-def in_a_global(v):
-    globals()["GLOBAL"] = v
-    return (lambda x: x * use(GLOBAL)), lambda new: globals().update(GLOBAL=new)
-
-
-def in_a_global_dictionary(v):
-    GLOBALS["a"] = [v]
-    return (lambda x: x * use(GLOBALS["a"][0])), lambda new: GLOBALS["a"].__setitem__(0, new)
-
-
-def in_a_global_object(v):
-    OBJECT.level = v
-    return (lambda x: x * use(OBJECT.level)), lambda new: setattr(OBJECT, "level", new)
-
-
-def in_a_context_variable(v):
-    VARIABLE.set(v)
-    return (lambda x: x * use(VARIABLE.get())), VARIABLE.set
-
-
-def in_a_class(v):
-    Config.level = v
-    return (lambda x: x * use(Config.level)), lambda new: setattr(Config, "level", new)
-
-
-def behind_a_property(v):
-    Config.level = v
-    one = WithProperty()
-    return (lambda x: x * use(one.level)), lambda new: setattr(Config, "level", new)
-
-
-def in_a_metaclass(v):
-    Made.level = v
-    return (lambda x: x * use(Made.current)), lambda new: setattr(Made, "level", new)
-
-
-def in_a_default(v):
-    def forward(x, level=v):
-        return x * use(level)
-
-    return forward, lambda new: setattr(forward, "__defaults__", (new,))
-
-
-def in_a_keyword_default(v):
-    def forward(x, *, level=v):
-        return x * use(level)
-
-    return forward, lambda new: forward.__kwdefaults__.update(level=new)
-
-
-def in_a_partial(v):
-    made = functools.partial(lambda x, level: x * use(level), level=v)
-    return made, lambda new: made.keywords.update(level=new)
-
-
-def in_another_module(v):
-    there = types.ModuleType("their_settings")
-    there.deeper = types.ModuleType("their_settings.deeper")
-    there.deeper.strength = v
-    return (lambda x: x * use(there.deeper.strength)), lambda new: setattr(there.deeper, "strength", new)
-
-
-def looked_up(v):
-    one = LooksUp(v)
-    return (lambda x: x * use(one.strength)), lambda new: one.entries.update(strength=new)
-
-
-def of_a_bound_method(v):
-    class Runs(Holder):
-        def run(self, x):
-            return x * use(self.level)
-
-    one = Runs(v)
-    return one.run, lambda new: setattr(one, "level", new)
-
-
-def of_a_cached_function(v):
-    found = [v]
-    cached = functools.lru_cache(lambda: found[0])
-    return (lambda x: x * use(cached())), lambda new: found.__setitem__(0, new)
-
-
-def in_a_module_outside_the_tree(v):
-    other = nn.Identity()
-    other.strength = v
-    held = [other]
-    return (lambda x: x * use(held[0].strength)), lambda new: setattr(other, "strength", new)
-
-
-def by_the_name_of_a_global(v):
-    globals()["BY_NAME"] = v
-    return (lambda x: x * use(globals()["BY_NAME"])), lambda new: globals().update(BY_NAME=new)
-
-
-def of_a_function_that_is_called(v):
-    def inner():
-        return inner.strength
-
-    inner.strength = v
-    return (lambda x: x * use(inner())), lambda new: setattr(inner, "strength", new)
-
-
-def of_a_static_method(v):
-    class Runs:
-        table = {"a": v}
-
-        @staticmethod
-        def level():
-            return Runs.table["a"]
-
-        def __call__(self, x):
-            return x * use(self.level())
-
-    return Runs(), lambda new: Runs.table.update(a=new)
-
-
-PLACES = [
-    in_a_closure, in_a_global, in_a_global_dictionary, in_a_global_object, in_a_context_variable, in_a_class,
-    behind_a_property, in_a_metaclass, in_a_default, in_a_keyword_default, in_a_partial, in_another_module, looked_up,
-    of_a_bound_method, of_a_cached_function, in_a_module_outside_the_tree, by_the_name_of_a_global,
-    of_a_function_that_is_called, of_a_static_method,
-]  # fmt: skip
-VALUES = {
-    "numbers": (1.0, 2.0),
-    "lists": ([[1]], [[2]]),
-    "slots": (Slots(1), Slots(2)),
-    "arrays": (np.ones(2), np.zeros(2)),
-}
-
-
-@pytest.mark.parametrize("name", VALUES)
-@pytest.mark.parametrize("place", PLACES)
-def test_a_value_is_compared_wherever_the_code_finds_it(place, name):
-    before, after = copy.deepcopy(VALUES[name])
-    processor, change = place(before)
-    keys = keys_of(Model(processor))
-    number, foreign = keys.read()
-    assert foreign is None and keys.trusted
-    change(after)
-    assert not keys.trusted
-    second, foreign = keys.read()
-    assert second != number and foreign is None and keys.trusted
-    change(before)
-    assert not keys.trusted and keys.read()[0] == number
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_value_that_changes_in_place_is_seen_wherever_the_code_finds_it(place):
-    value = {"a": [1]}
-    keys = keys_of(Model(place(value)[0]))
-    number, _ = keys.read()
-    value["a"][0] = 2
-    assert not keys.trusted and keys.read()[0] != number
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_value_that_cannot_be_compared_is_named_wherever_the_code_finds_it(place):
-    assert "list_iterator" in keys_of(Model(place(iter([1]))[0])).read()[1]
-
-
-def test_only_what_code_looks_up_in_a_long_table_counts():
-    one = LooksUp(1.0)
-    keys = keys_of(Model(lambda x: x * one.strength))
-    number, _ = keys.read()
-    one.entries["other1"] = iter([])
-    assert keys.trusted and keys.read() == (number, None)
-
-
-def test_a_wrapper_beneath_the_accelerated_forward_is_read():
-    model, state = Model(Processor(1.0)), {"factor": [1.0]}
-
-    def beneath(x):
-        return x * state["factor"][0]
-
-    before = fingerprint(model, beneath=beneath)
-    assert before.unchanged_quick()
-    state["factor"][0] = 2.0
-    assert not before.unchanged_quick() and fingerprint(model, beneath=beneath).key != before.key
-
-
 def test_blocks_with_other_settings_have_another_structure():
     for name, (before, after) in REPLACED.items():
         assert structure(Model(Processor(before))) != structure(Model(Processor(after))), name
@@ -526,85 +231,3 @@ def test_blocks_with_other_settings_have_another_structure():
 def test_blocks_with_equal_settings_have_one_structure():
     for name, make in EQUAL.items():
         assert structure(Model(Processor(make()))) == structure(Model(Processor(make()))), name
-
-
-def test_what_a_forward_can_change_is_listed():
-    counter, seen = Slots(0), [{"a": set()}]
-
-    def processor(x):
-        counter.level += len(seen)
-        return x
-
-    found = {id(state.holder): state for state in reachable_state(Model(processor))}
-    for each in (counter, seen, seen[0], seen[0]["a"], *processor.__closure__):
-        assert id(each) in found
-    assert found[id(seen)].where.startswith("seen in the closure of")
-
-
-# generated values
-
-PLAIN = st.one_of(
-    st.integers(-2, 2), st.booleans(), st.floats(), st.sampled_from(["", "a", "b"]), st.none(), st.binary(max_size=2),
-    st.complex_numbers(), st.decimals(allow_nan=False), st.fractions(), st.sampled_from([*Mode, torch.float16, np.float32(1.5)]),
-)  # fmt: skip
-HASHABLE = st.recursive(PLAIN, lambda inner: st.one_of(st.tuples(inner, inner), st.frozensets(inner, max_size=2)))
-
-
-def deeper(inner):
-    return st.one_of(
-        st.lists(inner, max_size=3),
-        st.tuples(inner, inner),
-        st.dictionaries(HASHABLE, inner, max_size=3),
-        st.lists(inner, max_size=3).map(collections.deque),
-        st.builds(Holder, inner),
-        st.builds(Slots, inner),
-        st.builds(Data, inner),
-        st.builds(lambda level: NAMESPACE(level=level), inner),
-        st.builds(lambda level: functools.partial(use, levels=level), inner),
-        st.builds(lambda level: Levels([level]), inner),
-        st.lists(st.floats(width=32), max_size=3).map(lambda items: np.array(items, np.float32)),
-    )
-
-
-GENERATED = st.recursive(PLAIN, deeper, max_leaves=12)
-
-
-def leaves(value, found):
-    """What can be changed in place: functions that do it."""
-    if isinstance(value, (list, collections.deque)):
-        found += [lambda i=i: value.__setitem__(i, object) for i in range(len(value))]
-        found += [lambda: value.append("new")]
-    elif isinstance(value, dict):
-        found += [lambda key=key: value.__setitem__(key, object) for key in value]
-        found += [lambda: value.__setitem__("new", 1), *([value.popitem] if value else [])]
-    elif isinstance(value, np.ndarray):
-        found += [lambda i=i: value.__setitem__(i, 12345.0) for i in range(len(value))]
-    elif hasattr(value, "level"):
-        found.append(lambda: setattr(value, "level", object))
-    elif isinstance(value, functools.partial):
-        found.append(lambda: value.keywords.update(levels=object))
-    if isinstance(value, functools.partial):
-        inside = [value.keywords["levels"]]
-    elif hasattr(value, "level"):
-        inside = [value.level]
-    else:
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    for each in inside:
-        leaves(each, found)
-    return found
-
-
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(GENERATED, st.sampled_from([Processor, lambda value: in_a_closure(value)[0]]), st.data())
-def test_a_change_anywhere_is_seen_and_none_is_seen_where_nothing_changes(value, place, data):
-    twin = copy.deepcopy(value)
-    model = Model(place(value))
-    before = fingerprint(model)
-    assert before.unknown == [] and before.unchanged() and before.unchanged_quick()
-    assert fingerprint(model).key == before.key
-    assert structure(Model(Processor(value))) == structure(Model(Processor(twin)))
-    changes = leaves(value, [])
-    if changes:
-        data.draw(st.sampled_from(changes))()
-        assert not before.unchanged_quick() and fingerprint(model).key != before.key
-        assert structure(Model(Processor(value))) != structure(Model(Processor(twin)))
