@@ -10,54 +10,18 @@ attention processor of an extension of the host.
 
 from __future__ import annotations
 
-import enum
-import functools
-import types
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import nn
 
 from sfast_ext.behaviour import surroundings
-from sfast_ext.behaviour.foreign_code import (
-    COMMON,
-    PLAIN,
-    Patch,
-    Place,
-    cells,
-    foreign_layers,
-    free_values,
-    is_foreign,
-    knowable,
-    layers,
-    methods,
-    overrides_method,
-    owning_extension,
-    package,
-    read_by,
-    torchs_methods,
-    written_by,
-)
-from sfast_ext.behaviour.forward_slot import AcceleratedForward, is_own_forward
-from sfast_ext.behaviour.reach import names_within
-from sfast_ext.behaviour.snapshot import LONGEST, Snapshot
-
-_SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
-_FUNCTIONS = (
-    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType, functools.partial,
-)  # fmt: skip
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-# entries of a diffusers config for the source of the model, without influence on behaviour
-_ORIGINS = frozenset({"_name_or_path", "_diffusers_version", "_use_default_values"})
-# hosts build models from its lists and dictionaries
-_CONFIGS = "omegaconf"
-MECHANICS = frozenset(nn.Module().__dict__) | {
-    "forward", "_old_forward", "_parameters", "_buffers", "_modules", "_is_full_backward_hook", "_version",
-    "_forward_hooks", "_forward_pre_hooks", "_hf_hook",
-}  # fmt: skip
-"""Attributes that every module has, or that a hook adds: read one by one, or without influence on behaviour."""
+from sfast_ext.behaviour.foreign_code import Patch
+from sfast_ext.behaviour.reader import MECHANICS, ClassReading, Reader, Vouch
+from sfast_ext.behaviour.snapshot import Snapshot
+from sfast_ext.behaviour.values import Unknown
+from sfast_ext.behaviour.watch import State, Watch
 
 
 @dataclass
@@ -76,13 +40,15 @@ class Fingerprint:
     names: frozenset[str]
     around: surroundings.Surroundings
     torch_check: surroundings.TorchQuickCheck
+    watch: Watch
+    unknown: list[Unknown]
 
     def unchanged(self) -> bool:
         """Whether everything that was read of instances, and of torch, is still the same object.
 
         Takes a fraction of a reading's time. True means that a reading would give the same. False may be a false alarm.
         """
-        if not self.snapshot.unchanged() or surroundings.look() != self.around:
+        if not self.snapshot.unchanged() or not self.watch.unchanged() or surroundings.look() != self.around:
             return False
         if not self.torch_check.unchanged():
             # a change without influence, as of a tracer
@@ -91,7 +57,7 @@ class Fingerprint:
 
     def unchanged_quick(self) -> bool:
         """The check for each call; see `Snapshot.unchanged_quick`."""
-        return self.snapshot.unchanged_quick() and self.torch_check.unchanged()
+        return self.snapshot.unchanged_quick() and self.watch.unchanged() and self.torch_check.unchanged()
 
     def classes_unchanged(self, root: nn.Module) -> bool:
         """Whether a reading of the classes of all modules, and of what their methods call, would give the same."""
@@ -100,286 +66,48 @@ class Fingerprint:
         return all(reader.read_class(kind) == known for kind, known in self.classes.items())
 
 
-Vouch = Callable[[nn.Module, str, Any], bool]
-
-
 def fingerprint(
-    root: nn.Module, ignored: frozenset[str] = frozenset(), transparent: Vouch | None = None
+    root: nn.Module,
+    ignored: frozenset[str] = frozenset(),
+    transparent: Vouch | None = None,
+    beneath: Callable[..., Any] | None = None,
 ) -> Fingerprint:
     """Read the behaviour key of a module tree. Takes some milliseconds for SDXL.
 
     Args:
-        root: the module. Wrappers and hooks on the root run around the accelerated forward, and are not part of the
-        key. ignored: names of attributes without influence on behaviour (a host's bookkeeping of weights). transparent:
-        see `Hooks.transparent`. The identity of such a forward is not part of the key.
+        root: the module. Wrappers and hooks that were put on the root after our forward run around it, and are not part
+        of the key. ignored: names of attributes without influence on behaviour (a host's bookkeeping of weights).
+        transparent: see `Hooks.transparent`. The identity of such a forward is not part of the key. beneath: the
+        forward of the root that our forward replaced. None for that of the class.
     """
-    reader = Reader(MECHANICS | ignored, root, transparent)
+    reader = Reader(MECHANICS | ignored, root, transparent, beneath)
     around = surroundings.look()
     reader.surroundings(around, root)
     reader.read_all(root)
-    return reader.fingerprint(around)
+    reader.values.watch.seal()
+    return Fingerprint(
+        key=tuple(reader.key),
+        alive=reader.alive,
+        patches=reader.patches,
+        snapshot=reader.snapshot.seal(reader.names, reader.run),
+        classes=reader.classes,
+        names=reader.names,
+        around=around,
+        torch_check=surroundings.TorchQuickCheck(reader.names, reader.classes, around),
+        watch=reader.values.watch,
+        unknown=reader.values.values.unknown,
+    )
 
 
-class ClassReading(NamedTuple):
-    """What was read of a class: its part of the key, and foreign functions as (kind, function)."""
-
-    key: list[Hashable]
-    patches: list[tuple[str, Any]]
-
-
-class Reader:
-    """Reads the behaviour key of a module tree; see `fingerprint`.
+def reachable_state(
+    root: nn.Module, ignored: frozenset[str] = frozenset(), beneath: Callable[..., Any] | None = None
+) -> list[State]:
+    """All that the forward of a module can reach and that can change, without the attributes of modules.
 
     Args:
-        skip: names of attributes that are not read.
-        root: the module.
-        transparent: see `Hooks.transparent`.
+        root, ignored, beneath: see `fingerprint`.
     """
-
-    def __init__(self, skip: frozenset[str], root: nn.Module, transparent: Vouch | None = None) -> None:
-        self.skip = skip
-        self.transparent = transparent
-        # the classes of a network from an extension are not foreign to it
-        self.extension = owning_extension(type(root))
-        self.package = package(type(root).__module__)
-        self.key: list[Hashable] = []
-        self.alive: list[object] = []
-        self.patches: list[Patch] = []
-        self.seen: set[int] = set()
-        self.snapshot: Snapshot = Snapshot(skip)
-        self.classes: dict[type, ClassReading] = {}
-        self.names: frozenset[str] = frozenset()
-        # closure cells of code that runs
-        self.run: list[types.CellType] = []
-        # (path, module, class) of modules, and of objects that they call, with the path of the attribute
-        self.called: list[tuple[str, nn.Module, type]] = []
-        self.place: tuple[str, nn.Module] | None = None
-        # functions among attributes, and functions put around a module
-        self.functions: dict[int, Any] = {}
-
-    def fingerprint(self, around: surroundings.Surroundings) -> Fingerprint:
-        snapshot = self.snapshot.seal(self.names, self.run)
-        torch_check = surroundings.TorchQuickCheck(self.names, self.classes, around)
-        return Fingerprint(
-            tuple(self.key), self.alive, self.patches, snapshot, self.classes, self.names, around, torch_check
-        )
-
-    def read_all(self, root: nn.Module) -> None:
-        """Read all modules, then the code that they run. Which code runs is only known after all modules were read."""
-        self.read("", root, is_root=True)
-        kinds = dict.fromkeys(kind for *_, kind in self.called)
-        self.read_classes(kinds)
-        for kind in kinds:
-            self.key += self.classes[kind].key
-        for path, module, kind in self.called:
-            self.patches += [Patch(path, module, what, f) for what, f in self.classes[kind].patches]
-        for function in self.functions.values():
-            for layer in layers(function):
-                self.key += [self.read_in(*found) for found in read_by(layer)]
-
-    def read_classes(self, kinds: Iterable[type]) -> None:
-        self.names = names_within(kinds, self.functions.values())
-        self.classes = {kind: self.read_class(kind) for kind in kinds}
-
-    def surroundings(self, around: surroundings.Surroundings, root: nn.Module) -> None:
-        """Read replaced functions of torch, and global module hooks."""
-        for name, function in around.replaced:
-            self.key.append((name, self.identity(function)))
-            if name == surroundings.ATTENTION and function is not None and knowable(function):
-                # attention libraries are put there, and a capture records what they do
-                self.functions[id(function)] = function
-                self.key += [self.free_value(place, value) for place, value in free_values(function)]
-            else:
-                self.patches.append(Patch(name, root, "replaced", function))
-        for hook in around.hooks:
-            self.key.append(("hook on all modules", self.function(hook)))
-            self.patches.append(Patch("", root, "hook on all modules", hook))
-
-    def free_value(self, place: Place, value: Any) -> Hashable:
-        if isinstance(place, types.CellType):
-            self.run.append(place)
-            return self.held(place)
-        self.snapshot.name(*place)
-        return value if isinstance(value, PLAIN) else self.identity(value)
-
-    def kind(self, kind: Any, name: str) -> Hashable:
-        return self.identity(self.snapshot.kind(kind, name))
-
-    def read(self, path: str, module: nn.Module, *, is_root: bool = False) -> None:
-        if not self.first_sight(module):
-            return
-        self.snapshot.module(module)
-        kind: Any = type(module)
-        self.called.append((path, module, kind))
-        attributes = module.__dict__
-        present = sum(p is not None for p in attributes["_parameters"].values())
-        self.key += [kind, self.kind(kind, "forward"), module.training, present]
-        if not is_root:
-            self.patched(path, module)
-        for name, value in attributes.items():
-            if value is None or name in self.skip or isinstance(value, (torch.Tensor, AcceleratedForward)):
-                # a third party may have stored our forward
-                continue
-            foreign = not isinstance(value, (type, nn.Module)) and is_foreign(value, self.extension)
-            if overrides_method(module, name, value):
-                self.patches.append(Patch(path, module, "method", value))
-            elif foreign:
-                self.patches.append(Patch(path, module, name, value))
-            self.place = None if foreign else (f"{path}.{name}" if path else name, module)
-            found = self.value(value)
-            self.place = None
-            if found is not None:
-                self.key.append((name, found))
-        for name, child in attributes["_modules"].items():
-            if child is not None:
-                self.read(f"{path}.{name}" if path else name, child)
-
-    def read_class(self, kind: type) -> ClassReading:
-        """Read the methods of a class, what they call and close over, and which are foreign."""
-        forward: Any = getattr(kind, "forward", None)
-        key: list[Hashable] = []
-        found: list[tuple[str, Any]] = []
-        if forward is not None:
-            owner = next(owner for owner in kind.__mro__ if "forward" in vars(owner))
-            theirs = [forward] if is_foreign(forward, self.extension) else foreign_layers(vars(owner)["forward"], owner)
-            found = [("class", function) for function in theirs]
-        for container, name, value in methods(kind, self.names):
-            key.append(self.read_in(container, name, value))
-            if not callable(value):
-                continue
-            if isinstance(container, type):
-                closure = list(cells(value, container))
-                key += [self.held(cell) for cell in closure]
-                self.run += closure if name in self.names else []
-            if value is forward:
-                continue
-            if is_foreign(value, self.extension):
-                found.append(("function", value))
-            elif isinstance(container, type):
-                foreign = foreign_layers(value, container, imported=True)
-                # if a foreign class only calls the model's own code, its method is what is foreign
-                theirs = [each for each in foreign if written_by(each) != self.package] or foreign and [value]
-                found += [("function", each) for each in theirs]
-        for container, name, value in torchs_methods(kind):
-            self.snapshot.name(container, name)
-            key.append(None if value is None else self.identity(value))
-            found += [("function", each) for each in foreign_layers(value, container)]
-        return ClassReading(key, found)
-
-    def read_in(self, container: type | dict, name: str, value: Any) -> Hashable:
-        """The key of what a method finds under a name."""
-        self.snapshot.name(container, name)
-        if value is None or isinstance(value, PLAIN):
-            return value
-        return self.identity(value) if callable(value) else self.value(value)
-
-    def code(self, value: Any) -> None:
-        """Register an attribute that is called or has methods, so that its code is read."""
-        if isinstance(value, _FUNCTIONS):
-            if id(value) not in self.functions:
-                self.functions[id(value)] = value
-                closure = [cell for layer in layers(value) for cell in layer.__closure__ or ()]
-                self.run += closure
-                self.key += [self.held(cell) for cell in closure]
-        elif self.place is not None:
-            self.called.append((*self.place, type(value)))
-
-    def held(self, cell: types.CellType) -> Hashable:
-        """The key of the contents of a closure cell."""
-        content = self.snapshot.cell(cell)
-        if isinstance(content, torch.Tensor):
-            return id(content)
-        plain = not isinstance(content, (type, types.FunctionType))
-        found = self.value(content) if plain else None
-        return self.identity(content) if found is None else found
-
-    def patched(self, path: str, module: nn.Module) -> None:
-        attributes = module.__dict__
-        for slot in ("forward", "_old_forward"):
-            function = attributes.get(slot)
-            while isinstance(function, AcceleratedForward):
-                # on a part
-                function = function.previous
-            if function is not None and not is_own_forward(function, module):
-                if slot != "forward" or self.transparent is None or not self.transparent(module, slot, function):
-                    self.key.append((slot, self.function(function)))
-                self.functions[id(function)] = function
-                if slot == "forward":
-                    self.patches.append(Patch(path, module, "forward", function))
-        for slot in _HOOKS:
-            hooks = attributes.get(slot)
-            if hooks is None:
-                continue
-            self.snapshot.hooks(hooks)
-            for hook in hooks.values():
-                self.key.append((slot, self.function(hook)))
-                self.functions[id(hook)] = hook
-                self.patches.append(Patch(path, module, "hook", hook))
-
-    def first_sight(self, module: nn.Module) -> bool:
-        self.key.append(id(module))
-        first = id(module) not in self.seen
-        self.seen.add(id(module))
-        return first
-
-    def identity(self, value: object) -> Hashable:
-        self.alive.append(value)
-        return id(value)
-
-    def function(self, function: object) -> Hashable:
-        # a bound method is a new object for each access
-        inner = getattr(function, "__func__", None)
-        if inner is not None:
-            return (self.identity(function.__self__), self.identity(inner))  # type: ignore[attr-defined]
-        return self.identity(function)
-
-    def value(self, value: Any, depth: int = 0) -> Hashable | None:
-        if isinstance(value, _SCALARS):
-            return (type(value), value)
-        if isinstance(value, (nn.Module, torch.Tensor)) or value is None:
-            return None
-        if isinstance(value, list):
-            self.look(value, depth)
-        if isinstance(value, (tuple, list)):
-            return tuple(self.value(v, depth + 1) for v in value) if depth < 2 and len(value) <= LONGEST else None
-        if isinstance(value, dict):
-            if not self.look(value, depth):
-                return None
-            return tuple((str(k), self.value(v, depth + 1)) for k, v in value.items() if k not in _ORIGINS)
-        settings = getattr(value, "__dict__", None)
-        if package(type(value).__module__) == _CONFIGS and isinstance(settings, dict):
-            return self.config_node(value, settings, depth)
-        if not callable(value):
-            # an object with settings
-            if not isinstance(settings, dict):
-                return None
-            if package(type(value).__module__) not in COMMON:
-                self.code(value)
-            if not self.look(settings, depth) or not settings:
-                return None
-            return (type(value), tuple((k, self.value(v, depth + 1)) for k, v in settings.items()))
-        # an attention processor, an activation, a callback: its identity and its scalars
-        if not isinstance(value, type):
-            self.code(value)
-        inner = settings if depth <= 1 and isinstance(settings, dict) else None
-        if inner is not None:
-            self.snapshot.container(inner)
-        scalars = tuple((k, self.value(v, depth + 1)) for k, v in (inner or {}).items())
-        return (self.function(value), self.kind(type(value), "__call__"), scalars)
-
-    def config_node(self, node: Any, attributes: dict, depth: int) -> Hashable:
-        """A list, dictionary or value of omegaconf by what is in it.
-
-        Not by its parents, which are the configuration of the whole model, nor by its class: those are libraries' code,
-        and three of them are five times as much as all that a UNet runs.
-        """
-        self.snapshot.container(attributes)
-        return (type(node), self.value(attributes.get("_content", attributes.get("_val")), depth))
-
-    def look(self, container: dict | list, depth: int) -> bool:
-        """Whether a container is read. It is added to the snapshot in any case, as its length may change."""
-        if depth >= 2:
-            return False
-        short = len(container) <= LONGEST
-        (self.snapshot.container if short else self.snapshot.long)(container)
-        return short
+    reader = Reader(MECHANICS | ignored, root, None, beneath)
+    reader.read("", root, is_root=True)
+    reader.read_values()
+    return reader.values.watch.state()

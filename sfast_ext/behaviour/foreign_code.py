@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from logging import Logger
 from pathlib import PurePath
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -82,7 +82,8 @@ def _innermost(function: Any) -> Any:
     while True:
         if isinstance(function, (functools.partial, functools.partialmethod)):
             function = function.func
-        elif hasattr(function, "__func__"):
+        elif hasattr(type(function), "__func__"):
+            # not of the object: looking an attribute up may run its code
             function = function.__func__
         else:
             return function
@@ -91,9 +92,9 @@ def _innermost(function: Any) -> Any:
 def _code(function: Any) -> Any:
     """The code of a function, or of an object's `__call__`. None if it is not Python."""
     inner = _innermost(function)
-    if not hasattr(inner, "__code__") and callable(inner):
+    if not hasattr(type(inner), "__code__") and callable(inner):
         inner = _innermost(type(inner).__call__)
-    return getattr(inner, "__code__", None)
+    return inner.__code__ if hasattr(type(inner), "__code__") else None
 
 
 def overrides_method(module: nn.Module, name: str, value: Any) -> bool:
@@ -265,9 +266,10 @@ def torchs_methods(kind: type) -> Iterator[tuple[type, str, Any]]:
 
 def read_by(function: Any, depth: int = 0) -> Iterator[Finding]:
     """What a function, and functions of its package that it calls, find in the globals of their modules."""
-    code = getattr(function, "__code__", None)
-    if code is None:
+    function = function.__func__ if isinstance(function, MethodType) else function
+    if not isinstance(function, FunctionType):
         return
+    code = function.__code__
     for cell in (function.__closure__ or ()) if depth < _DEEPEST else ():
         # a wrapper of the host's calls the original method
         yield from read_by(content_of(cell), depth + 1)

@@ -155,6 +155,11 @@ class ForwardSlot:
         """Run the original forward, in steps that Dynamo traces."""
         return _run(self._previous, self._module, args, kwargs)
 
+    @property
+    def previous(self) -> Callable[..., Any] | None:
+        """The forward of the instance that we replaced. None for that of the class."""
+        return self._previous
+
     def install(self) -> bool:
         """Put our object into the slot. A wrapper around it (accelerate's hook) stays.
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from itertools import chain
+from typing import Any
 
 from torch import nn
 
-from sfast_ext.behaviour.fingerprint import Fingerprint, Vouch, fingerprint
+from sfast_ext.behaviour.fingerprint import Fingerprint, fingerprint
+from sfast_ext.behaviour.reader import Vouch
 
 
 class BehaviourKeys:
@@ -17,6 +20,7 @@ class BehaviourKeys:
         recognised, transparent: see `Hooks`.
         kept: the number of behaviours to remember.
         first: the number of the first behaviour.
+        beneath: returns the forward of the module that our forward replaced, None for that of the class.
     """
 
     def __init__(
@@ -27,9 +31,10 @@ class BehaviourKeys:
         kept: int,
         first: int = 0,
         transparent: Vouch | None = None,
+        beneath: Callable[[], Any] = lambda: None,
     ) -> None:
         self._module, self._ignored, self._recognised, self._kept = module, ignored, recognised, kept
-        self._transparent = transparent
+        self._transparent, self._beneath = transparent, beneath
         self._numbers: OrderedDict[Hashable, tuple[int, Fingerprint]] = OrderedDict()
         self._count = first
         self._fingerprint: Fingerprint | None = None
@@ -63,7 +68,10 @@ class BehaviourKeys:
         return self.last if self.last is not None and self.trusted else self.read()
 
     def read(self) -> tuple[int, str | None]:
-        """The number of the current behaviour, and a description of a foreign patch that forbids a plan, or None."""
+        """The number of the current behaviour, and what forbids a plan, or None.
+
+        That is a foreign patch, or a value that cannot be compared.
+        """
         previous = self._fingerprint
         if self.last is not None and previous is not None and previous.unchanged():
             if not self._announced:
@@ -73,7 +81,7 @@ class BehaviourKeys:
                 self.last = (self.last[0], self._foreign_patch(previous))
                 self._read_in_generation = True
                 return self.last
-        read = fingerprint(self._module, self._ignored, self._transparent)
+        read = fingerprint(self._module, self._ignored, self._transparent, self._beneath())
         known = self._numbers.get(read.key)
         if known is None:
             known = self._numbers[read.key] = (self._count, read)
@@ -90,7 +98,8 @@ class BehaviourKeys:
     def _foreign_patch(self, read: Fingerprint) -> str | None:
         vouch = self._recognised
         patches = (p for p in read.patches if vouch is None or not vouch(p.module, p.kind, p.function))
-        return next((p.words() for p in patches), None)
+        words = chain((patch.words() for patch in patches), (value.words() for value in read.unknown))
+        return next(words, None)
 
     def clear(self) -> None:
         """Forget all readings."""

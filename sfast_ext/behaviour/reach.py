@@ -27,14 +27,15 @@ _OF_OBJECTS = frozenset(
 )  # fmt: skip
 
 
-def names_within(kinds: Iterable[type], functions: Iterable[Any]) -> frozenset[str]:
+def names_within(kinds: Iterable[type], functions: Iterable[Any], walk: Walk | None = None) -> frozenset[str]:
     """The names that the forwards of some classes can look up.
 
     Args:
         kinds: the classes of modules, and of objects that they call.
         functions: other functions that run, such as hooks.
+        walk: one that found some of them before.
     """
-    walk = _Walk()
+    walk = Walk() if walk is None else walk
     for kind in kinds:
         walk.add_class(kind)
     for function in functions:
@@ -55,7 +56,9 @@ def looked_into(functions: Iterable[Any]) -> frozenset[Hashable]:
     )
 
 
-class _Walk:
+class Walk:
+    """Follows names from functions and classes."""
+
     def __init__(self) -> None:
         self.names: set[str] = set()
         self._methods: dict[str, list[Any]] = {}
@@ -71,12 +74,11 @@ class _Walk:
             self._owners.add(owner)
             common = package(owner.__module__) in COMMON
             for name, value in vars(owner).items():
-                for function in _functions(value):
+                for function in functions_of(value):
                     if common and _is_common(function):
                         continue
                     self._methods.setdefault(name, []).append(function)
-                    special = name.startswith("__") and name.endswith("__") and name not in _OF_OBJECTS
-                    if special or name in self.names:
+                    if runs_by_syntax(name) or name in self.names:
                         self.add(function)
 
     def add(self, function: Any) -> None:
@@ -85,7 +87,7 @@ class _Walk:
             if layer in self._seen:
                 continue
             self._seen.add(layer)
-            names, around = _names(layer.__code__), layer.__globals__
+            names, around = code_names(layer.__code__), layer.__globals__
             self._waiting += names
             self._waiting += _strings(layer.__defaults__)
             self._waiting += _strings((layer.__kwdefaults__ or {}).values())
@@ -109,7 +111,7 @@ class _Walk:
         elif isinstance(value, FunctionType) and package(value.__module__ or "") in COMMON:
             # what it calls in torch is found by its names
             for layer in layers(value):
-                self._waiting += _names(layer.__code__)
+                self._waiting += code_names(layer.__code__)
         elif callable(value):
             self.add(value)
         elif hasattr(value, "__dict__"):
@@ -140,7 +142,7 @@ def _is_common(function: Any) -> bool:
     return all(written_by(layer) in COMMON for layer in layers(function))
 
 
-def _functions(value: Any) -> Iterator[Any]:
+def functions_of(value: Any) -> Iterator[Any]:
     """The functions of an attribute of a class: a method, or those of a property."""
     if isinstance(value, property):
         yield from filter(None, (value.fget, value.fset))
@@ -150,10 +152,16 @@ def _functions(value: Any) -> Iterator[Any]:
         yield function
 
 
+def runs_by_syntax(name: str) -> bool:
+    """Whether a method with this name runs without a name in the code."""
+    return name.startswith("__") and name.endswith("__") and name not in _OF_OBJECTS
+
+
 @functools.lru_cache(maxsize=8192)
-def _names(code: CodeType) -> frozenset[str]:
+def code_names(code: CodeType) -> frozenset[str]:
+    """The names that code looks up or may look up, including nested functions and strings."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return frozenset(code.co_names).union(_strings(code.co_consts), *map(_names, inner))
+    return frozenset(code.co_names).union(_strings(code.co_consts), *map(code_names, inner))
 
 
 def _strings(values: Any) -> list[str]:

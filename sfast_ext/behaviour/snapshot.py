@@ -155,6 +155,10 @@ class Snapshot:
         function = self._kinds[kind, name] = getattr(kind, name)
         return function
 
+    def bare(self) -> frozenset[int]:
+        """The identities of empty containers that are checked for each call."""
+        return frozenset(map(id, self._bare))
+
     def seal(self, names: frozenset[str], run: list[CellType]) -> Snapshot:
         """Call this when everything was read.
 

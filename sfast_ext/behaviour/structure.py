@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import types
 from collections.abc import Hashable, Iterable
+from typing import Any
 
+import torch
 from torch import nn
 
-from sfast_ext.behaviour.fingerprint import MECHANICS, ClassReading, Reader
-from sfast_ext.behaviour.reach import looked_into
+from sfast_ext.behaviour.forward_slot import AcceleratedForward, forward_of, is_own_forward
+from sfast_ext.behaviour.reach import looked_into, names_within
+from sfast_ext.behaviour.reader import MECHANICS, ClassReading, Reader
 from sfast_ext.behaviour.snapshot import NoSnapshot
+from sfast_ext.behaviour.watch import NoWatch, Watch
 
-KnownCode = dict[Hashable, tuple[frozenset[str], dict[type, ClassReading]]]
-"""What was read of classes, by the classes and the code of functions that were read together; see `structure`."""
+
+class KnownCode:
+    """What was read of classes, by the classes and the code of functions that were read together; see `structure`."""
+
+    def __init__(self) -> None:
+        self.classes: dict[Hashable, dict[type, ClassReading]] = {}
+        self.names: dict[Hashable, frozenset[str]] = {}
 
 
 def structure(
@@ -34,22 +43,48 @@ class _Structure(Reader):
     """Reads what two objects of the same type have in common."""
 
     def __init__(self, skip: frozenset[str], root: nn.Module, known: KnownCode | None) -> None:
-        super().__init__(skip, root)
-        self.known = known
+        beneath = forward_of(root)
+        while isinstance(beneath, AcceleratedForward):
+            beneath = beneath.previous
+        super().__init__(skip, root, beneath=None if is_own_forward(beneath, root) else beneath)
+        self.known = KnownCode() if known is None else known
         # it is never checked again
         self.snapshot = NoSnapshot()
         self.numbers: dict[int, int] = {}
 
     def read_classes(self, kinds: Iterable[type]) -> None:
         # the package and the extension tell what is foreign
-        together = self.package, self.extension, tuple(kinds), looked_into(self.functions.values())
-        found = None if self.known is None else self.known.get(together)
+        together = self.package, self.extension, tuple(kinds), self.names
+        found = self.known.classes.get(together)
         if found is None:
             super().read_classes(kinds)
-            if self.known is not None:
-                self.known[together] = self.names, self.classes
+            self.known.classes[together] = self.classes
         else:
-            self.names, self.classes = found
+            self.classes = found
+
+    def names_of(self, kinds: Iterable[type], functions: Iterable[Any]) -> frozenset[str]:
+        together = tuple(kinds), looked_into(functions)
+        found = self.known.names.get(together)
+        if found is None:
+            found = self.known.names[together] = names_within(kinds, functions)
+        return found
+
+    def code_values(self, kinds: Iterable[type]) -> list[Hashable]:
+        # two modules that are compared share their classes
+        return []
+
+    def new_watch(self) -> Watch:
+        return NoWatch()
+
+    def known_modules(self) -> Iterable[int]:
+        return self.numbers
+
+    def module_key(self, module: nn.Module) -> Hashable | None:
+        # one outside the tree is the same for both, or another
+        return self.numbers.get(id(module), (id(module),))
+
+    def tensor(self, value: torch.Tensor) -> Hashable:
+        return (value.dtype, tuple(value.shape))
 
     def first_sight(self, module: nn.Module) -> bool:
         # numbers instead of addresses: a module in two places has the same number in both trees

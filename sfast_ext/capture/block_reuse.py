@@ -115,7 +115,7 @@ class _BlockReuser:
         self._tracer = tracer
         self._thread = threading.get_ident()
         self._recordings: dict[Hashable, _Recording | None] = {}
-        self._code: KnownCode = {}
+        self._code = KnownCode()
 
     def call(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tracer = self._tracer

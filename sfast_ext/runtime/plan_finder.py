@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -198,4 +198,8 @@ class PlanFinder:
     def _new_keys(self, first: int) -> BehaviourKeys:
         context, hooks = self._context, self._context.hooks
         kept = context.config.max_plans
-        return BehaviourKeys(context.module, hooks.ignored, hooks.recognised, kept, first, hooks.transparent)
+
+        def beneath() -> Callable[..., Any] | None:
+            return context.slot.previous
+
+        return BehaviourKeys(context.module, hooks.ignored, hooks.recognised, kept, first, hooks.transparent, beneath)

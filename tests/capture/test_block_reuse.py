@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from sfast_ext.behaviour import fingerprint
+from sfast_ext.behaviour import structure
 from sfast_ext.capture import block_reuse
 from sfast_ext.capture.fake_trace import record
 
@@ -91,8 +91,8 @@ def test_blocks_of_one_kind_are_recorded_once(monkeypatch):
 
 def test_the_code_of_a_kind_of_block_is_read_once(monkeypatch):
     read = []
-    original = fingerprint.names_within
-    monkeypatch.setattr(fingerprint, "names_within", lambda *these: read.append(these) or original(*these))
+    original = structure.names_within
+    monkeypatch.setattr(structure, "names_within", lambda *these: read.append(these) or original(*these))
     # each block in a stack of its own, whose blocks are compared as well
     check(Stack(*[Stack(Block(), Block()) for _ in range(3)]), monkeypatch, 3)
     assert len(read) == 2

@@ -1,0 +1,228 @@
+"""Reads the values that code finds: in closures, defaults of arguments, globals, other modules and classes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable
+from logging import Logger
+from types import FunctionType, MemberDescriptorType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfast_ext.behaviour.foreign_code import COMMON, is_foreign, layers, package, written_by
+from sfast_ext.behaviour.forward_slot import AcceleratedForward
+from sfast_ext.behaviour.reach import code_names, functions_of, runs_by_syntax
+from sfast_ext.behaviour.value_types import in_library
+from sfast_ext.behaviour.values import Names, Values, contents
+from sfast_ext.behaviour.watch import Watch
+
+# calls that are followed from a method: in a library only within its package
+_DEEPEST, _DEEPEST_IN_LIBRARY = 8, 3
+# modules in modules
+_DEEPEST_MODULE = 4
+_NO_VALUES = (Logger, type(functools.lru_cache))
+
+
+class CodeValues:
+    """Reads the values that functions and classes find. Values in the code of an installed library are compared if
+    their type is known; others are taken as unchanging there.
+
+    Args:
+        names: the names that the code of the forward can look up.
+        identity, tensor, module, watch: see `Values`.
+        patches: identities of functions of patches, which are not read.
+        extension: that of the model's class. Functions of another are patches.
+    """
+
+    def __init__(
+        self,
+        names: frozenset[str],
+        *,
+        identity: Callable[[object], Hashable],
+        tensor: Callable[[torch.Tensor], Hashable],
+        module: Callable[[nn.Module], Hashable | None],
+        watch: Watch,
+        patches: frozenset[int] = frozenset(),
+        extension: str | None = None,
+    ) -> None:
+        self.names, self.watch = names, watch
+        self._identity, self._patches, self._extension = identity, patches, extension
+        self.values = Values(
+            names,
+            identity=identity,
+            tensor=tensor,
+            module=module,
+            function=self.function,
+            kind=self.kind,
+            python_module=lambda module, where, strict: self._module(module, where, names, "", strict, 0),
+            watch=watch,
+        )
+        self.functions: dict[int, Any] = {}
+        """Functions among values."""
+        self._read: set[Hashable] = set()
+        self._depth = 0
+
+    def function(self, function: Any, where: str, strict: bool = True) -> Hashable:
+        """The key of a function by its identity, and by what it finds."""
+        if isinstance(function, AcceleratedForward):
+            return None
+        if id(function) in self._patches or is_foreign(function, self._extension):
+            return self._identity(function)
+        if not isinstance(function, FunctionType):
+            return self.values.read(function, where, self.names, strict)
+        self.functions.setdefault(id(function), function)
+        if id(function) in self._read:
+            return self._identity(function)
+        self._read.add(id(function))
+        common, library = written_by(function) in COMMON, in_library(function.__code__.co_filename)
+        strict = strict and not common and not library
+        here = f"{function.__module__}.{function.__qualname__}"
+        key: list[Hashable] = [self._identity(function)]
+        if function.__closure__:
+            cells = function.__closure__
+            # in a library, those that are of its package are checked by the quick check
+            inside = self.watch.objects(lambda: contents(cells)) if strict else contents(cells)
+            for cell in cells if strict else ():
+                self.watch.holders.setdefault(id(cell), (f"the closure of {here}", cell))
+            for name, each in zip(function.__code__.co_freevars, inside):
+                there = f"{name} in the closure of {here}"
+                if isinstance(each, ModuleType):
+                    looked, own = code_names(function.__code__), written_by(function)
+                    key.append(self._module(each, there, looked, own, strict, 0))
+                else:
+                    key.append(self.values.read(each, there, self.names, strict))
+        if common:
+            return tuple(key)
+        if strict:
+            self.watch.objects(lambda: (function.__defaults__, function.__kwdefaults__, function.__code__))
+        for defaults in (function.__defaults__, function.__kwdefaults__):
+            if defaults:
+                key.append(self.values.read(defaults, f"the defaults of {here}", self.names, strict))
+        if vars(function) and strict:
+            self.watch.container(vars(function), here)
+            inner = ((name, value) for name, value in vars(function).items() if name != "__wrapped__")
+            key += [self.values.read(value, f"{here}.{name}", self.names, strict) for name, value in inner]
+        if self._depth < (_DEEPEST if strict else _DEEPEST_IN_LIBRARY):
+            self._depth += 1
+            key += self._globals(function, strict)
+            self._depth -= 1
+        return tuple(key)
+
+    def _globals(self, function: FunctionType, strict: bool) -> list[Hashable]:
+        around, names, own = function.__globals__, code_names(function.__code__), written_by(function)
+        found: list[Hashable] = []
+        for name in names - around.keys() if strict else ():
+            # one of these may be defined later, over a builtin function say
+            self.watch.name(around, name)
+        for name in sorted(names & around.keys()):
+            if not name.startswith("__"):
+                where = f"{around.get('__name__')}.{name}"
+                found += [name, self._found(around, name, where, names, own, strict, 0)]
+        return found
+
+    def _found(
+        self, home: dict, name: str, where: str, names: frozenset[str], own: str, strict: bool, depth: int
+    ) -> Hashable:
+        """The key of what code finds under a name in a module.
+
+        Args:
+            names: the names that the code looks up.
+            own: the package of the code.
+        """
+        value = home.get(name)
+        if isinstance(value, ModuleType):
+            return self._module(value, where, names, own, strict, depth)
+        if isinstance(value, _NO_VALUES):
+            return None
+        if isinstance(value, type):
+            if strict:
+                self.watch.name(home, name)
+            return self.kind(value, where, self.names, strict, own)
+        if isinstance(value, FunctionType):
+            if strict:
+                self.watch.name(home, name)
+            same = written_by(value) == own
+            theirs = not same and (written_by(value) in COMMON or in_library(value.__code__.co_filename))
+            return self._identity(value) if theirs else self.function(value, where, strict)
+        if not strict and callable(value):
+            return None
+        if issubclass(type(value), nn.Module):
+            self.watch.name(home, name)
+            return self._module_object(value, where, names, strict)
+        self.watch.name(home, name)
+        if not strict and not isinstance(value, (list, dict, set)) and hasattr(value, "__dict__"):
+            # an object of a library, such as a registry
+            return None
+        return self.values.read(value, where, self.names, strict)
+
+    def _module(
+        self, module: ModuleType, where: str, names: frozenset[str], own: str, strict: bool, depth: int
+    ) -> Hashable:
+        home, of = vars(module), package(module.__name__)
+        if of in COMMON or depth >= _DEEPEST_MODULE or (not strict and of != own):
+            return None
+        library = of != own and in_library(getattr(module, "__file__", None) or "")
+        found: list[Hashable] = []
+        for name in sorted(names & home.keys()):
+            value = home[name]
+            if name.startswith("__") or (library and (callable(value) or isinstance(value, ModuleType))):
+                continue
+            inner = self._found(home, name, f"{module.__name__}.{name}", names, own, strict and not library, depth + 1)
+            found += [name, inner]
+        return tuple(found)
+
+    def _module_object(self, module: nn.Module, where: str, names: frozenset[str], strict: bool) -> Hashable:
+        """A module that code finds in a global: only attributes that this code looks up."""
+        home = vars(module)
+        found: list[Hashable] = [self._identity(module)]
+        for name in sorted(names & home.keys()):
+            self.watch.name(home, name)
+            if not issubclass(type(home[name]), nn.Module):
+                found += [name, self.values.read(home[name], f"{where}.{name}", names, strict)]
+        return tuple(found)
+
+    def kind(self, kind: type, where: str, names: Names, strict: bool = True, own: str = "") -> Hashable:
+        """The key of a class that code finds: attributes with the names that it looks up, and what its methods find."""
+        theirs = package(kind.__module__) != own and self._of_library(kind)
+        if package(kind.__module__) in COMMON or theirs or not strict:
+            return self._identity(kind)
+        looked = self.names if names is None else names
+        found = self._inside(kind, looked, strict)
+        # a property of the class is one of its class
+        made_by = [] if type(kind) is type else self._inside(type(kind), looked, strict)
+        return (self._identity(kind), *found, *made_by)
+
+    def kinds(self, kinds: Iterable[type]) -> list[Hashable]:
+        """The key of the classes of modules, and of objects that they call: of methods and attributes that run."""
+        key: list[Hashable] = []
+        for kind in kinds:
+            key += self._inside(kind, self.names, not self._of_library(kind))
+        return key
+
+    def _of_library(self, kind: type) -> bool:
+        functions = (each for value in vars(kind).values() for each in functions_of(value))
+        file = next((layer.__code__.co_filename for each in functions for layer in layers(each)), "")
+        return in_library(file)
+
+    def _inside(self, kind: type, names: frozenset[str], strict: bool) -> list[Hashable]:
+        found: list[Hashable] = []
+        for owner in kind.__mro__:
+            if package(owner.__module__) in COMMON or (owner, names) in self._read:
+                continue
+            self._read.add((owner, names))
+            here = f"{owner.__module__}.{owner.__qualname__}"
+            if strict:
+                self.watch.owner(owner)
+            for name, value in list(vars(owner).items()):
+                if (name not in names and not runs_by_syntax(name)) or isinstance(value, MemberDescriptorType):
+                    continue
+                functions = [] if isinstance(value, type) else list(functions_of(value))
+                if strict and (functions or not name.startswith("__")):
+                    self.watch.name(owner, name)
+                if functions:
+                    found += [self.function(each, f"{here}.{name}", strict) for each in functions]
+                elif not name.startswith("__") and not isinstance(value, type):
+                    found += [name, self.values.read(value, f"{here}.{name}", names, strict)]
+        return found
