@@ -231,7 +231,7 @@ class A1111Session(WebUISession):
         self._pictures: int | None = None
         self._memory = A1111Memory(self._unets, self._vaes, _unet_of, self.report)
         self._has_vae = False
-        self._host_version = _host_version()
+        self._host_version = "unknown"
 
     def has_console(self) -> bool:
         """With --loglevel; without it the WebUI configures no log, and Python then writes warnings only."""
@@ -252,9 +252,13 @@ class A1111Session(WebUISession):
         host.callback("on_model_loaded", self.callback(self._follow))
         # before each step: the only callback after every switch of the model, those of refiner and hires fix too
         host.callback("on_cfg_denoiser", self.callback(self._step))
+        host.feature(probes.VERSION, self._read_version)
         host.add(self._memory.release)
         host.feature(probes.MEMORY, self._install_memory)
         self._has_vae = host.feature(probes.VAE, lambda: host.wrap("process_images_inner", self._before_pictures))
+
+    def _read_version(self) -> None:
+        self._host_version = str(self.found["git_tag"]())
 
     def _install_memory(self) -> None:
         self.installation.wrap("unload_model_weights", self._unload)
@@ -395,12 +399,3 @@ def _lora() -> ModuleType | None:
     """The module of the built-in Lora extension; None where it is not loaded."""
     networks = sys.modules.get("networks")
     return networks if hasattr(networks, "network_apply_weights") and hasattr(networks, "loaded_networks") else None
-
-
-def _host_version() -> str:
-    try:
-        from modules import launch_utils
-
-        return str(launch_utils.git_tag())
-    except Exception:
-        return "unknown"

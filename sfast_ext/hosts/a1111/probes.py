@@ -12,7 +12,7 @@ VERSION = Feature("version", "the report does not name the version of the WebUI"
 PROBES: tuple[Probe, ...] = (
     *WEBUI,
     *REQUESTS,
-    without("modules_forge"),
+    without("modules_forge", "backend", "ldm_patched"),
     probe("modules.script_callbacks:on_cfg_denoiser", check=takes("callback")),
     probe("modules.shared:device"),
     probe("modules.shared:loaded_hypernetworks"),
