@@ -44,6 +44,8 @@ PHRASES = (
     "no plan could be built:",
     "offload mode",
     "works in a way that is not known in this version",
+    "the extension Lora works in a way that is not known:",
+    "turn it off in Extensions > Installed to accelerate",
     "choose 'none' in Settings > Model Offloading to accelerate",
     "moves the UNet off the GPU, and there is not enough free memory to keep it there",
     "some weights are on",

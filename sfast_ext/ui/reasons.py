@@ -19,7 +19,10 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("token-merging", r"token merging"),
     ("fp8", r"FP8 weight storage is on"),
     ("other-sd-unet", r"another UNet is active"),
-    ("lora-inside-layers", r"LoRA is computed inside the layers|LoRA is loaded by diffusers"),
+    (
+        "lora-inside-layers",
+        r"LoRA is computed inside the layers|LoRA is loaded by diffusers|the extension Lora works in a way",
+    ),
     ("lowvram", r"--lowvram moves"),
     (
         "offload",

@@ -18,6 +18,7 @@ from PIL import Image
 
 from hosts.standins.worlds import WORLDS, World, kinds, world_of
 from sfast_ext import accelerator_of, hosts
+from sfast_ext.hosts.a1111.probes import LORA
 from sfast_ext.hosts.probes import Probe, examine
 from sfast_ext.hosts.session import Session
 
@@ -317,3 +318,41 @@ def test_with_a_function_that_raises_its_feature_is_lost_or_nothing_stays(kind, 
         else:
             nothing_stays(kind, before, world, lines, lambda: alone(kind, row, value))
             assert "changed by an update" in lines[0]
+
+
+@pytest.mark.parametrize("how", ["gone", "unlike"])
+@pytest.mark.parametrize("row", LORA, ids=named)
+def test_a_lora_that_is_not_applied_as_known_is_never_ignored(row, how, monkeypatch):
+    """A plan does not call the layers' forwards, in which it is applied."""
+    if how == "unlike" and row.check is None:
+        pytest.skip("nothing but the name is relied on")
+    standin = importlib.import_module("hosts.standins.a1111")
+    (kind,) = [each for each in kinds() if each.__name__ == "A1111Session"]
+    with standin.running() as host:
+        host.load(1)
+        host.lora(a=1.0)
+        expected = host.generate()
+    with standin.running(sfast_allow_cpu=True) as host:
+        known = ModuleType("networks")
+        vars(known).update(vars(host.networks))
+        last = row.name
+        vars(known).update({last: unlike(row)(None)}) if how == "unlike" else vars(known).pop(last)
+        monkeypatch.setitem(sys.modules, "networks", known)
+        hosts.start("0")
+        host.load(1)
+        host.lora(a=1.0)
+        assert torch.equal(host.generate(), expected)
+        assert kind.running is not None
+        (reason,) = kind.running.status()["reasons"]
+        assert reason.startswith("the extension Lora works in a way that is not known: networks") and last in reason
+        kind.stop()
+
+
+def test_the_marks_of_lora_are_read_in_its_own_code():
+    def network_apply_weights(layer):
+        return layer.network_layer_name, layer.other_names
+
+    (row,) = [each for each in LORA if each.check is not None]
+    assert row.check is not None and row.check(network_apply_weights) is None
+    network_apply_weights.__module__ = "networks"
+    assert row.check(network_apply_weights) == "does not use network_current_names"

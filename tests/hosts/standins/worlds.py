@@ -93,8 +93,9 @@ def _sdnext() -> Iterator[World]:
         patch.syspath_prepend(str(standin.STANDIN))
         names = ("script_callbacks", "sd_models", "processing", "shared")
         host = SimpleNamespace(**{name: importlib.import_module(f"modules.{name}") for name in names})
-        for name in ("modeldata", "ipadapter", "sd_offload_aux", "sd_models_compile", "generation_parameters_copypaste", "scripts"):
+        for name in ("modeldata", "ipadapter", "sd_offload_aux", "sd_models_compile", "scripts"):
             importlib.import_module(f"modules.{name}")
+        importlib.import_module("modules.generation_parameters_copypaste")
         importlib.import_module("installer")
         host.shared.opts.sfast_allow_cpu = True
         pipe = standin.pipeline(1)
