@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sfast_ext.behaviour import surroundings
 from sfast_ext.hosts import gpu_room
 from sfast_ext.runtime import plan, plan_builder
+from sfast_ext.weights import host_order
 from sfast_ext.weights.staging import Staging
 
 GPU = torch.device("cuda", 0)
@@ -346,6 +347,8 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     patch.setattr(torch.Tensor, "cpu", lambda tensor, **kwargs: card.to(tensor, CPU, **kwargs))
     patch.setattr(torch.Tensor, "cuda", lambda tensor, device=GPU, **kwargs: card.to(tensor, device, **kwargs))
     patch.setattr(torch, "tensor", lambda data, *, device=None, **how: _tensor(data, **how).to(device or CPU))
+    # the card is a mode
+    patch.setattr(host_order, "undisturbed", contextlib.nullcontext)
     # weights come in through pinned buffers, as on a real one, but for small models these are small
     patch.setattr(torch, "get_num_threads", lambda: 2)
     patch.setattr(Staging.__init__, "__defaults__", (BUFFER_BYTES,))

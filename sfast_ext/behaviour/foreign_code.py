@@ -120,6 +120,14 @@ CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 """Methods that run when a module is called, before its forward."""
 # patched by hosts, without influence on results
 _BOOKKEEPING = frozenset({"_load_from_state_dict", "_save_to_state_dict", "reset_parameters", "extra_repr"})
+OF_OBJECTS = frozenset(
+    {
+        "__init__", "__new__", "__del__", "__init_subclass__", "__class_getitem__", "__repr__", "__str__", "__dir__",
+        "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__", "__delattr__",
+    }
+)  # fmt: skip
+"""Special methods that a forward does not run. Others are called by syntax, without a name in the code."""
+
 PLAIN = (bool, int, float, str)
 # depth to which calls within a package are followed from a method
 _DEEPEST = 3
@@ -243,6 +251,8 @@ def methods(kind: type, names: frozenset[str]) -> Iterator[Finding]:
     for owner in kind.__mro__:
         if package(owner.__module__) not in ("builtins", "torch"):
             for name, value in vars(owner).items():
+                if name in OF_OBJECTS or name in _BOOKKEEPING and name not in names:
+                    continue
                 if callable(function := getattr(value, "__func__", value)):
                     yield owner, name, function
                     if name in names:

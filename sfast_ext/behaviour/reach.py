@@ -12,19 +12,12 @@ from collections.abc import Hashable, Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from sfast_ext.behaviour.foreign_code import CALLS, COMMON, layers, package, written_by
+from sfast_ext.behaviour.foreign_code import CALLS, COMMON, OF_OBJECTS, layers, package, written_by
 from sfast_ext.behaviour.snapshot import LONGEST
 
 _FIRST = frozenset({"forward", "_old_forward", *CALLS})
 # nesting of attributes and containers
 _DEEPEST = 2
-# other special methods are called by syntax, without a name in the code
-_OF_OBJECTS = frozenset(
-    {
-        "__init__", "__new__", "__del__", "__init_subclass__", "__class_getitem__", "__repr__", "__str__", "__dir__",
-        "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__", "__delattr__",
-    }
-)  # fmt: skip
 
 
 def names_within(kinds: Iterable[type], functions: Iterable[Any], walk: Walk | None = None) -> frozenset[str]:
@@ -154,7 +147,7 @@ def functions_of(value: Any) -> Iterator[Any]:
 
 def runs_by_syntax(name: str) -> bool:
     """Whether a method with this name runs without a name in the code."""
-    return name.startswith("__") and name.endswith("__") and name not in _OF_OBJECTS
+    return name.startswith("__") and name.endswith("__") and name not in OF_OBJECTS
 
 
 @functools.lru_cache(maxsize=8192)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext.call_signature import Call, NotOurs, flatten_output, rebuild_call
-from sfast_ext.capture import autocast, block_reuse, functionalize, slice_writes
+from sfast_ext.capture import autocast, block_reuse, functionalize, quantised, slice_writes
 from sfast_ext.capture.fake_trace import finish_lazy_codegen, record
 from sfast_ext.capture.live_trace import LiveTrace
 from sfast_ext.capture.module_state import ModuleState
@@ -156,7 +156,7 @@ def _recorded(
     except NotOurs as exc:
         raise CaptureRefused(str(exc)) from exc
     except Exception as exc:
-        raise _refusal(exc) from exc
+        raise _refusal(exc, arena.root) from exc
     finally:
         left_behind = before.restore()
     if left_behind:
@@ -182,7 +182,9 @@ def _bind_weights(graph_module: fx.GraphModule, arena: Arena) -> None:
                 node.meta.setdefault("val", tensor)
                 continue
             shape = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise CaptureRefused(f"its forward reads a tensor {shape} that is neither an argument nor a weight")
+            reason = f"its forward reads a tensor {shape} that is neither an argument nor a weight"
+            of_quantised = quantised.reading(arena.root, tensor)
+            raise CaptureRefused(of_quantised or reason, details=reason if of_quantised else None)
         node.meta["weight"] = weight
         if "val" not in node.meta:
             node.meta["val"] = _fake_like(tensor, graph_module)
@@ -235,7 +237,7 @@ def _dropout_p(node: fx.Node) -> float:
 _READS = ("DataDependent", "GuardOnDataDependent", "DynamicOutputShape")
 
 
-def _refusal(exc: Exception) -> CaptureRefused:
+def _refusal(exc: Exception, root: nn.Module) -> CaptureRefused:
     kind, text = type(exc).__name__, str(exc)
     where = _where(exc)
     reads = (
@@ -250,7 +252,9 @@ def _refusal(exc: Exception) -> CaptureRefused:
         return CaptureRefused(f"its forward reads a value from the device, or depends on one{where}", reads_value=True)
     if "dynamo-optimized" in text:
         return CaptureRefused(f"its forward calls a function that torch.compile made{where}")
-    return CaptureRefused(f"its forward cannot be recorded: {kind}{where}", details=words_of(exc))
+    of_quantised = quantised.raising(root, exc.__traceback__)
+    reason = of_quantised or f"its forward cannot be recorded: {kind}{where}"
+    return CaptureRefused(reason, details=words_of(exc))
 
 
 def _where(exc: Exception) -> str:

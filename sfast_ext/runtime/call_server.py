@@ -136,7 +136,9 @@ class CallServer:
         # a recorded run takes longer, and its time would be the original's
         trace = self._builder.live_trace(lookup) if build and not rare else None
         watch = Stopwatch(lookup.device) if rare else None
-        result = self.original(*args, **kwargs) if trace is None else trace.run(self.original, args, kwargs)
+        # before the trace, which would record what is done to weights
+        with self._context.arena.order.host() if trace is not None else contextlib.nullcontext():
+            result = self.original(*args, **kwargs) if trace is None else trace.run(self.original, args, kwargs)
         if watch is not None:
             watch.stop()
         if build:

@@ -60,6 +60,8 @@ PHRASES = (
     "the model is quantised or stored in",
     "set Diffusion in Low Bits to Automatic, and load a model in half precision, to accelerate",
     "load one that is not quantised to accelerate",
+    "the model is quantised: its layer",
+    "such layers are not accelerated",
     "the weights are on",
     "the plans on",
     "the model on",

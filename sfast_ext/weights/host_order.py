@@ -26,6 +26,7 @@ from sfast_ext.weights.original_layout import OriginalLayouts, Strides, is_chann
 from sfast_ext.weights.weight import Weight, WeightsChanged, tensors_of
 
 _WAITS, _WAIT_S = 10, 0.002
+_SOME = 3  # convolutions of another layout that tell what the host did to all of them
 
 Turn = Callable[[torch.device], contextlib.AbstractContextManager[Any]]
 Strange = tuple[Weight, torch.Tensor, Strides]
@@ -84,7 +85,7 @@ class HostOrder:
             own: dictionaries of modules, by id. Weights in others stay as they are.
         """
         with gate:
-            if strange := self._strange(own):
+            if (strange := self._strange(own)) and not _transformed():
                 with self._turn(strange[0][0].tensor.device), self._lock:
                     self._to_host(self._strange(own))
             yield
@@ -144,7 +145,7 @@ class HostOrder:
 
     def _to_host(self, strange: Sequence[Strange]) -> None:
         """Give parameters the host's strides, see `_strange`. No plan may be running."""
-        with torch.inference_mode(False), torch.no_grad(), _all_streams([weight for weight, *_ in strange]):
+        with _rewriting([weight for weight, *_ in strange]):
             for weight, now, original in strange:
                 mine = now is weight.bound and _on_memory_of(weight, now)
                 # a tensor that was computed from a weight has its strides
@@ -161,7 +162,7 @@ class HostOrder:
         """See `plan`. No original forward may be running."""
         changed = [weight for weight in self._differing() if _within(weight, own)]
         complete = True
-        with torch.inference_mode(False), torch.no_grad(), _all_streams(changed):
+        with _rewriting(changed):
             for weight in changed:
                 now = weight.bound
                 if now is None or any(container.get(name) is not now for container, name in weight.slots):
@@ -205,7 +206,7 @@ class HostOrder:
         """
         ours = {id(weight.bound) for weight, _ in self._laid.values()}
         others = [t for t in tensors if id(t) not in ours and is_plain(t) and t.dim() == 4 and t.shape[1] > 1]
-        if others and all(is_channels_last(t.shape, t.stride()) for t in others):
+        if len(others) >= _SOME and all(is_channels_last(t.shape, t.stride()) for t in others):
             for weight, paths in self._laid.values():
                 container, name = weight.slots[0]
                 now = container.get(name)
@@ -280,11 +281,28 @@ def _soon_alone(weight: Weight) -> bool:
 
 
 @contextlib.contextmanager
-def _all_streams(weights: Iterable[Weight]) -> Iterator[None]:
-    """Within, no stream of a GPU reads the weights before or after they are rewritten in the wrong order."""
+def _rewriting(weights: Iterable[Weight]) -> Iterator[None]:
+    """Within, memory may be rewritten: no mode of the caller sees an operation, and no stream of a GPU reads weights in
+    the wrong order."""
     devices = {weight.tensor.device for weight in weights if weight.tensor.is_cuda}
-    for device in devices:
-        torch.cuda.synchronize(device)
-    yield
-    for device in devices:
-        torch.cuda.synchronize(device)
+    with undisturbed(), torch.inference_mode(False), torch.no_grad():
+        for device in devices:
+            torch.cuda.synchronize(device)
+        yield
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within, the modes that the caller put around a call see and change nothing."""
+    with torch._C.DisableTorchFunction(), torch._C._DisablePythonDispatcher(), torch._C._DisableTorchDispatch():
+        yield
+
+
+def _transformed() -> bool:
+    """Whether operations are recorded or transformed in a way that cannot be suspended."""
+    if torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    compiling = getattr(getattr(torch, "compiler", None), "is_compiling", None)
+    return compiling is not None and compiling()
