@@ -205,7 +205,7 @@ def test_onnx(dynamo):
 
     ours, accelerator, twin = pair()
     file = io.BytesIO()
-    torch.onnx.export(ours, (latent(9),), file, **({"dynamo": True} if dynamo else {"dynamo": False}))
+    torch.onnx.export(nn.Sequential(ours), (latent(9),), file, **({"dynamo": True} if dynamo else {"dynamo": False}))
     session = reference.ReferenceEvaluator(onnx.load_from_string(file.getvalue()))
     (name,) = session.input_names
     (found,) = session.run(None, {name: latent(3).numpy()})

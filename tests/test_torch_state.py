@@ -166,11 +166,11 @@ def library(operator, key, result):
 
 
 OBSTACLES = {
-    "function mode": (under(Functions), "Functions, a TorchFunctionMode,"),
-    "function mode that watches": (under(Watches), "Watches, a TorchFunctionMode,"),
+    "function mode": (under(Functions), "Functions (TorchFunctionMode)"),
+    "function mode that watches": (under(Watches), "Watches (TorchFunctionMode)"),
     "function mode under a default device": (under(lambda: torch.device("cpu"), Functions), "Functions"),
     "two function modes": (under(Watches, Functions), "TorchFunctionMode"),
-    "dispatch mode": (under(Operators), "Operators, a TorchDispatchMode,"),
+    "dispatch mode": (under(Operators), "Operators (TorchDispatchMode)"),
     "modes of both kinds": (under(Operators, Functions), "Functions"),
     "flop counter": (flops, "is active around the call"),
     "fake tensors": (fake, "FakeTensorMode"),

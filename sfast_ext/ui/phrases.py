@@ -24,7 +24,11 @@ PHRASES = (
     # of reasons, see tests/ui/test_phrases.py
     "a hypernetwork is active:",
     "remove it from the prompt to accelerate",
+    "an argument changes at each step, no plan is made for each of its values:",
     "another UNet is active:",
+    "is active around the call: it sees or changes each operation of torch",
+    "torch.func transforms the call, by",
+    "torch.library replaces torch's own",
     "set Settings > Stable Diffusion > SD Unet to None to accelerate",
     "its forward calls a function that torch.compile made",
     "its forward cannot be recorded:",
