@@ -247,6 +247,22 @@ def test_derivatives_with_a_plan(transform):
     assert expected.abs().max() > 0 and "torch.func transforms the call" in reasons(accelerator)
 
 
+@pytest.mark.parametrize("state", ["dual tensors", "vmap", "jvp"])
+def test_weights_have_their_own_strides_under_a_transform(state):
+    """What computes a derivative or a batch may read them, and raise."""
+    ours, accelerator, twin = pair()
+    ours(latent())
+    assert ours.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    seen = []
+    handle = ours.conv.register_forward_pre_hook(lambda module, _: seen.append(module.weight.stride()))
+    try:
+        OBSTACLES[state][0](ours, latent())
+    finally:
+        handle.remove()
+    assert set(seen) == {twin.conv.weight.stride()}
+    torch.testing.assert_close(ours(latent(2)), twin(latent(2)), rtol=1e-5, atol=1e-5)
+
+
 def test_later_traces_are_not_disturbed():
     ours, accelerator, twin = pair()
     ours(latent())

@@ -102,7 +102,7 @@ class PlanFinder:
         plan = self._cache.plans.get(key)
         if plan is None and self._roles.open_changed(call):
             call = self._roles.flatten(args, kwargs, device)
-            key = (call.signature, behaviour, host, device)
+            key = (call.signature, *key[1:])
             plan = self._cache.plans.get(key)
         if plan is not None and plan.built_for is not None and plan.built_for != call.nested:
             # one value of an input tells little of how the forward uses it
