@@ -15,7 +15,6 @@ from torch import nn
 from sfast_ext import Config, accelerate
 
 
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +161,8 @@ def test_parts_are_compiled_as_their_originals():
     expected = Whole.forward(whole, latent())
     for _ in range(2):
         whole.net(latent())
-    torch.testing.assert_close(compiled(lambda x: whole.net(x, 0.5) + whole.net(x, also=torch.ones(())))(latent()), expected)
+    function = compiled(lambda x: whole.net(x, 0.5) + whole.net(x, also=torch.ones(())))
+    torch.testing.assert_close(function(latent()), expected)
     assert accelerator.report.as_dict()["last_error"] is None
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from sfast_ext import Config, accelerate, torch_state
+from sfast_ext.runtime import plan_finder
 
 
 class Net(nn.Module):
@@ -176,7 +177,9 @@ OBSTACLES = {
     "fake tensors": (fake, "FakeTensorMode"),
     "make_fx": (made_fx(), "is active around the call"),
     "make_fx on fake tensors": (made_fx(tracing_mode="fake", _allow_non_fake_inputs=True), "is active around the call"),
-    "make_fx with symbolic shapes": (made_fx(tracing_mode="symbolic", _allow_non_fake_inputs=True), "is active around the call"),
+    "make_fx with symbolic shapes": (
+        made_fx(tracing_mode="symbolic", _allow_non_fake_inputs=True), "is active around the call"
+    ),
     "make_fx above autograd": (made_fx(pre_dispatch=True), "is active around the call"),
     "jit.trace": (traced, "torch.jit.trace"),
     "fx": (symbolic, "torch.fx records"),
@@ -189,7 +192,9 @@ OBSTACLES = {
     "functionalize": (functional(lambda f, x: torch.func.functionalize(f)(x)), "functionalize"),
     "torch function is off": (under(torch._C.DisableTorchFunction), "DisableTorchFunction"),
     "parametrisations are cached": (under(parametrize.cached), "parametrize.cached"),
-    "another silu": (library("silu", "CPU", lambda x: x.sigmoid().mul(x).mul(1.001)), "torch.library replaces torch's own"),
+    "another silu": (
+        library("silu", "CPU", lambda x: x.sigmoid().mul(x).mul(1.001)), "torch.library replaces torch's own silu"
+    ),
     "another linear": (
         library("linear", "CompositeImplicitAutograd", lambda x, w, b: x.matmul(w.t()) * 1.3 + b),
         "torch.library replaces torch's own linear",
@@ -489,7 +494,8 @@ def test_weights_of_a_functional_call_are_used_and_given_back():
     values = {name: p.clone() for name, p in other.items()}
     for seed in range(3):
         found = torch.func.functional_call(ours, other, (latent(seed),))
-        torch.testing.assert_close(found, torch.func.functional_call(twin, values, (latent(seed),)), rtol=1e-5, atol=1e-5)
+        expected = torch.func.functional_call(twin, values, (latent(seed),))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(ours(latent(seed)), twin(latent(seed)), rtol=1e-5, atol=1e-5)
     assert all(torch.equal(other[name], value) for name, value in values.items())
     assert all(dict(ours.named_parameters())[name] is p for name, p in own.items())
@@ -535,6 +541,16 @@ def test_nothing_around_a_call_is_no_obstacle():
     assert torch_state.default_device() is None
     assert not torch_state.compiles() and not torch_state.transforms()
     assert not torch_state.records_graph(torch.device("cpu"))
+
+
+def test_a_call_within_a_graph_that_the_program_captures_gets_the_original(monkeypatch):
+    ours, accelerator, twin = pair()
+    for seed in range(2):
+        ours(latent(seed))
+    before = runs(accelerator)
+    monkeypatch.setattr(plan_finder, "records_graph", lambda device: True)
+    torch.testing.assert_close(ours(latent(3)), twin(latent(3)), rtol=1e-5, atol=1e-5)
+    assert runs(accelerator) == before and "captures a CUDA graph" in reasons(accelerator)
 
 
 @pytest.mark.gpu

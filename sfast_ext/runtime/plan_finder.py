@@ -134,9 +134,9 @@ class PlanFinder:
         before, self._missed = self._missed, signature
         if self._backoff.must_wait(alike, key):
             if before is not None and tensors_alone(before) == alike:
-                argument = first_difference(before, signature)
-                if argument is not None:
-                    raise NotOurs(f"an argument changes at each step, no plan is made for each of its values: {argument}")
+                name = first_difference(before, signature)
+                if name is not None:
+                    raise NotOurs(f"an argument changes at each step, no plan is made for each of its values: {name}")
             raise NotOurs("what the model computes changes again and again: a plan is made when it stays the same")
 
     def validate(self, lookup: Lookup) -> bool:

@@ -76,7 +76,7 @@ MUTATIONS = [
     Mutation(
         "a CUDA graph of the program's", "runtime/plan_finder.py",
         "if records_graph(device):", "if False:",
-        ("test_torch_state.py::test_a_graph_that_the_program_captures_gets_the_original",),
+        ("test_torch_state.py::test_a_call_within_a_graph_that_the_program_captures_gets_the_original",),
     ),
     Mutation(
         "the state of torch around a call", "runtime/call_server.py",
