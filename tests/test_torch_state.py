@@ -152,16 +152,26 @@ def functional(transform):
     return use
 
 
+@contextlib.contextmanager
+def registered(operator, key, function, space="aten", schema=None):
+    """A kernel of Python code, as long as the `with` block lasts."""
+    kept = torch.library.Library(space, "IMPL" if schema is None else "DEF")
+    try:
+        if schema is not None:
+            kept.define(schema)
+        kept.impl(operator, function, key)
+        yield
+    finally:
+        if hasattr(kept, "_destroy"):
+            kept._destroy()
+        # before, the end of the object was that of its kernels
+        del kept
+
+
 def library(operator, key, result):
     def use(net, x):
-        from torch.library import Library
-
-        registered = Library("aten", "IMPL")
-        try:
-            registered.impl(operator, result, key)
+        with registered(operator, key, result):
             return net(x)
-        finally:
-            registered._destroy()
 
     return use
 
@@ -347,10 +357,7 @@ def changed(read, write, value):
 
 
 def in_library():
-    registered = torch.library.Library("sfast_test_states", "DEF")
-    registered.define("twice(Tensor x) -> Tensor")
-    registered.impl("twice", lambda x: x * 2, "CPU")
-    return contextlib.closing(type("Handle", (), {"close": lambda self: registered._destroy()})())
+    return registered("twice", "CPU", lambda x: x * 2, "sfast_test_states", "twice(Tensor x) -> Tensor")
 
 
 SAME_PLAN = {
@@ -512,27 +519,15 @@ def test_an_error_of_the_original_under_a_state_is_its_own():
 
 
 def test_flash_attention_of_another_package_is_part_of_the_key_and_no_obstacle():
-    from torch.library import Library
-
-    registered = Library("aten", "IMPL")
-    try:
-        registered.impl("_flash_attention_forward", lambda *args, **kwargs: None, "CUDA")
+    with registered("_flash_attention_forward", "CUDA", lambda *args, **kwargs: None):
         assert torch_state.obstacle() is None
         assert torch_state.flash_kernels() == ("aten/_flash_attention_forward/CUDA",)
-    finally:
-        registered._destroy()
     assert torch_state.obstacle() is None and torch_state.flash_kernels() == ()
 
 
 def test_a_kernel_for_another_device_is_no_obstacle():
-    from torch.library import Library
-
-    registered = Library("aten", "IMPL")
-    try:
-        registered.impl("_foreach_mul.Scalar", lambda *args: None, "MPS")
+    with registered("_foreach_mul.Scalar", "MPS", lambda *args: None):
         assert torch_state.obstacle() is None
-    finally:
-        registered._destroy()
     assert torch_state.obstacle() is None
 
 
