@@ -91,7 +91,7 @@ class _Kernels:
         names = sorted(name for name in self.registered - self._before if self._serves(name))
         self.flash = tuple(name for name in names if name.endswith("/CUDA") and name[5:].startswith(self._FLASH))
         found = next((name for name in names if name not in self.flash), None)
-        self.foreign = found and f"torch.library replaces torch's own {found.split('/')[1]}"
+        self.foreign = None if found is None else _replaced(found.split("/")[1])
 
     def _serves(self, name: str) -> bool:
         parts = name.split("/")
@@ -111,7 +111,7 @@ def obstacle() -> str | None:
     if _traces():
         return "torch.jit.trace, or an export that uses it, records the call"
     if _transform() is not None:
-        return f"torch.func transforms the call ({_transform().key().name.lower()})"
+        return f"torch.func transforms the call, by {_transform().key().name.lower()}"
     if _dual._current_level >= 0:
         return "derivatives are computed in forward mode"
     if not _overrides_serve():
@@ -155,8 +155,12 @@ def _function_mode_of_others() -> Any:
     return next((mode for mode in modes if type(mode) is not DeviceContext), None)
 
 
+def _replaced(operator: str) -> str:
+    return f"torch.library replaces torch's own {operator}"
+
+
 def _named(mode: Any, kind: str) -> str:
-    name = kind if mode is None else f"{type(mode).__name__}, a {kind},"
+    name = kind if mode is None else f"{type(mode).__name__} ({kind})"
     return f"{name} is active around the call: it sees or changes each operation of torch"
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from sfast_ext import Config, accelerate, torch_state
+from sfast_ext.runtime import plan_finder
 
 
 class Net(nn.Module):
@@ -151,32 +152,44 @@ def functional(transform):
     return use
 
 
+@contextlib.contextmanager
+def registered(operator, key, function, space="aten", schema=None):
+    """A kernel of Python code, as long as the `with` block lasts."""
+    kept = torch.library.Library(space, "IMPL" if schema is None else "DEF")
+    try:
+        if schema is not None:
+            kept.define(schema)
+        kept.impl(operator, function, key)
+        yield
+    finally:
+        if hasattr(kept, "_destroy"):
+            kept._destroy()
+        # before, the end of the object was that of its kernels
+        del kept
+
+
 def library(operator, key, result):
     def use(net, x):
-        from torch.library import Library
-
-        registered = Library("aten", "IMPL")
-        try:
-            registered.impl(operator, result, key)
+        with registered(operator, key, result):
             return net(x)
-        finally:
-            registered._destroy()
 
     return use
 
 
 OBSTACLES = {
-    "function mode": (under(Functions), "Functions, a TorchFunctionMode,"),
-    "function mode that watches": (under(Watches), "Watches, a TorchFunctionMode,"),
+    "function mode": (under(Functions), "Functions (TorchFunctionMode)"),
+    "function mode that watches": (under(Watches), "Watches (TorchFunctionMode)"),
     "function mode under a default device": (under(lambda: torch.device("cpu"), Functions), "Functions"),
     "two function modes": (under(Watches, Functions), "TorchFunctionMode"),
-    "dispatch mode": (under(Operators), "Operators, a TorchDispatchMode,"),
+    "dispatch mode": (under(Operators), "Operators (TorchDispatchMode)"),
     "modes of both kinds": (under(Operators, Functions), "Functions"),
     "flop counter": (flops, "is active around the call"),
     "fake tensors": (fake, "FakeTensorMode"),
     "make_fx": (made_fx(), "is active around the call"),
     "make_fx on fake tensors": (made_fx(tracing_mode="fake", _allow_non_fake_inputs=True), "is active around the call"),
-    "make_fx with symbolic shapes": (made_fx(tracing_mode="symbolic", _allow_non_fake_inputs=True), "is active around the call"),
+    "make_fx with symbolic shapes": (
+        made_fx(tracing_mode="symbolic", _allow_non_fake_inputs=True), "is active around the call"
+    ),
     "make_fx above autograd": (made_fx(pre_dispatch=True), "is active around the call"),
     "jit.trace": (traced, "torch.jit.trace"),
     "fx": (symbolic, "torch.fx records"),
@@ -189,7 +202,9 @@ OBSTACLES = {
     "functionalize": (functional(lambda f, x: torch.func.functionalize(f)(x)), "functionalize"),
     "torch function is off": (under(torch._C.DisableTorchFunction), "DisableTorchFunction"),
     "parametrisations are cached": (under(parametrize.cached), "parametrize.cached"),
-    "another silu": (library("silu", "CPU", lambda x: x.sigmoid().mul(x).mul(1.001)), "torch.library replaces torch's own"),
+    "another silu": (
+        library("silu", "CPU", lambda x: x.sigmoid().mul(x).mul(1.001)), "torch.library replaces torch's own silu"
+    ),
     "another linear": (
         library("linear", "CompositeImplicitAutograd", lambda x, w, b: x.matmul(w.t()) * 1.3 + b),
         "torch.library replaces torch's own linear",
@@ -245,6 +260,22 @@ def test_derivatives_with_a_plan(transform):
         expected = transform(twin, latent())
         torch.testing.assert_close(transform(ours, latent()), expected, rtol=1e-4, atol=1e-4)
     assert expected.abs().max() > 0 and "torch.func transforms the call" in reasons(accelerator)
+
+
+@pytest.mark.parametrize("state", ["dual tensors", "vmap", "jvp"])
+def test_weights_have_their_own_strides_under_a_transform(state):
+    """What computes a derivative or a batch may read them, and raise."""
+    ours, accelerator, twin = pair()
+    ours(latent())
+    assert ours.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    seen = []
+    handle = ours.conv.register_forward_pre_hook(lambda module, _: seen.append(module.weight.stride()))
+    try:
+        OBSTACLES[state][0](ours, latent())
+    finally:
+        handle.remove()
+    assert set(seen) == {twin.conv.weight.stride()}
+    torch.testing.assert_close(ours(latent(2)), twin(latent(2)), rtol=1e-5, atol=1e-5)
 
 
 def test_later_traces_are_not_disturbed():
@@ -326,10 +357,7 @@ def changed(read, write, value):
 
 
 def in_library():
-    registered = torch.library.Library("sfast_test_states", "DEF")
-    registered.define("twice(Tensor x) -> Tensor")
-    registered.impl("twice", lambda x: x * 2, "CPU")
-    return contextlib.closing(type("Handle", (), {"close": lambda self: registered._destroy()})())
+    return registered("twice", "CPU", lambda x: x * 2, "sfast_test_states", "twice(Tensor x) -> Tensor")
 
 
 SAME_PLAN = {
@@ -473,7 +501,8 @@ def test_weights_of_a_functional_call_are_used_and_given_back():
     values = {name: p.clone() for name, p in other.items()}
     for seed in range(3):
         found = torch.func.functional_call(ours, other, (latent(seed),))
-        torch.testing.assert_close(found, torch.func.functional_call(twin, values, (latent(seed),)), rtol=1e-5, atol=1e-5)
+        expected = torch.func.functional_call(twin, values, (latent(seed),))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(ours(latent(seed)), twin(latent(seed)), rtol=1e-5, atol=1e-5)
     assert all(torch.equal(other[name], value) for name, value in values.items())
     assert all(dict(ours.named_parameters())[name] is p for name, p in own.items())
@@ -490,27 +519,15 @@ def test_an_error_of_the_original_under_a_state_is_its_own():
 
 
 def test_flash_attention_of_another_package_is_part_of_the_key_and_no_obstacle():
-    from torch.library import Library
-
-    registered = Library("aten", "IMPL")
-    try:
-        registered.impl("_flash_attention_forward", lambda *args, **kwargs: None, "CUDA")
+    with registered("_flash_attention_forward", "CUDA", lambda *args, **kwargs: None):
         assert torch_state.obstacle() is None
         assert torch_state.flash_kernels() == ("aten/_flash_attention_forward/CUDA",)
-    finally:
-        registered._destroy()
     assert torch_state.obstacle() is None and torch_state.flash_kernels() == ()
 
 
 def test_a_kernel_for_another_device_is_no_obstacle():
-    from torch.library import Library
-
-    registered = Library("aten", "IMPL")
-    try:
-        registered.impl("_foreach_mul.Scalar", lambda *args: None, "MPS")
+    with registered("_foreach_mul.Scalar", "MPS", lambda *args: None):
         assert torch_state.obstacle() is None
-    finally:
-        registered._destroy()
     assert torch_state.obstacle() is None
 
 
@@ -519,6 +536,16 @@ def test_nothing_around_a_call_is_no_obstacle():
     assert torch_state.default_device() is None
     assert not torch_state.compiles() and not torch_state.transforms()
     assert not torch_state.records_graph(torch.device("cpu"))
+
+
+def test_a_call_within_a_graph_that_the_program_captures_gets_the_original(monkeypatch):
+    ours, accelerator, twin = pair()
+    for seed in range(2):
+        ours(latent(seed))
+    before = runs(accelerator)
+    monkeypatch.setattr(plan_finder, "records_graph", lambda device: True)
+    torch.testing.assert_close(ours(latent(3)), twin(latent(3)), rtol=1e-5, atol=1e-5)
+    assert runs(accelerator) == before and "captures a CUDA graph" in reasons(accelerator)
 
 
 @pytest.mark.gpu

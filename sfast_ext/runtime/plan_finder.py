@@ -102,7 +102,7 @@ class PlanFinder:
         plan = self._cache.plans.get(key)
         if plan is None and self._roles.open_changed(call):
             call = self._roles.flatten(args, kwargs, device)
-            key = (call.signature, behaviour, host, device)
+            key = (call.signature, *key[1:])
             plan = self._cache.plans.get(key)
         if plan is not None and plan.built_for is not None and plan.built_for != call.nested:
             # one value of an input tells little of how the forward uses it
@@ -133,10 +133,11 @@ class PlanFinder:
         alike = tensors_alone(signature)
         before, self._missed = self._missed, signature
         if self._backoff.must_wait(alike, key):
-            same = before is not None and tensors_alone(before) == alike
-            argument = first_difference(before, signature) if same and before is not None else None
-            what = f"an argument, {argument}," if argument else "what the model computes"
-            raise NotOurs(f"{what} changes again and again: a plan is made when it stays the same")
+            if before is not None and tensors_alone(before) == alike:
+                name = first_difference(before, signature)
+                if name is not None:
+                    raise NotOurs(f"an argument changes at each step, no plan is made for each of its values: {name}")
+            raise NotOurs("what the model computes changes again and again: a plan is made when it stays the same")
 
     def validate(self, lookup: Lookup) -> bool:
         """Whether a speculative replay was valid: confirms the key and the weights if the lookup did not.

@@ -47,7 +47,13 @@ TABLE: tuple[tuple[str, str], ...] = (
         "another-extension",
         r".* has a foreign |.* is (replaced by|gone)|.* is in place of the forward of |.* is on; turn",
     ),
-    ("changes-again", r"what the model computes changes again and again"),
+    ("changes-again", r"what the model computes changes again and again|an argument changes at each step"),
+    (
+        "torch-state",
+        r".*is active around the call: it sees|torch\.jit\.trace, or an export|torch\.func transforms|torch\.fx records"
+        r"|derivatives are computed in forward mode|overrides of torch's functions are switched off"
+        r"|torch\.nn\.utils\.parametrize\.cached|torch\.library replaces|the program captures a CUDA graph",
+    ),
     ("training", r"gradients are being recorded"),
     ("random-numbers", r"its forward draws random numbers|.* with dropout, which draws random numbers"),
     ("state", r"its forward keeps state between calls|its forward writes to "),

@@ -55,17 +55,17 @@ SIGNATURE = [
     ),
     Mutation(
         "autocast", "call_signature.py",
-        "Signature(tree, autocast_mode(device.type), numerical_flags())", "Signature(tree, (), numerical_flags())",
+        "Signature(tree, autocast_mode(kind), numerical_flags(),", "Signature(tree, (), numerical_flags(),",
         ("test_accelerator.py::test_inference_mode_and_autocast",),
     ),
     Mutation(
         "numerical flags of torch", "call_signature.py",
-        "Signature(tree, autocast_mode(device.type), numerical_flags())", "Signature(tree, autocast_mode(device.type))",
+        "Signature(tree, autocast_mode(kind), numerical_flags(),", "Signature(tree, autocast_mode(kind), (),",
         ("test_accelerator.py::test_a_numerical_flag_of_torch_gets_a_plan_of_its_own",),
     ),
     Mutation(
-        "numbers that a forward branches on", "runtime/plan_finder.py",
-        "if self._static_numbers and shape_signature in self._static_numbers:", "if False:",
+        "numbers that a forward branches on", "runtime/argument_roles.py",
+        "replace(self._roles.get(signature, _Roles()), static=True)", "_Roles()",
         ("test_accelerator.py::test_a_forward_that_branches_on_a_number_gets_it_into_the_signature",),
     ),
     Mutation(
@@ -408,7 +408,7 @@ CALL = [
     ),
     Mutation(
         "back-off of captures", "runtime/plan_finder.py",
-        "if plan is None and self._backoff.must_wait(shape_signature, key):", "if False:",
+        "if self._backoff.must_wait(alike, key):", "if False:",
         ("runtime/test_backoff.py::test_a_number_that_changes_at_each_step_costs_two_captures",),
     ),
     Mutation(

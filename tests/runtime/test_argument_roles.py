@@ -17,6 +17,7 @@ from sfast_ext.runtime.plan_cache import REJECTED_CALLS
 
 CPU = torch.device("cpu")
 STEPS = 24
+CHANGES = "an argument changes at each step"
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +138,7 @@ def test_a_forward_that_cannot_take_it_as_an_input_is_right_and_not_captured_for
     status = accelerator.report.as_dict()
     assert status["last_error"] is None
     if len({str(v) for v in values}) == STEPS:
-        assert any("given" in r and "changes again and again" in r for r in status["reasons"]), status["reasons"]
+        assert any(r.startswith(CHANGES) and "given" in r for r in status["reasons"]), status["reasons"]
     # and one that stays gets its plan
     before = accelerator.report.counter("eager_runs")
     steps(net, [values[5]] * 12)
@@ -176,7 +177,7 @@ def test_another_constant_that_changes_at_each_call_is_seen_by_the_back_off(kind
     status = accelerator.report.as_dict()
     assert captures <= 2, status
     (reason,) = status["reasons"]
-    assert "an argument, given" in reason and "changes again and again" in reason
+    assert reason.startswith(CHANGES) and ": given" in reason
     assert status["reasons"][reason] >= STEPS - 3
 
 

@@ -20,12 +20,13 @@ CALLED = {"bypassed", "reject"}
 """Methods whose last argument is one."""
 GIVES_REASONS = re.compile(
     r"bypass_reason|_offload_reason|unserved|verify_plan|too_inaccurate|unexplained|too_slow|^active$|functionalize"
+    r"|^obstacle$|^_named$|^_replaced$"
 )
 """Functions that return one."""
 TABLES = ("PIPELINES", "COMPILED")
 """Tables of texts that become a part of one."""
 MENTION = re.compile(
-    "|".join((*RAISED, *CALLED, *TABLES, "def words", GIVES_REASONS.pattern.replace("^active$", "def active")))
+    "|".join((*RAISED, *CALLED, *TABLES, "def words", re.sub(r"\^(\w+)\$", r"def \1", GIVES_REASONS.pattern)))
 )
 """What a file with a reason has somewhere: most files need not be parsed, which each worker would do at its start."""
 FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if not {"tools", "ui"} & set(p.relative_to(PACKAGE).parts)]
