@@ -111,15 +111,12 @@ def follow(value: Value, place: str = "an attribute") -> Pair:
     """Change a value at a place in all ways; each change is to show, and what was before to come back."""
     pair = Pair()
     take = value_events.lay(pair, "it", place, value, NUMBERS[0], "first")
-    pair.check()
-    for k in (NUMBERS[-1], NUMBERS[0], NUMBERS[-1]):
-        for where in (None, 9, 0):
-            value_events.change(pair.values["it"], k, where)
-            pair.check(2)
-            value_events.change(pair.values["it"], NUMBERS[1], where)
-            pair.check(1)
+    pair.check(2)
+    for where, k in ((None, NUMBERS[-1]), (9, NUMBERS[0]), (0, NUMBERS[-1]), (None, NUMBERS[0])):
+        value_events.change(pair.values["it"], k, where)
+        pair.check(2)
     take()
-    pair.check()
+    pair.check(2)
     assert pair.served, pair.accelerator.report.as_dict()["reasons"]
     return pair
 
@@ -131,13 +128,11 @@ def test_each_kind_of_value(kind):
 
 @pytest.mark.parametrize("around", CONTAINERS)
 def test_each_container(around):
-    follow(value_of("float", around))
     follow(value_of("array of NumPy", "dict", around))
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_each_place(place):
-    follow(value_of("float"), place)
     follow(value_of("np.float32", "list"), place)
 
 
@@ -235,6 +230,6 @@ def test_all_of_it_at_random():
             machine.finish(self.world)
 
     hypothesis.seed(1)(Machine)
-    run_state_machine_as_test(
-        Machine, settings=hypothesis.settings(SETTINGS, max_examples=4, stateful_step_count=25)
-    )
+    # a failure names the command that plays it again; to make it short takes minutes
+    settings = hypothesis.settings(SETTINGS, max_examples=4, stateful_step_count=25, phases=(Phase.generate,))
+    run_state_machine_as_test(Machine, settings=settings)
