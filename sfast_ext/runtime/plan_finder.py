@@ -8,9 +8,11 @@ import torch
 
 from sfast_ext.behaviour.key import BehaviourKeys
 from sfast_ext.call_signature import NotOurs, Signature, flatten_call
+from sfast_ext.capture.arguments import distinct
 from sfast_ext.environment import unserved
 from sfast_ext.report import at
 from sfast_ext.runtime.backoff import CaptureBackoff
+from sfast_ext.runtime.changes import StateChanges
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.plan_cache import PlanCache
@@ -30,6 +32,7 @@ class PlanFinder:
     Args:
         static_numbers: signatures whose numbers are part of the key.
         backoff: delays captures.
+        changes: forwards that change state.
     """
 
     def __init__(
@@ -39,12 +42,13 @@ class PlanFinder:
         runner: PlanRunner,
         static_numbers: set[Signature],
         backoff: CaptureBackoff,
+        changes: StateChanges,
     ) -> None:
         self._context = context
         self._cache = cache
         self._runner = runner
         self._static_numbers = static_numbers
-        self._backoff = backoff
+        self._backoff, self._changes = backoff, changes
         self.speculation = Speculation()
         self.keys = self._new_keys(0)
 
@@ -113,7 +117,10 @@ class PlanFinder:
         if refused is not None:
             raise NotOurs(refused)
         if plan is None and self._backoff.must_wait(shape_signature, key):
-            raise NotOurs("what the model computes changes again and again: a plan is made when it stays the same")
+            again = "what the model computes changes again and again: a plan is made when it stays the same"
+            raise NotOurs(self._changes.reason(shape_signature) or again)
+        if plan is not None and plan.edits and not distinct(args, kwargs):
+            raise NotOurs("the same list is there twice among its arguments, and its forward changes it")
         if not speculate:
             self._sync()
         return Lookup(call, shape_signature, key, plan, behaviour, device, key_confirmed, not speculate)
