@@ -79,7 +79,8 @@ KEPT = {
     "popitem": (lambda x, given: x + given.popitem()[1], lambda s: ((dict(zip("abc", tensors(3, s))),), {})),
     "pop by key": (lambda x, given: x + given.pop("b"), lambda s: ((dict(zip("abc", tensors(3, s))),), {})),
     "del by key": (
-        lambda x, given: x * given["a"] + (given.__delitem__("a") or 0), lambda s: ((dict(zip("abc", tensors(3, s))),), {})
+        lambda x, given: x * given["a"] + (given.__delitem__("a") or 0),
+        lambda s: ((dict(zip("abc", tensors(3, s))),), {}),
     ),
     "to the end": (
         lambda x, given: x + given["a"] + (given.__setitem__("a", given.pop("a")) or 0),

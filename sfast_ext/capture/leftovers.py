@@ -1,7 +1,7 @@
 """Fake tensors that outlive a capture in a place that nobody knows.
 
-What a forward can reach is put back, see `state`. It may reach more: by a library in C, by another thread. There each fake
-tensor that is left is found by who refers to it, and taken out.
+What a forward can reach is put back, see `state`. It may reach more: by a library in C, by another thread. There each
+fake tensor that is left is found by who refers to it, and taken out.
 """
 
 from __future__ import annotations

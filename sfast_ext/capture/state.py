@@ -110,8 +110,10 @@ class State(Reachable):
         self._weights = [] if for_good else [(where, now, dict(now)) for where, now, _ in self._weights]
 
     def changed(self) -> str | None:
-        """The place of the first change, or None. A result that is kept in a cache is no change."""
-        return next((words(where) for where, _, counts, _ in self._changes() if counts), None)
+        """The place of the first change, or None. A result that is kept in a cache is no change. Nor are parameters and
+        buffers that were replaced: an offload does that, and the weight arena follows them."""
+        changes = self._changes(weights=False)
+        return next((words(where) for where, _, counts, _ in changes if counts), None)
 
     def put_back(self, *, ignored_too: bool = False) -> tuple[str | None, bool]:
         """Put everything back; ignored attributes if that is asked for.
@@ -133,7 +135,7 @@ class State(Reachable):
                 others = others and maybe_others
         return first, first is not None and others
 
-    def _changes(self) -> Iterator[tuple[Where, _Undo, bool, bool]]:
+    def _changes(self, *, weights: bool = True) -> Iterator[tuple[Where, _Undo, bool, bool]]:
         """For each change: the place, what takes it back, whether it is state, and whether another thread may write
         there."""
         for where, holder, now, was, theirs in self._namespaces:
@@ -152,7 +154,7 @@ class State(Reachable):
             for where, container, theirs in self._empty:
                 if container:
                     yield where, _Undo(_refill, container, (), now=container), True, theirs
-        for where, now, was in self._weights:
+        for where, now, was in self._weights if weights else ():
             if not _same(now, was):
                 yield where, _Undo(_refill, now, was, now=now), True, False
         for where, cell, was, theirs in self._cells:
