@@ -78,7 +78,9 @@ class Accelerator:
         self._runner = PlanRunner(context, cache)
         failures = Failures(context, cache)
         self._builder = PlanBuilder(context, cache, self._runner, failures, self._backoff)
-        self._finder = PlanFinder(context, cache, self._runner, self._builder.roles, self._backoff)
+        self._finder = PlanFinder(
+            context, cache, self._runner, self._builder.roles, self._backoff, self._builder.changes
+        )
         self._server = CallServer(context, cache, self._finder, self._runner, self._builder, failures, self._backoff)
         self._released = False
         self._inside = threading.local()

@@ -33,7 +33,7 @@ from sfast_ext.behaviour import key
 from sfast_ext.behaviour.forward_slot import ForwardSlot
 from sfast_ext.capture import fake_trace
 from sfast_ext.capture.capture import CaptureRefused
-from sfast_ext.capture.module_state import ModuleState
+from sfast_ext.capture.state import State
 from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.backend import precompile
 from sfast_ext.kernels.group_norm import group_norm
@@ -65,7 +65,7 @@ BUILDING = {
     # the second try is that of giving the weights back
     "the index of weights": Stage(WeightArena, "index", "capture", tries=2),
     "the record of a forward": Stage(fake_trace, "make_fx", "cannot be recorded"),
-    "the search for state": Stage(ModuleState, "restore", "capture", done=True),
+    "the search for state": Stage(State, "put_back", "capture", done=True),
     "the capture": Stage(plan_builder, "capture", "capture"),
     "the capture, refused": Stage(plan_builder, "capture", "injected", CaptureRefused),
     "the choice of kernels": Stage(environment, "triton_runs_on", "choice of kernels"),

@@ -234,6 +234,9 @@ def _copy(known: _Recording, module: nn.Module, tracer: Any, arguments: list[fx.
                 result = FakeTensor(like.fake_mode, meta, like.fake_device)
             # the node has its metadata from the one that was copied
             set_proxy_slot(result, tracer, _ProxyTensor(fx.Proxy(mapped[node], tracer), None))
+            real = getattr(like.fake_mode, "real", None)
+            if real is not None:
+                real.note_made(result)
             results.append(result)
         return pytree.tree_unflatten(results, known.tree)
     except Exception as exc:

@@ -19,11 +19,12 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext.call_signature import Call, NotOurs, flatten_output, rebuild_call
-from sfast_ext.capture import autocast, block_reuse, functionalize, quantised, slice_writes
+from sfast_ext.capture import autocast, block_reuse, functionalize, leftovers, quantised, slice_writes
+from sfast_ext.capture.arguments import Containers, Edit
 from sfast_ext.capture.fake_trace import finish_lazy_codegen, record
 from sfast_ext.capture.live_trace import LiveTrace
-from sfast_ext.capture.module_state import ModuleState
 from sfast_ext.capture.real_tensors import LIFTS
+from sfast_ext.capture.state import State
 from sfast_ext.report import words_of
 from sfast_ext.weights.submodule_arena import Arena
 from sfast_ext.weights.weight import Weight
@@ -33,12 +34,16 @@ _READING = {aten._local_scalar_dense.default, aten.item.default, aten.nonzero.de
 
 
 class CaptureRefused(Exception):
-    """There can be no plan of the forward. The message says why, in a user's words; `details` is for developers."""
+    """There can be no plan of the forward. The message says why, in a user's words; `details` is for developers.
+    `passing` if another thread may be why: a later capture may succeed."""
 
-    def __init__(self, reason: str, *, reads_value: bool = False, details: str | None = None) -> None:
+    def __init__(
+        self, reason: str, *, reads_value: bool = False, details: str | None = None, passing: bool = False
+    ) -> None:
         super().__init__(reason)
         self.reads_value = reads_value
         self.details = details
+        self.passing = passing
 
 
 OpSequence = tuple[Any, ...]
@@ -47,15 +52,21 @@ OpSequence = tuple[Any, ...]
 
 @dataclass
 class Captured:
-    """A recorded forward, with flat tensors as inputs and outputs. `op_sequence` was taken before any rewrite."""
+    """A recorded forward, with flat tensors as inputs and outputs. `op_sequence` was taken before any rewrite. `edits`
+    are what it does to lists and dictionaries among its arguments."""
 
     graph_module: fx.GraphModule
     output_tree: Any
     output_strides: list[tuple[int, ...]]
+    edits: tuple[Edit, ...]
     op_sequence: OpSequence
     seconds: float
     blocks_copied: bool = False
     """Whether a block was recorded for several, see `block_reuse`."""
+
+
+Recorded = tuple[fx.GraphModule, Any, list[tuple[int, ...]], tuple[Edit, ...]]
+"""The graph, the tree of the result, the strides of its tensors, and the edits of arguments."""
 
 
 def capture(
@@ -64,9 +75,10 @@ def capture(
     inputs: Sequence[torch.Tensor],
     arena: Arena,
     ignored: frozenset[str] = frozenset(),
+    state: State | None = None,
     copy_blocks: bool = True,
 ) -> Captured:
-    """Record `function` for one call.
+    """Record `function` for one call. What it does to the state that it can reach is undone.
 
     Args:
         function: the original forward.
@@ -74,16 +86,17 @@ def capture(
         inputs: the leaves of the call as tensors on the model's device, see `Call.tensors`.
         arena: identifies weights. Any other tensor that the forward reads is refused.
         ignored: attributes of modules without influence on behaviour, see `Hooks.ignored`.
+        state: that of the forward, if it is known.
         copy_blocks: whether equal blocks are recorded once.
 
     Raises:
-        CaptureRefused: the forward writes to a parameter or an argument, reads a value from the device, draws random
-            numbers, depends on data, keeps state in its modules, or reads a tensor of unknown owner.
+        CaptureRefused: the forward writes to a parameter or an argument, reads a value from the device or of a weight,
+            draws random numbers, depends on data, keeps state, or reads a tensor of unknown owner.
     """
     started = time.perf_counter()
-    graph_module, tree, strides, copied = _recorded(function, call, inputs, arena, ignored, copy_blocks)
-    captured = _finalize(graph_module, tree, strides, _op_sequence(graph_module), arena, started)
-    return replace(captured, blocks_copied=copied)
+    recorded = _recorded(function, call, inputs, arena, ignored, state, copy_blocks)
+    captured = _finalize(*recorded, _op_sequence(recorded[0]), arena, started)
+    return replace(captured, blocks_copied=block_reuse.holds_copies(recorded[0]))
 
 
 def capture_live(trace: LiveTrace, op_sequences: Container[OpSequence], arena: Arena) -> Captured | None:
@@ -109,6 +122,7 @@ def _finalize(
     graph_module: fx.GraphModule,
     tree: Any,
     strides: list[tuple[int, ...]],
+    edits: tuple[Edit, ...],
     op_sequence: OpSequence,
     arena: Arena,
     started: float,
@@ -122,7 +136,7 @@ def _finalize(
         raise CaptureRefused(refused)
     autocast.materialize_casts(graph_module, _device_type(graph_module))
     finish_lazy_codegen(graph_module)
-    return Captured(graph_module, tree, strides, op_sequence, time.perf_counter() - started)
+    return Captured(graph_module, tree, strides, edits, op_sequence, time.perf_counter() - started)
 
 
 def _device_type(graph_module: fx.GraphModule) -> str:
@@ -136,32 +150,47 @@ def _recorded(
     inputs: Sequence[torch.Tensor],
     arena: Arena,
     ignored: frozenset[str],
+    state: State | None,
     copy_blocks: bool,
-) -> tuple[fx.GraphModule, Any, list[tuple[int, ...]], bool]:
+) -> Recorded:
     arena.index()
     found: dict[str, Any] = {}
 
     def flat(*leaves: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = rebuild_call(call.tree, leaves)
+        containers = Containers(args, kwargs)
         tree, outputs = flatten_output(function(*args, **kwargs))
         found["tree"], found["strides"] = tree, [tuple(o.stride()) for o in outputs]
+        found["edits"] = containers.edits()
         return outputs
 
     root = arena.root if copy_blocks else None
-    before = ModuleState(arena.root, ignored)
+    before = State(arena.root, function, ignored) if state is None else state
+    graph_module: fx.GraphModule | None = None
+    refusal: CaptureRefused | None = None
+    made: leftovers.Made = []
     try:
         as_hosts = contextlib.nullcontext() if arena.order.is_hosts() else arena.order.host()
         with as_hosts, torch.inference_mode(False), torch.no_grad():
-            graph_module = record(flat, inputs, root, ignored, lambda tensor: _path(arena, tensor))
-    except NotOurs as exc:
-        raise CaptureRefused(str(exc)) from exc
+            graph_module = record(flat, inputs, root, ignored, lambda tensor: _path(arena, tensor), made)
     except Exception as exc:
-        raise _refusal(exc, arena.root) from exc
+        refusal = CaptureRefused(str(exc)) if isinstance(exc, NotOurs) else _refusal(exc, arena.root)
+        refusal.__cause__ = exc
+        leftovers.forget_locals(exc)
     finally:
-        left_behind = before.restore()
-    if left_behind:
-        raise CaptureRefused(f"its forward keeps state between calls, in {left_behind}")
-    return graph_module, found["tree"], found["strides"], block_reuse.holds_copies(graph_module)
+        left_behind, passing = before.put_back(ignored_too=True)
+    elsewhere = leftovers.take_out(made, graph_module.graph if graph_module is not None else None)
+    if refusal is not None:
+        raise refusal
+    left_behind = left_behind or elsewhere
+    if left_behind or graph_module is None:
+        raise CaptureRefused(keeps_state(str(left_behind)), passing=passing)
+    return graph_module, found["tree"], found["strides"], found["edits"]
+
+
+def keeps_state(place: str) -> str:
+    """Why there is no plan of a forward that changes what is at a place."""
+    return f"its forward keeps state between calls, in {place}"
 
 
 def _path(arena: Arena, tensor: torch.Tensor) -> str | None:

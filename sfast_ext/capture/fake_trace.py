@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -54,6 +55,7 @@ def record(
     root: nn.Module | None = None,
     ignored: frozenset[str] = frozenset(),
     path_of: Callable[[torch.Tensor], str | None] = lambda tensor: None,
+    made: list[weakref.ref[FakeTensor]] | None = None,
 ) -> fx.GraphModule:
     """Run `function` on fake tensors in place of `inputs`, and record its operations before autocast.
 
@@ -63,11 +65,12 @@ def record(
         root: a module whose submodules `function` calls. Equal ones are recorded once, see `block_reuse`.
         ignored: see `Hooks.ignored`.
         path_of: the path of a weight; None for another tensor.
+        made: takes references to the fake tensors that the function gets.
 
     Raises:
         NotOurs: it does what may not be done with real tensors, see `real_tensors`, or calls what cannot be recorded.
     """
-    real = functools.partial(RealTensors, path_of)
+    real = functools.partial(RealTensors, path_of, [] if made is None else made)
     try:
         return _record(function, inputs, root, ignored, real(), quick=True)
     except (block_reuse.ReuseFailed, quick_record.QuickFailed):
@@ -173,6 +176,8 @@ class _MemoFakeMode(FakeTensorMode):
 
     def _computed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.real is not None:
+            self.real.note_made(result)
         known = type(result) is FakeTensor and result.constant is not None and func not in LIFTS
         if known and real_tensor_in((args, kwargs)) is not None:
             # torch computes what follows from numbers and real tensors, and would let Python read it
@@ -276,6 +281,8 @@ class _MemoFakeMode(FakeTensorMode):
                 else:
                     meta = tensors[base].as_strided(shape, stride, offset)
             results.append(FakeTensor(self, meta, device))
+        if self.real is not None:
+            self.real.note_made(results)
         return results[0] if kind is None else kind(results)
 
 

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sfast_ext.call_signature import Call, flatten_output
 from sfast_ext.capture import foreign_ops, opaque
+from sfast_ext.capture.arguments import Containers, Edit
 from sfast_ext.capture.fake_trace import PLAIN, fake_mode
 from sfast_ext.capture.interception import intercepted
 from sfast_ext.capture.real_tensors import LIFTS, READS, value_read
@@ -75,29 +76,38 @@ class LiveTrace:
         self._nodes: dict[int, tuple[weakref.ref[torch.Tensor], fx.Node]] = {}
         self._held: dict[int, tuple[torch.Tensor, fx.Node]] = {}
         self._mode = fake_mode() if SUPPORTED else None
-        self._output: tuple[Any, list[tuple[int, ...]]] | None = None
+        self._output: tuple[Any, list[tuple[int, ...]], tuple[Edit, ...]] | None = None
         try:
             self._begin(call)
         except Exception as exc:
             self._give_up(exc)
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of `function`. If it raises under the mode, it is called again without."""
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        undo: Callable[[], Any] = lambda: None,
+    ) -> Any:
+        """The result of `function`. If it raises under the mode, it is called again without, after `undo`."""
         if self._why_not is None:
+            containers = Containers(args, kwargs)
             try:
                 recorders = foreign_ops.recorders()
                 whole = {function: functools.partial(self._as_a_whole, r) for function, r in recorders.items()}
                 with enable_python_dispatcher(), _RecordingMode(self._note), _Reads(self), intercepted(whole):
                     result = function(*args, **kwargs)
-                self._end(result)
+                self._end(result, containers)
                 return result
             except Exception as exc:
                 self._give_up(exc)
+                undo()
+                containers.put_back()
         return function(*args, **kwargs)
 
-    def recorded(self) -> tuple[fx.GraphModule, Any, list[tuple[int, ...]]] | None:
-        """The graph as `fake_trace.record` returns it, the tree of the result, and the strides of its tensors. None if
-        the call was not recorded."""
+    def recorded(self) -> tuple[fx.GraphModule, Any, list[tuple[int, ...]], tuple[Edit, ...]] | None:
+        """The graph as `fake_trace.record` returns it, the tree of the result, the strides of its tensors, and what was
+        done to the arguments. None if the call was not recorded."""
         if self._output is None:
             logger.debug("the original's run was not recorded: %s", self._why_not)
             return None
@@ -250,13 +260,13 @@ class LiveTrace:
         assert self._mode is not None
         return self._mode.made(x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), x.device)
 
-    def _end(self, result: Any) -> None:
+    def _end(self, result: Any, containers: Containers) -> None:
         if self._why_not is not None:
             return
         try:
             tree, outputs = flatten_output(result)
             self._graph.output([self._node(x, False) for x in outputs])
-            self._output = tree, [tuple(x.stride()) for x in outputs]
+            self._output = tree, [tuple(x.stride()) for x in outputs], containers.edits()
         except Exception as exc:
             self._give_up(exc)
         self._nodes.clear()

@@ -9,6 +9,7 @@ read.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -53,11 +54,12 @@ class RealTensors(TorchFunctionMode):
 
     Args:
         path_of: the path of a weight; None for another tensor.
+        made: takes references to the fake tensors that the forward gets.
     """
 
-    def __init__(self, path_of: Callable[[torch.Tensor], str | None]) -> None:
+    def __init__(self, path_of: Callable[[torch.Tensor], str | None], made: list[weakref.ref[FakeTensor]]) -> None:
         super().__init__()
-        self._path_of = path_of
+        self._path_of, self._made = path_of, made
         self._inside = 0  # of torch's own bookkeeping
         self.refusal: NotOurs | None = None
 
@@ -65,6 +67,12 @@ class RealTensors(TorchFunctionMode):
         if not self._inside:
             self.read(value_read(func, args, kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
+
+    def note_made(self, result: Any) -> None:
+        """The forward gets fake tensors."""
+        for x in result if isinstance(result, (list, tuple)) else (result,):
+            if type(x) is FakeTensor:
+                self._made.append(weakref.ref(x))
 
     def read(self, tensor: torch.Tensor | None) -> None:
         """A value of a real tensor, if it is one, is about to be read."""

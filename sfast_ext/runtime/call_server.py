@@ -14,6 +14,8 @@ from typing import Any
 
 from sfast_ext import torch_state
 from sfast_ext.call_signature import NotOurs, copied
+from sfast_ext.capture import arguments
+from sfast_ext.capture.state import State
 from sfast_ext.kernels.backend import precompile
 from sfast_ext.preparation import Interrupted
 from sfast_ext.report import at, rehearsing, stage
@@ -81,11 +83,17 @@ class CallServer:
                 result = self._run(lookup, args, kwargs)
                 launched, lookup = lookup, None
                 if self._finder.validate(launched):
+                    self._edit(launched, args, kwargs)
                     return self._record_use(launched, result)
                 self._report.count("misspeculated")
                 lookup = self._finder.find(args, kwargs, speculate=False)
             if lookup.state is not ReplayState.BUILD:
-                return self._record_use(lookup, self._run(lookup, args, kwargs))
+                assert lookup.plan is not None
+                compared = self._runner.is_compared(lookup.plan)
+                result = self._run(lookup, args, kwargs)
+                if not compared:
+                    self._edit(lookup, args, kwargs)
+                return self._record_use(lookup, result)
             state = ReplayState.BUILD
         except (NotOurs, WeightsAway) as exc:
             self._report.bypassed(str(exc))
@@ -99,7 +107,7 @@ class CallServer:
             self._failures.failed(exc, lookup, building=False)
 
         if state is ReplayState.BYPASS or lookup is None:
-            return self.original(*args, **kwargs)
+            return self._rehearsed(args, kwargs) if rehearsing() else self.original(*args, **kwargs)
         config = self._context.config
         early = config.rare_calls and self._rare.too_early(lookup.key, config.rare_gain)
         mine = not early and self._context.model.build_lock.acquire(blocking=False)
@@ -113,6 +121,12 @@ class CallServer:
 
     def _run(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._runner.run(lookup, lambda: self.original(*args, **kwargs))
+
+    def _edit(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Change the arguments as the original forward would have done, in place of which a plan ran."""
+        assert lookup.plan is not None
+        if lookup.plan.edits:
+            arguments.apply(lookup.plan.edits, args, kwargs)
 
     def _record_use(self, lookup: Lookup, result: Any) -> Any:
         plan = lookup.plan
@@ -131,19 +145,26 @@ class CallServer:
 
     def _run_original(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any], build: bool) -> Any:
         """The original forward's result for a call without a plan. With `build`, also builds the plan."""
-        started = time.perf_counter()
         rare = self._context.config.rare_calls
         # a recorded run takes longer, and its time would be the original's
         trace = self._builder.live_trace(lookup) if build and not rare else None
+        state = self._state() if build else None
+        # the original may take away what is in them
+        again = arguments.copied(args, kwargs) if build else ((), {})
         watch = Stopwatch(lookup.device) if rare else None
         # before the trace, which would record what is done to weights
-        with self._context.arena.order.host() if trace is not None else contextlib.nullcontext():
-            result = self.original(*args, **kwargs) if trace is None else trace.run(self.original, args, kwargs)
+        as_hosts = self._context.arena.order.host() if trace is not None else contextlib.nullcontext()
+        with as_hosts:
+            started = time.perf_counter()
+            if trace is None or state is None:
+                result = self.original(*args, **kwargs)
+            else:
+                result = trace.run(self.original, args, kwargs, state.put_back)
         if watch is not None:
             watch.stop()
-        if build:
+        if state is not None:
             seconds = time.perf_counter() - started
-            run = OriginalRun(lambda: self.original(*args, **kwargs), result, seconds, trace, watch)
+            run = OriginalRun(lambda: self._again(*again), result, seconds, trace, watch, state)
             began = time.perf_counter()
             self._try_to_build(lookup, run)
             if rare and lookup.key in self._cache.plans:
@@ -153,8 +174,36 @@ class CallServer:
         self.pace.restart()
         return result
 
-    def _try_to_build(self, lookup: Lookup, run: OriginalRun) -> None:
+    def _state(self) -> State | None:
+        """The state that the forward can reach; None if it could not be read, which is reported."""
+        at("state of the forward")
         try:
+            return self._builder.state()
+        except Exception as exc:
+            self._report.error(stage(), exc)
+            return None
+
+    def _rehearsed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The original's result for a call that no user made. It leaves no trace."""
+        state = self._state()
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            if state is not None:
+                state.put_back()
+
+    def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The original forward once more, on containers that it may change."""
+        args, kwargs = arguments.copied(args, kwargs)
+        return self.original(*args, **kwargs)
+
+    def _try_to_build(self, lookup: Lookup, run: OriginalRun) -> None:
+        assert run.state is not None
+        try:
+            if not self._builder.unchanged(lookup, run.state):
+                if rehearsing():
+                    run.state.put_back()
+                return
             with _building():
                 self._builder.build(lookup, run)
         except Interrupted as exc:
@@ -203,6 +252,7 @@ class CallServer:
         Where it runs out of memory beside CUDA graphs, they are freed, and it runs again: without us it would have that
         memory.
         """
+        containers = arguments.Containers(args, kwargs)
         with _building() if self._context.parts else contextlib.nullcontext():
             try:
                 return self._context.original(*args, **self._unconsumed(kwargs))
@@ -210,6 +260,7 @@ class CallServer:
                 if not self._failures.gave_way(exc):
                     raise
             # after the handler: the exception keeps what the failed run had allocated
+            containers.put_back()
             return self._context.original(*args, **self._unconsumed(kwargs))
 
     def _unconsumed(self, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from sfast_ext.call_signature import Call, Signature, as_tensor, rebuild_output
+from sfast_ext.capture.arguments import Edit
 from sfast_ext.kernels.backend import nvrtc
 from sfast_ext.kernels.backend.pdl import LEAST as PDL_LEAST
 from sfast_ext.kernels.backend.pdl import in_pdl_capture, pdl_capture
@@ -88,6 +89,8 @@ class Plan:
         self.first_call_s: float | None = None
         self._peak_bytes = peak_bytes(graph_module.graph) if device.type == "cuda" else 0
         self._operations, self._digest = operations.counts(graph_module.graph), operations.digest(graph_module)
+        self.edits: tuple[Edit, ...] = ()
+        """What a call does to lists and dictionaries among its arguments."""
         self.weights = _bind_attributes(graph_module)
         self._graph_module = graph_module
         self._triton = triton

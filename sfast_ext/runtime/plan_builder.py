@@ -14,8 +14,10 @@ from torch import fx
 
 from sfast_ext import environment
 from sfast_ext.call_signature import Call, flatten_output
-from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capture, capture_live
+from sfast_ext.capture.arguments import Edit
+from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capture, capture_live, keeps_state
 from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
+from sfast_ext.capture.state import State
 from sfast_ext.config import Config
 from sfast_ext.kernels.backend import choices, nvrtc
 from sfast_ext.kernels.backend.precompile import precompile
@@ -24,9 +26,10 @@ from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.layout_time import channels_last_pays
 from sfast_ext.preparation import Interrupted, Preparation, StageTimes
-from sfast_ext.report import at
+from sfast_ext.report import at, rehearsing
 from sfast_ext.runtime.argument_roles import ArgumentRoles
 from sfast_ext.runtime.backoff import CaptureBackoff
+from sfast_ext.runtime.changes import StateChanges
 from sfast_ext.runtime.exact_run import PEAK_FACTOR, exact
 from sfast_ext.runtime.failures import Failures
 from sfast_ext.runtime.model_state import ModuleContext
@@ -60,6 +63,8 @@ class OriginalRun:
     """Recorded meanwhile, if live tracing is possible."""
     watch: Stopwatch | None = None
     """Stopped after it, where calls are rare."""
+    state: State | None = None
+    """What the forward can reach, as it was before and after it."""
 
 
 class PlanBuilder:
@@ -81,6 +86,7 @@ class PlanBuilder:
         self._failures = failures
         self._backoff = backoff
         self._op_sequences: dict[Hashable, set[OpSequence]] = {}
+        self.changes = StateChanges()
         self.roles = ArgumentRoles()
         self._one_by_one = False
         """Whether equal blocks are recorded one by one: a plan was wrong in which they were recorded once."""
@@ -89,6 +95,27 @@ class PlanBuilder:
         """A recorder for the original's run, if the same behaviour was captured before. Otherwise None."""
         known = SUPPORTED and lookup.key[1:] in self._op_sequences  # type: ignore[index]
         return LiveTrace(lookup.call, self._context.arena, lookup.device) if known else None
+
+    def state(self) -> State:
+        """The state that the forward can reach."""
+        context = self._context
+        return State(context.module, context.slot.original, context.hooks.ignored, contents=rehearsing())
+
+    def unchanged(self, lookup: Lookup, state: State) -> bool:
+        """Whether the original's run for a call left the state as it was. If not, the call gets no plan, and the reason
+        is reported."""
+        place = state.changed()
+        if place is None:
+            self.changes.settled(lookup.shape_signature, lookup.key)
+            return True
+        reason = keeps_state(place)
+        if self.changes.record(lookup.shape_signature, lookup.key, place, reason):
+            self._cache.reject(lookup.key, reason)
+        else:
+            self._context.report.bypassed(reason)
+        # what it changes may be part of the key, which then is another one at each call
+        self._backoff.record_capture(lookup.shape_signature)
+        return False
 
     def forget(self) -> None:
         """Forget all known op sequences."""
@@ -167,6 +194,7 @@ class PlanBuilder:
             captured = self._captured(lookup, run)
             captured.output_strides = _strides(run.result, lookup.call) or captured.output_strides
             plan = make_plan(captured, lookup.call, context.arena, device, context.config)
+            plan.edits = self._own_edits(plan.edits)
             if device.type == "cuda":
                 for sentence in environment.left_out(device):
                     report.once("kernels", sentence)
@@ -177,7 +205,10 @@ class PlanBuilder:
                 return None
             if exc.details:
                 report.event("capture", exc.details)
-            self._cache.reject(key, str(exc))
+            if exc.passing:
+                report.bypassed(str(exc))
+            else:
+                self._cache.reject(key, str(exc))
             return None
         plan.behaviour, plan.shape_signature = lookup.behaviour, lookup.shape_signature
         plan.built_for = lookup.call.nested if lookup.call.inputs else None
@@ -197,7 +228,7 @@ class PlanBuilder:
                     run.seconds,
                     context.config,
                     run.watch,
-                    lambda: self._exact(lookup),
+                    lambda: self._exact(lookup, run),
                     lambda: self._runner.record_launches(plan, lookup.call),
                 )
         except Exception as exc:
@@ -206,7 +237,10 @@ class PlanBuilder:
                 # nothing is prepared
                 report.count("captures", -1)
             raise
-        if isinstance(refusal, Difference) and captured.blocks_copied:
+        left_behind = run.state.put_back()[0] if run.state is not None else None
+        if left_behind is not None:
+            refusal = keeps_state(left_behind)
+        elif isinstance(refusal, Difference) and captured.blocks_copied:
             # two blocks may differ in what their comparison does not read
             report.event("capture", f"equal blocks are recorded one by one from now on: {refusal}")
             self._cache.drop(key)
@@ -218,12 +252,12 @@ class PlanBuilder:
             return None
         return plan
 
-    def _exact(self, lookup: Lookup) -> list[torch.Tensor] | None:
+    def _exact(self, lookup: Lookup, run: OriginalRun) -> list[torch.Tensor] | None:
         """The outputs in float32; None where the forward cannot be recorded again or memory is short."""
         context = self._context
         inputs = lookup.call.tensors(lookup.device)
         try:
-            again = capture(context.slot.original, lookup.call, inputs, context.arena, context.hooks.ignored)
+            again = capture(context.slot.original, lookup.call, inputs, context.arena, context.hooks.ignored, run.state)
             needed = PEAK_FACTOR * peak_bytes(again.graph_module.graph)
             if lookup.device.type == "cuda" and _room(lookup.device) < needed:
                 return None
@@ -231,16 +265,30 @@ class PlanBuilder:
         except (CaptureRefused, torch.cuda.OutOfMemoryError):
             return None
 
+    def _own_edits(self, edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
+        """Those that are repeated on the arguments of the caller."""
+        hooks = self._context.hooks
+        found = tuple(edit for edit in edits if edit.path[0] not in hooks.consumed)
+        if found and hooks.arguments is not None:
+            raise CaptureRefused(f"its forward changes {found[0].path[0]}, one of its arguments")
+        return found
+
     def _captured(self, lookup: Lookup, run: OriginalRun) -> Captured:
         context = self._context
         op_sequences = self._op_sequences.setdefault(lookup.key[1:], set())  # type: ignore[index]
         captured = capture_live(run.trace, op_sequences, context.arena) if run.trace is not None else None
         if captured is None:
             inputs = lookup.call.tensors(lookup.device)
+            if run.state is not None:
+                run.state.weights_replaced()
+            original, ignored = context.slot.original, context.hooks.ignored
             captured = capture(
-                context.slot.original, lookup.call, inputs, context.arena, context.hooks.ignored, not self._one_by_one
+                original, lookup.call, inputs, context.arena, ignored, run.state, copy_blocks=not self._one_by_one
             )
             op_sequences.add(captured.op_sequence)
+        if run.state is not None:
+            # plans lay weights elsewhere
+            run.state.weights_replaced(for_good=True)
         return captured
 
 
@@ -279,7 +327,9 @@ def make_plan(captured: Captured, call: Call, arena: Arena, device: torch.device
         precompile(graph, device)
     at("binding of weights")
     tree, strides = captured.output_tree, captured.output_strides
-    return Plan(call, captured.graph_module, tree, strides, device, fused, triton=triton)
+    plan = Plan(call, captured.graph_module, tree, strides, device, fused, triton=triton)
+    plan.edits = captured.edits
+    return plan
 
 
 def _uses_triton(graph: fx.Graph, device: torch.device, config: Config) -> bool:

@@ -9,10 +9,12 @@ import torch
 
 from sfast_ext.behaviour.key import BehaviourKeys
 from sfast_ext.call_signature import NotOurs, Signature, first_difference, tensors_alone
+from sfast_ext.capture.arguments import distinct
 from sfast_ext.environment import unserved
 from sfast_ext.report import at
 from sfast_ext.runtime.argument_roles import ArgumentRoles
 from sfast_ext.runtime.backoff import CaptureBackoff
+from sfast_ext.runtime.changes import StateChanges
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.plan_cache import PlanCache
@@ -33,6 +35,7 @@ class PlanFinder:
     Args:
         roles: which numbers are inputs of plans.
         backoff: delays captures.
+        changes: forwards that change state.
     """
 
     def __init__(
@@ -42,12 +45,13 @@ class PlanFinder:
         runner: PlanRunner,
         roles: ArgumentRoles,
         backoff: CaptureBackoff,
+        changes: StateChanges,
     ) -> None:
         self._context = context
         self._cache = cache
         self._runner = runner
         self._roles = roles
-        self._backoff = backoff
+        self._backoff, self._changes = backoff, changes
         self._missed: Signature | None = None
         self.speculation = Speculation()
         self.keys = self._new_keys(0)
@@ -124,6 +128,8 @@ class PlanFinder:
             raise NotOurs(refused)
         if plan is None:
             self._wait_for_rest(call.signature, key)
+        elif plan.edits and not distinct(args, kwargs):
+            raise NotOurs("the same list is there twice among its arguments, and its forward changes it")
         if not speculate:
             self._sync()
         return Lookup(call, key, plan, behaviour, device, key_confirmed, not speculate)
@@ -137,7 +143,8 @@ class PlanFinder:
                 name = first_difference(before, signature)
                 if name is not None:
                     raise NotOurs(f"an argument changes at each step, no plan is made for each of its values: {name}")
-            raise NotOurs("what the model computes changes again and again: a plan is made when it stays the same")
+            again = "what the model computes changes again and again: a plan is made when it stays the same"
+            raise NotOurs(self._changes.reason(alike) or again)
 
     def validate(self, lookup: Lookup) -> bool:
         """Whether a speculative replay was valid: confirms the key and the weights if the lookup did not.

@@ -216,9 +216,9 @@ def test_a_tensor_kept_in_an_object_of_a_module_is_noticed_and_taken_out():
     module = Holder(remember)
     module.notes = Notes()
     call = flatten_call((X,), {}, CPU)
-    with torch.no_grad(), pytest.raises(CaptureRefused, match="keeps state between calls, in the model.notes.last"):
+    with torch.no_grad(), pytest.raises(CaptureRefused, match="keeps state between calls, in the model.notes.count"):
         capture(module.forward, call, call.tensors(CPU), WeightArena(module))
-    assert not hasattr(module.notes, "last")
+    assert not hasattr(module.notes, "last") and module.notes.count == 0
 
 
 def test_state_is_taken_back_where_the_capture_fails():

@@ -1,0 +1,79 @@
+"""Fake tensors that outlive a capture in a place that nobody knows.
+
+What a forward can reach is put back, see `state`. It may reach more: by a library in C, by another thread. There each
+fake tensor that is left is found by who refers to it, and taken out.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+import weakref
+from collections import deque
+from types import CellType, FrameType
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+Made = list[weakref.ref[FakeTensor]]
+
+
+def take_out(made: Made, graph: fx.Graph | None) -> str | None:
+    """Take fake tensors out of whatever holds them. Returns a description of the first holder, or None.
+
+    Args:
+        made: those of the capture.
+        graph: the record, which holds some as metadata.
+    """
+    known = _of_graph(graph)
+    if not _left(made, known):
+        return None
+    # those in a cycle of references
+    gc.collect()
+    found, left = None, _left(made, known)
+    while left:
+        # popped: this list must not be among those that refer to it
+        found = _take_out(left.pop()) or found
+    return found
+
+
+def forget_locals(exc: BaseException | None) -> None:
+    """Let go of what the functions that an exception went through had in their variables."""
+    seen: set[int] = set()
+    while exc is not None and id(exc) not in seen:
+        seen.add(id(exc))
+        traceback.clear_frames(exc.__traceback__)
+        exc = exc.__cause__ or exc.__context__
+
+
+def _left(made: Made, known: set[int]) -> list[FakeTensor]:
+    return [x for reference in made if (x := reference()) is not None and id(x) not in known]
+
+
+def _of_graph(graph: fx.Graph | None) -> set[int]:
+    found: set[int] = set()
+    for node in graph.nodes if graph is not None else ():
+        val = node.meta.get("val")
+        found.update(map(id, val if isinstance(val, (list, tuple)) else (val,)))
+    return found
+
+
+def _take_out(tensor: torch.Tensor) -> str | None:
+    found = None
+    for holder in gc.get_referrers(tensor):
+        if isinstance(holder, FrameType):
+            continue
+        found = f"a {type(holder).__name__}"
+        if isinstance(holder, dict):
+            for key in [key for key, value in holder.items() if value is tensor]:
+                dict.pop(holder, key, None)
+        elif isinstance(holder, (list, deque)):
+            kept = [each for each in holder if each is not tensor]
+            holder.clear()
+            holder.extend(kept)
+        elif isinstance(holder, set):
+            set.discard(holder, tensor)
+        elif isinstance(holder, CellType):
+            holder.cell_contents = None
+    return found
