@@ -105,7 +105,7 @@ MUTATIONS = [
     ),
     Mutation(
         "methods of settings", "behaviour/reader.py",
-        "if more == names and len(kinds) == known and not modules:", "if more == names and not modules:",
+        "if more == names and len(kinds) == known and not", "if more == names and not",
         _PATCHED,
     ),
     Mutation(
