@@ -34,6 +34,7 @@ class CodeValues:
         identity, tensor, module, watch: see `Values`.
         patches: identities of functions of patches, which are not read.
         extension: that of the model's class. Functions of another are patches.
+        looked: what the last reading found, see `looked`.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class CodeValues:
         watch: Watch,
         patches: frozenset[int] = frozenset(),
         extension: str | None = None,
+        looked: dict[type | None, set[str]] | None = None,
     ) -> None:
         self.names, self.watch = names, watch
         self._identity, self._patches, self._extension = identity, patches, extension
@@ -57,10 +59,17 @@ class CodeValues:
             function=self.function,
             kind=self.kind,
             python_module=lambda module, where, strict: self._module(module, where, names, "", strict, 0),
+            from_outside=self._from_outside,
             watch=watch,
         )
         self.functions: dict[int, Any] = {}
         """Functions among values."""
+        self.looked: dict[type | None, set[str]] = {}
+        """The names that functions look up, by the class that they are methods of."""
+        self._looked_before = {} if looked is None else looked
+        self._owner: type | None = None
+        self.tables = False
+        """Whether a table of settings was found, of which only what code looks up counts."""
         self._read: set[Hashable] = set()
         self._depth = 0
 
@@ -76,6 +85,7 @@ class CodeValues:
         if id(function) in self._read:
             return self._identity(function)
         self._read.add(id(function))
+        self.looked.setdefault(self._owner, set()).update(code_names(function.__code__))
         common, library = written_by(function) in COMMON, in_library(function.__code__.co_filename)
         strict = strict and not common and not library
         here = f"{function.__module__}.{function.__qualname__}"
@@ -109,6 +119,12 @@ class CodeValues:
             key += self._globals(function, strict)
             self._depth -= 1
         return tuple(key)
+
+    def _from_outside(self, kind: type) -> frozenset[str]:
+        """The names that functions look up which are no methods of a class."""
+        self.tables = True
+        names = (names for owner, names in self._looked_before.items() if owner is None or owner not in kind.__mro__)
+        return frozenset().union(*names)
 
     def _globals(self, function: FunctionType, strict: bool) -> list[Hashable]:
         around, names, own = function.__globals__, code_names(function.__code__), written_by(function)
@@ -215,6 +231,7 @@ class CodeValues:
             here = f"{owner.__module__}.{owner.__qualname__}"
             if strict:
                 self.watch.owner(owner)
+            outer, self._owner = self._owner, owner
             for name, value in list(vars(owner).items()):
                 if (name not in names and not runs_by_syntax(name)) or isinstance(value, MemberDescriptorType):
                     continue
@@ -225,4 +242,5 @@ class CodeValues:
                     found += [self.function(each, f"{here}.{name}", strict) for each in functions]
                 elif not name.startswith("__") and not isinstance(value, type):
                     found += [name, self.values.read(value, f"{here}.{name}", names, strict)]
+            self._owner = outer
         return found

@@ -123,6 +123,7 @@ class Reader:
         """Read what values hold. Objects in them have code, whose names lead to further values."""
         kinds = dict.fromkeys(kind for *_, kind in self.called)
         names = self.names_of(kinds, self.functions.values())
+        looked: dict[type | None, set[str]] = {}
         while True:
             # not those of patches: a host vouches for these, or the call is bypassed
             patches = frozenset(id(patch.function) for patch in self.patches)
@@ -134,6 +135,7 @@ class Reader:
                 watch=self.new_watch(),
                 patches=patches,
                 extension=self.extension,
+                looked=looked,
             )
             key: list[Hashable] = [self.values_of(*each) for each in self.modules if each[1]]
             if self.beneath is not None:
@@ -146,10 +148,10 @@ class Reader:
             kinds.update(dict.fromkeys(values.values.kinds))
             kinds.update(dict.fromkeys(kind for *_, kind in self.called))
             more = self.names_of(kinds, (*self.functions.values(), *values.functions.values()))
-            if more == names and len(kinds) == known and not modules:
+            if more == names and len(kinds) == known and not modules and (not values.tables or values.looked == looked):
                 self.names = names
                 return key
-            names = more
+            names, looked = more, values.looked
 
     def names_of(self, kinds: Iterable[type], functions: Iterable[Any]) -> frozenset[str]:
         """The names that code can look up."""

@@ -83,6 +83,7 @@ class Values:
         function: the key of a function, which is read as well: (function, place, strict).
         kind: the key of a class among values: (class, place, names, strict).
         python_module: the key of a Python module among values: (module, place, strict).
+        from_outside: the names that code outside of a class looks up.
         watch: what is compared later.
     """
 
@@ -96,11 +97,13 @@ class Values:
         function: Callable[[Any, str, bool], Hashable],
         kind: Callable[[type, str, Names, bool], Hashable],
         python_module: Callable[[types.ModuleType, str, bool], Hashable],
+        from_outside: Callable[[type], frozenset[str]],
         watch: Watch,
     ) -> None:
         self.names, self.watch = names, watch
         self._identity, self._tensor, self._module = identity, tensor, module
         self._function, self._kind, self._python_module = function, kind, python_module
+        self._from_outside = from_outside
         self.unknown: list[Unknown] = []
         self.kinds: dict[type, str] = {}
         """Classes of objects that were read, with the place of the first."""
@@ -293,8 +296,9 @@ class Values:
             words = kind.__name__.lower()
             if inner is not None or any(word in words for word in ("function", "method", "func", "descriptor")):
                 return (kind, self._identity(value), self.read(inner, where, names, strict))
-        elif issubclass(kind, (types.MemberDescriptorType, types.GetSetDescriptorType)):
-            return (kind, value.__name__)
+        if hasattr(kind, "__get__") and hides_state(kind):
+            # a descriptor, as of a named tuple's field or a slot
+            return (kind, self._identity(value))
         return None
 
     def _attributes(self, value: Any, kind: type, where: str, names: Names, strict: bool) -> Hashable:
@@ -315,7 +319,8 @@ class Values:
                 if name in ORIGINS or (names is not None and name not in names):
                     continue
                 if dynamic and names is not None and isinstance(each, dict) and len(each) > _FEW:
-                    found += [name, self._table(each, f"{where}.{name}", names, strict)]
+                    # not the names of its methods that load and save
+                    found += [name, self._table(each, f"{where}.{name}", self._from_outside(kind), strict)]
                 else:
                     found += [name, self.read(each, f"{where}.{name}", names, strict)]
         elif home is not None:
@@ -332,7 +337,7 @@ class Values:
         """A long dictionary of an object that looks its attributes up: the entries with names that are looked up."""
         self.watch.attributes(table, names, where)
         here = [name for name in list(table) if name in names]
-        return tuple((name, self.read(table.get(name), f"{where}[{name!r}]", names, strict)) for name in here)
+        return tuple([(name, self.read(table.get(name), f"{where}[{name!r}]", self.names, strict)) for name in here])
 
     def _arguments(self, value: BaseException, where: str, names: Names, strict: bool) -> Hashable:
         found = self.watch.objects(lambda: value.args)

@@ -173,7 +173,7 @@ class Watch:
             lists, dicts = self._lengths
             return (
                 self._names_unchanged()
-                and all([len(inside) == size for inside, size in self._owners])
+                and all(len(inside) == size for inside, size in self._owners)
                 and list(map(len, self._lists)) == lists
                 and _same(chain.from_iterable(self._lists), self._items)
                 and list(map(len, self._dicts)) == dicts

@@ -56,7 +56,9 @@ _ATOMS = frozenset(
     }
 )  # fmt: skip
 # what changes without being state of a forward
-_LEFT_OUT = (logging.Logger, logging.Handler, threading.Thread, threading.Event, threading.Condition, AcceleratedForward)
+_LEFT_OUT = (
+    logging.Logger, logging.Handler, threading.Thread, threading.Event, threading.Condition, AcceleratedForward,
+)  # fmt: skip
 _WEAK = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)
 _CACHE = type(functools.lru_cache(maxsize=1)(lambda: None))
 _EMPTY = frozenset({dict, OrderedDict, list, set})

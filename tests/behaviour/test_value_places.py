@@ -229,7 +229,7 @@ def test_without_generations_it_is_seen_at_the_next_call_as_well(place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_with_patched_classes_of_settings(place, monkeypatch):
+def test_a_class_of_settings_that_is_patched_is_seen(place, monkeypatch):
     keys = keys_of(Model(place(Holder(1.0))[0]))
     number, _ = keys.read()
     monkeypatch.setattr(Holder, "level", property(lambda self: 2.0), raising=False)

@@ -32,11 +32,12 @@ class Mutation(NamedTuple):
 
 def every() -> list[Mutation]:
     """All of them, in the order of a call."""
-    from mutations import calls, files, graphs, programs, proof, recorded, states, weights
+    from mutations import calls, files, graphs, programs, proof, recorded, states, values, weights
 
     return [
         *calls.MUTATIONS,
         *states.MUTATIONS,
+        *values.MUTATIONS,
         *proof.MUTATIONS,
         *weights.MUTATIONS,
         *graphs.MUTATIONS,

@@ -1,0 +1,161 @@
+"""What values hold: settings, closures, defaults, globals, attributes of classes."""
+
+from __future__ import annotations
+
+from mutations import Mutation
+
+_FILE = "behaviour/test_values.py"
+_PLACES = "behaviour/test_value_places.py"
+_REPLACED = (f"{_FILE}::test_a_setting_that_is_replaced_changes_the_key",)
+_IN_PLACE = (f"{_FILE}::test_a_setting_that_changes_in_place_is_seen_at_the_next_call",)
+_NAMED = (f"{_FILE}::test_a_value_that_cannot_be_compared_is_named",)
+_FOUND = (f"{_PLACES}::test_a_value_is_compared_wherever_the_code_finds_it",)
+_PATCHED = (f"{_PLACES}::test_a_class_of_settings_that_is_patched_is_seen",)
+
+MUTATIONS = [
+    Mutation(
+        "values within a generation", "behaviour/fingerprint.py",
+        "and self.watch.unchanged() and self.torch_check", "and self.torch_check",
+        _IN_PLACE,
+    ),
+    Mutation(
+        "values where no generations are told", "behaviour/fingerprint.py",
+        "or not self.watch.unchanged() or", "or",
+        (f"{_PLACES}::test_without_generations_it_is_seen_at_the_next_call_as_well",),
+    ),
+    Mutation(
+        "values that cannot be compared", "behaviour/values.py",
+        "self.unknown.append(Unknown(where, value, why))", "pass",
+        _NAMED,
+    ),
+    Mutation(
+        "values that cannot be compared, as a reason", "behaviour/key.py",
+        "(value.words() for value in read.unknown)", "()",
+        _NAMED,
+    ),
+    Mutation(
+        "state that a class hides", "behaviour/values.py",
+        "elif hides_state(kind):", "elif False:",
+        _NAMED,
+    ),
+    Mutation(
+        "too many items", "behaviour/values.py",
+        "if len(value) > min(MOST_ITEMS, self._left):", "if False:",
+        _NAMED,
+    ),
+    Mutation(
+        "too many bytes", "behaviour/values.py",
+        "if size > MOST_BYTES:", "if False:",
+        _NAMED,
+    ),
+    Mutation(
+        "zeros and types of numbers", "behaviour/value_types.py",
+        "return (kind, repr(value)) if kind in BY_WORDS else (kind, value)", "return value",
+        _REPLACED,
+    ),
+    Mutation(
+        "types of numbers in place", "behaviour/value_types.py",
+        "    if kind is not type(then):\n        return False\n", "    if now == then:\n        return True\n",
+        _REPLACED,
+    ),
+    Mutation(
+        "slots", "behaviour/values.py",
+        "        if slots:\n", "        if False:\n",
+        _REPLACED,
+    ),
+    Mutation(
+        "arrays", "behaviour/values.py",
+        "return self.watch.plain(lambda: buffer_content(value))", "return None",
+        _IN_PLACE,
+    ),
+    Mutation(
+        "sets and deques in place", "behaviour/values.py",
+        "items = [*self.watch.objects(lambda: tuple(base.__iter__(value)))]", "items = [*value]",
+        _IN_PLACE,
+    ),
+    Mutation(
+        "lengths of lists", "behaviour/watch.py",
+        "and list(map(len, self._lists)) == lists\n", "\n",
+        _IN_PLACE,
+    ),
+    Mutation(
+        "items of lists", "behaviour/watch.py",
+        "and _same(chain.from_iterable(self._lists), self._items)\n", "\n",
+        _IN_PLACE,
+    ),
+    Mutation(
+        "keys of dictionaries", "behaviour/watch.py",
+        "and _same(chain.from_iterable(self._dicts), self._keys)\n", "\n",
+        _IN_PLACE,
+    ),
+    Mutation(
+        "values of dictionaries", "behaviour/watch.py",
+        "and _same(chain.from_iterable(self._views), self._values)\n", "\n",
+        _IN_PLACE,
+    ),
+    Mutation(
+        "names in modules and classes", "behaviour/watch.py",
+        "self._names_unchanged()\n                and", "True\n                and",
+        _FOUND,
+    ),
+    Mutation(
+        "names that a class gets later", "behaviour/watch.py",
+        "and all(len(inside) == size for inside, size in self._owners)\n", "\n",
+        _PATCHED,
+    ),
+    Mutation(
+        "methods of settings", "behaviour/reader.py",
+        "if more == names and len(kinds) == known and not", "if more == names and not",
+        _PATCHED,
+    ),
+    Mutation(
+        "closures of functions among values", "behaviour/code_values.py",
+        "if function.__closure__:", "if False:",
+        _FOUND,
+    ),
+    Mutation(
+        "defaults in the key", "behaviour/code_values.py",
+        "            if defaults:\n", "            if False:\n",
+        _FOUND,
+    ),
+    Mutation(
+        "defaults in place", "behaviour/code_values.py",
+        "self.watch.objects(lambda: (function.__defaults__, function.__kwdefaults__, function.__code__))", "pass",
+        _FOUND,
+    ),
+    Mutation(
+        "attributes of functions", "behaviour/code_values.py",
+        "if vars(function) and strict:", "if False:",
+        _FOUND,
+    ),
+    Mutation(
+        "globals", "behaviour/code_values.py",
+        "key += self._globals(function, strict)", "pass",
+        _FOUND,
+    ),
+    Mutation(
+        "other modules", "behaviour/code_values.py",
+        "if of in COMMON or depth >= _DEEPEST_MODULE or (not strict and of != own):", "if True:",
+        _FOUND,
+    ),
+    Mutation(
+        "properties of classes", "behaviour/code_values.py",
+        "[] if type(kind) is type else self._inside(type(kind), looked, strict)", "[]",
+        _FOUND,
+    ),
+    Mutation(
+        "context variables", "behaviour/values.py",
+        "(content,) = self.watch.objects(lambda: (value.get(None),))", "content = None",
+        _FOUND,
+    ),
+    Mutation(
+        "the model's own forward that was wrapped before", "behaviour/reader.py",
+        'key.append(values.function(self.beneath, "the forward of the model"))', "pass",
+        (f"{_PLACES}::test_a_wrapper_beneath_the_accelerated_forward_is_read",),
+    ),
+    Mutation(
+        "a block with a value that cannot be compared", "behaviour/values.py",
+        'return ("unknown", object()) if strict else None', 'return ("unknown", type(value))',
+        (f"{_FILE}::test_blocks_with_other_settings_have_another_structure",),
+    ),
+]  # fmt: skip
