@@ -26,6 +26,8 @@ class Refusal:
         session = self._session
         show = session.callback(lambda _demo, app: api.register(app, self.source()))
         try:
+            # whoever is not admitted by the host must not be admitted here
+            session.api_passwords(), session.api_is_on(), session.subpath()
             session.installation.callback("on_app_started", show)
         except Exception:
             session.installation.fail()

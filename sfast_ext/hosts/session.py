@@ -41,7 +41,8 @@ class Session:
     PROBES: ClassVar[tuple[Probe, ...]] = webui_probes.COMMON
     """What the session relies on in the host."""
     TESTED: ClassVar[tuple[str, ...]] = ()
-    """How the versions begin that it was run in, as `host_version` has them. Others are served as well."""
+    """How the versions begin that it was run in, as `host_version` has them, up to the end of a number or of a commit's
+    short name. Others are served as well."""
     running: ClassVar[Session | None] = None
     """The session of the loaded scripts. Each adapter's class has its own."""
 
@@ -122,7 +123,10 @@ class Session:
 
     def is_tested(self) -> bool:
         """Whether the adapter was run in this version of the host."""
-        return self.is_host() and any(map(self.host_version().startswith, self.TESTED))
+        version = self.host_version()
+        # "2.26" begins 2.26.1, and does not begin 2.260
+        begun = (version[len(each) :] for each in self.TESTED if version.startswith(each))
+        return self.is_host() and any(not rest[:1].isdigit() for rest in begun)
 
     def register(self) -> None:
         """Register settings and callbacks with the host."""

@@ -196,7 +196,7 @@ class A1111Session(WebUISession):
 
     HOST = "AUTOMATIC1111 WebUI"
     PROBES = probes.PROBES
-    TESTED = ("v1.10.", "1.10.")
+    TESTED = ("v1.10.0", "v1.10.1", "1.10.0", "1.10.1")
 
     def __init__(self, version: str, found: Found | None = None) -> None:
         super().__init__(version, found)
