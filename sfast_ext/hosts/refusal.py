@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from sfast_ext import environment
-from sfast_ext.hosts.session import Session
+from sfast_ext.hosts.session import Session, refusing
 from sfast_ext.ui import api, bug_report, parts
-from sfast_ext.ui.requests import Refused
 
 
 class Refusal:
@@ -34,11 +33,7 @@ class Refusal:
 
     def source(self) -> api.Source:
         """What the routes answer with."""
-
-        def refuse(*_: Any) -> NoReturn:
-            raise Refused(self._why)
-
-        session = self._session
+        session, refuse = self._session, refusing(self._why)
         jobs = api.Jobs(refuse, refuse, lambda: False, lambda: None, list)
         return api.Source(
             self.status,

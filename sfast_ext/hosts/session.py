@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from sfast_ext import environment
 from sfast_ext.accelerator import Accelerator
@@ -20,6 +21,7 @@ from sfast_ext.hosts.probes import Found, Probe, examine
 from sfast_ext.hosts.rehearsals import Rehearsals
 from sfast_ext.report import Report, logger, words_of
 from sfast_ext.ui import api, bug_report, parts, reasons, settings, settings_table, tab
+from sfast_ext.ui.requests import Refused
 
 
 class NotInstalled(Exception):
@@ -198,7 +200,11 @@ class Session:
         from modules import shared
 
         self._follow_log_level()
-        return settings.config_from(shared.opts, self.report)
+        config = settings.config_from(shared.opts, self.report)
+        if config.check == "never" and not self.is_tested():
+            # what nobody has seen is served as far as it is seen to work
+            return dataclasses.replace(config, check="first")
+        return config
 
     def _follow_log_level(self) -> None:
         from modules import shared
@@ -211,9 +217,11 @@ class Session:
     @functools.cached_property
     def source(self) -> api.Source:
         """What the API and the tab answer with."""
+        why = self.installation.lost.get(webui_probes.JOBS)
+        refused = None if why is None else refusing(f"{webui_probes.JOBS.lost}: {why}")
         jobs = api.Jobs(
-            self.rehearsals.prepare,
-            self.rehearsals.measure,
+            refused or self.rehearsals.prepare,
+            refused or self.rehearsals.measure,
             self.rehearsals.jobs.cancel,
             self.rehearsals.jobs.status,
             self.rehearsals.measurements.all,
@@ -349,6 +357,15 @@ class Session:
     def api_passwords(self) -> Mapping[str, str]:
         """The passwords of the host's API by user; empty where it requires none."""
         return {}
+
+
+def refusing(why: str) -> Callable[..., NoReturn]:
+    """What is called in place of Prepare and Measure where they cannot be started."""
+
+    def refuse(*_: Any) -> NoReturn:
+        raise Refused(why)
+
+    return refuse
 
 
 def guarded(

@@ -233,6 +233,7 @@ class A1111Session(WebUISession):
         host.feature(probes.VERSION, self._read_version)
         host.add(self._memory.release)
         host.feature(probes.MEMORY, self._install_memory)
+        host.feature(probes.UPSCALERS, lambda: self._memory.install_upscaling(host))
         self._has_vae = host.feature(probes.VAE, lambda: host.wrap("process_images_inner", self._before_pictures))
 
     def _read_version(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from sfast_ext import hosts, last_start
 from sfast_ext.hosts.session import Session
 from sfast_ext.tools import doctor
 from sfast_ext.ui import api
+from sfast_ext.ui.requests import Refused
 
 fastapi = pytest.importorskip("fastapi")
 testclient = pytest.importorskip("fastapi.testclient")
@@ -112,6 +114,31 @@ def test_a_second_start_takes_the_way_to_ask_of_the_first_away(monkeypatch):
         assert kind.running is not None
         found = served(world).get(api.STATUS).json()
         assert found["unserved"] is None and found["version"] == "1"
+
+
+@pytest.mark.parametrize("kind", kinds(), ids=named)
+def test_prepare_and_measure_are_refused_without_what_they_need(kind, monkeypatch):
+    with world_of(kind):
+        monkeypatch.delattr(importlib.import_module("modules.call_queue"), "queue_lock")
+        hosts.start("0")
+        assert kind.running is not None
+        jobs = kind.running.source.jobs
+        for start in (jobs.prepare, jobs.measure):
+            with pytest.raises(Refused, match="cannot be started: modules.call_queue has no queue_lock"):
+                start([])
+
+
+@pytest.mark.parametrize(("release", "check"), [("2.26", "never"), ("2.99", "first")])
+def test_in_a_release_that_was_not_tested_plans_are_compared_whatever_the_setting(monkeypatch, release, check):
+    (kind,) = [each for each in kinds() if each.__name__ == "ForgeSession"]
+    with world_of(kind) as world:
+        monkeypatch.setattr(sys.modules["modules_forge.forge_version"], "release", release)
+        hosts.start("0")
+        assert kind.running is not None
+        world.opts.data["sfast_check"] = "never"
+        assert kind.running.config().check == check
+        world.opts.data["sfast_check"] = "always"
+        assert kind.running.config().check == "always"
 
 
 def test_doctor_says_what_was_missing_at_the_last_start(monkeypatch):
