@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from hosts.standins.worlds import kinds, world_of
 from sfast_ext import accelerator_of, hosts
+from sfast_ext.hosts import starting
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Feature, could_be, every, examine, has, passes, probe, refers_to, takes, without
 
@@ -266,9 +266,6 @@ def test_what_cannot_be_undone_does_not_keep_the_rest(program):
 
 @pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
 def test_a_renamed_program_gets_the_nearest_adapter_if_its_probes_hold(kind, monkeypatch, capsys):
-    for name in hosts.ADAPTERS:
-        adapter = importlib.import_module(f"sfast_ext.hosts.{name}.adapter")
-        monkeypatch.setattr(adapter, "detect", lambda: False)
     for each in kinds():
         monkeypatch.setattr(each, "is_host", classmethod(lambda cls: False))
     with world_of(kind) as world:
@@ -281,6 +278,26 @@ def test_a_renamed_program_gets_the_nearest_adapter_if_its_probes_hold(kind, mon
         with torch.no_grad():
             world.make()
         assert accelerator_of(world.unet()) is not None
+
+
+def test_a_known_program_that_became_another_is_served_as_that(monkeypatch, capsys):
+    """A Forge Neo that has what Forge Classic has, and nothing of Forge Neo's own."""
+    (kind,) = [each for each in kinds() if each.__name__ == "ClassicSession"]
+    with world_of(kind):
+        monkeypatch.setattr(sys.modules["modules_forge.forge_version"], "version", "neo")
+        hosts.start("0")
+        assert kind.running is not None and "does nothing" not in capsys.readouterr().out
+        assert kind.running.remarks()[0].startswith("this WebUI is not known; it is served as Forge Classic")
+
+
+def test_other_programs_probes_are_not_examined_in_a_known_one(monkeypatch):
+    examined = []
+    monkeypatch.setattr(starting, "examine", lambda probes: examined.append(probes) or examine(probes))
+    for kind in kinds():
+        with world_of(kind):
+            examined.clear()
+            hosts.start("0")
+            assert examined == [kind.PROBES]
 
 
 def test_a_program_of_another_family_is_left_alone(monkeypatch, capsys):
