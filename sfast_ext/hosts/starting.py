@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from sfast_ext import last_start
-from sfast_ext.hosts.probes import Found, could_be, examine
+from sfast_ext.hosts.probes import Examined, could_be, examine
 from sfast_ext.hosts.refusal import Refusal
 from sfast_ext.hosts.session import NotInstalled, Session
 from sfast_ext.report import logger, words_of
@@ -16,7 +16,7 @@ class Match(NamedTuple):
     """A kind of session, and what of its probes holds in this host."""
 
     kind: type[Session]
-    found: Found
+    found: Examined
     is_host: bool
     """Whether the host calls itself so."""
 

@@ -78,17 +78,17 @@ def test_a_check_says_what_is_not_as_it_should_be(check, function, said):
     assert check(function) == said
 
 
-def of_the_host(function: Any) -> Any:
+def in_its_own_code(function: Any) -> Any:
     function.__module__ = "modules.sd_models"
     return function
 
 
 def test_the_names_of_parameters_count_in_the_host_s_own_code():
-    assert passes("model")(of_the_host(lambda sd_model: 0)) == "takes (sd_model), not (model, ...)"
-    assert passes("model", later=["full_load"])(of_the_host(lambda model: 0)) == "takes (model), without full_load"
-    assert passes("model", later=["full_load"])(of_the_host(lambda model, *, full_load=False: 0)) is None
+    assert passes("model")(in_its_own_code(lambda sd_model: 0)) == "takes (sd_model), not (model, ...)"
+    assert passes("model", later=["full_load"])(in_its_own_code(lambda model: 0)) == "takes (model), without full_load"
+    assert passes("model", later=["full_load"])(in_its_own_code(lambda model, *, full_load=False: 0)) is None
     # a wrapper of another extension that says what it wraps
-    inner = of_the_host(lambda model: 0)
+    inner = in_its_own_code(lambda model: 0)
     assert passes("model")(functools.wraps(inner)(lambda *args: inner(*args))) is None
 
 
@@ -195,7 +195,7 @@ def test_steps_are_undone_in_reverse_and_a_wrapper_of_another_s_stays_harmless(p
     assert program.Thing.work is not None and original(1, 2) == 3
 
 
-def test_a_failed_installation_takes_callbacks_out_of_the_host_s_lists(program):
+def test_a_failed_installation_takes_callbacks_out_in_its_own_code_s_lists(program):
     host, _ = installation(probe("program:on_event"))
     program.callback_map["event"].append("another's")
     host.callback("on_event", lambda: None)
