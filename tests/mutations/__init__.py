@@ -32,7 +32,7 @@ class Mutation(NamedTuple):
 
 def every() -> list[Mutation]:
     """All of them, in the order of a call."""
-    from mutations import calls, files, graphs, programs, proof, recorded, states, values, weights
+    from mutations import calls, files, graphs, probes, programs, proof, recorded, states, values, weights
 
     return [
         *calls.MUTATIONS,
@@ -43,5 +43,6 @@ def every() -> list[Mutation]:
         *graphs.MUTATIONS,
         *recorded.MUTATIONS,
         *programs.MUTATIONS,
+        *probes.MUTATIONS,
         *files.MUTATIONS,
     ]
