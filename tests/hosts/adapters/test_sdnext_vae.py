@@ -140,6 +140,7 @@ def test_other_kinds_are_left_alone(host):
 @pytest.mark.parametrize("mode", ["sequential", "group"])
 def test_offloads_that_move_layers_leave_it_alone_and_say_so(host, mode):
     host.opts.diffusers_offload_mode = mode
+    host.sd_offload.set_diffuser_offload(host.modeldata.model_data.sd_model)
     host.session.follow()
     assert accelerator_of(vae_of(host).decoder) is None
     assert any(event["stage"] == "VAE" and mode in event["message"] for event in host.status()["events"])

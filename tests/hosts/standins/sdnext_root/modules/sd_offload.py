@@ -9,6 +9,7 @@ from typing import Any
 
 import accelerate
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from diffusers.hooks import apply_group_offloading
 from torch import nn
 
 from modules import devices, shared
@@ -134,6 +135,20 @@ def apply_balanced_offload(pipe: Any, force: bool = False) -> None:
     pipe.has_accelerate = True
     for module in _modules(pipe):
         module.has_accelerate = True
+
+
+def set_diffuser_offload(pipe: Any) -> None:
+    """After a model was loaded: what its mode asks for."""
+    if shared.opts.diffusers_offload_mode == "group":
+        for module in _modules(pipe):
+            apply_group_offloading(module, onload_device=devices.device, offload_type="leaf_level")
+    apply_balanced_offload(pipe)
+
+
+def forget_hook() -> None:
+    """Have a new one made for the next checkpoint."""
+    global offload_hook_instance
+    offload_hook_instance = None
 
 
 def disable_offload(pipe: Any) -> None:
