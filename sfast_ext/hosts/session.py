@@ -19,7 +19,7 @@ from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Found, Probe, examine
 from sfast_ext.hosts.rehearsals import Rehearsals
 from sfast_ext.report import Report, logger, words_of
-from sfast_ext.ui import api, bug_report, phrases, reasons, settings, settings_table, tab, words
+from sfast_ext.ui import api, bug_report, parts, reasons, settings, settings_table, tab
 
 
 class NotInstalled(Exception):
@@ -223,15 +223,12 @@ class Session:
         described, missing = self._machine()
         found = {
             "version": self.version,
-            "host": {
-                "name": self.HOST,
-                "version": self.host_version(),
-                "remarks": self.remarks(),
-            },
+            "host": self.host_status(),
             "environment": described,
             "busy": self.busy(),
             "no_gpu": None if config.allow_cpu else missing,
             "enabled": config.enabled,
+            "unserved": None,
             "model": self.model_name(),
             "job": self.rehearsals.jobs.status(),
             "accelerators": [each for attachment in self.attachments for each in attachment.status()],
@@ -244,10 +241,12 @@ class Session:
                 plan["last_pass"] = False
         for row in found["reasons_listed"]:
             row["code"] = reasons.code_of(row["reason"])
-            row["reason_parts"] = _pieces(row["reason"])
-        badge = words.badge(found)
-        parts = {f"{name}_parts": _pieces(badge[name] or "") for name in ("text", "detail")}
-        return {**found, "badge": {**badge, **parts}}
+            row["reason_parts"] = parts.of(row["reason"])
+        return {**found, "badge": parts.badge(found)}
+
+    def host_status(self) -> dict[str, Any]:
+        """What is known of the host, as the status has it."""
+        return {"name": self.HOST, "version": self.host_version(), "remarks": self.remarks()}
 
     def _machine(self) -> tuple[dict[str, Any], str | None]:
         """What this machine has, and why nothing can be accelerated on it. Read again after the first plan: kernels
@@ -346,11 +345,6 @@ class Session:
     def api_passwords(self) -> Mapping[str, str]:
         """The passwords of the host's API by user; empty where it requires none."""
         return {}
-
-
-def _pieces(text: str) -> list[str]:
-    # without folders first: a piece of a path does not look like one
-    return list(phrases.pieces(bug_report.without_paths(text)))
 
 
 def guarded(

@@ -246,7 +246,7 @@ class Host:
             "modules.logging_config": _module("modules.logging_config", TqdmLoggingHandler=None),
             "modules.scripts": scripts_module(),
             "modules.upscaler": _module("modules.upscaler", Upscaler=type("Upscaler", (), {"upscale": upscale})),
-            "modules.script_callbacks": _module("modules.script_callbacks", **registrars),
+            "modules.script_callbacks": _module("modules.script_callbacks", callback_map=self.callbacks, **registrars),
             "modules.errors": _module("modules.errors", display_once=lambda exc, task: self.errors.append(exc)),
             "modules.launch_utils": _module("modules.launch_utils", git_tag=lambda: "v1.10.1"),
             "modules.sd_samplers_cfg_denoiser": _module("modules.sd_samplers_cfg_denoiser"),
