@@ -32,7 +32,7 @@ class Mutation(NamedTuple):
 
 def every() -> list[Mutation]:
     """All of them, in the order of a call."""
-    from mutations import calls, files, graphs, programs, proof, recorded, weights
+    from mutations import calls, files, graphs, hosts, programs, proof, recorded, weights
 
     return [
         *calls.MUTATIONS,
@@ -42,4 +42,5 @@ def every() -> list[Mutation]:
         *recorded.MUTATIONS,
         *programs.MUTATIONS,
         *files.MUTATIONS,
+        *hosts.MUTATIONS,
     ]
