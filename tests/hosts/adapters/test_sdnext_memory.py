@@ -11,7 +11,7 @@ import pytest
 import torch
 from faulty import failing
 
-from hosts.standins.sdnext import diffusers, network
+from hosts.standins.sdnext import HAS_GROUPS, diffusers, network
 from hosts.standins.sdnext_card import SD15, SDXL, STEPS, Proportions, card_host
 from sfast_ext import Accelerator
 from sfast_ext.hosts import system_memory
@@ -84,6 +84,7 @@ def test_settings_that_take_effect_at_once(open_card: Any, like: Proportions, gi
         assert job["weights_away"]
 
 
+@pytest.mark.skipif(not HAS_GROUPS, reason="this diffusers cannot offload by groups")
 @pytest.mark.parametrize(("like", "gib"), [(SD15, 12), (SDXL, 16), (SDXL, 24)])
 def test_a_network_that_stays_under_offload_by_groups(open_card: Any, like: Proportions, gib: int) -> None:
     on = open_card(gib, like, release="august")

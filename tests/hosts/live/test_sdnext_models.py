@@ -17,8 +17,8 @@ pytestmark = sdnext.MARKS
 
 LONG = {**PLAIN, "steps": 24}
 RELOAD = "/sdapi/v1/reload-checkpoint?force=true"
-# as on an NVIDIA GPU: under an override, releases since August 2026 put a new function in the place of torch's attention
-# each time a model is loaded, and plans are made anew
+# as on an NVIDIA GPU: under an override, releases since August 2026 put a new function in the place of torch's
+# attention each time a model is loaded, and plans are made anew
 SETTINGS = {"sdp_overrides": []}
 
 

@@ -17,6 +17,8 @@ diffusers = pytest.importorskip("diffusers")
 hooks = pytest.importorskip("accelerate.hooks")
 
 HERE = Path(__file__).parent
+HAS_GROUPS = hasattr(diffusers, "hooks") and hasattr(diffusers.hooks, "apply_group_offloading")
+"""Whether diffusers can offload by groups: since 0.33."""
 STANDINS = {"july": HERE / "sdnext_root", "august": HERE / "sdnext_august"}
 """SD.Next of July 2026, and of August: its offload is in several modules."""
 

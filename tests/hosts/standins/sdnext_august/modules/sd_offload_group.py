@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from diffusers.hooks import apply_group_offloading
-from diffusers.hooks.hooks import HookRegistry
 
 from modules import devices, shared
 from modules.sd_offload_balanced import modules_of
@@ -44,6 +42,8 @@ def remove_group_offload(pipe: Any) -> None:
 
 def apply_group_offload(pipe: Any) -> None:
     """Gives each part what its role asks for; nothing where it has that."""
+    from diffusers.hooks import apply_group_offloading
+
     for name, module in modules_of(pipe).items():
         wanted = role(name, module)
         kind = shared.opts.group_offload_type if wanted == "main" else "leaf_level"
@@ -71,6 +71,8 @@ def apply_group_offload(pipe: Any) -> None:
 def remove_group_offload_of(module: Any) -> None:
     """The hooks of one part."""
     if getattr(module, "sdnext_group_offload_sig", None) is not None:
+        from diffusers.hooks.hooks import HookRegistry
+
         registry = HookRegistry.check_if_exists_or_initialize(module)
         for name in HOOKS:
             registry.remove_hook(name, recurse=True)

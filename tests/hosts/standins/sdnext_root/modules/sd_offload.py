@@ -9,7 +9,6 @@ from typing import Any
 
 import accelerate
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from diffusers.hooks import apply_group_offloading
 from torch import nn
 
 from modules import devices, shared
@@ -140,6 +139,8 @@ def apply_balanced_offload(pipe: Any, force: bool = False) -> None:
 def set_diffuser_offload(pipe: Any) -> None:
     """After a model was loaded: what its mode asks for."""
     if shared.opts.diffusers_offload_mode == "group":
+        from diffusers.hooks import apply_group_offloading
+
         for module in _modules(pipe):
             apply_group_offloading(module, onload_device=devices.device, offload_type="leaf_level")
     apply_balanced_offload(pipe)
