@@ -10,22 +10,24 @@ from typing import Any
 from sfast_ext import cache_folder, environment
 
 _FILE = "last_start.json"
+FOLDER: Callable[[], Path] = environment.kept_in
+"""Gives the cache folder that keeps it."""
 
 
-def keep(told: dict[str, Any], folder: Callable[[], Path] = environment.kept_in) -> None:
+def keep(told: dict[str, Any]) -> None:
     """Keep what was said in place of what was said before.
 
     Raises:
         OSError, RuntimeError: it cannot be kept.
     """
-    kept_in = folder()
+    kept_in = FOLDER()
     cache_folder.write(kept_in / _FILE, kept_in, json.dumps(told).encode())
 
 
-def read(folder: Callable[[], Path] = environment.kept_in) -> dict[str, Any] | None:
+def read() -> dict[str, Any] | None:
     """What was said last; None if nothing was, or the file may be written by others."""
     try:
-        kept_in = folder()
+        kept_in = FOLDER()
         found = json.loads(cache_folder.read(kept_in / _FILE, kept_in))
     except (OSError, RuntimeError, ValueError):
         return None

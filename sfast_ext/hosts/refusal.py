@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from sfast_ext import environment
-from sfast_ext.hosts.session import Session
+from sfast_ext.hosts.session import Session, refusing
 from sfast_ext.ui import api, bug_report, parts
-from sfast_ext.ui.requests import Refused
 
 
 class Refusal:
@@ -26,17 +25,15 @@ class Refusal:
         session = self._session
         show = session.callback(lambda _demo, app: api.register(app, self.source()))
         try:
+            # whoever is not admitted by the host must not be admitted here
+            session.api_passwords(), session.api_is_on(), session.subpath()
             session.installation.callback("on_app_started", show)
         except Exception:
             session.installation.fail()
 
     def source(self) -> api.Source:
         """What the routes answer with."""
-
-        def refuse(*_: Any) -> NoReturn:
-            raise Refused(self._why)
-
-        session = self._session
+        session, refuse = self._session, refusing(self._why)
         jobs = api.Jobs(refuse, refuse, lambda: False, lambda: None, list)
         return api.Source(
             self.status,

@@ -32,7 +32,7 @@ class Mutation(NamedTuple):
 
 def every() -> list[Mutation]:
     """All of them, in the order of a call."""
-    from mutations import calls, files, graphs, hosts, programs, proof, recorded, weights
+    from mutations import calls, files, graphs, hosts, probes, programs, proof, recorded, weights
 
     return [
         *calls.MUTATIONS,
@@ -41,6 +41,7 @@ def every() -> list[Mutation]:
         *graphs.MUTATIONS,
         *recorded.MUTATIONS,
         *programs.MUTATIONS,
+        *probes.MUTATIONS,
         *files.MUTATIONS,
         *hosts.MUTATIONS,
     ]

@@ -7,6 +7,7 @@ from sfast_ext.hosts.webui_probes import REQUESTS, WEBUI, XYZ
 
 VAE = Feature("VAE", "the VAE is not accelerated")
 MEMORY = Feature("memory", "GPU memory that plans hold is freed later than the WebUI needs it")
+UPSCALERS = Feature("upscalers", "GPU memory that plans hold is not freed before an upscaler runs")
 VERSION = Feature("version", "the report does not name the version of the WebUI")
 
 PROBES: tuple[Probe, ...] = (
@@ -24,7 +25,7 @@ PROBES: tuple[Probe, ...] = (
     probe("modules.sd_models:unload_model_weights", check=passes(), feature=MEMORY),
     probe("modules.sd_models:send_model_to_cpu", check=passes(""), feature=MEMORY),
     probe("modules.sd_models:send_model_to_trash", check=passes(""), feature=MEMORY),
-    probe("modules.upscaler:Upscaler.upscale", check=passes("self"), feature=MEMORY),
+    probe("modules.upscaler:Upscaler.upscale", check=passes("self"), feature=UPSCALERS),
     probe("modules.launch_utils:git_tag", check=takes(), feature=VERSION),
     probe("modules.scripts:scripts_data", feature=XYZ),
 )

@@ -307,7 +307,8 @@ class Host:
             self.shared.cmd_opts.lowvram = blocks
             # once it knows what to move
             model.cond_stage_model = WrappedTextEncoder(model.cond_stage_model)
-        name_layers(model.model)
+        if "networks" in sys.modules:
+            name_layers(model.model)
         self.reuse(model)
         self.fire("model_loaded", model)
         return model
