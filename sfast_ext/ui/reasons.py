@@ -39,7 +39,7 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("step-cache", r"DeepCache skips|T-Gate skips"),
     (
         "attention-features",
-        r"perturbed attention guidance|the Reference unit|LinFusion replaces|.* works inside the UNet",
+        r"perturbed attention guidance|the Reference unit|sparse attention|LinFusion replaces|.* works inside the UNet",
     ),
     ("diffusers-hooks", r"diffusers has put hooks on layers"),
     ("runs-layers-itself", r".* replaces the model's forward and calls none of its blocks"),

@@ -32,7 +32,7 @@ class Mutation(NamedTuple):
 
 def every() -> list[Mutation]:
     """All of them, in the order of a call."""
-    from mutations import calls, files, graphs, probes, programs, proof, recorded, states, values, weights
+    from mutations import calls, files, graphs, hosts, probes, programs, proof, recorded, states, values, weights
 
     return [
         *calls.MUTATIONS,
@@ -45,4 +45,5 @@ def every() -> list[Mutation]:
         *programs.MUTATIONS,
         *probes.MUTATIONS,
         *files.MUTATIONS,
+        *hosts.MUTATIONS,
     ]

@@ -26,6 +26,7 @@ from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
 from sfast_ext.hosts.sdnext.refusals import (
     COMPILED,
+    attention_bypass_reason,
     keeps_weights,
     layers_bypass_reason,
     model_bypass_reason,
@@ -54,6 +55,14 @@ BOOKKEEPING = frozenset(
         "hf_device_map",
         # ToDo leaves it behind, and a hook that writes to it. While ToDo's processors are there, calls are bypassed
         "_tome_info",
+        # of group offload; its hooks themselves are seen
+        "sdnext_group_offload_sig",
+        "sdnext_group_offload_pin",
+        "sdnext_group_offload_pin_limit",
+        "sdnext_ondemand",
+        "_diffusers_hook",
+        # the handle of a hook that runs before the UNet's forward
+        "sdnext_layout_hook",
     }
 )
 """What LoRA and the offload note on modules. The weights themselves show what changed in them."""
@@ -90,7 +99,7 @@ class SDNextHooks:
         self._pipeline, self._tell, self._pictures = pipeline, new_pass, pictures
         # Weak: SD.Next may drop the model before its accelerator is released.
         self._unet = weakref.ref(unet)
-        self._state = shared.state
+        self._state, self._opts = shared.state, shared.opts
         self._pass: int | None = None
         self._reason: str | None = None
         self._scaled_processors: list[Any] = []
@@ -143,7 +152,7 @@ class SDNextHooks:
         return maker == "accelerate.hooks" and hook is not None and plain and keeps_weights(hook)
 
     def _refusal(self, pipe: Any, network: nn.Module) -> str | None:
-        return run_bypass_reason(pipe, network)
+        return attention_bypass_reason(self._opts) or run_bypass_reason(pipe, network)
 
     def _new_pass(self) -> None:
         unet = self._unet()
@@ -174,7 +183,7 @@ class SDNextVaeHooks(SDNextHooks):
 
     def _refusal(self, pipe: Any, network: nn.Module) -> str | None:
         # what a pipeline does in its steps does not matter here
-        return layers_bypass_reason(network)
+        return attention_bypass_reason(self._opts) or layers_bypass_reason(network)
 
 
 class SDNextSession(Session):
@@ -314,8 +323,7 @@ class SDNextSession(Session):
             each = getattr(pipe, "vae", None)
             if type(each).__name__ != VAE or any(each is other for other in found):
                 continue
-            reasons = [model_bypass_reason(getattr(each, part), shared.opts) for part in vae.PARTS]
-            reason = next((reason for reason in reasons if reason is not None), None)
+            reason = model_bypass_reason(each, shared.opts)
             if reason is None:
                 found.append(each)
             else:

@@ -18,6 +18,9 @@ OFFLOADS = {
 
 OTHER_OFFLOAD = "choose 'balanced' or 'none' in Settings > Model Offloading to accelerate"
 
+GROUP_HOOKS = frozenset({"group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading"})
+"""The names that diffusers gives the hooks of group offload in its registries."""
+
 PIPELINES = {
     "PAG": "perturbed attention guidance (PAG) replaces attention processors between steps; turn it off to accelerate",
     "Reference": "the Reference unit keeps state in the layers; turn it off to accelerate",
@@ -34,8 +37,9 @@ def model_bypass_reason(unet: nn.Module, opts: Any) -> str | None:
     Such a reason lasts from one job to the next, so nothing is kept for the UNet meanwhile.
     """
     mode = getattr(opts, "diffusers_offload_mode", "none")
-    if mode in OFFLOADS:
-        return f"offload mode '{mode}' {OFFLOADS[mode]}; {OTHER_OFFLOAD}"
+    parted = _mode_in_parts(unet, mode)
+    if parted is not None:
+        return f"offload mode '{parted}' {OFFLOADS[parted]}; {OTHER_OFFLOAD}"
     if mode == "model" and not gpu_room.has_room_to_stay(unet):
         what = "moves the UNet off the GPU, and there is not enough free memory to keep it there"
         return f"offload mode 'model' {what}; {OTHER_OFFLOAD}"
@@ -45,6 +49,14 @@ def model_bypass_reason(unet: nn.Module, opts: Any) -> str | None:
     if quantised is not None:
         return f"the model is quantised ({quantised}); load one that is not quantised to accelerate"
     return None
+
+
+def _mode_in_parts(network: nn.Module, mode: str) -> str | None:
+    """The mode of `OFFLOADS` that a network is under. With "group", SD.Next keeps some networks on the GPU, and the
+    hooks of others stay in another mode until the next image."""
+    if getattr(network, "sdnext_ondemand", False) or any(GROUP_HOOKS & hook_names(m) for m in network.modules()):
+        return "group"
+    return "sequential" if mode == "sequential" else None
 
 
 def run_bypass_reason(pipe: Any, unet: nn.Module) -> str | None:
@@ -63,6 +75,19 @@ def run_bypass_reason(pipe: Any, unet: nn.Module) -> str | None:
     return layers_bypass_reason(unet)
 
 
+def attention_bypass_reason(opts: Any) -> str | None:
+    """Why no call can be accelerated with the settings of attention; None where calls can."""
+    if getattr(opts, "sparse_attention_enabled", False):
+        return "sparse attention chooses by content, and by the step, what is computed; turn it off to accelerate"
+    return None
+
+
+def hook_names(module: nn.Module) -> frozenset[str]:
+    """The names of the hooks that diffusers has on a layer. SD.Next takes them off and leaves their empty registry."""
+    registry = module.__dict__.get("_diffusers_hook")
+    return frozenset() if registry is None else frozenset(getattr(registry, "hooks", ("unknown",)))
+
+
 def layers_bypass_reason(unet: nn.Module) -> str | None:
     """Why calls must be bypassed because of a network's layers; None where they need not. Takes milliseconds."""
     for module in unet.modules():
@@ -75,7 +100,7 @@ def layers_bypass_reason(unet: nn.Module) -> str | None:
             return "token merging (ToDo) depends on the number of the step; turn it off to accelerate"
         if type(module).__name__ == "GeneralizedLinearAttention":
             return "LinFusion replaces the attention layers; turn it off and load the model again to accelerate"
-        if "_diffusers_hook" in attributes:
+        if hook_names(module):
             return (
                 "diffusers has put hooks on layers (group offload, layerwise casting or a cache); "
                 "turn that feature off and load the model again to accelerate"
@@ -105,14 +130,19 @@ def _quantised(unet: nn.Module) -> str | None:
     method = getattr(unet, "quantization_method", None)
     if method is not None:
         return str(getattr(method, "value", method))
-    if any("sdnq_dequantizer" in m.__dict__ for m in unet.modules()):
+    if any("sdnq_dequantizer" in m.__dict__ or _is_sdnqs(type(m)) for m in unet.modules()):
         return "SDNQ"
     for weight in _weights(unet):
         if type(weight) not in (torch.Tensor, nn.Parameter):
-            return type(weight).__name__
+            return "SDNQ" if _is_sdnqs(type(weight)) else type(weight).__name__
         if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             return str(weight.dtype).removeprefix("torch.")
     return None
+
+
+def _is_sdnqs(kind: type) -> bool:
+    """Whether a class is SDNQ's, which is the package `sdnq` or, in older releases, SD.Next's `modules.sdnq`."""
+    return kind.__module__.startswith(("sdnq.", "modules.sdnq."))
 
 
 def _weights(unet: nn.Module) -> Iterator[torch.Tensor]:

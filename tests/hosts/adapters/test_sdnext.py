@@ -156,18 +156,6 @@ def test_offload_by_models_is_lived_with_where_there_is_room(
         close(picture, host.stock())
 
 
-@pytest.mark.parametrize("mode", ["sequential", "group"])
-def test_other_offloads_are_bypassed(host: Host, mode: str) -> None:
-    host.sd_models.load_model(pipeline())
-    host.picture()
-    runs = host.runs()
-    host.opts.diffusers_offload_mode = mode
-    host.picture()
-    assert host.runs() == runs
-    assert f"offload mode '{mode}'" in host.reasons()
-    assert not host.status()["accelerators"]
-
-
 def free_u(s1: float) -> Callable[[Any], None]:
     def apply(pipe: Any) -> None:
         for block in pipe.unet.up_blocks:

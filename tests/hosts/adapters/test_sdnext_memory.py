@@ -11,7 +11,7 @@ import pytest
 import torch
 from faulty import failing
 
-from hosts.standins.sdnext import diffusers, network
+from hosts.standins.sdnext import HAS_GROUPS, diffusers, network
 from hosts.standins.sdnext_card import SD15, SDXL, STEPS, Proportions, card_host
 from sfast_ext import Accelerator
 from sfast_ext.hosts import system_memory
@@ -63,6 +63,43 @@ def test_every_job_is_accelerated(
     if what == BACK:
         gc.collect()
         assert on.used() < left + 0.05 and on.card.graph_bytes == 0
+
+
+@with_vae_plans
+@pytest.mark.parametrize(("like", "gib"), [(SD15, 8), (SDXL, 8), (SDXL, 24)])
+def test_settings_that_take_effect_at_once(open_card: Any, like: Proportions, gib: int) -> None:
+    on = open_card(gib, like, release="august")
+    expected = on.expected()
+    on.job(expected)
+    on.job(expected)
+    opts, offload = on.host.opts, on.host.sd_offload
+    always = opts.diffusers_offload_always
+    for setting in ("AutoencoderKL", always):
+        opts.diffusers_offload_always = setting
+        offload.reapply_offload()
+        for job in (on.job(expected), on.job(expected)):
+            assert job["runs"] == STEPS and job["captures"] == 0
+            assert on.peak() < gib - 0.9
+        # also on a large card: the VAE, which stays there, has the hook again that moves the others off
+        assert job["weights_away"]
+
+
+@pytest.mark.skipif(not HAS_GROUPS, reason="this diffusers cannot offload by groups")
+@pytest.mark.parametrize(("like", "gib"), [(SD15, 12), (SDXL, 16), (SDXL, 24)])
+def test_a_network_that_stays_under_offload_by_groups(open_card: Any, like: Proportions, gib: int) -> None:
+    on = open_card(gib, like, release="august")
+    expected = on.expected()
+    opts, offload = on.host.opts, on.host.sd_offload
+    opts.diffusers_offload_never, opts.diffusers_offload_mode = "unet text_encoder vae", "group"
+    offload.reapply_offload()
+    on.job(expected)
+    for _ in range(2):
+        job = on.job(expected)
+        assert job["runs"] == STEPS and job["captures"] == job["weights_away"] == 0
+    opts.diffusers_offload_mode = "balanced"
+    offload.reapply_offload()
+    job = on.job(expected)
+    assert job["runs"] == STEPS and job["captures"] == 0
 
 
 @pytest.mark.parametrize(("like", "gib"), [(SD15, 12), (SDXL, 8), (SDXL, 16)])

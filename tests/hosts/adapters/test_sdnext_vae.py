@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from hosts.standins.sdnext import Host, close, diffusers, hosted, tiny_unet
+from hosts.standins.sdnext import HAS_GROUPS, Host, close, diffusers, hosted, tiny_unet
 from sfast_ext import accelerator_of
 from sfast_ext.hosts.sdnext.refusals import layers_bypass_reason
 
 pytestmark = pytest.mark.usefixtures("vae_plans_at_once")
 
+needs_groups = pytest.mark.skipif(not HAS_GROUPS, reason="this diffusers cannot offload by groups")
 LATENT = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(7))
 
 
@@ -137,9 +138,10 @@ def test_other_kinds_are_left_alone(host):
     assert accelerator_of(tiny.decoder) is None and accelerator_of(before.decoder) is None
 
 
-@pytest.mark.parametrize("mode", ["sequential", "group"])
+@pytest.mark.parametrize("mode", ["sequential", pytest.param("group", marks=needs_groups)])
 def test_offloads_that_move_layers_leave_it_alone_and_say_so(host, mode):
     host.opts.diffusers_offload_mode = mode
+    host.sd_offload.set_diffuser_offload(host.modeldata.model_data.sd_model)
     host.session.follow()
     assert accelerator_of(vae_of(host).decoder) is None
     assert any(event["stage"] == "VAE" and mode in event["message"] for event in host.status()["events"])

@@ -1,12 +1,15 @@
 """An extension of SD.Next for these tests: reaches features that its API, a CPU or a machine without a network bar.
 
-Copied into the `extensions` of a data directory. Nothing of it touches the UNet.
+Copied into the `extensions` of a data directory. Nothing of it changes what the UNet computes.
 """
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 
 import modules.hidiffusion as hidiffusion
+import torch
+from diffusers.hooks import group_offloading
 from diffusers.loaders import lora_base
 from modules import paths, sd_detect, sd_hijack_freeu, sd_vae, shared
 from modules.control.units import detect, t2iadapter
@@ -25,6 +28,21 @@ detect.is_compatible = lambda model, pattern="None": (
 # HiDiffusion, applied after ToMe even where it is off, takes ToMe's classes for its own and undoes them
 _unapply = hidiffusion.unapply
 hidiffusion.unapply = lambda: None if getattr(shared.sd_model, "applied_tome", 0) else _unapply()
+
+# to make groups of layers, diffusers asks torch for the kind of its GPU
+if torch.accelerator.current_accelerator() is None:
+    _in_group = group_offloading.ModuleGroup.__init__
+
+    @functools.wraps(_in_group)
+    def _without_gpu(*args, **kwargs):
+        asked = torch.accelerator.current_accelerator
+        torch.accelerator.current_accelerator = lambda: torch.device("cpu")
+        try:
+            _in_group(*args, **kwargs)
+        finally:
+            torch.accelerator.current_accelerator = asked
+
+    group_offloading.ModuleGroup.__init__ = _without_gpu
 
 # offline, diffusers refuses a LoRA file whose name it is not told
 lora_base.HF_HUB_OFFLINE = False

@@ -16,7 +16,11 @@ from torch import nn
 diffusers = pytest.importorskip("diffusers")
 hooks = pytest.importorskip("accelerate.hooks")
 
-STANDIN = Path(__file__).parent / "sdnext_root"
+HERE = Path(__file__).parent
+HAS_GROUPS = hasattr(diffusers, "hooks") and hasattr(diffusers.hooks, "apply_group_offloading")
+"""Whether diffusers can offload by groups: since 0.33."""
+STANDINS = {"july": HERE / "sdnext_root", "august": HERE / "sdnext_august"}
+"""SD.Next of July 2026, and of August: its offload is in several modules."""
 
 
 def tiny_unet(seed: int = 0) -> Any:
@@ -100,15 +104,16 @@ class Host:
             self.modeldata.model_data.sd_model = loaded
 
 
-def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    """What a fixture `host` gives."""
+def hosted(monkeypatch: pytest.MonkeyPatch, release: str = "july") -> Iterator[Host]:
+    """What a fixture `host` gives, for a release of `STANDINS`."""
 
     def forget() -> None:
         for name in [n for n in sys.modules if n.partition(".")[0] in ("modules", "gradio", "installer")]:
             del sys.modules[name]
 
     forget()
-    monkeypatch.syspath_prepend(str(STANDIN))
+    for each in dict.fromkeys(("july", release)):
+        monkeypatch.syspath_prepend(str(STANDINS[each]))
     found = Host()
     yield found
     # older diffusers have one activation for all models: a hook on it would outlive this one

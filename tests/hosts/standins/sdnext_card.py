@@ -195,15 +195,19 @@ class CardHost:
 
 @contextlib.contextmanager
 def card_host(
-    patch: pytest.MonkeyPatch, gib: float, like: Proportions, dtype: torch.dtype = torch.float32
+    patch: pytest.MonkeyPatch,
+    gib: float,
+    like: Proportions,
+    dtype: torch.dtype = torch.float32,
+    release: str = "july",
 ) -> Iterator[CardHost]:
-    """The host on a card of `gib` GiB."""
+    """The host on a card of `gib` GiB, of a release of `STANDINS`."""
     scale = weights(unet().to(dtype)) / like.unet
     for name in ("IDLE_RESERVE", "WORKSPACE", "DECODING_RESERVE"):
         patch.setattr(gpu_room, name, int(getattr(gpu_room, name) / 2**30 * scale))
     patch.setattr(digest, "COLUMNS", 2)
     patch.setattr(system_memory, "available_bytes", lambda: system_memory.RESERVE)
-    hosting = hosted(patch)
+    hosting = hosted(patch, release)
     host = next(hosting)
     with pretended_card(patch, int(gib * scale), int(OUTSIDE * scale)) as card:
         try:

@@ -15,7 +15,7 @@ def load_model(pipe: Any) -> None:
     """The model takes its place, offload hooks are set, and the callback comes last."""
     unload_model_weights(op="model")
     model_data.sd_model = pipe
-    sd_offload.apply_balanced_offload(pipe)
+    sd_offload.set_diffuser_offload(pipe)
     move_model(pipe, devices.device)
     script_callbacks.fire("model_loaded", pipe)
 
@@ -24,7 +24,7 @@ def load_refiner(pipe: Any) -> None:
     """A second model, beside the first."""
     unload_model_weights(op="refiner")
     model_data.sd_refiner = pipe
-    sd_offload.apply_balanced_offload(pipe)
+    sd_offload.set_diffuser_offload(pipe)
     move_model(pipe, devices.device)
     script_callbacks.fire("model_loaded", pipe)
 
@@ -37,7 +37,7 @@ def reload_model_weights(load: Callable[[], Any]) -> None:
 
 def unload_model_weights(op: str = "model") -> None:
     """The weights go to no device at all; no callback."""
-    sd_offload.offload_hook_instance = None
+    sd_offload.forget_hook()
     if op in ("model", "dict") and model_data.sd_model is not None:
         sd_offload.disable_offload(model_data.sd_model)
         move_model(model_data.sd_model, "meta")

@@ -136,6 +136,22 @@ def apply_balanced_offload(pipe: Any, force: bool = False) -> None:
         module.has_accelerate = True
 
 
+def set_diffuser_offload(pipe: Any) -> None:
+    """After a model was loaded: what its mode asks for."""
+    if shared.opts.diffusers_offload_mode == "group":
+        from diffusers.hooks import apply_group_offloading
+
+        for module in _modules(pipe):
+            apply_group_offloading(module, onload_device=devices.device, offload_type="leaf_level")
+    apply_balanced_offload(pipe)
+
+
+def forget_hook() -> None:
+    """Have a new one made for the next checkpoint."""
+    global offload_hook_instance
+    offload_hook_instance = None
+
+
 def disable_offload(pipe: Any) -> None:
     """Takes all hooks off."""
     if not getattr(pipe, "has_accelerate", False):

@@ -34,5 +34,6 @@ opts = Options(
     diffusers_offload_max_gpu_memory=0.6,
     diffusers_offload_always="",
     diffusers_offload_never="",
+    group_offload_type="leaf_level",
     lora_fuse_native=False,
 )

@@ -1,0 +1,45 @@
+"""What an adapter knows of its host, without which a plan would run that the host does not ask for."""
+
+from __future__ import annotations
+
+from mutations import Mutation
+
+_OFFLOAD = "hosts/adapters/test_sdnext_offload.py::"
+
+MUTATIONS = [
+    Mutation(
+        "sparse attention", "hosts/sdnext/refusals.py",
+        'if getattr(opts, "sparse_attention_enabled", False):', "if False:",
+        (_OFFLOAD + "test_sparse_attention_is_bypassed_while_it_is_on",),
+    ),
+    Mutation(
+        "hooks of groups of layers", "hosts/sdnext/refusals.py",
+        "any(GROUP_HOOKS & hook_names(m) for m in network.modules())", "False",
+        (_OFFLOAD + "test_group_offload_is_bypassed_and_left",),
+    ),
+    Mutation(
+        "registries that have no hook any more", "hosts/sdnext/refusals.py",
+        'frozenset(getattr(registry, "hooks", ("unknown",)))', 'frozenset(("unknown",))',
+        (_OFFLOAD + "test_group_offload_comes_and_goes_without_a_load",),
+    ),
+    Mutation(
+        "registries of another kind", "hosts/sdnext/refusals.py",
+        'getattr(registry, "hooks", ("unknown",))', 'getattr(registry, "hooks", ())',
+        ("hosts/adapters/test_sdnext_vae.py::test_a_hook_that_moves_layers_is_a_reason",),
+    ),
+    Mutation(
+        "a network that is brought for each call", "hosts/sdnext/refusals.py",
+        'getattr(network, "sdnext_ondemand", False)', "False",
+        (_OFFLOAD + "test_what_is_brought_for_each_call_is_bypassed",),
+    ),
+    Mutation(
+        "a VAE that is brought on demand", "hosts/sdnext/adapter.py",
+        "reason = model_bypass_reason(each, shared.opts)", "reason = model_bypass_reason(each.decoder, shared.opts)",
+        (_OFFLOAD + "test_a_vae_that_is_brought_on_demand_runs_by_itself_beside_an_accelerated_unet",),
+    ),
+    Mutation(
+        "classes of SDNQ", "hosts/sdnext/refusals.py",
+        'or _is_sdnqs(type(m)) for m', "for m",
+        (_OFFLOAD + "test_a_layer_of_sdnq_is_told_by_its_class",),
+    ),
+]  # fmt: skip
