@@ -1,9 +1,11 @@
-"""What the tests of Forge Neo and Forge Classic share: their start.
+"""What the tests of Forge, reForge, Forge Neo and Forge Classic share: their start.
 
 SFAST_FORGE_DIR              a Forge Neo that starts; nothing is written into it
 SFAST_FORGE_PYTHON           its interpreter; default: venv/bin/python in it
 SFAST_FORGE_FLAGS            how it computes; default: on the CPU in fp32
 SFAST_FORGE_CLASSIC_DIR, ..  the same of Forge Classic
+SFAST_FORGE_OLD_DIR, ..      the same of Forge by lllyasviel
+SFAST_REFORGE_DIR, ..        the same of reForge
 
 Checkpoints and LoRAs are made by `forge_models.py`, and lie with settings and outputs in a data directory of the test's
 own.
@@ -69,6 +71,8 @@ class Program:
 
 NEO = Program("Forge Neo", "SFAST_FORGE", "--cpu --force-fp32")
 CLASSIC = Program("Forge Classic", "SFAST_FORGE_CLASSIC", "--always-cpu --all-in-fp32")
+OLD = Program("Forge", "SFAST_FORGE_OLD", "--always-cpu --all-in-fp32")
+REFORGE = Program("reForge", "SFAST_REFORGE", "--always-cpu --all-in-fp32")
 WITHOUT_NETWORK = (
     "--skip-prepare-environment --skip-version-check --skip-python-version-check --no-hashing --api --nowebui"
     " --server-name 127.0.0.1"
