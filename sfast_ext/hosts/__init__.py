@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import logging
-from types import ModuleType
 
 ADAPTERS = ("a1111", "sdnext", "forge")
 
 
-def find() -> ModuleType | None:
-    """The adapter of the host that this process is; None where the host is not supported."""
-    for name in ADAPTERS:
-        adapter = importlib.import_module(f"sfast_ext.hosts.{name}.adapter")
-        if adapter.detect():
-            return adapter
-    return None
+def start(version: str) -> type | None:
+    """Start the extension in this host. Returns the class of the script for settings of one request; None if there is
+    none."""
+    from sfast_ext.hosts import starting
 
-
-def script_of(adapter: ModuleType) -> type | None:
-    """The class of the script for settings of one request; None where the adapter has none."""
-    make = getattr(adapter, "request_script", None)
-    try:
-        return None if make is None else make()
-    except Exception as exc:  # of a host that was changed
-        logging.getLogger("sfast_ext").warning("alwayson_scripts of requests are not read: %r", exc)
-        return None
+    adapters = [importlib.import_module(f"sfast_ext.hosts.{name}.adapter") for name in ADAPTERS]
+    ours = [adapter for adapter in adapters if adapter.detect()] or adapters
+    session = starting.start(version, [kind for adapter in ours for kind in adapter.SESSIONS])
+    return None if session is None else session.script

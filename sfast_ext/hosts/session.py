@@ -6,50 +6,82 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from sfast_ext import environment
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.config import Config
-from sfast_ext.hosts import parallel_png, xyz
+from sfast_ext.hosts import parallel_png, webui_probes, xyz
 from sfast_ext.hosts.answers import Answers
-from sfast_ext.hosts.attachment import Attachment, wrap
+from sfast_ext.hosts.attachment import Attachment
+from sfast_ext.hosts.installation import Installation
+from sfast_ext.hosts.probes import Found, Probe, examine
 from sfast_ext.hosts.rehearsals import Rehearsals
-from sfast_ext.report import Report, logger
+from sfast_ext.report import Report, logger, words_of
 from sfast_ext.ui import api, bug_report, phrases, reasons, settings, settings_table, tab, words
+
+
+class NotInstalled(Exception):
+    """The extension could not be put into the host; nothing of it stays there. The message says why."""
 
 
 class Session:
     """The extension in one run of a host's scripts, from their loading to their unloading.
 
-    An adapter derives from it. It sets `HOST`, fills `attachments`, and defines `install`, `host_version`,
+    An adapter derives from it. It sets `HOST` and `PROBES`, fills `attachments`, and defines `install`, `host_version`,
     `model_name`, `follow_loaded`, `loaded` and `name_pictures`. It may extend the other methods.
+
+    Args:
+        found: what `examine` found of `PROBES` in the host.
     """
 
     HOST: ClassVar[str]
     """The host's name in the status."""
+    PROBES: ClassVar[tuple[Probe, ...]] = webui_probes.COMMON
+    """What the session relies on in the host."""
+    TESTED: ClassVar[tuple[str, ...]] = ()
+    """How the versions begin that it was run in, as `host_version` has them. Others are served as well."""
     running: ClassVar[Session | None] = None
     """The session of the loaded scripts. Each adapter's class has its own."""
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, version: str, found: Found | None = None) -> None:
         self.version = version
         self.report = Report()
         self.report.on_stage = self.show_stage
         self.rehearsals = Rehearsals(self)
         self.attachments: tuple[Attachment, ...] = ()
         """They keep accelerators on the host's networks. The status lists them in this order."""
-        self._undo: list[Callable[[], object]] = []
+        self.found = examine(self.PROBES) if found is None else found
+        self.installation = Installation(self.found, self.report.error)
+        self.script: type | None = None
+        """What `request_script` has made."""
         self._log_level: int | None = None
         self._described: tuple[bool, dict[str, Any], str | None] | None = None
 
     @classmethod
-    def start(cls, version: str) -> Session:
-        """Start a session, after releasing the one of the scripts that were loaded before. Returns it."""
+    def is_host(cls) -> bool:
+        """Whether the host calls itself so. Another host is served as well if all that is relied on is there."""
+        return True
+
+    @classmethod
+    def start(cls, version: str, found: Found | None = None) -> Session:
+        """Start a session, after releasing the one of the scripts that were loaded before. Returns it.
+
+        Raises:
+            NotInstalled: a step failed. All steps are undone.
+        """
         if cls.running is not None:
             cls.running.release()
-        session = cls.running = cls(version)
-        session.register()
+        session = cls.running = cls(version, found)
+        try:
+            session.register()
+        except Exception as exc:
+            cls.running = None
+            session.rehearsals.jobs.close()
+            session.release_models()
+            session.installation.fail()
+            raise NotInstalled(words_of(exc)) from exc
         return session
 
     @classmethod
@@ -72,41 +104,70 @@ class Session:
             will = f"{found}; {'on' if config.enabled else 'off, see Settings > Stable Fast'}"
         return f"Stable Fast {self.version}: {will}"
 
+    def lost(self) -> list[str]:
+        """What the user has to do without in this host, and what is missing for it, a sentence each."""
+        return [f"{feature.lost}: {why}" for feature, why in self.installation.lost.items()]
+
+    def remarks(self) -> list[str]:
+        """What the report says of the host, a sentence each."""
+        if not self.is_host():
+            said = [f"this WebUI is not known; it is served as {self.HOST}, and was not tested by us"]
+        else:
+            said = [] if self.is_tested() else [f"{self.HOST} {self.host_version()} was not tested by us"]
+        return [*said, *self.lost()]
+
+    def say(self, line: str) -> None:
+        """Write a line to the host's console."""
+        print(line)
+
+    def is_tested(self) -> bool:
+        """Whether the adapter was run in this version of the host."""
+        return self.is_host() and any(map(self.host_version().startswith, self.TESTED))
+
     def register(self) -> None:
         """Register settings and callbacks with the host."""
-        from modules import script_callbacks, shared
-
+        host, opts, option_info = self.installation, self.found["opts"], self.found["OptionInfo"]
         # At once, and not only in on_ui_settings: the host may load its model, or answer a request, before it builds
         # the settings page; and with --nowebui it never builds the page.
-        settings.register(shared.opts, shared.OptionInfo)
+        host.on_failure(settings.forgetting(opts))
+        settings.register(opts, option_info)
         self._follow_log_level()
-        self._undo.append(lambda: logger.setLevel(logging.NOTSET))
-        script_callbacks.on_ui_settings(self.callback(lambda: settings.register(shared.opts, shared.OptionInfo)))
-        script_callbacks.on_script_unloaded(self.callback(self.release))
-        script_callbacks.on_before_ui(self.callback(self._add_axes))
-        script_callbacks.on_infotext_pasted(self.callback(lambda _text, params: settings.restored(params)))
-        script_callbacks.on_ui_tabs(lambda: self._tab())
-        script_callbacks.on_app_started(self.callback(lambda _demo, app: api.register(app, self.source)))
-        self._undo.append(parallel_png.install(self._compresses))
-        self._undo.extend(self.install())
-        self._undo.append(self._answer())
+        host.add(lambda: logger.setLevel(logging.NOTSET))
+        host.callback("on_script_unloaded", self.callback(self.release))
+        again = self.callback(lambda: settings.register(opts, option_info))
+        host.feature(webui_probes.SETTINGS_PAGE, lambda: host.callback("on_ui_settings", again))
+        axes = self.callback(self._add_axes)
+        host.feature(webui_probes.XYZ, lambda: host.callback("on_before_ui", axes))
+        pasted = self.callback(lambda _text, params: settings.restored(params))
+        host.feature(webui_probes.PASTED, lambda: host.callback("on_infotext_pasted", pasted))
+        host.feature(webui_probes.TAB, lambda: host.callback("on_ui_tabs", lambda: self._tab(), []))
+        page = self.callback(lambda _demo, app: api.register(app, self.source))
+        host.feature(webui_probes.PAGE, lambda: host.callback("on_app_started", page))
+        host.feature(webui_probes.PER_REQUEST, self._make_script)
+        host.add(parallel_png.install(self._compresses))
+        self.install(host)
+        host.feature(webui_probes.ANSWERS, self._answer)
 
-    def _answer(self) -> Callable[[], None]:
-        from modules import processing
+    def _make_script(self) -> None:
+        self.script = self.request_script()
 
+    def request_script(self) -> type | None:
+        """The class of the script for settings of one request; None if the host takes none."""
+        return None
+
+    def _answer(self) -> None:
         answers = Answers(self.report, self.attachments, self.config, self.guarded)
-        return wrap(processing, "process_images_inner", answers.process)
+        self.installation.wrap("process_images_inner", answers.process)
 
-    def install(self) -> Iterable[Callable[[], object]]:
-        """Register the adapter's own callbacks and wrap functions of the host; returns what removes the wrappers."""
+    def install(self, host: Installation) -> None:
+        """Register the adapter's own callbacks and wrap functions of the host, by the names of its probes."""
         raise NotImplementedError
 
     def release(self) -> None:
         """Release everything. Called when the host unloads its scripts, which it may load again."""
         self.rehearsals.jobs.close()
         self.release_models()
-        while self._undo:
-            self._undo.pop()()
+        self.installation.undo()
 
     def release_models(self) -> None:
         """Release every network that is accelerated."""
@@ -162,7 +223,11 @@ class Session:
         described, missing = self._machine()
         found = {
             "version": self.version,
-            "host": {"name": self.HOST, "version": self.host_version()},
+            "host": {
+                "name": self.HOST,
+                "version": self.host_version(),
+                "remarks": self.remarks(),
+            },
             "environment": described,
             "busy": self.busy(),
             "no_gpu": None if config.allow_cpu else missing,

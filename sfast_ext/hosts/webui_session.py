@@ -6,12 +6,15 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sfast_ext.hosts import webui_probes
 from sfast_ext.hosts.session import Session
 from sfast_ext.report import logger
 
 
 class WebUISession(Session):
     """A session in a WebUI with `modules.shared.cmd_opts`, `modules.scripts` and `modules.errors`."""
+
+    PROBES = webui_probes.WEBUI
 
     def has_console(self) -> bool:
         """Whether the WebUI writes what is logged to the console, and whose it is."""
@@ -34,7 +37,7 @@ class WebUISession(Session):
             logger.removeHandler(handler)
             logger.propagate = was
 
-        self._undo.append(leave)
+        self.installation.add(leave)
 
     def show_error(self, exc: Exception) -> None:
         """Show an exception once, where the WebUI would log it at every step."""

@@ -84,6 +84,20 @@ def register(opts: Any, option_info: Callable[..., Any]) -> None:
                 opts.add_option(setting.key, page.option(setting))
 
 
+def forgetting(opts: Any) -> Callable[[], None]:
+    """What takes out of a WebUI's settings all of these that are not among them now."""
+    ours = {setting.key for setting in ALL} | {key for key, _ in HEADINGS.values()}
+    places = [each for each in (opts.data_labels, getattr(opts, "data", None)) if isinstance(each, dict)]
+    added = [(place, [key for key in ours if key not in place]) for place in places]
+
+    def forget() -> None:
+        for place, keys in added:
+            for key in keys:
+                place.pop(key, None)
+
+    return forget
+
+
 class _Page:
     """Makes options as a WebUI has them. What it offers beside `OptionInfo` lies in the same module."""
 

@@ -55,11 +55,6 @@ MUTATIONS = [
         (_CLASSIC + "test_a_unet_that_is_loaded_in_parts_or_cast_is_bypassed_while_it_is",),
     ),
     Mutation(
-        "another Forge Classic", "hosts/forge/versions.py",
-        "return None if release in KNOWN_CLASSIC else", "return None if True else",
-        (_CLASSIC + "test_another_state_of_its_files_gets_its_own_forward_and_one_line",),
-    ),
-    Mutation(
         "launches that are late", "kernels/backend/gpu_clock.py",
         "if not woke:", "if True:",
         ("kernels/backend/test_gpu_clock.py::test_launches_that_are_late_are_timed_again_after_a_longer_sleep",),

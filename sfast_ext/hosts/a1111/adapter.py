@@ -15,11 +15,13 @@ from torch import nn
 
 from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts import per_request, vae
-from sfast_ext.hosts.a1111 import controlnet
+from sfast_ext.hosts import per_request, starting, vae
+from sfast_ext.hosts.a1111 import controlnet, probes
 from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
-from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap, wraps_torchs
+from sfast_ext.hosts.attachment import Attachment, is_host_code, wraps_torchs
+from sfast_ext.hosts.installation import Installation
+from sfast_ext.hosts.probes import Found
 from sfast_ext.hosts.rehearsals import interrupted
 from sfast_ext.hosts.webui_session import WebUISession
 from sfast_ext.report import logger
@@ -215,9 +217,11 @@ class A1111Session(WebUISession):
     """The extension in one run of the WebUI's scripts; see `Session`."""
 
     HOST = "AUTOMATIC1111 WebUI"
+    PROBES = probes.PROBES
+    TESTED = ("v1.10.", "1.10.")
 
-    def __init__(self, version: str) -> None:
-        super().__init__(version)
+    def __init__(self, version: str, found: Found | None = None) -> None:
+        super().__init__(version, found)
         self._hooks: weakref.WeakKeyDictionary[nn.Module, A1111Hooks] = weakref.WeakKeyDictionary()
         self._unets = Attachment(self._hooks_for, self.report, parts=controlnet.unet_blocks)
         self._controlnets = Attachment(self._hooks_for, self.report, name="controlnet")
@@ -226,25 +230,35 @@ class A1111Session(WebUISession):
         self._denoiser: weakref.ref[object] | None = None
         self._pictures: int | None = None
         self._memory = A1111Memory(self._unets, self._vaes, _unet_of, self.report)
+        self._has_vae = False
         self._host_version = _host_version()
 
     def has_console(self) -> bool:
         """With --loglevel; without it the WebUI configures no log, and Python then writes warnings only."""
         return logger.hasHandlers()
 
-    def install(self) -> list[Callable[[], object]]:
-        """Register callbacks, and wrap the functions that free memory, for which there are none."""
-        from modules import processing, script_callbacks, sd_models
+    @classmethod
+    def is_host(cls) -> bool:
+        """Whether its modules are there, and those of no fork with another model."""
+        return detect()
 
+    def request_script(self) -> type:
+        """That of all hosts."""
+        return per_request.script()
+
+    def install(self, host: Installation) -> None:
+        """Register callbacks, and wrap the functions that free memory, for which there are none."""
         # a model was loaded; or other weights, or another VAE, into the model that is loaded
-        script_callbacks.on_model_loaded(self.callback(self._follow))
+        host.callback("on_model_loaded", self.callback(self._follow))
         # before each step: the only callback after every switch of the model, those of refiner and hires fix too
-        script_callbacks.on_cfg_denoiser(self.callback(self._step))
-        return [
-            wrap(sd_models, "unload_model_weights", self._unload),
-            wrap(processing, "process_images_inner", self._before_pictures),
-            *self._memory.install(),
-        ]
+        host.callback("on_cfg_denoiser", self.callback(self._step))
+        host.add(self._memory.release)
+        host.feature(probes.MEMORY, self._install_memory)
+        self._has_vae = host.feature(probes.VAE, lambda: host.wrap("process_images_inner", self._before_pictures))
+
+    def _install_memory(self) -> None:
+        self.installation.wrap("unload_model_weights", self._unload)
+        self._memory.install(self.installation)
 
     def _before_pictures(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """img2img encodes its picture before the first step, with the settings of this request."""
@@ -254,7 +268,8 @@ class A1111Session(WebUISession):
         return original(*args, **kwargs)
 
     def _follow_vae(self, sd_model: Any) -> None:
-        followed = self._vaes.follow([getattr(sd_model, "first_stage_model", None)], self.config())
+        vaes = [getattr(sd_model, "first_stage_model", None)] if self._has_vae else []
+        followed = self._vaes.follow(vaes, self.config())
         for each in followed:
             hooks = self._hooks.get(each.module)
             if hooks is not None:
@@ -349,12 +364,12 @@ class A1111Session(WebUISession):
                 each.new_generation()
 
 
+SESSIONS = (A1111Session,)
+
+
 def start(version: str) -> None:
     """Start the extension; after the WebUI reloaded its scripts, in place of the session before."""
-    print(A1111Session.start(version).greeting())
-
-
-request_script = per_request.script
+    starting.start(version, SESSIONS)
 
 
 def _unet_of(sd_model: Any) -> nn.Module | None:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from sfast_ext.hosts import gpu_room
-from sfast_ext.hosts.attachment import Attachment, wrap
+from sfast_ext.hosts.attachment import Attachment
+from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.moves import Moves
 from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.vae import Vaes
@@ -55,17 +56,16 @@ class A1111Memory:
         self._vaes = VaeMemory(self._make_room)
         self._moves = Moves(attachment.within, self._make_room, report, "the WebUI", vaes.within)
 
-    def install(self) -> list[Callable[[], None]]:
-        """Wrap functions of the WebUI; returns what removes the wrappers."""
-        from modules import sd_models, upscaler
+    def install(self, host: Installation) -> None:
+        """Wrap functions of the WebUI."""
+        for name in ("send_model_to_cpu", "send_model_to_trash"):
+            host.wrap(name, self._send_away)
+        host.wrap("Upscaler.upscale", self._upscale)
 
-        names = ("send_model_to_cpu", "send_model_to_trash")
-        return [
-            *(wrap(sd_models, name, self._send_away) for name in names),
-            wrap(upscaler.Upscaler, "upscale", self._upscale),
-            self._vaes.release,
-            self._moves.release,
-        ]
+    def release(self) -> None:
+        """Follow and keep nothing any more."""
+        self._vaes.release()
+        self._moves.release()
 
     def watch(self, model: Any, accelerated: bool) -> None:
         """Make room for the VAE of the model that is used, and for no other; follow its modules where it moves them."""

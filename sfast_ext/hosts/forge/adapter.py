@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import weakref
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import nn
 
 from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts.attachment import Attachment, wrap
-from sfast_ext.hosts.forge import versions
+from sfast_ext.hosts import starting
+from sfast_ext.hosts.attachment import Attachment
+from sfast_ext.hosts.forge import probes
 from sfast_ext.hosts.forge.hooks import ForgeHooks
 from sfast_ext.hosts.forge.memory import ClassicMemory, ForgeMemory
 from sfast_ext.hosts.forge.programs import CLASSIC, NEO, Program
+from sfast_ext.hosts.installation import Installation
+from sfast_ext.hosts.probes import Found
 from sfast_ext.hosts.webui_session import WebUISession
 
 
@@ -27,28 +29,19 @@ def detect() -> bool:
         return False
 
 
-def start(version: str) -> None:
-    """Start the extension; after the WebUI reloaded its scripts, in place of the session before."""
-    found, release = versions.found()
-    unknown = versions.unknown(found, release)
-    if unknown is not None:
-        print(f"Stable Fast {version} does nothing: {unknown}.")
-        return
-    session = ClassicSession if found == versions.CLASSIC else ForgeSession
-    print(session.start(version).greeting())
-
-
 class ForgeSession(WebUISession):
     """The extension in one run of the WebUI's scripts; see `Session`."""
 
     PROGRAM: ClassVar[Program] = NEO
     HOST = "Forge Neo"
+    PROBES = probes.NEO
+    TESTED = ("neo 2.26",)
+    NAME: ClassVar[str] = "neo"
+    """What the program calls itself."""
     _make_memory: ClassVar[type[ForgeMemory]] = ForgeMemory
 
-    def __init__(self, version: str) -> None:
-        super().__init__(version)
-        # each status has it, and Forge Classic is known by its files
-        self._host_version = versions.words()
+    def __init__(self, version: str, found: Found | None = None) -> None:
+        super().__init__(version, found)
         self._hooks: weakref.WeakKeyDictionary[nn.Module, ForgeHooks] = weakref.WeakKeyDictionary()
         self._unets = Attachment(self._hooks_for, self.report)
         self.attachments = (self._unets,)
@@ -56,18 +49,25 @@ class ForgeSession(WebUISession):
         self._pictures: int | None = None
         self._memory = self._make_memory(self._unets, self.report)
 
-    def install(self) -> list[Callable[[], object]]:
-        """Register callbacks, and wrap the functions that load and move models, for which there are none."""
-        from modules import script_callbacks, sd_models
+    @classmethod
+    def is_host(cls) -> bool:
+        """Whether the program calls itself so."""
+        return _version() == cls.NAME
 
-        script_callbacks.on_model_loaded(self.callback(self._follow))
+    def install(self, host: Installation) -> None:
+        """Register callbacks, and wrap the functions that load and move models, for which there are none."""
+        host.callback("on_model_loaded", self.callback(self._follow))
         # before each step: after every switch of the model, those of refiner and hires fix too
-        script_callbacks.on_cfg_denoiser(self.callback(self._step))
-        return [wrap(sd_models, "unload_model_weights", self._unload), *self._memory.install()]
+        host.callback("on_cfg_denoiser", self.callback(self._step))
+        host.feature(probes.MEMORY, self._install_memory)
+
+    def _install_memory(self) -> None:
+        self.installation.wrap("unload_model_weights", self._unload)
+        self._memory.install(self.installation)
 
     def host_version(self) -> str:
-        """The release."""
-        return self._host_version
+        """What the program calls itself, and its release if it has one."""
+        return " ".join(filter(None, (_version(), _release())))
 
     def model_name(self) -> str | None:
         """The title of the checkpoint."""
@@ -147,8 +147,35 @@ class ClassicSession(ForgeSession):
 
     PROGRAM = CLASSIC
     HOST = "Forge Classic"
-
+    PROBES = probes.CLASSIC
+    # it has no release
+    TESTED = ("classic",)
+    NAME = "classic"
     _make_memory = ClassicMemory
+
+
+SESSIONS = (ForgeSession, ClassicSession)
+
+
+def start(version: str) -> None:
+    """Start the extension; after the WebUI reloaded its scripts, in place of the session before."""
+    starting.start(version, SESSIONS)
+
+
+def _version() -> str:
+    return str(_forge_version("version") or "of an unknown version")
+
+
+def _release() -> str:
+    return str(_forge_version("release") or "")
+
+
+def _forge_version(name: str) -> Any:
+    try:
+        from modules_forge import forge_version
+    except ImportError:
+        return None
+    return getattr(forge_version, name, None)
 
 
 def _model() -> Any:

@@ -12,7 +12,8 @@ from torch import nn
 
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.hosts import gpu_room
-from sfast_ext.hosts.attachment import Attachment, wrap
+from sfast_ext.hosts.attachment import Attachment
+from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.moves import fetch_weights, place_of
 from sfast_ext.hosts.session import guarded
 from sfast_ext.report import Report
@@ -34,32 +35,20 @@ class ForgeMemory:
 
     def __init__(self, attachment: Attachment, report: Report) -> None:
         self._attachment, self._report = attachment, report
+        self._free_bytes: Callable[[torch.device], float] = lambda _device: 0.0
 
-    def install(self) -> list[Callable[[], None]]:
-        """Wrap functions of Forge; returns what removes the wrappers."""
-        from modules import upscaler
+    def install(self, host: Installation) -> None:
+        """Wrap functions of Forge."""
+        self._free_bytes = host.found["get_free_memory"]
+        host.wrap("free_memory", self._free_memory)
+        host.wrap("unload_all_models", self._unload_all)
+        host.wrap("Upscaler.upscale", self._upscale)
+        self._install_loading(host)
 
-        management, patcher = self._modules()
-        return [
-            wrap(management, "free_memory", self._free_memory),
-            wrap(management, "unload_all_models", self._unload_all),
-            wrap(upscaler.Upscaler, "upscale", self._upscale),
-            *self._install_loading(management, patcher.ModelPatcher),
-        ]
-
-    def _modules(self) -> tuple[Any, Any]:
-        """Forge's memory management, and the module of its `ModelPatcher`."""
-        from backend import memory_management
-        from backend.patcher import base
-
-        return memory_management, base
-
-    def _install_loading(self, management: Any, patcher: Any) -> list[Callable[[], None]]:
-        return [
-            wrap(patcher, "load", self._load),
-            wrap(patcher, "partially_unload", self._partially_unload),
-            wrap(patcher, "add_patches", self._without_restoring),
-        ]
+    def _install_loading(self, host: Installation) -> None:
+        host.wrap("ModelPatcher.load", self._load)
+        host.wrap("ModelPatcher.partially_unload", self._partially_unload)
+        host.wrap("ModelPatcher.add_patches", self._without_restoring)
 
     def _free_memory(self, original: Callable[..., Any], memory_required: float, *args: Any, **kwargs: Any) -> Any:
         result = original(memory_required, *args, **kwargs)
@@ -75,10 +64,9 @@ class ForgeMemory:
     def _suspend(self) -> None:
         """Another checkpoint is about to be loaded, perhaps of the same architecture. Until then plans hold the weights
         of the one that Forge drops."""
-        management, _ = self._modules()
         models = [accelerator.module for accelerator in self._attachment.accelerators()]
         held = sum(p.nbytes for model in models for p in model.parameters())
-        if management.get_free_memory(torch.device("cpu")) < 2 * held:
+        if self._free_bytes(torch.device("cpu")) < 2 * held:
             self._attachment.release()
         else:
             self._attachment.suspend()
@@ -157,17 +145,10 @@ class ClassicMemory(ForgeMemory):
     """The same in Forge Classic, whose modules have other names. It reads the sizes of a model from its
     `state_dict()` each time that it makes room."""
 
-    def _modules(self) -> tuple[Any, Any]:
-        from ldm_patched.modules import model_management, model_patcher
-
-        return model_management, model_patcher
-
-    def _install_loading(self, management: Any, patcher: Any) -> list[Callable[[], None]]:
-        return [
-            wrap(management.LoadedModel, "model_load", self._load_model),
-            wrap(management, "module_size", self._module_size),
-            wrap(patcher, "patch_model", self._patch_model),
-        ]
+    def _install_loading(self, host: Installation) -> None:
+        host.wrap("LoadedModel.model_load", self._load_model)
+        host.wrap("module_size", self._module_size)
+        host.wrap("ModelPatcher.patch_model", self._patch_model)
 
     def _load_model(self, original: Callable[..., Any], loaded: Any, async_kept_memory: int = -1) -> Any:
         place = loaded.device if async_kept_memory < 0 else None  # in parts where memory is kept

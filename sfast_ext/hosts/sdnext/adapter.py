@@ -16,10 +16,12 @@ from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.behaviour.forward_slot import is_own_forward
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts import gpu_room, per_request, vae
-from sfast_ext.hosts.attachment import Attachment, is_host_code, wrap
+from sfast_ext.hosts import gpu_room, per_request, starting, vae, webui_probes
+from sfast_ext.hosts.attachment import Attachment, is_host_code
+from sfast_ext.hosts.installation import Installation
+from sfast_ext.hosts.probes import Found
 from sfast_ext.hosts.rehearsals import interrupted
-from sfast_ext.hosts.sdnext import log, startup_objects
+from sfast_ext.hosts.sdnext import log, probes, startup_objects
 from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
 from sfast_ext.hosts.sdnext.refusals import (
@@ -64,14 +66,6 @@ def detect() -> bool:
     except (ImportError, ValueError):
         return False
     return None not in found
-
-
-def start(version: str) -> None:
-    """Start the extension; after SD.Next reloaded its scripts, in place of the session before."""
-    logging.getLogger("sfast_ext").info("%s", SDNextSession.start(version).greeting())
-
-
-request_script = per_request.script
 
 
 class SDNextHooks:
@@ -187,9 +181,11 @@ class SDNextSession(Session):
     """The extension in one run of SD.Next's scripts; see `Session`."""
 
     HOST = "SD.Next"
+    PROBES = probes.PROBES
+    TESTED = ("058a7f0c",)
 
-    def __init__(self, version: str) -> None:
-        super().__init__(version)
+    def __init__(self, version: str, found: Found | None = None) -> None:
+        super().__init__(version, found)
         self._pictures: int | None = None
 
         def pictures() -> int | None:
@@ -210,36 +206,49 @@ class SDNextSession(Session):
         self._offload = Offload(networks, self.report, self._vaes.attachments)
         self._ip_adapters = IPAdapterReuse(self._unets.holds, self.guarded)
         self._reloading = False
+        self._follows_offload = False
+
+    @classmethod
+    def is_host(cls) -> bool:
+        """Whether its modules are there."""
+        return detect()
+
+    def request_script(self) -> type:
+        """That of all hosts."""
+        return per_request.script()
 
     def register(self) -> None:
         """Connect to SD.Next's log before anything else is done."""
-        self._undo.append(log.join())
+        host = self.installation
+        host.feature(probes.LOG, lambda: host.add(log.join(self.found["log"])))
         super().register()
 
-    def install(self) -> list[Callable[[], object]]:
-        """Register callbacks, and wrap the functions that load, unload and move models, for which there are none."""
-        from modules import ipadapter, script_callbacks, sd_models
+    def say(self, line: str) -> None:
+        """Write a line to SD.Next's log."""
+        logging.getLogger("sfast_ext").info("%s", line)
 
-        script_callbacks.on_model_loaded(self.callback(lambda _model: self.follow()))
-        script_callbacks.on_before_process(self.callback(self._before_process))
-        script_callbacks.on_app_started(self.callback(lambda *_: self._freeze_startup_objects()))
-        return [
-            wrap(sd_models, "reload_model_weights", self._reload),
-            wrap(sd_models, "unload_model_weights", self._unload),
-            wrap(ipadapter, "apply", self._ip_adapters.apply),
-            *self._offload.install(),
-            self._name_infotexts(),
-        ]
+    def install(self, host: Installation) -> None:
+        """Register callbacks, and wrap the functions that load, unload and move models, for which there are none."""
+        host.callback("on_model_loaded", self.callback(lambda _model: self.follow()))
+        host.callback("on_before_process", self.callback(self._before_process))
+        freeze = self.callback(lambda *_: self._freeze_startup_objects())
+        host.feature(webui_probes.PAGE, lambda: host.callback("on_app_started", freeze))
+        host.feature(probes.LOADING, self._install_loading)
+        host.feature(probes.IP_ADAPTERS, lambda: host.wrap("apply", self._ip_adapters.apply))
+        self._follows_offload = host.feature(probes.OFFLOAD, lambda: self._offload.install(host))
+        host.feature(webui_probes.PASTED, lambda: host.add(self._name_infotexts()))
+
+    def _install_loading(self) -> None:
+        self.installation.wrap("reload_model_weights", self._reload)
+        self.installation.wrap("unload_model_weights", self._unload)
 
     def _freeze_startup_objects(self) -> None:
         if self.config().enabled:
-            self._undo.extend(startup_objects.freeze(self.report))
+            self.installation.add(*startup_objects.freeze(self.report))
 
     def _name_infotexts(self) -> Callable[[], None]:
         """Tell the host which settings the names in an infotext stand for: it has no such field in `OptionInfo`."""
-        from modules import generation_parameters_copypaste
-
-        mapping = generation_parameters_copypaste.infotext_to_setting_name_mapping
+        mapping = self.found["infotext_to_setting_name_mapping"]
         ours = [(each.infotext, each.key) for each in settings_table.SETTINGS if each.infotext is not None]
         mapping.extend(ours)
 
@@ -320,19 +329,15 @@ class SDNextSession(Session):
 
     def host_version(self) -> str:
         """The commit."""
-        try:
-            from installer import version
-
-            return str(version.get("commit") or version.get("updated") or "unknown")
-        except Exception:
-            return "unknown"
+        version = self.found.get("version", {})
+        return str(version.get("commit") or version.get("updated") or "unknown")
 
     def model_name(self) -> str | None:
         """The name of the checkpoint."""
         return getattr(getattr(_pipeline(), "sd_checkpoint_info", None), "name", None)
 
     def _bypass_reason(self, pipe: Any, unet: nn.Module | None, config: Config) -> str | None:
-        from modules import sd_models_compile, shared
+        from modules import shared
 
         if pipe is None or not config.enabled:
             return None
@@ -340,8 +345,14 @@ class SDNextSession(Session):
             return f"{type(pipe).__name__} has no UNet; load a Stable Diffusion 1, 2 or XL model to accelerate"
         if getattr(pipe, "sfast", False):
             return COMPILED
-        if sd_models_compile.deepcache_worker is not None:
+        if getattr(sys.modules.get("modules.sd_models_compile"), "deepcache_worker", None) is not None:
             return "DeepCache skips parts of the UNet; turn it off in Settings > Model Compile to accelerate"
+        mode = getattr(shared.opts, "diffusers_offload_mode", "none")
+        if mode != "none" and not self._follows_offload:
+            return (
+                f"offload mode '{mode}' works in a way that is not known in this version; "
+                "choose 'none' in Settings > Model Offloading to accelerate"
+            )
         reason = model_bypass_reason(unet, shared.opts)
         moves = pipe is _refiner() and getattr(shared.opts, "diffusers_move_refiner", False)
         if reason is None and moves and not gpu_room.has_room_to_stay(unet):
@@ -404,3 +415,11 @@ def _controlnets_of(pipe: Any) -> list[nn.Module]:
     nets = getattr(held, "nets", held)
     found = list(nets) if isinstance(nets, (list, tuple, nn.ModuleList)) else [nets]
     return [net for net in found if isinstance(net, nn.Module)]
+
+
+SESSIONS = (SDNextSession,)
+
+
+def start(version: str) -> None:
+    """Start the extension; after SD.Next reloaded its scripts, in place of the session before."""
+    starting.start(version, SESSIONS)

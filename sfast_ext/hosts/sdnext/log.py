@@ -8,10 +8,8 @@ from collections.abc import Callable
 from sfast_ext.ui.api import STATUS
 
 
-def join() -> Callable[[], None]:
+def join(log: logging.Logger) -> Callable[[], None]:
     """Write to SD.Next's log: it silences the root logger. Returns what undoes it."""
-    from modules.logger import log
-
     logger = logging.getLogger("sfast_ext")
     before, logger.parent = logger.parent, log
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import nn
 
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.hosts import gpu_room
-from sfast_ext.hosts.attachment import Attachment, wrap
+from sfast_ext.hosts.attachment import Attachment
+from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.moves import WeightMoves, fetch_weights, place_of
 from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.vae_memory import VaeMemory
@@ -42,20 +43,17 @@ class Offload:
         self._moves = WeightMoves(report)
         self._oom_count: int | None = None
         self._release_always = False
+        self._aux_models: Mapping[str, Any] = {}
 
-    def install(self) -> list[Callable[[], None]]:
-        """Wrap the functions that move modules; returns what removes the wrappers."""
-        import accelerate
-        from modules import sd_offload, sd_offload_aux
-
-        return [
-            wrap(sd_offload, "move_module_to_cpu", self._move_to_cpu),
-            # SD.Next moves a module to the GPU with this, and looks it up in the package
-            wrap(accelerate, "dispatch_model", self._dispatch),
-            wrap(sd_offload_aux, "move_aux_to_gpu", self._move_aux_to_gpu),
-            self._vaes.release,
-            self._moves.drop,
-        ]
+    def install(self, host: Installation) -> None:
+        """Wrap the functions that move modules."""
+        self._aux_models = host.found["aux_models"]
+        # what calls it looks it up in the module that defines it
+        host.wrap("move_module_to_cpu", self._move_to_cpu)
+        # SD.Next moves a module to the GPU with this, and looks it up in the package
+        host.wrap("dispatch_model", self._dispatch)
+        host.wrap("move_aux_to_gpu", self._move_aux_to_gpu)
+        host.add(self._vaes.release, self._moves.drop)
 
     def watch(self, vaes: Iterable[Any]) -> None:
         """Make room for these VAEs, which need more memory than their weights, and for no others. Before each job."""
@@ -100,9 +98,7 @@ class Offload:
 
     def _move_aux_to_gpu(self, original: Callable[..., Any], name: str) -> Any:
         """Make room for an auxiliary model, such as one for captions, which may be larger than the UNet."""
-        from modules import sd_offload_aux
-
-        model = getattr(sd_offload_aux.aux_models.get(name), "model", None)
+        model = getattr(self._aux_models.get(name), "model", None)
         if isinstance(model, nn.Module):
             self._guarded(lambda: self._make_room(gpu_room.load_bytes(model) + gpu_room.IDLE_RESERVE))
         return original(name)

@@ -121,7 +121,7 @@ def test_the_status_has_every_part(host):
     own = {"version", "host", "environment", "busy", "no_gpu", "enabled", "model", "job", "accelerators", "badge"}
     reported = {"preparing", "last_pass", "reasons", "reasons_since_start", "reasons_listed"}
     assert set(found) == own | reported | {"counters", "events", "last_error"}
-    assert found["host"] == {"name": "AUTOMATIC1111 WebUI", "version": "v1.10.1"}
+    assert found["host"] == {"name": "AUTOMATIC1111 WebUI", "version": "v1.10.1", "remarks": []}
     assert found["model"] == "seed 1" and found["enabled"] and len(found["accelerators"]) == 1
 
 
@@ -264,7 +264,7 @@ def test_a_forward_laid_over_ours_is_left_alone(host):
 def test_a_forward_that_was_there_first_is_waited_for(host):
     a1111.start("test")
     unet = host.load(1).model.diffusion_model
-    a1111.A1111Session.running.release()
+    a1111.A1111Session.running.release_models()
     foreign = lambda x, timesteps=None, context=None: torch.zeros_like(x)
     unet.forward = foreign
     host.generate()

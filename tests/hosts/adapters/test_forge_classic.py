@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +16,7 @@ from hosts.adapters.test_forge import INSIDE, patched_inside, same, tomesd_m
 from hosts.standins import forge_classic as standin
 from sfast_ext import accelerator_of
 from sfast_ext.hosts.forge import adapter as forge
-from sfast_ext.hosts.forge import programs, versions
+from sfast_ext.hosts.forge import programs
 from sfast_ext.hosts.forge.adapter import ClassicSession
 
 SIZE = sum(p.nbytes for p in standin.make_unet(1).parameters())
@@ -66,7 +62,7 @@ def bypassed(host: Any, words: str, expected: torch.Tensor) -> None:
 
 def test_plans_are_kept_for_another_lora_and_another_checkpoint(host):
     assert same(host.generate(), reference())
-    assert status()["host"] == {"name": "Forge Classic", "version": "classic 1.11, 1.12"}
+    assert status()["host"] == {"name": "Forge Classic", "version": "classic", "remarks": []}
     for loras in ((("a", 1.0),), (("a", -0.5),), (), (("b", 0.5), ("a", 1.0)), ()):
         host.lora(**dict(loras))
         assert same(host.generate(), reference(loras=loras)), loras
@@ -137,37 +133,28 @@ def test_switched_off_and_stopped_nothing_of_ours_is_left(host):
     assert not any(hasattr(each, "__wrapped__") for each in (*found, standin.ModelPatcher.patch_model))
 
 
-def test_another_state_of_its_files_gets_its_own_forward_and_one_line(capsys):
-    unlike = mock.patch.object(versions, "_digest", lambda: "0123456789abcdef")
-    with standin.running(sfast_allow_cpu=True) as host, unlike:
+def test_what_works_in_another_way_gets_its_own_forward_and_one_line(capsys, monkeypatch):
+    """As reForge, whose layers are marked elsewhere."""
+
+    class LoadedModel:
+        def __init__(self, model):
+            self.model, self.device = model, model.load_device
+
+        def model_load(self, lowvram_model_memory=-1):
+            self.model.patch_model(self.device)
+
+    monkeypatch.setattr(standin, "LoadedModel", LoadedModel)
+    with standin.running(sfast_allow_cpu=True) as host:
         forge.start("test")
         (line,) = capsys.readouterr().out.splitlines()
-        assert "this Forge Classic is not known" in line and ClassicSession.running is None
+        assert "does nothing in Forge Classic: ldm_patched.modules.model_management.LoadedModel does not use" in line
+        assert ClassicSession.running is None
         host.load(1)
         assert same(host.generate(), reference()) and accelerator_of(host.unet) is None
 
 
-def test_a_status_reads_no_files(host, monkeypatch):
-    read: list[bool] = []
-    monkeypatch.setattr(versions, "_digest", lambda: read.append(True))
-    assert status()["host"]["version"] == "classic 1.11, 1.12" and not read
-
-
-def test_the_digest_is_of_what_the_adapter_relies_on(monkeypatch, tmp_path: Path):
-    package = ModuleType("ldm_patched.modules")
-    package.__path__ = [str(tmp_path)]
-    monkeypatch.setitem(sys.modules, "ldm_patched", ModuleType("ldm_patched"))
-    monkeypatch.setattr(sys.modules["ldm_patched"], "modules", package, raising=False)
-    monkeypatch.setitem(sys.modules, "ldm_patched.modules", package)
-    assert versions._digest() is None
-    for name in versions._READ:
-        (tmp_path / f"{name}.py").write_bytes(b"one\ntwo\n")
-    first = versions._digest()
-    for name in versions._READ:  # as git writes it on Windows
-        (tmp_path / f"{name}.py").write_bytes(b"one\r\ntwo\r\n")
-    assert versions._digest() == first and first is not None
-    (tmp_path / "ops.py").write_bytes(b"one\nthree\n")
-    assert versions._digest() != first
+def test_it_has_no_release(host):
+    assert status()["host"] == {"name": "Forge Classic", "version": "classic", "remarks": []}
 
 
 @pytest.mark.parametrize(("room", "kept"), [(1.6, False), (4, True)])

@@ -94,9 +94,9 @@ def webui(monkeypatch):
     return scripts
 
 
-def loaded(monkeypatch, **adapter):
+def loaded(monkeypatch, script):
     """The classes that a host finds in what it loads."""
-    monkeypatch.setattr(hosts, "find", lambda: SimpleNamespace(start=lambda version: None, **adapter))
+    monkeypatch.setattr(hosts, "start", lambda version: script)
     found = runpy.run_path(str(Path(__file__).parents[3] / "scripts" / "stable_fast.py"))
     base = sys.modules["modules"].scripts.Script
     # SD.Next takes no class of another metaclass
@@ -104,7 +104,7 @@ def loaded(monkeypatch, **adapter):
 
 
 def test_the_hosts_find_one_script_which_has_one_argument(webui, monkeypatch):
-    (kind,) = loaded(monkeypatch, request_script=per_request.script)
+    (kind,) = loaded(monkeypatch, per_request.script())
     script = kind()
     assert script.title() == "Stable Fast" and script.show(False) is webui.AlwaysVisible
     (argument,) = script.ui(False)
@@ -117,9 +117,5 @@ def test_the_hosts_find_one_script_which_has_one_argument(webui, monkeypatch):
     assert p.override_settings == {"sfast_enabled": False}
 
 
-def test_a_host_that_lacks_it_is_told_and_starts(webui, monkeypatch, caplog):
-    assert loaded(monkeypatch) == []
-    caplog.set_level("WARNING", "sfast_ext")
-    monkeypatch.delattr(webui, "Script")
-    assert hosts.script_of(SimpleNamespace(request_script=per_request.script)) is None
-    assert "alwayson_scripts" in caplog.text
+def test_a_host_without_it_finds_none(webui, monkeypatch):
+    assert loaded(monkeypatch, None) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
+import threading
 import zlib
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -32,11 +33,17 @@ class Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     host = Host()
-    opts = SimpleNamespace(add_option=lambda key, option: host.options.update({key: option}))
-    shared = SimpleNamespace(opts=opts, OptionInfo=lambda *args, **more: SimpleNamespace(given=(args, more)))
+    opts = SimpleNamespace(
+        add_option=lambda key, option: host.options.update({key: option}), data_labels=host.options
+    )
+    state = SimpleNamespace(begin=None, end=None, interrupt=None)
+    shared = SimpleNamespace(
+        opts=opts, OptionInfo=lambda *args, **more: SimpleNamespace(given=(args, more)), state=state
+    )
     modules = ModuleType("modules")
     processing = SimpleNamespace(process_images_inner=lambda p: p)
-    beside = {"script_callbacks": host, "shared": shared, "processing": processing}
+    queue = SimpleNamespace(queue_lock=threading.Lock())
+    beside = {"script_callbacks": host, "shared": shared, "processing": processing, "call_queue": queue}
     vars(modules).update(beside)
     for name, module in (("modules", modules), *((f"modules.{name}", each) for name, each in beside.items())):
         monkeypatch.setitem(sys.modules, name, module)
@@ -50,14 +57,16 @@ def kind(host) -> Iterator[type[Any]]:
     class Recorded(Session):
         HOST = "a host"
 
-        def __init__(self, version: str) -> None:
-            super().__init__(version)
+        TESTED = ("1",)
+
+        def __init__(self, version: str, found: Any = None) -> None:
+            super().__init__(version, found)
             self.undone: list[str] = []
             nothing = {"release": lambda: self.undone.append("models"), "status": lambda: [{}], "drop_plans": lambda: 0}
             self.attachments = (SimpleNamespace(**nothing),)
 
-        def install(self) -> Any:
-            return [lambda: self.undone.append("first"), lambda: self.undone.append("second")]
+        def install(self, host: Any) -> None:
+            host.add(lambda: self.undone.append("first"), lambda: self.undone.append("second"))
 
         def host_version(self) -> str:
             return "1"
@@ -131,7 +140,7 @@ def test_a_second_start_releases_the_first_session(host, kind):
 def test_the_status_has_the_parts_of_every_host(host, kind):
     kind.start("0")
     status = kind.running.status()
-    assert (status["version"], status["host"]) == ("0", {"name": "a host", "version": "1"})
+    assert (status["version"], status["host"]) == ("0", {"name": "a host", "version": "1", "remarks": []})
     assert status["enabled"] and status["accelerators"] == [{}] and status["last_error"] is None
 
 

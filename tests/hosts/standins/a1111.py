@@ -100,6 +100,12 @@ def upscale(self: Any, picture: torch.Tensor, scale: int) -> torch.Tensor:
     return picture.repeat_interleave(scale, -1).repeat_interleave(scale, -2)
 
 
+def scripts_module() -> ModuleType:
+    """What scripts are made of, and which there are."""
+    methods = {name: lambda self, *args: None for name in ("title", "show", "ui", "before_process")}
+    return _module("modules.scripts", Script=type("Script", (), methods), AlwaysVisible=object(), scripts_data=[])
+
+
 class Vae(nn.Module):
     """What is known of ldm's by its attributes: its widths; half the sides of the picture, twice."""
 
@@ -237,6 +243,8 @@ class Host:
             ),
             "modules.call_queue": _module("modules.call_queue", queue_lock=threading.Lock()),
             "modules.processing": _module("modules.processing", process_images_inner=self._process),
+            "modules.logging_config": _module("modules.logging_config", TqdmLoggingHandler=None),
+            "modules.scripts": scripts_module(),
             "modules.upscaler": _module("modules.upscaler", Upscaler=type("Upscaler", (), {"upscale": upscale})),
             "modules.script_callbacks": _module("modules.script_callbacks", **registrars),
             "modules.errors": _module("modules.errors", display_once=lambda exc, task: self.errors.append(exc)),

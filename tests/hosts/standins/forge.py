@@ -31,6 +31,7 @@ from hosts.standins.a1111 import (
     State,
     _module,
     lora_delta,
+    scripts_module,
     upscale,
     weights,
 )
@@ -287,6 +288,8 @@ class Host:
             ),
             "modules.call_queue": _module("modules.call_queue", queue_lock=threading.Lock()),
             "modules.processing": _module("modules.processing", process_images_inner=lambda p: None),
+            "modules.logging_config": _module("modules.logging_config", TqdmLoggingHandler=None),
+            "modules.scripts": scripts_module(),
             "modules.upscaler": _module("modules.upscaler", Upscaler=type("Upscaler", (), {"upscale": upscale})),
             "modules.script_callbacks": _module("modules.script_callbacks", **registrars),
             "modules.errors": _module("modules.errors", display_once=lambda exc, task: self.errors.append(exc)),

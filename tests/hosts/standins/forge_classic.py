@@ -18,10 +18,7 @@ from torch import nn
 
 from hosts.standins import forge
 from hosts.standins.a1111 import _module, lora_delta, weights
-from sfast_ext.hosts.forge import versions
 from sfast_ext.tools.lib import models
-
-DIGEST = next(iter(versions.KNOWN_CLASSIC))
 
 
 class Layer:
@@ -149,7 +146,7 @@ class Host(forge.Host):
 
     def __init__(self, settings: dict[str, Any], place: torch.device) -> None:
         super().__init__(settings, place)
-        self.version = _module("modules_forge.forge_version", version=versions.CLASSIC)
+        self.version = _module("modules_forge.forge_version", version="classic")
         self.on_the_gpu: list[LoadedModel] = []
         self.kept = -1
         """What the UNet may have of the GPU's memory; below 0 all of it."""
@@ -206,7 +203,6 @@ def running(place: torch.device | None = None, **settings: Any) -> Iterator[Host
     with (
         mock.patch.object(forge, "Host", Host),
         mock.patch.object(forge, "TOPS", ("modules", "modules_forge", "ldm_patched")),
-        mock.patch.object(versions, "_digest", lambda: DIGEST),
         forge.running(place, **settings) as host,
     ):
         assert isinstance(host, Host)

@@ -104,7 +104,7 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     """What a fixture `host` gives."""
 
     def forget() -> None:
-        for name in [n for n in sys.modules if n.partition(".")[0] in ("modules", "gradio")]:
+        for name in [n for n in sys.modules if n.partition(".")[0] in ("modules", "gradio", "installer")]:
             del sys.modules[name]
 
     forget()

@@ -1,0 +1,3 @@
+"""What the host knows of its release."""
+
+version = {"commit": "058a7f0c"}
