@@ -81,6 +81,8 @@ _MAY_ALIAS = {
     aten.reshape.default, aten.contiguous.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other,
     aten.flatten.using_ints, aten.dropout.default, aten.chunk.default, aten.type_as.default, aten.expand_as.default,
     aten.view_as.default, aten.reshape_as.default,
+    # what drops nothing gives its argument
+    aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default,
 }  # fmt: skip
 
 

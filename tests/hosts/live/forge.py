@@ -172,6 +172,25 @@ def round_tests(steps: Round, why: Mapping[str, str], same_plans: Sequence[str])
     return plans_were_run, no_new_capture_for, the_original_forward_runs_and_the_report_says_why
 
 
+def beside_test(controlled: Sequence[str]) -> Any:
+    """A module's test that plans of the VAE's parts and of ControlNets ran.
+
+    Args:
+        controlled: the steps with ControlNets.
+    """
+
+    def what_runs_beside_the_unet_is_accelerated(played: Played) -> None:
+        status = played.webui.get("/sfast/v1/status")
+        vae = {each["name"]: each for each in status["accelerators"] if each["name"].startswith("VAE")}
+        assert sorted(vae) == ["VAE decoder", "VAE encoder"]
+        assert all(each["plans"] and each["idle"] is None for each in vae.values()), vae
+        for name in controlled:
+            found = [each for each in played.reports[name]["accelerators"] if each["name"] == "controlnet"]
+            assert found and any(each["plans"] for each in found), name
+
+    return what_runs_beside_the_unet_is_accelerated
+
+
 def as_its_own(played: Played, stock: dict[str, list[str]]) -> None:
     """Check that, switched off, the extension leaves the WebUI's pictures as they are, to the byte."""
     play(played.webui, "options", {"sfast_enabled": False})
