@@ -181,6 +181,7 @@ class ClassicSession(ForgeSession):
     TESTED = ("classic",)
     NAME = "classic"
     _make_memory = ClassicMemory
+    running = None
 
 
 class OldSession(ForgeSession):
@@ -191,6 +192,7 @@ class OldSession(ForgeSession):
     PROBES = probes.FORGE
     TESTED = ("2.0.1",)
     _make_memory = OldMemory
+    running = None
 
     @classmethod
     def is_host(cls) -> bool:
@@ -206,6 +208,7 @@ class ReforgeSession(ForgeSession):
     PROBES = probes.REFORGE
     TESTED = ("1.0.0v2",)
     _make_memory = ReforgeMemory
+    running = None
 
     @classmethod
     def is_host(cls) -> bool:

@@ -166,7 +166,7 @@ class ModelPatcher:
         self.model_options: dict[str, Any] = {"transformer_options": {}}
 
     def clone(self) -> ModelPatcher:
-        other = ModelPatcher(self.model, self.load_device)
+        other = type(self)(self.model, self.load_device)
         other.patches = {key: [*found] for key, found in self.patches.items()}
         other.patches_uuid, other.backup = self.patches_uuid, self.backup
         other.model_options = {"transformer_options": dict(self.model_options["transformer_options"])}
