@@ -126,6 +126,14 @@ def start(
     return WebUI([program.python, "launch.py", *command], Path(program.folder or ""), log, packages=packages)
 
 
+def named(webui: WebUI, steps: Round) -> Round:
+    """These steps with the ControlNet by the name that the WebUI has for it: Forge and reForge add a hash."""
+    models = webui.get("/controlnet/model_list")["model_list"]
+    (name,) = [each for each in models if each.partition(" ")[0] == "control"]
+    told = json.dumps(steps).replace('"model": "control"', f'"model": {json.dumps(name)}')
+    return [(step, route, payload) for step, route, payload in json.loads(told)]
+
+
 def fixtures(program: Program, steps: Round) -> tuple[Any, Any, Any]:
     """Of a module of tests, `data`, `stock` and `played`: what the WebUI is started with, the pictures of the round as
     it makes them by itself, and the WebUI with the extension after the round."""
@@ -137,12 +145,12 @@ def fixtures(program: Program, steps: Round) -> tuple[Any, Any, Any]:
     @pytest.fixture(scope="module")
     def stock(data: Path) -> dict[str, list[str]]:
         with start(data, "stock", {"disabled_extensions": ["stable-fast"]}, program) as webui:
-            return Played(webui).round(steps, status=False).pictures
+            return Played(webui).round(named(webui, steps), status=False).pictures
 
     @pytest.fixture(scope="module")
     def played(data: Path, stock: dict[str, list[str]]) -> Iterator[Played]:
         with start(data, "extended", {"sfast_allow_cpu": True}, program) as webui:
-            yield Played(webui).round(steps, status=True)
+            yield Played(webui).round(named(webui, steps), status=True)
 
     return data, stock, played
 
