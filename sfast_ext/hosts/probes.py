@@ -158,7 +158,7 @@ def could_be(probes: Iterable[Probe]) -> bool:
 
 
 def _is_there(module: str) -> bool:
-    if module in sys.modules:
+    if sys.modules.get(module) is not None:
         return True
     try:
         return importlib.util.find_spec(module) is not None

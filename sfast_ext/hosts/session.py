@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from sfast_ext import environment
 from sfast_ext.accelerator import Accelerator
@@ -19,7 +20,8 @@ from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Found, Probe, examine
 from sfast_ext.hosts.rehearsals import Rehearsals
 from sfast_ext.report import Report, logger, words_of
-from sfast_ext.ui import api, bug_report, phrases, reasons, settings, settings_table, tab, words
+from sfast_ext.ui import api, bug_report, parts, reasons, settings, settings_table, tab
+from sfast_ext.ui.requests import Refused
 
 
 class NotInstalled(Exception):
@@ -41,7 +43,8 @@ class Session:
     PROBES: ClassVar[tuple[Probe, ...]] = webui_probes.COMMON
     """What the session relies on in the host."""
     TESTED: ClassVar[tuple[str, ...]] = ()
-    """How the versions begin that it was run in, as `host_version` has them. Others are served as well."""
+    """How the versions begin that it was run in, as `host_version` has them, up to the end of a number or of a commit's
+    short name. Others are served as well."""
     running: ClassVar[Session | None] = None
     """The session of the loaded scripts. Each adapter's class has its own."""
 
@@ -122,7 +125,10 @@ class Session:
 
     def is_tested(self) -> bool:
         """Whether the adapter was run in this version of the host."""
-        return self.is_host() and any(map(self.host_version().startswith, self.TESTED))
+        version = self.host_version()
+        # "2.26" begins 2.26.1, and does not begin 2.260
+        begun = (version[len(each) :] for each in self.TESTED if version.startswith(each))
+        return self.is_host() and any(not rest[:1].isdigit() for rest in begun)
 
     def register(self) -> None:
         """Register settings and callbacks with the host."""
@@ -194,7 +200,11 @@ class Session:
         from modules import shared
 
         self._follow_log_level()
-        return settings.config_from(shared.opts, self.report)
+        config = settings.config_from(shared.opts, self.report)
+        if config.check == "never" and not self.is_tested():
+            # what nobody has seen is served as far as it is seen to work
+            return dataclasses.replace(config, check="first")
+        return config
 
     def _follow_log_level(self) -> None:
         from modules import shared
@@ -207,9 +217,11 @@ class Session:
     @functools.cached_property
     def source(self) -> api.Source:
         """What the API and the tab answer with."""
+        why = self.installation.lost.get(webui_probes.JOBS)
+        refused = None if why is None else refusing(f"{webui_probes.JOBS.lost}: {why}")
         jobs = api.Jobs(
-            self.rehearsals.prepare,
-            self.rehearsals.measure,
+            refused or self.rehearsals.prepare,
+            refused or self.rehearsals.measure,
             self.rehearsals.jobs.cancel,
             self.rehearsals.jobs.status,
             self.rehearsals.measurements.all,
@@ -223,15 +235,12 @@ class Session:
         described, missing = self._machine()
         found = {
             "version": self.version,
-            "host": {
-                "name": self.HOST,
-                "version": self.host_version(),
-                "remarks": self.remarks(),
-            },
+            "host": self.host_status(),
             "environment": described,
             "busy": self.busy(),
             "no_gpu": None if config.allow_cpu else missing,
             "enabled": config.enabled,
+            "unserved": None,
             "model": self.model_name(),
             "job": self.rehearsals.jobs.status(),
             "accelerators": [each for attachment in self.attachments for each in attachment.status()],
@@ -244,10 +253,12 @@ class Session:
                 plan["last_pass"] = False
         for row in found["reasons_listed"]:
             row["code"] = reasons.code_of(row["reason"])
-            row["reason_parts"] = _pieces(row["reason"])
-        badge = words.badge(found)
-        parts = {f"{name}_parts": _pieces(badge[name] or "") for name in ("text", "detail")}
-        return {**found, "badge": {**badge, **parts}}
+            row["reason_parts"] = parts.of(row["reason"])
+        return {**found, "badge": parts.badge(found)}
+
+    def host_status(self) -> dict[str, Any]:
+        """What is known of the host, as the status has it."""
+        return {"name": self.HOST, "version": self.host_version(), "remarks": self.remarks()}
 
     def _machine(self) -> tuple[dict[str, Any], str | None]:
         """What this machine has, and why nothing can be accelerated on it. Read again after the first plan: kernels
@@ -348,9 +359,13 @@ class Session:
         return {}
 
 
-def _pieces(text: str) -> list[str]:
-    # without folders first: a piece of a path does not look like one
-    return list(phrases.pieces(bug_report.without_paths(text)))
+def refusing(why: str) -> Callable[..., NoReturn]:
+    """What is called in place of Prepare and Measure where they cannot be started."""
+
+    def refuse(*_: Any) -> NoReturn:
+        raise Refused(why)
+
+    return refuse
 
 
 def guarded(

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from sfast_ext import last_start
 from sfast_ext.hosts.probes import Found, could_be, examine
+from sfast_ext.hosts.refusal import Refusal
 from sfast_ext.hosts.session import NotInstalled, Session
+from sfast_ext.report import logger, words_of
 
 
 class Match(NamedTuple):
@@ -35,23 +38,53 @@ def matches(kinds: Iterable[type[Session]]) -> list[Match]:
 
 def start(version: str, kinds: Iterable[type[Session]]) -> Session | None:
     """Start the session that fits this host best, in place of the one before. If none can be started, nothing stays
-    in the host, and the console and the badge say what is missing."""
+    in the host but a way to ask why, and the console says what is missing."""
     for kind in (kinds := tuple(kinds)):
         kind.stop()
     found = matches(kinds)
     if not found:
+        print(f"Stable Fast {version} does nothing: this WebUI is not known; {', '.join(names(kinds))} are.")
         return None
     best = found[0]
-    why = "; ".join(map(str, best.found.required))
     if best.holds:
         try:
             session = best.kind.start(version, best.found)
         except NotInstalled as exc:
-            why = str(exc)
-        else:
-            session.say(session.greeting())
-            for line in session.lost():
-                session.say(f"Stable Fast: {line}")
-            return session
-    print(f"Stable Fast {version} does nothing in {best.kind.HOST}: {why}.")
+            _refuse(version, best, str(exc))
+            return None
+        lines = [session.greeting(), *(f"Stable Fast: {line}" for line in session.lost())]
+        for line in lines:
+            session.say(line)
+        _keep(session, session.remarks())
+        return session
+    _refuse(version, best, "; ".join(map(str, best.found.required)))
     return None
+
+
+def names(kinds: Iterable[type[Session]]) -> list[str]:
+    """Those of hosts."""
+    return [kind.HOST for kind in kinds]
+
+
+def unserved(missing: str) -> str:
+    """Why nothing is installed, in words for the user."""
+    return f"this WebUI lacks what Stable Fast relies on: {missing}"
+
+
+def _refuse(version: str, match: Match, missing: str) -> None:
+    what = unserved(missing)
+    print(f"Stable Fast {version} does nothing in {match.kind.HOST}: {missing}.")
+    try:
+        session = match.kind(version, match.found)
+        _keep(session, [what])
+        Refusal(session, what).install()
+    except Exception as exc:  # of a host in which this cannot be shown either
+        logger.warning("the badge does not say so: %s", words_of(exc))
+
+
+def _keep(session: Session, lines: list[str]) -> None:
+    told = {"version": session.version, "host": f"{session.HOST} {session.host_version()}", "lines": lines}
+    try:
+        last_start.keep(told)
+    except (OSError, RuntimeError) as exc:
+        session.report.once("last start", f"not kept for doctor: {exc}")

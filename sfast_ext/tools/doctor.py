@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sfast_ext import __version__, environment
+from sfast_ext import __version__, environment, last_start
 from sfast_ext.kernels.backend import choices
 from sfast_ext.tools import measured
 from sfast_ext.tools.lib import machine
@@ -46,6 +46,7 @@ def collect() -> dict[str, Any]:
     found["nvrtc_file"] = environment.nvrtc_file()
     found["diffusers"] = environment.version("diffusers")
     found["used"] = used(found)
+    found["last_start"] = last_start.read()
     known = choices.memory_of(machine.device()).choices() if found["gpu"] else {}
     found["measured"] = {what: {key: one._asdict() for key, one in keys.items()} for what, keys in known.items()}
     return found
@@ -82,6 +83,10 @@ def text(found: dict[str, Any]) -> str:
     missing = [name for key, name in _NAMES.items() if found.get(key) is None]
     lines.append(f"{'Not here'.ljust(width)}  {', '.join(missing) or 'nothing is missing'}")
     lines += ["", "What will be used", *(f"  {line}" for line in found["used"])]
+    started = found["last_start"]
+    if started is not None:
+        said = started["lines"] or ["All that it relies on was there."]
+        lines += ["", f"At its last start, in {started.get('host')}", *(f"  {line}" for line in said)]
     if found["measured"]:
         known = {
             what: {k: choices.Choice(**one) for k, one in keys.items()} for what, keys in found["measured"].items()

@@ -80,6 +80,7 @@ def text(status: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
         f"Stable Fast {status['version']} in {status['host']['name']} {status['host']['version']}",
         f"State ({status['badge']['state']}): {status['badge']['text']}",
         status["badge"]["detail"],
+        *(f"note: {sentence}" for sentence in status["host"].get("remarks", ())),
         *(f"{name}: {known[name]}" for name in ENVIRONMENT if known.get(name) is not None),
         *(f"note: {sentence}" for sentence in known.get("known_bad", ())),
         "",

@@ -10,11 +10,19 @@ from pydantic import BaseModel, Field
 # ruff: noqa: UP045
 
 
+class Host(BaseModel):
+    """The WebUI."""
+
+    name: str = Field(..., description="its name, or that of the WebUI that it is served as")
+    version: str = Field(..., description="its version; unknown if it does not tell")
+    remarks: list[str] = Field(..., description="whether it was not tested, and what does not work in it")
+
+
 class Version(BaseModel):
     """Versions."""
 
     version: str = Field(..., description="of the extension")
-    host: dict[str, str] = Field(..., description="name and version of the WebUI")
+    host: Host = Field(..., description="the WebUI")
 
 
 class Plan(BaseModel):
@@ -116,11 +124,12 @@ class Status(BaseModel):
     """All that is known."""
 
     version: str = Field(..., description="of the extension")
-    host: dict[str, str] = Field(..., description="name and version of the WebUI")
+    host: Host = Field(..., description="the WebUI")
     environment: dict[str, Any] = Field(..., description="torch, CUDA, GPU, Triton")
     busy: bool = Field(..., description="whether the WebUI is at a job")
     no_gpu: Optional[str] = Field(None, description="why nothing can be accelerated on this machine")
     enabled: bool = Field(..., description="whether the setting is on")
+    unserved: Optional[str] = Field(None, description="why nothing of the extension is installed in this WebUI")
     model: Optional[str] = Field(None, description="the loaded model")
     job: Optional[Job] = Field(None, description="the job of prepare or measure that runs, or the last one")
     badge: Badge = Field(..., description="the state in short")

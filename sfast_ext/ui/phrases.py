@@ -22,6 +22,7 @@ PHRASES = (
     "batch",
     "tokens",
     # of reasons, see tests/ui/test_phrases.py
+    "this WebUI lacks what Stable Fast relies on:",
     "a hypernetwork is active:",
     "remove it from the prompt to accelerate",
     "another UNet is active:",
@@ -42,6 +43,10 @@ PHRASES = (
     "ms against",
     "no plan could be built:",
     "offload mode",
+    "works in a way that is not known in this version",
+    "the extension Lora works in a way that is not known:",
+    "turn it off in Extensions > Installed to accelerate",
+    "choose 'none' in Settings > Model Offloading to accelerate",
     "moves the UNet off the GPU, and there is not enough free memory to keep it there",
     "some weights are on",
     "others on",

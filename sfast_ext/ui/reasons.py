@@ -13,12 +13,16 @@ OTHER = "other"
 TABLE: tuple[tuple[str, str], ...] = (
     ("no-gpu", r"the model is on the CPU|the model is on .*not on a GPU|torch finds no NVIDIA GPU"),
     ("unsupported-gpu", r"this torch is built for ROCm|the GPU has compute capability"),
+    ("unserved", r"this WebUI lacks what Stable Fast relies on"),
     ("hypernetwork", r"a hypernetwork is active"),
     ("hypertile", r"Hypertile is on|HyperTile draws its tiles"),
     ("token-merging", r"token merging"),
     ("fp8", r"FP8 weight storage is on"),
     ("other-sd-unet", r"another UNet is active"),
-    ("lora-inside-layers", r"LoRA is computed inside the layers|LoRA is loaded by diffusers"),
+    (
+        "lora-inside-layers",
+        r"LoRA is computed inside the layers|LoRA is loaded by diffusers|the extension Lora works in a way",
+    ),
     ("lowvram", r"--lowvram moves"),
     (
         "offload",

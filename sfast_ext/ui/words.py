@@ -86,7 +86,8 @@ def badge(status: Mapping[str, Any]) -> dict[str, str | None]:
     """The state in a word, a few words for the badge, a sentence for its details, and the entry of the help on what to
     do about it; None where there is nothing to do."""
     state, text, detail = _state(status)
-    why = {"none": status.get("no_gpu"), "original": _reason(status), "partly": _reason(status)}.get(state)
+    none, reason = status.get("unserved") or status.get("no_gpu"), _reason(status)
+    why = {"none": none, "original": reason, "partly": reason}.get(state)
     return {"state": state, "text": text, "detail": detail, "help": None if why is None else code_of(why)}
 
 
@@ -96,6 +97,9 @@ def _reason(status: Mapping[str, Any]) -> str | None:
 
 
 def _state(status: Mapping[str, Any]) -> tuple[str, str, str]:
+    unserved = status.get("unserved")
+    if unserved:
+        return "none", "does nothing in this WebUI", f"{unserved}. The WebUI's own code makes every picture."
     missing = status.get("no_gpu")
     if missing:
         return "none", "no supported NVIDIA GPU", f"{missing}. The WebUI's own code makes every picture."

@@ -20,6 +20,7 @@ STATES = {
     "partly": {"last_pass": {"accelerated": 5, "bypassed": 4}, "reasons_listed": [ROW]},
     "original": {"last_pass": {"bypassed": 4}, "reasons_listed": [ROW]},
     "none": {"no_gpu": "torch finds no NVIDIA GPU"},
+    "unserved": {"unserved": "this WebUI lacks what Stable Fast relies on: modules.shared has no opts"},
     "preparing": {"preparing": PREPARING},
     "preparing, batch": {"preparing": {**PREPARING, "label": "512x512, batch 3, 77 tokens"}},
     "preparing, one": {"preparing": {**PREPARING, "label": "512x512, 1 picture, 77 tokens"}},

@@ -7,16 +7,14 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
 from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import per_request, starting, vae
-from sfast_ext.hosts.a1111 import controlnet, probes
+from sfast_ext.hosts.a1111 import controlnet, lora, probes
 from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
 from sfast_ext.hosts.attachment import Attachment, is_host_code, wraps_torchs
@@ -26,12 +24,6 @@ from sfast_ext.hosts.rehearsals import interrupted
 from sfast_ext.hosts.webui_session import WebUISession
 from sfast_ext.report import logger
 from sfast_ext.ui import words
-
-LORA_LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAttention)
-"""The classes whose forward the built-in Lora extension replaces."""
-
-LORA_MARKS = frozenset({"network_layer_name", "network_current_names", "network_weights_backup", "network_bias_backup"})
-"""What that extension notes on each layer. The weights themselves show what changed in them."""
 
 LEFTOVER_MARKS = frozenset({"_tome_info", "_deepcache_hooked"})
 """What token merging and DeepCache leave on modules after they are off. While they are on, other signs show it."""
@@ -58,10 +50,8 @@ class A1111Hooks:
         self._devices, self._hijack, self._sd_unet, self._shared = devices, sd_hijack, sd_unet, shared
         # Weak: the WebUI may drop the model before its accelerator is released.
         self._unet = weakref.ref(unet)
-        self._layers: list[nn.Module] = []
+        self._lora = lora.LoraLayers()
         self._hypertile: list[Any] = []
-        self._applied: tuple[Any, ...] | None = None
-        self._bias_mask = b""
         self._offloaded: str | None = None
         self._dormant = DormantPatches()
         self.pictures: int | None = None
@@ -70,7 +60,7 @@ class A1111Hooks:
 
     def hooks(self) -> Hooks:
         """The hooks as the accelerator takes them."""
-        ignored = LORA_MARKS | LEFTOVER_MARKS | controlnet.MARKS
+        ignored = lora.MARKS | LEFTOVER_MARKS | controlnet.MARKS
         vouch = self.recognised
         return Hooks(
             self.bypass_reason,
@@ -90,10 +80,8 @@ class A1111Hooks:
         """Read the whole UNet. Called once for each pass of a sampler; takes a millisecond."""
         unet = self._unet()
         modules = [] if unet is None else list(unet.modules())
-        # Lora names the layers of the model, and not those of a ControlNet
-        self._layers = [m for m in modules if isinstance(m, LORA_LAYERS) and hasattr(m, "network_layer_name")]
+        self._lora = lora.LoraLayers(modules)
         self._hypertile = [p for p in (vars(m).get("__webui_hypertile_params") for m in modules) if p is not None]
-        self._applied = None
         self._dormant.new_pass()
         self._offloaded = self._offload_reason()
 
@@ -117,7 +105,9 @@ class A1111Hooks:
         if shared.loaded_hypernetworks:
             names = ", ".join(str(h.name) for h in shared.loaded_hypernetworks)
             return f"a hypernetwork is active: {names}; remove it from the prompt to accelerate"
-        networks = _lora()
+        if self._lora.reason is not None:
+            return self._lora.reason
+        networks = lora.networks()
         if networks is not None and networks.loaded_networks and getattr(shared.opts, "lora_functional", False):
             return (
                 "LoRA is computed inside the layers; "
@@ -138,20 +128,8 @@ class A1111Hooks:
 
         The WebUI does this in the forward of each layer, which a plan does not call.
         """
-        networks = _lora()
-        if networks is None or getattr(self._shared.opts, "lora_functional", False) or not self._layers:
-            return
-        wanted = tuple((n.name, n.te_multiplier, n.unet_multiplier, n.dyn_dim) for n in networks.loaded_networks)
-        # The first and the last layer show what happened outside plans: a checkpoint loaded into the same modules,
-        # which resets every layer, or a call of the original forward that was interrupted.
-        ends = self._layers[0], self._layers[-1]
-        if wanted == self._applied and all(getattr(layer, "network_current_names", ()) == wanted for layer in ends):
-            return
-        with torch.no_grad():
-            for layer in self._layers:
-                networks.network_apply_weights(layer)
-        self._applied = wanted
-        self._bias_mask = bytes(getattr(layer, "bias", None) is not None for layer in self._layers)
+        if not getattr(self._shared.opts, "lora_functional", False):
+            self._lora.apply()
 
     def key(self) -> Hashable:
         """What changes the UNet's forward and appears neither in its arguments nor in its modules."""
@@ -164,7 +142,7 @@ class A1111Hooks:
             self._devices.dtype_unet,
             self._hijack.model_hijack.circular_enabled,
             # A LoRA may give a bias to a layer that has none, and take it away: prepare() has run before this is asked.
-            self._bias_mask,
+            self._lora.has_bias,
         )
 
     def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
@@ -218,7 +196,7 @@ class A1111Session(WebUISession):
 
     HOST = "AUTOMATIC1111 WebUI"
     PROBES = probes.PROBES
-    TESTED = ("v1.10.", "1.10.")
+    TESTED = ("v1.10.0", "v1.10.1", "1.10.0", "1.10.1")
 
     def __init__(self, version: str, found: Found | None = None) -> None:
         super().__init__(version, found)
@@ -231,7 +209,7 @@ class A1111Session(WebUISession):
         self._pictures: int | None = None
         self._memory = A1111Memory(self._unets, self._vaes, _unet_of, self.report)
         self._has_vae = False
-        self._host_version = _host_version()
+        self._host_version = "unknown"
 
     def has_console(self) -> bool:
         """With --loglevel; without it the WebUI configures no log, and Python then writes warnings only."""
@@ -252,9 +230,14 @@ class A1111Session(WebUISession):
         host.callback("on_model_loaded", self.callback(self._follow))
         # before each step: the only callback after every switch of the model, those of refiner and hires fix too
         host.callback("on_cfg_denoiser", self.callback(self._step))
+        host.feature(probes.VERSION, self._read_version)
         host.add(self._memory.release)
         host.feature(probes.MEMORY, self._install_memory)
+        host.feature(probes.UPSCALERS, lambda: self._memory.install_upscaling(host))
         self._has_vae = host.feature(probes.VAE, lambda: host.wrap("process_images_inner", self._before_pictures))
+
+    def _read_version(self) -> None:
+        self._host_version = str(self.found["git_tag"]())
 
     def _install_memory(self) -> None:
         self.installation.wrap("unload_model_weights", self._unload)
@@ -389,18 +372,3 @@ def _resident_unets() -> Iterator[nn.Module]:
         unet = _unet_of(model)
         if unet is not None:
             yield unet
-
-
-def _lora() -> ModuleType | None:
-    """The module of the built-in Lora extension; None where it is not loaded."""
-    networks = sys.modules.get("networks")
-    return networks if hasattr(networks, "network_apply_weights") and hasattr(networks, "loaded_networks") else None
-
-
-def _host_version() -> str:
-    try:
-        from modules import launch_utils
-
-        return str(launch_utils.git_tag())
-    except Exception:
-        return "unknown"

@@ -60,6 +60,9 @@ class A1111Memory:
         """Wrap functions of the WebUI."""
         for name in ("send_model_to_cpu", "send_model_to_trash"):
             host.wrap(name, self._send_away)
+
+    def install_upscaling(self, host: Installation) -> None:
+        """Make room for upscalers."""
         host.wrap("Upscaler.upscale", self._upscale)
 
     def release(self) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from sfast_ext.hosts.probes import Feature, Probe, has, passes, probe, takes, without
+from sfast_ext.hosts.probes import Check, Feature, Probe, every, has, passes, probe, refers_to, takes, without
 from sfast_ext.hosts.webui_probes import REQUESTS, WEBUI, XYZ
 
 VAE = Feature("VAE", "the VAE is not accelerated")
 MEMORY = Feature("memory", "GPU memory that plans hold is freed later than the WebUI needs it")
+UPSCALERS = Feature("upscalers", "GPU memory that plans hold is not freed before an upscaler runs")
 VERSION = Feature("version", "the report does not name the version of the WebUI")
 
 PROBES: tuple[Probe, ...] = (
     *WEBUI,
     *REQUESTS,
-    without("modules_forge"),
+    without("modules_forge", "backend", "ldm_patched"),
     probe("modules.script_callbacks:on_cfg_denoiser", check=takes("callback")),
     probe("modules.shared:device"),
     probe("modules.shared:loaded_hypernetworks"),
@@ -24,7 +25,26 @@ PROBES: tuple[Probe, ...] = (
     probe("modules.sd_models:unload_model_weights", check=passes(), feature=MEMORY),
     probe("modules.sd_models:send_model_to_cpu", check=passes(""), feature=MEMORY),
     probe("modules.sd_models:send_model_to_trash", check=passes(""), feature=MEMORY),
-    probe("modules.upscaler:Upscaler.upscale", check=passes("self"), feature=MEMORY),
+    probe("modules.upscaler:Upscaler.upscale", check=passes("self"), feature=UPSCALERS),
     probe("modules.launch_utils:git_tag", check=takes(), feature=VERSION),
     probe("modules.scripts:scripts_data", feature=XYZ),
 )
+
+
+def _of_lora(check: Check) -> Check:
+    """A check of Lora's code: another extension may have put something in its place."""
+    return lambda function: check(function) if getattr(function, "__module__", None) == "networks" else None
+
+
+LORA: tuple[Probe, ...] = (
+    probe("networks:loaded_networks"),
+    probe(
+        "networks:network_apply_weights",
+        check=every(
+            takes("layer"),
+            _of_lora(refers_to("network_layer_name", "network_current_names")),
+            _of_lora(refers_to("te_multiplier", "unet_multiplier", "dyn_dim")),
+        ),
+    ),
+)
+"""Of the built-in extension Lora, which may be loaded later. While one of them is missing, calls are bypassed."""

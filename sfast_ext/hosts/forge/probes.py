@@ -6,12 +6,13 @@ from sfast_ext.hosts.probes import Feature, Probe, passes, probe, refers_to, tak
 from sfast_ext.hosts.webui_probes import WEBUI, XYZ
 
 MEMORY = Feature("memory", "GPU memory that plans hold is freed later than the WebUI needs it")
+VERSION = Feature("version", "the report does not name the version of the WebUI")
 VAE = Feature("VAE", "the VAE is not accelerated")
 CONTROLNET = Feature("ControlNet", "ControlNets are not accelerated")
 
 _FORGE: tuple[Probe, ...] = (
     *WEBUI,
-    probe("modules_forge"),
+    probe("modules_forge.forge_version:version", feature=VERSION),
     probe("modules.script_callbacks:on_cfg_denoiser", check=takes("callback")),
     probe("modules.sd_models:model_data"),
     probe("modules.processing:process_images_inner", check=passes("p"), feature=VAE),

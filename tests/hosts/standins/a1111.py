@@ -246,7 +246,7 @@ class Host:
             "modules.logging_config": _module("modules.logging_config", TqdmLoggingHandler=None),
             "modules.scripts": scripts_module(),
             "modules.upscaler": _module("modules.upscaler", Upscaler=type("Upscaler", (), {"upscale": upscale})),
-            "modules.script_callbacks": _module("modules.script_callbacks", **registrars),
+            "modules.script_callbacks": _module("modules.script_callbacks", callback_map=self.callbacks, **registrars),
             "modules.errors": _module("modules.errors", display_once=lambda exc, task: self.errors.append(exc)),
             "modules.launch_utils": _module("modules.launch_utils", git_tag=lambda: "v1.10.1"),
             "modules.sd_samplers_cfg_denoiser": _module("modules.sd_samplers_cfg_denoiser"),
@@ -307,7 +307,8 @@ class Host:
             self.shared.cmd_opts.lowvram = blocks
             # once it knows what to move
             model.cond_stage_model = WrappedTextEncoder(model.cond_stage_model)
-        name_layers(model.model)
+        if "networks" in sys.modules:
+            name_layers(model.model)
         self.reuse(model)
         self.fire("model_loaded", model)
         return model

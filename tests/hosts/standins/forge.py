@@ -163,6 +163,7 @@ class ModelPatcher:
         self.backup: dict[str, Any] = {}
         self.patches_uuid = uuid.uuid4()
         self.pinned = 0
+        self.model.model_lowvram = getattr(model, "model_lowvram", False)
         self.model_options: dict[str, Any] = {"transformer_options": {}}
 
     def clone(self) -> ModelPatcher:
@@ -293,7 +294,7 @@ class Host:
             "modules.logging_config": _module("modules.logging_config", TqdmLoggingHandler=None),
             "modules.scripts": scripts_module(),
             "modules.upscaler": _module("modules.upscaler", Upscaler=type("Upscaler", (), {"upscale": upscale})),
-            "modules.script_callbacks": _module("modules.script_callbacks", **registrars),
+            "modules.script_callbacks": _module("modules.script_callbacks", callback_map=self.callbacks, **registrars),
             "modules.errors": _module("modules.errors", display_once=lambda exc, task: self.errors.append(exc)),
             # settings name its components; nothing shows them here
             "gradio": _module("gradio", Checkbox=object, Slider=object, Radio=object, HTML=object),

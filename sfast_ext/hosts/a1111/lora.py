@@ -1,0 +1,70 @@
+"""The WebUI's built-in extension Lora: it changes weights in the forward of each layer, which a plan does not call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from sfast_ext.hosts.a1111.probes import LORA
+from sfast_ext.hosts.probes import Missing, examine
+
+LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAttention)
+"""The classes whose forward it replaces."""
+
+MARKS = frozenset({"network_layer_name", "network_current_names", "network_weights_backup", "network_bias_backup"})
+"""What it notes on each layer. The weights themselves show what changed in them."""
+
+
+def networks() -> ModuleType | None:
+    """Its module; None if it is not loaded."""
+    found = sys.modules.get("networks")
+    return found if hasattr(found, "network_apply_weights") and hasattr(found, "loaded_networks") else None
+
+
+class LoraLayers:
+    """The layers of one network that it may change.
+
+    Args:
+        modules: all modules of the network.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
+        # it names the layers of the model, and not those of a ControlNet
+        self._layers = [m for m in modules if isinstance(m, LAYERS) and hasattr(m, "network_layer_name")]
+        self._applied: tuple[Any, ...] | None = None
+        self.has_bias = b""
+        """Of each layer. A LoRA may give a bias to a layer that has none, and take it away."""
+        self.reason = self._unknown_bypass_reason()
+        """Why calls must be bypassed; None if they need not."""
+
+    def _unknown_bypass_reason(self) -> str | None:
+        acts = self._layers or any(getattr(kind.forward, "__module__", None) == "networks" for kind in LAYERS)
+        missing: list[Missing] = examine(LORA).missing if acts else []
+        if not missing:
+            return None
+        return (
+            f"the extension Lora works in a way that is not known: {missing[0]}; "
+            "turn it off in Extensions > Installed to accelerate"
+        )
+
+    def apply(self) -> None:
+        """Bring the weights up to date."""
+        module = networks()
+        if module is None or not self._layers:
+            return
+        wanted = tuple((n.name, n.te_multiplier, n.unet_multiplier, n.dyn_dim) for n in module.loaded_networks)
+        # The first and the last layer show what happened outside plans: a checkpoint loaded into the same modules,
+        # which resets every layer, or a call of the original forward that was interrupted.
+        ends = self._layers[0], self._layers[-1]
+        if wanted == self._applied and all(getattr(layer, "network_current_names", ()) == wanted for layer in ends):
+            return
+        with torch.no_grad():
+            for layer in self._layers:
+                module.network_apply_weights(layer)
+        self._applied = wanted
+        self.has_bias = bytes(getattr(layer, "bias", None) is not None for layer in self._layers)
