@@ -92,19 +92,19 @@ class ForgeHooks:
         for kind in PATCHES:
             patch = _first(options.get(kind))
             if patch is not None:
-                return self._inside(patch)
+                return self._inside_bypass_reason(patch)
         for key in options.keys() - self._known:
             value = options[key]
             if key == WRAPPERS:
                 value = value.get("diffusion_model") if isinstance(value, dict) else value
             elif self._reading.option(key):
-                return f"the option {key} of an extension changes what the UNet computes; turn it off to accelerate"
+                return f"{key}, an option that an extension has set, works inside the UNet; turn it off to accelerate"
             patch = _first(value, callable)
             if patch is not None:
-                return self._inside(patch)
+                return self._inside_bypass_reason(patch)
         return None
 
-    def _inside(self, patch: Any) -> str:
+    def _inside_bypass_reason(self, patch: Any) -> str:
         name = describe(patch)
         if name.startswith(self._program.token_merging):
             return "token merging is on; set its ratio to 0 in Settings > Optimizations to accelerate"

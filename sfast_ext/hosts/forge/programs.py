@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from sfast_ext.behaviour.foreign_code import describe
+
 PATCHES = ("patches", "patches_replace", "block_modifiers", "block_inner_modifiers", "group_norm_wrapper")
 """What a UNet's forward calls or lets its blocks call, of `transformer_options`."""
 
@@ -182,7 +184,8 @@ def _reforge_bypass_reason(holder: Any, unet: nn.Module) -> str | None:
         return IN_PARTS
     layers = [m for m in unet.modules() if hasattr(m, _CAST)]
     if any(m.weight_function or m.bias_function for m in layers):
-        return "weights are patched inside the layers, by a hook of an extension; turn it off to accelerate"
+        hook = next(f for m in layers for f in (*m.weight_function, *m.bias_function))  # type: ignore[misc]
+        return f"{describe(hook)} works inside the UNet; turn it off to accelerate"
     return _cast_kinds(unet, layers)
 
 
