@@ -32,7 +32,7 @@ class Mutation(NamedTuple):
 
 def every() -> list[Mutation]:
     """All of them, in the order of a call."""
-    from mutations import calls, files, graphs, programs, proof, recorded, weights
+    from mutations import calls, files, forges, graphs, programs, proof, recorded, weights
 
     return [
         *calls.MUTATIONS,
@@ -41,5 +41,6 @@ def every() -> list[Mutation]:
         *graphs.MUTATIONS,
         *recorded.MUTATIONS,
         *programs.MUTATIONS,
+        *forges.MUTATIONS,
         *files.MUTATIONS,
     ]

@@ -120,6 +120,37 @@ def test_lora_in_the_layers_is_never_stale(on):
     assert on.count("captures") == 1
 
 
+@pytest.mark.parametrize("on", ["Forge"], indirect=True)
+def test_another_lora_in_the_middle_of_a_pass_is_seen(on):
+    """As a preview or a script that loads models between two steps."""
+    steps = []
+
+    def change(params: Any) -> None:
+        steps.append(params)
+        if len(steps) == 2:
+            on.host.lora(online=True, a=1.0)
+            on.host.model_data.sd_model.forge_objects.unet.refresh_loras()
+
+    def played(host: Any) -> torch.Tensor:
+        steps.clear()
+        host.callbacks["cfg_denoiser"].append(change)
+        try:
+            return host.generate()
+        finally:
+            host.callbacks["cfg_denoiser"].remove(change)
+
+    on.accelerated(reference(on.name))
+    host = on.host
+    with on.standin.running() as other:
+        other.load(1)
+        on.host = other
+        expected = played(other)
+        on.host = host
+    assert not same(expected, reference(on.name))
+    assert same(played(on.host), expected)
+    assert any("LoRA is computed inside the layers" in reason for reason in on.status()["reasons"])
+
+
 @both
 def test_what_works_inside_the_unet_is_bypassed_with_its_name(on, monkeypatch):
     with on.standin.running() as other:
