@@ -29,7 +29,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 GRADIOS = ("SFAST_GRADIO_PYTHON",)
-WEBUIS = ("SFAST_A1111_DIR", "SFAST_SDNEXT_DIR", "SFAST_FORGE_DIR", "SFAST_FORGE_CLASSIC_DIR")
+WEBUIS = (
+    "SFAST_A1111_DIR",
+    "SFAST_SDNEXT_DIR",
+    "SFAST_FORGE_DIR",
+    "SFAST_FORGE_CLASSIC_DIR",
+    "SFAST_FORGE_OLD_DIR",
+    "SFAST_REFORGE_DIR",
+)
 _LEFT = pytest.StashKey[dict[str, int]]()
 _KEPT = 2 << 30
 """Bytes that a worker may keep on the GPU after a test: the others need the rest."""

@@ -251,11 +251,23 @@ def _refuse_random(graph_module: fx.GraphModule) -> None:
         tags = getattr(node.target, "tags", ())
         if torch.Tag.nondeterministic_seeded not in tags:
             continue
-        if node.target is aten.dropout.default and (node.args[2] is False or node.args[1] == 0.0):
+        if _drops_nothing(node):
             continue
         if node.target is aten.scaled_dot_product_attention.default and not _dropout_p(node):
             continue
         raise CaptureRefused(f"its forward draws random numbers ({node.target})")
+
+
+_DROPOUTS = {f"aten::{kind}dropout" for kind in ("", "feature_", "alpha_", "feature_alpha_")}
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    """Whether it is a dropout, in place or not, that is off."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or schema.name.removesuffix("_") not in _DROPOUTS:
+        return False
+    p, train = (node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in ((1, "p"), (2, "train")))
+    return train is False or p == 0.0
 
 
 def _dropout_p(node: fx.Node) -> float:

@@ -111,5 +111,7 @@ def is_known(vae: Any) -> bool:
 
 
 def _is_known_part(part: Any) -> bool:
-    kinds = {type(module) for module in part.modules()} if isinstance(part, nn.Module) else set()
+    # a host's layers may be derived from torch's
+    modules = part.modules() if isinstance(part, nn.Module) else ()
+    kinds = {kind for module in modules for kind in type(module).__mro__}
     return {nn.Conv2d, nn.GroupNorm} <= kinds and kinds.isdisjoint({nn.Conv1d, nn.Conv3d})

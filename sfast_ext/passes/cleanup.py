@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Rule = Callable[[fx.Node, fx.Node], fx.Node | None]
 """Takes a node and its first argument; returns what replaces the node, or None."""
 
-DROPOUT = overloads("dropout", "feature_dropout", "alpha_dropout")
+DROPOUT = overloads("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 SAME_VALUE = overloads("alias", "detach", "detach_", "lift", "lift_fresh", "lift_fresh_copy", "contiguous", "clone")
 SAME_IF_SHAPE = overloads("expand", "slice.Tensor", "expand_as")
 FRESH = overloads("clone", "_to_copy", "lift_fresh_copy", "contiguous") | CAST

@@ -185,7 +185,7 @@ def is_random(op: Any) -> bool:
 def draws(node: fx.Node) -> bool:
     """Whether an operator tagged random draws: dropout and attention do not if nothing is dropped."""
     name = node.target._schema.name
-    if name.endswith("dropout"):
+    if name.removesuffix("_").endswith("dropout"):
         return argument(node, 2, "train", True) is not False and argument(node, 1, "p") != 0
     if name == "aten::scaled_dot_product_attention":
         return argument(node, 4, "dropout_p", 0.0) != 0

@@ -84,6 +84,7 @@ PHRASES = (
     "is replaced by",
     "turn it off to accelerate",
     "works inside the UNet",
+    "an option that an extension has set",
     "replaces the model's forward and calls none of its blocks",
     "turn that extension off to accelerate",
     "is called with a bias of class",

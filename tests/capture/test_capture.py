@@ -61,6 +61,26 @@ def test_literals_of_the_forward_are_kept():
     same(lambda m, x: x * torch.tensor(0.5) + torch.ones(4), X)
 
 
+DROPOUTS = (F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout2d)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("function", DROPOUTS)
+def test_a_dropout_that_is_off_draws_nothing(function, inplace):
+    picture = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    for off in ({"p": 0.5, "training": False}, {"p": 0.0, "training": True}):
+        same(lambda m, x, off=off: function(x.sin(), inplace=inplace, **off).cos() + x, picture)
+        # what it writes to is read afterwards by its other name
+        same(lambda m, x, off=off: [y := x.sin(), function(y, inplace=inplace, **off).mul_(2), y + 1][-1], picture)
+
+
+@pytest.mark.parametrize("function", DROPOUTS)
+def test_a_dropout_that_is_on_is_refused_in_place_too(function):
+    for inplace in (False, True):
+        with pytest.raises(CaptureRefused, match="random"):
+            captured(lambda m, x, i=inplace: function(x.sin(), 0.5, training=True, inplace=i), torch.randn(2, 3, 4, 5))
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [

@@ -32,7 +32,20 @@ class Mutation(NamedTuple):
 
 def every() -> list[Mutation]:
     """All of them, in the order of a call."""
-    from mutations import calls, files, graphs, hosts, probes, programs, proof, recorded, states, values, weights
+    from mutations import (
+        calls,
+        files,
+        forges,
+        graphs,
+        hosts,
+        probes,
+        programs,
+        proof,
+        recorded,
+        states,
+        values,
+        weights,
+    )
 
     return [
         *calls.MUTATIONS,
@@ -44,6 +57,7 @@ def every() -> list[Mutation]:
         *recorded.MUTATIONS,
         *programs.MUTATIONS,
         *probes.MUTATIONS,
+        *forges.MUTATIONS,
         *files.MUTATIONS,
         *hosts.MUTATIONS,
     ]

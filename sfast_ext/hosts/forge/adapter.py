@@ -1,9 +1,10 @@
-"""Forge Neo and Forge Classic: where their UNet is, when it changes, and what must not be accelerated."""
+"""The programs that are called Forge: where their networks are, when these change, and what must not be accelerated."""
 
 from __future__ import annotations
 
 import importlib.util
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import nn
@@ -13,9 +14,10 @@ from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import starting
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.forge import probes
+from sfast_ext.hosts.forge.beside import KEPT_CONTROLNETS, Beside
 from sfast_ext.hosts.forge.hooks import ForgeHooks
-from sfast_ext.hosts.forge.memory import ClassicMemory, ForgeMemory
-from sfast_ext.hosts.forge.programs import CLASSIC, NEO, Program
+from sfast_ext.hosts.forge.memory import ClassicMemory, ForgeMemory, OldMemory, ReforgeMemory
+from sfast_ext.hosts.forge.programs import CLASSIC, FORGE, NEO, REFORGE, Program
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Examined
 from sfast_ext.hosts.webui_session import WebUISession
@@ -44,15 +46,21 @@ class ForgeSession(WebUISession):
         super().__init__(version, found)
         self._hooks: weakref.WeakKeyDictionary[nn.Module, ForgeHooks] = weakref.WeakKeyDictionary()
         self._unets = Attachment(self._hooks_for, self.report)
-        self.attachments = (self._unets,)
+        self._beside = Beside(self.PROGRAM, self.report, self._kept_controlnets)
+        self.attachments = (self._unets, *self._beside.attachments)
         self._denoiser: weakref.ref[object] | None = None
         self._pictures: int | None = None
-        self._memory = self._make_memory(self._unets, self.report)
+        self._has_vae = False
+        self._memory = self._make_memory((*self._beside.attachments, self._unets), self.report)
 
     @classmethod
     def is_host(cls) -> bool:
         """Whether the program calls itself so."""
         return _version() == cls.NAME
+
+    def _kept_controlnets(self) -> int:
+        kept = getattr(self.found["opts"], "data", {}).get(KEPT_CONTROLNETS, 5)
+        return kept if isinstance(kept, int) else 1
 
     def install(self, host: Installation) -> None:
         """Register callbacks, and wrap the functions that load and move models, for which there are none."""
@@ -60,6 +68,16 @@ class ForgeSession(WebUISession):
         # before each step: after every switch of the model, those of refiner and hires fix too
         host.callback("on_cfg_denoiser", self.callback(self._step))
         host.feature(probes.MEMORY, self._install_memory)
+        self._has_vae = host.feature(probes.VAE, lambda: host.wrap("process_images_inner", self._before_pictures))
+
+    def _before_pictures(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """img2img encodes its image before the first step, with the settings of this request."""
+        self.guarded(lambda: self._follow_vae(_model()))
+        return original(*args, **kwargs)
+
+    def _follow_vae(self, model: Any) -> None:
+        if self._has_vae:
+            self._beside.follow_vae(model, self.config())
 
     def _install_memory(self) -> None:
         self.installation.wrap("unload_model_weights", self._unload)
@@ -94,6 +112,12 @@ class ForgeSession(WebUISession):
         self._pictures = pictures
         for hooks in list(self._hooks.values()):
             hooks.pictures = pictures
+        self._beside.name_pictures(pictures)
+
+    def release_models(self) -> None:
+        """Release every network that is accelerated."""
+        super().release_models()
+        self._beside.release()
 
     def _hooks_for(self, unet: nn.Module) -> Hooks:
         hooks = self._hooks.get(unet)
@@ -122,6 +146,10 @@ class ForgeSession(WebUISession):
             self.report.bypassed(reason)
             unet = None
         accelerator = self._unets.follow(unet, config)
+        self._follow_vae(model)
+        if self.found.has(probes.CONTROLNET):
+            patcher = getattr(getattr(model, "forge_objects", None), "unet", None)
+            self._beside.follow_controlnets(None if unet is None else patcher, config, self._pictures)
         if accelerator is not None:
             hooks = self._hooks.get(accelerator.module)
             if hooks is not None:
@@ -133,12 +161,13 @@ class ForgeSession(WebUISession):
         unet = unet_of(model)
         if unet is None:
             return None
-        if type(unet).__name__ != self.PROGRAM.unet:
-            return f"{type(unet).__name__} has no UNet; load a Stable Diffusion 1 or XL model to accelerate"
-        if _call_is_replaced(holder_of(model)):
+        compiled = hasattr(unet, "_orig_mod")
+        if compiled or _call_is_replaced(holder_of(model)):
             # Forge's torch.compile would compile our forward
             what = "another function is in the place of the model's own call, torch.compile perhaps"
             return f"{what}; turn it off to accelerate"
+        if type(unet).__name__ != self.PROGRAM.unet:
+            return f"{type(unet).__name__} has no UNet; load a Stable Diffusion 1 or XL model to accelerate"
         return None
 
 
@@ -152,9 +181,42 @@ class ClassicSession(ForgeSession):
     TESTED = ("classic",)
     NAME = "classic"
     _make_memory = ClassicMemory
+    running = None
 
 
-SESSIONS = (ForgeSession, ClassicSession)
+class OldSession(ForgeSession):
+    """The same in Forge, from which the others derive."""
+
+    PROGRAM = FORGE
+    HOST = "Forge"
+    PROBES = probes.FORGE
+    TESTED = ("2.0.1",)
+    _make_memory = OldMemory
+    running = None
+
+    @classmethod
+    def is_host(cls) -> bool:
+        """Whether the program has the version of Forge, such as 2.0.1v1.10.1."""
+        return _version().startswith("2.")
+
+
+class ReforgeSession(ForgeSession):
+    """The same in reForge."""
+
+    PROGRAM = REFORGE
+    HOST = "reForge"
+    PROBES = probes.REFORGE
+    TESTED = ("1.0.0v2",)
+    _make_memory = ReforgeMemory
+    running = None
+
+    @classmethod
+    def is_host(cls) -> bool:
+        """Whether the program has the version of reForge, such as 1.0.0v2-v1.10.1RC."""
+        return _version().startswith("1.")
+
+
+SESSIONS = (ForgeSession, ClassicSession, OldSession, ReforgeSession)
 
 
 def start(version: str) -> None:

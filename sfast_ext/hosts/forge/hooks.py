@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,8 @@ from torch import nn
 from sfast_ext.behaviour.foreign_code import describe
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts.attachment import is_host_code
-from sfast_ext.hosts.forge.programs import PATCHES, Program
+from sfast_ext.hosts.forge.programs import NOTED, PASSED_ON, PATCHES, WRAPPERS, Program
+from sfast_ext.hosts.forge.reading import Reading
 from sfast_ext.hosts.rehearsals import interrupted
 from sfast_ext.ui import words
 
@@ -20,7 +22,8 @@ class ForgeHooks:
     """What the accelerator of one UNet asks Forge at each call. Each answer takes microseconds.
 
     Args:
-        holder: gives the model that has the UNet and calls it (`KModel`, in Forge Classic `BaseModel`).
+        holder: gives the model that Forge loads and patches, which has the UNet and calls it (`KModel`, in Forge
+            Classic and reForge `BaseModel`).
     """
 
     def __init__(self, unet: nn.Module, holder: Callable[[], Any], program: Program) -> None:
@@ -29,6 +32,9 @@ class ForgeHooks:
         self._holder, self._program = holder, program
         self._state: tuple[Any, ...] | None = None
         self._reason: str | None = None
+        self._reading = Reading(unet)
+        handed_on = frozenset(key for key in PASSED_ON if not self._reading.option(key))
+        self._known = NOTED | handed_on | frozenset(PATCHES)
         self.pictures: int | None = None
         """How many are made at once; None where Forge does not say."""
 
@@ -44,6 +50,10 @@ class ForgeHooks:
             interrupted=interrupted,
             ignored=self._program.bookkeeping,
         )
+
+    def alive(self) -> bool:
+        """Whether the UNet is there still."""
+        return self._unet() is not None
 
     def words(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
         """A call in a user's words."""
@@ -71,7 +81,8 @@ class ForgeHooks:
         reason = self._patch_bypass_reason(options) if options else None
         if reason is not None:
             return reason
-        return args, {**{k: v for k, v in kwargs.items() if k in self._program.read}, "transformer_options": {}}
+        read = {k: v for k, v in kwargs.items() if k in self._program.read or self._reading.argument(k)}
+        return args, {**read, "transformer_options": {}}
 
     def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
         """Vouch for what the WebUI itself does to classes and to torch."""
@@ -81,17 +92,58 @@ class ForgeHooks:
         for kind in PATCHES:
             patch = _first(options.get(kind))
             if patch is not None:
-                name = describe(patch)
-                if name.startswith(self._program.token_merging):
-                    return "token merging is on; set its ratio to 0 in Settings > Optimizations to accelerate"
-                return f"{name} works inside the UNet; turn it off to accelerate"
+                return self._inside_bypass_reason(patch)
+        for key in options.keys() - self._known:
+            value = options[key]
+            if key == WRAPPERS:
+                value = value.get("diffusion_model") if isinstance(value, dict) else value
+            elif self._reading.option(key):
+                return f"{key}, an option that an extension has set, works inside the UNet; turn it off to accelerate"
+            patch = _first(value, callable)
+            if patch is not None:
+                return self._inside_bypass_reason(patch)
         return None
 
+    def _inside_bypass_reason(self, patch: Any) -> str:
+        name = describe(patch)
+        if name.startswith(self._program.token_merging):
+            return "token merging is on; set its ratio to 0 in Settings > Optimizations to accelerate"
+        return f"{name} works inside the UNet; turn it off to accelerate"
 
-def _first(value: Any) -> Any:
+
+def _first(value: Any, wanted: Callable[[Any], bool] = lambda found: True) -> Any:
     """The first function in lists and dicts of them; None where there is none."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return next((found for each in value if (found := _first(each)) is not None), None)
-    return value
+        return next((found for each in value if (found := _first(each, wanted)) is not None), None)
+    return value if value is not None and wanted(value) else None
+
+
+class PartHooks(ForgeHooks):
+    """The same of a ControlNet, or of a part of a VAE.
+
+    Args:
+        named: names a call in a user's words; None for those of a UNet.
+        ignored: attributes that the part changes itself, without changing what it computes.
+    """
+
+    def __init__(
+        self,
+        part: nn.Module,
+        holder: Callable[[], Any],
+        program: Program,
+        named: Callable[[Sequence[tuple[int, ...]]], str | None] | None = None,
+        ignored: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__(part, holder, program)
+        self._named, self._ignored = named, ignored
+
+    def hooks(self) -> Hooks:
+        """The hooks as the accelerator takes them."""
+        ignored = self._program.bookkeeping | self._ignored
+        return replace(super().hooks(), arguments=None, consumed=frozenset(), ignored=ignored)
+
+    def words(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
+        """A call in a user's words."""
+        return super().words(shapes) if self._named is None else self._named(shapes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,11 @@ class ForgeMemory:
     Forge loads; they are else freed, and copied again at the next call.
 
     Args:
-        attachment: has the accelerators of the UNets.
+        attachments: have the accelerators of the networks, those first whose memory is freed first.
     """
 
-    def __init__(self, attachment: Attachment, report: Report) -> None:
-        self._attachment, self._report = attachment, report
+    def __init__(self, attachments: Sequence[Attachment], report: Report) -> None:
+        self._attachments, self._report = tuple(attachments), report
         self._free_bytes: Callable[[torch.device], float] = lambda _device: 0.0
 
     def install(self, host: Installation) -> None:
@@ -64,29 +64,32 @@ class ForgeMemory:
     def _suspend(self) -> None:
         """Another checkpoint is about to be loaded, perhaps of the same architecture. Until then plans hold the weights
         of the one that Forge drops."""
-        models = [accelerator.module for accelerator in self._attachment.accelerators()]
+        models = [accelerator.module for each in self._attachments for accelerator in each.accelerators()]
         held = sum(p.nbytes for model in models for p in model.parameters())
-        if self._free_bytes(torch.device("cpu")) < 2 * held:
-            self._attachment.release()
-        else:
-            self._attachment.suspend()
+        short = self._free_bytes(torch.device("cpu")) < 2 * held
+        for each in self._attachments:
+            each.release() if short else each.suspend()
 
     def _load(self, original: Callable[..., Any], patcher: Any, device_to: Any = None, **more: Any) -> Any:
         place = place_of(device_to)
         if place is not None and place.type == "cuda":
             accelerators, whole = self._accelerators_in(patcher), bool(more.get("full_load"))
             if accelerators and whole:
-                # which Forge would do as it moves each; afterwards it does not find the memory that it pinned
-                self._guarded(patcher.unpin_all_weights)
+                self._guarded(functools.partial(self._unpin, patcher))
             for accelerator in accelerators:
                 self._guarded(functools.partial(self._prepare, accelerator, patcher, place if whole else None))
         return original(patcher, device_to, **more)
+
+    def _unpin(self, patcher: Any) -> None:
+        """Forge would do it as it moves each weight; afterwards it does not find the memory that it pinned."""
+        patcher.unpin_all_weights()
 
     def _prepare(self, accelerator: Accelerator, patcher: Any, place: torch.device | None) -> None:
         """Before Forge moves a model to the GPU, in parts where no place is given: each weight that it patches is there
         twice until the next call."""
         weights = dict(patcher.model.named_parameters())
-        twice = sum(weights[key].nbytes for key in patcher.patches if key in weights and self._patches(weights[key]))
+        patched = self._patched(patcher)
+        twice = sum(weights[key].nbytes for key in patched if key in weights and self._patches(weights[key]))
         graphs = functools.partial(graph_pool.make_room, self._report, _WHY)
         room = gpu_room.make_room(accelerator.vacant_bytes + twice + gpu_room.WORKSPACE, [graphs])
         if not room:
@@ -100,6 +103,10 @@ class ForgeMemory:
             self._guarded(accelerator.give_memory_back)
         return freed
 
+    def _patched(self, patcher: Any) -> Iterable[str]:
+        """The names of the weights that Forge patches."""
+        return patcher.patches
+
     def _patches(self, weight: torch.Tensor) -> bool:
         """Whether Forge patches this weight as it loads the model: those that stayed on the GPU are patched."""
         return not weight.is_cuda
@@ -112,9 +119,13 @@ class ForgeMemory:
         with self._unrestored(getattr(patcher, "model", None)):
             return original(patcher, *args, **kwargs)
 
+    def _module_size(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._unrestored(module):
+            return original(module, *args, **kwargs)
+
     @contextlib.contextmanager
     def _unrestored(self, model: Any) -> Iterator[None]:
-        within = self._attachment.within(model) if isinstance(model, nn.Module) else []
+        within = self._within(model)
         before = [(each, each.restores_for_saving) for each in within]
         for accelerator, _ in before:
             accelerator.restores_for_saving = False
@@ -129,33 +140,47 @@ class ForgeMemory:
         return original(*args, **kwargs)
 
     def _accelerators_in(self, patcher: Any) -> list[Accelerator]:
-        model = getattr(patcher, "model", None)
-        return self._attachment.within(model) if isinstance(model, nn.Module) else []
+        return self._within(getattr(patcher, "model", None))
+
+    def _within(self, model: Any) -> list[Accelerator]:
+        if not isinstance(model, nn.Module):
+            return []
+        return [found for each in self._attachments for found in each.within(model)]
 
     def _make_room(self, needed: float) -> None:
         if torch.cuda.is_available():
-            givers = (lambda: graph_pool.make_room(self._report, _WHY), self._attachment.give_memory_back)
+            graphs = functools.partial(graph_pool.make_room, self._report, _WHY)
+            givers: list[Callable[[], object]] = [graphs, *(each.give_memory_back for each in self._attachments)]
             self._guarded(lambda: gpu_room.make_room(needed, givers))
 
     def _guarded(self, action: Callable[[], object]) -> None:
         guarded(self._report, "memory", action)
 
 
-class ClassicMemory(ForgeMemory):
-    """The same in Forge Classic, whose modules have other names. It reads the sizes of a model from its
-    `state_dict()` each time that it makes room."""
+class ReforgeMemory(ForgeMemory):
+    """The same in reForge, which pins no weights, and reads the sizes of modules from their `state_dict()`."""
+
+    def _install_loading(self, host: Installation) -> None:
+        super()._install_loading(host)
+        host.wrap("module_size", self._module_size)
+
+    def _unpin(self, patcher: Any) -> None:
+        """Nothing is pinned that is on the GPU later."""
+
+
+class WholeMemory(ForgeMemory):
+    """The same in Forge and in Forge Classic, which load a model with `LoadedModel.model_load`."""
 
     def _install_loading(self, host: Installation) -> None:
         host.wrap("LoadedModel.model_load", self._load_model)
-        host.wrap("module_size", self._module_size)
-        host.wrap("ModelPatcher.patch_model", self._patch_model)
 
-    def _load_model(self, original: Callable[..., Any], loaded: Any, async_kept_memory: int = -1) -> Any:
-        place = loaded.device if async_kept_memory < 0 else None  # in parts where memory is kept
+    def _load_model(self, original: Callable[..., Any], loaded: Any, kept: float = -1, **more: Any) -> Any:
+        kept = next(iter(more.values()), kept)
+        place = loaded.device if kept < 0 else None  # in parts where memory is kept
         if loaded.device.type == "cuda":
             for accelerator in self._accelerators_in(loaded.model):
                 self._guarded(functools.partial(self._prepare, accelerator, loaded.model, place))
-        return original(loaded, async_kept_memory)
+        return original(loaded, kept)
 
     def _patches(self, weight: torch.Tensor) -> bool:
         """It patches them all."""
@@ -165,14 +190,30 @@ class ClassicMemory(ForgeMemory):
         """Weights that no LoRA patched are on the GPU still, in the memory that plans read."""
         patcher.model.to(patcher.offload_device)
 
+
+class OldMemory(WholeMemory):
+    """The same in Forge, where LoRA stays in weights that leave the GPU and come back."""
+
+    def _patched(self, patcher: Any) -> Iterable[str]:
+        loader = patcher.lora_loader
+        if str(list(patcher.lora_patches)) == loader.loaded_hash:
+            return ()
+        return {*loader.backup, *(key for found in patcher.lora_patches.values() for key in found)}
+
+
+class ClassicMemory(WholeMemory):
+    """The same in Forge Classic, which reads the sizes of a model from its `state_dict()` each time that it makes room,
+    and the weights that it patches."""
+
+    def _install_loading(self, host: Installation) -> None:
+        super()._install_loading(host)
+        host.wrap("module_size", self._module_size)
+        host.wrap("ModelPatcher.patch_model", self._patch_model)
+
     def _patch_model(self, original: Callable[..., Any], patcher: Any, *args: Any, **kwargs: Any) -> Any:
         if self._accelerators_in(patcher):
             self._guarded(functools.partial(_back_up, patcher))
         return self._without_restoring(original, patcher, *args, **kwargs)
-
-    def _module_size(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._unrestored(module):
-            return original(module, *args, **kwargs)
 
 
 def _back_up(patcher: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the adapter relies on in Forge Neo and in Forge Classic, see `sfast_ext.hosts.probes`."""
+"""What the adapter relies on in the programs that are called Forge, see `sfast_ext.hosts.probes`."""
 
 from __future__ import annotations
 
@@ -7,50 +7,85 @@ from sfast_ext.hosts.webui_probes import WEBUI, XYZ
 
 MEMORY = Feature("memory", "GPU memory that plans hold is freed later than the WebUI needs it")
 VERSION = Feature("version", "the report does not name the version of the WebUI")
+VAE = Feature("VAE", "the VAE is not accelerated")
+CONTROLNET = Feature("ControlNet", "ControlNets are not accelerated")
 
 _FORGE: tuple[Probe, ...] = (
     *WEBUI,
     probe("modules_forge.forge_version:version", feature=VERSION),
     probe("modules.script_callbacks:on_cfg_denoiser", check=takes("callback")),
     probe("modules.sd_models:model_data"),
+    probe("modules.processing:process_images_inner", check=passes("p"), feature=VAE),
     probe("modules.sd_models:unload_model_weights", check=passes(), feature=MEMORY),
     probe("modules.upscaler:Upscaler.upscale", check=passes("self"), feature=MEMORY),
     probe("modules.scripts:scripts_data", feature=XYZ),
 )
 
+
+def _management(module: str) -> tuple[Probe, ...]:
+    return (
+        probe(f"{module}:free_memory", check=passes("memory_required"), feature=MEMORY),
+        probe(f"{module}:unload_all_models", check=passes(), feature=MEMORY),
+        probe(f"{module}:get_free_memory", check=takes("dev"), feature=MEMORY),
+    )
+
+
+def _loads_in_parts(module: str) -> tuple[Probe, ...]:
+    """ComfyUI's patcher of 2025 and later, which loads layers one by one."""
+    return (
+        probe(f"{module}:ModelPatcher.load", check=passes("self", "device_to", later=["full_load"]), feature=MEMORY),
+        probe(f"{module}:ModelPatcher.partially_unload", check=passes("self"), feature=MEMORY),
+        probe(f"{module}:ModelPatcher.add_patches", check=passes("self"), feature=MEMORY),
+    )
+
+
+def _controlnet(module: str) -> Probe:
+    return probe(f"{module}:ControlNet", check=refers_to("control_model", "previous_controlnet"), feature=CONTROLNET)
+
+
+_LOADED_IN_PARTS = ("model_lowvram", "current_weight_patches_uuid", "weight_function")
+_BACKEND, _LDM = "backend.memory_management", "ldm_patched.modules.model_management"
+
 NEO: tuple[Probe, ...] = (
     *_FORGE,
-    probe(
-        "backend.patcher.base:ModelPatcher",
-        check=refers_to("model_lowvram", "current_weight_patches_uuid", "weight_function"),
-    ),
-    probe("backend.memory_management:free_memory", check=passes("memory_required"), feature=MEMORY),
-    probe("backend.memory_management:unload_all_models", check=passes(), feature=MEMORY),
-    probe("backend.memory_management:get_free_memory", check=takes("dev"), feature=MEMORY),
-    probe(
-        "backend.patcher.base:ModelPatcher.load",
-        check=passes("self", "device_to", later=["full_load"]),
-        feature=MEMORY,
-    ),
-    probe("backend.patcher.base:ModelPatcher.partially_unload", check=passes("self"), feature=MEMORY),
-    probe("backend.patcher.base:ModelPatcher.add_patches", check=passes("self"), feature=MEMORY),
+    probe("backend.patcher.base:ModelPatcher", check=refers_to(*_LOADED_IN_PARTS)),
+    *_management(_BACKEND),
+    *_loads_in_parts("backend.patcher.base"),
     probe("backend.patcher.base:ModelPatcher.unpin_all_weights", check=takes("self"), feature=MEMORY),
+    _controlnet("backend.patcher.controlnet"),
+)
+
+FORGE: tuple[Probe, ...] = (
+    *_FORGE,
+    probe("backend.patcher.base:ModelPatcher", check=refers_to("lora_patches", "lora_loader")),
+    probe(
+        "backend.patcher.lora:LoraLoader",
+        check=refers_to("loaded_hash", "backup", "forge_online_loras"),
+    ),
+    probe(f"{_BACKEND}:LoadedModel", check=refers_to("prev_parameters_manual_cast", "parameters_manual_cast")),
+    *_management(_BACKEND),
+    probe(f"{_BACKEND}:LoadedModel.model_load", check=passes("self", ""), feature=MEMORY),
+    _controlnet("backend.patcher.controlnet"),
 )
 
 _CAST = ("ldm_patched_cast_weights", "prev_ldm_patched_cast_weights")
 
 CLASSIC: tuple[Probe, ...] = (
     *_FORGE,
-    probe("ldm_patched.modules.model_management:LoadedModel", check=refers_to(*_CAST)),
+    probe(f"{_LDM}:LoadedModel", check=refers_to(*_CAST)),
     probe("ldm_patched.modules.model_patcher:ModelPatcher", check=refers_to("patches", "backup", "offload_device")),
-    probe("ldm_patched.modules.model_management:free_memory", check=passes("memory_required"), feature=MEMORY),
-    probe("ldm_patched.modules.model_management:unload_all_models", check=passes(), feature=MEMORY),
-    probe("ldm_patched.modules.model_management:get_free_memory", check=takes("dev"), feature=MEMORY),
-    probe("ldm_patched.modules.model_management:module_size", check=passes("module"), feature=MEMORY),
-    probe(
-        "ldm_patched.modules.model_management:LoadedModel.model_load",
-        check=passes("self", "async_kept_memory"),
-        feature=MEMORY,
-    ),
+    *_management(_LDM),
+    probe(f"{_LDM}:module_size", check=passes("module"), feature=MEMORY),
+    probe(f"{_LDM}:LoadedModel.model_load", check=passes("self", "async_kept_memory"), feature=MEMORY),
     probe("ldm_patched.modules.model_patcher:ModelPatcher.patch_model", check=passes("self"), feature=MEMORY),
+    _controlnet("ldm_patched.modules.controlnet"),
+)
+
+REFORGE: tuple[Probe, ...] = (
+    *_FORGE,
+    probe("ldm_patched.modules.model_patcher:ModelPatcher", check=refers_to(*_LOADED_IN_PARTS, *_CAST)),
+    *_management(_LDM),
+    probe(f"{_LDM}:module_size", check=passes("module"), feature=MEMORY),
+    *_loads_in_parts("ldm_patched.modules.model_patcher"),
+    _controlnet("ldm_patched.modules.controlnet"),
 )

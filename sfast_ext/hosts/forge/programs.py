@@ -8,8 +8,33 @@ from typing import Any
 
 from torch import nn
 
+from sfast_ext.behaviour.foreign_code import describe
+
 PATCHES = ("patches", "patches_replace", "block_modifiers", "block_inner_modifiers", "group_norm_wrapper")
-"""What a UNet's forward reads of `transformer_options`. All else it only passes on to such patches."""
+"""What a UNet's forward calls or lets its blocks call, of `transformer_options`."""
+
+WRAPPERS = "wrappers"
+"""Functions around a forward and around others, by what they are around, of `transformer_options` in reForge."""
+
+NOTED = frozenset({"original_shape", "transformer_index", "block", "block_index", "activations_shape"})
+"""What a forward itself notes in `transformer_options`, before it reads it."""
+
+PASSED_ON = frozenset(
+    {
+        "cond_or_uncond",
+        "sigmas",
+        "cond_mark",
+        "cond_indices",
+        "uncond_indices",
+        "sampling_sigmas",
+        "sample_sigmas",
+        "uuids",
+        "callbacks",
+        "controlnet_conditioning_modifiers",
+        "controlnet_model_function_wrapper",
+    }
+)
+"""What is in `transformer_options` for those patches, for ControlNets and for samplers. A forward does not call it."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +44,7 @@ class Program:
     Args:
         unet: the class of the UNets that are accelerated.
         token_merging: the module whose patches merge tokens.
-        read: the keyword arguments that the forward reads beside those of `PATCHES`.
+        read: keyword arguments that the forward reads, in addition to those of its signature.
         bookkeeping: attributes of layers in which the program notes what it did. The weights themselves, and what
             `weights_bypass_reason` reads, show what changed.
         state: changes when `weights_bypass_reason` has to be asked again; of the model that has the UNet, and the UNet.
@@ -44,19 +69,25 @@ def _neo_state(holder: Any, unet: nn.Module) -> tuple[Any, ...]:
     return tuple(getattr(holder, name, None) for name in noted)
 
 
+IN_LAYERS = (
+    "LoRA is computed inside the layers; set Diffusion in Low Bits to a choice without 'fp16 LoRA' to accelerate"
+)
+
+
 def _neo_bypass_reason(holder: Any, unet: nn.Module) -> str | None:
     if getattr(holder, "model_lowvram", False):
         return IN_PARTS
     layers = [m for m in unet.modules() if hasattr(m, "parameters_manual_cast")]
     if any(m.weight_function or m.bias_function for m in layers):
-        return (
-            "LoRA is computed inside the layers; "
-            "set Diffusion in Low Bits to a choice without 'fp16 LoRA' to accelerate"
-        )
-    computed = getattr(holder, "computation_dtype", None)
+        return IN_LAYERS
+    return _cast_bypass_reason(holder, unet, any(m.parameters_manual_cast for m in layers))
+
+
+def _cast_bypass_reason(holder: Any, unet: nn.Module, casts: bool) -> str | None:
+    weights = list(unet.parameters())
+    computed = getattr(holder, "computation_dtype", weights[0].dtype if weights else None)
     # of some kinds of quantisation the layers cast nothing, and have weights of other kinds
-    odd = any(type(p) is not nn.Parameter or p.dtype is not computed for p in unet.parameters())
-    if odd or any(m.parameters_manual_cast for m in layers):
+    if casts or any(type(p) is not nn.Parameter or p.dtype is not computed for p in weights):
         return (
             f"the model is quantised or stored in {getattr(holder, 'storage_dtype', 'another type')}; "
             "set Diffusion in Low Bits to Automatic, and load a model in half precision, to accelerate"
@@ -82,6 +113,35 @@ NEO = Program(
     _neo_bypass_reason,
 )
 
+_ONLINE = "forge_online_loras"
+
+
+def _forge_state(holder: Any, unet: nn.Module) -> tuple[Any, ...]:
+    loader = getattr(holder, "lora_loader", None)
+    weight = next(unet.parameters(), None)
+    # layers that are kept in system memory are marked while the model is on the GPU
+    return getattr(loader, "loaded_hash", None), None if weight is None else weight.device
+
+
+def _forge_bypass_reason(holder: Any, unet: nn.Module) -> str | None:
+    layers = [m for m in unet.modules() if hasattr(m, "parameters_manual_cast")]
+    if any("prev_parameters_manual_cast" in vars(m) for m in layers):
+        return IN_PARTS
+    if any(getattr(m, _ONLINE, None) for m in layers):
+        return IN_LAYERS
+    return _cast_bypass_reason(holder, unet, any(m.parameters_manual_cast for m in layers))
+
+
+FORGE = Program(
+    "IntegratedUNet2DConditionModel",
+    "backend.misc.tomesd",
+    frozenset({"timesteps", "context", "y", "control"}),
+    # the sizes are noted when a model is loaded in parts; with LoRA in a layer calls are bypassed
+    frozenset({"prev_parameters_manual_cast", "total_mem", "weight_mem", "extra_mem", _ONLINE}),
+    _forge_state,
+    _forge_bypass_reason,
+)
+
 _CAST, _CAST_BEFORE = "ldm_patched_cast_weights", "prev_ldm_patched_cast_weights"
 
 
@@ -95,8 +155,13 @@ def _classic_bypass_reason(holder: Any, unet: nn.Module) -> str | None:
     layers = [m for m in unet.modules() if hasattr(m, _CAST)]
     if any(_CAST_BEFORE in vars(m) for m in layers):
         return IN_PARTS
+    return _cast_kinds(unet, layers)
+
+
+def _cast_kinds(unet: nn.Module, layers: list[nn.Module]) -> str | None:
     dtypes = {p.dtype for p in unet.parameters()}
-    if len(dtypes) > 1 or any(getattr(m, _CAST) for m in layers):
+    odd = len(dtypes) > 1 or any(type(p) is not nn.Parameter for p in unet.parameters())
+    if odd or any(getattr(m, _CAST) for m in layers):
         kinds = ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
         return f"the model is quantised or stored in {kinds}; load one that is not quantised to accelerate"
     return None
@@ -111,4 +176,25 @@ CLASSIC = Program(
     frozenset({_CAST, _CAST_BEFORE}),
     _classic_state,
     _classic_bypass_reason,
+)
+
+
+def _reforge_bypass_reason(holder: Any, unet: nn.Module) -> str | None:
+    if getattr(holder, "model_lowvram", False):
+        return IN_PARTS
+    layers = [m for m in unet.modules() if hasattr(m, _CAST)]
+    if any(m.weight_function or m.bias_function for m in layers):
+        hook = next(f for m in layers for f in (*m.weight_function, *m.bias_function))  # type: ignore[misc]
+        return f"{describe(hook)} works inside the UNet; turn it off to accelerate"
+    return _cast_kinds(unet, layers)
+
+
+REFORGE = Program(
+    "UNetModel",
+    "ldm_patched.contrib.nodes_tomesd",
+    CLASSIC.read,
+    # a layer has lists of its own once it was loaded in parts; while anything is in them, calls are bypassed
+    frozenset({_CAST, _CAST_BEFORE, "ldm_patched_patched_weights", "weight_function", "bias_function"}),
+    _neo_state,
+    _reforge_bypass_reason,
 )

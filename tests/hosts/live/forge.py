@@ -1,9 +1,11 @@
-"""What the tests of Forge Neo and Forge Classic share: their start.
+"""What the tests of Forge, reForge, Forge Neo and Forge Classic share: their start.
 
 SFAST_FORGE_DIR              a Forge Neo that starts; nothing is written into it
 SFAST_FORGE_PYTHON           its interpreter; default: venv/bin/python in it
 SFAST_FORGE_FLAGS            how it computes; default: on the CPU in fp32
 SFAST_FORGE_CLASSIC_DIR, ..  the same of Forge Classic
+SFAST_FORGE_OLD_DIR, ..      the same of Forge by lllyasviel
+SFAST_REFORGE_DIR, ..        the same of reForge
 
 Checkpoints and LoRAs are made by `forge_models.py`, and lie with settings and outputs in a data directory of the test's
 own.
@@ -69,6 +71,8 @@ class Program:
 
 NEO = Program("Forge Neo", "SFAST_FORGE", "--cpu --force-fp32")
 CLASSIC = Program("Forge Classic", "SFAST_FORGE_CLASSIC", "--always-cpu --all-in-fp32")
+OLD = Program("Forge", "SFAST_FORGE_OLD", "--always-cpu --all-in-fp32")
+REFORGE = Program("reForge", "SFAST_REFORGE", "--always-cpu --all-in-fp32")
 WITHOUT_NETWORK = (
     "--skip-prepare-environment --skip-version-check --skip-python-version-check --no-hashing --api --nowebui"
     " --server-name 127.0.0.1"
@@ -122,6 +126,14 @@ def start(
     return WebUI([program.python, "launch.py", *command], Path(program.folder or ""), log, packages=packages)
 
 
+def named(webui: WebUI, steps: Round) -> Round:
+    """These steps with the ControlNet by the name that the WebUI has for it: Forge and reForge add a hash."""
+    models = webui.get("/controlnet/model_list")["model_list"]
+    (name,) = [each for each in models if each.partition(" ")[0] == "control"]
+    told = json.dumps(steps).replace('"model": "control"', f'"model": {json.dumps(name)}')
+    return [(step, route, payload) for step, route, payload in json.loads(told)]
+
+
 def fixtures(program: Program, steps: Round) -> tuple[Any, Any, Any]:
     """Of a module of tests, `data`, `stock` and `played`: what the WebUI is started with, the pictures of the round as
     it makes them by itself, and the WebUI with the extension after the round."""
@@ -133,12 +145,12 @@ def fixtures(program: Program, steps: Round) -> tuple[Any, Any, Any]:
     @pytest.fixture(scope="module")
     def stock(data: Path) -> dict[str, list[str]]:
         with start(data, "stock", {"disabled_extensions": ["stable-fast"]}, program) as webui:
-            return Played(webui).round(steps, status=False).pictures
+            return Played(webui).round(named(webui, steps), status=False).pictures
 
     @pytest.fixture(scope="module")
     def played(data: Path, stock: dict[str, list[str]]) -> Iterator[Played]:
         with start(data, "extended", {"sfast_allow_cpu": True}, program) as webui:
-            yield Played(webui).round(steps, status=True)
+            yield Played(webui).round(named(webui, steps), status=True)
 
     return data, stock, played
 
@@ -166,6 +178,25 @@ def round_tests(steps: Round, why: Mapping[str, str], same_plans: Sequence[str])
         bypassed(played, name, why[name])
 
     return plans_were_run, no_new_capture_for, the_original_forward_runs_and_the_report_says_why
+
+
+def beside_test(controlled: Sequence[str]) -> Any:
+    """A module's test that plans of the VAE's parts and of ControlNets ran.
+
+    Args:
+        controlled: the steps with ControlNets.
+    """
+
+    def what_runs_beside_the_unet_is_accelerated(played: Played) -> None:
+        status = played.webui.get("/sfast/v1/status")
+        vae = {each["name"]: each for each in status["accelerators"] if each["name"].startswith("VAE")}
+        assert sorted(vae) == ["VAE decoder", "VAE encoder"]
+        assert all(each["plans"] and each["idle"] is None for each in vae.values()), vae
+        for name in controlled:
+            found = [each for each in played.reports[name]["accelerators"] if each["name"] == "controlnet"]
+            assert found and any(each["plans"] for each in found), name
+
+    return what_runs_beside_the_unet_is_accelerated
 
 
 def as_its_own(played: Played, stock: dict[str, list[str]]) -> None:

@@ -1,4 +1,4 @@
-"""Small random models for a real Forge Neo or Classic: run by its interpreter, in its directory, with the directory to
+"""Small random models for a real Forge of any kind: run by its interpreter, in its directory, with the directory to
 fill.
 
     python forge_models.py OUT
@@ -28,8 +28,10 @@ Make = Callable[..., torch.nn.Module]
 
 def of_neo() -> tuple[Make, torch.nn.Module, torch.nn.Module]:
     """What makes a UNet, the text model and the VAE."""
-    sys.argv[1:] = ["--cpu"]
-    sys.path[:0] = [str(Path.cwd()), str(Path.cwd() / "modules_forge" / "packages")]
+    # Forge Neo's flag, and Forge's
+    sys.argv[1:] = ["--cpu", "--always-cpu"]
+    packages = (Path.cwd() / "modules_forge" / "packages", Path.cwd() / "packages_3rdparty")
+    sys.path[:0] = [str(Path.cwd()), *map(str, packages)]
     from backend.nn.unet import IntegratedUNet2DConditionModel
     from backend.nn.vae import IntegratedAutoencoderKL
     from transformers import CLIPTextConfig, CLIPTextModel
@@ -46,10 +48,11 @@ def of_classic() -> tuple[Make, torch.nn.Module, torch.nn.Module]:
     from ldm_patched.modules import args_parser
 
     args_parser.args.always_cpu = True
-    from modules import shared
+    if "sd_vae_tiled_ops" in Path("ldm_patched/ldm/modules/diffusionmodules/model.py").read_text(encoding="utf-8"):
+        from modules import shared
 
-    # the VAE's file asks it as it is read
-    shared.opts = SimpleNamespace(sd_vae_tiled_ops=False)
+        # Forge Classic's VAE asks it as it is read
+        shared.opts = SimpleNamespace(sd_vae_tiled_ops=False)
     from ldm_patched.ldm.models.autoencoder import AutoencoderKL
     from ldm_patched.ldm.modules.diffusionmodules.openaimodel import UNetModel
     from ldm_patched.modules import ops

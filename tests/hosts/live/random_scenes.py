@@ -25,7 +25,7 @@ from . import forge
 from .a1111 import IMG2IMG, IN_FP32, IN_HALF, INIT, PLAIN, Round, apart, make_data, play
 from .webui import WebUI
 
-HOSTS = {"neo": forge.NEO, "classic": forge.CLASSIC}
+HOSTS = {"neo": forge.NEO, "classic": forge.CLASSIC, "forge": forge.OLD, "reforge": forge.REFORGE}
 EACH = 100
 """Scenes of one seed, which a WebUI of its own makes."""
 FIRST = "first"

@@ -144,6 +144,7 @@ test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
 ) = forge.round_tests(ROUND, BYPASSED, SAME_PLANS)
 test_after_an_interruption_the_next_picture_is_right = requests.test_after_an_interruption_the_next_picture_is_right
 test_two_requests_at_once_give_both_pictures = requests.test_two_requests_at_once_give_both_pictures
+test_the_vae_and_controlnets_are_accelerated = forge.beside_test(CONTROLLED)
 
 
 def test_the_round_shows_what_it_should(stock):

@@ -22,6 +22,7 @@ from ldm.modules.diffusionmodules.openaimodel import UNetModel
 from ldm.modules.diffusionmodules.util import timestep_embedding
 from torch import nn
 
+from hosts.standins import forge_beside
 from hosts.standins.a1111 import (
     CALLBACKS,
     CONTEXT,
@@ -166,7 +167,7 @@ class ModelPatcher:
         self.model_options: dict[str, Any] = {"transformer_options": {}}
 
     def clone(self) -> ModelPatcher:
-        other = ModelPatcher(self.model, self.load_device)
+        other = type(self)(self.model, self.load_device)
         other.patches = {key: [*found] for key, found in self.patches.items()}
         other.patches_uuid, other.backup = self.patches_uuid, self.backup
         other.model_options = {"transformer_options": dict(self.model_options["transformer_options"])}
@@ -283,6 +284,7 @@ class Host:
             "backend.memory_management": _module("backend.memory_management", **memory),
             "backend.patcher": _module("backend.patcher"),
             "backend.patcher.base": _module("backend.patcher.base", ModelPatcher=ModelPatcher),
+            **forge_beside.modules("backend.patcher"),
             "modules.shared": self.shared,
             "modules.sd_models": _module(
                 "modules.sd_models", model_data=self.model_data, unload_model_weights=self._unload
@@ -324,7 +326,7 @@ class Host:
         self._drop()
         patcher = self._made(seed, channels, unet)
         self.model_data.sd_model = SimpleNamespace(
-            forge_objects=SimpleNamespace(unet=patcher),
+            forge_objects=SimpleNamespace(unet=patcher, vae=forge_beside.vae(seed)),
             original=patcher,
             sd_checkpoint_info=SimpleNamespace(title=f"seed {seed}"),
         )

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from hosts.standins import forge
+from hosts.standins import forge, forge_beside
 from hosts.standins.a1111 import _module, lora_delta, weights
 from sfast_ext.tools.lib import models
 
@@ -165,6 +165,7 @@ class Host(forge.Host):
         inner = {"model_management": management, "model_patcher": patcher}
         found["ldm_patched"] = _module("ldm_patched")
         found["ldm_patched.modules"] = _module("ldm_patched.modules", __path__=[str(Path(__file__).parent)], **inner)
+        inner["controlnet"] = forge_beside.modules("ldm_patched.modules")["ldm_patched.modules.controlnet"]
         return {**found, **{f"ldm_patched.modules.{name}": each for name, each in inner.items()}}
 
     @property

@@ -115,6 +115,8 @@ WORLDS: dict[str, Callable[[], Any]] = {
     "SDNextSession": _sdnext,
     "ForgeSession": lambda: _ldm("forge"),
     "ClassicSession": lambda: _ldm("forge_classic"),
+    "OldSession": lambda: _ldm("forge_old"),
+    "ReforgeSession": lambda: _ldm("reforge"),
 }
 """By the name of the session class. `test_probes.py` fails on a class that has none."""
 

@@ -1,0 +1,104 @@
+"""What a Forge runs in addition to the UNet: ControlNets, and the VAE."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from sfast_ext.config import Config
+from sfast_ext.hooks import Hooks
+from sfast_ext.hosts import vae
+from sfast_ext.hosts.attachment import Attachment
+from sfast_ext.hosts.forge.hooks import PartHooks
+from sfast_ext.hosts.forge.programs import Program
+from sfast_ext.report import Report
+
+KEPT_CONTROLNETS = "control_net_model_cache_size"
+"""The setting: how many ControlNets the WebUI keeps. Those that it dropped are not held by us either."""
+
+
+class Beside:
+    """Keeps accelerators on ControlNets and on the VAE.
+
+    A ControlNet that runs once for each picture (T2I-Adapter), or that is made anew for each (Control-LoRA), has none.
+
+    Args:
+        kept: how many ControlNets the WebUI keeps.
+    """
+
+    def __init__(self, program: Program, report: Report, kept: Callable[[], int]) -> None:
+        self._program, self._kept = program, kept
+        self._networks: list[nn.Module] = []
+        self._hooks: dict[int, PartHooks] = {}
+        self._vae: Callable[[], nn.Module | None] = _none
+        self.vaes = vae.Vaes(self._hooks_for_vae, report)
+        self.controlnets = Attachment(self._hooks_for_network, report, name="controlnet")
+        self.attachments: tuple[Attachment, ...] = (self.controlnets, *self.vaes.attachments)
+
+    def follow_vae(self, model: Any, config: Config) -> None:
+        """Accelerate the VAE of the model that is used."""
+        found = getattr(getattr(getattr(model, "forge_objects", None), "vae", None), "first_stage_model", None)
+        found = found if isinstance(found, nn.Module) else None
+        # weak: Forge drops it with the model
+        self._vae = _none if found is None else weakref.ref(found)
+        for each in self.vaes.follow([found], config):
+            self._new_pass(each.module)
+
+    def follow_controlnets(self, unet: Any, config: Config, pictures: int | None) -> None:
+        """Accelerate the ControlNets of a UNet's patcher."""
+        used = list(networks_of(unet))
+        kept = [each for each in self._networks if not any(each is other for other in used)]
+        self._networks = [*used, *kept][: max(self._kept(), len(used))]
+        for each in self.controlnets.follow_all(used, config, keep=self._networks):
+            if each is not None:
+                self._new_pass(each.module, pictures)
+                each.new_generation()
+
+    def name_pictures(self, pictures: int | None) -> None:
+        """For the words of ControlNets."""
+        for hooks in self._hooks.values():
+            hooks.pictures = pictures
+
+    def release(self) -> None:
+        """Forget all networks; their accelerators are the session's to release."""
+        self._networks, self._vae = [], _none
+        self._hooks.clear()
+
+    def _new_pass(self, module: nn.Module, pictures: int | None = None) -> None:
+        hooks = self._hooks.get(id(module))
+        if hooks is not None:
+            hooks.pictures = pictures
+            hooks.new_pass()
+
+    def _hooks_for_vae(self, part: nn.Module, named: Callable[[Sequence[tuple[int, ...]]], str | None]) -> Hooks:
+        return self._made(part, lambda: self._vae(), named, vae.MARKS)
+
+    def _hooks_for_network(self, network: nn.Module) -> Hooks:
+        # Forge loads and patches the network itself
+        return self._made(network, weakref.ref(network))
+
+    def _made(self, part: nn.Module, holder: Callable[[], Any], named: Any = None, ignored: Any = frozenset()) -> Hooks:
+        hooks = PartHooks(part, holder, self._program, named, ignored)
+        self._hooks = {key: each for key, each in self._hooks.items() if each.alive()}
+        self._hooks[id(part)] = hooks
+        return hooks.hooks()
+
+
+def _none() -> None:
+    """There is no VAE."""
+
+
+def networks_of(unet: Any) -> list[nn.Module]:
+    """The ControlNets in the list of a UNet's patcher that run at each step and stay loaded between pictures."""
+    found: list[nn.Module] = []
+    control = getattr(unet, "controlnet_linked_list", None)
+    while control is not None:
+        network = getattr(control, "control_model", None)
+        stays = type(control).__name__ == "ControlNet" and hasattr(network, "zero_convs")
+        if stays and isinstance(network, nn.Module) and not any(network is each for each in found):
+            found.append(network)
+        control = getattr(control, "previous_controlnet", None)
+    return found
