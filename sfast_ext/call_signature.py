@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -32,13 +32,13 @@ class NotOurs(Exception):
     """The call is bypassed. The message says why, in a user's words."""
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """Hashable identity of a call: its tree with shapes and dtypes, the autocast mode, and torch's numerical flags."""
 
     tree: Hashable
     mode: tuple[Any, ...]
-    flags: tuple[Any, ...] = ()
+    flags: int = 0
+    """See `numerical_flags`."""
     other_mode: tuple[Any, ...] = ()
     """Autocast of the device type that the model is not on: a forward may ask for it, or compute a part there."""
 
@@ -79,8 +79,6 @@ def as_tensor(leaf: Any, device: torch.device) -> torch.Tensor:
 
 def autocast_mode(device_type: str) -> tuple[Any, ...]:
     """(device type, dtype) of autocast, or () without it."""
-    if not _any_autocast():
-        return ()
     if _AUTOCAST_BY_TYPE:
         return (device_type, torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else ()
     if device_type == "cuda":
@@ -103,23 +101,31 @@ _sdp_math, _sdp_cudnn = _flag("_get_math_sdp_enabled"), _flag("_get_cudnn_sdp_en
 _sdp_half_sums = _flag("_get_math_sdp_allow_fp16_bf16_reduction")
 _default_dtype, _default_type = torch.get_default_dtype, _flag("_get_default_device")
 _raw_matmul, _raw_conv = fp32_precision.RAW
-_known_flags: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_known_flags: dict[tuple[Any, ...], int] = {}
+_last_flags: tuple[tuple[Any, ...], int] = (), 0
 
 
-def numerical_flags() -> tuple[Any, ...]:
+def numerical_flags() -> int:
     """What a program can tell torch about the tensors that a forward makes, about precision and the choice of kernels:
     default dtype and device, TF32, sums in half precision, determinism, ways to compute attention. A CUDA graph keeps
-    what was chosen when it was captured."""
+    what was chosen when it was captured.
+
+    Returns:
+        A number for each combination that there was.
+    """
+    global _last_flags
     # in one expression: a loop over the readers takes three times as long
     raw = (
         _default_dtype(), _default_type(), default_device(), flash_kernels(), _half_sums(), _bf16_sums(),
         _half_accumulators(), _cudnn(), _cudnn_deterministic(), _deterministic(), _mkldnn(), _sdp_flash(),
         _sdp_efficient(), _sdp_math(), _sdp_cudnn(), _sdp_half_sums(), _raw_matmul(), _raw_conv(),
     )  # fmt: skip
-    known = _known_flags.get(raw)
-    if known is None:
-        known = _known_flags[raw] = (*raw[:-2], fp32_precision.read_matmul(), fp32_precision.read_conv())
-    return known
+    last, number = _last_flags
+    if raw != last:
+        meant = (*raw[:-2], fp32_precision.read_matmul(), fp32_precision.read_conv())
+        number = _known_flags.setdefault(meant, len(_known_flags))
+        _last_flags = raw, number
+    return number
 
 
 def flatten_call(
@@ -146,9 +152,12 @@ def flatten_call(
     positional = tuple([_flatten(a, leaves, device, (None, "argument {}", i), numbers) for i, a in enumerate(args)])
     named = tuple([(k, _flatten(v, leaves, device, (None, "{}", k), numbers)) for k, v in sorted(kwargs.items())])
     tree = ("call", positional, named)
-    kind, other = device.type, "cpu" if device.type == "cuda" else "cuda"
-    signature = Signature(tree, autocast_mode(kind), numerical_flags(), autocast_mode(other))
-    return Call(signature, leaves, tree, nested, inputs)
+    mode: tuple[Any, ...] = ()
+    other_mode: tuple[Any, ...] = ()
+    if _any_autocast():
+        kind = device.type
+        mode, other_mode = autocast_mode(kind), autocast_mode("cpu" if kind == "cuda" else "cuda")
+    return Call(Signature(tree, mode, numerical_flags(), other_mode), leaves, tree, nested, inputs)
 
 
 def flatten_output(output: Any) -> tuple[Any, list[torch.Tensor]]:
@@ -163,12 +172,12 @@ def flatten_output(output: Any) -> tuple[Any, list[torch.Tensor]]:
 
 def open_numbers(signature: Signature) -> Signature:
     """The signature without the values of Python numbers: calls that differ in nothing else have it in common."""
-    return replace(signature, tree=_opened(signature.tree))
+    return signature._replace(tree=_opened(signature.tree))
 
 
 def tensors_alone(signature: Signature) -> Signature:
     """The signature without all that is no tensor: calls that differ in constants have it in common."""
-    return replace(signature, tree=tuple(_tensors(signature.tree)))
+    return signature._replace(tree=tuple(_tensors(signature.tree)))
 
 
 def first_difference(one: Signature, other: Signature) -> str | None:

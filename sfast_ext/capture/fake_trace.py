@@ -301,7 +301,7 @@ def _settings() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         getattr(torch._C, "_get_mkldnn_enabled", bool)(),
         cudnn_sdp is not None and cudnn_sdp(),
-        *numerical_flags(),
+        numerical_flags(),
         backends.cuda.flash_sdp_enabled(),
         backends.cuda.mem_efficient_sdp_enabled(),
         backends.cuda.math_sdp_enabled(),

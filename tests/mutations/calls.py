@@ -55,12 +55,12 @@ SIGNATURE = [
     ),
     Mutation(
         "autocast", "call_signature.py",
-        "Signature(tree, autocast_mode(kind), numerical_flags(),", "Signature(tree, (), numerical_flags(),",
+        "mode, other_mode = autocast_mode(kind),", "other_mode =",
         ("test_accelerator.py::test_inference_mode_and_autocast",),
     ),
     Mutation(
         "numerical flags of torch", "call_signature.py",
-        "Signature(tree, autocast_mode(kind), numerical_flags(),", "Signature(tree, autocast_mode(kind), (),",
+        "Signature(tree, mode, numerical_flags(), other_mode)", "Signature(tree, mode, 0, other_mode)",
         ("test_accelerator.py::test_a_numerical_flag_of_torch_gets_a_plan_of_its_own",),
     ),
     Mutation(

@@ -13,6 +13,7 @@ from torch import nn
 
 from sfast_ext import Config, accelerate
 from sfast_ext.call_signature import first_difference, flatten_call, open_numbers, tensors_alone
+from sfast_ext.runtime.argument_roles import MOST_INPUTS
 from sfast_ext.runtime.plan_cache import REJECTED_CALLS
 
 CPU = torch.device("cpu")
@@ -236,16 +237,35 @@ def test_a_refused_key_is_tried_again_where_no_generations_are_announced(monkeyp
 
 def test_each_refusal_lasts_twice_as_long(monkeypatch):
     monkeypatch.setattr("sfast_ext.runtime.plan_cache.REJECTED_CALLS", 4)
-    net, accelerator = accelerated(lambda o, g: o + torch.rand(()) * 0)
-    attempts = []
-    for _ in range(60):
-        before = len([e for e in accelerator.report.as_dict()["events"] if e["stage"] == "refused"])
-        net(torch.randn(2, 4))
-        after = len([e for e in accelerator.report.as_dict()["events"] if e["stage"] == "refused"])
-        attempts.append(after - before)
-    at = [i for i, n in enumerate(attempts) if n]
-    gaps = [b - a for a, b in zip(at, at[1:])]
-    assert len(at) >= 3 and all(later >= earlier for earlier, later in zip(gaps, gaps[1:])) and gaps[-1] > gaps[0]
+    _, accelerator = accelerated(lambda o, g: o)
+    lasted = []
+    for _ in range(4):
+        accelerator._cache.reject("key", "a reason")
+        calls = 0
+        while accelerator._cache.rejection("key") is not None:
+            calls += 1
+        lasted.append(calls)
+    assert lasted == [4, 8, 16, 32]
+    accelerator.new_generation()
+    accelerator._cache.reject("key", "a reason")
+    assert all(accelerator._cache.rejection("key") for _ in range(200))
+
+
+def test_a_number_that_stays_is_a_constant_next_to_one_that_changes():
+    """A forward may branch on it."""
+    net, accelerator = accelerated(lambda o, g: o * g["s"] if g["mode"] == 1 else o)
+    steps(net, [{"mode": 1, "s": fraction(i)} for i in range(STEPS)])
+    assert counts(accelerator) == (2, STEPS - 2), accelerator.report.as_dict()
+
+
+def test_many_numbers_that_change_stay_constants():
+    """Each input is copied by itself."""
+    net, accelerator = accelerated(lambda o, g: o * sum(g))
+    steps(net, [[float(i + n) for n in range(MOST_INPUTS)] for i in range(STEPS)])
+    assert counts(accelerator) == (2, STEPS - 2)
+    net, accelerator = accelerated(lambda o, g: o * sum(g))
+    steps(net, [[float(i + n) for n in range(MOST_INPUTS + 1)] for i in range(STEPS)])
+    assert counts(accelerator) == (2, 0)
 
 
 def call(*args, **kwargs):
