@@ -43,6 +43,7 @@ TABLE: tuple[tuple[str, str], ...] = (
         "another-extension",
         r".* has a foreign |.* is (replaced by|gone)|.* is in place of the forward of |.* is on; turn",
     ),
+    ("unknown-value", r"the forward can read "),
     ("changes-again", r"what the model computes changes again and again"),
     ("training", r"gradients are being recorded"),
     ("random-numbers", r"its forward draws random numbers|.* with dropout, which draws random numbers"),

@@ -88,7 +88,7 @@ def test_a_setting_that_is_replaced_changes_the_key(name):
     first = fingerprint(model)
     assert first.unknown == [] and first.unchanged() and first.unchanged_quick()
     model.processor.levels = after
-    assert not first.watch.unchanged() and not first.unchanged()
+    assert not first.contents.unchanged() and not first.unchanged()
     second = fingerprint(model)
     assert second.key != first.key and second.unknown == []
     model.processor.levels = before

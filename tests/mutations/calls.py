@@ -199,7 +199,7 @@ BEHAVIOUR = [
     ),
     Mutation(
         "a look at torch within a generation", "behaviour/fingerprint.py",
-        "and self.watch.unchanged() and self.torch_check.unchanged()", "and self.watch.unchanged()",
+        "and self.contents.unchanged() and self.torch_check.unchanged()", "and self.contents.unchanged()",
         ("test_stale.py::test_within_a_generation_a_function_that_is_replaced_is_seen",),
     ),
     Mutation(
