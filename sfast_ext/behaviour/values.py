@@ -24,8 +24,8 @@ from sfast_ext.behaviour.forward_slot import OwnForward
 from sfast_ext.behaviour.quick_check import content_of
 from sfast_ext.behaviour.value_types import (
     ATOMS,
-    BY_IDENTITY,
     BY_WORDS,
+    BY_WORDS_OF_ALL,
     buffer_content,
     buffer_size,
     hides_state,
@@ -155,8 +155,10 @@ class Values:
             return (kind, value.name, self.read(value._value_, f"{where}.value", names, strict))
         if (key := self._callable(value, kind, where, names, strict)) is not None:
             return key
-        if is_silent(value) or isinstance(value, BY_IDENTITY):
-            return kind
+        if isinstance(value, BY_WORDS_OF_ALL):
+            return (kind, repr(value))
+        if is_silent(value):
+            return (kind, self._same(value)) if callable(value) else kind
         # cycles end here
         place = id(value), names
         if place in self._seen:
@@ -200,6 +202,11 @@ class Values:
             # its attributes are its entries
             return (kind, key)
         return (kind, key, self._attributes(value, kind, where, names, strict))
+
+    def _same(self, value: Any) -> Hashable:
+        """The key of a function in C, which is the same one for two blocks or another."""
+        self._identity(value)
+        return id(value)
 
     def _refuse(self, where: str, value: Any, why: str, strict: bool) -> Hashable:
         if strict:
@@ -295,10 +302,10 @@ class Values:
             inner = getattr(value, "__wrapped__", None)
             words = kind.__name__.lower()
             if inner is not None or any(word in words for word in ("function", "method", "func", "descriptor")):
-                return (kind, self._identity(value), self.read(inner, where, names, strict))
+                return (kind, self._same(value), self.read(inner, where, names, strict))
         if hasattr(kind, "__get__") and hides_state(kind):
             # a descriptor, as of a named tuple's field or a slot
-            return (kind, self._identity(value))
+            return (kind, self._same(value))
         return None
 
     def _attributes(self, value: Any, kind: type, where: str, names: Names, strict: bool) -> Hashable:

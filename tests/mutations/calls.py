@@ -160,7 +160,7 @@ BEHAVIOUR = [
     Mutation(
         "plain values in a method's module", "behaviour/foreign_code.py",
         "(callable(value) or isinstance(value, PLAIN) or _of_plain(value))", "(callable(value) or _of_plain(value))",
-        ("behaviour/test_fingerprint.py::test_a_plain_value_that_a_method_reads_is_in_the_key",),
+        ("behaviour/test_fingerprint.py::test_a_plain_value_that_a_hook_reads_is_in_the_key",),
     ),
     Mutation(
         "methods laid over an instance", "behaviour/reader.py",
