@@ -128,7 +128,7 @@ BEHAVIOUR = [
     Mutation(
         "attributes", "behaviour/reader.py",
         "self.key.append((name, found))", "pass",
-        ("test_accelerator.py::test_a_scalar_attribute_brings_another_plan_and_the_first_comes_back",),
+        _KEY,
     ),
     Mutation(
         "lists", "behaviour/reader.py",
