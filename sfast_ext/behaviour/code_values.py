@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from sfast_ext.behaviour.contents import Contents
 from sfast_ext.behaviour.foreign_code import COMMON, is_foreign, layers, package, written_by
 from sfast_ext.behaviour.forward_slot import AcceleratedForward
 from sfast_ext.behaviour.reach import code_names, functions_of, runs_by_syntax
 from sfast_ext.behaviour.value_types import in_library
-from sfast_ext.behaviour.values import Names, Values, contents
-from sfast_ext.behaviour.watch import Watch
+from sfast_ext.behaviour.values import Names, Values, held_by
 
 # calls that are followed from a method: in a library only within its package
 _DEEPEST, _DEEPEST_IN_LIBRARY = 8, 3
@@ -31,7 +31,7 @@ class CodeValues:
 
     Args:
         names: the names that the code of the forward can look up.
-        identity, tensor, module, watch: see `Values`.
+        identity, tensor, module, contents: see `Values`.
         patches: identities of functions of patches, which are not read.
         extension: that of the model's class. Functions of another are patches.
         looked: what the last reading found, see `looked`.
@@ -44,12 +44,12 @@ class CodeValues:
         identity: Callable[[object], Hashable],
         tensor: Callable[[torch.Tensor], Hashable],
         module: Callable[[nn.Module], Hashable | None],
-        watch: Watch,
+        contents: Contents,
         patches: frozenset[int] = frozenset(),
         extension: str | None = None,
         looked: dict[type | None, set[str]] | None = None,
     ) -> None:
-        self.names, self.watch = names, watch
+        self.names, self.contents = names, contents
         self._identity, self._patches, self._extension = identity, patches, extension
         self.values = Values(
             names,
@@ -60,7 +60,7 @@ class CodeValues:
             kind=self.kind,
             python_module=lambda module, where, strict: self._module(module, where, names, "", strict, 0),
             from_outside=self._from_outside,
-            watch=watch,
+            contents=contents,
         )
         self.functions: dict[int, Any] = {}
         """Functions among values."""
@@ -93,9 +93,9 @@ class CodeValues:
         if function.__closure__:
             cells = function.__closure__
             # in a library, those that are of its package are checked by the quick check
-            inside = self.watch.objects(lambda: contents(cells)) if strict else contents(cells)
+            inside = self.contents.objects(lambda: held_by(cells)) if strict else held_by(cells)
             for cell in cells if strict else ():
-                self.watch.holders.setdefault(id(cell), (f"the closure of {here}", cell))
+                self.contents.holders.setdefault(id(cell), (f"the closure of {here}", cell))
             for name, each in zip(function.__code__.co_freevars, inside):
                 there = f"{name} in the closure of {here}"
                 if isinstance(each, ModuleType):
@@ -106,12 +106,12 @@ class CodeValues:
         if common:
             return tuple(key)
         if strict:
-            self.watch.objects(lambda: (function.__defaults__, function.__kwdefaults__, function.__code__))
+            self.contents.objects(lambda: (function.__defaults__, function.__kwdefaults__, function.__code__))
         for defaults in (function.__defaults__, function.__kwdefaults__):
             if defaults:
                 key.append(self.values.read(defaults, f"the defaults of {here}", self.names, strict))
         if vars(function) and strict:
-            self.watch.container(vars(function), here)
+            self.contents.container(vars(function), here)
             inner = ((name, value) for name, value in vars(function).items() if name != "__wrapped__")
             key += [self.values.read(value, f"{here}.{name}", self.names, strict) for name, value in inner]
         if self._depth < (_DEEPEST if strict else _DEEPEST_IN_LIBRARY):
@@ -131,7 +131,7 @@ class CodeValues:
         found: list[Hashable] = []
         for name in names - around.keys() if strict else ():
             # one of these may be defined later, over a builtin function say
-            self.watch.name(around, name)
+            self.contents.name(around, name)
         for name in sorted(names & around.keys()):
             if not name.startswith("__"):
                 where = f"{around.get('__name__')}.{name}"
@@ -154,20 +154,20 @@ class CodeValues:
             return None
         if isinstance(value, type):
             if strict:
-                self.watch.name(home, name)
+                self.contents.name(home, name)
             return self.kind(value, where, self.names, strict, own)
         if isinstance(value, FunctionType):
             if strict:
-                self.watch.name(home, name)
+                self.contents.name(home, name)
             same = written_by(value) == own
             theirs = not same and (written_by(value) in COMMON or in_library(value.__code__.co_filename))
             return self._identity(value) if theirs else self.function(value, where, strict)
         if not strict and callable(value):
             return None
         if issubclass(type(value), nn.Module):
-            self.watch.name(home, name)
+            self.contents.name(home, name)
             return self._module_object(value, where, names, strict)
-        self.watch.name(home, name)
+        self.contents.name(home, name)
         if not strict and not isinstance(value, (list, dict, set)) and hasattr(value, "__dict__"):
             # an object of a library, such as a registry
             return None
@@ -194,7 +194,7 @@ class CodeValues:
         home = vars(module)
         found: list[Hashable] = [self._identity(module)]
         for name in sorted(names & home.keys()):
-            self.watch.name(home, name)
+            self.contents.name(home, name)
             if not issubclass(type(home[name]), nn.Module):
                 found += [name, self.values.read(home[name], f"{where}.{name}", names, strict)]
         return tuple(found)
@@ -230,14 +230,14 @@ class CodeValues:
             self._read.add((owner, names))
             here = f"{owner.__module__}.{owner.__qualname__}"
             if strict:
-                self.watch.owner(owner)
+                self.contents.owner(owner)
             outer, self._owner = self._owner, owner
             for name, value in list(vars(owner).items()):
                 if (name not in names and not runs_by_syntax(name)) or isinstance(value, MemberDescriptorType):
                     continue
                 functions = [] if isinstance(value, type) else list(functions_of(value))
                 if strict and (functions or not name.startswith("__")):
-                    self.watch.name(owner, name)
+                    self.contents.name(owner, name)
                 if functions:
                     found += [self.function(each, f"{here}.{name}", strict) for each in functions]
                 elif not name.startswith("__") and not isinstance(value, type):

@@ -17,11 +17,11 @@ from typing import Any
 from torch import nn
 
 from sfast_ext.behaviour import surroundings
+from sfast_ext.behaviour.contents import Contents, State
 from sfast_ext.behaviour.foreign_code import Patch
 from sfast_ext.behaviour.reader import MECHANICS, ClassReading, Reader, Vouch
 from sfast_ext.behaviour.snapshot import Snapshot
 from sfast_ext.behaviour.values import Unknown
-from sfast_ext.behaviour.watch import State, Watch
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Fingerprint:
     names: frozenset[str]
     around: surroundings.Surroundings
     torch_check: surroundings.TorchQuickCheck
-    watch: Watch
+    contents: Contents
     unknown: list[Unknown]
 
     def unchanged(self) -> bool:
@@ -48,7 +48,7 @@ class Fingerprint:
 
         Takes a fraction of a reading's time. True means that a reading would give the same. False may be a false alarm.
         """
-        if not self.snapshot.unchanged() or not self.watch.unchanged() or surroundings.look() != self.around:
+        if not self.snapshot.unchanged() or not self.contents.unchanged() or surroundings.look() != self.around:
             return False
         if not self.torch_check.unchanged():
             # a change without influence, as of a tracer
@@ -57,7 +57,7 @@ class Fingerprint:
 
     def unchanged_quick(self) -> bool:
         """The check for each call; see `Snapshot.unchanged_quick`."""
-        return self.snapshot.unchanged_quick() and self.watch.unchanged() and self.torch_check.unchanged()
+        return self.snapshot.unchanged_quick() and self.contents.unchanged() and self.torch_check.unchanged()
 
     def classes_unchanged(self, root: nn.Module) -> bool:
         """Whether a reading of the classes of all modules, and of what their methods call, would give the same."""
@@ -70,21 +70,21 @@ def fingerprint(
     root: nn.Module,
     ignored: frozenset[str] = frozenset(),
     transparent: Vouch | None = None,
-    beneath: Callable[..., Any] | None = None,
+    below: Callable[..., Any] | None = None,
 ) -> Fingerprint:
     """Read the behaviour key of a module tree. Takes some milliseconds for SDXL.
 
     Args:
         root: the module. Wrappers and hooks that were put on the root after our forward run around it, and are not part
         of the key. ignored: names of attributes without influence on behaviour (a host's bookkeeping of weights).
-        transparent: see `Hooks.transparent`. The identity of such a forward is not part of the key. beneath: the
+        transparent: see `Hooks.transparent`. The identity of such a forward is not part of the key. below: the
         forward of the root that our forward replaced. None for that of the class.
     """
-    reader = Reader(MECHANICS | ignored, root, transparent, beneath)
+    reader = Reader(MECHANICS | ignored, root, transparent, below)
     around = surroundings.look()
     reader.surroundings(around, root)
     reader.read_all(root)
-    reader.values.watch.seal()
+    reader.values.contents.seal()
     return Fingerprint(
         key=tuple(reader.key),
         alive=reader.alive,
@@ -94,20 +94,20 @@ def fingerprint(
         names=reader.names,
         around=around,
         torch_check=surroundings.TorchQuickCheck(reader.names, reader.classes, around),
-        watch=reader.values.watch,
+        contents=reader.values.contents,
         unknown=reader.values.values.unknown,
     )
 
 
 def reachable_state(
-    root: nn.Module, ignored: frozenset[str] = frozenset(), beneath: Callable[..., Any] | None = None
+    root: nn.Module, ignored: frozenset[str] = frozenset(), below: Callable[..., Any] | None = None
 ) -> list[State]:
     """All that the forward of a module can reach and that can change, without the attributes of modules.
 
     Args:
-        root, ignored, beneath: see `fingerprint`.
+        root, ignored, below: see `fingerprint`.
     """
-    reader = Reader(MECHANICS | ignored, root, None, beneath)
+    reader = Reader(MECHANICS | ignored, root, None, below)
     reader.read("", root, is_root=True)
     reader.read_values()
-    return reader.values.watch.state()
+    return reader.values.contents.state()

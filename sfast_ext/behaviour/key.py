@@ -20,7 +20,7 @@ class BehaviourKeys:
         recognised, transparent: see `Hooks`.
         kept: the number of behaviours to remember.
         first: the number of the first behaviour.
-        beneath: returns the forward of the module that our forward replaced, None for that of the class.
+        below: returns the forward of the module that our forward replaced, None for that of the class.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class BehaviourKeys:
         kept: int,
         first: int = 0,
         transparent: Vouch | None = None,
-        beneath: Callable[[], Any] = lambda: None,
+        below: Callable[[], Any] = lambda: None,
     ) -> None:
         self._module, self._ignored, self._recognised, self._kept = module, ignored, recognised, kept
-        self._transparent, self._beneath = transparent, beneath
+        self._transparent, self._below = transparent, below
         self._numbers: OrderedDict[Hashable, tuple[int, Fingerprint]] = OrderedDict()
         self._count = first
         self._fingerprint: Fingerprint | None = None
@@ -81,7 +81,7 @@ class BehaviourKeys:
                 self.last = (self.last[0], self._foreign_patch(previous))
                 self._read_in_generation = True
                 return self.last
-        read = fingerprint(self._module, self._ignored, self._transparent, self._beneath())
+        read = fingerprint(self._module, self._ignored, self._transparent, self._below())
         known = self._numbers.get(read.key)
         if known is None:
             known = self._numbers[read.key] = (self._count, read)

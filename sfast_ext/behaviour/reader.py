@@ -13,6 +13,7 @@ from torch import nn
 
 from sfast_ext.behaviour import surroundings
 from sfast_ext.behaviour.code_values import CodeValues
+from sfast_ext.behaviour.contents import Contents
 from sfast_ext.behaviour.foreign_code import (
     COMMON,
     PLAIN,
@@ -37,7 +38,6 @@ from sfast_ext.behaviour.reach import Walk, names_within
 from sfast_ext.behaviour.snapshot import LONGEST, Snapshot
 from sfast_ext.behaviour.value_types import ATOMS, plain_key
 from sfast_ext.behaviour.values import CONFIGS, ORIGINS
-from sfast_ext.behaviour.watch import Watch
 
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
 _FUNCTIONS = (
@@ -68,7 +68,7 @@ class Reader:
         skip: names of attributes that are not read.
         root: the module.
         transparent: see `Hooks.transparent`.
-        beneath: see `fingerprint`.
+        below: see `fingerprint`.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class Reader:
         skip: frozenset[str],
         root: nn.Module,
         transparent: Vouch | None = None,
-        beneath: Callable[..., Any] | None = None,
+        below: Callable[..., Any] | None = None,
     ) -> None:
         self.skip = skip
-        self.transparent, self.beneath = transparent, beneath
+        self.transparent, self.below = transparent, below
         # the classes of a network from an extension are not foreign to it
         self.extension = owning_extension(type(root))
         self.package = package(type(root).__module__)
@@ -132,14 +132,14 @@ class Reader:
                 identity=self.identity,
                 tensor=self.tensor,
                 module=self.module_key,
-                watch=self.new_watch(),
+                contents=self.new_contents(),
                 patches=patches,
                 extension=self.extension,
                 looked=looked,
             )
             key: list[Hashable] = [self.values_of(*each) for each in self.modules if each[1]]
-            if self.beneath is not None:
-                key.append(values.function(self.beneath, "the forward of the model"))
+            if self.below is not None:
+                key.append(values.function(self.below, "the forward of the model"))
             key += self.code_values(kinds)
             modules = [each for i, each in values.values.modules.items() if i not in self.known_modules()]
             for each in modules:
@@ -167,8 +167,8 @@ class Reader:
         """The key of what the methods and attributes of classes hold."""
         return self.values.kinds(kinds)
 
-    def new_watch(self) -> Watch:
-        return Watch(self.snapshot.bare())
+    def new_contents(self) -> Contents:
+        return Contents(self.snapshot.bare())
 
     def known_modules(self) -> Iterable[int]:
         return self.seen
@@ -217,10 +217,10 @@ class Reader:
         self.key += [kind, self.kind(kind, "forward"), module.training, present]
         if not is_root:
             self.patched(path, module)
-        elif self.beneath is not None:
-            self.key.append(("beneath", self.function(self.beneath)))
-            self.code(self.beneath)
-            self.functions[id(self.beneath)] = self.beneath
+        elif self.below is not None:
+            self.key.append(("below", self.function(self.below)))
+            self.code(self.below)
+            self.functions[id(self.below)] = self.below
         for name, value in attributes.items():
             if value is None or name in self.skip or isinstance(value, (torch.Tensor, AcceleratedForward)):
                 # a third party may have stored our forward

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from sfast_ext.behaviour.contents import Contents, NoContents
 from sfast_ext.behaviour.forward_slot import AcceleratedForward, forward_of, is_own_forward
 from sfast_ext.behaviour.reach import looked_into, names_within
 from sfast_ext.behaviour.reader import MECHANICS, ClassReading, Reader
 from sfast_ext.behaviour.snapshot import NoSnapshot
-from sfast_ext.behaviour.watch import NoWatch, Watch
 
 
 class KnownCode:
@@ -43,10 +43,10 @@ class _Structure(Reader):
     """Reads what two objects of the same type have in common."""
 
     def __init__(self, skip: frozenset[str], root: nn.Module, known: KnownCode | None) -> None:
-        beneath = forward_of(root)
-        while isinstance(beneath, AcceleratedForward):
-            beneath = beneath.previous
-        super().__init__(skip, root, beneath=None if is_own_forward(beneath, root) else beneath)
+        below = forward_of(root)
+        while isinstance(below, AcceleratedForward):
+            below = below.previous
+        super().__init__(skip, root, below=None if is_own_forward(below, root) else below)
         self.known = KnownCode() if known is None else known
         # it is never checked again
         self.snapshot = NoSnapshot()
@@ -73,8 +73,8 @@ class _Structure(Reader):
         # two modules that are compared share their classes
         return []
 
-    def new_watch(self) -> Watch:
-        return NoWatch()
+    def new_contents(self) -> Contents:
+        return NoContents()
 
     def known_modules(self) -> Iterable[int]:
         return self.numbers

@@ -37,9 +37,10 @@ ATOMS = frozenset(
 """Types of values that cannot change, and whose equality says that they are the same."""
 BY_WORDS = frozenset({float, complex, decimal.Decimal})
 """Types of values that cannot change. Equal ones may differ, such as 0.0 and -0.0, and a NaN equals none."""
-BY_IDENTITY: tuple[type, ...] = (
+BY_WORDS_OF_ALL: tuple[type, ...] = (
     operator.itemgetter, operator.attrgetter, operator.methodcaller, torch.finfo, torch.iinfo, type(sys.flags),
 )  # fmt: skip
+"""Classes of values that cannot change, and that are told apart by their words."""
 _SILENT: tuple[type, ...] = (
     types.ModuleType, logging.Logger, logging.LoggerAdapter, logging.Handler, threading.Thread, type(threading.Lock()),
     type(threading.RLock()), threading.Condition, threading.Semaphore, contextvars.Token, torch.Generator,

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from sfast_ext.behaviour.contents import Contents
 from sfast_ext.behaviour.foreign_code import package
 from sfast_ext.behaviour.forward_slot import AcceleratedForward
 from sfast_ext.behaviour.quick_check import content_of
 from sfast_ext.behaviour.value_types import (
     ATOMS,
-    BY_IDENTITY,
     BY_WORDS,
+    BY_WORDS_OF_ALL,
     buffer_content,
     buffer_size,
     hides_state,
@@ -38,7 +39,6 @@ from sfast_ext.behaviour.value_types import (
     random_state,
     slots_of,
 )
-from sfast_ext.behaviour.watch import Watch
 
 MOST_ITEMS = 10_000
 """Items of one container that can be compared for each call."""
@@ -84,7 +84,7 @@ class Values:
         kind: the key of a class among values: (class, place, names, strict).
         python_module: the key of a Python module among values: (module, place, strict).
         from_outside: the names that code outside of a class looks up.
-        watch: what is compared later.
+        contents: what is compared later.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Values:
         kind: Callable[[type, str, Names, bool], Hashable],
         python_module: Callable[[types.ModuleType, str, bool], Hashable],
         from_outside: Callable[[type], frozenset[str]],
-        watch: Watch,
+        contents: Contents,
     ) -> None:
-        self.names, self.watch = names, watch
+        self.names, self.contents = names, contents
         self._identity, self._tensor, self._module = identity, tensor, module
         self._function, self._kind, self._python_module = function, kind, python_module
         self._from_outside = from_outside
@@ -155,8 +155,10 @@ class Values:
             return (kind, value.name, self.read(value._value_, f"{where}.value", names, strict))
         if (key := self._callable(value, kind, where, names, strict)) is not None:
             return key
-        if is_silent(value) or isinstance(value, BY_IDENTITY):
-            return kind
+        if isinstance(value, BY_WORDS_OF_ALL):
+            return (kind, repr(value))
+        if is_silent(value):
+            return (kind, self._same(value)) if callable(value) else kind
         # cycles end here
         place = id(value), names
         if place in self._seen:
@@ -178,16 +180,16 @@ class Values:
         elif isinstance(value, slice):
             return (kind, *(self.read(each, where, names, strict) for each in (value.start, value.stop, value.step)))
         elif isinstance(value, contextvars.ContextVar):
-            (content,) = self.watch.objects(lambda: (value.get(None),))
+            (content,) = self.contents.objects(lambda: (value.get(None),))
             return (kind, self.read(content, f"the context variable {value.name}", names, strict))
         elif isinstance(value, weakref.ref):
-            self.watch.plain(lambda: id(value()))
+            self.contents.plain(lambda: id(value()))
             return (kind, self.read(value(), where, names, strict))
         elif isinstance(value, threading.local):
-            found = self.watch.objects(lambda: (*vars(value), *vars(value).values()))
+            found = self.contents.objects(lambda: (*vars(value), *vars(value).values()))
             return (kind, *(self.read(each, where, names, strict) for each in found))
         elif (state := random_state(value)) is not None:
-            return (kind, self.watch.plain(state))
+            return (kind, self.contents.plain(state))
         elif (base := next((base for base in _BASES if isinstance(value, base)), None)) is not None:
             key = (base, base.__repr__(value))  # type: ignore[call-arg]
         elif isinstance(value, BaseException):
@@ -200,6 +202,11 @@ class Values:
             # its attributes are its entries
             return (kind, key)
         return (kind, key, self._attributes(value, kind, where, names, strict))
+
+    def _same(self, value: Any) -> Hashable:
+        """The key of a function in C, which is the same one for two blocks or another."""
+        self._identity(value)
+        return id(value)
 
     def _refuse(self, where: str, value: Any, why: str, strict: bool) -> Hashable:
         if strict:
@@ -226,31 +233,31 @@ class Values:
             return self._refuse(where, value, "of objects, whose content cannot be compared", strict)
         if size > MOST_BYTES:
             return self._refuse(where, value, f"of {size} bytes: too many to compare for each call", strict)
-        self.watch.holders.setdefault(id(value), (where, value))
-        return self.watch.plain(lambda: buffer_content(value))
+        self.contents.holders.setdefault(id(value), (where, value))
+        return self.contents.plain(lambda: buffer_content(value))
 
     def _container(self, value: Any, where: str, names: Names, strict: bool) -> Hashable:
         if isinstance(value, dict):
             # before the values, so that a change in between is detected
             keys = list(dict.keys(value))
             frozen = is_frozen(type(value))
-            values = list(dict.values(value)) if frozen else self.watch.container(value, where)
+            values = list(dict.values(value)) if frozen else self.contents.container(value, where)
             if isinstance(value, defaultdict):
-                (factory,) = self.watch.objects(lambda: (value.default_factory,))
+                (factory,) = self.contents.objects(lambda: (value.default_factory,))
                 keys, values = [*keys, None], [*values, factory]
             return self._pairs(keys, values, where, names, strict)
         if isinstance(value, types.MappingProxyType):
-            found = self.watch.objects(lambda: (*value.keys(), *value.values()))
+            found = self.contents.objects(lambda: (*value.keys(), *value.values()))
             return self._pairs(found[: len(found) // 2], found[len(found) // 2 :], where, names, strict)
         if isinstance(value, list):
-            items = self.watch.container(value, where)
+            items = self.contents.container(value, where)
         elif isinstance(value, (tuple, frozenset)):
             items = [*value]
         else:
             # the order of a set is what a loop over it sees
             base = set if isinstance(value, set) else deque
-            self.watch.holders.setdefault(id(value), (where, value))
-            items = [*self.watch.objects(lambda: tuple(base.__iter__(value)))]
+            self.contents.holders.setdefault(id(value), (where, value))
+            items = [*self.contents.objects(lambda: tuple(base.__iter__(value)))]
             if base is deque:
                 items.append(value.maxlen)
         if all(type(item) in _PLAIN for item in items):
@@ -295,10 +302,10 @@ class Values:
             inner = getattr(value, "__wrapped__", None)
             words = kind.__name__.lower()
             if inner is not None or any(word in words for word in ("function", "method", "func", "descriptor")):
-                return (kind, self._identity(value), self.read(inner, where, names, strict))
+                return (kind, self._same(value), self.read(inner, where, names, strict))
         if hasattr(kind, "__get__") and hides_state(kind):
             # a descriptor, as of a named tuple's field or a slot
-            return (kind, self._identity(value))
+            return (kind, self._same(value))
         return None
 
     def _attributes(self, value: Any, kind: type, where: str, names: Names, strict: bool) -> Hashable:
@@ -313,7 +320,7 @@ class Values:
             home = None
         found: list[Hashable] = []
         if home:
-            self.watch.attributes(home, names, where)
+            self.contents.attributes(home, names, where)
             dynamic = any("__getattr__" in vars(owner) for owner in kind.__mro__)
             for name, each in list(home.items()):
                 if name in ORIGINS or (names is not None and name not in names):
@@ -324,30 +331,30 @@ class Values:
                 else:
                     found += [name, self.read(each, f"{where}.{name}", names, strict)]
         elif home is not None:
-            self.watch.attributes(home, names, where)
+            self.contents.attributes(home, names, where)
         slots = [(name, each) for name, each in slots_of(kind) if names is None or name in names]
         if slots:
-            self.watch.holders.setdefault(id(value), (where, value))
-            inside = self.watch.objects(lambda: tuple(_slot(value, each) for _, each in slots))
+            self.contents.holders.setdefault(id(value), (where, value))
+            inside = self.contents.objects(lambda: tuple(_slot(value, each) for _, each in slots))
             for (name, _), each in zip(slots, inside):
                 found += [name, self.read(each, f"{where}.{name}", names, strict)]
         return tuple(found)
 
     def _table(self, table: dict, where: str, names: frozenset[str], strict: bool) -> Hashable:
         """A long dictionary of an object that looks its attributes up: the entries with names that are looked up."""
-        self.watch.attributes(table, names, where)
+        self.contents.attributes(table, names, where)
         here = [name for name in list(table) if name in names]
         return tuple([(name, self.read(table.get(name), f"{where}[{name!r}]", self.names, strict)) for name in here])
 
     def _arguments(self, value: BaseException, where: str, names: Names, strict: bool) -> Hashable:
-        found = self.watch.objects(lambda: value.args)
+        found = self.contents.objects(lambda: value.args)
         return tuple([self.read(each, where, names, strict) for each in found])
 
     def _config_node(self, node: Any, kind: type, where: str, names: Names, strict: bool) -> Hashable:
         """A list, dictionary or value of omegaconf by what is in it, not by its parents: those are the configuration of
         the whole model."""
         inside = ("_content", "_val")
-        found = self.watch.objects(lambda: tuple(vars(node).get(each) for each in inside))
+        found = self.contents.objects(lambda: tuple(vars(node).get(each) for each in inside))
         return (kind, *(self.read(each, where, names, strict) for each in found))
 
 
@@ -358,6 +365,6 @@ def _slot(value: Any, descriptor: Any) -> Any:
         return None
 
 
-def contents(cells: tuple[types.CellType, ...]) -> tuple[Any, ...]:
+def held_by(cells: tuple[types.CellType, ...]) -> tuple[Any, ...]:
     """What closure cells hold."""
     return tuple(map(content_of, cells))

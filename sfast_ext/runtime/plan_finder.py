@@ -207,7 +207,7 @@ class PlanFinder:
         context, hooks = self._context, self._context.hooks
         kept = context.config.max_plans
 
-        def beneath() -> Callable[..., Any] | None:
+        def below() -> Callable[..., Any] | None:
             return context.slot.previous
 
-        return BehaviourKeys(context.module, hooks.ignored, hooks.recognised, kept, first, hooks.transparent, beneath)
+        return BehaviourKeys(context.module, hooks.ignored, hooks.recognised, kept, first, hooks.transparent, below)

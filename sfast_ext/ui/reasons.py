@@ -47,6 +47,7 @@ TABLE: tuple[tuple[str, str], ...] = (
         "another-extension",
         r".* has a foreign |.* is (replaced by|gone)|.* is in place of the forward of |.* is on; turn",
     ),
+    ("unknown-value", r"the forward can read "),
     ("changes-again", r"what the model computes changes again and again|an argument changes at each step"),
     (
         "torch-state",

@@ -471,6 +471,14 @@ def test_a_plain_value_that_a_method_reads_is_in_the_key(hosted):
     assert not middle.unchanged_quick() and len({before.key, middle.key, key(model)}) == 3
 
 
+def test_a_plain_value_that_a_hook_reads_is_in_the_key(model):
+    scope = scripted("LEVEL = 1.0\ndef louder(module, args):\n    return args[0] * LEVEL\n")
+    model[0].inner.register_forward_pre_hook(scope["louder"])
+    before = fingerprint(model)
+    scope["LEVEL"] = 2.0
+    assert not before.unchanged_quick() and key(model) != before.key
+
+
 @pytest.mark.parametrize("change", [patch_forward, hook, other_class])
 def test_within_a_generation_a_late_patch_is_seen(model, change):
     keys = BehaviourKeys(model, frozenset(), None, 8)

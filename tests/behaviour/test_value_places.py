@@ -247,13 +247,13 @@ def test_only_what_code_looks_up_in_a_long_table_counts():
 def test_a_wrapper_beneath_the_accelerated_forward_is_read():
     model, state = Model(Processor(1.0)), {"factor": [1.0]}
 
-    def beneath(x):
+    def below(x):
         return x * state["factor"][0]
 
-    before = fingerprint(model, beneath=beneath)
+    before = fingerprint(model, below=below)
     assert before.unchanged_quick()
     state["factor"][0] = 2.0
-    assert not before.unchanged_quick() and fingerprint(model, beneath=beneath).key != before.key
+    assert not before.unchanged_quick() and fingerprint(model, below=below).key != before.key
 
 
 def test_what_a_forward_can_change_is_listed():

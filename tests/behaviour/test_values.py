@@ -6,10 +6,14 @@ import datetime
 import decimal
 import fractions
 import functools
+import logging
+import operator
 import random
+import re
 import threading
 import types
 import weakref
+from pathlib import PurePath
 
 import numpy as np
 import pytest
@@ -77,6 +81,14 @@ REPLACED = {
     "numpy's random generators": (np.random.default_rng(1), np.random.default_rng(2)),
     "shapes of arrays": (np.zeros((2, 3)), np.zeros((3, 2))),
     "dtypes of arrays": (np.zeros(2, np.int32), np.zeros(2, np.float32)),
+    "getters": (operator.itemgetter(0), operator.itemgetter(1)),
+    "functions of numpy": ([np.sin], [np.cos]),
+    "functions of torch": ([torch.sin], [torch.cos]),
+    "operators of torch": ({"f": torch.ops.aten.sin}, {"f": torch.ops.aten.cos}),
+    "limits of a dtype": (torch.finfo(torch.float16), torch.finfo(torch.float32)),
+    "classes": ([nn.ReLU], [nn.SiLU]),
+    "patterns": (re.compile("a"), re.compile("b")),
+    "paths": (PurePath("a"), PurePath("b")),
     "maximal lengths": (collections.deque([1], 2), collections.deque([1], 3)),
 }
 
@@ -88,7 +100,7 @@ def test_a_setting_that_is_replaced_changes_the_key(name):
     first = fingerprint(model)
     assert first.unknown == [] and first.unchanged() and first.unchanged_quick()
     model.processor.levels = after
-    assert not first.watch.unchanged() and not first.unchanged()
+    assert not first.contents.unchanged() and not first.unchanged()
     second = fingerprint(model)
     assert second.key != first.key and second.unknown == []
     model.processor.levels = before
@@ -178,7 +190,7 @@ UNKNOWN = {
     "a long list": ([0] * (MOST_ITEMS + 1), "list of 10001 items: too many"),
     "a large array": (np.zeros(MOST_BYTES), "numpy.ndarray of 524288 bytes: too many"),
     "an array of objects": (np.array([None, [1]], dtype=object), "numpy.ndarray of objects"),
-    "a match": (__import__("re").match("a", "a"), "re.Match"),
+    "a match": (re.match("a", "a"), "re.Match"),
     "keys of a dictionary": ({}.keys(), "dict_keys"),
     "deep": (functools.reduce(lambda inner, _: [inner], range(500), 1), "nested more than 120 deep"),
 }
@@ -204,13 +216,13 @@ SILENT = {
     "locks": lambda: threading.RLock(),
     "threads": lambda: threading.Thread(),
     "modules": lambda: types,
-    "loggers": lambda: __import__("logging").getLogger("x"),
+    "loggers": lambda: logging.getLogger("x"),
     "generators of torch": lambda: torch.Generator(),
     "torch's functions": lambda: [torch.sin, nn.functional.gelu, torch.ops.aten.add, torch.finfo(torch.float16)],
     "classes": lambda: [nn.Linear, dict, np.ndarray],
-    "patterns": lambda: __import__("re").compile("a"),
+    "patterns": lambda: re.compile("a"),
     "tensors": lambda: {"a": [torch.zeros(2)]},
-    "paths": lambda: __import__("pathlib").Path("a"),
+    "paths": lambda: PurePath("a"),
     "numpy's functions": lambda: [np.sin, np.dot, np.float32],
 }
 

@@ -128,7 +128,7 @@ BEHAVIOUR = [
     Mutation(
         "attributes", "behaviour/reader.py",
         "self.key.append((name, found))", "pass",
-        ("test_accelerator.py::test_a_scalar_attribute_brings_another_plan_and_the_first_comes_back",),
+        _KEY,
     ),
     Mutation(
         "lists", "behaviour/reader.py",
@@ -160,7 +160,7 @@ BEHAVIOUR = [
     Mutation(
         "plain values in a method's module", "behaviour/foreign_code.py",
         "(callable(value) or isinstance(value, PLAIN) or _of_plain(value))", "(callable(value) or _of_plain(value))",
-        ("behaviour/test_fingerprint.py::test_a_plain_value_that_a_method_reads_is_in_the_key",),
+        ("behaviour/test_fingerprint.py::test_a_plain_value_that_a_hook_reads_is_in_the_key",),
     ),
     Mutation(
         "methods laid over an instance", "behaviour/reader.py",
@@ -199,7 +199,7 @@ BEHAVIOUR = [
     ),
     Mutation(
         "a look at torch within a generation", "behaviour/fingerprint.py",
-        "and self.watch.unchanged() and self.torch_check.unchanged()", "and self.watch.unchanged()",
+        "and self.contents.unchanged() and self.torch_check.unchanged()", "and self.contents.unchanged()",
         ("test_stale.py::test_within_a_generation_a_function_that_is_replaced_is_seen",),
     ),
     Mutation(

@@ -15,12 +15,12 @@ _PATCHED = (f"{_PLACES}::test_a_class_of_settings_that_is_patched_is_seen",)
 MUTATIONS = [
     Mutation(
         "values within a generation", "behaviour/fingerprint.py",
-        "and self.watch.unchanged() and self.torch_check", "and self.torch_check",
+        "and self.contents.unchanged() and self.torch_check", "and self.torch_check",
         _IN_PLACE,
     ),
     Mutation(
         "values where no generations are told", "behaviour/fingerprint.py",
-        "or not self.watch.unchanged() or", "or",
+        "or not self.contents.unchanged() or", "or",
         (f"{_PLACES}::test_without_generations_it_is_seen_at_the_next_call_as_well",),
     ),
     Mutation(
@@ -65,41 +65,41 @@ MUTATIONS = [
     ),
     Mutation(
         "arrays", "behaviour/values.py",
-        "return self.watch.plain(lambda: buffer_content(value))", "return None",
+        "return self.contents.plain(lambda: buffer_content(value))", "return None",
         _IN_PLACE,
     ),
     Mutation(
         "sets and deques in place", "behaviour/values.py",
-        "items = [*self.watch.objects(lambda: tuple(base.__iter__(value)))]", "items = [*value]",
+        "items = [*self.contents.objects(lambda: tuple(base.__iter__(value)))]", "items = [*value]",
         _IN_PLACE,
     ),
     Mutation(
-        "lengths of lists", "behaviour/watch.py",
+        "lengths of lists", "behaviour/contents.py",
         "and list(map(len, self._lists)) == lists\n", "\n",
         _IN_PLACE,
     ),
     Mutation(
-        "items of lists", "behaviour/watch.py",
+        "items of lists", "behaviour/contents.py",
         "and _same(chain.from_iterable(self._lists), self._items)\n", "\n",
         _IN_PLACE,
     ),
     Mutation(
-        "keys of dictionaries", "behaviour/watch.py",
+        "keys of dictionaries", "behaviour/contents.py",
         "and _same(chain.from_iterable(self._dicts), self._keys)\n", "\n",
         _IN_PLACE,
     ),
     Mutation(
-        "values of dictionaries", "behaviour/watch.py",
+        "values of dictionaries", "behaviour/contents.py",
         "and _same(chain.from_iterable(self._views), self._values)\n", "\n",
         _IN_PLACE,
     ),
     Mutation(
-        "names in modules and classes", "behaviour/watch.py",
+        "names in modules and classes", "behaviour/contents.py",
         "self._names_unchanged()\n                and", "True\n                and",
         _FOUND,
     ),
     Mutation(
-        "names that a class gets later", "behaviour/watch.py",
+        "names that a class gets later", "behaviour/contents.py",
         "and all(len(inside) == size for inside, size in self._owners)\n", "\n",
         _PATCHED,
     ),
@@ -120,7 +120,7 @@ MUTATIONS = [
     ),
     Mutation(
         "defaults in place", "behaviour/code_values.py",
-        "self.watch.objects(lambda: (function.__defaults__, function.__kwdefaults__, function.__code__))", "pass",
+        "self.contents.objects(lambda: (function.__defaults__, function.__kwdefaults__, function.__code__))", "pass",
         _FOUND,
     ),
     Mutation(
@@ -145,12 +145,12 @@ MUTATIONS = [
     ),
     Mutation(
         "context variables", "behaviour/values.py",
-        "(content,) = self.watch.objects(lambda: (value.get(None),))", "content = None",
+        "(content,) = self.contents.objects(lambda: (value.get(None),))", "content = None",
         _FOUND,
     ),
     Mutation(
         "the model's own forward that was wrapped before", "behaviour/reader.py",
-        'key.append(values.function(self.beneath, "the forward of the model"))', "pass",
+        'key.append(values.function(self.below, "the forward of the model"))', "pass",
         (f"{_PLACES}::test_a_wrapper_beneath_the_accelerated_forward_is_read",),
     ),
     Mutation(

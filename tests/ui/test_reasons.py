@@ -73,7 +73,7 @@ def reasons_in(file: Path) -> Iterator[tuple[str, str]]:
                 name = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 given = list(node.args[-1:]) if name in CALLED or name in RAISED else []
             elif isinstance(node, ast.Return) and node.value is not None:
-                patch = file.name == "foreign_code.py" and top.name == "words"
+                patch = file.name in ("foreign_code.py", "values.py") and top.name == "words"
                 given = [node.value] if patch or GIVES_REASONS.search(top.name) else []
             if given and names is None:
                 names = {ast.unparse(n.targets[0]): n.value for n in ast.walk(top) if isinstance(n, ast.Assign)}

@@ -28,7 +28,7 @@ class State(NamedTuple):
     names: tuple[str, ...] | None
 
 
-class Watch:
+class Contents:
     """What was read of values. An object in the place of another counts as a change, except for equal plain values and
     containers of these.
 
@@ -210,7 +210,7 @@ def _same_row(now: Sequence[Any], then: Sequence[Any]) -> bool:
     return len(now) == len(then) and all(map(same_value, now, then))
 
 
-class NoWatch(Watch):
+class NoContents(Contents):
     """Compares nothing later."""
 
     def container(self, container: list | dict, where: str) -> list[Any]:
