@@ -31,10 +31,21 @@ def take_out(made: Made, graph: fx.Graph | None) -> str | None:
         return None
     # those in a cycle of references
     gc.collect()
-    found, left = None, _left(made, known)
-    while left:
-        # popped: this list must not be among those that refer to it
-        found = _take_out(left.pop()) or found
+    left = _left(made, known)
+    if not left:
+        return None
+    found = "a place that is not known"
+    # referrers are not looked for among frozen objects
+    frozen = gc.get_freeze_count() > 0
+    if frozen:
+        gc.unfreeze()
+    try:
+        while left:
+            # popped: this list must not be among those that refer to it
+            found = _take_out(left.pop()) or found
+    finally:
+        if frozen:
+            gc.freeze()
     return found
 
 
@@ -60,16 +71,17 @@ def _of_graph(graph: fx.Graph | None) -> set[int]:
 
 
 def _take_out(tensor: torch.Tensor) -> str | None:
-    found = None
+    # a comprehension that names the tensor would hold it in a cell
+    found, address = None, id(tensor)
     for holder in gc.get_referrers(tensor):
         if isinstance(holder, FrameType):
             continue
         found = f"a {type(holder).__name__}"
         if isinstance(holder, dict):
-            for key in [key for key, value in holder.items() if value is tensor]:
+            for key in [key for key, value in holder.items() if id(value) == address]:
                 dict.pop(holder, key, None)
         elif isinstance(holder, (list, deque)):
-            kept = [each for each in holder if each is not tensor]
+            kept = [each for each in holder if id(each) != address]
             holder.clear()
             holder.extend(kept)
         elif isinstance(holder, set):
