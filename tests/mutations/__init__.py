@@ -32,10 +32,11 @@ class Mutation(NamedTuple):
 
 def every() -> list[Mutation]:
     """All of them, in the order of a call."""
-    from mutations import calls, files, graphs, programs, proof, recorded, weights
+    from mutations import calls, effects, files, graphs, programs, proof, recorded, weights
 
     return [
         *calls.MUTATIONS,
+        *effects.MUTATIONS,
         *proof.MUTATIONS,
         *weights.MUTATIONS,
         *graphs.MUTATIONS,
