@@ -19,14 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 Made = list[weakref.ref[FakeTensor]]
 
 
-def take_out(made: Made, graph: fx.Graph | None) -> str | None:
+def take_out(made: Made, graph_module: fx.GraphModule | None) -> str | None:
     """Take fake tensors out of whatever holds them. Returns a description of the first holder, or None.
 
     Args:
         made: those of the capture.
-        graph: the record, which holds some as metadata.
+        graph_module: the record, which holds some as metadata.
     """
-    known = _of_graph(graph)
+    known = _of_graph(graph_module)
     if not _left(made, known):
         return None
     # those in a cycle of references
@@ -62,9 +62,11 @@ def _left(made: Made, known: set[int]) -> list[FakeTensor]:
     return [x for reference in made if (x := reference()) is not None and id(x) not in known]
 
 
-def _of_graph(graph: fx.Graph | None) -> set[int]:
-    found: set[int] = set()
-    for node in graph.nodes if graph is not None else ():
+def _of_graph(graph_module: fx.GraphModule | None) -> set[int]:
+    if graph_module is None:
+        return set()
+    found = {id(x) for x in (*graph_module.parameters(), *graph_module.buffers(), *vars(graph_module).values())}
+    for node in graph_module.graph.nodes:
         val = node.meta.get("val")
         found.update(map(id, val if isinstance(val, (list, tuple)) else (val,)))
     return found

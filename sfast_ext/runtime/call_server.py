@@ -141,7 +141,7 @@ class CallServer:
         trace = self._builder.live_trace(lookup) if build and not rare else None
         state = self._state() if build else None
         # the original may take away what is in them
-        again = arguments.copied(args, kwargs) if build else ((), {})
+        again = arguments.with_own_containers(args, kwargs) if build else ((), {})
         watch = Stopwatch(lookup.device) if rare else None
         started = time.perf_counter()
         if trace is None or state is None:
@@ -182,7 +182,7 @@ class CallServer:
 
     def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The original forward once more, on containers that it may change."""
-        args, kwargs = arguments.copied(args, kwargs)
+        args, kwargs = arguments.with_own_containers(args, kwargs)
         return self.original(*args, **kwargs)
 
     def _try_to_build(self, lookup: Lookup, run: OriginalRun) -> None:

@@ -117,8 +117,10 @@ class PlanFinder:
         if refused is not None:
             raise NotOurs(refused)
         if plan is None and self._backoff.must_wait(shape_signature, key):
-            again = "what the model computes changes again and again: a plan is made when it stays the same"
-            raise NotOurs(self._changes.reason(shape_signature) or again)
+            changed = self._changes.reason(shape_signature)
+            if changed is not None:
+                raise NotOurs(changed)
+            raise NotOurs("what the model computes changes again and again: a plan is made when it stays the same")
         if plan is not None and plan.edits and not distinct(args, kwargs):
             raise NotOurs("the same list is there twice among its arguments, and its forward changes it")
         if not speculate:
