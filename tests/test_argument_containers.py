@@ -220,3 +220,23 @@ def test_further_shapes_take_out_as_much():
         assert [id(each) for each in mine] == [id(each) for each in theirs]
     assert len(accelerator.plans) == 3
     accelerator.release()
+
+
+def test_the_original_that_runs_again_after_memory_was_freed_gets_its_lists_back(monkeypatch):
+    runs = []
+
+    def short_of_memory(x, given):
+        x = x + given.pop()
+        runs.append(len(given))
+        if len(runs) == 1:
+            raise torch.cuda.OutOfMemoryError("no memory")
+        return x
+
+    model = Root(short_of_memory).eval()
+    accelerator = accelerate(model, Config(allow_cpu=True, drop_slower=False))
+    monkeypatch.setattr(accelerator._server._failures, "gave_way", lambda exc: True)
+    given = tensors(3, 0)
+    with torch.no_grad():
+        accelerator.original(torch.ones(2, 4), given)
+    assert runs == [2, 2] and len(given) == 2
+    accelerator.release()

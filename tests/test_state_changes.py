@@ -495,3 +495,54 @@ def test_state_that_is_no_longer_changed_is_no_obstacle():
     run(model, 8)
     assert accelerator.plans and len(kept.items) == 2 * CALLS
     accelerator.release()
+
+
+def test_a_run_that_is_recorded_and_fails_is_repeated_from_where_it_began(monkeypatch):
+    from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
+
+    if not SUPPORTED:
+        pytest.skip("this torch records no run on real tensors")
+    def counts_where_it_is_asked_to(k, p, x):
+        if x.shape[0] == 3 and type(x) is torch.Tensor and torch.overrides._len_torch_function_stack():
+            k.count += 1
+            raise RuntimeError("only under a mode")
+        return x * (1 + k.count)
+
+    kept = Kept()
+    model = built(counts_where_it_is_asked_to, kept)
+    accelerator = fast(model)
+    run(model, 2)
+    assert len(accelerator.plans) == 1
+    recorded = []
+    begin = LiveTrace._begin
+    monkeypatch.setattr(LiveTrace, "_begin", lambda self, call: recorded.append(1) or begin(self, call))
+    with torch.no_grad():
+        result = model(torch.ones(3, 4))
+    assert recorded and kept.count == 0
+    torch.testing.assert_close(result, accelerator.original(torch.ones(3, 4)).detach())
+    accelerator.release()
+
+
+def test_another_thread_may_write_to_what_the_program_holds_while_a_plan_is_made(monkeypatch):
+    written = threading.Event()
+
+    def forward(k, p, x):
+        if isinstance(x, FakeTensor) and not written.is_set():
+            # as a thread of a page, in the middle of the capture
+            thread = threading.Thread(target=lambda: setattr(GLOBAL_OBJECT, "last", "interrupted"))
+            thread.start(), thread.join(), written.set()
+        return x * (2 if GLOBAL_OBJECT.inner is None else 3)
+
+    waiting = threading.Event()
+    other = threading.Thread(target=waiting.wait, daemon=True)
+    other.start()
+    GLOBAL_OBJECT.last = None
+    model = built(forward, Kept())
+    accelerator = fast(model)
+    run(model, 1)
+    assert GLOBAL_OBJECT.last == "interrupted" and not accelerator.plans
+    run(model, 3)
+    assert len(accelerator.plans) == 1
+    waiting.set()
+    accelerator.release()
+    GLOBAL_OBJECT.last = None

@@ -71,7 +71,7 @@ def distinct(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return len(set(found)) == len(found)
 
 
-def copied(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_own_containers(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with containers anew, and the same values in them."""
     known: dict[int, Any] = {}
     return tuple(_anew(x, known) for x in args), {name: _anew(x, known) for name, x in kwargs.items()}

@@ -179,18 +179,13 @@ def _recorded(
         leftovers.forget_locals(exc)
     finally:
         left_behind, passing = before.put_back(ignored_too=True)
-    elsewhere = leftovers.take_out(made, graph_module.graph if graph_module is not None else None)
+    elsewhere = leftovers.take_out(made, graph_module)
     if refusal is not None:
         raise refusal
     left_behind = left_behind or elsewhere
     if left_behind or graph_module is None:
-        raise CaptureRefused(keeps_state(str(left_behind)), passing=passing)
+        raise CaptureRefused(f"its forward keeps state between calls, in {left_behind}", passing=passing)
     return graph_module, found["tree"], found["strides"], found["edits"]
-
-
-def keeps_state(place: str) -> str:
-    """Why there is no plan of a forward that changes what is at a place."""
-    return f"its forward keeps state between calls, in {place}"
 
 
 def _path(arena: Arena, tensor: torch.Tensor) -> str | None:

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from sfast_ext.call_signature import numerical_flags
 from sfast_ext.capture import block_reuse, device_guard, foreign_ops, imports, quick_record
 from sfast_ext.capture.interception import intercepted
-from sfast_ext.capture.real_tensors import LIFTS, READS, RealTensors, real_tensor_in
+from sfast_ext.capture.real_tensors import LIFTS, READS, RealTensors
 from sfast_ext.report import logger
 
 try:
@@ -178,10 +178,6 @@ class _MemoFakeMode(FakeTensorMode):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.real is not None:
             self.real.note_made(result)
-        known = type(result) is FakeTensor and result.constant is not None and func not in LIFTS
-        if known and real_tensor_in((args, kwargs)) is not None:
-            # torch computes what follows from numbers and real tensors, and would let Python read it
-            result.constant = None
         return result
 
     def memoizes(self, func: Any) -> bool:

@@ -40,7 +40,7 @@ def functionalize(graph_module: fx.GraphModule) -> str | None:
         if source.op == "placeholder":
             return f"its forward writes to one of its arguments ({node.target})"
         if source.target in _OF_A_LIST:
-            return f"its forward writes to what may be a weight or an argument ({node.target} of {source.target})"
+            return f"its forward writes to what may be a weight or an argument ({node.target})"
         overload = _out_of_place(node)
         mine = [n for n in family[source] if _descends(n, node)]
         alone = all(n is target or n in mine for n in family[source])

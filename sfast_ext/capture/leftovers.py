@@ -19,22 +19,33 @@ from torch._subclasses.fake_tensor import FakeTensor
 Made = list[weakref.ref[FakeTensor]]
 
 
-def take_out(made: Made, graph: fx.Graph | None) -> str | None:
+def take_out(made: Made, graph_module: fx.GraphModule | None) -> str | None:
     """Take fake tensors out of whatever holds them. Returns a description of the first holder, or None.
 
     Args:
         made: those of the capture.
-        graph: the record, which holds some as metadata.
+        graph_module: the record, which holds some as metadata.
     """
-    known = _of_graph(graph)
+    known = _of_graph(graph_module)
     if not _left(made, known):
         return None
     # those in a cycle of references
     gc.collect()
-    found, left = None, _left(made, known)
-    while left:
-        # popped: this list must not be among those that refer to it
-        found = _take_out(left.pop()) or found
+    left = _left(made, known)
+    if not left:
+        return None
+    found = "a place that is not known"
+    # referrers are not looked for among frozen objects
+    frozen = gc.get_freeze_count() > 0
+    if frozen:
+        gc.unfreeze()
+    try:
+        while left:
+            # popped: this list must not be among those that refer to it
+            found = _take_out(left.pop()) or found
+    finally:
+        if frozen:
+            gc.freeze()
     return found
 
 
@@ -51,25 +62,28 @@ def _left(made: Made, known: set[int]) -> list[FakeTensor]:
     return [x for reference in made if (x := reference()) is not None and id(x) not in known]
 
 
-def _of_graph(graph: fx.Graph | None) -> set[int]:
-    found: set[int] = set()
-    for node in graph.nodes if graph is not None else ():
+def _of_graph(graph_module: fx.GraphModule | None) -> set[int]:
+    if graph_module is None:
+        return set()
+    found = {id(x) for x in (*graph_module.parameters(), *graph_module.buffers(), *vars(graph_module).values())}
+    for node in graph_module.graph.nodes:
         val = node.meta.get("val")
         found.update(map(id, val if isinstance(val, (list, tuple)) else (val,)))
     return found
 
 
 def _take_out(tensor: torch.Tensor) -> str | None:
-    found = None
+    # a comprehension that names the tensor would hold it in a cell
+    found, address = None, id(tensor)
     for holder in gc.get_referrers(tensor):
         if isinstance(holder, FrameType):
             continue
         found = f"a {type(holder).__name__}"
         if isinstance(holder, dict):
-            for key in [key for key, value in holder.items() if value is tensor]:
+            for key in [key for key, value in holder.items() if id(value) == address]:
                 dict.pop(holder, key, None)
         elif isinstance(holder, (list, deque)):
-            kept = [each for each in holder if each is not tensor]
+            kept = [each for each in holder if id(each) != address]
             holder.clear()
             holder.extend(kept)
         elif isinstance(holder, set):

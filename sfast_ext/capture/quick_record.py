@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext.call_signature import autocast_mode
-from sfast_ext.capture.real_tensors import Watch
+from sfast_ext.capture.real_tensors import OperationGuard
 from sfast_ext.environment import TORCH
 
 try:
@@ -53,15 +53,15 @@ def quickly(tracer: Any, memo: Any) -> Iterator[None]:
     """
     mode = _get_dispatch_mode_pre_dispatch(_PROXY) if SUPPORTED and memo is not None else None
     plain = getattr(mode, "tracer", None) is tracer and not getattr(mode, "emulate_precision_casts", False)
-    if mode is None or not plain or not isinstance(vars(mode).get("__torch_dispatch__"), Watch):
+    if mode is None or not plain or not isinstance(vars(mode).get("__torch_dispatch__"), OperationGuard):
         yield
         return
-    watch = mode.__torch_dispatch__
-    mode.__torch_dispatch__ = _QuickRecorder(watch, tracer, memo)
+    guard = mode.__torch_dispatch__
+    mode.__torch_dispatch__ = _QuickRecorder(guard, tracer, memo)
     try:
         yield
     finally:
-        mode.__torch_dispatch__ = watch
+        mode.__torch_dispatch__ = guard
 
 
 class _QuickRecorder:

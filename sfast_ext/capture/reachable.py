@@ -183,8 +183,7 @@ class Reachable:
             self._kinds_of_module(where, value)
         elif isinstance(value, torch.Tensor):
             self.tensor(where, value)
-            if value.__dict__:
-                self._waiting.append((where, value.__dict__))
+            self._weight(where, value)
         elif isinstance(value, (dict, list, set, deque)):
             self._container(where, value)
         elif isinstance(value, (tuple, frozenset)):

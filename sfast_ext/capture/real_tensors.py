@@ -80,9 +80,10 @@ class RealTensors(TorchFunctionMode):
             return
         path = self._path_of(tensor)
         if path is not None:
-            self._refuse(f"its forward reads the value of a weight ({path}) as a number")
+            self._refuse(NotOurs(f"its forward reads the value of a weight ({path}) as a number"))
+        shape = list(tensor.shape)
         self._refuse(
-            f"its forward reads a number from a tensor {list(tensor.shape)} that is neither an argument nor a weight"
+            NotOurs(f"its forward reads a number from a tensor {shape} that is neither an argument nor a weight")
         )
 
     def write(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -94,12 +95,15 @@ class RealTensors(TorchFunctionMode):
                 continue
             tensor = real_tensor_in(args[i] if i < len(args) else kwargs.get(argument.name))
             if tensor is not None:
-                path = self._path_of(tensor)
-                what = f"a tensor {list(tensor.shape)} that is neither an argument nor a weight"
-                self._refuse(f"its forward writes to {what if path is None else f'a weight or a buffer ({path})'}")
+                path, shape = self._path_of(tensor), list(tensor.shape)
+                if path is not None:
+                    self._refuse(NotOurs(f"its forward writes to a weight or a buffer ({path})"))
+                self._refuse(
+                    NotOurs(f"its forward writes to a tensor {shape} that is neither an argument nor a weight")
+                )
 
-    def _refuse(self, reason: str) -> NoReturn:
-        self.refusal = self.refusal or NotOurs(reason)
+    def _refuse(self, refusal: NotOurs) -> NoReturn:
+        self.refusal = self.refusal or refusal
         raise self.refusal
 
     @contextlib.contextmanager
@@ -111,7 +115,7 @@ class RealTensors(TorchFunctionMode):
         """
         mode = _recording_mode(tracer)
         if mode is not None:
-            mode.__torch_dispatch__ = Watch(mode.__torch_dispatch__, tracer, self)
+            mode.__torch_dispatch__ = OperationGuard(mode.__torch_dispatch__, tracer, self)
         try:
             with self:
                 yield
@@ -133,7 +137,7 @@ def _recording_mode(tracer: Any) -> Any:
     return mode if getattr(mode, "tracer", None) is tracer and "__torch_dispatch__" not in vars(mode) else None
 
 
-class Watch:
+class OperationGuard:
     """In the place of a recording mode's `__torch_dispatch__`."""
 
     def __init__(self, original: Any, tracer: Any, real: RealTensors) -> None:

@@ -145,7 +145,7 @@ class State(Reachable):
                 for name in names:
                     a, b = now.get(name, _absent), was.get(name, _absent)
                     ignored = module and name in self._ignored
-                    undo = _Undo(_set_item, now, name, b, now=a, ignored=ignored)
+                    undo = _Undo(_set_item, now, name, b, was, now=a, ignored=ignored)
                     yield (where, name), undo, not ignored and not _equal(a, b), theirs
         for where, container, was, theirs in self._containers:
             if not _same(container, was) and not _only_dead(container, was):
@@ -196,11 +196,15 @@ class _Undo:
         self._function(*self._args)
 
 
-def _set_item(home: dict[str, Any], name: str, value: Any) -> None:
+def _set_item(home: dict[str, Any], name: str, value: Any, order: Iterable[str] = ()) -> None:
     if value is _absent:
         dict.pop(home, name, None)
-    else:
-        dict.__setitem__(home, name, value)
+        return
+    removed = name not in home
+    dict.__setitem__(home, name, value)
+    for each in [*order] if removed else ():
+        if each in home:
+            dict.__setitem__(home, each, dict.pop(home, each))
 
 
 def _set_attribute(holder: Any, name: str, value: Any) -> None:

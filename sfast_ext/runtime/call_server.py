@@ -150,7 +150,7 @@ class CallServer:
         trace = self._builder.live_trace(lookup) if build and not rare else None
         state = self._state() if build else None
         # the original may take away what is in them
-        again = arguments.copied(args, kwargs) if build else ((), {})
+        again = arguments.with_own_containers(args, kwargs) if build else ((), {})
         watch = Stopwatch(lookup.device) if rare else None
         # before the trace, which would record what is done to weights
         as_hosts = self._context.arena.order.host() if trace is not None else contextlib.nullcontext()
@@ -194,7 +194,7 @@ class CallServer:
 
     def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The original forward once more, on containers that it may change."""
-        args, kwargs = arguments.copied(args, kwargs)
+        args, kwargs = arguments.with_own_containers(args, kwargs)
         return self.original(*args, **kwargs)
 
     def _try_to_build(self, lookup: Lookup, run: OriginalRun) -> None:

@@ -15,7 +15,7 @@ from torch import fx
 from sfast_ext import environment
 from sfast_ext.call_signature import Call, flatten_output
 from sfast_ext.capture.arguments import Edit
-from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capture, capture_live, keeps_state
+from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capture, capture_live
 from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
 from sfast_ext.capture.state import State
 from sfast_ext.config import Config
@@ -108,7 +108,7 @@ class PlanBuilder:
         if place is None:
             self.changes.settled(lookup.shape_signature, lookup.key)
             return True
-        reason = keeps_state(place)
+        reason = f"its forward keeps state between calls, in {place}"
         if self.changes.record(lookup.shape_signature, lookup.key, place, reason):
             self._cache.reject(lookup.key, reason)
         else:
@@ -239,7 +239,7 @@ class PlanBuilder:
             raise
         left_behind = run.state.put_back()[0] if run.state is not None else None
         if left_behind is not None:
-            refusal = keeps_state(left_behind)
+            refusal = f"its forward keeps state between calls, in {left_behind}"
         elif isinstance(refusal, Difference) and captured.blocks_copied:
             # two blocks may differ in what their comparison does not read
             report.event("capture", f"equal blocks are recorded one by one from now on: {refusal}")

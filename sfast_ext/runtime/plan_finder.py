@@ -143,8 +143,10 @@ class PlanFinder:
                 name = first_difference(before, signature)
                 if name is not None:
                     raise NotOurs(f"an argument changes at each step, no plan is made for each of its values: {name}")
-            again = "what the model computes changes again and again: a plan is made when it stays the same"
-            raise NotOurs(self._changes.reason(alike) or again)
+            changed = self._changes.reason(alike)
+            if changed is not None:
+                raise NotOurs(changed)
+            raise NotOurs("what the model computes changes again and again: a plan is made when it stays the same")
 
     def validate(self, lookup: Lookup) -> bool:
         """Whether a speculative replay was valid: confirms the key and the weights if the lookup did not.

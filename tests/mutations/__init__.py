@@ -34,6 +34,7 @@ def every() -> list[Mutation]:
     """All of them, in the order of a call."""
     from mutations import (
         calls,
+        effects,
         files,
         forges,
         graphs,
@@ -49,6 +50,7 @@ def every() -> list[Mutation]:
 
     return [
         *calls.MUTATIONS,
+        *effects.MUTATIONS,
         *states.MUTATIONS,
         *values.MUTATIONS,
         *proof.MUTATIONS,

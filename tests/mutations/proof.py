@@ -142,7 +142,7 @@ MUTATIONS = [
     ),
     Mutation(
         "state that a forward keeps", "capture/capture.py",
-        "if left_behind:", "if False:",
+        "if left_behind or graph_module is None:", "if graph_module is None:",
         ("capture/test_capture.py::test_what_a_forward_keeps_in_a_container_is_noticed_and_taken_back",),
     ),
     Mutation(

@@ -1,0 +1,185 @@
+"""What a forward reads and writes, in addition to its arguments and weights."""
+
+from __future__ import annotations
+
+from mutations import Mutation
+
+_READ = ("capture/test_real_tensors.py::test_a_number_of_a_real_tensor_is_no_part_of_a_plan",)
+_LIVE = ("capture/test_real_tensors.py::test_a_run_on_real_tensors_that_reads_a_number_is_not_recorded",)
+_WRITTEN = (
+    "capture/test_real_tensors.py::test_nothing_is_written_to_a_real_tensor",
+    "capture/test_functionalize.py::test_a_write_to_a_weight_or_an_argument_under_another_name_is_refused",
+)
+_SAME = _WRITTEN[1:]
+_COPY = ("capture/test_functionalize.py::test_a_write_to_a_copy_is_no_write_to_a_weight_or_an_argument",)
+_KEPT = ("test_state_changes.py::test_what_a_processor_keeps_is_what_it_keeps_without_us",)
+_ELSEWHERE = ("test_state_changes.py::test_what_is_kept_elsewhere_is_what_is_kept_without_us",)
+_REHEARSED = (
+    "test_rehearsed_state.py::test_the_first_call_may_be_a_rehearsal",
+    "test_rehearsed_state.py::test_a_rehearsal_leaves_what_a_processor_keeps_as_it_was",
+)
+_CONTAINERS = "test_argument_containers.py::"
+
+MUTATIONS = [
+    Mutation(
+        "a weight's value that Python reads without an operation is part of a plan",
+        "capture/real_tensors.py",
+        "            self.read(value_read(func, args, kwargs or {}))",
+        "            pass",
+        _READ,
+    ),
+    Mutation(
+        "a weight's value that an operation reads is part of a plan",
+        "capture/real_tensors.py",
+        "            real.read(real_tensor_in((args, kwargs)))",
+        "            pass",
+        _READ,
+    ),
+    Mutation(
+        "what follows from a literal and a weight may be read",
+        "capture/real_tensors.py",
+        "                slot.constant = None",
+        "                pass",
+        _READ,
+    ),
+    Mutation(
+        "a weight is written to while the forward is recorded",
+        "capture/fake_trace.py",
+        "                self.real.write(func, args, kwargs)",
+        "                pass",
+        _WRITTEN,
+    ),
+    Mutation(
+        "a run on real tensors that reads a number is a plan",
+        "capture/live_trace.py",
+        "            self._trace.note_read()",
+        "            pass",
+        _LIVE,
+    ),
+    Mutation(
+        "each conversion is a copy",
+        "capture/functionalize.py",
+        '    return converts or given.get("copy") is True',
+        "    return True",
+        _SAME,
+    ),
+    Mutation(
+        "no conversion is a copy",
+        "capture/functionalize.py",
+        '    return converts or given.get("copy") is True',
+        "    return False",
+        _COPY,
+    ),
+    Mutation(
+        "a write to a view of one of several tensors is taken for one to a new tensor",
+        "capture/functionalize.py",
+        "        if source.target in _OF_A_LIST:",
+        "        if False:",
+        _SAME,
+    ),
+    Mutation(
+        "a forward that changed state gets a plan",
+        "runtime/call_server.py",
+        "            if not self._builder.unchanged(lookup, run.state):",
+        "            if False:",
+        _KEPT,
+    ),
+    Mutation(
+        "what a capture changed stays",
+        "capture/capture.py",
+        "        left_behind, passing = before.put_back(ignored_too=True)",
+        "        left_behind, passing = None, False",
+        ("capture/test_capture.py::test_a_refused_capture_leaves_no_state_behind",),
+    ),
+    Mutation(
+        "what another thread wrote is overwritten",
+        "capture/state.py",
+        "            maybe_others = theirs and not alone and not _has_fake(undo.now)",
+        "            maybe_others = False",
+        ("test_state_changes.py::test_another_thread_may_write_to_what_the_program_holds_while_a_plan_is_made",),
+    ),
+    Mutation(
+        "code that is found by name is not looked into",
+        "capture/reachable.py",
+        "                    self._globals(function)",
+        "                    pass",
+        _ELSEWHERE,
+    ),
+    Mutation(
+        "attributes of classes are no state",
+        "capture/reachable.py",
+        "            self.kind(owner)",
+        "            pass",
+        _ELSEWHERE,
+    ),
+    Mutation(
+        "iterators, arrays and generators are no state",
+        "capture/reachable.py",
+        "        read = counters.reader(value)",
+        "        read = None",
+        _KEPT,
+    ),
+    Mutation(
+        "a tensor that is written in place is no state",
+        "capture/state.py",
+        "            if tensor._version != version:",
+        "            if False:",
+        _REHEARSED[1:],
+    ),
+    Mutation(
+        "a run that is recorded and fails is repeated from where it ended",
+        "capture/live_trace.py",
+        "                undo()",
+        "                pass",
+        ("test_state_changes.py::test_a_run_that_is_recorded_and_fails_is_repeated_from_where_it_began",),
+    ),
+    Mutation(
+        "a rehearsal leaves what its first call changed",
+        "runtime/call_server.py",
+        "                if rehearsing():\n                    run.state.put_back()",
+        "                if False:\n                    run.state.put_back()",
+        _REHEARSED[:1],
+    ),
+    Mutation(
+        "a rehearsal of a bypassed call leaves what it changed",
+        "runtime/call_server.py",
+        "            return self._rehearsed(args, kwargs) if rehearsing() else self.original(*args, **kwargs)",
+        "            return self.original(*args, **kwargs)",
+        _REHEARSED[1:],
+    ),
+    Mutation(
+        "fake tensors stay in a hidden place",
+        "capture/capture.py",
+        "    elsewhere = leftovers.take_out(made, graph_module)",
+        "    elsewhere = None",
+        ("capture/test_leftovers.py::test_a_fake_tensor_in_a_hidden_place_is_taken_out_and_the_forward_refused",),
+    ),
+    Mutation(
+        "a plan takes nothing out of a caller's list",
+        "runtime/call_server.py",
+        "            arguments.apply(lookup.plan.edits, args, kwargs)",
+        "            pass",
+        (_CONTAINERS + "test_what_is_taken_out_of_a_container_is_taken_out_by_a_plan",),
+    ),
+    Mutation(
+        "a list that was put into is taken for one that was taken out of",
+        "capture/arguments.py",
+        "    return None if None in found else tuple(found)",
+        "    return tuple(each for each in found if each is not None)",
+        (_CONTAINERS + "test_what_is_put_into_a_container_is_put_there_by_the_original",),
+    ),
+    Mutation(
+        "a list that is there twice is taken for two",
+        "runtime/plan_finder.py",
+        "        if plan is not None and plan.edits and not distinct(args, kwargs):",
+        "        if False:",
+        (_CONTAINERS + "test_a_list_that_is_there_twice_is_changed_by_the_original",),
+    ),
+    Mutation(
+        "the original runs again on lists that it emptied, after memory was freed",
+        "runtime/call_server.py",
+        "            containers.put_back()",
+        "            pass",
+        (_CONTAINERS + "test_the_original_that_runs_again_after_memory_was_freed_gets_its_lists_back",),
+    ),
+]
