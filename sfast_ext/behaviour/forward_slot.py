@@ -84,7 +84,9 @@ class AcceleratedForward:
             # the forward by itself, or that of a shallow copy
             return self.previous or ClassForward(self._module)
         if self.previous is None:
-            return types.MethodType(type(module).forward, module)
+            # copied once for all modules that hold it
+            alone = not has_copies(self, self._module)
+            return types.MethodType(type(module).forward, module) if alone else ClassForward(module)
         return copy.deepcopy(self.previous, memo)
 
     def __reduce__(self) -> Any:

@@ -7,6 +7,7 @@ changes at every call, there are no further captures.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import TypeVar
 
 from sfast_ext.call_signature import Signature
 
@@ -14,6 +15,11 @@ MAX_UNUSED_CAPTURES = 2
 """Captures of one signature without waiting, although none of its plans has paid yet."""
 PAID_AFTER = 10
 """A plan has paid for its capture after this many replays."""
+MOST_SIGNATURES = 256
+"""The counts of so many signatures are kept, the last ones."""
+
+
+V = TypeVar("V")
 
 
 class CaptureBackoff:
@@ -31,8 +37,8 @@ class CaptureBackoff:
 
     def record_capture(self, signature: Signature) -> None:
         """A plan is about to be built."""
-        self._unused_captures[signature] = self._unused_captures.get(signature, 0) + 1
-        self._in_generation[signature] = self._in_generation.get(signature, 0) + 1
+        for counts in (self._unused_captures, self._in_generation):
+            _remember(counts, signature, counts.get(signature, 0) + 1)
 
     def forget_capture(self, signature: Signature) -> None:
         """The plan that was about to be built is not: the user has interrupted it."""
@@ -65,7 +71,7 @@ class CaptureBackoff:
             return False
         last, calls = self._steady.get(signature, (None, 0))
         calls = calls + 1 if last == behaviour else 1
-        self._steady[signature] = (behaviour, calls)
+        _remember(self._steady, signature, (behaviour, calls))
         return calls < 2 ** (unused - self.max_unused + 1)
 
     def restart_counts(self) -> None:
@@ -77,3 +83,10 @@ class CaptureBackoff:
         self._unused_captures.clear()
         self._steady.clear()
         self._in_generation.clear()
+
+
+def _remember(known: dict[Signature, V], signature: Signature, value: V) -> None:
+    known.pop(signature, None)
+    known[signature] = value
+    while len(known) > MOST_SIGNATURES:
+        del known[next(iter(known))]

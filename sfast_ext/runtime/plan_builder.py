@@ -46,6 +46,9 @@ _MEASURING = 1.0  # seconds of a first call in which ways to compute the same ar
 _gpu_times, _cpu_times = StageTimes(nvrtc.folder), StageTimes()
 """Those on a CPU are of no use to a later process."""
 
+_BEHAVIOURS = 16
+"""So many behaviours, the last that were captured, have their op sequences kept."""
+
 _LEAST_ROOM = 0.3
 """Of the bytes of the weights: so much must be free to make a plan. With less the attempt fails, and what it leaves in
 other places of the allocator may be what the original lacks (SDXL with --medvram on 6 GB, without a flag on 8 GB)."""
@@ -275,7 +278,11 @@ class PlanBuilder:
 
     def _captured(self, lookup: Lookup, run: OriginalRun) -> Captured:
         context = self._context
-        op_sequences = self._op_sequences.setdefault(lookup.key[1:], set())  # type: ignore[index]
+        behaviour = lookup.key[1:]  # type: ignore[index]
+        op_sequences = self._op_sequences.pop(behaviour, None) or set()
+        self._op_sequences[behaviour] = op_sequences
+        while len(self._op_sequences) > _BEHAVIOURS:
+            del self._op_sequences[next(iter(self._op_sequences))]
         captured = capture_live(run.trace, op_sequences, context.arena) if run.trace is not None else None
         if captured is None:
             inputs = lookup.call.tensors(lookup.device)

@@ -203,8 +203,7 @@ class WeightArena:
     @property
     def vacant_bytes(self) -> int:
         """What the live tensors that have no memory are going to take."""
-        with self._lock:
-            return vacant_bytes(self._vacant.values())
+        return vacant_bytes(list(self._vacant.values()))
 
     def fetch(self) -> int:
         """Copy the parameters from their device into the live tensors, and make them views of those.
@@ -403,6 +402,7 @@ class WeightArena:
         finally:
             self.copied += len(written) - len(sources)
             self._reset_detector()
+            self._weights = {k: w for k, w in self._weights.items() if w.bound is None or id(w.bound) == k}
             self._layouts.sweep({id(w.bound) for w in self._live})
         return len(written)
 

@@ -268,7 +268,8 @@ class Reading(nn.Module):
 READERS = [
     lambda w: w.view(4, -1).sum(), lambda w: w.view(-1).mean(), lambda w: w.flatten(1).norm(),
     lambda w: w.view(2, 2, 36).amax(), lambda w: torch.mm(w.view(4, -1), w.view(4, -1).t()).sum(),
-    lambda w: torch.linalg.vector_norm(w, dim=(1, 2, 3)).sum(), lambda w: w.float().view(4, 36).std(), lambda w: w[0].view(-1).sum(),
+    lambda w: torch.linalg.vector_norm(w, dim=(1, 2, 3)).sum(), lambda w: w.float().view(4, 36).std(),
+    lambda w: w[0].view(-1).sum(),
     lambda w: w.unfold(1, 2, 1).sum(), lambda w: w.permute(1, 0, 2, 3).sum(),
 ]  # fmt: skip
 
@@ -385,10 +386,9 @@ class NoisyFunctions(TorchFunctionMode):
 )
 def test_modes_around_a_call_change_no_weight(pair, mode):
     net, twin, _ = pair
-    with mode():
-        # on another device the original may raise
-        with contextlib.suppress(RuntimeError):
-            disabled(net)
+    # on another device the original may raise
+    with mode(), contextlib.suppress(RuntimeError):
+        disabled(net)
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), twin.parameters()))
     alike(flat(net(X)), flat(twin(X)))
     alike(maps(net), maps(twin))
