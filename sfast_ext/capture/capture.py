@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext.call_signature import Call, NotOurs, flatten_output, rebuild_call
-from sfast_ext.capture import autocast, block_reuse, functionalize, slice_writes
+from sfast_ext.capture import autocast, functionalize, slice_writes
 from sfast_ext.capture.fake_trace import LIFTS, finish_lazy_codegen, record
 from sfast_ext.capture.live_trace import LiveTrace
 from sfast_ext.capture.module_state import ModuleState
@@ -52,8 +52,6 @@ class Captured:
     output_strides: list[tuple[int, ...]]
     op_sequence: OpSequence
     seconds: float
-    blocks_copied: bool = False
-    """Whether a block was recorded for several, see `block_reuse`."""
 
 
 def capture(
@@ -62,7 +60,6 @@ def capture(
     inputs: Sequence[torch.Tensor],
     arena: Arena,
     ignored: frozenset[str] = frozenset(),
-    copy_blocks: bool = True,
 ) -> Captured:
     """Record `function` for one call.
 
@@ -72,16 +69,14 @@ def capture(
         inputs: the leaves of the call as tensors on the model's device, see `Call.tensors`.
         arena: identifies weights. Any other tensor that the forward reads is refused.
         ignored: attributes of modules without influence on behaviour, see `Hooks.ignored`.
-        copy_blocks: whether equal blocks are recorded once.
 
     Raises:
         CaptureRefused: the forward writes to a parameter or an argument, reads a value from the device, draws random
             numbers, depends on data, keeps state in its modules, or reads a tensor of unknown owner.
     """
     started = time.perf_counter()
-    graph_module, tree, strides, copied = _recorded(function, call, inputs, arena, ignored, copy_blocks)
-    captured = _finalize(graph_module, tree, strides, _op_sequence(graph_module), arena, started)
-    return replace(captured, blocks_copied=copied)
+    recorded = _recorded(function, call, inputs, arena, ignored)
+    return _finalize(*recorded, _op_sequence(recorded[0]), arena, started)
 
 
 def capture_live(trace: LiveTrace, op_sequences: Container[OpSequence], arena: Arena) -> Captured | None:
@@ -134,8 +129,7 @@ def _recorded(
     inputs: Sequence[torch.Tensor],
     arena: Arena,
     ignored: frozenset[str],
-    copy_blocks: bool,
-) -> tuple[fx.GraphModule, Any, list[tuple[int, ...]], bool]:
+) -> tuple[fx.GraphModule, Any, list[tuple[int, ...]]]:
     arena.index()
     found: dict[str, Any] = {}
 
@@ -145,11 +139,10 @@ def _recorded(
         found["tree"], found["strides"] = tree, [tuple(o.stride()) for o in outputs]
         return outputs
 
-    root = arena.root if copy_blocks else None
     before = ModuleState(arena.root, ignored)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            graph_module = record(flat, inputs, root, ignored)
+            graph_module = record(flat, inputs, arena.root, ignored)
     except NotOurs as exc:
         raise CaptureRefused(str(exc)) from exc
     except Exception as exc:
@@ -158,7 +151,7 @@ def _recorded(
         left_behind = before.restore()
     if left_behind:
         raise CaptureRefused(f"its forward keeps state between calls, in {left_behind}")
-    return graph_module, found["tree"], found["strides"], block_reuse.holds_copies(graph_module)
+    return graph_module, found["tree"], found["strides"]
 
 
 def _bind_weights(graph_module: fx.GraphModule, arena: Arena) -> None:

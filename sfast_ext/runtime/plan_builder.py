@@ -14,6 +14,7 @@ from torch import fx
 
 from sfast_ext import environment
 from sfast_ext.call_signature import Call, Signature
+from sfast_ext.capture import block_reuse
 from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capture, capture_live
 from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
 from sfast_ext.config import Config
@@ -165,6 +166,7 @@ class PlanBuilder:
         at("capture")
         try:
             captured = self._captured(lookup, run)
+            blocks_copied = block_reuse.holds_copies(captured.graph_module)
             plan = make_plan(captured, lookup.call, context.arena, device, context.config)
             if device.type == "cuda":
                 for sentence in environment.left_out(device):
@@ -206,7 +208,7 @@ class PlanBuilder:
                 # nothing is prepared
                 report.count("captures", -1)
             raise
-        if isinstance(refusal, Difference) and captured.blocks_copied:
+        if isinstance(refusal, Difference) and blocks_copied:
             # two blocks may differ in what their comparison does not read
             report.event("capture", f"equal blocks are recorded one by one from now on: {refusal}")
             self._cache.drop(key)
@@ -237,9 +239,8 @@ class PlanBuilder:
         captured = capture_live(run.trace, op_sequences, context.arena) if run.trace is not None else None
         if captured is None:
             inputs = lookup.call.tensors(lookup.device)
-            captured = capture(
-                context.slot.original, lookup.call, inputs, context.arena, context.hooks.ignored, not self._one_by_one
-            )
+            with block_reuse.one_by_one() if self._one_by_one else contextlib.nullcontext():
+                captured = capture(context.slot.original, lookup.call, inputs, context.arena, context.hooks.ignored)
             op_sequences.add(captured.op_sequence)
         return captured
 
