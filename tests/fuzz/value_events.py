@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fuzz.behaviour_events import toggle
-from fuzz.value_places import HOMES, PLACES, Place, package, wrappers
+from fuzz.value_places import HOMES, PLACES, Place, homes, package, wrappers
 from fuzz.values import NUMBERS, Value
 from fuzz.world import Event, World
 
@@ -35,7 +35,7 @@ def generated_value(w: World, rng: random.Random) -> None:
     path = rng.choice([n for n, m in w.twin.named_modules() if hasattr(m, "processor")])
     if _is_covered(w, name) if name in w.patches else _laid_at(w, path):
         return
-    home = rng.choice(HOMES)
+    home = rng.choice(homes(place))
     toggle(w, name, lambda: lay(w, name, place, value, k, path, home), foreign=True)
 
 

@@ -177,6 +177,16 @@ callback, PUT, GET = closed(None)""",
 
 HOMES = ("/home/user", "/home/user", "/venv/lib/python3/site-packages")
 """A program's code, or an installed package's."""
+UNCHANGING = frozenset({
+    "a default argument", "a default argument by name", "an attribute of a function", "a closure",
+    "a variable of the thread",
+})  # fmt: skip
+"""What no program changes in the functions of an installed package: it is not followed there."""
+
+
+def homes(place: str) -> tuple[str, ...]:
+    """The folders that code with a value at a place may be in."""
+    return HOMES[:1] if place in UNCHANGING else HOMES
 
 
 def package(place: Place, value: Value, home: str = HOMES[0]) -> Any:
