@@ -67,7 +67,7 @@ def reuse_blocks(root: nn.Module, ignored: frozenset[str], tracer: fx.Tracer) ->
     Raises:
         ReuseFailed: copying failed half way.
     """
-    if not SUPPORTED:
+    if not SUPPORTED or getattr(_thread, "one_by_one", False):
         yield
         return
     reuser = _BlockReuser(ignored, tracer)
@@ -246,6 +246,19 @@ def _copy(known: _Recording, module: nn.Module, tracer: Any, arguments: list[fx.
 def holds_copies(graph_module: fx.GraphModule) -> bool:
     """Whether a recorded graph has nodes that were copied."""
     return any(_COPIED in node.meta for node in graph_module.graph.nodes)
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def one_by_one() -> Iterator[None]:
+    """Within, equal blocks are recorded one by one in this thread."""
+    _thread.one_by_one = True
+    try:
+        yield
+    finally:
+        _thread.one_by_one = False
 
 
 @contextlib.contextmanager

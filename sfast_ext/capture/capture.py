@@ -10,7 +10,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext.call_signature import Call, NotOurs, flatten_output, rebuild_call
-from sfast_ext.capture import autocast, block_reuse, functionalize, leftovers, quantised, slice_writes
+from sfast_ext.capture import autocast, functionalize, leftovers, quantised, slice_writes
 from sfast_ext.capture.arguments import Containers, Edit
 from sfast_ext.capture.fake_trace import finish_lazy_codegen, record
 from sfast_ext.capture.live_trace import LiveTrace
@@ -61,8 +61,6 @@ class Captured:
     edits: tuple[Edit, ...]
     op_sequence: OpSequence
     seconds: float
-    blocks_copied: bool = False
-    """Whether a block was recorded for several, see `block_reuse`."""
 
 
 Recorded = tuple[fx.GraphModule, Any, list[tuple[int, ...]], tuple[Edit, ...]]
@@ -76,7 +74,6 @@ def capture(
     arena: Arena,
     ignored: frozenset[str] = frozenset(),
     state: State | None = None,
-    copy_blocks: bool = True,
 ) -> Captured:
     """Record `function` for one call. What it does to the state that it can reach is undone.
 
@@ -87,16 +84,14 @@ def capture(
         arena: identifies weights. Any other tensor that the forward reads is refused.
         ignored: attributes of modules without influence on behaviour, see `Hooks.ignored`.
         state: that of the forward, if it is known.
-        copy_blocks: whether equal blocks are recorded once.
 
     Raises:
         CaptureRefused: the forward writes to a parameter or an argument, reads a value from the device or of a weight,
             draws random numbers, depends on data, keeps state, or reads a tensor of unknown owner.
     """
     started = time.perf_counter()
-    recorded = _recorded(function, call, inputs, arena, ignored, state, copy_blocks)
-    captured = _finalize(*recorded, _op_sequence(recorded[0]), arena, started)
-    return replace(captured, blocks_copied=block_reuse.holds_copies(recorded[0]))
+    recorded = _recorded(function, call, inputs, arena, ignored, state)
+    return _finalize(*recorded, _op_sequence(recorded[0]), arena, started)
 
 
 def capture_live(trace: LiveTrace, op_sequences: Container[OpSequence], arena: Arena) -> Captured | None:
@@ -151,7 +146,6 @@ def _recorded(
     arena: Arena,
     ignored: frozenset[str],
     state: State | None,
-    copy_blocks: bool,
 ) -> Recorded:
     arena.index()
     found: dict[str, Any] = {}
@@ -164,7 +158,6 @@ def _recorded(
         found["edits"] = containers.edits()
         return outputs
 
-    root = arena.root if copy_blocks else None
     before = State(arena.root, function, ignored) if state is None else state
     graph_module: fx.GraphModule | None = None
     refusal: CaptureRefused | None = None
@@ -172,7 +165,7 @@ def _recorded(
     try:
         as_hosts = contextlib.nullcontext() if arena.order.is_hosts() else arena.order.host()
         with as_hosts, torch.inference_mode(False), torch.no_grad():
-            graph_module = record(flat, inputs, root, ignored, lambda tensor: _path(arena, tensor), made)
+            graph_module = record(flat, inputs, arena.root, ignored, lambda tensor: _path(arena, tensor), made)
     except Exception as exc:
         refusal = CaptureRefused(str(exc)) if isinstance(exc, NotOurs) else _refusal(exc, arena.root)
         refusal.__cause__ = exc

@@ -14,6 +14,7 @@ from torch import fx
 
 from sfast_ext import environment
 from sfast_ext.call_signature import Call, flatten_output
+from sfast_ext.capture import block_reuse
 from sfast_ext.capture.arguments import Edit
 from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capture, capture_live
 from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
@@ -196,6 +197,7 @@ class PlanBuilder:
         try:
             captured = self._captured(lookup, run)
             captured.output_strides = _strides(run.result, lookup.call) or captured.output_strides
+            blocks_copied = block_reuse.holds_copies(captured.graph_module)
             plan = make_plan(captured, lookup.call, context.arena, device, context.config)
             plan.edits = self._own_edits(plan.edits)
             if device.type == "cuda":
@@ -243,7 +245,7 @@ class PlanBuilder:
         left_behind = run.state.put_back()[0] if run.state is not None else None
         if left_behind is not None:
             refusal = f"its forward keeps state between calls, in {left_behind}"
-        elif isinstance(refusal, Difference) and captured.blocks_copied:
+        elif isinstance(refusal, Difference) and blocks_copied:
             # two blocks may differ in what their comparison does not read
             report.event("capture", f"equal blocks are recorded one by one from now on: {refusal}")
             self._cache.drop(key)
@@ -289,9 +291,8 @@ class PlanBuilder:
             if run.state is not None:
                 run.state.weights_replaced()
             original, ignored = context.slot.original, context.hooks.ignored
-            captured = capture(
-                original, lookup.call, inputs, context.arena, ignored, run.state, copy_blocks=not self._one_by_one
-            )
+            with block_reuse.one_by_one() if self._one_by_one else contextlib.nullcontext():
+                captured = capture(original, lookup.call, inputs, context.arena, ignored, run.state)
             op_sequences.add(captured.op_sequence)
         if run.state is not None:
             # plans lay weights elsewhere

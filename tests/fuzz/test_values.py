@@ -20,7 +20,7 @@ from fuzz.compare import Wrong
 from fuzz.keeper_events import KEEPS
 from fuzz.nets import CONTEXT, Attention
 from fuzz.state_events import STATES, TRANSFORMS
-from fuzz.value_places import PLACES, wrappers
+from fuzz.value_places import HOMES, PLACES, homes, wrappers
 from fuzz.values import CONTAINERS, LEAVES, NUMBERS, Value
 from fuzz.world import World
 from sfast_ext import Config, accelerate
@@ -107,10 +107,10 @@ def value_of(kind: str = "float", *around: str) -> Value:
     return value
 
 
-def follow(value: Value, place: str = "an attribute") -> Pair:
+def follow(value: Value, place: str = "an attribute", home: str = HOMES[0]) -> Pair:
     """Change a value at a place in all ways; each change is to show, and what was before to come back."""
     pair = Pair()
-    take = value_events.lay(pair, "it", place, value, NUMBERS[0], "first")
+    take = value_events.lay(pair, "it", place, value, NUMBERS[0], "first", home)
     pair.check(2)
     for where, k in ((None, NUMBERS[-1]), (9, NUMBERS[0]), (0, NUMBERS[-1]), (None, NUMBERS[0])):
         value_events.change(pair.values["it"], k, where)
@@ -131,9 +131,9 @@ def test_each_container(around):
     follow(value_of("array of NumPy", "dict", around))
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_each_place(place):
-    follow(value_of("np.float32", "list"), place)
+@pytest.mark.parametrize(("place", "home"), [(place, home) for place in PLACES for home in sorted(set(homes(place)))])
+def test_each_place(place, home):
+    follow(value_of("np.float32", "list"), place, home)
 
 
 @pytest.mark.parametrize("kind", KEEPS)

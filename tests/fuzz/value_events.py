@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fuzz.behaviour_events import toggle
-from fuzz.value_places import PLACES, Place, package, wrappers
+from fuzz.value_places import HOMES, PLACES, Place, homes, package, wrappers
 from fuzz.values import NUMBERS, Value
 from fuzz.world import Event, World
 
@@ -35,15 +35,22 @@ def generated_value(w: World, rng: random.Random) -> None:
     path = rng.choice([n for n, m in w.twin.named_modules() if hasattr(m, "processor")])
     if _is_covered(w, name) if name in w.patches else _laid_at(w, path):
         return
-    toggle(w, name, lambda: lay(w, name, place, value, k, path), foreign=True)
+    home = rng.choice(homes(place))
+    toggle(w, name, lambda: lay(w, name, place, value, k, path, home), foreign=True)
 
 
-def lay(w: World, name: str, place: str, value: Value, k: float, path: str) -> Callable[[], None]:
-    """Put a processor that reads a value at a place on a layer; returns what takes it away."""
+def lay(
+    w: World, name: str, place: str, value: Value, k: float, path: str, home: str = HOMES[0]
+) -> Callable[[], None]:
+    """Put a processor that reads a value at a place on a layer; returns what takes it away.
+
+    Args:
+        home: the folder of the code.
+    """
     laid, undo = Laid(f"{value.words} in {place} of {path}", value), []
     w.values[name] = laid
     for model in (w.subject, w.twin):
-        undo.append(_lay(laid, model.get_submodule(path), PLACES[place], k))
+        undo.append(_lay(laid, model.get_submodule(path), PLACES[place], k, home))
 
     def take() -> None:
         w.values.pop(name, None)
@@ -53,8 +60,8 @@ def lay(w: World, name: str, place: str, value: Value, k: float, path: str) -> C
     return take
 
 
-def _lay(laid: Laid, attention: Any, place: Place, k: float) -> Callable[[], None]:
-    scope, before = package(place, laid.value), attention.processor
+def _lay(laid: Laid, attention: Any, place: Place, k: float, home: str) -> Callable[[], None]:
+    scope, before = package(place, laid.value, home), attention.processor
     attention.processor = processor = scope.Processor(before)
     scope.put(processor, attention, laid.value.make(k))
     laid.places.append((scope, processor, attention))

@@ -175,15 +175,29 @@ callback, PUT, GET = closed(None)""",
 }  # fmt: skip
 
 
-def package(place: Place, value: Value) -> Any:
-    """A package's module with a processor that reads such a value there."""
+HOMES = ("/home/user", "/home/user", "/venv/lib/python3/site-packages")
+"""A program's code, or an installed package's."""
+UNCHANGING = frozenset({
+    "a default argument", "a default argument by name", "an attribute of a function", "a closure",
+    "a variable of the thread",
+})  # fmt: skip
+"""What no program changes in the functions of an installed package: it is not followed there."""
+
+
+def homes(place: str) -> tuple[str, ...]:
+    """The folders that code with a value at a place may be in."""
+    return HOMES[:1] if place in UNCHANGING else HOMES
+
+
+def package(place: Place, value: Value, home: str = HOMES[0]) -> Any:
+    """A module with a processor that reads such a value there."""
     read = value.read(place.expression)
     parts = {
         name: getattr(place, name).replace("READ", read)
         for name in ("before", "bases", "body", "begin", "scale", "put", "get")
     }
     parts["body"] = parts["body"] or "pass"
-    return module(PROCESSOR.format(**parts))
+    return module(PROCESSOR.format(**parts), home)
 
 
 WRAPPER = """
@@ -218,13 +232,13 @@ def taking_an_argument(before):
 
 
 def wrappers(value: Value) -> Any:
-    """A package's module whose wrappers of a forward read such a value."""
+    """A module whose wrappers of a forward read such a value."""
     return module(WRAPPER.format(read=value.read("value")))
 
 
-def module(source: str) -> Any:
-    """A package's module, as when it is imported."""
+def module(source: str, home: str = HOMES[0]) -> Any:
+    """A module, as when it is imported from somewhere."""
     name = f"generated_package.number_{next(_numbers)}"
     made = types.ModuleType(name)
-    exec(compile(source, f"/site-packages/{name.replace('.', '/')}.py", "exec"), vars(made))
+    exec(compile(source, f"{home}/{name.replace('.', '/')}.py", "exec"), vars(made))
     return made
