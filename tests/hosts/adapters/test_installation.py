@@ -195,7 +195,7 @@ def test_steps_are_undone_in_reverse_and_a_wrapper_of_another_s_stays_harmless(p
     assert program.Thing.work is not None and original(1, 2) == 3
 
 
-def test_a_failed_installation_takes_callbacks_out_in_its_own_code_s_lists(program):
+def test_a_failed_installation_takes_callbacks_out_of_all_lists(program):
     host, _ = installation(probe("program:on_event"))
     program.callback_map["event"].append("another's")
     host.callback("on_event", lambda: None)
