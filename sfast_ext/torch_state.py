@@ -146,7 +146,7 @@ def flash_kernels() -> tuple[str, ...]:
 
 def records_graph(device: torch.device) -> bool:
     """Whether the program captures a CUDA graph on the current stream."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _function_mode_of_others() -> Any:

@@ -25,6 +25,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sfast_ext import torch_state
 from sfast_ext.behaviour import surroundings
 from sfast_ext.hosts import gpu_room
 from sfast_ext.runtime import plan, plan_builder
@@ -358,6 +359,8 @@ def pretended_card(patch: pytest.MonkeyPatch, capacity: int, outside: int = 0) -
     # with such a card these are torch's own
     spaces = surroundings._SPACES.items()
     stock = {home: {name: space[name] for name in names & space.keys()} for home, (space, names) in spaces}
+    # it stands for the GPU, and is no mode of a program's
+    patch.setattr(torch_state, "_dispatch_modes", lambda: torch._C._len_torch_dispatch_stack() > 1)
     patch.setattr(surroundings, "_STOCK", stock)
     patch.setattr(surroundings, "_OWN", stock)
     patch.setattr(surroundings, "_last", surroundings.Surroundings())

@@ -38,7 +38,7 @@ from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.backend import precompile
 from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.kernels.pointwise import geglu, layer_norm
-from sfast_ext.runtime import backoff, failures, plan_builder, plan_finder, verify
+from sfast_ext.runtime import argument_roles, backoff, failures, plan_builder, verify
 from sfast_ext.runtime.plan import Plan
 from sfast_ext.weights.arena import WeightArena
 
@@ -54,7 +54,7 @@ def no_gradients():
 # on the way to a plan; the original forward is asked at each call, until the failures end
 DECIDING = {
     "the host's reason to bypass a call": Stage(Hooks, "bypass_reason", "bypass_reason of the host"),
-    "the arguments": Stage(plan_finder, "flatten_call", "arguments"),
+    "the arguments": Stage(argument_roles, "flatten_call", "arguments"),
     "the host's preparation": Stage(Hooks, "prepare", "prepare of the host"),
     "the behaviour key": Stage(key, "fingerprint", "behaviour key"),
     "the host's key": Stage(Hooks, "key", "key of the host"),
@@ -374,7 +374,7 @@ def test_a_report_that_cannot_be_made_ends_no_generation(phase, how, monkeypatch
 
 def test_what_fails_at_every_call_is_said_once(monkeypatch, caplog):
     pair = Pair()
-    failing(monkeypatch, plan_finder, "flatten_call")
+    failing(monkeypatch, argument_roles, "flatten_call")
     with caplog.at_level(logging.INFO, "sfast_ext"):
         pair.same(CALLS)
     assert pair.counter("errors") == CALLS and len(caplog.records) == 1

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 import sfast_ext.behaviour.key
+import sfast_ext.runtime.argument_roles
 import sfast_ext.runtime.plan
 import sfast_ext.runtime.plan_builder
-import sfast_ext.runtime.plan_finder
 import sfast_ext.weights.arena
 from fuzz.world import Event, World
 from sfast_ext import passes
@@ -21,7 +21,7 @@ from sfast_ext.runtime.graph_pool import GraphPool
 
 # what there is to break, by the name the failure is given
 STAGES: dict[str, tuple[Any, str]] = {
-    "signature": (sfast_ext.runtime.plan_finder, "flatten_call"),
+    "signature": (sfast_ext.runtime.argument_roles, "flatten_call"),
     "behaviour key": (sfast_ext.behaviour.key, "fingerprint"),
     "sync": (sfast_ext.weights.arena.WeightArena, "sync"),
     "adoption of weights": (sfast_ext.weights.arena.WeightArena, "_copy_in"),

@@ -28,7 +28,7 @@ KEPT = 3
 # earlier requests that may be made again
 REMEMBERED = 6
 # why a call may go to the original although nothing that we know of keeps plans away
-KNOWN = ("what the model computes changes again and again",)
+KNOWN = ("what the model computes changes again and again", "an argument changes at each step")
 
 
 class World:
