@@ -41,7 +41,7 @@ class Made(metaclass=Metaclass):
 
 class LooksUp:
     def __init__(self, level):
-        self.entries = {**{f"other{i}": i for i in range(100)}, "strength": level}
+        self.entries = {**{f"other{i}": i for i in range(20)}, "strength": level}
 
     def __getattr__(self, name):
         return self.entries[name]
