@@ -30,18 +30,20 @@ class WithProperty:
 
 
 class Metaclass(type):
+    level: object = None
+
     @property
     def current(cls):
         return cls.level
 
 
 class Made(metaclass=Metaclass):
-    level: object = None
+    pass
 
 
 class LooksUp:
     def __init__(self, level):
-        self.entries = {**{f"other{i}": i for i in range(20)}, "strength": level}
+        self.entries = {**{f"other{i}": i for i in range(100)}, "strength": level}
 
     def __getattr__(self, name):
         return self.entries[name]
@@ -90,8 +92,8 @@ def behind_a_property(v):
 
 
 def in_a_metaclass(v):
-    Made.level = v
-    return (lambda x: x * use(Made.current)), lambda new: setattr(Made, "level", new)
+    Metaclass.level = v
+    return (lambda x: x * use(Made.current)), lambda new: setattr(Metaclass, "level", new)
 
 
 def in_a_default(v):
@@ -245,14 +247,14 @@ def test_only_what_code_looks_up_in_a_long_table_counts():
 
 
 def test_a_wrapper_beneath_the_accelerated_forward_is_read():
-    model, state = Model(Processor(1.0)), {"factor": [1.0]}
+    model, state = Model(Processor(1.0)), {"factor": [[[1.0]]]}
 
     def below(x):
-        return x * state["factor"][0]
+        return x * state["factor"][0][0][0]
 
     before = fingerprint(model, below=below)
     assert before.unchanged_quick()
-    state["factor"][0] = 2.0
+    state["factor"][0][0][0] = 2.0
     assert not before.unchanged_quick() and fingerprint(model, below=below).key != before.key
 
 
