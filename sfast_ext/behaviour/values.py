@@ -46,8 +46,8 @@ MOST_BYTES = 1 << 16
 """Bytes of one array that can be compared for each call."""
 _MOST_IN_ALL = 100_000
 _DEEPEST = 120
-# an object that looks its attributes up in a longer dictionary is a table of settings: of those, a forward reads few
-_FEW = 64
+# an object that looks its attributes up in a longer dictionary is a table of settings, of which a forward reads few
+_FEW = 16
 _PLAIN = ATOMS | BY_WORDS
 _BASES: tuple[type, ...] = (int, float, complex, str, bytes, *(BY_WORDS - {float, complex}), range)
 ORIGINS = frozenset({"_name_or_path", "_diffusers_version", "_use_default_values"})

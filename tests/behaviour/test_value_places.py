@@ -7,12 +7,15 @@ import types
 
 import numpy as np
 import pytest
+import torch
 from settings_models import Holder, Model, Processor, Slots, keys_of, use
 from torch import nn
 
+from sfast_ext import Config, accelerate
 from sfast_ext.behaviour.fingerprint import fingerprint, reachable_state
 from sfast_ext.behaviour.key import BehaviourKeys
 
+CPU = Config(allow_cpu=True, drop_slower=False)
 GLOBAL: object = None
 GLOBALS: dict = {}
 OBJECT = Holder(None)
@@ -30,13 +33,15 @@ class WithProperty:
 
 
 class Metaclass(type):
+    level: object = None
+
     @property
     def current(cls):
         return cls.level
 
 
 class Made(metaclass=Metaclass):
-    level: object = None
+    pass
 
 
 class LooksUp:
@@ -90,8 +95,8 @@ def behind_a_property(v):
 
 
 def in_a_metaclass(v):
-    Made.level = v
-    return (lambda x: x * use(Made.current)), lambda new: setattr(Made, "level", new)
+    Metaclass.level = v
+    return (lambda x: x * use(Made.current)), lambda new: setattr(Metaclass, "level", new)
 
 
 def in_a_default(v):
@@ -245,15 +250,40 @@ def test_only_what_code_looks_up_in_a_long_table_counts():
 
 
 def test_a_wrapper_beneath_the_accelerated_forward_is_read():
-    model, state = Model(Processor(1.0)), {"factor": [1.0]}
+    model, state = Model(Processor(1.0)), {"factor": [[[1.0]]]}
 
     def below(x):
-        return x * state["factor"][0]
+        return x * state["factor"][0][0][0]
 
     before = fingerprint(model, below=below)
     assert before.unchanged_quick()
-    state["factor"][0] = 2.0
+    state["factor"][0][0][0] = 2.0
     assert not before.unchanged_quick() and fingerprint(model, below=below).key != before.key
+
+
+class Wrapper:
+    def __init__(self, inner):
+        self.inner, self.settings = inner, {"factors": [(1.0, Slots(1.0))]}
+
+    def __call__(self, x):
+        return self.inner(x) * self.settings["factors"][0][1].level
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_what_a_wrapper_laid_before_acceleration_reads_is_seen(announced):
+    model = Model(Processor(1.0))
+    model.forward = wrapper = Wrapper(model.forward)
+    accelerator = accelerate(model, CPU)
+    with torch.no_grad():
+        for step in range(6):
+            if announced and step % 3 == 0:
+                accelerator.new_generation()
+            wrapper.settings["factors"][0][1].level = factor = 1.0 + step // 2
+            x = torch.randn(2, 2)
+            torch.testing.assert_close(model(x), model.inner(x) * factor)
+    assert accelerator.report.counter("captures") > 0
+    accelerator.release()
+    assert model.forward is wrapper
 
 
 def test_what_a_forward_can_change_is_listed():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from decimal import Decimal
+
+import numpy as np
 import pytest
 import torch
 from torch import fx, nn
@@ -96,6 +100,50 @@ def test_the_code_of_a_kind_of_block_is_read_once(monkeypatch):
     # each block in a stack of its own, whose blocks are compared as well
     check(Stack(*[Stack(Block(), Block()) for _ in range(3)]), monkeypatch, 3)
     assert len(read) == 2
+
+
+class Settings:
+    __slots__ = ("gain",)
+
+    def __init__(self, gain):
+        self.gain = gain
+
+
+SETTINGS = {
+    "numpy's numbers": (np.float32, float),
+    "boxes": (lambda gain: [(gain,)], lambda held: held[0][0]),
+    "sets": (lambda gain: {gain}, lambda held: next(iter(held))),
+    "slots": (Settings, lambda held: held.gain),
+    "arrays": (lambda gain: np.full(3, gain), lambda held: float(held[1])),
+    "far inside": (lambda gain: {"a": [{"b": (Settings([gain]),)}]}, lambda held: held["a"][0]["b"][0].gain[0]),
+    "many": (lambda gain: [1.0] * 99 + [gain], lambda held: held[-1]),
+    "decimals": (lambda gain: Decimal(str(gain)), float),
+    "closures": (lambda gain: lambda: gain, lambda held: held()),
+    "partials": (lambda gain: functools.partial(max, gain), lambda held: held(0.0)),
+}
+
+
+class WithSettings(Block):
+    def __init__(self, settings, read):
+        super().__init__()
+        self.settings, self.read = settings, read
+
+    def forward(self, x):
+        return super().forward(x) * self.read(self.settings)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_any_kind_tell_blocks_apart(name, monkeypatch):
+    make, read = SETTINGS[name]
+    first, again = make(1.0), make(1.0)
+    # a function is told by its identity
+    again = first if name == "closures" else again
+    check(Stack(*[WithSettings(each, read) for each in (first, make(1.1), again, make(1.2))]), monkeypatch, 1)
+
+
+def test_blocks_with_a_value_that_cannot_be_compared_are_each_recorded(monkeypatch):
+    blocks = [WithSettings((1.0, iter([])), lambda held: held[0]) for _ in range(3)]
+    check(Stack(*blocks), monkeypatch, 0)
 
 
 @pytest.mark.parametrize("tied", [1, 0])
