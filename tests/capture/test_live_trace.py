@@ -46,7 +46,7 @@ def same(module, *args, device=CPU, **kwargs):
     trace, result = traced(module, *args, device=device, **kwargs)
     for mine, theirs in zip(flatten_output(result)[1], expected, strict=True):
         assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
-    graph_module, tree, strides = trace.recorded()
+    graph_module, tree, strides, _ = trace.recorded()
     assert strides == [x.stride() for x in expected] and tree == flatten_output(result)[0]
     on_fake = on_fakes(module, *args, device=device, **kwargs)
     for mine, theirs in zip(described(graph_module), described(on_fake), strict=True):
