@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from sfast_ext.behaviour.foreign_code import describe
-from sfast_ext.behaviour.holder import TORCHS, ClassForward, called_on, has_copies
+from sfast_ext.behaviour.holder import HELD_ONCE, TORCHS, ClassForward, called_on, has_copies
 
 
 class SlotOwner(Protocol):
@@ -57,9 +57,11 @@ class AcceleratedForward:
             pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        frame = sys._getframe(1)
-        if frame.f_globals is TORCHS and (module := called_on(frame, self, self._module)) is not self._module:
-            return self.owner.beside(self.previous or functools.partial(_call_class, module), *args, **kwargs)
+        own = self._module
+        if sys.getrefcount(self) != HELD_ONCE[bool(kwargs)] or vars(own).get("forward") is not self:
+            frame = sys._getframe(1)
+            if frame.f_globals is TORCHS and (module := called_on(frame, self, own)) is not own:
+                return self.owner.beside(self.previous or functools.partial(_call_class, module), *args, **kwargs)
         if self.detached is not None:
             return self.detached(*args, **kwargs)
         return self.owner(*args, **kwargs)
