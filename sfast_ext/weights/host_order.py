@@ -139,6 +139,9 @@ class HostOrder:
             now = container.get(name)
             if not isinstance(now, torch.Tensor) or now.device != weight.tensor.device or not _within(weight, own):
                 continue
+            if now is weight.bound and id(weight) in self._in_place and now.stride() != weight.tensor.stride():
+                # as this class left it
+                continue
             original = self._layouts.strides_of(now, paths)
             if original is not None and original != now.stride():
                 found.append((weight, now, original))
