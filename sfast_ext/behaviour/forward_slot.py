@@ -14,7 +14,7 @@ from torch import nn
 
 from sfast_ext import torch_state
 from sfast_ext.behaviour.foreign_code import describe
-from sfast_ext.behaviour.holder import TORCHS, ClassForward, called_on, has_copies
+from sfast_ext.behaviour.holder import HELD_ONCE, TORCHS, ClassForward, called_on, has_copies
 
 _compiles = torch_state.compiles
 _OF_METHODS = frozenset({"__self__", "__func__"})
@@ -70,9 +70,11 @@ class AcceleratedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _compiles():
             return _run(self.previous, self._module, args, kwargs)
-        frame = sys._getframe(1)
-        if frame.f_globals is TORCHS and (module := called_on(frame, self, self._module)) is not self._module:
-            return self.owner.beside(self.previous or functools.partial(_call_class, module), *args, **kwargs)
+        own = self._module
+        if sys.getrefcount(self) != HELD_ONCE[bool(kwargs)] or vars(own).get("forward") is not self:
+            frame = sys._getframe(1)
+            if frame.f_globals is TORCHS and (module := called_on(frame, self, own)) is not own:
+                return self.owner.beside(self.previous or functools.partial(_call_class, module), *args, **kwargs)
         if self.detached is not None:
             return self.detached(*args, **kwargs)
         return self.owner(*args, **kwargs)

@@ -236,8 +236,10 @@ class WeightArena:
             for vacancy in given:
                 vacancy.vacate()
                 self._vacant.update((id(member.weight), vacancy) for member in vacancy.members)
-            self._layouts.sweep()
             self._reset_detector()
+            for detector in list(self._detectors):
+                detector.forget(self._vacant)
+            self._layouts.sweep()
 
     def move_to(self, root: nn.Module) -> bool:
         """Track another module with parameters of the same names, shapes and dtypes. The next `sync` copies its values.

@@ -49,6 +49,8 @@ class HostOrder:
         self._laid: dict[int, tuple[Weight, list[str]]] = {}
         self._in_place: dict[int, Weight] = {}  # those whose memory is in the host's order now
         self._apart: dict[int, Weight] = {}  # those whose parameter has memory of its own now
+        self.changed = False
+        """Whether there may be any of these. Read at each call."""
 
     def __len__(self) -> int:
         return len(self._laid)
@@ -126,8 +128,7 @@ class HostOrder:
         Args:
             own: dictionaries of modules, by id. Weights in others do not count.
         """
-        if not self._in_place and not self._apart:
-            return None
+        self.changed = bool(self._in_place or self._apart)
         return next((weight.tensor.device for weight in self._differing() if _within(weight, own)), None)
 
     def _strange(self, own: Container[int] | None = None) -> list[Strange]:
@@ -137,6 +138,9 @@ class HostOrder:
             container, name = weight.slots[0]
             now = container.get(name)
             if not isinstance(now, torch.Tensor) or now.device != weight.tensor.device or not _within(weight, own):
+                continue
+            if now is weight.bound and id(weight) in self._in_place and now.stride() != weight.tensor.stride():
+                # as this class left it
                 continue
             original = self._layouts.strides_of(now, paths)
             if original is not None and original != now.stride():
@@ -150,6 +154,7 @@ class HostOrder:
                 mine = now is weight.bound and _on_memory_of(weight, now)
                 # a tensor that was computed from a weight has its strides
                 self._layouts.restore(now, original)
+                self.changed = True
                 if mine and _fills_memory(weight, original) and _alone(weight):
                     # nobody reads the memory while it is rewritten, as the parameter has other memory
                     there = weight.tensor.as_strided(now.shape, original)
@@ -233,11 +238,11 @@ class ModuleOrder:
 
     def plan(self) -> bool:
         """See `HostOrder.plan`."""
-        return self._order.plan(self._gate(), self._own())
+        return not self._order.changed or self._order.plan(self._gate(), self._own())
 
     def is_plans(self) -> bool:
         """Whether `plan` has nothing to do."""
-        return self._order.differs(self._own()) is None
+        return not self._order.changed or self._order.differs(self._own()) is None
 
     def is_hosts(self) -> bool:
         """Whether all weights of the model have the host's layout in any case."""

@@ -224,4 +224,49 @@ MUTATIONS = [
         "yield from part if isinstance(part, nn.ModuleList) else [part]", "yield part",
         ("hosts/adapters/test_a1111_memory.py::test_with_lowvram_blocks_that_did_not_change_are_not_copied_back",),
     ),
-]  # fmt: skip
+    Mutation(
+        "the host's order before the original runs", "runtime/model_state.py",
+        "with self.arena.order.host():", "with self.arena.gate:",
+        ("weights/test_host_order.py::test_a_bypassed_call_has_the_strides_of_the_original",),
+    ),
+    Mutation(
+        "the order of plans before a plan runs", "weights/host_order.py",
+        "live.copy_(now.detach())\n", "\n",
+        ("weights/test_host_order.py::test_the_memory_of_plans_is_rewritten_and_its_addresses_stay",),
+    ),
+    Mutation(
+        "memory that others reference is not rewritten", "weights/host_order.py",
+        "_fills_memory(weight, original) and _alone(weight)", "_fills_memory(weight, original)",
+        ("weights/test_host_order.py::test_what_others_hold_of_the_weights_keeps_its_values",),
+    ),
+    Mutation(
+        "memory that others took in the host's order", "weights/host_order.py",
+        "if not _soon_alone(weight):", "if False:",
+        ("weights/test_host_order.py::test_memory_that_others_took_in_the_hosts_order_is_not_rewritten",),
+    ),
+    Mutation(
+        "modes around a rewrite of weights", "weights/host_order.py",
+        "with undisturbed(), torch.inference_mode(False)", "with torch.inference_mode(False)",
+        ("weights/test_host_order.py::test_modes_around_a_call_change_no_weight",),
+    ),
+    Mutation(
+        "weights in another memory format", "weights/host_order.py",
+        "if before != is_channels_last(now.shape, new or now.stride()):", "if False:",
+        ("weights/test_host_order.py::test_conversions_of_the_whole_model",),
+    ),
+    Mutation(
+        "weights that other code reads", "passes/channels_last.py",
+        "is_weight(weight) and only_convolutions_read(weight) and", "is_weight(weight) and",
+        ("weights/test_host_order.py::test_a_weight_that_other_code_reads_keeps_its_layout",),
+    ),
+    Mutation(
+        "copies of a module that share its forward", "behaviour/forward_slot.py",
+        "(module := called_on(frame, self, own)) is not own", "(module := own) is not own",
+        ("behaviour/test_copies.py::test_a_copy_runs_its_own_layers",),
+    ),
+    Mutation(
+        "a forward that was given to another module", "behaviour/holder.py",
+        "and any(here.get(name) is there.get(name) for name in _SHARED)", "",
+        ("behaviour/test_copies.py::test_a_forward_that_was_given_to_another_module_runs_the_one_that_it_is_of",),
+    ),
+]
