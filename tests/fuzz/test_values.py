@@ -171,9 +171,10 @@ def test_each_transform_of_a_call(name):
 
 
 @pytest.mark.parametrize("by_argument", [False, True])
+@pytest.mark.parametrize("around", ["list", "dataclass with slots"])
 @pytest.mark.parametrize("kind", ["float", "np.int64", "array of NumPy", "Decimal", "set"])
-def test_a_wrapper_that_lay_on_the_forward_before(kind, by_argument):
-    pair, value = Pair(before=False), value_of(kind, "list")
+def test_a_wrapper_that_lay_on_the_forward_before(kind, around, by_argument):
+    pair, value = Pair(before=False), value_of(kind, around)
     held, put = [value.make(NUMBERS[0]) for _ in range(2)], []
     for model, each in zip((pair.subject, pair.twin), held):
         if by_argument:
