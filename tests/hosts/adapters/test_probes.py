@@ -328,6 +328,28 @@ def test_with_a_function_that_raises_its_feature_is_lost_or_nothing_stays(kind, 
             assert "changed by an update" in lines[0]
 
 
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("kind", kinds(), ids=named)
+def test_settings_that_are_refused_half_way_do_not_stay(kind, after, capsys, caplog, monkeypatch):
+    stock(kind)
+    with world_of(kind) as world:
+        options, left = world.opts, [after]
+        register = options.add_option
+
+        def add_option(*args: Any, **more: Any) -> Any:
+            if not left[0]:
+                raise RuntimeError("settings are frozen")
+            left[0] -= 1
+            return register(*args, **more)
+
+        before = snapshot(world)
+        monkeypatch.setattr(type(options), "add_option", staticmethod(add_option))
+        lines = started(capsys, caplog)
+        monkeypatch.undo()
+        nothing_stays(kind, before, world, lines, lambda: None)
+        assert "settings are frozen" in lines[0]
+
+
 @pytest.mark.parametrize(
     ("row", "how"),
     [(row, how) for row in LORA for how in ("gone", "unlike") if how == "gone" or row.check is not None],
