@@ -199,7 +199,7 @@ def _at(place: str) -> Place | str:
         return f"there is no module {module}"
     try:
         value: Any = importlib.import_module(module)
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:  # a module that is a script may end the program
         return f"the module {module} cannot be imported ({words_of(exc)})"
     owner, attribute, above = value, "", module
     for attribute in filter(None, path.split(".")):

@@ -37,7 +37,7 @@ MUTATIONS = [
     Mutation(
         "callbacks of an installation that failed", "hosts/installation.py",
         "self.on_failure(lambda: forget_callback(place.owner, ours))", "pass",
-        (_INSTALLATION + "test_a_failed_installation_takes_callbacks_out_of_the_host_s_lists",),
+        (_INSTALLATION + "test_a_failed_installation_takes_callbacks_out_of_all_lists",),
     ),
     Mutation(
         "parameters of the host's own functions", "hosts/probes.py",

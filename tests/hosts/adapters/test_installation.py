@@ -152,18 +152,20 @@ def test_what_raises_when_it_is_looked_at_is_missing(program, tmp_path, monkeypa
 
     monkeypatch.setitem(sys.modules, "odd", Odd("odd"))
     (tmp_path / "half_installed.py").write_text("import a_package_that_nobody_has\n")
+    (tmp_path / "a_program.py").write_text("raise SystemExit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def check(value):
         raise KeyError("unlike")
 
-    rows = [probe("odd:lazy"), probe("half_installed:x"), probe("program:add", check=check)]
+    rows = [probe("odd:lazy"), probe("half_installed:x"), probe("program:add", check=check), probe("a_program:x")]
     told = [str(each) for each in examine(rows).missing]
     assert told == [
         "odd.lazy cannot be read (RuntimeError: not loaded yet)",
         "the module half_installed cannot be imported "
         "(ModuleNotFoundError: No module named 'a_package_that_nobody_has')",
         "program.add cannot be examined (KeyError: 'unlike')",
+        "the module a_program cannot be imported (SystemExit: 3)",
     ]
 
 
@@ -195,7 +197,7 @@ def test_steps_are_undone_in_reverse_and_a_wrapper_of_another_s_stays_harmless(p
     assert program.Thing.work is not None and original(1, 2) == 3
 
 
-def test_a_failed_installation_takes_callbacks_out_in_its_own_code_s_lists(program):
+def test_a_failed_installation_takes_callbacks_out_of_all_lists(program):
     host, _ = installation(probe("program:on_event"))
     program.callback_map["event"].append("another's")
     host.callback("on_event", lambda: None)
