@@ -191,7 +191,8 @@ class SDNextSession(Session):
 
     HOST = "SD.Next"
     PROBES = probes.PROBES
-    TESTED = ("058a7f0c",)
+    # as short as Git may make it
+    TESTED = ("058a7f0",)
 
     def __init__(self, version: str, found: Examined | None = None) -> None:
         super().__init__(version, found)

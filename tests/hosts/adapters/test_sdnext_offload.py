@@ -13,6 +13,7 @@ from torch import nn
 
 from hosts.standins.sdnext import HAS_GROUPS, STANDINS, Host, close, diffusers, hosted, network, pipeline
 
+accelerate = pytest.importorskip("accelerate")
 needs_groups = pytest.mark.skipif(not HAS_GROUPS, reason="this diffusers cannot offload by groups")
 
 AT_ONCE = {
@@ -86,6 +87,31 @@ def test_the_function_is_wrapped_where_it_is_looked_up(host: Host) -> None:
         assert not hasattr(host.sd_offload, "move_module_to_cpu")
     host.adapter.SDNextSession.stop()
     assert not hasattr(owner.move_module_to_cpu, "__wrapped__")
+
+
+def another_signature(move: Any) -> Any:
+    def moved(what: Any, op: str = "", force: bool = False) -> None:
+        move(what, op=op, force=force)
+
+    moved.__module__ = move.__module__
+    return moved
+
+
+def test_an_offload_that_is_not_known_is_bypassed_alone(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.adapter.SDNextSession.stop()
+    split = hasattr(host.sd_offload, "reapply_offload")
+    owner = importlib.import_module("modules.sd_offload_balanced") if split else host.sd_offload
+    monkeypatch.setattr(owner, "move_module_to_cpu", another_signature(owner.move_module_to_cpu))
+    host.adapter.start("0.0")
+    assert [feature.name for feature in host.session.installation.lost] == ["offload"]
+    assert not hasattr(accelerate.dispatch_model, "__wrapped__")
+    host.sd_models.load_model(pipeline())
+    expected = host.stock()
+    close(accelerated(host), expected)
+    to_mode(host, "balanced")
+    close(bypassed(host, "offload mode 'balanced' works in a way that is not known"), expected)
+    to_mode(host, "none")
+    close(accelerated(host), expected)
 
 
 @pytest.mark.parametrize("mode", ["none", "balanced"])

@@ -90,7 +90,7 @@ def _sdnext() -> Iterator[World]:
 
     forget()
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(standin.STANDIN))
+        patch.syspath_prepend(str(standin.STANDINS["july"]))
         names = ("script_callbacks", "sd_models", "processing", "shared")
         host = SimpleNamespace(**{name: importlib.import_module(f"modules.{name}") for name in names})
         for name in ("modeldata", "ipadapter", "sd_offload_aux", "sd_models_compile", "scripts"):
