@@ -13,6 +13,5 @@ def start(version: str) -> type | None:
     from sfast_ext.hosts import starting
 
     adapters = [importlib.import_module(f"sfast_ext.hosts.{name}.adapter") for name in ADAPTERS]
-    ours = [adapter for adapter in adapters if adapter.detect()] or adapters
-    session = starting.start(version, [kind for adapter in ours for kind in adapter.SESSIONS])
+    session = starting.start(version, [kind for adapter in adapters for kind in adapter.SESSIONS])
     return None if session is None else session.script

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sfast_ext.hosts.attachment import wrap
-from sfast_ext.hosts.probes import Feature, Found
+from sfast_ext.hosts.probes import Examined, Feature
 from sfast_ext.report import words_of
 
 
@@ -19,7 +19,7 @@ class Installation:
         error: called with the name of a stage and an exception if a step cannot be undone. The others are.
     """
 
-    def __init__(self, found: Found, error: Callable[[str, Exception], object]) -> None:
+    def __init__(self, found: Examined, error: Callable[[str, Exception], object]) -> None:
         self.found, self._error = found, error
         self.lost: dict[Feature, str] = {feature: str(missing[0]) for feature, missing in found.lost.items()}
         """The features that are not installed, and why."""

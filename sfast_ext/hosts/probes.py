@@ -93,7 +93,7 @@ class Missing:
 
 
 @dataclass
-class Found:
+class Examined:
     """What `examine` found in the host."""
 
     probes: tuple[Probe, ...]
@@ -138,9 +138,9 @@ class Found:
         return self.places[name]
 
 
-def examine(probes: Iterable[Probe]) -> Found:
+def examine(probes: Iterable[Probe]) -> Examined:
     """Search the host for what an adapter relies on. Imports the host's modules, and changes nothing."""
-    found = Found(tuple(probes))
+    found = Examined(tuple(probes))
     for each in found.probes:
         place = _absent(each) if each.absent else _find(each)
         if isinstance(place, Missing):
@@ -199,7 +199,7 @@ def _at(place: str) -> Place | str:
         return f"there is no module {module}"
     try:
         value: Any = importlib.import_module(module)
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:  # a module that is a script may end the program
         return f"the module {module} cannot be imported ({words_of(exc)})"
     owner, attribute, above = value, "", module
     for attribute in filter(None, path.split(".")):

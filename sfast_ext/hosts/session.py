@@ -17,7 +17,7 @@ from sfast_ext.hosts import parallel_png, webui_probes, xyz
 from sfast_ext.hosts.answers import Answers
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
-from sfast_ext.hosts.probes import Found, Probe, examine
+from sfast_ext.hosts.probes import Examined, Probe, examine
 from sfast_ext.hosts.rehearsals import Rehearsals
 from sfast_ext.report import Report, logger, words_of
 from sfast_ext.ui import api, bug_report, parts, reasons, settings, settings_table, tab
@@ -48,7 +48,7 @@ class Session:
     running: ClassVar[Session | None] = None
     """The session of the loaded scripts. Each adapter's class has its own."""
 
-    def __init__(self, version: str, found: Found | None = None) -> None:
+    def __init__(self, version: str, found: Examined | None = None) -> None:
         self.version = version
         self.report = Report()
         self.report.on_stage = self.show_stage
@@ -68,7 +68,7 @@ class Session:
         return True
 
     @classmethod
-    def start(cls, version: str, found: Found | None = None) -> Session:
+    def start(cls, version: str, found: Examined | None = None) -> Session:
         """Start a session, after releasing the one of the scripts that were loaded before. Returns it.
 
         Raises:

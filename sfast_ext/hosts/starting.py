@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from sfast_ext import last_start
-from sfast_ext.hosts.probes import Found, could_be, examine
+from sfast_ext.hosts.probes import Examined, could_be, examine
 from sfast_ext.hosts.refusal import Refusal
 from sfast_ext.hosts.session import NotInstalled, Session
 from sfast_ext.report import logger, words_of
@@ -16,7 +16,7 @@ class Match(NamedTuple):
     """A kind of session, and what of its probes holds in this host."""
 
     kind: type[Session]
-    found: Found
+    found: Examined
     is_host: bool
     """Whether the host calls itself so."""
 
@@ -27,12 +27,14 @@ class Match(NamedTuple):
 
 
 def matches(kinds: Iterable[type[Session]]) -> list[Match]:
-    """Each kind of session that this host could be served by, the best first."""
-    found = [
-        Match(kind, examine(kind.PROBES), kind.is_host())
-        for kind in kinds
-        if kind.is_host() or could_be(kind.PROBES)
-    ]
+    """Each kind of session that this host could be served by, the best first. Those of other programs are tried only if
+    none of the host's own holds."""
+    kinds = tuple(kinds)
+    named = {kind for kind in kinds if kind.is_host()}
+    found = [Match(kind, examine(kind.PROBES), True) for kind in kinds if kind in named]
+    if not any(each.holds for each in found):
+        others = [kind for kind in kinds if kind not in named and could_be(kind.PROBES)]
+        found += [Match(kind, examine(kind.PROBES), False) for kind in others]
     return sorted(found, key=lambda m: (not m.holds, not m.is_host, len(m.found.required), len(m.found.missing)))
 
 

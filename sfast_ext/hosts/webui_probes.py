@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sfast_ext.hosts.probes import Feature, Probe, has, passes, probe, takes
 
-PAGE = Feature("status", "the badge, /sfast/v1 and the tab have nothing to show")
+PAGE = Feature("status", "the badge, the API and the tab have nothing to show")
 SETTINGS_PAGE = Feature("settings page", "the settings may be missing from the page after it is reloaded")
 TAB = Feature("tab", "there is no tab")
 PASTED = Feature("settings from infotexts", "settings are not read from the infotext of an image")

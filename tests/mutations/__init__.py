@@ -32,7 +32,7 @@ class Mutation(NamedTuple):
 
 def every() -> list[Mutation]:
     """All of them, in the order of a call."""
-    from mutations import calls, files, forges, graphs, programs, proof, recorded, weights
+    from mutations import calls, files, forges, graphs, probes, programs, proof, recorded, weights
 
     return [
         *calls.MUTATIONS,
@@ -42,5 +42,6 @@ def every() -> list[Mutation]:
         *recorded.MUTATIONS,
         *programs.MUTATIONS,
         *forges.MUTATIONS,
+        *probes.MUTATIONS,
         *files.MUTATIONS,
     ]

@@ -19,7 +19,7 @@ from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
 from sfast_ext.hosts.attachment import Attachment, is_host_code, wraps_torchs
 from sfast_ext.hosts.installation import Installation
-from sfast_ext.hosts.probes import Found
+from sfast_ext.hosts.probes import Examined
 from sfast_ext.hosts.rehearsals import interrupted
 from sfast_ext.hosts.webui_session import WebUISession
 from sfast_ext.report import logger
@@ -198,7 +198,7 @@ class A1111Session(WebUISession):
     PROBES = probes.PROBES
     TESTED = ("v1.10.0", "v1.10.1", "1.10.0", "1.10.1")
 
-    def __init__(self, version: str, found: Found | None = None) -> None:
+    def __init__(self, version: str, found: Examined | None = None) -> None:
         super().__init__(version, found)
         self._hooks: weakref.WeakKeyDictionary[nn.Module, A1111Hooks] = weakref.WeakKeyDictionary()
         self._unets = Attachment(self._hooks_for, self.report, parts=controlnet.unet_blocks)

@@ -19,7 +19,7 @@ from sfast_ext.hosts.forge.hooks import ForgeHooks
 from sfast_ext.hosts.forge.memory import ClassicMemory, ForgeMemory, OldMemory, ReforgeMemory
 from sfast_ext.hosts.forge.programs import CLASSIC, FORGE, NEO, REFORGE, Program
 from sfast_ext.hosts.installation import Installation
-from sfast_ext.hosts.probes import Found
+from sfast_ext.hosts.probes import Examined
 from sfast_ext.hosts.webui_session import WebUISession
 
 
@@ -42,7 +42,7 @@ class ForgeSession(WebUISession):
     """What the program calls itself."""
     _make_memory: ClassVar[type[ForgeMemory]] = ForgeMemory
 
-    def __init__(self, version: str, found: Found | None = None) -> None:
+    def __init__(self, version: str, found: Examined | None = None) -> None:
         super().__init__(version, found)
         self._hooks: weakref.WeakKeyDictionary[nn.Module, ForgeHooks] = weakref.WeakKeyDictionary()
         self._unets = Attachment(self._hooks_for, self.report)

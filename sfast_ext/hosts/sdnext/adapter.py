@@ -19,7 +19,7 @@ from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import gpu_room, per_request, starting, vae, webui_probes
 from sfast_ext.hosts.attachment import Attachment, is_host_code
 from sfast_ext.hosts.installation import Installation
-from sfast_ext.hosts.probes import Found
+from sfast_ext.hosts.probes import Examined
 from sfast_ext.hosts.rehearsals import interrupted
 from sfast_ext.hosts.sdnext import log, probes, startup_objects
 from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
@@ -184,7 +184,7 @@ class SDNextSession(Session):
     PROBES = probes.PROBES
     TESTED = ("058a7f0c",)
 
-    def __init__(self, version: str, found: Found | None = None) -> None:
+    def __init__(self, version: str, found: Examined | None = None) -> None:
         super().__init__(version, found)
         self._pictures: int | None = None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from hosts.standins.worlds import kinds, world_of
 from sfast_ext import accelerator_of, hosts
+from sfast_ext.hosts import starting
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Feature, could_be, every, examine, has, passes, probe, refers_to, takes, without
 
@@ -78,17 +78,17 @@ def test_a_check_says_what_is_not_as_it_should_be(check, function, said):
     assert check(function) == said
 
 
-def of_the_host(function: Any) -> Any:
+def in_its_own_code(function: Any) -> Any:
     function.__module__ = "modules.sd_models"
     return function
 
 
 def test_the_names_of_parameters_count_in_the_host_s_own_code():
-    assert passes("model")(of_the_host(lambda sd_model: 0)) == "takes (sd_model), not (model, ...)"
-    assert passes("model", later=["full_load"])(of_the_host(lambda model: 0)) == "takes (model), without full_load"
-    assert passes("model", later=["full_load"])(of_the_host(lambda model, *, full_load=False: 0)) is None
+    assert passes("model")(in_its_own_code(lambda sd_model: 0)) == "takes (sd_model), not (model, ...)"
+    assert passes("model", later=["full_load"])(in_its_own_code(lambda model: 0)) == "takes (model), without full_load"
+    assert passes("model", later=["full_load"])(in_its_own_code(lambda model, *, full_load=False: 0)) is None
     # a wrapper of another extension that says what it wraps
-    inner = of_the_host(lambda model: 0)
+    inner = in_its_own_code(lambda model: 0)
     assert passes("model")(functools.wraps(inner)(lambda *args: inner(*args))) is None
 
 
@@ -152,18 +152,20 @@ def test_what_raises_when_it_is_looked_at_is_missing(program, tmp_path, monkeypa
 
     monkeypatch.setitem(sys.modules, "odd", Odd("odd"))
     (tmp_path / "half_installed.py").write_text("import a_package_that_nobody_has\n")
+    (tmp_path / "a_program.py").write_text("raise SystemExit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def check(value):
         raise KeyError("unlike")
 
-    rows = [probe("odd:lazy"), probe("half_installed:x"), probe("program:add", check=check)]
+    rows = [probe("odd:lazy"), probe("half_installed:x"), probe("program:add", check=check), probe("a_program:x")]
     told = [str(each) for each in examine(rows).missing]
     assert told == [
         "odd.lazy cannot be read (RuntimeError: not loaded yet)",
         "the module half_installed cannot be imported "
         "(ModuleNotFoundError: No module named 'a_package_that_nobody_has')",
         "program.add cannot be examined (KeyError: 'unlike')",
+        "the module a_program cannot be imported (SystemExit: 3)",
     ]
 
 
@@ -195,7 +197,7 @@ def test_steps_are_undone_in_reverse_and_a_wrapper_of_another_s_stays_harmless(p
     assert program.Thing.work is not None and original(1, 2) == 3
 
 
-def test_a_failed_installation_takes_callbacks_out_of_the_host_s_lists(program):
+def test_a_failed_installation_takes_callbacks_out_of_all_lists(program):
     host, _ = installation(probe("program:on_event"))
     program.callback_map["event"].append("another's")
     host.callback("on_event", lambda: None)
@@ -266,9 +268,6 @@ def test_what_cannot_be_undone_does_not_keep_the_rest(program):
 
 @pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
 def test_a_renamed_program_gets_the_nearest_adapter_if_its_probes_hold(kind, monkeypatch, capsys):
-    for name in hosts.ADAPTERS:
-        adapter = importlib.import_module(f"sfast_ext.hosts.{name}.adapter")
-        monkeypatch.setattr(adapter, "detect", lambda: False)
     for each in kinds():
         monkeypatch.setattr(each, "is_host", classmethod(lambda cls: False))
     with world_of(kind) as world:
@@ -281,6 +280,26 @@ def test_a_renamed_program_gets_the_nearest_adapter_if_its_probes_hold(kind, mon
         with torch.no_grad():
             world.make()
         assert accelerator_of(world.unet()) is not None
+
+
+def test_a_known_program_that_became_another_is_served_as_that(monkeypatch, capsys):
+    """A Forge Neo that has what Forge Classic has, and nothing of Forge Neo's own."""
+    (kind,) = [each for each in kinds() if each.__name__ == "ClassicSession"]
+    with world_of(kind):
+        monkeypatch.setattr(sys.modules["modules_forge.forge_version"], "version", "neo")
+        hosts.start("0")
+        assert kind.running is not None and "does nothing" not in capsys.readouterr().out
+        assert kind.running.remarks()[0].startswith("this WebUI is not known; it is served as Forge Classic")
+
+
+def test_other_programs_probes_are_not_examined_in_a_known_one(monkeypatch):
+    examined = []
+    monkeypatch.setattr(starting, "examine", lambda probes: examined.append(probes) or examine(probes))
+    for kind in kinds():
+        with world_of(kind):
+            examined.clear()
+            hosts.start("0")
+            assert examined == [kind.PROBES]
 
 
 def test_a_program_of_another_family_is_left_alone(monkeypatch, capsys):

@@ -25,7 +25,18 @@ from sfast_ext.hosts.session import Session
 ROWS = [(kind, row) for kind in kinds() for row in dict.fromkeys(kind.PROBES)]
 
 
+CASES = [
+    (kind, row, how)
+    for kind, row in ROWS
+    for how in ("gone", "unlike")
+    # of some nothing but the name is relied on; another test has those that must not be there
+    if not row.absent and (how == "gone" or row.check is not None)
+]
+
+
 def named(value: Any) -> str:
+    if isinstance(value, str):
+        return value
     return value.__name__ if isinstance(value, type) else "-".join((value.name, *(f.name for f in value.features)))
 
 
@@ -245,8 +256,8 @@ def test_a_stand_in_has_all_that_is_relied_on_and_is_left_as_it_was(kind, capsys
         image_is_accelerated(kind, world, lambda: None)
 
 
-def lost_alone(kind: type[Session], row: Probe, world: World, lines: list[str], without: Change) -> None:
-    """Check that what a name is for is lost, and nothing else."""
+def lost_alone(kind: type[Session], row: Probe, world: World, lines: list[str], without: Change | None) -> None:
+    """Check that what a name is for is lost, and nothing else; with an image if it is told what the host does alone."""
     session = running()
     assert session is not None and type(session) is kind
     assert set(session.installation.lost) == merged(kind, row), session.installation.lost
@@ -256,7 +267,8 @@ def lost_alone(kind: type[Session], row: Probe, world: World, lines: list[str], 
     assert len(lines) == 1 + len(merged(kind, row)), lines
     told = session.status()["host"]["remarks"]
     assert told[len(told) - len(session.lost()) :] == session.lost()
-    image_is_accelerated(kind, world, without)
+    if without is not None:
+        image_is_accelerated(kind, world, without)
 
 
 def nothing_stays(
@@ -270,19 +282,15 @@ def nothing_stays(
     image_is_the_host_s_own(kind, world, without)
 
 
-@pytest.mark.parametrize("how", ["gone", "unlike"])
-@pytest.mark.parametrize(("kind", "row"), ROWS, ids=named)
+@pytest.mark.parametrize(("kind", "row", "how"), CASES, ids=named)
 def test_without_a_name_its_feature_is_lost_or_nothing_stays(kind, row, how, capsys, caplog):
-    if row.absent:
-        pytest.skip("a name that must not be there")
-    if how == "unlike" and row.check is None:
-        pytest.skip("nothing but the name is relied on")
     value = gone if how == "gone" else unlike(row)
     with changed(kind, row, value) as world:
         before = snapshot(world)
         lines = started(capsys, caplog)
         if merged(kind, row):
-            lost_alone(kind, row, world, lines, lambda: alone(kind, row, value))
+            # once for each name: a plan takes most of the time
+            lost_alone(kind, row, world, lines, (lambda: alone(kind, row, value)) if how == "gone" else None)
         else:
             nothing_stays(kind, before, world, lines, lambda: alone(kind, row, value))
             assert row.name.rpartition(".")[2] in lines[0]
@@ -320,12 +328,35 @@ def test_with_a_function_that_raises_its_feature_is_lost_or_nothing_stays(kind, 
             assert "changed by an update" in lines[0]
 
 
-@pytest.mark.parametrize("how", ["gone", "unlike"])
-@pytest.mark.parametrize("row", LORA, ids=named)
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("kind", kinds(), ids=named)
+def test_settings_that_are_refused_half_way_do_not_stay(kind, after, capsys, caplog, monkeypatch):
+    stock(kind)
+    with world_of(kind) as world:
+        options, left = world.opts, [after]
+        register = options.add_option
+
+        def add_option(*args: Any, **more: Any) -> Any:
+            if not left[0]:
+                raise RuntimeError("settings are frozen")
+            left[0] -= 1
+            return register(*args, **more)
+
+        before = snapshot(world)
+        monkeypatch.setattr(type(options), "add_option", staticmethod(add_option))
+        lines = started(capsys, caplog)
+        monkeypatch.undo()
+        nothing_stays(kind, before, world, lines, lambda: None)
+        assert "settings are frozen" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "how"),
+    [(row, how) for row in LORA for how in ("gone", "unlike") if how == "gone" or row.check is not None],
+    ids=named,
+)
 def test_a_lora_that_is_not_applied_as_known_is_never_ignored(row, how, monkeypatch):
     """A plan does not call the layers' forwards, in which it is applied."""
-    if how == "unlike" and row.check is None:
-        pytest.skip("nothing but the name is relied on")
     standin = importlib.import_module("hosts.standins.a1111")
     (kind,) = [each for each in kinds() if each.__name__ == "A1111Session"]
     with standin.running() as host:
@@ -335,8 +366,10 @@ def test_a_lora_that_is_not_applied_as_known_is_never_ignored(row, how, monkeypa
     with standin.running(sfast_allow_cpu=True) as host:
         known = ModuleType("networks")
         vars(known).update(vars(host.networks))
-        last = row.name
-        vars(known).update({last: unlike(row)(None)}) if how == "unlike" else vars(known).pop(last)
+        if how == "gone":
+            del vars(known)[row.name]
+        else:
+            vars(known)[row.name] = unlike(row)(None)
         monkeypatch.setitem(sys.modules, "networks", known)
         hosts.start("0")
         host.load(1)
@@ -344,7 +377,7 @@ def test_a_lora_that_is_not_applied_as_known_is_never_ignored(row, how, monkeypa
         assert torch.equal(host.generate(), expected)
         assert kind.running is not None
         (reason,) = kind.running.status()["reasons"]
-        assert reason.startswith("the extension Lora works in a way that is not known: networks") and last in reason
+        assert reason.startswith("the extension Lora works in a way that is not known: networks") and row.name in reason
         kind.stop()
 
 
