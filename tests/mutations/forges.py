@@ -42,7 +42,7 @@ MUTATIONS = [
     ),
     Mutation(
         "arguments that the forward reads", "hosts/forge/hooks.py",
-        " or self._reading.argument(k)", "",
+        " or self._reading.option(k)", "",
         (_PROGRAMS + "test_an_argument_that_the_unet_s_code_reads_is_one_of_the_plan",),
     ),
     Mutation(

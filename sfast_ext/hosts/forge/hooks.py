@@ -35,6 +35,7 @@ class ForgeHooks:
         self._reading = Reading(unet)
         handed_on = frozenset(key for key in PASSED_ON if not self._reading.option(key))
         self._known = NOTED | handed_on | frozenset(PATCHES)
+        self._read = program.read | self._reading.parameters
         self.pictures: int | None = None
         """How many are made at once; None where Forge does not say."""
 
@@ -81,8 +82,9 @@ class ForgeHooks:
         reason = self._patch_bypass_reason(options) if options else None
         if reason is not None:
             return reason
-        read = {k: v for k, v in kwargs.items() if k in self._program.read or self._reading.argument(k)}
-        return args, {**read, "transformer_options": {}}
+        read = {k: v for k, v in kwargs.items() if k in self._read or self._reading.option(k)}
+        read["transformer_options"] = {}
+        return args, read
 
     def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
         """Vouch for what the WebUI itself does to classes and to torch."""
@@ -90,9 +92,10 @@ class ForgeHooks:
 
     def _patch_bypass_reason(self, options: dict[str, Any]) -> str | None:
         for kind in PATCHES:
-            patch = _first(options.get(kind))
-            if patch is not None:
+            if kind in options and (patch := _first(options[kind])) is not None:
                 return self._inside_bypass_reason(patch)
+        if self._known.issuperset(options):
+            return None
         for key in options.keys() - self._known:
             value = options[key]
             if key == WRAPPERS:

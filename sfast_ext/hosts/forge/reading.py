@@ -26,14 +26,11 @@ class Reading:
         own = {kind for kind in kinds if kind.__module__.partition(".")[0] in HOSTS_OWN} | {type(unet)}
         functions = map(_functions_of, {kind.__module__ for kind in own})
         self._keys = frozenset().union(*map(_methods_of, own), *functions)
-        self._parameters = _parameters(type(unet))
-
-    def argument(self, name: str) -> bool:
-        """Whether the forward reads this keyword argument."""
-        return name in self._parameters or name in self._keys
+        self.parameters = _parameters(type(unet))
+        """Those of the forward."""
 
     def option(self, name: str) -> bool:
-        """Whether any of the code reads this option."""
+        """Whether any of the code reads this option, or this one of the arguments that have no parameter."""
         return name in self._keys
 
 

@@ -18,6 +18,7 @@ import os
 import shlex
 import subprocess
 import sys
+import urllib.error
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,11 @@ def start(
 
 def named(webui: WebUI, steps: Round) -> Round:
     """These steps with the ControlNet by the name that the WebUI has for it: Forge and reForge add a hash."""
-    models = webui.get("/controlnet/model_list")["model_list"]
+    try:
+        models = webui.get("/controlnet/model_list")["model_list"]
+    except urllib.error.HTTPError:
+        # Forge Neo does not tell, and has the file's name
+        return steps
     (name,) = [each for each in models if each.partition(" ")[0] == "control"]
     told = json.dumps(steps).replace('"model": "control"', f'"model": {json.dumps(name)}')
     return [(step, route, payload) for step, route, payload in json.loads(told)]
