@@ -21,6 +21,7 @@ from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.runtime.replay_state import SPECULATION_BACKOFF, Lookup, Speculation
 from sfast_ext.torch_state import records_graph
+from sfast_ext.weights.host_order import READ_BY_GRAPH
 
 READING_KEY = "behaviour key"
 _BYPASS, _ARGUMENTS = "bypass_reason of the host", "arguments of the host"
@@ -127,6 +128,8 @@ class PlanFinder:
                 return self.find(args, kwargs, speculate=speculate)
             raise NotOurs(refused)
         if plan is None:
+            if self._context.arena.order.pinned:
+                raise NotOurs(READ_BY_GRAPH)
             self._wait_for_rest(call.signature, key)
         elif plan.edits and not distinct(args, kwargs):
             raise NotOurs("the same list is there twice among its arguments, and its forward changes it")
@@ -178,6 +181,7 @@ class PlanFinder:
         if refused is not None:
             raise NotOurs(refused)
         if records_graph(device):
+            self._context.arena.order.pin()
             raise NotOurs("the program captures a CUDA graph on the current stream")
         return device
 

@@ -53,7 +53,8 @@ TABLE: tuple[tuple[str, str], ...] = (
         "torch-state",
         r".*is active around the call: it sees|torch\.jit\.trace, or an export|torch\.func transforms|torch\.fx records"
         r"|derivatives are computed in forward mode|overrides of torch's functions are switched off"
-        r"|torch\.nn\.utils\.parametrize\.cached|torch\.library replaces|the program captures a CUDA graph",
+        r"|torch\.nn\.utils\.parametrize\.cached|torch\.library replaces"
+        r"|the program (captures|has captured) a CUDA graph",
     ),
     ("training", r"gradients are being recorded"),
     ("random-numbers", r"its forward draws random numbers|.* with dropout, which draws random numbers"),

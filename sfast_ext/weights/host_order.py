@@ -23,7 +23,7 @@ from torch import nn
 from sfast_ext.weights.external_refs import ALONE, uses
 from sfast_ext.weights.gate import Gate
 from sfast_ext.weights.original_layout import OriginalLayouts, Strides, is_channels_last, is_plain, memory_of, set_data
-from sfast_ext.weights.weight import Weight, WeightsChanged, tensors_of
+from sfast_ext.weights.weight import Weight, WeightsChanged, WeightsInUse, tensors_of
 
 _WAITS, _WAIT_S = 10, 0.002
 _SOME = 3  # convolutions of another layout that tell what the host did to all of them
@@ -31,6 +31,7 @@ _SOME = 3  # convolutions of another layout that tell what the host did to all o
 Turn = Callable[[torch.device], contextlib.AbstractContextManager[Any]]
 Strange = tuple[Weight, torch.Tensor, Strides]
 """A weight, its parameter, and the strides that the parameter should have."""
+READ_BY_GRAPH = "the program has captured a CUDA graph of the model, which reads the weights where they are"
 
 
 class HostOrder:
@@ -51,6 +52,8 @@ class HostOrder:
         self._apart: dict[int, Weight] = {}  # those whose parameter has memory of its own now
         self.changed = False
         """Whether there may be any of these. Read at each call."""
+        self.pinned = False
+        """Whether memory stays as it is: a CUDA graph of the program reads it."""
 
     def __len__(self) -> int:
         return len(self._laid)
@@ -87,7 +90,7 @@ class HostOrder:
             own: dictionaries of modules, by id. Weights in others stay as they are.
         """
         with gate:
-            if (strange := self._strange(own)) and not _transformed():
+            if not self.pinned and (strange := self._strange(own)) and not _transformed():
                 with self._turn(strange[0][0].tensor.device), self._lock:
                     self._to_host(self._strange(own))
             yield
@@ -100,12 +103,14 @@ class HostOrder:
             `WeightArena.sync`.
 
         Raises:
-            WeightsInUse: another thread runs the original forward.
+            WeightsInUse: another thread runs the original forward, or a CUDA graph of the program reads the memory.
             WeightsChanged: others reference memory that would be rewritten.
         """
         device = self.differs(own)
         if device is None:
             return True
+        if self.pinned:
+            raise WeightsInUse(READ_BY_GRAPH)
         with self._turn(device), gate.exclusive(), self._lock:
             return self._to_plans(own)
 
@@ -139,8 +144,8 @@ class HostOrder:
             now = container.get(name)
             if not isinstance(now, torch.Tensor) or now.device != weight.tensor.device or not _within(weight, own):
                 continue
-            if now is weight.bound and id(weight) in self._in_place and now.stride() != weight.tensor.stride():
-                # as this class left it
+            as_left = id(weight) in self._in_place and weight.bound is now
+            if as_left and now.stride() != weight.tensor.stride():
                 continue
             original = self._layouts.strides_of(now, paths)
             if original is not None and original != now.stride():
@@ -231,6 +236,15 @@ class ModuleOrder:
         self, order: HostOrder, gate: Callable[[], Gate], own: Callable[[], Container[int] | None] = lambda: None
     ) -> None:
         self._order, self._gate, self._own = order, gate, own
+
+    def pin(self) -> None:
+        """The program captures a CUDA graph of the module, which will read the weights where and as they are now."""
+        self._order.pinned = True
+
+    @property
+    def pinned(self) -> bool:
+        """Whether weights stay where and as they are, see `pin`."""
+        return self._order.pinned
 
     def host(self) -> contextlib.AbstractContextManager[None]:
         """See `HostOrder.host`."""
