@@ -22,7 +22,7 @@ from sfast_ext.behaviour.values import Names, Values, held_by
 _DEEPEST, _DEEPEST_IN_LIBRARY = 8, 3
 # modules in modules
 _DEEPEST_MODULE = 4
-_NO_VALUES = (Logger, type(functools.lru_cache))
+_NO_VALUES = (Logger, functools._lru_cache_wrapper)
 
 
 class CodeValues:
@@ -168,8 +168,9 @@ class CodeValues:
             self.contents.name(home, name)
             return self._module_object(value, where, names, strict)
         self.contents.name(home, name)
-        if not strict and not isinstance(value, (list, dict, set)) and hasattr(value, "__dict__"):
-            # an object of a library, such as a registry
+        theirs = package(type(value).__module__) != own
+        if not strict and theirs and not isinstance(value, (list, dict, set)) and hasattr(value, "__dict__"):
+            # an object of another library, such as a registry
             return None
         return self.values.read(value, where, self.names, strict)
 
@@ -214,7 +215,11 @@ class CodeValues:
         """The key of the classes of modules, and of objects that they call: of methods and attributes that run."""
         key: list[Hashable] = []
         for kind in kinds:
-            key += self._inside(kind, self.names, not self._of_library(kind))
+            strict = not self._of_library(kind)
+            key += self._inside(kind, self.names, strict)
+            if type(kind) is not type:
+                # a property of the class is one of its class
+                key += self._inside(type(kind), self.names, strict)
         return key
 
     def _of_library(self, kind: type) -> bool:
@@ -236,7 +241,7 @@ class CodeValues:
                 if (name not in names and not runs_by_syntax(name)) or isinstance(value, MemberDescriptorType):
                     continue
                 functions = [] if isinstance(value, type) else list(functions_of(value))
-                if strict and (functions or not name.startswith("__")):
+                if (strict or not functions) and not (name.startswith("__") and not functions):
                     self.contents.name(owner, name)
                 if functions:
                     found += [self.function(each, f"{here}.{name}", strict) for each in functions]
