@@ -115,7 +115,7 @@ def _within(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
         return
     if dataclasses.is_dataclass(value):
         yield path, value
-        for name, each in vars(value).items() if hasattr(value, "__dict__") else ():
+        for name, each in _copy(value).items():
             yield from _within((*path, name), each)
     elif isinstance(value, dict):
         yield path, value
@@ -131,7 +131,7 @@ def _within(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
 def _copy(container: Any) -> Any:
     if dataclasses.is_dataclass(container):
         fields = {f.name: getattr(container, f.name, None) for f in dataclasses.fields(container)}
-        return {**fields, **(container if isinstance(container, dict) else {}), **vars(container)}
+        return {**fields, **(container if isinstance(container, dict) else {}), **getattr(container, "__dict__", {})}
     return dict(container) if isinstance(container, dict) else list(container)
 
 
