@@ -4,6 +4,7 @@
 # make test-coarse-clock  the CPU suite on clocks that move in steps of STEP=0.004 seconds, as some virtual machines' do
 # make test-stack   the CPU suite on another torch: TORCH=2.5.1, one of those in requirements-stack
 # make test-floor   the CPU suite on the oldest torch served, 2.1.2
+# make test-diffusers  diffusers' own tests on accelerated models: DIFFUSERS=path of a checkout of huggingface/diffusers
 # make soak         EVENTS=20000 random events, SEED=0 the first seed; a failure names the command that plays it again
 # make sanitizer    the kernels' GPU tests under compute-sanitizer of the CUDA toolkit, logs into sanitizer-logs
 # make mutations    takes away each condition that keeps a stale or wrong plan from running: a test must notice; ONLY=words
@@ -36,6 +37,7 @@ STACKS ?= .stacks
 PAGES ?= .pages
 CHROMIUM ?= $(firstword $(wildcard $(addprefix /usr/bin/,chromium chromium-browser google-chrome)))
 AXE ?=
+DIFFUSERS ?=
 export DEMO_MODEL
 # otherwise each worker, and each process that tests start, compiles every source anew
 unexport PYTHONDONTWRITEBYTECODE
@@ -58,7 +60,7 @@ PIP := -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS)
 GRADIOS := 3.41.2 3.43.2
 WITH_PAGES = SFAST_GRADIO_PYTHON=$(subst $() ,:,$(foreach each,$(GRADIOS),$(abspath $(PAGES))/$(each)/bin/python))
 
-.PHONY: demo test test-pages test-coarse-clock test-stack test-floor soak sanitizer mutations compile-table cuda-table lint bench doctor clean
+.PHONY: demo test test-pages test-coarse-clock test-stack test-floor test-diffusers soak sanitizer mutations compile-table cuda-table lint bench doctor clean
 
 demo: .venv/.demo
 	.venv/bin/python -m sfast_ext demo
@@ -105,6 +107,12 @@ endif
 
 test-floor:
 	$(MAKE) test-stack TORCH=2.1.2
+
+# what diffusers' tests import in addition to what is in .venv
+test-diffusers: .venv/.dev
+	$(if $(DIFFUSERS),,$(error Name a checkout of huggingface/diffusers: make test-diffusers DIFFUSERS=path))
+	.venv/bin/python $(PIP) parameterized==0.9.0 requests-mock==1.12.1
+	PYTHONPATH=.:tests .venv/bin/python -W ignore -m diffusers_suite $(DIFFUSERS) --workers $(WORKERS)
 
 soak: .venv/.dev
 	PYTHONPATH=.:tests .venv/bin/python -W ignore -m fuzz --events $(EVENTS) --seed $(SEED)

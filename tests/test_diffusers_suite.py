@@ -1,0 +1,70 @@
+"""What `python -m diffusers_suite` counts, and that it notices a test which fails only with accelerated models."""
+
+from pathlib import Path
+
+import pytest
+from diffusers_suite import __main__ as suite
+
+MODEL = '''
+import torch
+from diffusers import UNet2DConditionModel
+
+BLOCKS = dict(block_out_channels=(8, 16), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+              up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=8, attention_head_dim=2)
+
+
+def results():
+    model = UNet2DConditionModel(layers_per_block=1, norm_num_groups=2, sample_size=8, **BLOCKS).eval()
+    with torch.no_grad():
+        return model, [model(torch.ones(1, 4, 8, 8), 3, torch.ones(1, 5, 8))[0] for _ in range(3)]
+
+
+def test_same_result():
+    _, (first, *others) = results()
+    assert all(torch.allclose(first, other, atol=1e-4) for other in others)
+
+
+def test_nobody_is_in_the_forward():
+    model, _ = results()
+    assert "forward" not in vars(model)
+
+
+def test_fails_both_ways():
+    raise AssertionError
+'''
+
+
+def run(**outcomes: str) -> suite.Run:
+    """A run with these outcomes."""
+    return suite.Run({name: [outcome, "message"] for name, outcome in outcomes.items()}, {"captures": 2}, {}, [])
+
+
+def test_only_what_passes_without_acceleration_can_be_a_regression():
+    without = run(a="passed", b="failed", c="skipped", d="passed", e="passed")
+    accelerated = run(a="passed", b="failed", c="failed", d="failed")
+    assert suite.regressions(without, accelerated) == ["d", "e"]
+
+
+def test_the_table_has_a_row_for_each_file_and_their_sums():
+    without, accelerated = run(a="passed", b="failed", c="skipped"), run(a="failed", b="failed", c="skipped")
+    rows = suite.table([suite.Compared(f"tests/{name}.py", without, accelerated, [], ["a"]) for name in "xy"])
+    assert rows.splitlines()[2:] == [
+        "| `x.py` | 2 | 1 | 0 | 0 | 1 | 2 | 0 |",
+        "| `y.py` | 2 | 1 | 0 | 0 | 1 | 2 | 0 |",
+        "| all | 4 | 2 | 0 | 0 | 2 | 4 | 0 |",
+    ]
+
+
+def test_a_run_that_ends_without_outcomes_is_an_error(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="pytest ended with"):
+        suite.run(tmp_path, ["--no-such-option"], suite.STOCK)
+
+
+def test_a_test_that_fails_only_with_accelerated_models_is_found(tmp_path: Path):
+    file = tmp_path / "tests" / "test_model.py"
+    file.parent.mkdir()
+    file.write_text(MODEL, encoding="utf-8")
+    found = suite.compare(tmp_path, "tests/test_model.py")
+    assert found.regressions == ["tests/test_model.py::test_nobody_is_in_the_forward"]
+    assert (found.without.passed(), found.accelerated.passed()) == (2, 1)
+    assert found.accelerated.counters["eager_runs"] > 0 and not found.without.counters
