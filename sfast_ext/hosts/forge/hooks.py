@@ -17,7 +17,6 @@ from sfast_ext.hosts.forge.reading import Reading
 from sfast_ext.hosts.rehearsals import interrupted
 from sfast_ext.ui import words
 
-
 IMAGE_CHANNELS = 3
 
 
