@@ -17,6 +17,8 @@ from sfast_ext.hosts.forge.reading import Reading
 from sfast_ext.hosts.rehearsals import interrupted
 from sfast_ext.ui import words
 
+IMAGE_CHANNELS = 3
+
 
 class ForgeHooks:
     """What the accelerator of one UNet asks Forge at each call. Each answer takes microseconds.
@@ -149,4 +151,7 @@ class PartHooks(ForgeHooks):
 
     def words(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
         """A call in a user's words."""
-        return super().words(shapes) if self._named is None else self._named(shapes)
+        if self._named is not None:
+            return self._named(shapes)
+        # a ControlNet gets an image in addition to the latent
+        return super().words([shape for shape in shapes if len(shape) != 4 or shape[1] != IMAGE_CHANNELS])

@@ -56,6 +56,9 @@ def test_images_with_controlnets_are_those_without_us_and_plans_of_the_networks_
     assert not same(controlled(on.name, 1.0, 0.4), controlled(on.name, 1.0))
     found = accelerators(on, "controlnet")
     assert len(found) == 2 and all(each["plans"] for each in found)
+    # named by the size of the latent, and not by the image that the network gets
+    named = accelerator_of(networks[0].control_model).hooks.words
+    assert named([(1, 3, 64, 64), (2, 4, 8, 8), (2,), (2, 7, 16)]).startswith("64x64")
     # one of the UNet, and one of it with residuals; one of each network
     assert on.count("captures") == 4
 
