@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import threading
 import time
 from dataclasses import replace
@@ -491,10 +492,13 @@ def test_what_was_refused_is_looked_at_again_when_the_behaviour_changes(ticks):
 
 
 REGISTERED = {"activation": nn.functional.silu}
+PATCHED = "SFAST_TEST_PATCHED"
 
 
 def host_function(x):
-    """A function that a method calls; which functions it finds in a dictionary is not read."""
+    """A function that a method calls. The environment, which it reads, is not followed."""
+    if PATCHED in os.environ:
+        return x * (2 if isinstance(x, FakeTensor) else 3)
     return REGISTERED["activation"](x)
 
 
@@ -510,7 +514,7 @@ def test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone(monkeypatch
     args = picture(), torch.tensor([1, 2])
     acc.new_generation()
     with monkeypatch.context() as laid:
-        laid.setitem(REGISTERED, "activation", lambda x: x * (2 if isinstance(x, FakeTensor) else 3))
+        laid.setenv(PATCHED, "1")
         run_twice(module, *args)
     assert "differs from the original" in reasons(acc) and not acc.plans
     for _ in range(REJECTED_FOR - 1):

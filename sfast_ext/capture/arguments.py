@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sfast_ext.call_signature import NotOurs
-
 Path = tuple[Any, ...]
 
 
@@ -22,7 +20,8 @@ class Edit(NamedTuple):
 
     path: Path
     """From the arguments: the name or position of one, then places, keys and attributes."""
-    kept: tuple[Any, ...]
+    kept: tuple[Any, ...] | None
+    """None if something else was done to it, which cannot be repeated on other arguments."""
 
 
 class Containers:
@@ -32,20 +31,15 @@ class Containers:
         self._found = [(path, each, _copy(each)) for path, each in _containers(args, kwargs)]
 
     def edits(self) -> tuple[Edit, ...]:
-        """What was done to them since.
-
-        Raises:
-            NotOurs: it cannot be repeated on other arguments.
-        """
+        """What was done to them since."""
         found: list[Edit] = []
         for path, container, was in self._found:
             now = _copy(container)
             if _same(now, was):
                 continue
             kept = _kept(now, was) if type(container) in (list, dict) else None
-            if kept is None or len({id(each) for _, each, _ in self._found}) != len(self._found):
-                raise NotOurs(f"its forward changes {_words(path)}, one of its arguments")
-            found.append(Edit(path, kept))
+            several = len({id(each) for _, each, _ in self._found}) != len(self._found)
+            found.append(Edit(path, None if several else kept))
         return tuple(found)
 
     def put_back(self) -> None:
@@ -60,9 +54,9 @@ def apply(edits: Sequence[Edit], args: Sequence[Any], kwargs: dict[str, Any]) ->
     changes = [(edit, _at(edit.path, args, kwargs)) for edit in edits]
     for edit, container in changes:
         if isinstance(container, list):
-            container[:] = [container[place] for place in edit.kept]
+            container[:] = [container[place] for place in edit.kept or ()]
         else:
-            _fill(container, {key: container[key] for key in edit.kept})
+            _fill(container, {key: container[key] for key in edit.kept or ()})
 
 
 def distinct(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -175,7 +169,8 @@ def _fill(container: Any, was: Any) -> None:
             object.__setattr__(container, name, value)
 
 
-def _words(path: Path) -> str:
+def words(path: Path) -> str:
+    """A path in words."""
     first, *rest = path
     name = f"argument {first}" if isinstance(first, int) else str(first)
     return name + "".join(f"[{key!r}]" for key in rest)

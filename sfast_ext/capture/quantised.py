@@ -38,7 +38,7 @@ def reading(root: nn.Module, read: Any) -> str | None:
     alike = isinstance(read, FakeTensor)
     for path, module, value in weights:
         found = _looks_like(value, read) if alike else _contains(value, read)
-        if found and (words := _reason(path, module, value)):
+        if found and (words := layer_reason(path, module, value)):
             return words
     return None
 
@@ -54,7 +54,7 @@ def raising(root: nn.Module, traceback: TracebackType | None) -> str | None:
         traceback = traceback.tb_next
     for module in reversed(inner):
         for value in _held(module):
-            if words := _reason(paths[id(module)], module, value):
+            if words := layer_reason(paths[id(module)], module, value):
                 return words
         if next(module.children(), None) is not None:
             # only its blocks are around the layer that raised
@@ -62,7 +62,7 @@ def raising(root: nn.Module, traceback: TracebackType | None) -> str | None:
     return None
 
 
-def _reason(path: str, module: nn.Module, value: Any) -> str | None:
+def layer_reason(path: str, module: nn.Module, value: Any) -> str | None:
     library = _library(module, value)
     if library is None:
         return None

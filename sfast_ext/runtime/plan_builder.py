@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import fx
 from sfast_ext import environment
 from sfast_ext.call_signature import Call, flatten_output
 from sfast_ext.capture import block_reuse
-from sfast_ext.capture.arguments import Edit
+from sfast_ext.capture.arguments import Edit, words
 from sfast_ext.capture.capture import Captured, CaptureRefused, OpSequence, capture, capture_live
 from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
 from sfast_ext.capture.state import State
@@ -94,6 +95,8 @@ class PlanBuilder:
         self.roles = ArgumentRoles()
         self._one_by_one = False
         """Whether equal blocks are recorded one by one: a plan was wrong in which they were recorded once."""
+        self._noise: dict[tuple[torch.dtype, ...], list[float]] = {}
+        """The least `Plan.noise` measured, by the dtypes of results. Nothing is measured for plans within it."""
 
     def live_trace(self, lookup: Lookup) -> LiveTrace | None:
         """A recorder for the original's run, if the same behaviour was captured before. Otherwise None."""
@@ -222,6 +225,8 @@ class PlanBuilder:
         report.count("captures")
         if not plan.fused:
             report.event("passes", "the graph reads strides or unknown sizes, so nothing in it is rewritten")
+        dtypes = tuple(output.dtype for output in flatten_output(run.result)[1])
+        plan.noise = self._noise.get(dtypes)
         try:
             with choices.measuring(_MEASURING), self._runner.guard(plan):
                 refusal = verify_plan(
@@ -242,6 +247,8 @@ class PlanBuilder:
                 # nothing is prepared
                 report.count("captures", -1)
             raise
+        if plan.noise is not None and all(map(math.isfinite, plan.noise)):
+            self._noise[dtypes] = list(map(min, plan.noise, self._noise.get(dtypes, plan.noise)))
         left_behind = run.state.put_back()[0] if run.state is not None else None
         if left_behind is not None:
             refusal = f"its forward keeps state between calls, in {left_behind}"
@@ -273,9 +280,10 @@ class PlanBuilder:
     def _own_edits(self, edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
         """Those that are repeated on the arguments of the caller."""
         hooks = self._context.hooks
-        found = tuple(edit for edit in edits if edit.path[0] not in hooks.consumed)
-        if found and hooks.arguments is not None:
-            raise CaptureRefused(f"its forward changes {found[0].path[0]}, one of its arguments")
+        found = tuple(edit for edit in edits if edit.path[0] not in hooks.consumed | hooks.scratch)
+        for edit in found:
+            if edit.kept is None or hooks.arguments is not None:
+                raise CaptureRefused(f"its forward changes {words(edit.path)}, one of its arguments")
         return found
 
     def _captured(self, lookup: Lookup, run: OriginalRun) -> Captured:

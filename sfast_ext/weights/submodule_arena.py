@@ -65,6 +65,8 @@ class SubmoduleArena:
 
     def sync(self) -> int:
         """See `WeightArena.sync`. Checks the weights of the submodule only."""
+        # the order asks for them only if it may have changed
+        self._own()
         self.order.plan()
         return self._arena.sync(self._detector)
 

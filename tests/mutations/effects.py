@@ -171,8 +171,8 @@ MUTATIONS = [
     Mutation(
         "a list that is there twice is taken for two",
         "runtime/plan_finder.py",
-        "        if plan is not None and plan.edits and not distinct(args, kwargs):",
-        "        if False:",
+        "        elif plan.edits and not distinct(args, kwargs):",
+        "        elif False:",
         (_CONTAINERS + "test_a_list_that_is_there_twice_is_changed_by_the_original",),
     ),
     Mutation(

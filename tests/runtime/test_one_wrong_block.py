@@ -108,10 +108,11 @@ def captured_with(fault: Fault) -> Iterator[None]:
     """Within, captures see a module with the fault, and nobody else does."""
     real = plan_builder.capture
 
-    def capture(function: Any, call: Any, inputs: Any, arena: Any, *rest: Any) -> Any:
+    def capture(function: Any, call: Any, inputs: Any, arena: Any, ignored: Any, _: Any) -> Any:
         undo = fault(arena.root)
         try:
-            return real(function, call, inputs, arena, *rest)
+            # without the state from before the fault, to which it would be a change
+            return real(function, call, inputs, arena, ignored)
         finally:
             undo()
 

@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks import rounding as benchmark
 from sfast_ext import Config, accelerate
 from sfast_ext.preparation import Interrupted
-from sfast_ext.runtime import rounding, verify
+from sfast_ext.runtime import plan_builder, rounding, verify
 from sfast_ext.runtime.rounding import rounded_otherwise
 from sfast_ext.runtime.verify import relative_error
 
@@ -128,7 +128,7 @@ def test_the_benchmark_prints_a_table(tmp_path, capsys):
 
 
 class Deep(nn.Module):
-    """Layers enough for results to be apart; `counted` calls of the forward."""
+    """Layers enough for results to be apart."""
 
     def __init__(self, dtype: torch.dtype = torch.float16) -> None:
         super().__init__()
@@ -136,13 +136,9 @@ class Deep(nn.Module):
         self.scale = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
         for layer in self.layers:
             x = nn.functional.layer_norm(x + layer(nn.functional.silu(x)), (32,)) * self.scale
         return x
-
-
-calls: list[int] = []
 
 
 def test_what_is_below_the_floor_costs_no_run(monkeypatch):
@@ -153,6 +149,24 @@ def test_what_is_below_the_floor_costs_no_run(monkeypatch):
         with torch.no_grad():
             module(torch.randn(4, 32, dtype=dtype))
         assert len(accelerator.plans) == 1
+
+
+def test_further_plans_are_judged_by_the_least_noise_that_was_measured(monkeypatch):
+    given = []
+    measured = iter([[0.02], [0.01], None, [INF], [0.03]])
+
+    def verified(plan: Any, *_: Any) -> None:
+        given.append(plan.noise)
+        found = next(measured)
+        plan.noise = plan.noise if found is None else found
+
+    monkeypatch.setattr(plan_builder, "verify_plan", verified)
+    module = Deep()
+    accelerate(module, Config(allow_cpu=True))
+    with torch.no_grad():
+        for rows in (1, 2, 3, 4, 5):
+            module(torch.randn(rows, 32, dtype=torch.float16))
+    assert given == [None, [0.02], [0.01], [0.01], [0.01]]
 
 
 def _judge(error: float, noise: Any, *, dtype: torch.dtype = torch.float16, plan: Any = None, **config: Any) -> Any:

@@ -20,7 +20,7 @@ CALLED = {"bypassed", "reject"}
 """Methods whose last argument is one."""
 GIVES_REASONS = re.compile(
     r"bypass_reason|_offload_reason|unserved|verify_plan|too_inaccurate|unexplained|too_slow|^active$|functionalize"
-    r"|^obstacle$|^_named$|^_replaced$"
+    r"|^obstacle$|^_named$|^_replaced$|^layer_reason$"
 )
 """Functions that return one."""
 TABLES = ("PIPELINES", "COMPILED")
@@ -48,6 +48,8 @@ def texts(node: ast.AST, names: dict[str, ast.AST]) -> list[str]:
         return found
     if isinstance(node, ast.IfExp):
         return texts(node.body, names) + texts(node.orelse, names)
+    if isinstance(node, ast.BoolOp):
+        return [text for value in node.values for text in texts(value, names)]
     if isinstance(node, ast.BinOp):
         return [a + b for a in texts(node.left, names) for b in texts(node.right, names)]
     if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) in names:

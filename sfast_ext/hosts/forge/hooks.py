@@ -48,6 +48,7 @@ class ForgeHooks:
             arguments=self.arguments,
             # the forward takes the residuals of ControlNets out of their lists
             consumed=frozenset({"control"}),
+            scratch=frozenset({"transformer_options"}),
             recognised=self.recognised,
             words=self.words,
             interrupted=interrupted,
