@@ -41,6 +41,8 @@ BY_WORDS_OF_ALL: tuple[type, ...] = (
     operator.itemgetter, operator.attrgetter, operator.methodcaller, torch.finfo, torch.iinfo, type(sys.flags),
 )  # fmt: skip
 """Classes of values that cannot change, and that are told apart by their words."""
+OF_MEMBERS = frozenset({"name", "value", "_name_", "_value_", "__objclass__", "_sort_order_"})
+"""Attributes that each member of an enumeration has."""
 _SILENT: tuple[type, ...] = (
     types.ModuleType, logging.Logger, logging.LoggerAdapter, logging.Handler, threading.Thread, type(threading.Lock()),
     type(threading.RLock()), threading.Condition, threading.Semaphore, contextvars.Token, torch.Generator,

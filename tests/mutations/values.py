@@ -14,6 +14,11 @@ _PATCHED = (f"{_PLACES}::test_a_class_of_settings_that_is_patched_is_seen",)
 
 MUTATIONS = [
     Mutation(
+        "attributes of members of an enumeration", "behaviour/values.py",
+        "return key if is_common(kind) else (key, self._of_member(value, kind, where, names, strict))", "return key",
+        _FOUND,
+    ),
+    Mutation(
         "values within a generation", "behaviour/fingerprint.py",
         "and self.contents.unchanged() and self.torch_check", "and self.torch_check",
         _IN_PLACE,
