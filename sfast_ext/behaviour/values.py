@@ -153,8 +153,8 @@ class Values:
         if kind is tuple and all(type(each) in _PLAIN for each in value):
             return (kind, *map(plain_key, value))
         if is_enum(value):
-            key = (kind, value.name, self.read(value._value_, f"{where}.value", names, strict))
-            return key if is_common(kind) else (key, self._of_member(value, kind, where, names, strict))
+            member: Hashable = (kind, value.name, self.read(value._value_, f"{where}.value", names, strict))
+            return member if is_common(kind) else (member, self._of_member(value, kind, where, names, strict))
         if (key := self._callable(value, kind, where, names, strict)) is not None:
             return key
         if isinstance(value, BY_WORDS_OF_ALL):

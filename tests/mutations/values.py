@@ -26,7 +26,8 @@ MUTATIONS = [
     ),
     Mutation(
         "attributes of members of an enumeration", "behaviour/values.py",
-        "return key if is_common(kind) else (key, self._of_member(value, kind, where, names, strict))", "return key",
+        "return member if is_common(kind) else (member, self._of_member(value, kind, where, names, strict))",
+        "return member",
         _FOUND,
     ),
     Mutation(
