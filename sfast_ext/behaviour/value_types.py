@@ -187,6 +187,11 @@ def in_library(file: str) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(PurePath(file).parts)
 
 
+def is_of_library(kind: type) -> bool:
+    """Whether a class belongs to an installed package."""
+    return in_library(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+
+
 @functools.lru_cache(maxsize=1024)
 def is_frozen(kind: type) -> bool:
     """Whether a class of dictionaries overrides all methods that write, as configs of diffusers do, which refuse."""

@@ -35,6 +35,7 @@ from sfast_ext.behaviour.value_types import (
     is_enum,
     is_frozen,
     is_immutable,
+    is_of_library,
     is_silent,
     plain_key,
     random_state,
@@ -324,6 +325,8 @@ class Values:
         """What the dictionary and the slots of an object hold under the names that are looked up."""
         if not is_common(kind):
             self.kinds.setdefault(kind, where)
+            if strict and not is_of_library(kind):
+                self.contents.kind(value)
         # the names that Python's own methods look up are not collected
         names = None if is_common(kind) else names
         try:

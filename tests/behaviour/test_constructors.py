@@ -1,4 +1,4 @@
-"""Values that are read where the forward makes an object, and code of functions that is replaced."""
+"""What constructors read, code of functions that is replaced, and classes of objects that are replaced."""
 
 from __future__ import annotations
 
@@ -132,4 +132,50 @@ def test_a_function_whose_code_is_replaced_is_another(kind):
     inner.__code__ = codes[1]
     assert not keys.trusted and keys.read()[0] != number
     inner.__code__ = codes[0]
+    assert not keys.trusted and keys.read()[0] == number
+
+
+class Soft:
+    def __call__(self, x):
+        return x
+
+
+class Hard:
+    def __call__(self, x):
+        return x * 2
+
+
+class SoftSlots:
+    __slots__ = ("level",)
+
+    def __call__(self, x):
+        return x
+
+
+class HardSlots:
+    __slots__ = ("level",)
+
+    def __call__(self, x):
+        return x * 2
+
+
+HELD = {
+    "a processor": lambda one: one,
+    "in a closure": lambda one: lambda x: one(x),
+    "in a list": lambda one: (lambda held: lambda x: held[0](x))([one]),
+    "in a default": lambda one: lambda x, one=one: one(x),
+    "in an object": lambda one: (lambda held: lambda x: held.level(x))(Slots(one)),
+}
+
+
+@pytest.mark.parametrize("kinds", [(Soft, Hard), (SoftSlots, HardSlots)])
+@pytest.mark.parametrize("place", HELD)
+def test_an_object_that_is_given_another_class_is_another(place, kinds):
+    one = kinds[0]()
+    keys = keys_of(Model(HELD[place](one)))
+    number, _ = keys.read()
+    assert keys.trusted
+    one.__class__ = kinds[1]
+    assert not keys.trusted and keys.read()[0] != number
+    one.__class__ = kinds[0]
     assert not keys.trusted and keys.read()[0] == number

@@ -15,6 +15,11 @@ _PATCHED = (f"{_PLACES}::test_a_class_of_settings_that_is_patched_is_seen",)
 
 MUTATIONS = [
     Mutation(
+        "classes of objects", "behaviour/contents.py",
+        "and list(map(type, self._typed)) == self._kinds", "and True",
+        (f"{_MADE}::test_an_object_that_is_given_another_class_is_another",),
+    ),
+    Mutation(
         "what constructors read", "behaviour/reader.py",
         "key += self.values.made()", "pass",
         (f"{_MADE}::test_what_makes_an_object_is_read",),
