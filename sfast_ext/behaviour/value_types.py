@@ -120,7 +120,9 @@ def buffer_content(value: Any) -> tuple[Any, ...]:
     """What a buffer holds."""
     kind = getattr(value, "dtype", None)
     if kind is not None:
-        return kind, value.shape, value.tobytes()
+        # not a subclass's own: that of a masked array writes to it, and fails for numpy.ma.masked
+        array = sys.modules["numpy"].ndarray
+        return kind, value.shape, array.tobytes(value) if isinstance(value, array) else value.tobytes()
     layout = (value.format, value.shape) if isinstance(value, memoryview) else getattr(value, "typecode", "")
     return layout, bytes(value) if isinstance(value, bytearray) else value.tobytes()
 
