@@ -22,6 +22,8 @@ from sfast_ext.behaviour.values import Names, Values, held_by
 _DEEPEST, _DEEPEST_IN_LIBRARY = 8, 3
 # modules in modules
 _DEEPEST_MODULE = 4
+# what runs if code calls a class, derives one from it, or subscripts it
+_MAKERS = ("__new__", "__init__", "__post_init__", "__init_subclass__", "__class_getitem__")
 _NO_VALUES = (Logger, functools._lru_cache_wrapper)
 
 
@@ -71,6 +73,7 @@ class CodeValues:
         self.tables = False
         """Whether a table of settings was found, of which only what code looks up counts."""
         self._read: set[Hashable] = set()
+        self._may_be_made: dict[type, None] = {}
         self._depth = 0
 
     def function(self, function: Any, where: str, strict: bool = True) -> Hashable:
@@ -107,6 +110,8 @@ class CodeValues:
             return tuple(key)
         if strict:
             self.contents.objects(lambda: (function.__defaults__, function.__kwdefaults__, function.__code__))
+            # reloading a module in place replaces it
+            key.append(function.__code__)
         for defaults in (function.__defaults__, function.__kwdefaults__):
             if defaults:
                 key.append(self.values.read(defaults, f"the defaults of {here}", self.names, strict))
@@ -206,6 +211,8 @@ class CodeValues:
         if package(kind.__module__) in COMMON or theirs or not strict:
             return self._identity(kind)
         looked = self.names if names is None else names
+        if not issubclass(kind, nn.Module):
+            self._may_be_made.setdefault(kind)
         found = self._inside(kind, looked, strict)
         # a property of the class is one of its class
         made_by = [] if type(kind) is type else self._inside(type(kind), looked, strict)
@@ -221,6 +228,34 @@ class CodeValues:
                 # a property of the class is one of its class
                 key += self._inside(type(kind), self.names, strict)
         return key
+
+    def made(self) -> list[Hashable]:
+        """The key of what runs if objects of the classes are made that the code finds. Call this after all else was
+        read: whether it makes any is not known, so values that cannot be compared are taken as unchanging here."""
+        key: list[Hashable] = []
+        seen: set[type] = set()
+        while kinds := [kind for kind in self._may_be_made if kind not in seen]:
+            seen.update(kinds)
+            for owner in dict.fromkeys(owner for kind in kinds for owner in kind.__mro__):
+                if package(owner.__module__) not in COMMON and ("made", owner) not in self._read:
+                    self._read.add(("made", owner))
+                    key += self._makers(owner)
+        return key
+
+    def _makers(self, owner: type) -> list[Hashable]:
+        found: list[Hashable] = []
+        inside = vars(owner)
+        here = f"{owner.__module__}.{owner.__qualname__}"
+        for maker in _MAKERS:
+            for function in functions_of(inside.get(maker)):
+                self.contents.name(owner, maker)
+                found.append(self.function(function, f"{here}.{maker}", strict=False))
+                names = (name for layer in layers(function) for name in code_names(layer.__code__))
+                for name in sorted({name for name in names if name in inside and not name.startswith("__")}):
+                    if not list(functions_of(inside[name])):
+                        self.contents.name(owner, name)
+                        found += [name, self.values.read(inside[name], f"{here}.{name}", self.names, strict=False)]
+        return found
 
     def _of_library(self, kind: type) -> bool:
         functions = (each for value in vars(kind).values() for each in functions_of(value))

@@ -47,6 +47,8 @@ class Contents:
         self._open: list[tuple[dict, frozenset[str], list[str]]] = []
         self._open_keys: list[Any] = []
         self._owners: list[tuple[Namespace, int]] = []
+        self._typed: list[Any] = []
+        self._kinds: list[type] = []
         self._objects: list[Callable[[], Sequence[Any]]] = []
         self._plain: list[Callable[[], Any]] = []
         self._noted_objects: list[Any] = []
@@ -115,6 +117,11 @@ class Contents:
         """A class, which may get further attributes."""
         self._owners.append((vars(kind), len(vars(kind))))
 
+    def kind(self, value: Any) -> None:
+        """An object, which may be given another class."""
+        self._typed.append(value)
+        self._kinds.append(type(value))
+
     def objects(self, look: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         """Objects that a function returns. Returns what it returns now."""
         found = look()
@@ -174,6 +181,7 @@ class Contents:
             return (
                 self._names_unchanged()
                 and all(len(inside) == size for inside, size in self._owners)
+                and list(map(type, self._typed)) == self._kinds
                 and list(map(len, self._lists)) == lists
                 and _same(chain.from_iterable(self._lists), self._items)
                 and list(map(len, self._dicts)) == dicts
@@ -224,6 +232,9 @@ class NoContents(Contents):
         """Nothing."""
 
     def owner(self, kind: type) -> None:
+        """Nothing."""
+
+    def kind(self, value: Any) -> None:
         """Nothing."""
 
     def objects(self, look: Callable[[], Sequence[Any]]) -> Sequence[Any]:

@@ -141,6 +141,7 @@ class Reader:
             if self.below is not None:
                 key.append(values.function(self.below, "the forward of the model"))
             key += self.code_values(kinds)
+            key += self.values.made()
             modules = [each for i, each in values.values.modules.items() if i not in self.known_modules()]
             for each in modules:
                 self.read(*each)

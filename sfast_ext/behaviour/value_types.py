@@ -41,6 +41,8 @@ BY_WORDS_OF_ALL: tuple[type, ...] = (
     operator.itemgetter, operator.attrgetter, operator.methodcaller, torch.finfo, torch.iinfo, type(sys.flags),
 )  # fmt: skip
 """Classes of values that cannot change, and that are told apart by their words."""
+OF_MEMBERS = frozenset({"name", "value", "_name_", "_value_", "__objclass__", "_sort_order_"})
+"""Attributes that each member of an enumeration has."""
 _SILENT: tuple[type, ...] = (
     types.ModuleType, logging.Logger, logging.LoggerAdapter, logging.Handler, threading.Thread, type(threading.Lock()),
     type(threading.RLock()), threading.Condition, threading.Semaphore, contextvars.Token, torch.Generator,
@@ -118,7 +120,9 @@ def buffer_content(value: Any) -> tuple[Any, ...]:
     """What a buffer holds."""
     kind = getattr(value, "dtype", None)
     if kind is not None:
-        return kind, value.shape, value.tobytes()
+        # not a subclass's own: that of a masked array writes to it, and fails for numpy.ma.masked
+        array = sys.modules["numpy"].ndarray
+        return kind, value.shape, array.tobytes(value) if isinstance(value, array) else value.tobytes()
     layout = (value.format, value.shape) if isinstance(value, memoryview) else getattr(value, "typecode", "")
     return layout, bytes(value) if isinstance(value, bytearray) else value.tobytes()
 
@@ -183,6 +187,11 @@ def is_common(kind: type) -> bool:
 def in_library(file: str) -> bool:
     """Whether a file belongs to an installed package."""
     return not {"site-packages", "dist-packages"}.isdisjoint(PurePath(file).parts)
+
+
+def is_of_library(kind: type) -> bool:
+    """Whether a class belongs to an installed package."""
+    return in_library(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
 @functools.lru_cache(maxsize=1024)

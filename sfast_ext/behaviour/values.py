@@ -26,6 +26,7 @@ from sfast_ext.behaviour.value_types import (
     ATOMS,
     BY_WORDS,
     BY_WORDS_OF_ALL,
+    OF_MEMBERS,
     buffer_content,
     buffer_size,
     hides_state,
@@ -34,6 +35,7 @@ from sfast_ext.behaviour.value_types import (
     is_enum,
     is_frozen,
     is_immutable,
+    is_of_library,
     is_silent,
     plain_key,
     random_state,
@@ -152,7 +154,8 @@ class Values:
         if kind is tuple and all(type(each) in _PLAIN for each in value):
             return (kind, *map(plain_key, value))
         if is_enum(value):
-            return (kind, value.name, self.read(value._value_, f"{where}.value", names, strict))
+            member: Hashable = (kind, value.name, self.read(value._value_, f"{where}.value", names, strict))
+            return member if is_common(kind) else (member, self._of_member(value, kind, where, names, strict))
         if (key := self._callable(value, kind, where, names, strict)) is not None:
             return key
         if isinstance(value, BY_WORDS_OF_ALL):
@@ -166,6 +169,16 @@ class Values:
         self._seen[place] = len(self._seen)
         self._alive.append(value)
         return self._mutable(value, kind, where, names, strict)
+
+    def _of_member(self, value: Any, kind: type, where: str, names: Names, strict: bool) -> Hashable:
+        """What a member of an enumeration holds in addition to its name and value."""
+        names = self.names if names is None else names
+        place = id(value), names
+        if place in self._seen:
+            return None
+        self._seen[place] = len(self._seen)
+        self._alive.append(value)
+        return self._attributes(value, kind, where, names - OF_MEMBERS, strict)
 
     def _mutable(self, value: Any, kind: type, where: str, names: Names, strict: bool) -> Hashable:
         if is_buffer(value):
@@ -312,6 +325,8 @@ class Values:
         """What the dictionary and the slots of an object hold under the names that are looked up."""
         if not is_common(kind):
             self.kinds.setdefault(kind, where)
+            if strict and not is_of_library(kind):
+                self.contents.kind(value)
         # the names that Python's own methods look up are not collected
         names = None if is_common(kind) else names
         try:

@@ -77,7 +77,7 @@ def _library(module: nn.Module, value: Any) -> str | None:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         home = kind.__module__
-        if kind.__name__ not in _PLAIN or not home.startswith("torch."):
+        if kind.__name__ not in _PLAIN or home.partition(".")[0] != "torch":
             return _package(home)
         if not value.is_quantized and value.dtype not in _NARROW and not _speaks(module):
             return None

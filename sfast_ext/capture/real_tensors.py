@@ -47,6 +47,7 @@ _READERS = _existing(torch, "equal", "allclose", "is_nonzero") | _existing(
     "is_nonzero", "untyped_storage", "storage", "_typed_storage",
 )  # fmt: skip
 _READERS |= _existing(getattr(torch.Tensor, "__cuda_array_interface__", None), "__get__")
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class RealTensors(TorchFunctionMode):
@@ -66,6 +67,8 @@ class RealTensors(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._inside:
             self.read(value_read(func, args, kwargs or {}))
+            if func == _SET_DATA:
+                self.replace_data(real_tensor_in(args[0]))
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def note_made(self, result: Any) -> None:
@@ -85,6 +88,13 @@ class RealTensors(TorchFunctionMode):
         self._refuse(
             NotOurs(f"its forward reads a number from a tensor {shape} that is neither an argument nor a weight")
         )
+
+    def replace_data(self, tensor: torch.Tensor | None) -> None:
+        """The data of a real tensor, if it is one, is about to be replaced. It would be that of a fake tensor."""
+        if tensor is not None:
+            path = self._path_of(tensor)
+            what = f"weight or a buffer ({path})" if path is not None else f"tensor {list(tensor.shape)} that it holds"
+            self._refuse(NotOurs(f"its forward replaces the data of a {what}"))
 
     def write(self, func: Any, args: Any, kwargs: Any) -> None:
         """An operation is about to run, which may write to its arguments."""

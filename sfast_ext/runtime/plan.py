@@ -24,6 +24,7 @@ from sfast_ext.runtime.interpreter import Interpreter
 from sfast_ext.runtime.peak_memory import peak_bytes
 from sfast_ext.runtime.recapture import Recapture
 from sfast_ext.runtime.recorded_run import RecordedRun
+from sfast_ext.runtime.result_views import View, hand_out
 from sfast_ext.weights.arena import Weight
 
 _EAGER_RUNS = 4  # before the launches of a plan that has no CUDA graph are recorded
@@ -102,6 +103,8 @@ class Plan:
         self._recapture = Recapture()
         self._output_tree = output_tree
         self._output_strides = list(output_strides)
+        self.views: dict[int, View] = {}
+        """Results in the memory of others."""
         self._set_static_inputs([])
         self._graph: CapturedGraph | None = None
 
@@ -328,9 +331,11 @@ class Plan:
 
     def _copy_outputs(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         handed = []
-        for output, stride in zip(outputs, self._output_strides):
-            own = output.new_empty_strided(output.shape, stride)
-            handed.append(own.copy_(output))
+        for i, (output, stride) in enumerate(zip(outputs, self._output_strides)):
+            view = i in self.views
+            handed.append(output if view else output.new_empty_strided(output.shape, stride).copy_(output))
+        if self.views:
+            hand_out(handed, outputs, self.views)
         return handed
 
     def _on_evict(self) -> None:

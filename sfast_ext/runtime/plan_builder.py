@@ -41,6 +41,7 @@ from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.runtime.rare_calls import Stopwatch
 from sfast_ext.runtime.replay_state import Lookup
+from sfast_ext.runtime.result_views import shared
 from sfast_ext.runtime.verify import Difference, verify_plan
 from sfast_ext.weights.submodule_arena import Arena
 
@@ -199,9 +200,11 @@ class PlanBuilder:
         at("capture")
         try:
             captured = self._captured(lookup, run)
-            captured.output_strides = _strides(run.result, lookup.call) or captured.output_strides
+            strides = _strides(run.result, lookup.call)
+            captured.output_strides = strides or captured.output_strides
             blocks_copied = block_reuse.holds_copies(captured.graph_module)
             plan = make_plan(captured, lookup.call, context.arena, device, context.config)
+            plan.views = shared(flatten_output(run.result)[1], alike=strides is not None)
             plan.edits = self._own_edits(plan.edits)
             if device.type == "cuda":
                 for sentence in environment.left_out(device):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import enum
 import functools
 import types
 
@@ -179,11 +180,31 @@ def of_a_static_method(v):
     return Runs(), lambda new: Runs.table.update(a=new)
 
 
+def of_a_member_of_an_enumeration(v):
+    class Mode(enum.Enum):
+        SOFT = 1
+        HARD = 2
+
+    Mode.SOFT.level = v
+    return (lambda x: x * use(Mode.SOFT.level)), lambda new: setattr(Mode.SOFT, "level", new)
+
+
+def of_a_member_in_a_list(v):
+    class Mode(enum.IntEnum):
+        SOFT = 1
+
+        def __init__(self, value):
+            self.options = {"level": v}
+
+    held = [Mode.SOFT]
+    return (lambda x: x * use(held[0].options["level"])), lambda new: Mode.SOFT.options.update(level=new)
+
+
 PLACES = [
     in_a_closure, in_a_global, in_a_global_dictionary, in_a_global_object, in_a_context_variable, in_a_class,
     behind_a_property, in_a_metaclass, in_a_default, in_a_keyword_default, in_a_partial, in_another_module, looked_up,
     of_a_bound_method, of_a_cached_function, in_a_module_outside_the_tree, by_the_name_of_a_global,
-    of_a_function_that_is_called, of_a_static_method,
+    of_a_function_that_is_called, of_a_static_method, of_a_member_of_an_enumeration, of_a_member_in_a_list,
 ]  # fmt: skip
 VALUES = {
     "numbers": (1.0, 2.0),

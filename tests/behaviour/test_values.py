@@ -73,6 +73,8 @@ REPLACED = {
     "the default of a dictionary": (collections.defaultdict(int), collections.defaultdict(float)),
     "structured scalars": (np.void(b"a"), np.void(b"b")),
     "memory": (memoryview(b"a"), memoryview(b"b")),
+    "masked arrays": (np.ma.masked_array([1.0, 2.0], mask=[0, 1]), np.ma.masked_array([1.0, 2.0], mask=[1, 0])),
+    "the constant of masked arrays": (np.ma.masked, 1.0),
     "subclasses of float": (Number(1), Number(2)),
     "partials": (functools.partial(max, 1), functools.partial(max, 2)),
     "methods of objects": (Holder([1]).__init__, Holder([2]).__init__),

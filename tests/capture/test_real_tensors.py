@@ -202,6 +202,24 @@ WRITES = {
 }
 
 
+def replace_data(of):
+    def forward(m, x):
+        tensor = of(m)
+        tensor.data = x.mean(0)[: tensor.numel()].reshape(tensor.shape).to(tensor.dtype)
+        return x * tensor
+
+    return forward
+
+
+REPLACED_DATA = {
+    "a parameter": lambda m: m.gate,
+    "a buffer": lambda m: m.row,
+    "a buffer of integers": lambda m: m.count,
+    "an attribute": lambda m: m.held,
+    "a global": lambda m: OUTSIDE,
+}
+
+
 @pytest.mark.parametrize("name", WRITES)
 def test_nothing_is_written_to_a_real_tensor(name):
     module, call, arena = make(WRITES[name])
@@ -211,6 +229,27 @@ def test_nothing_is_written_to_a_real_tensor(name):
     assert all(torch.equal(value, values[key]) for key, value in module.state_dict().items())
     assert OUTSIDE == 3.0 and module.held == 3.0 and type(module.held) is torch.Tensor
     assert not isinstance(module.gate, FakeTensor)
+
+
+@pytest.mark.parametrize("name", REPLACED_DATA)
+def test_the_data_of_a_real_tensor_is_not_replaced(name):
+    of = REPLACED_DATA[name]
+    module, call, arena = make(replace_data(of))
+    value = of(module).clone()
+    with torch.no_grad(), pytest.raises(CaptureRefused, match="replaces the data of a"):
+        capture(module.forward, call, call.tensors(CPU), arena)
+    assert of(module).device.type == "cpu" and torch.equal(of(module), value)
+
+
+def test_the_data_of_an_own_tensor_may_be_replaced():
+    def forward(m, x):
+        made = torch.zeros_like(x)
+        made.data = x * 2
+        return made
+
+    module, call, arena = make(forward)
+    with torch.no_grad():
+        capture(module.forward, call, call.tensors(CPU), arena)
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="this torch records no run on real tensors")

@@ -18,6 +18,11 @@ _REPLACED = (
 
 SIGNATURE = [
     Mutation(
+        "results that share memory", "runtime/plan.py",
+        "hand_out(handed, outputs, self.views)", "pass",
+        ("runtime/test_result_views.py::test_a_write_to_a_result_is_seen_in_the_others_as_without_us",),
+    ),
+    Mutation(
         "dtypes of arguments", "call_signature.py",
         'return ("tensor", value.dtype, tuple(value.shape)', 'return ("tensor", torch.float32, tuple(value.shape)',
         _SIGNATURES,

@@ -22,6 +22,11 @@ _CONTAINERS = "test_argument_containers.py::"
 
 MUTATIONS = [
     Mutation(
+        "data of a real tensor that is replaced", "capture/real_tensors.py",
+        "if func == _SET_DATA:", "if False:",
+        ("capture/test_real_tensors.py::test_the_data_of_a_real_tensor_is_not_replaced",),
+    ),
+    Mutation(
         "a weight's value that Python reads without an operation is part of a plan",
         "capture/real_tensors.py",
         "            self.read(value_read(func, args, kwargs or {}))",

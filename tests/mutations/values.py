@@ -6,6 +6,7 @@ from mutations import Mutation
 
 _FILE = "behaviour/test_values.py"
 _PLACES = "behaviour/test_value_places.py"
+_MADE = "behaviour/test_constructors.py"
 _REPLACED = (f"{_FILE}::test_a_setting_that_is_replaced_changes_the_key",)
 _IN_PLACE = (f"{_FILE}::test_a_setting_that_changes_in_place_is_seen_at_the_next_call",)
 _NAMED = (f"{_FILE}::test_a_value_that_cannot_be_compared_is_named",)
@@ -13,6 +14,27 @@ _FOUND = (f"{_PLACES}::test_a_value_is_compared_wherever_the_code_finds_it",)
 _PATCHED = (f"{_PLACES}::test_a_class_of_settings_that_is_patched_is_seen",)
 
 MUTATIONS = [
+    Mutation(
+        "classes of objects", "behaviour/contents.py",
+        "and list(map(type, self._typed)) == self._kinds", "and True",
+        (f"{_MADE}::test_an_object_that_is_given_another_class_is_another",),
+    ),
+    Mutation(
+        "what constructors read", "behaviour/reader.py",
+        "key += self.values.made()", "pass",
+        (f"{_MADE}::test_what_makes_an_object_is_read",),
+    ),
+    Mutation(
+        "code of a function that is replaced", "behaviour/code_values.py",
+        "key.append(function.__code__)", "pass",
+        (f"{_MADE}::test_a_function_whose_code_is_replaced_is_another",),
+    ),
+    Mutation(
+        "attributes of members of an enumeration", "behaviour/values.py",
+        "return member if is_common(kind) else (member, self._of_member(value, kind, where, names, strict))",
+        "return member",
+        _FOUND,
+    ),
     Mutation(
         "values within a generation", "behaviour/fingerprint.py",
         "and self.contents.unchanged() and self.torch_check", "and self.torch_check",
