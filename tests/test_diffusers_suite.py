@@ -45,6 +45,21 @@ def test_only_what_passes_without_acceleration_can_be_a_regression():
     assert suite.regressions(without, accelerated) == ["d", "e"]
 
 
+def test_the_numbers_of_tests_that_fail_both_ways_are_compared():
+    messages = {
+        "rounded": ("Max diff: 2.296144e-02, Actual: 0.2453386", "Max diff: 2.296117e-02, Actual: 0.2453388"),
+        "other": ("assert -0.12 == 0.2", "assert 0.12 == 0.2"),
+        "more": ("no network", "error 0.5"),
+        "passes": ("", "assert 1.5 < 1.0"),
+    }
+    outcomes = [
+        {name: ["passed" if not texts[way] else "failed", texts[way]] for name, texts in messages.items()}
+        for way in (0, 1)
+    ]
+    without, accelerated = (suite.Run(each, {}, {}, []) for each in outcomes)
+    assert suite.fail_otherwise(without, accelerated) == ["other", "more"]
+
+
 def test_the_table_has_a_row_for_each_file_and_their_sums():
     without, accelerated = run(a="passed", b="failed", c="skipped"), run(a="failed", b="failed", c="skipped")
     rows = suite.table([suite.Compared(f"tests/{name}.py", without, accelerated, [], ["a"]) for name in "xy"])
@@ -67,4 +82,5 @@ def test_a_test_that_fails_only_with_accelerated_models_is_found(tmp_path: Path)
     found = suite.compare(tmp_path, "tests/test_model.py")
     assert found.regressions == ["tests/test_model.py::test_nobody_is_in_the_forward"]
     assert (found.without.passed(), found.accelerated.passed()) == (2, 1)
-    assert found.accelerated.counters["eager_runs"] > 0 and not found.without.counters
+    # each of the three calls of the two models, the first one included
+    assert found.accelerated.counters["eager_runs"] == 6 and not found.without.counters

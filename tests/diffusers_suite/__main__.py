@@ -5,14 +5,17 @@ written into it. Each file runs in two processes, one after the other. A test th
 not pass with it is run again both ways. If it fails in the second run as well, it is run with graphs as they were
 recorded, without passes. What passes then is reported as rounding: such a test compares a result of the original
 forward with one of a plan more closely than float32 rounds. What fails then as well is a regression, and the exit
-status is 1. Models that tests load from a hub need a network or a cache: without them those tests fail both ways.
+status is 1. Models that tests load from a hub need a network or a cache: without them those tests fail both ways. If a
+test fails both ways, the numbers in its messages are compared: those that differ are listed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -112,6 +115,25 @@ def _of(outcomes: dict[str, list[str]], name: str) -> str:
     return outcomes.get(name, ["missing"])[0]
 
 
+def fail_otherwise(without: Run, accelerated: Run) -> list[str]:
+    """The tests that fail both ways, with other numbers in the message."""
+    found = []
+    for name, (outcome, message) in without.outcomes.items():
+        other, others = accelerated.outcomes.get(name, ["missing", ""])
+        if outcome == other == "failed" and not _same(_numbers(message), _numbers(others)):
+            found.append(name)
+    return found
+
+
+def _numbers(message: str) -> list[float]:
+    return [float(each) for each in re.findall(r"-?\b\d+\.\d+(?:e[+-]?\d+)?", message)]
+
+
+def _same(numbers: Sequence[float], others: Sequence[float]) -> bool:
+    near = (math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-4) for a, b in zip(numbers, others))
+    return len(numbers) == len(others) and all(near)
+
+
 def compare(checkout: Path, file: str) -> Compared:
     """Run a file both ways. A difference counts if it is there in a second run."""
     without, accelerated = run(checkout, [file], STOCK), run(checkout, [file], ACCELERATED)
@@ -182,6 +204,9 @@ def main() -> int:
     for what, names in (("rounding", [r for c in compared for r in c.rounding]), ("regression", failed)):
         for name in names:
             print(f"\n{what}: {name}\n{messages[name]}")
+    for each in compared:
+        for name in fail_otherwise(each.without, each.accelerated):
+            print(f"\nfails otherwise: {name}\n{each.accelerated.outcomes[name][1]}")
     print(f"\n{len(failed)} regressions")
     return 1 if failed else 0
 
