@@ -71,7 +71,10 @@ TABLE: tuple[tuple[str, str], ...] = (
         r"the GPU has (no|too little) memory left|(no plan could be built|its plan failed): .*OutOfMemoryError",
     ),
     ("failed", r"no plan could be built|its plan failed"),
-    ("weights-elsewhere", r"(the|some) weights are on |the memory of the weights was given back|the weights were replaced while"),
+    (
+        "weights-elsewhere",
+        r"(the|some) weights are on |the memory of the weights was given back|the weights were replaced while",
+    ),
     (
         "arguments",
         r".* is a dict with keys|.* which a plan cannot take as an input|.* not a plain tensor"
