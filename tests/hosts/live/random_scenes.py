@@ -35,13 +35,15 @@ SAMPLERS = ("Euler", "Euler a", "Heun", "DPM++ 2M")
 LONG = "and many more words that make it longer than the length that a text model reads at once, " * 4
 
 
-def scenes(seed: int, count: int) -> Round:
-    """Steps that a seed stands for: each is a picture, before some another checkpoint is loaded."""
+def scenes(seed: int, count: int, program: forge.Program = forge.NEO) -> Round:
+    """Steps that a seed stands for: each is an image, before some another checkpoint is loaded."""
+    # Forge fails by itself with a LoRA for another architecture
+    checkpoints = CHECKPOINTS[:2] if program is forge.OLD else CHECKPOINTS
     draw = random.Random(seed)
     found: Round = []
     for number in range(count):
         if draw.random() < 0.12:
-            name = draw.choice(CHECKPOINTS)
+            name = draw.choice(checkpoints)
             found.append((f"to {name}", "options", {"sd_model_checkpoint": f"{name}.safetensors"}))
         found.append((f"{seed}/{number}", *_picture(draw)))
     return found
@@ -149,7 +151,7 @@ def main(given: Sequence[str] | None = None) -> int:
                 seed, count = options.seed + first // EACH, min(EACH, options.scenes - first)
                 again = f"--host {options.host} --scenes {count} --seed {seed}"
                 again += f" --card {options.card:g}" if options.card else ""
-                compare(data, program, scenes(seed, count), again, found, packages)
+                compare(data, program, scenes(seed, count, program), again, found, packages)
                 tell()
         except KeyboardInterrupt:
             tell()
