@@ -454,6 +454,15 @@ def by_shape(k, p, x):
     return x * k.map[x.shape]
 
 
+class Makers(collections.OrderedDict):
+    """Makes an object for each look, as the table of activations of transformers does."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+
+MAKERS = Makers(number=functools.partial(float, 2), thing=object)
+
 NO_CHANGE = {
     "what is filled once": filled_once,
     "what is filled by shape": by_shape,
@@ -464,6 +473,7 @@ NO_CHANGE = {
     "a cache of numbers": lambda k, p, x: x * doubled(2),
     "what is put and taken": lambda k, p, x: (k.items.append(x), k.items.pop())[1],
     "a flag that is set and put back": lambda k, p, x: (setattr(k, "count", 5), setattr(k, "count", 0)) and x,
+    "a look at a table that makes its entries": lambda k, p, x: x * MAKERS["number"],
     "a read": lambda k, p, x: x * (k.count + 1) + len(k.items),
 }
 

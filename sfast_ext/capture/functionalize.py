@@ -39,7 +39,7 @@ def functionalize(graph_module: fx.GraphModule) -> str | None:
             return f"its forward writes to a weight or a buffer ({node.target})"
         if source.op == "placeholder":
             return f"its forward writes to one of its arguments ({node.target})"
-        if source.target in _OF_A_LIST:
+        if source.target in _OF_A_LIST and not _multiplies(source):
             return f"its forward writes to what may be a weight or an argument ({node.target})"
         overload = _out_of_place(node)
         mine = [n for n in family[source] if _descends(n, node)]
@@ -93,6 +93,12 @@ _OF_A_LIST = {
     aten.broadcast_tensors.default, aten.meshgrid.default, aten.meshgrid.indexing, aten.einsum.default,
     aten.atleast_1d.Sequence, aten.atleast_2d.Sequence, aten.atleast_3d.Sequence,
 }  # fmt: skip
+
+
+def _multiplies(node: fx.Node) -> bool:
+    """Whether a result is a product, in memory of its own: `einsum` of several operands. Of one it may be a view."""
+    operands = node.args[1] if len(node.args) > 1 else node.kwargs.get("tensors")
+    return node.target is aten.einsum.default and isinstance(operands, (list, tuple)) and len(operands) > 1
 
 
 def _is_a_copy(node: fx.Node) -> bool:

@@ -57,7 +57,8 @@ _ATOMS = frozenset(
 )  # fmt: skip
 # what changes without being state of a forward
 _LEFT_OUT = (
-    logging.Logger, logging.Handler, threading.Thread, threading.Event, threading.Condition, AcceleratedForward,
+    logging.Logger, logging.Handler, logging.Formatter, threading.Thread, threading.Event, threading.Condition,
+    AcceleratedForward,
 )  # fmt: skip
 _WEAK = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)
 _CACHE = type(functools.lru_cache(maxsize=1)(lambda: None))
@@ -235,7 +236,8 @@ class Reachable:
             return
         self.container(where, value)
         if isinstance(value, dict):
-            self._items(where, value.values(), value.keys())
+            # a subclass may make an object for each look
+            self._items(where, dict.values(value), dict.keys(value))
         else:
             self._items(where, value)
         if type(value) not in (dict, list, set, deque, OrderedDict):

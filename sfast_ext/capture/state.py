@@ -225,14 +225,23 @@ def _set_contents(tensor: torch.Tensor, kept: torch.Tensor | None) -> None:
             tensor.detach().copy_(kept)
 
 
+def _plain(container: Any) -> Any:
+    """The class whose methods tell what is in a dictionary. A subclass of it may make an object for each look."""
+    return next((kind for kind in (OrderedDict, dict) if isinstance(container, kind)), type(container))
+
+
 def _copy(container: Any) -> Any:
     if isinstance(container, dict):
-        return dict(container)
+        plain = _plain(container)
+        return dict(zip(plain.keys(container), plain.values(container)))
     return set(container) if isinstance(container, set) else list(container)
 
 
 def _items(container: Any) -> Iterable[Any]:
-    return (*container, *container.values()) if isinstance(container, dict) else container
+    if not isinstance(container, dict):
+        return container
+    plain = _plain(container)
+    return (*plain.keys(container), *plain.values(container))
 
 
 def _same(now: Any, was: Any) -> bool:
@@ -242,7 +251,9 @@ def _same(now: Any, was: Any) -> bool:
         return now <= was
     if isinstance(was, dict):
         # in their order: it is what a forward sees that goes through one
-        return all(map(operator.is_, now.values(), was.values())) and all(map(operator.is_, now, was))
+        plain = _plain(now)
+        same = all(map(operator.is_, plain.values(now), was.values()))
+        return same and all(map(operator.is_, plain.keys(now), was))
     return all(map(operator.is_, now, was))
 
 
@@ -253,6 +264,7 @@ def _alike(now: Any, was: Any) -> bool:
 def _only_dead(now: Any, was: Any) -> bool:
     """Whether all that is missing are entries of weak references whose objects are gone."""
     if isinstance(was, dict):
+        now = _copy(now)
         missing = [key for key in was if key not in now]
         gone = all(_dead(key) or _dead(was[key]) for key in missing)
         return bool(missing) and gone and all(was.get(key, _absent) is value for key, value in now.items())
@@ -274,6 +286,7 @@ def _equal(a: Any, b: Any, depth: int = 0) -> bool:
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(_equal(x, y, depth + 1) for x, y in zip(a, b))
     if isinstance(a, dict):
+        a, b = _copy(a), _copy(b)
         return list(a) == list(b) and all(_equal(a[key], b[key], depth + 1) for key in a)
     return False
 
@@ -294,7 +307,7 @@ def _refill(container: Any, was: Any) -> None:
     if isinstance(container, list):
         list.__setitem__(container, slice(None), list(was))
     elif isinstance(container, dict):
-        plain: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+        plain = _plain(container)
         plain.clear(container)
         for key, value in dict(was).items():
             plain.__setitem__(container, key, value)

@@ -206,20 +206,25 @@ def test_another_thread_generates_with_the_original_meanwhile(xformers):
     attend = xformers.ops.memory_efficient_attention
     q = torch.randn(1, 4, HEADS, WIDTH)
     expected, found = attend(q, q, q, p=0.0), []
+    begin, end = threading.Event(), threading.Event()
 
     def other():
+        begin.wait()
         with torch.no_grad():
             # the original takes what no capture would
             found.append(attend(q, q, q, attn_bias=xformers.ops.fmha.attn_bias.BlockDiagonalMask([4])))
+        end.set()
 
     def inner(q, k, v):
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
+        begin.set()
+        end.wait(60)
         return attend(q, k, v)
 
     module, call = Layer(inner), flatten_call((X,), {}, CPU)
+    thread = threading.Thread(target=other)
+    thread.start()
     capture(module.forward, call, [X], WeightArena(module))
+    thread.join()
     torch.testing.assert_close(found[0], expected)
 
 

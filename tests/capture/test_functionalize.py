@@ -41,6 +41,7 @@ def captured(write, x, **options):
 X = torch.randn(2, 4)
 
 COPIES = {
+    "a product by einsum": lambda m, x: x + torch.einsum("i,i->i", m.weight, m.weight).mul_(2),
     "to dtype": lambda m, x: x + m.weight.to(torch.float32).mul_(m.scale),
     "to of the buffer's dtype": lambda m, x: x + m.weight.to(m.scale.dtype).add_(1),
     "float": lambda m, x: x + m.weight.float().sub_(1),

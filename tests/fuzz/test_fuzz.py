@@ -17,7 +17,7 @@ from fuzz import __main__ as soak
 from fuzz import machine, own_products
 from fuzz.compare import Wrong
 from fuzz.world import World
-from sfast_ext.behaviour import fingerprint, surroundings
+from sfast_ext.behaviour import reader, surroundings
 from sfast_ext.behaviour.key import BehaviourKeys
 from sfast_ext.behaviour.snapshot import Snapshot
 from sfast_ext.kernels.backend import choices, health
@@ -96,7 +96,7 @@ def test_a_release_after_each_kind_of_event_leaves_an_untouched_model(part):
 
 def test_the_kernels_of_a_card_wherever_they_can_be(tmp_path):
     file = tmp_path / "soak.json"
-    command = ["--events", "30", "--seed", "3", "--model", "wide", "--as", "sm_89", "--json", str(file)]
+    command = ["--events", "40", "--seed", "3", "--model", "wide", "--as", "sm_89", "--json", str(file)]
     assert soak.main(command) == 0
     result = json.loads(file.read_text())
     assert result["as"] == "sm_89" and result["plan_runs"] > 10
@@ -115,9 +115,9 @@ def test_the_soak_names_the_command_that_plays_a_failure_again(tmp_path, monkeyp
         w.twin.conv_in.weight.data.mul_(2)
 
     file = tmp_path / "soak.json"
-    assert soak.main(["--events", "30", "--seed", "3", "--model", "small", "--json", str(file)]) == 0
+    assert soak.main(["--events", "40", "--seed", "3", "--model", "small", "--json", str(file)]) == 0
     result = json.loads(file.read_text())
-    assert sum(result["events_by_kind"].values()) == result["events"] == 30
+    assert sum(result["events_by_kind"].values()) == result["events"] == 40
     assert result["plan_runs"] > 10 and result["seeds"] == {"first": 3, "last": 3} and not result["faults"]
     monkeypatch.setitem(machine.BY_NAME, "mode", forgetful)
     command = ["--play", "small:7", "another_call:1", "mode:2", "another_call:3"]
@@ -143,7 +143,7 @@ STOCK = surroundings.look()
 UNSEEN = {
     "function_of_torch_replaced": (surroundings, "look", lambda: STOCK),
     "hook_on_all": (surroundings, "look", lambda: STOCK),
-    "class_forward": (fingerprint, "foreign_layers", lambda *class_of_anybody, **options: []),
+    "class_forward": (reader, "foreign_layers", lambda *class_of_anybody, **options: []),
     "attribute": (Snapshot, "unchanged_quick", lambda snapshot: True),
 }
 

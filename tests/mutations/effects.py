@@ -78,7 +78,7 @@ MUTATIONS = [
     Mutation(
         "a write to a view of one of several tensors is taken for one to a new tensor",
         "capture/functionalize.py",
-        "        if source.target in _OF_A_LIST:",
+        "        if source.target in _OF_A_LIST and not _multiplies(source):",
         "        if False:",
         _SAME,
     ),

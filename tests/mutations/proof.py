@@ -127,7 +127,7 @@ MUTATIONS = [
     ),
     Mutation(
         "strides of results", "runtime/plan.py",
-        "own = output.new_empty_strided(output.shape, stride)", "own = output.new_empty(output.shape)",
+        "output.new_empty_strided(output.shape, stride)", "output.new_empty(output.shape)",
         ("test_stale.py::test_results_of_a_plan_have_the_originals_strides",),
     ),
     Mutation(
