@@ -13,6 +13,7 @@ import itertools
 import random
 import sys
 import threading
+import time
 import types
 import weakref
 
@@ -23,6 +24,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext import Config, accelerate
+from sfast_ext.capture import capture
 
 CALLS = 5
 
@@ -556,3 +558,36 @@ def test_another_thread_may_write_to_what_the_program_holds_while_a_plan_is_made
     waiting.set()
     accelerator.release()
     GLOBAL_OBJECT.last = None
+
+
+class Host:
+    """An object of a program, of which code of the forward names one attribute."""
+
+    scale = 2.0
+
+    def __init__(self):
+        self.progress = types.SimpleNamespace(text="")
+
+
+HOST = Host()
+
+
+def reads_the_host(part, x):
+    return x * HOST.scale
+
+
+def test_what_no_code_of_the_forward_names_may_change_while_a_plan_is_made(monkeypatch):
+    record = capture.record
+
+    def recorded(*args, **kwargs):
+        # a program shows what is going on
+        HOST.progress.text = f"recording {time.time()}"
+        return record(*args, **kwargs)
+
+    monkeypatch.setattr(capture, "record", recorded)
+    ours = Root(lambda: reads_the_host)
+    accelerator = fast(ours)
+    run(ours)
+    (plan,) = accelerator.plans.values()
+    assert plan.replays >= 2 and "recording" in HOST.progress.text
+    accelerator.release()

@@ -83,6 +83,8 @@ class Reachable:
         self._owners: set[type] = set()
         self._functions: dict[int, FunctionType] = {}
         self._left = MOST_OBJECTS
+        # what code that runs looks up: all that is followed of objects that the model does not hold
+        self._reached: frozenset[str] = frozenset()
 
     def namespace(self, where: Where, holder: Any, values: dict[str, Any]) -> None:
         """The attributes of an object or a module."""
@@ -129,9 +131,9 @@ class Reachable:
             if not new and not functions:
                 break
             known.update(new)
-            names = names_within(list(self._kinds), list(self._functions.values()))
+            self._reached = names_within(list(self._kinds), list(self._functions.values()))
             for kind in new:
-                self._class(kind, names)
+                self._class(kind, self._reached)
             for function in list(self._functions.values()):
                 if id(function) not in looked_at:
                     looked_at.add(id(function))
@@ -282,7 +284,11 @@ class Reachable:
             self._waiting += [(where, each) for each in counters.within(value)]
             return
         attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
+        if isinstance(attributes, dict) and self.theirs:
+            for name in self._reached & attributes.keys():
+                self.name((where, name), attributes, name)
+                self._waiting.append(((where, name), attributes[name]))
+        elif isinstance(attributes, dict):
             self.namespace(where, value, attributes)
             self._waiting += [((where, name), each) for name, each in attributes.items() if type(each) not in _ATOMS]
         for owner in kind.__mro__:
@@ -309,7 +315,7 @@ class Reachable:
                 code = isinstance(value, (FunctionType, staticmethod, classmethod, property, functools.cached_property))
                 if not code and (special or isinstance(value, type)):
                     continue
-                if not code or name in names or special:
+                if name in names or special:
                     self._waiting.append(((owner.__qualname__, name), value))
 
     def _globals(self, function: FunctionType) -> None:

@@ -58,7 +58,7 @@ TABLE: tuple[tuple[str, str], ...] = (
     ),
     ("training", r"gradients are being recorded"),
     ("random-numbers", r"its forward draws random numbers|.* with dropout, which draws random numbers"),
-    ("state", r"its forward keeps state between calls|its forward writes to "),
+    ("state", r"its forward keeps state between calls|its forward (writes to|replaces the data of) "),
     (
         "depends-on-values",
         r"its forward reads a value from the device|its forward reads a tensor "

@@ -239,7 +239,7 @@ class WeightArena:
             self._reset_detector()
             for detector in list(self._detectors):
                 detector.forget(self._vacant)
-            self._layouts.sweep()
+            self._layouts.give_up()
 
     def move_to(self, root: nn.Module) -> bool:
         """Track another module with parameters of the same names, shapes and dtypes. The next `sync` copies its values.

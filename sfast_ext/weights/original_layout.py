@@ -110,6 +110,11 @@ class OriginalLayouts:
                 del tensor
         self._memory = {key: known for key, known in self._memory.items() if not known[0].expired()}
 
+    def give_up(self) -> None:
+        """Hold no tensor any more: a host that is short of memory replaces one after the other. Paths are kept."""
+        self._moved.clear()
+        self.sweep()
+
     def release(self, tensor: torch.Tensor) -> Callable[[torch.Tensor], None]:
         """Drop the reference to a tensor. Returns a function that records the tensor again."""
         known = self._moved.pop(id(tensor), None)

@@ -220,6 +220,11 @@ MUTATIONS = [
         ("hosts/adapters/test_a1111_memory.py::test_with_lowvram_blocks_that_did_not_change_are_not_copied_back",),
     ),
     Mutation(
+        "tensors that are held while the host is short of memory", "weights/arena.py",
+        "self._layouts.give_up()", "self._layouts.sweep()",
+        ("hosts/adapters/test_forge_programs.py::test_on_a_gpu_what_forge_moves_off_is_held_only_where_there_is_room",),
+    ),
+    Mutation(
         "the detector of a part, once the arena has moved weights", "weights/submodule_arena.py",
         "        self._own()\n        self.order.plan()", "        self.order.plan()",
         ("hosts/adapters/test_controlnet.py::test_other_weights_of_units_and_of_the_model_need_no_new_plans",),
