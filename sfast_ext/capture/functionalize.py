@@ -96,7 +96,7 @@ _OF_A_LIST = {
 
 
 def _multiplies(node: fx.Node) -> bool:
-    """Whether a result is a product, in memory of its own: `einsum` of several operands. Of one it may be a view."""
+    """Whether a result is a product, in new memory: `einsum` of several operands. Of one it may be a view."""
     operands = node.args[1] if len(node.args) > 1 else node.kwargs.get("tensors")
     return node.target is aten.einsum.default and isinstance(operands, (list, tuple)) and len(operands) > 1
 
