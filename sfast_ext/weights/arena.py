@@ -66,6 +66,7 @@ class WeightArena:
         self.epoch = 0
         """Incremented whenever the set of live tensors may have changed."""
         self._bound = 0  # plans bound so far
+        self._indexed_times = 0
         self._layouts = OriginalLayouts()
         self._order = HostOrder(self._layouts, self._lock, turn)
         self.order = ModuleOrder(self._order, lambda: self.gate)
@@ -81,6 +82,7 @@ class WeightArena:
     def index(self) -> None:
         """Index the module's tensors by identity, before a capture. O(parameters)."""
         with self._lock:
+            self._indexed_times += 1
             self._layouts.sweep()
             known = {(id(container), name): w for w in self._weights.values() for container, name in w.slots}
             fresh = {key: self._indexed(*held, known) for key, held in tensors_of(self.root).items()}
@@ -153,8 +155,15 @@ class WeightArena:
         return self._memo[name]
 
     def bind(self, weights: Sequence[Weight]) -> None:
-        """A plan reads these from now on: their addresses are fixed."""
+        """A plan reads these from now on: their addresses are fixed.
+
+        Raises:
+            WeightsChanged: the layout was restored since `index()`, so these are not the module's weights any more.
+        """
         with self._lock:
+            known = {id(w) for w in [*self._known_weights(), *self._packs.all()]}
+            if any(id(w) not in known for w in weights):
+                raise WeightsChanged("the weights were laid back while a plan was made")
             self._bound += 1
             for weight in weights:
                 for w in weight.parts or (weight,):
@@ -291,16 +300,15 @@ class WeightArena:
 
         If another thread uses them, it happens when that thread is done.
         """
-        self._when_exclusive(lambda: self._restore_layout(forget=True))
+        bound = self._bound
+        # skipped if plans were bound since it was deferred
+        self.gate.when_exclusive(lambda: self._restore_layout(forget=True) if self._bound == bound else None)
 
     def restore_layout(self) -> None:
         """Like `release`, but original layouts stay recorded: plans may follow."""
-        self._when_exclusive(self._restore_layout)
-
-    def _when_exclusive(self, restore_layout: Callable[[], None]) -> None:
-        bound = self._bound
-        # skipped if plans were bound since it was deferred
-        self.gate.when_exclusive(lambda: restore_layout() if self._bound == bound else None)
+        uses = self._bound, self._indexed_times
+        # skipped if a plan is made since it was deferred: it reads the weights where they are now
+        self.gate.when_exclusive(lambda: self._restore_layout() if (self._bound, self._indexed_times) == uses else None)
 
     def _restore_layout(self, *, forget: bool = False) -> None:
         with self._lock:

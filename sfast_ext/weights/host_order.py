@@ -50,10 +50,13 @@ class HostOrder:
         self._laid: dict[int, tuple[Weight, list[str]]] = {}
         self._in_place: dict[int, Weight] = {}  # those whose memory is in the host's order now
         self._apart: dict[int, Weight] = {}  # those whose parameter has memory of its own now
-        self.changed = False
-        """Whether there may be any of these. Read at each call."""
         self.pinned = False
         """Whether memory stays as it is: a CUDA graph of the program reads it."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether any weight is in the host's order, or in memory of its own. Exact under the lock `turn`."""
+        return bool(self._in_place or self._apart)
 
     def __len__(self) -> int:
         return len(self._laid)
@@ -133,7 +136,6 @@ class HostOrder:
         Args:
             own: dictionaries of modules, by id. Weights in others do not count.
         """
-        self.changed = bool(self._in_place or self._apart)
         return next((weight.tensor.device for weight in self._differing() if _within(weight, own)), None)
 
     def _strange(self, own: Container[int] | None = None) -> list[Strange]:
@@ -159,7 +161,6 @@ class HostOrder:
                 mine = now is weight.bound and _on_memory_of(weight, now)
                 # a tensor that was computed from a weight has its strides
                 self._layouts.restore(now, original)
-                self.changed = True
                 if mine and _fills_memory(weight, original) and _alone(weight):
                     # nobody reads the memory while it is rewritten, as the parameter has other memory
                     there = weight.tensor.as_strided(now.shape, original)

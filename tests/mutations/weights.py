@@ -56,6 +56,16 @@ MUTATIONS = [
         ("test_stale.py::test_a_weight_that_is_untied_cannot_be_followed",),
     ),
     Mutation(
+        "a layout that is restored while a plan is made", "weights/arena.py",
+        "if (self._bound, self._indexed_times) == uses else None", "if self._bound == uses[0] else None",
+        ("weights/test_gate.py::test_a_layout_is_not_restored_while_a_plan_is_made",),
+    ),
+    Mutation(
+        "weights that were laid back while a plan was made", "weights/arena.py",
+        "if any(id(w) not in known for w in weights):", "if False:",
+        ("weights/test_gate.py::test_weights_that_were_laid_back_meanwhile_are_bound_to_no_plan",),
+    ),
+    Mutation(
         "one tensor in the places of two weights", "weights/arena.py",
         "if other is not weight:", "if False:",
         ("test_stale.py::test_one_tensor_for_two_weights_cannot_be_followed",),

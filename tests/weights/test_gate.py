@@ -14,7 +14,7 @@ from torch import nn
 from sfast_ext import Config, accelerate
 from sfast_ext.weights import arena
 from sfast_ext.weights.gate import Gate, gate_of
-from sfast_ext.weights.weight import WeightsInUse
+from sfast_ext.weights.weight import WeightsChanged, WeightsInUse
 
 # of a thread that ought to end
 SOON = 20
@@ -233,6 +233,40 @@ def test_a_release_lays_the_weights_back_when_the_other_thread_has_ended(made):
         assert pointers(module) == laid and not acc.installed()
     assert pointers(module) != laid
     assert [p.stride() for p in module.parameters()] == [p.stride() for p in twin.parameters()]
+
+
+def located(arena, module):
+    arena.index()
+    return [arena.locate(p) for p in module.parameters()]
+
+
+def test_a_layout_is_not_restored_while_a_plan_is_made(made):
+    module, twin, acc = made
+    x, arena = planned(module, twin), acc.arena
+    with held_original(acc):
+        acc.forget_plans(None)
+        arena.restore_layout()
+        weights, laid = located(arena, module), pointers(module)
+    assert pointers(module) == laid
+    arena.bind(weights)
+    for each in (module, twin):
+        each.q.weight = nn.Parameter(torch.full((8, 8), 0.1), requires_grad=False)
+    assert arena.sync() == 1
+    arena.unbind(weights)
+    torch.testing.assert_close(module(x), twin(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["restore_layout", "release"])
+def test_weights_that_were_laid_back_meanwhile_are_bound_to_no_plan(how, made):
+    module, twin, acc = made
+    x, arena = planned(module, twin), acc.arena
+    acc.forget_plans(None)
+    weights = located(arena, module)
+    getattr(arena, how)()
+    with pytest.raises(WeightsChanged, match="laid back"):
+        arena.bind(weights)
+    arena.bind(located(arena, module))
+    torch.testing.assert_close(module(x), twin(x), rtol=1e-4, atol=1e-5)
 
 
 def test_what_was_put_off_is_left_where_plans_came_since(made):

@@ -322,6 +322,32 @@ def test_another_thread_that_runs_the_original_keeps_the_hosts_order():
 
 
 @counting
+def test_an_order_that_changes_while_another_thread_asks_for_it_is_noticed(monkeypatch):
+    net = made()
+    arena = WeightArena(net)
+    arena.index()
+    weight = arena.locate(net.first.weight)
+    assert arena.channels_last(weight)
+    arena.bind([weight])
+    asked = []
+
+    def while_it_changes(*args):
+        thread = threading.Thread(target=lambda: asked.append(arena.order.is_plans()))
+        thread.start()
+        thread.join(5)
+        return fills_memory(*args)
+
+    fills_memory = host_order._fills_memory
+    for _ in range(2):
+        monkeypatch.setattr(host_order, "_fills_memory", while_it_changes)
+        with arena.order.host():
+            assert net.first.weight.is_contiguous()
+        assert asked and not arena.order.is_plans()
+        monkeypatch.undo()
+        assert arena.order.plan() and not net.first.weight.is_contiguous()
+
+
+@counting
 def test_memory_that_others_took_in_the_hosts_order_is_not_rewritten():
     net = made()
     arena = WeightArena(net)
