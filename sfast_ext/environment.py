@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from sfast_ext import reasons
+from sfast_ext.reasons import Reason
+
 TORCH: tuple[int, ...] = tuple(map(int, torch.__version__.split(".")[:2]))
 """Major and minor version."""
 
@@ -52,27 +55,25 @@ def capability(device: torch.device | None = None) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
-LEAST = (7, 0)
+MIN_CAPABILITY = (7, 0)
 """The compute capability from which on a GPU is accelerated."""
 
 
 @functools.lru_cache(maxsize=None)
-def unserved(device: torch.device) -> str | None:
-    """Why nothing is accelerated on a GPU, in words for its user; None where it is, and for other devices."""
+def unserved(device: torch.device) -> Reason | None:
+    """Why nothing is accelerated on a GPU; None if it is, and for other devices."""
     if device.type != "cuda":
         return None
     if torch.version.hip:
-        return "this torch is built for ROCm: NVIDIA GPUs alone are accelerated"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < LEAST:
-        return f"the GPU has compute capability {major}.{minor}: it takes {LEAST[0]}.{LEAST[1]} or later"
-    return None
+        return reasons.ROCM()
+    has = torch.cuda.get_device_capability(device)
+    return None if has >= MIN_CAPABILITY else reasons.OLD_GPU(*(f"{v[0]}.{v[1]}" for v in (has, MIN_CAPABILITY)))
 
 
-def no_gpu() -> str | None:
-    """Why nothing can be accelerated on this machine, in words for its user; None where a GPU is served."""
+def no_gpu() -> Reason | None:
+    """Why nothing can be accelerated on this machine; None if a GPU is served."""
     if not torch.cuda.is_available():
-        return "torch finds no NVIDIA GPU"
+        return reasons.NO_GPU()
     return unserved(torch.device("cuda", torch.cuda.current_device()))
 
 

@@ -15,7 +15,9 @@ import pytest
 from test_javascript import PLAN, STATUS, run
 from test_javascript_jobs import JOB, KEPT, ROW
 
-from sfast_ext.ui import phrases, settings_table, words
+from sfast_ext.hosts.reasons import HYPERNETWORK
+from sfast_ext.report import Report
+from sfast_ext.ui import settings_table, words
 
 ROOT = Path(__file__).resolve().parents[1]
 WORD = re.compile("[A-Za-z]{3,}")
@@ -110,13 +112,13 @@ def test_a_text_that_is_put_together_would_be_found():
 
 
 def bypassed(name, steps):
-    """A page after a picture with this hypernetwork, as a session gives it."""
-    reason = f"a hypernetwork is active: {name}; remove it from the prompt to accelerate"
-    row = {**REASON, "reason": reason, "calls_last": steps, "reason_parts": phrases.pieces(reason)}
+    """A page after an image with this hypernetwork, as a session gives it."""
+    report = Report()
+    report.bypassed(HYPERNETWORK(name))
+    rows = [{**row, "calls_last": steps} for row in report.as_dict()["reasons_listed"]]
     last = {"accelerated": 9 if steps < 9 else 0, "bypassed": steps, "prepared": 0}
-    status = {**STATUS, "last_pass": last, "reasons_listed": [row]}
-    badge = words.badge(status)
-    return {**status, "badge": {**badge, **{f"{key}_parts": phrases.pieces(badge[key]) for key in ("text", "detail")}}}
+    status = {**STATUS, "last_pass": last, "reasons_listed": rows}
+    return {**status, "badge": words.badge(status)}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sfast_ext.accelerator import Accelerator
+from sfast_ext.reasons import text
 from sfast_ext.report import Report, rehearsal, words_of
 from sfast_ext.runtime.example_call import ExampleCall, UnknownInput
 from sfast_ext.runtime.plan import Plan
@@ -141,7 +142,7 @@ class Rehearsal:
             if tally.accelerated:
                 return None
             reason = tally.reason
-        return reason or "no plan was made; the report says why"
+        return text(reason) or "no plan was made; the report says why"
 
 
 def template(accelerator: Accelerator | None) -> Plan | None:

@@ -13,6 +13,7 @@ from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.vae_memory import widths_of
+from sfast_ext.reasons import text
 from sfast_ext.report import Report
 from sfast_ext.report_beside import ReportBeside
 from sfast_ext.ui import words
@@ -44,7 +45,7 @@ class VaePart(Attachment):
 
     def status(self) -> list[dict[str, Any]]:
         """As of other networks. "idle" is why the last call was bypassed."""
-        return [{**each, "idle": self._beside.reason, "steps": False} for each in super().status()]
+        return [{**each, "idle": text(self._beside.reason), "steps": False} for each in super().status()]
 
 
 class Vaes:

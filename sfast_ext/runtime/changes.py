@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 
 from sfast_ext.call_signature import Signature
+from sfast_ext.reasons import Reason
 
 MOST = 3
 """A forward may fill what it keeps for later calls in so many calls in a row, in different places each time."""
@@ -17,9 +18,9 @@ class StateChanges:
 
     def __init__(self) -> None:
         self._found: OrderedDict[Hashable, tuple[str, int]] = OrderedDict()
-        self._last: OrderedDict[Signature, str] = OrderedDict()
+        self._last: OrderedDict[Signature, Reason] = OrderedDict()
 
-    def record(self, signature: Signature, key: Hashable, place: str, reason: str) -> bool:
+    def record(self, signature: Signature, key: Hashable, place: str, reason: Reason) -> bool:
         """A call changed state. Returns whether it does so again and again.
 
         Args:
@@ -38,6 +39,6 @@ class StateChanges:
         self._found.pop(key, None)
         self._last.pop(signature, None)
 
-    def reason(self, signature: Signature) -> str | None:
+    def reason(self, signature: Signature) -> Reason | None:
         """What the last call of a signature changed, or None."""
         return self._last.get(signature)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from sfast_ext import reasons
 from sfast_ext.kernels.backend import health, precompile
+from sfast_ext.reasons import Detail, one_line
 from sfast_ext.report import stage, words_of
 from sfast_ext.runtime.graph_pool import pool_of
 from sfast_ext.runtime.model_state import ModuleContext
@@ -22,6 +24,9 @@ _NO_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
+# by whether a plan was being built
+_FAILED = {False: reasons.PLAN_FAILED, True: reasons.BUILD_FAILED}
+_NO_MEMORY_FOR = {False: reasons.PLAN_NO_MEMORY, True: reasons.BUILD_NO_MEMORY}
 
 
 def out_of_memory(exc: BaseException) -> bool:
@@ -50,8 +55,8 @@ class Failures:
                 self._cache.drop(lookup.key)
                 return
             if not self._evict_for_memory(exc, plan):
-                what = "no plan could be built" if building else "its plan failed"
-                self._cache.reject(lookup.key, f"{what}: {where}: {words_of(exc)}")
+                kind = _NO_MEMORY_FOR[building] if out_of_memory(exc) else _FAILED[building]
+                self._cache.reject(lookup.key, kind(where, Detail(one_line(words_of(exc)))))
         except Exception as again:
             report.error("giving up a plan", again)
 

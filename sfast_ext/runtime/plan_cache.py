@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 
+from sfast_ext.reasons import Reason
 from sfast_ext.report import Report
 from sfast_ext.runtime.graph_pool import GraphPool, pool_of
 from sfast_ext.runtime.plan import Plan
@@ -30,7 +31,7 @@ class PlanCache:
         self.plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self.size = size
         # (reason, generation in which it expires)
-        self._rejected: OrderedDict[Hashable, tuple[str, int]] = OrderedDict()
+        self._rejected: OrderedDict[Hashable, tuple[Reason, int]] = OrderedDict()
         self._expired: dict[Hashable, int] = {}
         self._refused_calls: dict[Hashable, int] = {}
         self._generation = 0
@@ -72,7 +73,7 @@ class PlanCache:
         while len(self._expired) > 4 * self.size:
             del self._expired[next(iter(self._expired))]
 
-    def rejection(self, key: Hashable) -> str | None:
+    def rejection(self, key: Hashable) -> Reason | None:
         """The reason why a key is rejected, or None. Call it once for each call."""
         refused = self._rejected.get(key) if self._rejected else None
         if refused is None:
@@ -85,7 +86,7 @@ class PlanCache:
                 return None
         return refused[0]
 
-    def reject(self, key: Hashable, reason: str) -> None:
+    def reject(self, key: Hashable, reason: Reason) -> None:
         """Drop the plan of a key, and build none until the rejection expires or is cleared."""
         with self._lock:
             # first: if freeing the plan's memory fails, it must not run again

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from sfast_ext import reasons
 from sfast_ext.behaviour.key import BehaviourKeys
 from sfast_ext.call_signature import NotOurs, Signature, first_difference, tensors_alone
 from sfast_ext.capture.arguments import distinct
 from sfast_ext.environment import unserved
+from sfast_ext.reasons import Reason
 from sfast_ext.report import at
 from sfast_ext.runtime.argument_roles import ArgumentRoles
 from sfast_ext.runtime.backoff import CaptureBackoff
@@ -21,7 +23,6 @@ from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.runtime.replay_state import SPECULATION_BACKOFF, Lookup, Speculation
 from sfast_ext.torch_state import records_graph
-from sfast_ext.weights.host_order import READ_BY_GRAPH
 
 READING_KEY = "behaviour key"
 _BYPASS, _ARGUMENTS = "bypass_reason of the host", "arguments of the host"
@@ -74,17 +75,17 @@ class PlanFinder:
         """
         hooks = self._context.hooks
         if torch.is_grad_enabled():
-            raise NotOurs("gradients are being recorded")
+            raise NotOurs(reasons.GRADIENTS())
         at(_BYPASS)
         reason = hooks.bypass_reason() if hooks.bypass_reason else None
         if reason:
-            raise NotOurs(reason)
+            raise NotOurs(reasons.given(reason))
         device = self._served_device()
         if hooks.arguments is not None:
             at(_ARGUMENTS)
             read = hooks.arguments(args, kwargs)
-            if isinstance(read, str):
-                raise NotOurs(read)
+            if isinstance(read, (str, Reason)):
+                raise NotOurs(reasons.given(read))
             args, kwargs = read
         at("arguments")
         call = self._roles.flatten(args, kwargs, device)
@@ -129,10 +130,10 @@ class PlanFinder:
             raise NotOurs(refused)
         if plan is None:
             if self._context.arena.order.pinned:
-                raise NotOurs(READ_BY_GRAPH)
+                raise NotOurs(reasons.CAPTURED_GRAPH())
             self._wait_for_rest(call.signature, key)
         elif plan.edits and not distinct(args, kwargs):
-            raise NotOurs("the same list is there twice among its arguments, and its forward changes it")
+            raise NotOurs(reasons.SAME_LIST())
         if not speculate:
             self._sync()
         return Lookup(call, key, plan, behaviour, device, key_confirmed, not speculate)
@@ -145,11 +146,11 @@ class PlanFinder:
             if before is not None and tensors_alone(before) == alike:
                 name = first_difference(before, signature)
                 if name is not None:
-                    raise NotOurs(f"an argument changes at each step, no plan is made for each of its values: {name}")
+                    raise NotOurs(reasons.ARGUMENT_CHANGES(name))
             changed = self._changes.reason(alike)
             if changed is not None:
                 raise NotOurs(changed)
-            raise NotOurs("what the model computes changes again and again: a plan is made when it stays the same")
+            raise NotOurs(reasons.MODEL_CHANGES())
 
     def validate(self, lookup: Lookup) -> bool:
         """Whether a speculative replay was valid: confirms the key and the weights if the lookup did not.
@@ -174,15 +175,15 @@ class PlanFinder:
     def _served_device(self) -> torch.device:
         device = self._context.device()
         if device is None or device.type not in ("cuda", "cpu"):
-            raise NotOurs(f"the model is on {'no device' if device is None else device}, not on a GPU")
+            raise NotOurs(reasons.NOT_ON_GPU("no device" if device is None else device))
         if device.type == "cpu" and not self._context.config.allow_cpu:
-            raise NotOurs("the model is on the CPU, and running there is switched off in the settings")
+            raise NotOurs(reasons.ON_CPU())
         refused = unserved(device)
         if refused is not None:
             raise NotOurs(refused)
         if records_graph(device):
             self._context.arena.order.pin()
-            raise NotOurs("the program captures a CUDA graph on the current stream")
+            raise NotOurs(reasons.CAPTURES_GRAPH())
         return device
 
     def _may_speculate(self, plan: Plan) -> bool:
@@ -198,7 +199,7 @@ class PlanFinder:
             return False
         return not self.speculation.weights_first()
 
-    def _read_key(self) -> tuple[int, str | None]:
+    def _read_key(self) -> tuple[int, Reason | None]:
         at(READING_KEY)
         return self.keys.read()
 

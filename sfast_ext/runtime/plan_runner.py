@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sfast_ext import environment
+from sfast_ext import environment, reasons
 from sfast_ext.call_signature import Call, flatten_output
 from sfast_ext.report import at
 from sfast_ext.runtime.graph_pool import GraphPool, pool_of
@@ -16,7 +16,7 @@ from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.rare_calls import Stopwatch
 from sfast_ext.runtime.replay_state import Lookup
-from sfast_ext.runtime.verify import NOISE_OF_ONE, comparable, difference, too_inaccurate, too_slow
+from sfast_ext.runtime.verify import NOISE_OF_ONE, comparable, difference, too_slow
 from sfast_ext.weights.weight import WeightsAway
 
 
@@ -104,16 +104,16 @@ class PlanRunner:
             return
         for key, plan in list(self._cache.plans.items()):
             if plan.error is not None and not plan.error <= config.tolerance:
-                self._cache.reject(key, too_inaccurate(plan.error, config))
+                self._cache.reject(key, reasons.INACCURATE(plan.error, config.tolerance))
 
     def outputs(self, plan: Plan, call: Call) -> list[torch.Tensor]:
         """The flat outputs of a plan. The caller holds `guard`."""
         context = self._context
         if context.arena.vacant:
             # freed by another thread since the last sync
-            raise WeightsAway("the memory of the weights was given back to the host")
+            raise WeightsAway(reasons.WEIGHTS_GIVEN_BACK())
         if not context.arena.order.plan():
-            raise WeightsAway("the weights were replaced while another thread ran the original forward")
+            raise WeightsAway(reasons.WEIGHTS_REPLACED())
         if plan.device.type == "cuda" and context.config.cuda_graphs:
             pool = pool_of(plan.device)
             if plan.has_graph:

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from sfast_ext import reasons
 from sfast_ext.call_signature import Call, flatten_output
 from sfast_ext.config import Config
 from sfast_ext.kernels.linear import mma_gemm
+from sfast_ext.reasons import Reason
 from sfast_ext.report import at
 from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.rare_calls import Stopwatch
@@ -50,7 +52,7 @@ def verify_plan(
     watch: Stopwatch | None = None,
     exact: Callable[[], list[torch.Tensor] | None] = lambda: None,
     record: Callable[[], None] = lambda: None,
-) -> str | None:
+) -> Reason | None:
     """Check and time a new plan.
 
     Args:
@@ -94,12 +96,12 @@ def verify_plan(
     return too_slow(plan, config, TIMING_NOISE)
 
 
-def too_slow(plan: Plan, config: Config, noise: float) -> str | None:
+def too_slow(plan: Plan, config: Config, noise: float) -> Reason | None:
     """The reason to drop a plan that measured slower than the original, beyond so much noise; None where it did not."""
     after, before = plan.ms_after, plan.ms_before
     if not config.drop_slower or after is None or before is None or after <= noise * before:
         return None
-    return f"its plan is slower than the original ({after:.1f} ms against {before:.1f} ms)"
+    return reasons.SLOWER(after, before)
 
 
 def difference(
@@ -109,7 +111,7 @@ def difference(
     config: Config,
     original: Callable[[], Any],
     exact: Callable[[], list[torch.Tensor] | None] = lambda: None,
-) -> Difference | None:
+) -> Reason | None:
     """Compare the results of a plan with the original's: the reason to reject the plan, or None. Sets `plan.error`.
 
     Each result may differ as far as another rounding moves it on this input, see `rounding`, and by no more than the
@@ -127,30 +129,16 @@ def difference(
     if known is None or over:
         plan.error = error
     if over and (known is not None or not _may_be_rounding(error, references, config)):
-        return Difference(too_inaccurate(error, config))
+        return reasons.INACCURATE(error, config.tolerance)
     if not _sums_in_half(plan, config):
         allowed = _explained(plan, errors, references, original)
         beyond = [(e, limit) for e, limit in zip(errors, allowed) if not e <= limit]
         if beyond:
             plan.error, limit = max(beyond)
-            return Difference(unexplained(plan.error, limit))
+            return reasons.UNEXPLAINED(plan.error, limit)
     if over and not _is_rounding(plan, outputs, references, config, exact):
-        return Difference(too_inaccurate(error, config))
+        return reasons.INACCURATE(error, config.tolerance)
     return None
-
-
-class Difference(str):
-    """The reason of a plan that computes something else than the original."""
-
-
-def too_inaccurate(error: float, config: Config) -> str:
-    """Why a plan with this error is not as near as the user asks."""
-    return f"its plan differs from the original by {error:.2g}, more than the tolerance of {config.tolerance:g}"
-
-
-def unexplained(error: float, limit: float) -> str:
-    """Why a plan with this error does not only round otherwise."""
-    return f"its plan differs from the original by {error:.2g}, more than rounding explains ({limit:.2g})"
 
 
 def _explained(

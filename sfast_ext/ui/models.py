@@ -49,6 +49,7 @@ class Reason(BaseModel):
     reason: str = Field(..., description="the sentence")
     reason_parts: list[str] = Field(..., description="the same in pieces, names and numbers apart from words")
     code: str = Field(..., description="its entry in the help")
+    values: list[Any] = Field(..., description="the names and numbers in the sentence, in order")
     calls: int = Field(..., description="steps since the start")
     calls_last: int = Field(..., description="steps of the last picture")
     seconds_ago: float = Field(..., description="since the last such step")

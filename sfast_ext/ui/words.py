@@ -5,10 +5,11 @@ Text here is ASCII, as all that may reach a console; the page writes "x" between
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sfast_ext.ui.reasons import code_of
+from sfast_ext.reasons import BREAK, Reason
 
 PIXELS = 8
 """Pixels of an image for each of its latent, along a side: that of every VAE of SD 1, 2 and XL."""
@@ -82,46 +83,57 @@ def plan_of_last_picture(accelerators: Sequence[Mapping[str, Any]]) -> Mapping[s
     return max(plans, key=lambda plan: plan["replays"], default=None)
 
 
-def badge(status: Mapping[str, Any]) -> dict[str, str | None]:
-    """The state in a word, a few words for the badge, a sentence for its details, and the entry of the help on what to
-    do about it; None where there is nothing to do."""
+def badge(status: Mapping[str, Any]) -> dict[str, Any]:
+    """The state in a word, a few words for the badge, a sentence for its details, both with their pieces (see
+    `Reason.pieces`), and the entry of the help on what to do about it; None if there is nothing to do.
+
+    Args:
+        status: of the session. `unserved` and `no_gpu` are reasons here.
+    """
     state, text, detail = _state(status)
-    none, reason = status.get("unserved") or status.get("no_gpu"), _reason(status)
-    why = {"none": none, "original": reason, "partly": reason}.get(state)
-    return {"state": state, "text": text, "detail": detail, "help": None if why is None else code_of(why)}
+    none, row = status.get("unserved") or status.get("no_gpu"), _main_reason(status)
+    code = {"none": none and none.code, "original": row and row["code"], "partly": row and row["code"]}.get(state)
+    found = {"state": state, "text": "".join(text), "detail": "".join(detail), "help": code}
+    return {**found, "text_parts": text, "detail_parts": detail}
 
 
-def _reason(status: Mapping[str, Any]) -> str | None:
-    """Why most of the last picture's steps were not accelerated; None where none was bypassed."""
-    return next((row["reason"] for row in status.get("reasons_listed", ()) if row["calls_last"]), None)
+def _main_reason(status: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Why most of the last image's steps were not accelerated; None if none was bypassed."""
+    return next((row for row in status.get("reasons_listed", ()) if row["calls_last"]), None)
 
 
-def _state(status: Mapping[str, Any]) -> tuple[str, str, str]:
-    unserved = status.get("unserved")
-    if unserved:
-        return "none", "does nothing in this WebUI", f"{unserved}. The WebUI's own code makes every picture."
-    missing = status.get("no_gpu")
-    if missing:
-        return "none", "no supported NVIDIA GPU", f"{missing}. The WebUI's own code makes every picture."
+_ORIGINAL = "The WebUI's own code makes every picture."
+
+
+def _state(status: Mapping[str, Any]) -> tuple[str, list[str], list[str]]:
+    none: Reason | None = status.get("unserved") or status.get("no_gpu")
+    if none is not None:
+        text = "does nothing in this WebUI" if status.get("unserved") else "no supported NVIDIA GPU"
+        return "none", [text], [*none.pieces(), ". ", _ORIGINAL]
     if not status["enabled"]:
-        return "off", "off", "Switched off in Settings > Stable Fast. The WebUI's own code makes every picture."
+        return "off", ["off"], ["Switched off in Settings > Stable Fast", ". ", _ORIGINAL]
     preparing = status.get("preparing")
     if preparing:
-        text = f"preparing {preparing['label'].partition(',')[0]}"
-        return "preparing", text, f"{preparing['label']}: {preparing['stage']}, {preparing['seconds']:.0f} s so far."
+        label = [part for word in preparing["label"].split(" ") for part in (word, " ")][:-1]
+        seconds = f"{preparing['seconds']:.0f}"
+        detail = [*label, ": ", preparing["stage"], ", ", seconds, " ", "s so far."]
+        return "preparing", ["preparing", " ", label[0].rstrip(",")], detail
     counted = status.get("last_pass") or {}
-    reason = _reason(status)
+    row = _main_reason(status)
+    why = [] if row is None else [*row["reason_parts"], "."]
     if counted.get("accelerated"):
         speed = _speed(status)
-        if counted.get("bypassed") and reason is not None:
-            why = f"{counted['bypassed']} steps of the last picture were not accelerated: {reason}."
-            return "partly", f"partly, {speed}", why
-        return "on", speed, "The last picture was accelerated."
-    if counted.get("bypassed") and reason is not None:
-        return "original", f"original: {reason.partition(';')[0]}", f"The last picture was not accelerated: {reason}."
+        if counted.get("bypassed") and why:
+            steps = [str(counted["bypassed"]), " ", "steps of the last picture were not accelerated:", " "]
+            return "partly", ["partly,", " ", speed], [*steps, *why]
+        return "on", [speed], ["The last picture was accelerated", "."]
+    if counted.get("bypassed") and why:
+        short = itertools.takewhile(lambda piece: piece != BREAK, why[:-1])
+        return "original", ["original:", " ", *short], ["The last picture was not accelerated:", " ", *why]
     if counted.get("prepared"):
-        return "ready", "prepared", "The next picture of this size is faster."
-    return "ready", "ready", "The first picture of a size takes a few seconds longer, the next ones are faster."
+        return "ready", ["prepared"], ["The next picture of this size is faster", "."]
+    later = "The first picture of a size takes a few seconds longer, the next ones are faster"
+    return "ready", ["ready"], [later, "."]
 
 
 def _speed(status: Mapping[str, Any]) -> str:

@@ -20,7 +20,6 @@ from sfast_ext.runtime.graph_pool import MB
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.plan_cache import REJECTED_FOR
-from sfast_ext.ui import reasons
 
 OOM = torch.cuda.OutOfMemoryError
 
@@ -63,8 +62,8 @@ def test_no_plan_is_tried_without_room_for_it_and_one_is_made_when_there_is(
     on.same()
     on.same()
     assert not on.count("captures") and not on.accelerator.plans
-    (reason,) = on.accelerator.report.as_dict()["reasons"]
-    assert "too little memory left" in reason and reasons.code_of(reason) == "out-of-memory"
+    (row,) = on.accelerator.report.as_dict()["reasons_listed"]
+    assert "too little memory left" in row["reason"] and row["code"] == "out-of-memory"
     monkeypatch.setattr(plan_builder, "_room", lambda device: 0.31 * weights)
     on.same()
     on.same()

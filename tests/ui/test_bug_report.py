@@ -6,7 +6,10 @@ from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 
 import pytest
 
-from sfast_ext.ui import bug_report
+from sfast_ext.hosts.reasons import HYPERNETWORK, SD_UNET
+from sfast_ext.reasons import Private
+from sfast_ext.report import Report
+from sfast_ext.ui import bug_report, words
 from sfast_ext.ui.bug_report import without_paths
 
 
@@ -71,20 +74,15 @@ def test_it_names_neither_the_user_nor_the_model():
         assert part not in text
 
 
-@pytest.mark.parametrize(
-    "reason",
-    [
-        "a hypernetwork is active: secret face; remove it from the prompt to accelerate",
-        "a hypernetwork is active: secret; one secret; remove it from the prompt to accelerate",
-        "another UNet is active: [TRT] secret; set Settings > Stable Diffusion > SD Unet to None to accelerate",
-    ],
-)
-def test_a_reason_in_it_names_no_file_of_the_user_s(reason):
-    badge = {"state": "original", "text": f"original: {reason.partition(';')[0]}", "detail": f"Not: {reason}."}
-    row, event = {"reason": reason, "calls": 9, "calls_last": 3}, {"stage": "bypassed", "message": reason}
-    text = bug_report.text({**STATUS, "badge": badge, "reasons_listed": [row], "events": [event]}, {})
-    assert "secret" not in text and text.count(reason.partition(":")[0]) == 4
-    assert reason.rpartition("; ")[2] in text
+@pytest.mark.parametrize("kind", [HYPERNETWORK, SD_UNET])
+@pytest.mark.parametrize("name", ["secret face", "secret; one secret", "[TRT] secret"])
+def test_a_reason_in_it_names_no_file_of_the_user_s(kind, name):
+    report = Report()
+    report.bypassed(kind(Private(name)))
+    status = {**STATUS, "enabled": True, "no_gpu": None, **report.as_dict(names=False)}
+    text = bug_report.text({**status, "badge": words.badge(status)}, {})
+    told = kind.template.partition(":")[0]
+    assert "secret" not in text and text.count(told) == 4 and kind.remedy in text
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.behaviour.forward_slot import is_own_forward
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts import gpu_room, per_request, starting, vae, webui_probes
+from sfast_ext.hosts import gpu_room, per_request, reasons, starting, vae, webui_probes
 from sfast_ext.hosts.attachment import Attachment, is_host_code
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Examined
@@ -25,7 +25,6 @@ from sfast_ext.hosts.sdnext import log, probes, startup_objects
 from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
 from sfast_ext.hosts.sdnext.refusals import (
-    COMPILED,
     attention_bypass_reason,
     keeps_weights,
     layers_bypass_reason,
@@ -33,6 +32,7 @@ from sfast_ext.hosts.sdnext.refusals import (
     run_bypass_reason,
 )
 from sfast_ext.hosts.session import Session
+from sfast_ext.reasons import Reason
 from sfast_ext.ui import settings_table, words
 
 VAE = "AutoencoderKL"
@@ -101,7 +101,7 @@ class SDNextHooks:
         self._unet = weakref.ref(unet)
         self._state, self._opts = shared.state, shared.opts
         self._pass: int | None = None
-        self._reason: str | None = None
+        self._reason: Reason | None = None
         self._scaled_processors: list[Any] = []
         self._blocks: list[nn.Module] = []
 
@@ -119,7 +119,7 @@ class SDNextHooks:
             ignored=BOOKKEEPING,
         )
 
-    def bypass_reason(self) -> str | None:
+    def bypass_reason(self) -> Reason | None:
         """Why the call must be bypassed, in words for the user; None where it need not."""
         # Modifiers are applied and removed in each run of the pipeline (base, hires, detailer), after every script
         # callback. SD.Next raises this counter when such a run begins.
@@ -151,7 +151,7 @@ class SDNextHooks:
         plain = inner is None or is_own_forward(inner, module)
         return maker == "accelerate.hooks" and hook is not None and plain and keeps_weights(hook)
 
-    def _refusal(self, pipe: Any, network: nn.Module) -> str | None:
+    def _refusal(self, pipe: Any, network: nn.Module) -> Reason | None:
         return attention_bypass_reason(self._opts) or run_bypass_reason(pipe, network)
 
     def _new_pass(self) -> None:
@@ -181,7 +181,7 @@ class SDNextVaeHooks(SDNextHooks):
         """The hooks as the accelerator takes them."""
         return replace(super().hooks(), words=self._named)
 
-    def _refusal(self, pipe: Any, network: nn.Module) -> str | None:
+    def _refusal(self, pipe: Any, network: nn.Module) -> Reason | None:
         # what a pipeline does in its steps does not matter here
         return attention_bypass_reason(self._opts) or layers_bypass_reason(network)
 
@@ -345,30 +345,24 @@ class SDNextSession(Session):
         """The name of the checkpoint."""
         return getattr(getattr(_pipeline(), "sd_checkpoint_info", None), "name", None)
 
-    def _bypass_reason(self, pipe: Any, unet: nn.Module | None, config: Config) -> str | None:
+    def _bypass_reason(self, pipe: Any, unet: nn.Module | None, config: Config) -> Reason | None:
         from modules import shared
 
         if pipe is None or not config.enabled:
             return None
         if unet is None:
-            return f"{type(pipe).__name__} has no UNet; load a Stable Diffusion 1, 2 or XL model to accelerate"
+            return reasons.NO_UNET_IN_PIPELINE(type(pipe).__name__)
         if getattr(pipe, "sfast", False):
-            return COMPILED
+            return reasons.COMPILED()
         if getattr(sys.modules.get("modules.sd_models_compile"), "deepcache_worker", None) is not None:
-            return "DeepCache skips parts of the UNet; turn it off in Settings > Model Compile to accelerate"
+            return reasons.DEEPCACHE()
         mode = getattr(shared.opts, "diffusers_offload_mode", "none")
         if mode != "none" and not self._follows_offload:
-            return (
-                f"offload mode '{mode}' works in a way that is not known in this version; "
-                "choose 'none' in Settings > Model Offloading to accelerate"
-            )
+            return reasons.OFFLOAD_UNKNOWN(mode)
         reason = model_bypass_reason(unet, shared.opts)
         moves = pipe is _refiner() and getattr(shared.opts, "diffusers_move_refiner", False)
         if reason is None and moves and not gpu_room.has_room_to_stay(unet):
-            reason = (
-                "the refiner is moved off the GPU after each image, and there is no room to keep it there; "
-                "turn off the option diffusers_move_refiner if both models fit"
-            )
+            reason = reasons.REFINER_MOVED()
         return reason
 
     def _follow_controlnets(self, pipe: Any) -> None:
