@@ -23,7 +23,7 @@ TORCH: tuple[int, ...] = tuple(map(int, torch.__version__.split(".")[:2]))
 
 @functools.lru_cache(maxsize=None)
 def _triton_import_error() -> str | None:
-    """None where Triton imports, else why it does not."""
+    """Why Triton does not import, or None."""
     try:
         import triton
         import triton.language  # noqa: F401
@@ -55,10 +55,6 @@ def capability(device: torch.device | None = None) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
-MIN_CAPABILITY = (7, 0)
-"""The compute capability from which on a GPU is accelerated."""
-
-
 @functools.lru_cache(maxsize=None)
 def unserved(device: torch.device) -> Reason | None:
     """Why nothing is accelerated on a GPU; None if it is, and for other devices."""
@@ -66,6 +62,8 @@ def unserved(device: torch.device) -> Reason | None:
         return None
     if torch.version.hip:
         return reasons.ROCM()
+    from sfast_ext.kernels.backend.triton_runtime import MIN_CAPABILITY
+
     has = torch.cuda.get_device_capability(device)
     return None if has >= MIN_CAPABILITY else reasons.OLD_GPU(*(f"{v[0]}.{v[1]}" for v in (has, MIN_CAPABILITY)))
 
@@ -136,28 +134,21 @@ def left_out(device: torch.device) -> list[str]:
 
 
 def known_bad() -> list[str]:
-    """Combinations known not to work here, a sentence each."""
-    found = []
+    """What does not work here, and what happens instead, a sentence each."""
     if not torch.cuda.is_available():
-        found.append("There is no NVIDIA GPU that torch can use; the extension stays out of the way.")
-        return found
-    compute = torch.cuda.get_device_capability()
-    if compute < (7, 0):
-        found.append(
-            f"Compute capability {compute[0]}.{compute[1]} is under 7.0: Triton and fast halves need a newer card."
-        )
-    if torch.version.hip:
-        found.append("This torch is built for ROCm, which is untested.")
-    if not has_triton():
-        found.append(f"Triton does not import ({triton_error()}); PyTorch's own kernels are used instead.")
-    elif compute >= (7, 0):
-        refused = triton_refusal(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
-        if refused is not None:
-            found.append(f"{refused}; PyTorch's own kernels are used instead.")
-    capture_arguments = torch.cuda.graph.__init__.__code__.co_varnames
-    if "capture_error_mode" not in capture_arguments:
-        found.append("This torch is older than 2.1; CUDA graphs are off.")
-    return found + left_out(torch.device("cuda", torch.cuda.current_device()))
+        return ["There is no NVIDIA GPU that torch can use; nothing is accelerated."]
+    device = torch.device("cuda", torch.cuda.current_device())
+    reason = unserved(device)
+    if reason is not None:
+        return [f"Nothing is accelerated: {reason}."]
+    missing = triton_refusal(device, torch.bfloat16) if has_triton() else f"Triton does not import ({triton_error()})"
+    return [*([] if missing is None else [f"{missing}; {_without_triton(device)} instead."]), *left_out(device)]
+
+
+def _without_triton(device: torch.device) -> str:
+    from sfast_ext.kernels.backend import nvrtc
+
+    return "kernels in CUDA C++ are used" if nvrtc.serves(device) else "PyTorch's own kernels are used"
 
 
 def nvrtc_version() -> str | None:

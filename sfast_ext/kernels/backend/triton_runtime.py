@@ -58,6 +58,8 @@ elif AVAILABLE:
 else:
     constexpr = object
 
+MIN_CAPABILITY = (7, 0)
+"""The compute capability from which on a GPU is accelerated, by kernels of any kind."""
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (*HALF, torch.float32)
 MAX_BLOCK = 16384  # elements of the widest row one program keeps in registers
@@ -170,7 +172,7 @@ def supported(x: Tensor, *others: Tensor | None) -> bool:
     """
     if not AVAILABLE or _off.get():
         return False
-    if not is_dry_run() and not INTERPRETED and capability(x.device) < (7, 0):
+    if not is_dry_run() and not INTERPRETED and capability(x.device) < MIN_CAPABILITY:
         return False
     where = device_of(x)
     dtypes = {tensor.dtype for tensor in (x, *others) if tensor is not None}
