@@ -8,8 +8,8 @@
 # make soak         EVENTS=20000 random events, SEED=0 the first seed; a failure names the command that plays it again
 # make sanitizer    the kernels' GPU tests under compute-sanitizer of the CUDA toolkit, logs into sanitizer-logs
 # make mutations    takes away each condition that keeps a stale or wrong plan from running: a test must notice; ONLY=words
-# make compile-table  what each Triton compiles for each card, without a GPU, into docs/triton.md (Python 3.10 or 3.11)
-# make cuda-table   registers, spills and occupancy of the kernels in CUDA C++ for each card and NVRTC, into docs/cuda.md
+# make compile-table  what each Triton compiles for each card, without a GPU, into docs/generated/triton.md (Python 3.10 or 3.11)
+# make cuda-table   registers, spills and occupancy of the kernels in CUDA C++ for each card and NVRTC, into docs/generated/cuda.md
 # make lint         ruff and mypy alone
 # make bench        UNets at several sizes, four ways to run each (needs a GPU), into benchmarks/results/unet-<gpu>.json
 # make clean        removes the environments and everything generated
