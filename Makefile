@@ -1,4 +1,5 @@
 # make demo         pictures with and without the accelerator, compared; DEMO_MODEL=path takes your own model
+# make quick        for a change: ruff, mypy, the rules of the house, and the tests of the folder that changed; a minute
 # make test         ruff, mypy, the whole CPU suite, and the steps of a user on small pages of the WebUIs' two Gradios
 # make test-pages   the same steps in a real browser, and by keyboard alone; CHROMIUM=/usr/bin/chromium, AXE=axe.min.js
 # make test-coarse-clock  the CPU suite on clocks that move in steps of STEP=0.004 seconds, as some virtual machines' do
@@ -60,10 +61,13 @@ PIP := -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS)
 GRADIOS := 3.41.2 3.43.2
 WITH_PAGES = SFAST_GRADIO_PYTHON=$(subst $() ,:,$(foreach each,$(GRADIOS),$(abspath $(PAGES))/$(each)/bin/python))
 
-.PHONY: demo test test-pages test-coarse-clock test-stack test-floor test-diffusers soak sanitizer mutations compile-table cuda-table lint bench doctor clean
+.PHONY: demo quick test test-pages test-coarse-clock test-stack test-floor test-diffusers soak sanitizer mutations compile-table cuda-table lint bench doctor clean
 
 demo: .venv/.demo
 	.venv/bin/python -m sfast_ext demo
+
+quick: lint
+	SFAST_TEST_SECONDS=25 .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal $$(.venv/bin/python tests/quick.py)
 
 test: lint $(GRADIOS:%=$(PAGES)/%/.installed)
 	$(WITH_PAGES) .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal tests

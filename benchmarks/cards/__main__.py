@@ -1,4 +1,4 @@
-"""python -m benchmarks.cards: what cards can reach at best, into docs/generated/cards.md and benchmarks/results/cards.json.
+"""python -m benchmarks.cards: what cards can reach at best, into docs/generated/cards.md and results/cards.json.
 
 Needs no GPU: plans are captured without memory, and kernels compiled by NVRTC.
 """

@@ -1,4 +1,4 @@
-"""Compiles the kernels in CUDA C++ for any card by each NVRTC, for cards that need not be there: docs/generated/cuda.md.
+"""Compiles the kernels in CUDA C++ for any card by each NVRTC, without that card: docs/generated/cuda.md.
 
 python -m benchmarks.compile_table.cuda                    # every NVRTC
 python -m benchmarks.compile_table.cuda --nvrtc 12.1.105   # results of others stay as they are
