@@ -17,6 +17,7 @@ import pytest
 import torch
 from pretended_card import pretended_card
 
+from benchmarks import records
 from benchmarks.fuzz.preview import Preview
 from benchmarks.fuzz.stress import MB, SLACK_MB
 from fuzz import ground, machine, own_products
@@ -131,7 +132,7 @@ def write(file: Path | None, result: dict[str, Any]) -> None:
     """The result, where one is asked for."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        records.write(file, result)
 
 
 def main(given: Sequence[str] | None = None) -> int:

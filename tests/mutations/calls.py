@@ -257,7 +257,7 @@ BEHAVIOUR = [
     ),
     Mutation(
         "methods that classes are given since a reading", "behaviour/quick_check.py",
-        "return list(map(len, self._classes)) == self._sizes and self.unchanged", "return self.unchanged",
+        "list(map(len, self._classes)) == self._sizes and", "",
         (f"{_TORCHS}[by a call of one class]",),
     ),
     Mutation(
