@@ -46,7 +46,7 @@ def is_shown(holder: Any, name: str) -> bool:
 
 
 class Interrupted(Exception):
-    """The user interrupts a preparation. The picture goes on, or ends, without its plan."""
+    """The user interrupts a preparation. The image goes on, or ends, without its plan."""
 
 
 class StageTimes:

@@ -53,7 +53,7 @@ def watched_stages(watch: Callable[..., None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
-    """Calls of this thread in the meantime are no picture's: no report of the last picture, or of why steps were not
+    """Calls of this thread in the meantime are no image's: no report of the last image, or of why steps were not
     accelerated, counts them. A `Report.tally` does."""
     before = rehearsing()
     _thread.rehearsal = True
@@ -64,7 +64,7 @@ def rehearsal() -> Iterator[None]:
 
 
 def rehearsing() -> bool:
-    """Whether calls of this thread are no picture's."""
+    """Whether calls of this thread are no image's."""
     return getattr(_thread, "rehearsal", False)
 
 
@@ -188,7 +188,7 @@ class Report:
                 self._before, self._now, self._called = self._now, _Reasons(latest=True), False
 
     def no_calls(self) -> None:
-        """A picture was made and no network that is accelerated was called. What is known is of a picture before it."""
+        """An image was made and no network that is accelerated was called. What is known is of an image before it."""
         with self._lock:
             self._before, self._now, self._called = _Reasons(latest=True), _Reasons(latest=True), False
             self._pass.clear()

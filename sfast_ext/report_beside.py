@@ -10,7 +10,7 @@ _APART = frozenset({"captures", "replays", "eager_runs", "fallbacks", "weights_c
 
 class ReportBeside(Report):
     """Passes events and errors on to a report, and keeps calls apart from those of the steps: what that one says of
-    the last picture, and why its steps were not accelerated, is about steps.
+    the last image, and why its steps were not accelerated, is about steps.
 
     Args:
         main: the report of the steps.

@@ -92,13 +92,13 @@ def test_what_the_page_adds_to_data_is_the_same_whatever_the_data(page):
 def test_words_of_a_plan_s_name_stand_by_themselves():
     status = {**PAGES["plans and reasons"], "job": {**JOB, "label": PLAN["label"]}, "measurements": [KEPT]}
     texts = dumped(status)
-    assert {"picture,", "tokens", "picture"} <= texts and not any("512" in text for text in texts)
+    assert {"image,", "tokens", "image"} <= texts and not any("512" in text for text in texts)
     accelerators = [
         {"name": f"VAE {part}", "plans": [{**PLAN, "label": f"VAE {part}, 512x512{more}"}], "graph_pool": None}
-        for part, more in (("decoder", ""), ("encoder", ", 2 pictures"))
+        for part, more in (("decoder", ""), ("encoder", ", 2 images"))
     ]
     texts = dumped({**status, "accelerators": accelerators})
-    assert {"VAE decoder,", "VAE encoder,", "pictures"} <= texts and not any("512" in text for text in texts)
+    assert {"VAE decoder,", "VAE encoder,", "images"} <= texts and not any("512" in text for text in texts)
 
 
 def test_a_text_that_is_put_together_would_be_found():
@@ -124,8 +124,8 @@ def bypassed(name, steps):
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        (12, {"original:", "The last picture was not accelerated:"}),
-        (3, {"partly,", "steps of the last picture were not accelerated:"}),
+        (12, {"original:", "The last image was not accelerated:"}),
+        (3, {"partly,", "steps of the last image were not accelerated:"}),
     ],
 )
 def test_names_and_numbers_in_sentences_are_texts_of_their_own(steps, said):

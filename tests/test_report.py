@@ -1,4 +1,4 @@
-"""What a report says is of the last pictures, in words, and each thing once."""
+"""What a report says is of the last images, in words, and each thing once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_generations_without_a_call_push_no_reason_out():
     report = Report()
     report.bypassed("Hypertile is on")
     for _ in range(5):
-        # each network of a picture tells it, and so does a model that is loaded
+        # each network of an image tells it, and so does a model that is loaded
         report.new_generation()
         report.count("memory_given_back")
     assert reasons(report) == {"Hypertile is on": 1}

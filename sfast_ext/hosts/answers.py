@@ -73,7 +73,7 @@ class Answers:
     def _speedup(self, tally: Tally) -> float | None:
         if not tally.accelerated:
             return None
-        plan = words.plan_of_last_picture([each for attachment in self._attachments for each in attachment.status()])
+        plan = words.plan_of_last_image([each for attachment in self._attachments for each in attachment.status()])
         times = plan["speedup"] if plan is not None else None
         return None if times is None else round(times, 2)
 

@@ -47,7 +47,7 @@ PATCH_ON = Kind("another-extension", "{} is on", OFF)
 IN_PARTS = Kind(
     "offload",
     "Forge keeps a part of the UNet in system memory, for want of GPU memory",
-    "a smaller picture or model is accelerated",
+    "a smaller image or model is accelerated",
 )
 LORA_IN_FP16 = Kind(
     "lora-inside-layers",

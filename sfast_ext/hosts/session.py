@@ -24,7 +24,7 @@ from sfast_ext.report import Report, logger, words_of
 from sfast_ext.ui import api, bug_report, settings, settings_table, tab, words
 from sfast_ext.ui.requests import Refused
 
-INSTEAD = "the WebUI's own code makes the picture"
+INSTEAD = "the WebUI's own code makes the image"
 REMEDY = "the tab Stable Fast, 'Copy a report', or /sfast/v1/help#failed"
 """What the log says after an error."""
 
@@ -108,7 +108,7 @@ class Session:
         except Exception as exc:  # of a broken driver
             missing, found = f"{type(exc).__name__}: {exc}", ""
         if missing is not None:
-            will = f"no supported NVIDIA GPU ({missing}); the WebUI's own code makes every picture"
+            will = f"no supported NVIDIA GPU ({missing}); the WebUI's own code makes every image"
         else:
             will = f"{found}; {'on' if config.enabled else 'off, see Settings > Stable Fast'}"
         return f"Stable Fast {self.version}: {will}"

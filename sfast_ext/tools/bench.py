@@ -62,7 +62,7 @@ class Case:
 
 
 def cases(options: Options) -> list[Case]:
-    """Each size with each number of pictures."""
+    """Each size with each number of images."""
     return [Case(width, height, images) for width, height in options.sizes for images in options.batches]
 
 

@@ -21,7 +21,7 @@ STATUS = f"{ROOT}/status"
 NO_STORE = {"Cache-Control": "no-store"}
 LASTS = 0.5
 """Seconds for which the text of a status is given again while the WebUI is at work: many who ask often take little time
-from the pictures."""
+from the images."""
 REFUSED_BODIES = {413: "The body is too long", 415: "The body is not of the type application/json"}
 
 _P = ParamSpec("_P")
@@ -169,7 +169,7 @@ def register(app: Any, source: Source) -> None:
             "GET",
             current,
             models.Status,
-            f"All that is known, as the badge reads it, while pictures are made at most {LASTS} s old.",
+            f"All that is known, as the badge reads it, while images are made at most {LASTS} s old.",
         ),
         ("version", "GET", answering(version), models.Version, "The versions of the extension and of the WebUI."),
         (
@@ -223,7 +223,7 @@ def register(app: Any, source: Source) -> None:
         ),
     )
     starts = (
-        ("prepare", jobs.prepare, "Make sizes ready ahead of time, called as the last picture was."),
+        ("prepare", jobs.prepare, "Make sizes ready ahead of time, called as the last image was."),
         ("measure", jobs.measure, "Time the original and the accelerated model in turns at these sizes."),
     )
     unauthorized = {401: {"description": "The WebUI asks for a password"}}

@@ -89,7 +89,7 @@ def text(status: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
         "Plans",
         *_plans(status),
         "",
-        "Not accelerated (steps of the last picture / since the start)",
+        "Not accelerated (steps of the last image / since the start)",
         *(f"  {row['calls_last']} / {row['calls']}: {row['reason']}" for row in status["reasons_listed"]),
         "",
         "Counters",

@@ -1,4 +1,4 @@
-"""What a user asks to be prepared or measured: sizes, numbers of pictures and lengths of the prompt, from the tab or
+"""What a user asks to be prepared or measured: sizes, numbers of images and lengths of the prompt, from the tab or
 from a request."""
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ SCHEMA: dict[str, Any] = {
             "maxItems": MOST_PICTURES,
             "items": {"type": "integer", "minimum": 1, "maximum": MOST_PICTURES},
             "default": [1],
-            "description": "numbers of pictures that are made at once; each is combined with each size",
+            "description": "numbers of images that are made at once; each is combined with each size",
         },
         "tokens": {
             "type": "array",
             "minItems": 1,
             "maxItems": len(PROMPTS),
             "items": {"type": "integer", "enum": list(PROMPTS)},
-            "description": "lengths of the prompt; each is combined with each size; without it, the last picture's",
+            "description": "lengths of the prompt; each is combined with each size; without it, the last image's",
         },
     },
 }
@@ -67,7 +67,7 @@ class Wanted:
     height: int
     pictures: int
     tokens: int | None = None
-    """The length of the prompt; None: that of the last picture."""
+    """The length of the prompt; None: that of the last image."""
 
     @property
     def tokens_of_model(self) -> int | None:
@@ -77,7 +77,7 @@ class Wanted:
     @property
     def label(self) -> str:
         """For the user."""
-        said = [f"{self.width}x{self.height}", "1 picture" if self.pictures == 1 else f"{self.pictures} pictures"]
+        said = [f"{self.width}x{self.height}", "1 image" if self.pictures == 1 else f"{self.pictures} images"]
         return ", ".join(said if self.tokens is None else [*said, f"{self.tokens_of_model} tokens"])
 
 
@@ -128,7 +128,7 @@ def _lengths(tokens: Any) -> list[int]:
 
 
 def combined(sizes: Any, pictures: Any, tokens: Sequence[int]) -> list[Wanted]:
-    """Each size with each number of pictures and each of these lengths of the prompt, which are valid.
+    """Each size with each number of images and each of these lengths of the prompt, which are valid.
 
     Raises:
         ValueError: see `from_body`.

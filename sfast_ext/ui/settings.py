@@ -210,7 +210,7 @@ def _word(setting: Setting, opts: Any, report: Report | None) -> str:
 
 
 def infotext(config: Config) -> dict[str, Any]:
-    """What a configuration adds to a picture's infotext: settings that can change pixels and are not at their default,
+    """What a configuration adds to an image's infotext: settings that can change pixels and are not at their default,
     by the name that they have there."""
     chosen = [(each, _displayed(each, getattr(config, each.field))) for each in SETTINGS if each.infotext is not None]
     return {str(each.infotext): value for each, value in chosen if value != default_of(each)}

@@ -41,8 +41,8 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
         return f"<span>Plans dropped:</span> {actions.drop()}. <span>They are made anew when they are needed.</span>"
 
     def drawn() -> tuple[Any, str]:
-        picture = chart.figure(actions.measurements())
-        return gradio.update(value=picture, visible=picture is not None), "" if picture is not None else NO_CHART
+        figure = chart.figure(actions.measurements())
+        return gradio.update(value=figure, visible=figure is not None), "" if figure is not None else NO_CHART
 
     refresh, watch = "() => { stableFast.refresh(); }", "() => { stableFast.watch(); }"
     with gradio.Blocks(analytics_enabled=False) as page:
@@ -59,13 +59,13 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
                 elem_id="stable_fast_sizes",
             )
             pictures = gradio.Textbox(
-                label="Pictures at once, with commas between the numbers",
+                label="Images at once, with commas between the numbers",
                 value="1",
                 elem_id="stable_fast_pictures",
             )
         tokens = gradio.CheckboxGroup(
             choices=[str(each) for each in requests.PROMPTS],
-            label="Tokens of the prompt; none ticked: as many as in the last picture",
+            label="Tokens of the prompt; none ticked: as many as in the last image",
             elem_id="stable_fast_tokens",
         )
         with gradio.Row():

@@ -1,4 +1,4 @@
-"""What is said to people who make pictures: sizes instead of shapes, and the state in a few words.
+"""What is said to people who make images: sizes instead of shapes, and the state in a few words.
 
 Text here is ASCII, as all that may reach a console; the page writes "x" between numbers as a multiplication sign.
 """
@@ -20,7 +20,7 @@ COUNTED, CHUNK = 75, 77
 
 
 def size_words(shapes: Sequence[tuple[int, ...]], pictures: int | None = None) -> str | None:
-    """A call of the UNet in a user's words, such as "512x512, 1 picture, 77 tokens"; None where it is no such call.
+    """A call of the UNet in a user's words, such as "512x512, 1 image, 77 tokens"; None where it is no such call.
 
     Args:
         shapes: of the tensors among its arguments.
@@ -32,7 +32,7 @@ def size_words(shapes: Sequence[tuple[int, ...]], pictures: int | None = None) -
     rows, _, height, width = latent
     said = [f"{width * PIXELS}x{height * PIXELS}"]
     if pictures is not None and pictures > 0 and rows % pictures == 0:
-        said.append("1 picture" if pictures == 1 else f"{pictures} pictures")
+        said.append("1 image" if pictures == 1 else f"{pictures} images")
     else:
         said.append(f"batch {rows}")
     prompt = next((shape for shape in shapes if len(shape) == 3), None)
@@ -54,17 +54,17 @@ def vae_words(part: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
     pixels = PIXELS if part == "decoder" else 1
     rows, _, height, width = given
     said = f"VAE {part}, {width * pixels}x{height * pixels}"
-    return said if rows == 1 else f"{said}, {rows} pictures"
+    return said if rows == 1 else f"{said}, {rows} images"
 
 
-def pictures_of(label: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
-    """How many pictures a label of `size_words` for these shapes is of; None where it does not say."""
+def images_of(label: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
+    """How many images a label of `size_words` for these shapes is of; None where it does not say."""
     rows = next((shape[0] for shape in shapes if len(shape) == 4), 0)
     return next((n for n in range(1, rows + 1) if rows % n == 0 and size_words(shapes, n) == label), None)
 
 
 def plan_words(plan: Mapping[str, Any], unit: str = "step") -> str:
-    """A plan in one line: "512x512, 1 picture, 77 tokens: 2.1x (31.0 -> 14.8 ms a step)".
+    """A plan in one line: "512x512, 1 image, 77 tokens: 2.1x (31.0 -> 14.8 ms a step)".
 
     Args:
         unit: what one call of it is.
@@ -75,8 +75,8 @@ def plan_words(plan: Mapping[str, Any], unit: str = "step") -> str:
     return f"{plan['label']}: {times:.1f}x ({plan['ms_before']:.1f} -> {plan['ms_after']:.1f} ms a {unit})"
 
 
-def plan_of_last_picture(accelerators: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Of the plans that the last picture used, by the status of accelerators, the one with the most steps. Those of
+def plan_of_last_image(accelerators: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Of the plans that the last image used, by the status of accelerators, the one with the most steps. Those of
     networks whose calls are no steps do not count."""
     of_steps = (each for each in accelerators if each.get("steps", True))
     plans = [plan for each in of_steps for plan in each.get("plans", ()) if plan.get("last_pass")]
@@ -102,7 +102,7 @@ def _main_reason(status: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return next((row for row in status.get("reasons_listed", ()) if row["calls_last"]), None)
 
 
-_ORIGINAL = "The WebUI's own code makes every picture."
+_ORIGINAL = "The WebUI's own code makes every image."
 
 
 def _state(status: Mapping[str, Any]) -> tuple[str, list[str], list[str]]:
@@ -124,22 +124,22 @@ def _state(status: Mapping[str, Any]) -> tuple[str, list[str], list[str]]:
     if counted.get("accelerated"):
         speed = _speed(status)
         if counted.get("bypassed") and why:
-            steps = [str(counted["bypassed"]), " ", "steps of the last picture were not accelerated:", " "]
+            steps = [str(counted["bypassed"]), " ", "steps of the last image were not accelerated:", " "]
             return "partly", ["partly,", " ", speed], [*steps, *why]
-        return "on", [speed], ["The last picture was accelerated", "."]
+        return "on", [speed], ["The last image was accelerated", "."]
     if counted.get("bypassed") and why:
         short = itertools.takewhile(lambda piece: piece != BREAK, why[:-1])
-        return "original", ["original:", " ", *short], ["The last picture was not accelerated:", " ", *why]
+        return "original", ["original:", " ", *short], ["The last image was not accelerated:", " ", *why]
     if counted.get("prepared"):
-        return "ready", ["prepared"], ["The next picture of this size is faster", "."]
-    later = "The first picture of a size takes a few seconds longer, the next ones are faster"
+        return "ready", ["prepared"], ["The next image of this size is faster", "."]
+    later = "The first image of a size takes a few seconds longer, the next ones are faster"
     return "ready", ["ready"], [later, "."]
 
 
 def _speed(status: Mapping[str, Any]) -> str:
-    """The measured speed-up of the last picture's plan and its pace, as far as they are known."""
+    """The measured speed-up of the last image's plan and its pace, as far as they are known."""
     accelerators = [each for each in status["accelerators"] if not each.get("idle") and each.get("steps", True)]
-    plan = plan_of_last_picture(accelerators)
+    plan = plan_of_last_image(accelerators)
     times = plan.get("speedup") if plan is not None else None
     said = [] if times is None else [f"{times:.1f}x"]
     pace = next((each["calls_per_s"] for each in accelerators if each.get("calls_per_s")), None)

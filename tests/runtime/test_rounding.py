@@ -241,7 +241,7 @@ def test_each_result_is_judged_by_itself():
     wrong = [small * 1.001, large]
     moves = [small * 1.00001, large * 1.01]
     told = verify.difference(OfAPlan(), wrong, results, Config(), lambda: moves)
-    assert "0.001, more than rounding explains" in told
+    assert "0.001, more than rounding explains" in str(told)
     assert relative_error(wrong, results) == pytest.approx(0.001, rel=1e-2)
 
 

@@ -23,7 +23,7 @@ STATUS = {
     "version": "0.2",
     "host": {"name": "AUTOMATIC1111 WebUI", "version": "v1.10.1"},
     "environment": {"gpu": "a card", "torch": "2.7", "xformers": None, "known_bad": ["Triton does not import"]},
-    "badge": {"state": "on", "text": "2.1x", "detail": "The last picture was accelerated."},
+    "badge": {"state": "on", "text": "2.1x", "detail": "The last image was accelerated."},
     "model": "my secret face model.safetensors",
     "accelerators": [
         {
@@ -33,7 +33,7 @@ STATUS = {
             "kernels_put_down": {"geglu": "no"},
             "plans": [
                 {
-                    "label": "512x512, 1 picture",
+                    "label": "512x512, 1 image",
                     "signature": "f16[2,4,64,64]",
                     "ms_before": 31.0,
                     "ms_after": 14.8,
@@ -60,7 +60,7 @@ def test_it_has_what_a_fault_needs():
     text = bug_report.text(STATUS, {"sfast_enabled": True, "sfast_check": "always"})
     for part in (
         "Stable Fast 0.2 in AUTOMATIC1111 WebUI v1.10.1", "gpu: a card", "torch: 2.7", "note: Triton does not import",
-        "sfast_check: 'always'", "512x512, 1 picture: 2.1x (31.0 -> 14.8 ms a step)", "f16[2,4,64,64]",
+        "sfast_check: 'always'", "512x512, 1 image: 2.1x (31.0 -> 14.8 ms a step)", "f16[2,4,64,64]",
         "kernel geglu is not used: no", "3 / 9: Hypertile is on", "replays: 20", "event 59", "Last error, in capture",
         "extensions", "y.py",
     ):  # fmt: skip

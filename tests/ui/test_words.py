@@ -13,7 +13,7 @@ from sfast_ext.ui import words
 
 UNET = [(2, 4, 64, 64), (2,), (2, 77, 768)]
 PLAN = {
-    "label": "512x512, 1 picture",
+    "label": "512x512, 1 image",
     "ms_before": 31.04,
     "ms_after": 14.78,
     "speedup": 2.1,
@@ -26,13 +26,13 @@ ON = {"accelerated": 20, "bypassed": 0, "prepared": 0}
 @pytest.mark.parametrize(
     ("shapes", "pictures", "said"),
     [
-        (UNET, 1, "512x512, 1 picture, 77 tokens"),
-        (UNET, 2, "512x512, 2 pictures, 77 tokens"),
+        (UNET, 1, "512x512, 1 image, 77 tokens"),
+        (UNET, 2, "512x512, 2 images, 77 tokens"),
         (UNET, None, "512x512, batch 2, 77 tokens"),
         (UNET, 3, "512x512, batch 2, 77 tokens"),
         (UNET, 0, "512x512, batch 2, 77 tokens"),
-        ([(8, 9, 96, 64), (8,), (8, 154, 768)], 4, "512x768, 4 pictures, 154 tokens"),
-        ([(1, 4, 128, 128)], 1, "1024x1024, 1 picture"),
+        ([(8, 9, 96, 64), (8,), (8, 154, 768)], 4, "512x768, 4 images, 154 tokens"),
+        ([(1, 4, 128, 128)], 1, "1024x1024, 1 image"),
         ([(2, 320, 64, 64), (2, 1280)], 1, None),
         ([(2, 77, 768)], 1, None),
     ],
@@ -42,8 +42,8 @@ def test_a_call_is_called_by_its_size(shapes, pictures, said):
 
 
 def test_a_plan_in_one_line():
-    assert words.plan_words(PLAN) == "512x512, 1 picture: 2.1x (31.0 -> 14.8 ms a step)"
-    assert words.plan_words({**PLAN, "speedup": None}) == "512x512, 1 picture: not compared in time"
+    assert words.plan_words(PLAN) == "512x512, 1 image: 2.1x (31.0 -> 14.8 ms a step)"
+    assert words.plan_words({**PLAN, "speedup": None}) == "512x512, 1 image: not compared in time"
 
 
 def status(**change):
@@ -59,7 +59,7 @@ def row(reason, calls_last=3):
 
 
 REASON = row(HYPERNETWORK("x"))
-PREPARING = {"label": "768x512, 1 picture, 77 tokens", "stage": "recording", "seconds": 2.4}
+PREPARING = {"label": "768x512, 1 image, 77 tokens", "stage": "recording", "seconds": 2.4}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ STATES = {
     "ready": {"last_pass": {}},
     "preparing": {"preparing": PREPARING},
     "preparing, batch": {"preparing": {**PREPARING, "label": "512x512, batch 3, 77 tokens"}},
-    "preparing, many": {"preparing": {**PREPARING, "label": "512x512, 2 pictures, 77 tokens"}},
+    "preparing, many": {"preparing": {**PREPARING, "label": "512x512, 2 images, 77 tokens"}},
 }
 
 
@@ -168,4 +168,4 @@ def test_what_is_said_of_other_data_differs_in_its_data_alone():
 def test_a_full_stop_is_no_part_of_the_reason():
     change = {"last_pass": {"bypassed": 3}, "reasons_listed": [row(reasons.GRADIENTS())]}
     parts = words.badge(status(**change))["detail_parts"]
-    assert parts == ["The last picture was not accelerated:", " ", "gradients are being recorded", "."]
+    assert parts == ["The last image was not accelerated:", " ", "gradients are being recorded", "."]

@@ -145,7 +145,7 @@ def _named(pipe: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class Scale(NamedTuple):
-    """How pictures are made."""
+    """How images are made."""
 
     dtype: torch.dtype
     steps: int

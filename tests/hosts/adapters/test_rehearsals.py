@@ -52,7 +52,7 @@ def marks():
 
 def test_prepared_sizes_need_no_preparation_and_nothing_else_is_changed(host):  # noqa: F811
     unet = started(host)
-    with pytest.raises(Refused, match="make one picture"):
+    with pytest.raises(Refused, match="make one image"):
         a1111().rehearsals.prepare(from_text("64x64", "1"))
     host.generate(steps=3)
     shown = {key: status()[key] for key in ("last_pass", "reasons_listed", "badge")}
@@ -66,13 +66,13 @@ def test_prepared_sizes_need_no_preparation_and_nothing_else_is_changed(host):  
 
     assert (job["state"], job["done"], job["total"]) == ("done", 2, 2)
     assert [(row["label"], row["ready"], row["reason"]) for row in job["rows"]] == [
-        ("128x128, 1 picture", True, None),
-        ("64x64, 3 pictures", True, None),
+        ("128x128, 1 image", True, None),
+        ("64x64, 3 images", True, None),
     ]
     assert [label for label, _, _ in marks()] == [
-        "64x64, 1 picture, 7 tokens",
-        "128x128, 1 picture, 7 tokens",
-        "64x64, 3 pictures, 7 tokens",
+        "64x64, 1 image, 7 tokens",
+        "128x128, 1 image, 7 tokens",
+        "64x64, 3 images, 7 tokens",
     ]
     assert {key: status()[key] for key in shown} == shown
     assert marks()[0] == marked[0] and not any(last for _, last, _ in marks()[1:])
@@ -95,8 +95,8 @@ def test_lengths_of_the_prompt_are_prepared_for_each_call_of_a_picture(host, pad
     a1111().rehearsals.prepare(from_text("128x128", "1", ["150", "75"]))
     job = ended(a1111())
     assert [(row["label"], row["ready"], row["tokens"]) for row in job["rows"]] == [
-        ("128x128, 1 picture, 154 tokens", True, 150),
-        ("128x128, 1 picture, 77 tokens", True, 75),
+        ("128x128, 1 image, 154 tokens", True, 150),
+        ("128x128, 1 image, 77 tokens", True, 75),
     ]
     captures = count("captures")
     for tokens in (77, 154):
@@ -124,7 +124,7 @@ def test_what_cannot_be_prepared_says_why(host, monkeypatch):  # noqa: F811
     a1111().rehearsals.prepare(from_text("128x128", "1"))
     (row,) = ended(a1111())["rows"]
     assert not row["ready"] and row["reason"].startswith("a hypernetwork is active: <b>one</b>")
-    # it is no picture's reason
+    # it is no image's reason
     assert status()["reasons_since_start"] == before
     host.shared.loaded_hypernetworks = []
     # a size that the model refuses ends nothing
@@ -163,7 +163,7 @@ def test_interrupting_a_picture_ends_its_preparation_and_keeps_what_there_is(hos
     session.report.on_stage = lambda stage: host.shared.state.interrupt() if stage and "recording" in stage else None
     result = host.request(steps=5)
     assert marks() == [] and any(event["stage"] == "interrupted" for event in status()["events"])
-    # the step that was prepared is in the picture
+    # the step that was prepared is in the image
     host.shared.state.interrupted, session.report.on_stage = False, None
     torch.testing.assert_close(result.images[0], host.generate(steps=1), rtol=1e-3, atol=1e-4)
     assert len(marks()) == 1
@@ -237,4 +237,4 @@ def test_calls_of_a_rehearsal_are_no_picture_s():
         report.bypassed("a reason")
     shown = report.as_dict()
     assert shown["last_pass"] == {"accelerated": 1, "bypassed": 0, "prepared": 0} and shown["reasons_listed"] == []
-    assert (tally.accelerated, tally.bypassed, tally.reason) == (1, 1, "a reason")
+    assert (tally.accelerated, tally.bypassed, str(tally.reason)) == (1, 1, "a reason")

@@ -1,4 +1,4 @@
-"""What a user is shown of pictures that a host's stand-in makes: sizes in words, the last picture, dropped plans."""
+"""What a user is shown of images that a host's stand-in makes: sizes in words, the last image, dropped plans."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def test_a_plan_is_called_by_its_size_and_the_last_picture_s_is_marked(host):  #
     host.generate(steps=4)
     host.generate(size=16, steps=4)
     assert [(p["label"], p["last_pass"]) for p in plans()] == [
-        ("64x64, 1 picture, 7 tokens", False),
-        ("128x128, 1 picture, 7 tokens", True),
+        ("64x64, 1 image, 7 tokens", False),
+        ("128x128, 1 image, 7 tokens", True),
     ]
     host.generate(steps=4)
-    assert [p["label"] for p in plans() if p["last_pass"]] == ["64x64, 1 picture, 7 tokens"]
+    assert [p["label"] for p in plans() if p["last_pass"]] == ["64x64, 1 image, 7 tokens"]
 
 
 def test_every_step_of_a_picture_is_one_of_the_last_picture_s(host):  # noqa: F811
@@ -103,7 +103,7 @@ def test_a_report_names_what_happened(host):  # noqa: F811
     started(host)
     host.generate(steps=4)
     text = adapter.A1111Session.running.bug_report()
-    for part in ("AUTOMATIC1111 WebUI v1.10.1", "64x64, 1 picture, 7 tokens", "sfast_check", "torch:"):
+    for part in ("AUTOMATIC1111 WebUI v1.10.1", "64x64, 1 image, 7 tokens", "sfast_check", "torch:"):
         assert part in text
     assert "seed 1" not in text
 
@@ -151,7 +151,7 @@ def test_the_console_names_the_stages_once_where_the_webui_configures_no_log(hos
     assert logging.root.handlers
     host.generate(steps=3)
     lines = capsys.readouterr().err.splitlines()
-    for part in ("preparing 64x64, 1 picture, 7 tokens: recording ...", "prepared 64x64, 1 picture, 7 tokens in "):
+    for part in ("preparing 64x64, 1 image, 7 tokens: recording ...", "prepared 64x64, 1 image, 7 tokens in "):
         (line,) = (line for line in lines if part in line)
         assert line.startswith("Stable Fast: ")
     adapter.A1111Session.stop()

@@ -1,6 +1,6 @@
 """What a user does in the page of the real WebUIs, step by step in a real browser: see `browser.py`.
 
-Steps of a WebUI follow each other: each needs the ones before it. A picture of each is in pytest's folder.
+Steps of a WebUI follow each other: each needs the ones before it. An image of each is in pytest's folder.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ def test_the_page_opens_with_a_badge(page: Page) -> None:
 
 def test_the_first_picture_shows_its_stages_and_the_second_its_pace(page: Page) -> None:
     said = page.generate()
-    page.picture("first picture")
+    page.picture("first image")
     assert any(text.startswith("preparing ") for text in said), said
     # AUTOMATIC1111's bar shows the stage; SD.Next's a number of seconds alone
     has_bar = page.page.query_selector("#script_list") is not None and not page.theme
     assert not has_bar or any(text.startswith("Stable Fast: ") for text in said), said
     assert page.generate()[-1].endswith("it/s")
-    page.picture("second picture")
+    page.picture("second image")
 
 
 def test_nothing_is_asked_while_idle(page: Page) -> None:
     asked: list[str] = []
     listen = lambda request: asked.append(request.url) if "/sfast/" in request.url else None
-    # after a picture the badge asks a few times more
+    # after an image the badge asks a few times more
     page.page.wait_for_timeout(8000)
     page.page.on("request", listen)
     page.page.wait_for_timeout(6000)
@@ -47,7 +47,7 @@ def test_nothing_is_asked_while_idle(page: Page) -> None:
 
 def test_the_tab_that_the_modern_theme_opens_is_accelerated(page: Page) -> None:
     if page.theme != "Modern":
-        pytest.skip("its tab Control makes pictures of text, too")
+        pytest.skip("its tab Control makes images of text, too")
     page.click('button[tabitemid*="#control_tabitem"]')
     for field, value in {"before_resize_width": "128", "before_resize_height": "128", "steps": "6"}.items():
         page.page.locator(f"#control_{field} input[type=number]").first.evaluate(SET, value)
@@ -93,7 +93,7 @@ def test_sizes_are_prepared_measured_and_cancelled(page: Page) -> None:
     page.click("#stable_fast_prepare")
     page.until(lambda: "Prepare Done" in page.job(), "it is prepared")
     page.picture("prepared")
-    assert "192×128, 1 picture, 154 tokens Ready" in page.job().replace(" – ", " ").replace("– ", "")
+    assert "192×128, 1 image, 154 tokens Ready" in page.job().replace(" – ", " ").replace("– ", "")
     longer.uncheck()
     page.click("#stable_fast_measure")
     page.until(lambda: "Measure Done" in page.job(), "it is measured")
@@ -131,7 +131,7 @@ def test_a_localisation_of_the_page_s_own_dump_finds_every_string(page: Page) ->
     page.generate()
     page.generate()
     page.to_tab()
-    page.until(lambda: "VAE decoder" in page.text("#stable_fast_view"), "the tab has the picture and the VAE", 20)
+    page.until(lambda: "VAE decoder" in page.text("#stable_fast_view"), "the tab has the image and the VAE", 20)
     dumped = set(page.page.evaluate("Object.keys(dumpTranslations())"))
     # other numbers in every place
     page.to_pictures()
@@ -139,7 +139,7 @@ def test_a_localisation_of_the_page_s_own_dump_finds_every_string(page: Page) ->
     page.generate()
     page.generate()
     page.to_tab()
-    page.until(lambda: "192" in page.text("#stable_fast_view"), "the tab has the next picture", 20)
+    page.until(lambda: "192" in page.text("#stable_fast_view"), "the tab has the next image", 20)
     texts = page.page.evaluate(TEXTS, [".sfast-badge", page.tab, page.settings])
     assert len(texts) > 60 and {"Plans", "Stable Fast", "Prepare"} <= set(texts)
     assert [text for text in texts if re.search("[A-Za-z]{3,}", text) and text not in dumped] == []
@@ -160,7 +160,7 @@ def test_a_locale_of_sdnext_s_finds_all_that_it_looks_at(page: Page) -> None:
     page.to_pictures()
     page.generate()
     page.to_tab()
-    page.until(lambda: "Last used" in page.text("#stable_fast_view"), "the tab has the picture", 20)
+    page.until(lambda: "Last used" in page.text("#stable_fast_view"), "the tab has the image", 20)
     labels = page.page.evaluate(LABELS, [page.tab, page.settings])
     assert len(labels) > 30 and {"Prepare", "Drop plans", "Last used", "Accelerate the VAE"} <= set(labels), labels
     entries = [{"id": "", "label": each, "localized": f"« {each} »", "hint": "a hint"} for each in labels]
@@ -203,7 +203,7 @@ def test_a_changed_setting_is_in_the_infotext_and_is_restored_from_it(page: Page
     page.generate()
     page.until(lambda: "Stable Fast tolerance: 0.05" in page.infotext(), "the infotext names it", 20)
     page.picture("infotext")
-    # what SD.Next shows is not what its pictures have in them
+    # what SD.Next shows is not what its images have in them
     infotext = RAW if page.theme else page.infotext()
     page.to_settings()
     field.evaluate(SET, "0.02")
@@ -245,15 +245,15 @@ def test_a_grid_compares_on_and_off(page: Page) -> None:
     page.page.wait_for_timeout(1500)
     to_scripts(page, False)
     page.generate()
-    # plans ran for its first picture; the second is the last one, and not accelerated
-    page.until(lambda: page.badge() == "ready", "nothing is said of the first picture", 30)
+    # plans ran for its first image; the second is the last one, and not accelerated
+    page.until(lambda: page.badge() == "ready", "nothing is said of the first image", 30)
     picture = page.page.locator("#txt2img_gallery .thumbnail-lg img, #txt2img_gallery .preview img").first
     page.until(lambda: picture.evaluate("(each) => each.naturalWidth") >= 2 * 128, "a grid of two", 30)
     page.picture("grid")
     to_scripts(page, True)
     choose(page, scripts, "None")
     to_scripts(page, False)
-    # the values were those of the grid's pictures alone
+    # the values were those of the grid's images alone
     assert page.generate()[-1].endswith("it/s")
 
 
