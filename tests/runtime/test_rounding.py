@@ -12,6 +12,7 @@ from torch import nn
 from benchmarks import rounding as benchmark
 from sfast_ext import Config, accelerate
 from sfast_ext.preparation import Interrupted
+from sfast_ext.reasons import text
 from sfast_ext.runtime import plan_builder, rounding, verify
 from sfast_ext.runtime.rounding import rounded_otherwise
 from sfast_ext.runtime.verify import relative_error
@@ -188,7 +189,7 @@ def _judge(error: float, noise: Any, *, dtype: torch.dtype = torch.float16, plan
         refused = verify.difference(
             plan, [(reference.double() * (1 + error)).to(dtype)], [reference], Config(**config), original
         )
-    return refused, len(runs), plan
+    return text(refused), len(runs), plan
 
 
 @pytest.mark.parametrize(
