@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--model",
         default=os.environ.get("DEMO_MODEL") or None,
-        help="a .safetensors checkpoint or a folder of diffusers (default: $DEMO_MODEL, or one of ours)",
+        help="a .safetensors checkpoint or a folder of diffusers (default: $DEMO_MODEL, or the project's)",
     )
     demo.add_argument("--out", type=Path, default=Path("demo-output"), help="where the images go (%(default)s)")
     demo.add_argument("--steps", type=int, help="steps of each image (default: 6 on a CPU, 20 on a GPU)")
@@ -107,22 +107,22 @@ def parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--iterations", type=int, default=30, help="timed calls of each engine (%(default)s)")
     bench.add_argument("--tokens", type=int, default=77, help="of the prompt (%(default)s)")
-    bench.add_argument("--cold", action="store_true", help="a process of its own and empty caches for each size")
+    bench.add_argument("--cold", action="store_true", help="its own process and empty caches for each size")
     bench.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN choose its algorithms by measuring")
     bench.add_argument("--full", action="store_true", help="also kernels launched, FLOPs, a further size")
     add_stack(bench)
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
 
-    quality = commands.add_parser("quality", help="by how much images differ with it, beside a yardstick")
+    quality = commands.add_parser("quality", help="by how much images differ with it, next to a yardstick")
     quality.add_argument(
         "--model",
         default=os.environ.get("DEMO_MODEL") or None,
-        help="a .safetensors checkpoint or a folder of diffusers (default: $DEMO_MODEL, or one of ours)",
+        help="a .safetensors checkpoint or a folder of diffusers (default: $DEMO_MODEL, or the project's)",
     )
     quality.add_argument("--pictures", type=count, default=8, metavar="N", help="seeds 0 to N-1 (%(default)s)")
     quality.add_argument("--steps", type=count, help="steps of each image (default: 6 on a CPU, 20 on a GPU)")
     quality.add_argument("--size", type=size, help="of the images (default: 128x128 on a CPU, 512x512 on a GPU)")
-    quality.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt in each line (default: four of ours)")
+    quality.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt in each line (default: four)")
     quality.add_argument(
         "--yardstick",
         choices=[name for name in ATTENTIONS if name != "sdp"],

@@ -100,7 +100,7 @@ def triton_runs_on(device: torch.device) -> bool:
 
 
 def triton_surpassed(device: torch.device) -> str | None:
-    """Why Triton is not used on a GPU although it works there; None where it is used, and without Triton.
+    """Why Triton is not used on a GPU although it works there; None if it is used, and without Triton.
 
     Before 3.0 its kernels are slower than those in CUDA C++, and take longer to compile (docs/measurements.md).
     """
@@ -114,7 +114,7 @@ def triton_surpassed(device: torch.device) -> str | None:
 
 def triton_refusal(device: torch.device, *dtypes: torch.dtype) -> str | None:
     """Why the installed Triton compiles nothing for a GPU, or nothing with values of one of these dtypes there; None
-    where it does, and without Triton."""
+    if it does, and without Triton."""
     if not has_triton():
         return None
     from sfast_ext.kernels.backend import triton_runtime
@@ -152,7 +152,7 @@ def _without_triton(device: torch.device) -> str:
 
 
 def nvrtc_version() -> str | None:
-    """The version of the NVRTC that torch brings, such as "12.8"; None where it was not found."""
+    """The version of the NVRTC that torch brings, such as "12.8"; None if it was not found."""
     from sfast_ext.kernels.backend import nvrtc
 
     known = nvrtc.known()
@@ -174,14 +174,14 @@ def gpu_memory() -> int | None:
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
-MOST_FOR_GRAPHS_MB = 4096
+MAX_FOR_GRAPHS_MB = 4096
 
 
 def graph_budget_mb() -> int:
-    """MB that CUDA graphs may take where nobody chose: a quarter of the current GPU's memory, and no more than a large
+    """MB that CUDA graphs may take if nobody chose: a quarter of the current GPU's memory, and no more than a large
     card has use for."""
     total = gpu_memory()
-    return MOST_FOR_GRAPHS_MB if total is None else min(MOST_FOR_GRAPHS_MB, total >> 22)
+    return MAX_FOR_GRAPHS_MB if total is None else min(MAX_FOR_GRAPHS_MB, total >> 22)
 
 
 def kept_in() -> Path:
@@ -197,7 +197,7 @@ def kept_in() -> Path:
 
 @functools.lru_cache(maxsize=None)
 def driver() -> str | None:
-    """The version of NVIDIA's driver, such as "580.65.06"; None where it does not tell."""
+    """The version of NVIDIA's driver, such as "580.65.06"; None if it does not tell."""
     try:
         nvml = ctypes.CDLL("nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1")
         said = ctypes.create_string_buffer(96)

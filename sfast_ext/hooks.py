@@ -33,7 +33,7 @@ class Hooks:
     replaces another: a host may put one over a module each time it moves it. The arguments are those of `recognised`,
     which is asked as well."""
     words: Callable[[Sequence[tuple[int, ...]]], str | None] | None = None
-    """How a user names a call whose tensors have these shapes, such as "512x512, 1 image"; None where they do not."""
+    """How a user names a call whose tensors have these shapes, such as "512x512, 1 image"; None if they do not."""
     interrupted: Callable[[], bool] | None = None
     """Whether the user has interrupted the host's work. Asked between the stages of a preparation, which it ends."""
     ignored: frozenset[str] = frozenset()

@@ -41,7 +41,7 @@ def advance(done: int, total: int) -> None:
 
 @contextlib.contextmanager
 def watched_stages(watch: Callable[..., None]) -> Iterator[None]:
-    """Call `watch` with each stage that this thread reaches in the meantime, and with (stage, done, total) where it
+    """Call `watch` with each stage that this thread reaches in the meantime, and with (stage, done, total) if it
     advances in it. What `watch` raises ends the work."""
     before = getattr(_thread, "watch", None)
     _thread.watch = watch

@@ -10,7 +10,7 @@ from sfast_ext import reasons as table
 from sfast_ext.hosts.reasons import HYPERNETWORK
 from sfast_ext.reasons import MAX_LENGTH, Detail, Private
 from sfast_ext.report import REASONS_KEPT, Report
-from sfast_ext.report_beside import ReportBeside
+from sfast_ext.secondary_report import SecondaryReport
 
 
 def reasons(report: Report) -> dict[str, int]:
@@ -93,7 +93,7 @@ def test_a_text_of_a_host_is_counted_without_addresses():
 def test_names_that_belong_to_the_user_can_be_left_out():
     report = Report()
     report.bypassed(HYPERNETWORK(Private("secret face")))
-    beside = ReportBeside(report, "vae", "VAE decoder")
+    beside = SecondaryReport(report, "vae", "VAE decoder")
     beside.bypassed(HYPERNETWORK(Private("secret face")))
     report.bypassed(HYPERNETWORK(Private("another secret")))
     assert "secret" in str(report.as_dict()) and "secret" not in str(report.as_dict(names=False))

@@ -303,7 +303,7 @@ def report(demo: Demo) -> str:
 
 
 def main(options: Options) -> int:
-    """Run it, print the tables, write the images; 1 where something is not as it has to be."""
+    """Run it, print the tables, write the images; 1 if something is not as it has to be."""
     from tqdm import tqdm
 
     # before it is imported; its remarks on image processors concern nothing here

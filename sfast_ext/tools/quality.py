@@ -1,4 +1,4 @@
-"""`python -m sfast_ext quality`: by how much images differ with the accelerator, beside a yardstick.
+"""`python -m sfast_ext quality`: by how much images differ with the accelerator, next to a yardstick.
 
 The yardstick is the difference that the model shows by itself between two settings of a WebUI that nobody would call
 wrong: the attentions "sdp" and `--yardstick`, on the same seeds. It rounds differently in its attention alone, the
@@ -250,7 +250,7 @@ def _finite(value: Any) -> Any:
 
 
 def main(options: Options) -> int:
-    """Make the images, print the table, write the sheet; 1 where something is not as it has to be."""
+    """Make the images, print the table, write the sheet; 1 if something is not as it has to be."""
     from tqdm import tqdm
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,4 +1,4 @@
-"""A measurement as an image, beside the one before it of the same model and sizes."""
+"""A measurement as an image, next to the one before it of the same model and sizes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 GREY = "#808080"
-"""Can be read on a light and on a dark page: the image has no background of its own."""
+"""Can be read on a light and on a dark page: the image has no background."""
 COLOURS = ("#9a9a9a", "#2f7fd0", "#7fb2e5")
 
 
 def figure(measurements: Sequence[Mapping[str, Any]]) -> Any:
-    """A bar chart of the last measurement, for gradio's Plot; None where there is none, or no matplotlib.
+    """A bar chart of the last measurement, for gradio's Plot; None if there is none, or no matplotlib.
 
     Args:
         measurements: oldest first.
@@ -46,7 +46,7 @@ def figure(measurements: Sequence[Mapping[str, Any]]) -> Any:
 
 def bars(measurements: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Milliseconds by size, by series: the original, the accelerated model, and the latter in the measurement before,
-    of the same kind of model on the same card, where it has the same sizes."""
+    of the same kind of model on the same card, if it has the same sizes."""
     if not measurements:
         return {}
     last = measurements[-1]

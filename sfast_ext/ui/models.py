@@ -37,7 +37,7 @@ class Plan(BaseModel):
     used_at: Optional[float] = Field(None, description="when an image used it last, in seconds since 1970")
     ms_before: Optional[float] = Field(None, description="milliseconds of the original's step, measured for it")
     ms_after: Optional[float] = Field(None, description="milliseconds of its own step, measured at the same time")
-    speedup: Optional[float] = Field(None, description="their ratio; null on a CPU, where they are not timed alike")
+    speedup: Optional[float] = Field(None, description="their ratio; null on a CPU: they are not timed alike")
     first_call_s: Optional[float] = Field(None, description="seconds that its preparation took")
     memory_mb: float = Field(..., description="GPU memory of its CUDA graph")
     error: Optional[float] = Field(None, description="relative difference from the original")
@@ -63,7 +63,7 @@ class Badge(BaseModel):
     detail: str = Field(..., description="a sentence")
     text_parts: list[str] = Field(..., description="the words in pieces, names and numbers apart from words")
     detail_parts: list[str] = Field(..., description="the sentence in such pieces")
-    help: Optional[str] = Field(..., description="its entry of the help; null where nothing is to be done")
+    help: Optional[str] = Field(..., description="its entry of the help; null if nothing is to be done")
 
 
 class Row(BaseModel):
@@ -97,7 +97,7 @@ class Job(BaseModel):
 class LastJob(BaseModel):
     """The last job."""
 
-    job: Optional[Job] = Field(None, description="null where none was started")
+    job: Optional[Job] = Field(None, description="null if none was started")
 
 
 class Measurement(BaseModel):

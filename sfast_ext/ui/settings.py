@@ -184,7 +184,7 @@ def _total_memory() -> int | None:
 def _on_small_card(config: Config) -> Config:
     total = _total_memory()
     # in the steps of the slider, one at least: 0 would be no limit
-    eighth = environment.MOST_FOR_GRAPHS_MB // 8 if total is None else total >> 23
+    eighth = environment.MAX_FOR_GRAPHS_MB // 8 if total is None else total >> 23
     most = max(256, eighth // 256 * 256)
     chosen = config.graph_memory_mb or most
     return replace(config, graph_memory_mb=min(chosen, most), max_graphs=min(config.max_graphs, SIZES_OF_SMALL))

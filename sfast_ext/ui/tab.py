@@ -37,7 +37,7 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
         return []
 
     def dropped() -> str:
-        # each sentence in an element of its own: the host translates those that it finds
+        # each sentence in its own element: the host translates those that it finds
         return f"<span>Plans dropped:</span> {actions.drop()}. <span>They are made anew when they are needed.</span>"
 
     def drawn() -> tuple[Any, str]:
@@ -82,7 +82,7 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
             label="Report for a bug: versions, card, settings and reasons; no prompt, no names of files",
             lines=8,
             max_lines=24,
-            # otherwise it could not be selected by keyboard, where the page may not write to the clipboard
+            # otherwise it could not be selected by keyboard, if the page may not write to the clipboard
             interactive=True,
             # it is read from its beginning
             autoscroll=False,

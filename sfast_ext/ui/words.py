@@ -20,11 +20,11 @@ COUNTED, CHUNK = 75, 77
 
 
 def size_words(shapes: Sequence[tuple[int, ...]], pictures: int | None = None) -> str | None:
-    """A call of the UNet in a user's words, such as "512x512, 1 image, 77 tokens"; None where it is no such call.
+    """A call of the UNet in a user's words, such as "512x512, 1 image, 77 tokens"; None if it is no such call.
 
     Args:
         shapes: of the tensors among its arguments.
-        pictures: how many are made at once, where the host says so: with guidance a call has two rows for each.
+        pictures: how many are made at once, if the host says so: with guidance a call has two rows for each.
     """
     latent = next((shape for shape in shapes if len(shape) == 4), None)
     if latent is None or latent[1] > LATENT_CHANNELS:
@@ -42,7 +42,7 @@ def size_words(shapes: Sequence[tuple[int, ...]], pictures: int | None = None) -
 
 
 def vae_words(part: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
-    """A call of a part of a VAE in a user's words, such as "VAE decoder, 512x512"; None where it is no such call.
+    """A call of a part of a VAE in a user's words, such as "VAE decoder, 512x512"; None if it is no such call.
 
     Args:
         part: "decoder" or "encoder".
@@ -58,7 +58,7 @@ def vae_words(part: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
 
 
 def images_of(label: str, shapes: Sequence[tuple[int, ...]]) -> int | None:
-    """How many images a label of `size_words` for these shapes is of; None where it does not say."""
+    """How many images a label of `size_words` for these shapes is of; None if it does not say."""
     rows = next((shape[0] for shape in shapes if len(shape) == 4), 0)
     return next((n for n in range(1, rows + 1) if rows % n == 0 and size_words(shapes, n) == label), None)
 

@@ -66,7 +66,7 @@ def change(app, name, **how):
 
 
 def test_the_status_is_answered_as_json(monkeypatch):
-    monkeypatch.setattr(api, "LASTS", 0)
+    monkeypatch.setattr(api, "STATUS_KEPT_S", 0)
     app = fastapi.FastAPI()
     calls = []
 
@@ -90,9 +90,9 @@ def test_a_status_is_given_again_for_a_moment_or_until_something_changes(monkeyp
     api.register(app, given)
     count = lambda: client(app).get(api.STATUS).json()["count"]
     assert [count(), count()] == [0, 0]
-    now[0] += 0.9 * api.LASTS
+    now[0] += 0.9 * api.STATUS_KEPT_S
     assert count() == 0
-    now[0] += 0.2 * api.LASTS
+    now[0] += 0.2 * api.STATUS_KEPT_S
     assert [count(), count()] == [1, 1]
     for made, name in enumerate(CHANGING, 2):
         assert change(app, name).status_code in (200, 202)

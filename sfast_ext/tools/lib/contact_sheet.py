@@ -9,7 +9,7 @@ import numpy as np
 
 _LABEL = 16  # pixels high
 _GAP = 4
-MOST = 256
+MAX_SIDE = 256
 """Pixels of the longer side of an image on a sheet."""
 
 
@@ -22,7 +22,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, float]:
 
 def amplification(apart: np.ndarray) -> float:
     """The power of ten by which a difference is amplified to be seen: so that images of two runs can be compared. 1
-    where there is none, or a value is not finite."""
+    if there is none, or a value is not finite."""
     largest = apart.max()
     return float(10.0 ** np.floor(np.log10(1 / largest))) if np.isfinite(largest) and largest > 0 else 1.0
 
@@ -37,7 +37,7 @@ def sheet(head: Sequence[str], rows: Sequence[tuple[Sequence[np.ndarray], Sequen
     from PIL import Image, ImageDraw
 
     height, width = rows[0][0][0].shape[:2]
-    scale = min(1.0, MOST / max(height, width))
+    scale = min(1.0, MAX_SIDE / max(height, width))
     cell = max(1, round(width * scale)), max(1, round(height * scale))
     step = max(cell[0], 96) + _GAP, cell[1] + _LABEL + _GAP
     made = Image.new("RGB", (len(head) * step[0] + _GAP, _LABEL + len(rows) * step[1] + _GAP), "white")

@@ -16,10 +16,10 @@ HIGHEST = 200.0
 
 @dataclass(frozen=True)
 class Likeness:
-    """Of an image to another. None where a package is not installed."""
+    """Of an image to another. None if a package is not installed."""
 
     psnr: float
-    """Peak signal-to-noise ratio in decibels, `HIGHEST` at most; minus infinity where a value is not finite."""
+    """Peak signal-to-noise ratio in decibels, `HIGHEST` at most; minus infinity if a value is not finite."""
     ssim: float | None
     """Structural similarity, 1 for equal images (Wang et al. 2004, by scikit-image)."""
     lpips: float | None

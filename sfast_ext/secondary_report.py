@@ -8,7 +8,7 @@ from sfast_ext.report import Report
 _APART = frozenset({"captures", "replays", "eager_runs", "fallbacks", "weights_copied", "memory_given_back"})
 
 
-class ReportBeside(Report):
+class SecondaryReport(Report):
     """Passes events and errors on to a report, and keeps calls apart from those of the steps: what that one says of
     the last image, and why its steps were not accelerated, is about steps.
 
@@ -52,7 +52,7 @@ class ReportBeside(Report):
         self._main.preparing(label, stage, began, left)
 
     def count(self, name: str, n: int = 1) -> None:
-        """Add to a counter: one apart where it tells of calls or of plans, else the main report's."""
+        """Add to a counter: one apart if it tells of calls or of plans, else the main report's."""
         if name in ("replays", "eager_runs", "captures"):
             self.reason = None
         self._main.count(self._name(name), n)
