@@ -154,7 +154,8 @@ def _apart(words: str) -> tuple[str, ...]:
     return before, inner, after
 
 
-# the table of the core
+# the table of the core: a row each
+# fmt: off
 
 OTHER = Kind("other", "{}")
 FURTHER = Kind("many-reasons", "(further reasons)")
@@ -170,16 +171,14 @@ MODE = Kind("torch-state", "{} is active around the call: it sees or changes eac
 JIT_TRACE = Kind("torch-state", "torch.jit.trace, or an export that uses it, records the call")
 TRANSFORM = Kind("torch-state", "torch.func transforms the call, by {}")
 FORWARD_MODE = Kind("torch-state", "derivatives are computed in forward mode")
-NO_OVERRIDES = Kind(
-    "torch-state", "overrides of torch's functions are switched off around the call (DisableTorchFunction)"
-)
+NO_OVERRIDES = Kind("torch-state",
+    "overrides of torch's functions are switched off around the call (DisableTorchFunction)")
 PARAMETRIZE = Kind("torch-state", "torch.nn.utils.parametrize.cached keeps tensors of the call")
 FX_TRACE = Kind("torch-state", "torch.fx records the call")
 LIBRARY = Kind("torch-state", "torch.library replaces torch's own {}")
 CAPTURES_GRAPH = Kind("torch-state", "the program captures a CUDA graph on the current stream")
-CAPTURED_GRAPH = Kind(
-    "torch-state", "the program has captured a CUDA graph of the model, which reads the weights where they are"
-)
+CAPTURED_GRAPH = Kind("torch-state",
+    "the program has captured a CUDA graph of the model, which reads the weights where they are")
 
 FOREIGN_PATCH = Kind("another-extension", "{} has a foreign {}, {}")
 TORCH_REPLACED = Kind("another-extension", "{} is replaced by {}")
@@ -195,9 +194,8 @@ ELSEWHERE = Kind("arguments", "{} is on {}, the model on {}")
 SAME_LIST = Kind("arguments", "the same list is there twice among its arguments, and its forward changes it")
 CHANGES_ARGUMENT = Kind("arguments", "its forward changes {}, one of its arguments")
 ARGUMENT_CHANGES = Kind("changes-again", "an argument changes at each step, no plan is made for each of its values: {}")
-MODEL_CHANGES = Kind(
-    "changes-again", "what the model computes changes again and again: a plan is made when it stays the same"
-)
+MODEL_CHANGES = Kind("changes-again",
+    "what the model computes changes again and again: a plan is made when it stays the same")
 
 WEIGHTS_ON = Kind("weights-elsewhere", "the weights are on {}, the plans on {}")
 WEIGHTS_SPLIT = Kind("weights-elsewhere", "some weights are on {}, others on {}")
@@ -225,9 +223,8 @@ DRAWS = Kind("random-numbers", "its forward draws random numbers ({})")
 DROPOUT = Kind("random-numbers", "{} is called with dropout, which draws random numbers")
 READS_VALUE = Kind("depends-on-values", "its forward reads a value from the device, or depends on one{}")
 READS_WEIGHT = Kind("depends-on-values", "its forward reads the value of a weight ({}) as a number")
-READS_NUMBER = Kind(
-    "depends-on-values", "its forward reads a number from a tensor {} that is neither an argument nor a weight"
-)
+READS_NUMBER = Kind("depends-on-values",
+    "its forward reads a number from a tensor {} that is neither an argument nor a weight")
 READS_TENSOR = Kind("depends-on-values", "its forward reads a tensor {} that is neither an argument nor a weight")
 QUANTISED_LAYER = Kind("quantised", "the model is quantised: its layer {} by {}", "such layers are not accelerated")
 CALLS_COMPILED = Kind("compiled", "its forward calls a function that torch.compile made{}")
@@ -236,17 +233,13 @@ CALL_NOT_RECORDED = Kind("cannot-be-recorded", "{} cannot be recorded")
 OPTION_NOT_RECORDED = Kind("cannot-be-recorded", "{} is called with {}, which cannot be recorded")
 ARGUMENT_NOT_RECORDED = Kind("cannot-be-recorded", "an argument of {} is a {}")
 DIMENSIONS = Kind("cannot-be-recorded", "{} is called with tensors of {} dimensions", "3 and 4 can be recorded")
-BIAS_DTYPE = Kind(
-    "cannot-be-recorded",
-    "{} is called with a bias a tensor of {}",
-    "none, a tensor of floats and LowerTriangularMask can be recorded",
-)
+BIAS_DTYPE = Kind("cannot-be-recorded", "{} is called with a bias a tensor of {}",
+    "none, a tensor of floats and LowerTriangularMask can be recorded")
 BIAS_CLASS = Kind("cannot-be-recorded", "{} is called with a bias of class {}", BIAS_DTYPE.remedy)
 
 INACCURATE = Kind("different-picture", "its plan differs from the original by {:.2g}, more than the tolerance of {:g}")
-UNEXPLAINED = Kind(
-    "different-picture", "its plan differs from the original by {:.2g}, more than rounding explains ({:.2g})"
-)
+UNEXPLAINED = Kind("different-picture",
+    "its plan differs from the original by {:.2g}, more than rounding explains ({:.2g})")
 SLOWER = Kind("slower", "its plan is slower than the original ({:.1f} ms against {:.1f} ms)")
 NO_ROOM = Kind("out-of-memory", "the GPU has too little memory left beside the model to make a plan")
 NO_ROOM_FOR_WEIGHTS = Kind("out-of-memory", "the GPU has no memory left for the weights that plans read")
