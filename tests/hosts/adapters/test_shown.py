@@ -108,6 +108,19 @@ def test_a_report_names_what_happened(host):  # noqa: F811
     assert "seed 1" not in text
 
 
+def test_a_report_names_no_hypernetwork_and_the_page_does(host):  # noqa: F811
+    started(host)
+    host.shared.loaded_hypernetworks = [SimpleNamespace(name="secret; face")]
+    host.generate(steps=3)
+    session = adapter.A1111Session.running
+    text, status = session.bug_report(), session.status()
+    # the badge, its details, the row and the event
+    assert "secret" not in text and text.count("a hypernetwork is active: <name>") == 4
+    assert "secret; face" in status["badge"]["text"] and status["badge"]["help"] == "hypernetwork"
+    (row,) = status["reasons_listed"]
+    assert (row["code"], row["values"]) == ("hypernetwork", ["secret; face"]) and "secret; face" in row["reason_parts"]
+
+
 def test_the_status_takes_less_than_two_milliseconds_and_asks_the_gpu_nothing(host, monkeypatch):  # noqa: F811
     started(host)
     for size in (8, 16):
