@@ -241,7 +241,7 @@ INACCURATE = Kind("different-picture", "its plan differs from the original by {:
 UNEXPLAINED = Kind("different-picture",
     "its plan differs from the original by {:.2g}, more than rounding explains ({:.2g})")
 SLOWER = Kind("slower", "its plan is slower than the original ({:.1f} ms against {:.1f} ms)")
-NO_ROOM = Kind("out-of-memory", "the GPU has too little memory left beside the model to make a plan")
+NO_ROOM = Kind("out-of-memory", "the GPU has too little memory left next to the model to make a plan")
 NO_ROOM_FOR_WEIGHTS = Kind("out-of-memory", "the GPU has no memory left for the weights that plans read")
 BUILD_NO_MEMORY = Kind("out-of-memory", "no plan could be built: {}: {}")
 PLAN_NO_MEMORY = Kind("out-of-memory", "its plan failed: {}: {}")
