@@ -131,6 +131,18 @@ def test_each_container(around):
     follow(value_of("array of NumPy", "dict", around))
 
 
+@pytest.mark.parametrize("place", ["an attribute of another module", "an attribute of the metaclass", "a global"])
+@pytest.mark.parametrize("around", CONTAINERS)
+def test_each_container_in_an_installed_package(around, place):
+    follow(value_of("float", "frozen dataclass", around), place, HOMES[-1])
+
+
+@pytest.mark.parametrize("place", ["an attribute of the layer", "an attribute of the class"])
+@pytest.mark.parametrize("kind", LEAVES)
+def test_each_kind_of_value_by_itself(kind, place):
+    follow(value_of(kind), place)
+
+
 @pytest.mark.parametrize(("place", "home"), [(place, home) for place in PLACES for home in sorted(set(homes(place)))])
 def test_each_place(place, home):
     follow(value_of("np.float32", "list"), place, home)
