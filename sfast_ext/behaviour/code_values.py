@@ -155,6 +155,9 @@ class CodeValues:
         """
         value = home.get(name)
         if isinstance(value, ModuleType):
+            if package(value.__name__) not in COMMON:
+                # another module of settings may take its place
+                self.contents.name(home, name)
             return self._module(value, where, names, own, strict, depth)
         if isinstance(value, _NO_VALUES):
             return None

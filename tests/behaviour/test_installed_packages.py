@@ -168,6 +168,30 @@ def test_a_setting_of_an_installed_package_that_is_replaced_is_seen(package, pla
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_a_module_of_settings_that_takes_the_place_of_another_is_seen(package, place):
+    before, after = in_a_module(frozenset({1})), in_a_module(frozenset({2}))
+    PLACES[place](package, before)
+    keys = keys_of(Model(package.Processor()))
+    number, _ = keys.read()
+    PLACES[place](package, after)
+    assert not keys.trusted and keys.read()[0] != number
+
+
+SETTINGS_OF_A_PROGRAM = in_a_module(frozenset({1}))
+
+
+@pytest.mark.parametrize("before", [in_a_module(1.0), in_a_module(frozenset({1})), in_a_module({"a": [1]})])
+def test_a_module_of_settings_of_a_program_that_is_replaced_is_seen(monkeypatch, before):
+    monkeypatch.setitem(globals(), "SETTINGS_OF_A_PROGRAM", before)
+    keys = keys_of(Model(lambda x: x * SETTINGS_OF_A_PROGRAM.level))
+    number, _ = keys.read()
+    monkeypatch.setitem(globals(), "SETTINGS_OF_A_PROGRAM", in_a_module("another"))
+    assert not keys.trusted and keys.read()[0] != number
+    monkeypatch.setitem(globals(), "SETTINGS_OF_A_PROGRAM", before)
+    assert not keys.trusted and keys.read()[0] == number
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_a_value_of_an_installed_package_that_cannot_be_compared_is_no_obstacle(package, place):
     PLACES[place](package, iter([1]))
     assert keys_of(Model(package.Processor())).read()[1] is None

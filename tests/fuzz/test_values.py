@@ -229,18 +229,19 @@ def test_values_at_random_places():
     @hypothesis.seed(0)
     @hypothesis.settings(SETTINGS, max_examples=60)
     @hypothesis.given(
-        seed=strategies.integers(0, 2**32), place=strategies.sampled_from(list(PLACES)),
+        seed=strategies.integers(0, 2**32),
+        where=strategies.sampled_from([(place, home) for place in PLACES for home in sorted(set(homes(place)))]),
         changes=strategies.lists(
             strategies.tuples(strategies.sampled_from(NUMBERS), strategies.sampled_from((None, 0, 1, 2, 9))),
             min_size=1, max_size=5,
         ),
     )  # fmt: skip
-    def followed(seed, place, changes):
-        pair, value = Pair(), Value(random.Random(seed))
-        value_events.lay(pair, "it", place, value, NUMBERS[1], "second")
+    def followed(seed, where, changes):
+        (place, home), pair, value = where, Pair(), Value(random.Random(seed))
+        value_events.lay(pair, "it", place, value, NUMBERS[1], "second", home)
         pair.check(2)
-        for k, where in changes:
-            value_events.change(pair.values["it"], k, where)
+        for k, deep in changes:
+            value_events.change(pair.values["it"], k, deep)
             pair.check(2)
 
     followed()

@@ -224,4 +224,9 @@ MUTATIONS = [
         "        if _is_plain_tuple(value):\n", "        if False:\n",
         _OF_LAYERS,
     ),
+    Mutation(
+        "modules that are replaced", "behaviour/code_values.py",
+        "            if package(value.__name__) not in COMMON:\n", "            if False:\n",
+        (f"{_PACKAGES}::test_a_module_of_settings_of_a_program_that_is_replaced_is_seen",),
+    ),
 ]  # fmt: skip
