@@ -201,6 +201,27 @@ def test_no_forward_ad_within_a_dispatch_mode(monkeypatch, state, played):
     assert set(names) >= {"vmap", "grad", "make_fx"}
 
 
+def test_no_export_of_a_processor_that_keeps(monkeypatch):
+    names = []
+    monkeypatch.setattr(state_events, "transform", lambda w, name: names.append(name))
+    pair = Pair()
+    for _ in range(2):
+        for seed in range(100):
+            state_events.transformed(pair, random.Random(seed))
+        assert ("export" in names) == (not pair.patches) and "make_fx" in names
+        names.clear()
+        pair.patches[keeper_events.KEEPER] = lambda: None
+
+
+def test_products_are_not_changed_by_their_operators_if_the_layout_is_not_known():
+    for first in ("channels_last", "state"):
+        w = World("small", 21001)
+        for name in (first, "channels_last" if first == "state" else "state"):
+            machine.play(w, name, 4167929119)
+            assert (state_events.PRODUCTS in w.states) == (name == first == "state")
+        machine.finish(w)
+
+
 @pytest.mark.parametrize("by_argument", [False, True])
 @pytest.mark.parametrize("around", ["list", "dataclass with slots"])
 @pytest.mark.parametrize("kind", ["float", "np.int64", "array of NumPy", "Decimal", "set"])
