@@ -342,10 +342,12 @@ class Reader:
         return self.identity(function)
 
     def value(self, value: Any, depth: int = 0) -> Hashable | None:
-        if isinstance(value, _SCALARS):
-            return plain_key(value)
         if isinstance(value, (nn.Module, torch.Tensor)) or value is None or is_own(type(value)):
             return None
+        if isinstance(value, _SCALARS) or type(value) in ATOMS:
+            return plain_key(value)
+        if _is_plain_tuple(value):
+            return tuple(map(plain_key, value))
         if isinstance(value, list):
             self.look(value, depth)
         if isinstance(value, (tuple, list)):
