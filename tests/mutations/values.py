@@ -216,7 +216,7 @@ MUTATIONS = [
     ),
     Mutation(
         "plain values of layers", "behaviour/reader.py",
-        "if isinstance(value, _SCALARS) or type(value) in ATOMS:", "if isinstance(value, _SCALARS):",
+        "if isinstance(value, _SCALARS) or kind in ATOMS:", "if isinstance(value, _SCALARS):",
         _OF_LAYERS,
     ),
     Mutation(
