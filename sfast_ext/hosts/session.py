@@ -10,15 +10,16 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
-from sfast_ext import environment
+from sfast_ext import environment, parallel_png
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.config import Config
-from sfast_ext.hosts import parallel_png, webui_probes, xyz
+from sfast_ext.hosts import host_queue, webui_probes, xyz
 from sfast_ext.hosts.answers import Answers
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Examined, Probe, examine
-from sfast_ext.hosts.rehearsals import Rehearsals
+from sfast_ext.jobs.job import Jobs
+from sfast_ext.jobs.rehearsals import Rehearsals
 from sfast_ext.report import Report, logger, words_of
 from sfast_ext.ui import api, bug_report, parts, reasons, settings, settings_table, tab
 from sfast_ext.ui.requests import Refused
@@ -52,7 +53,8 @@ class Session:
         self.version = version
         self.report = Report()
         self.report.on_stage = self.show_stage
-        self.rehearsals = Rehearsals(self)
+        jobs = Jobs(self.report, host_queue.queue, host_queue.interrupted, host_queue.interrupt)
+        self.rehearsals = Rehearsals(self, jobs)
         self.attachments: tuple[Attachment, ...] = ()
         """They keep accelerators on the host's networks. The status lists them in this order."""
         self.found = examine(self.PROBES) if found is None else found

@@ -18,9 +18,9 @@ from sfast_ext.hosts.a1111 import controlnet, lora, probes
 from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
 from sfast_ext.hosts.attachment import Attachment, is_host_code, wraps_torchs
+from sfast_ext.hosts.host_queue import interrupted
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Examined
-from sfast_ext.hosts.rehearsals import interrupted
 from sfast_ext.hosts.webui_session import WebUISession
 from sfast_ext.report import logger
 from sfast_ext.ui import words

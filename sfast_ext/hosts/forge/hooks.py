@@ -14,7 +14,7 @@ from sfast_ext.hooks import Hooks
 from sfast_ext.hosts.attachment import is_host_code
 from sfast_ext.hosts.forge.programs import NOTED, PASSED_ON, PATCHES, WRAPPERS, Program
 from sfast_ext.hosts.forge.reading import Reading
-from sfast_ext.hosts.rehearsals import interrupted
+from sfast_ext.hosts.host_queue import interrupted
 from sfast_ext.ui import words
 
 IMAGE_CHANNELS = 3

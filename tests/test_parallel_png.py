@@ -17,7 +17,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 from png_parts import beside, chunks, stream
 
-from sfast_ext.hosts import parallel_png
+from sfast_ext import parallel_png
 
 PILLOWS = PngImagePlugin._save
 SIZES = ((1, 1), (1, 300), (300, 1), (7, 5), (64, 64), (200, 333), (5, 40000))
@@ -310,13 +310,13 @@ def test_a_picture_that_is_saved_while_python_ends(tmp_path):
         import atexit, sys
         import numpy as np
         from PIL import Image
-        from sfast_ext.hosts import parallel_png
+        from sfast_ext import parallel_png
         parallel_png.install(lambda: True)
         im = Image.fromarray(np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8))
         atexit.register(lambda: im.save(sys.argv[1]))
     """
     file = tmp_path / "last.png"
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[1]
     subprocess.run([sys.executable, "-c", textwrap.dedent(program), file], cwd=root, check=True, timeout=120)
     expected = np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8)
     assert np.array_equal(np.asarray(Image.open(file)), expected)
