@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from sfast_ext import environment
-from sfast_ext.config import Config
 from sfast_ext.hosts import per_request
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.report import Report, Tally
 from sfast_ext.ui import settings, words
+from sfast_ext.ui.settings_table import HostConfig
 
 KEY = "Stable Fast"
 """Its name among the host's `extra_generation_params`."""
@@ -30,7 +30,7 @@ class Answers:
         self,
         report: Report,
         attachments: Iterable[Attachment],
-        config: Callable[[], Config],
+        config: Callable[[], HostConfig],
         guarded: Callable[[Callable[[], object]], None],
     ) -> None:
         self._report, self._attachments = report, tuple(attachments)

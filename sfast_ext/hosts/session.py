@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NoReturn
 
 from sfast_ext import environment, parallel_png
 from sfast_ext.accelerator import Accelerator
-from sfast_ext.config import Config
 from sfast_ext.hosts import host_queue, webui_probes, xyz
 from sfast_ext.hosts.answers import Answers
 from sfast_ext.hosts.attachment import Attachment
@@ -23,6 +22,7 @@ from sfast_ext.jobs.rehearsals import Rehearsals
 from sfast_ext.report import Report, logger, words_of
 from sfast_ext.ui import api, bug_report, parts, reasons, settings, settings_table, tab
 from sfast_ext.ui.requests import Refused
+from sfast_ext.ui.settings_table import HostConfig
 
 
 class NotInstalled(Exception):
@@ -197,7 +197,7 @@ class Session:
     def show_error(self, exc: Exception) -> None:
         """Show an exception to the user in the host's own way, in addition to the report."""
 
-    def config(self) -> Config:
+    def config(self) -> HostConfig:
         """The configuration that the user has chosen in the host's settings."""
         from modules import shared
 

@@ -16,6 +16,7 @@ from sfast_ext.hosts.vae_memory import widths_of
 from sfast_ext.report import Report
 from sfast_ext.report_beside import ReportBeside
 from sfast_ext.ui import words
+from sfast_ext.ui.settings_table import HostConfig
 
 PARTS = ("decoder", "encoder")
 MOST_PLANS = 8
@@ -57,7 +58,7 @@ class Vaes:
     def __init__(self, hooks_for: PartHooks, report: Report) -> None:
         self.attachments = tuple(VaePart(part, hooks_for, report) for part in PARTS)
 
-    def follow(self, vaes: Iterable[Any], config: Config) -> list[Accelerator]:
+    def follow(self, vaes: Iterable[Any], config: HostConfig) -> list[Accelerator]:
         """Accelerate these VAEs as `config` says, and release all others. Call it before each picture as well, before
         its VAE is called: settings are read here.
 

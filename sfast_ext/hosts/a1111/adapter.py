@@ -13,7 +13,7 @@ from torch import nn
 
 from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts import per_request, starting, vae
+from sfast_ext.hosts import per_request, starting, vae, webui_probes
 from sfast_ext.hosts.a1111 import controlnet, lora, probes
 from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
@@ -230,11 +230,11 @@ class A1111Session(WebUISession):
         host.callback("on_model_loaded", self.callback(self._follow))
         # before each step: the only callback after every switch of the model, those of refiner and hires fix too
         host.callback("on_cfg_denoiser", self.callback(self._step))
-        host.feature(probes.VERSION, self._read_version)
+        host.feature(webui_probes.VERSION, self._read_version)
         host.add(self._memory.release)
-        host.feature(probes.MEMORY, self._install_memory)
+        host.feature(webui_probes.MEMORY, self._install_memory)
         host.feature(probes.UPSCALERS, lambda: self._memory.install_upscaling(host))
-        self._has_vae = host.feature(probes.VAE, lambda: host.wrap("process_images_inner", self._before_pictures))
+        self._has_vae = host.feature(webui_probes.VAE, lambda: host.wrap("process_images_inner", self._before_pictures))
 
     def _read_version(self) -> None:
         self._host_version = str(self.found["git_tag"]())

@@ -11,7 +11,7 @@ from torch import nn
 
 from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts import starting
+from sfast_ext.hosts import starting, webui_probes
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.forge import probes
 from sfast_ext.hosts.forge.beside import KEPT_CONTROLNETS, Beside
@@ -67,8 +67,8 @@ class ForgeSession(WebUISession):
         host.callback("on_model_loaded", self.callback(self._follow))
         # before each step: after every switch of the model, those of refiner and hires fix too
         host.callback("on_cfg_denoiser", self.callback(self._step))
-        host.feature(probes.MEMORY, self._install_memory)
-        self._has_vae = host.feature(probes.VAE, lambda: host.wrap("process_images_inner", self._before_pictures))
+        host.feature(webui_probes.MEMORY, self._install_memory)
+        self._has_vae = host.feature(webui_probes.VAE, lambda: host.wrap("process_images_inner", self._before_pictures))
 
     def _before_pictures(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """img2img encodes its image before the first step, with the settings of this request."""

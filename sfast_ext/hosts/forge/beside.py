@@ -15,6 +15,7 @@ from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.forge.hooks import PartHooks
 from sfast_ext.hosts.forge.programs import Program
 from sfast_ext.report import Report
+from sfast_ext.ui.settings_table import HostConfig
 
 KEPT_CONTROLNETS = "control_net_model_cache_size"
 """The setting: how many ControlNets the WebUI keeps. Those that it dropped are not held by us either."""
@@ -38,7 +39,7 @@ class Beside:
         self.controlnets = Attachment(self._hooks_for_network, report, name="controlnet")
         self.attachments: tuple[Attachment, ...] = (self.controlnets, *self.vaes.attachments)
 
-    def follow_vae(self, model: Any, config: Config) -> None:
+    def follow_vae(self, model: Any, config: HostConfig) -> None:
         """Accelerate the VAE of the model that is used."""
         found = getattr(getattr(getattr(model, "forge_objects", None), "vae", None), "first_stage_model", None)
         found = found if isinstance(found, nn.Module) else None
