@@ -1,5 +1,5 @@
-"""What a host answers for a picture says whether and how it was accelerated; pictures' own metadata names settings that
-change pixels, and nothing else."""
+"""What a host answers says whether and how an image was accelerated; an image's metadata names settings that change
+pixels, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OFF = "Stable Fast is switched off in the settings"
 
 
 class Answers:
-    """Laid around the function of the host that makes the pictures of one request.
+    """Laid around the function of the host that makes the images of one request.
 
     Args:
         config: gives the configuration; asked within a request, whose own settings count.
@@ -37,7 +37,7 @@ class Answers:
         self._config, self._guarded = config, guarded
 
     def process(self, original: Callable[..., Any], p: Any, *args: Any, **kwargs: Any) -> Any:
-        """The host's `process_images_inner`. The pictures' infotexts are written in it, so what is added after it is in
+        """The host's `process_images_inner`. The images' infotexts are written in it, so what is added after it is in
         the answer alone."""
         why: list[str | None] = [None]
         self._guarded(lambda: why.__setitem__(0, self._begin(p)))

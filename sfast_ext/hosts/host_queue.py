@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def queue(name: str) -> Iterator[None]:
-    """The host's own queue: no picture is made meanwhile, and its page shows the name as its job."""
+    """The host's own queue: no image is made meanwhile, and its page shows the name as its job."""
     from modules import call_queue, shared
 
     with call_queue.queue_lock:

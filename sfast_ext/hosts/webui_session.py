@@ -40,7 +40,7 @@ class WebUISession(Session):
         self.installation.add(leave)
 
     def show_error(self, exc: Exception) -> None:
-        """Show an exception once, where the WebUI would log it at every step."""
+        """Show an exception once, which the WebUI would log at every step."""
         from modules import errors
 
         errors.display_once(exc, "Stable Fast")
@@ -71,7 +71,7 @@ class WebUISession(Session):
 
 
 def _console(formatter: logging.Formatter) -> logging.Handler:
-    """A handler that writes around the WebUI's progress bars, where the WebUI has one."""
+    """A handler that writes around the WebUI's progress bars, if the WebUI has them."""
     plain = logging.StreamHandler()
     # the WebUI's hands lines over to it while there is no bar
     plain.setFormatter(formatter)

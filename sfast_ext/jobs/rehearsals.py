@@ -33,11 +33,11 @@ class Host(Protocol):
     def loaded(self) -> Accelerator | None:
         """The accelerator of its UNet."""
 
-    def name_pictures(self, pictures: int | None) -> None:
-        """Calls are of so many pictures from now on."""
+    def name_images(self, images: int | None) -> None:
+        """Calls are of so many images from now on."""
 
     def prompts_one_by_one(self) -> bool:
-        """Whether prompts of unlike length are calls of their own."""
+        """Whether prompts of different lengths are separate calls."""
 
 
 class Rehearsals:
@@ -97,11 +97,11 @@ class Rehearsals:
                 with rehearsal.begun():
                     yield lambda number: work(rehearsal, wanted[number])
             finally:
-                self._host.name_pictures(None)
+                self._host.name_images(None)
 
         return self.jobs.start(kind, [each.label for each in wanted], begin, end)
 
     def _rehearsal(self) -> Rehearsal:
         host = self._host
         one_by_one = host.prompts_one_by_one()
-        return Rehearsal(host.loaded(), host.report, host.name_pictures, lambda: self.jobs.stopped(), one_by_one)
+        return Rehearsal(host.loaded(), host.report, host.name_images, lambda: self.jobs.stopped(), one_by_one)

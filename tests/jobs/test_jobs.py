@@ -1,4 +1,4 @@
-"""What a user starts: one at a time, behind the host's pictures, cancelled at any moment."""
+"""What a user starts: one at a time, behind the host's images, cancelled at any moment."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class A1111Hooks:
         self._hypertile: list[Any] = []
         self._offloaded: str | None = None
         self._dormant = DormantPatches()
-        self.pictures: int | None = None
-        """How many are made at once; None where the WebUI does not say."""
+        self.images: int | None = None
+        """How many are made at once; None if the WebUI does not say."""
         self.new_pass()
 
     def hooks(self) -> Hooks:
@@ -74,7 +74,7 @@ class A1111Hooks:
 
     def words(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
         """A call in a user's words."""
-        return words.size_words(shapes, self.pictures)
+        return words.size_words(shapes, self.images)
 
     def new_pass(self) -> None:
         """Read the whole UNet. Called once for each pass of a sampler; takes a millisecond."""
@@ -92,7 +92,7 @@ class A1111Hooks:
         return None
 
     def bypass_reason(self) -> str | None:
-        """Why the call must be bypassed, in words for the user; None where it need not."""
+        """Why the call must be bypassed, in words for the user; None if it need not."""
         shared = self._shared
         if self._sd_unet.current_unet is not None:
             option = getattr(self._sd_unet.current_unet, "option", None)
@@ -206,7 +206,7 @@ class A1111Session(WebUISession):
         self._vaes = vae.Vaes(self._hooks_for_vae, self.report)
         self.attachments = (self._unets, self._controlnets, *self._vaes.attachments)
         self._denoiser: weakref.ref[object] | None = None
-        self._pictures: int | None = None
+        self._images: int | None = None
         self._memory = A1111Memory(self._unets, self._vaes, _unet_of, self.report)
         self._has_vae = False
         self._host_version = "unknown"
@@ -234,7 +234,7 @@ class A1111Session(WebUISession):
         host.add(self._memory.release)
         host.feature(webui_probes.MEMORY, self._install_memory)
         host.feature(probes.UPSCALERS, lambda: self._memory.install_upscaling(host))
-        self._has_vae = host.feature(webui_probes.VAE, lambda: host.wrap("process_images_inner", self._before_pictures))
+        self._has_vae = host.feature(webui_probes.VAE, lambda: host.wrap("process_images_inner", self._before_images))
 
     def _read_version(self) -> None:
         self._host_version = str(self.found["git_tag"]())
@@ -243,8 +243,8 @@ class A1111Session(WebUISession):
         self.installation.wrap("unload_model_weights", self._unload)
         self._memory.install(self.installation)
 
-    def _before_pictures(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """img2img encodes its picture before the first step, with the settings of this request."""
+    def _before_images(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """img2img encodes its image before the first step, with the settings of this request."""
         from modules.sd_models import model_data
 
         self.guarded(lambda: self._follow_vae(model_data.sd_model))
@@ -271,7 +271,7 @@ class A1111Session(WebUISession):
         return getattr(getattr(model_data.sd_model, "sd_checkpoint_info", None), "title", None)
 
     def follow_loaded(self) -> None:
-        """As before a step of a picture."""
+        """As before a step of an image."""
         from modules.sd_models import model_data
 
         self._follow(model_data.sd_model)
@@ -283,11 +283,11 @@ class A1111Session(WebUISession):
         unet = _unet_of(model_data.sd_model)
         return None if unet is None else accelerator_of(unet)
 
-    def name_pictures(self, pictures: int | None) -> None:
+    def name_images(self, images: int | None) -> None:
         """For the words of all networks."""
-        self._pictures = pictures
+        self._images = images
         for hooks in list(self._hooks.values()):
-            hooks.pictures = pictures
+            hooks.images = images
 
     def prompts_one_by_one(self) -> bool:
         """Unless it pads the shorter one."""
@@ -322,7 +322,7 @@ class A1111Session(WebUISession):
         if not new_pass and self._unets.unchanged(_unet_of(shared.sd_model)):
             return
         self._denoiser = weakref.ref(denoiser) if denoiser is not None else None
-        self._pictures = getattr(getattr(denoiser, "p", None), "batch_size", None)
+        self._images = getattr(getattr(denoiser, "p", None), "batch_size", None)
         self._follow(shared.sd_model)
 
     def _follow(self, sd_model: Any) -> None:
@@ -342,7 +342,7 @@ class A1111Session(WebUISession):
             if each is not None:
                 hooks = self._hooks.get(each.module)
                 if hooks is not None:
-                    hooks.pictures = self._pictures
+                    hooks.images = self._images
                     hooks.new_pass()
                 each.new_generation()
 

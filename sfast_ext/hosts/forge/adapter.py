@@ -49,7 +49,7 @@ class ForgeSession(WebUISession):
         self._beside = Beside(self.PROGRAM, self.report, self._kept_controlnets)
         self.attachments = (self._unets, *self._beside.attachments)
         self._denoiser: weakref.ref[object] | None = None
-        self._pictures: int | None = None
+        self._images: int | None = None
         self._has_vae = False
         self._memory = self._make_memory((*self._beside.attachments, self._unets), self.report)
 
@@ -68,9 +68,9 @@ class ForgeSession(WebUISession):
         # before each step: after every switch of the model, those of refiner and hires fix too
         host.callback("on_cfg_denoiser", self.callback(self._step))
         host.feature(webui_probes.MEMORY, self._install_memory)
-        self._has_vae = host.feature(webui_probes.VAE, lambda: host.wrap("process_images_inner", self._before_pictures))
+        self._has_vae = host.feature(webui_probes.VAE, lambda: host.wrap("process_images_inner", self._before_images))
 
-    def _before_pictures(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _before_images(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """img2img encodes its image before the first step, with the settings of this request."""
         self.guarded(lambda: self._follow_vae(_model()))
         return original(*args, **kwargs)
@@ -99,7 +99,7 @@ class ForgeSession(WebUISession):
         return f"/{path}" if path else ""
 
     def follow_loaded(self) -> None:
-        """As before a step of a picture."""
+        """As before a step of an image."""
         self._follow(_model())
 
     def loaded(self) -> Accelerator | None:
@@ -107,12 +107,12 @@ class ForgeSession(WebUISession):
         unet = unet_of(_model())
         return None if unet is None else accelerator_of(unet)
 
-    def name_pictures(self, pictures: int | None) -> None:
+    def name_images(self, images: int | None) -> None:
         """For the words of the UNet."""
-        self._pictures = pictures
+        self._images = images
         for hooks in list(self._hooks.values()):
-            hooks.pictures = pictures
-        self._beside.name_pictures(pictures)
+            hooks.images = images
+        self._beside.name_images(images)
 
     def release_models(self) -> None:
         """Release every network that is accelerated."""
@@ -134,7 +134,7 @@ class ForgeSession(WebUISession):
         if not new_pass and self._unets.unchanged(unet_of(model)):
             return
         self._denoiser = weakref.ref(denoiser) if denoiser is not None else None
-        self._pictures = getattr(getattr(denoiser, "p", None), "batch_size", None)
+        self._images = getattr(getattr(denoiser, "p", None), "batch_size", None)
         self._follow(model)
 
     def _follow(self, model: Any) -> None:
@@ -149,11 +149,11 @@ class ForgeSession(WebUISession):
         self._follow_vae(model)
         if self.found.has(probes.CONTROLNET):
             patcher = getattr(getattr(model, "forge_objects", None), "unet", None)
-            self._beside.follow_controlnets(None if unet is None else patcher, config, self._pictures)
+            self._beside.follow_controlnets(None if unet is None else patcher, config, self._images)
         if accelerator is not None:
             hooks = self._hooks.get(accelerator.module)
             if hooks is not None:
-                hooks.pictures = self._pictures
+                hooks.images = self._images
                 hooks.new_pass()
             accelerator.new_generation()
 
@@ -260,8 +260,8 @@ def unet_of(model: Any) -> nn.Module | None:
 
 
 def _call_is_replaced(holder: nn.Module) -> bool:
-    """Whether something else than the class's own method calls the UNet. That method lies on the object where what
-    replaced it was taken away."""
+    """Whether something else than the class's own method calls the UNet. That method stays on the object after
+    what replaced it was taken away."""
     call = vars(holder).get("apply_model")
     own = getattr(type(holder), "apply_model", None)
     return call is not None and (getattr(call, "__func__", None) is not own or call.__self__ is not holder)

@@ -47,19 +47,19 @@ class SDNextSession(Session):
 
     def __init__(self, version: str, found: Examined | None = None) -> None:
         super().__init__(version, found)
-        self._pictures: int | None = None
+        self._images: int | None = None
 
-        def pictures() -> int | None:
-            return self._pictures
+        def images() -> int | None:
+            return self._images
 
         self._unets = Attachment(
-            lambda unet: SDNextHooks(unet, _pipeline, self._follow_controlnets, pictures).hooks(), self.report
+            lambda unet: SDNextHooks(unet, _pipeline, self._follow_controlnets, images).hooks(), self.report
         )
         self._refiner = Attachment(
-            lambda unet: SDNextHooks(unet, _refiner, pictures=pictures).hooks(), self.report, name="refiner"
+            lambda unet: SDNextHooks(unet, _refiner, images=images).hooks(), self.report, name="refiner"
         )
         self._controlnets = Attachment(
-            lambda network: SDNextHooks(network, _pipeline, pictures=pictures).hooks(), self.report, name="controlnet"
+            lambda network: SDNextHooks(network, _pipeline, images=images).hooks(), self.report, name="controlnet"
         )
         self._vaes = vae.Vaes(lambda part, named: SDNextVaeHooks(part, named).hooks(), self.report)
         self.attachments = (self._unets, self._refiner, self._controlnets, *self._vaes.attachments)
@@ -119,7 +119,7 @@ class SDNextSession(Session):
         return forget
 
     def _before_process(self, p: Any) -> None:
-        self._pictures = getattr(p, "batch_size", None)
+        self._images = getattr(p, "batch_size", None)
         self.follow()
 
     def follow_loaded(self) -> None:
@@ -131,9 +131,9 @@ class SDNextSession(Session):
         unet = _unet(_pipeline())
         return None if unet is None else accelerator_of(unet)
 
-    def name_pictures(self, pictures: int | None) -> None:
+    def name_images(self, images: int | None) -> None:
         """For the words of all networks."""
-        self._pictures = pictures
+        self._images = images
 
     def xyz_grid(self) -> Any:
         """The module that its two scripts share."""

@@ -60,7 +60,7 @@ class SDNextHooks:
     Args:
         pipeline: gives the pipeline that runs the network.
         new_pass: called with that pipeline at the first call of each of its runs.
-        pictures: gives how many are made at once; None where SD.Next does not say.
+        images: gives how many are made at once; None if SD.Next does not say.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class SDNextHooks:
         unet: nn.Module,
         pipeline: Callable[[], Any],
         new_pass: Callable[[Any], None] | None = None,
-        pictures: Callable[[], int | None] = lambda: None,
+        images: Callable[[], int | None] = lambda: None,
     ) -> None:
         from modules import shared
 
-        self._pipeline, self._tell, self._pictures = pipeline, new_pass, pictures
+        self._pipeline, self._tell, self._images = pipeline, new_pass, images
         # Weak: SD.Next may drop the model before its accelerator is released.
         self._unet = weakref.ref(unet)
         self._state, self._opts = shared.state, shared.opts
@@ -90,13 +90,13 @@ class SDNextHooks:
             key=self.key,
             recognised=vouch,
             transparent=vouch,
-            words=lambda shapes: words.size_words(shapes, self._pictures()),
+            words=lambda shapes: words.size_words(shapes, self._images()),
             interrupted=interrupted,
             ignored=BOOKKEEPING,
         )
 
     def bypass_reason(self) -> str | None:
-        """Why the call must be bypassed, in words for the user; None where it need not."""
+        """Why the call must be bypassed, in words for the user; None if it need not."""
         # Modifiers are applied and removed in each run of the pipeline (base, hires, detailer), after every script
         # callback. SD.Next raises this counter when such a run begins.
         now = self._state.total_jobs
@@ -113,7 +113,7 @@ class SDNextHooks:
     def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
         """Vouch for what SD.Next itself does to classes and to torch.
 
-        Also for accelerate's hook on a submodule where it only moves arguments (offload sets hundreds), and for the
+        Also for accelerate's hook on a submodule if it only moves arguments (offload sets hundreds), and for the
         module's own forward as a bound method, which accelerate and HyperTile leave behind.
         """
         if kind in ("class", "function", "replaced"):

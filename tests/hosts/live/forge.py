@@ -145,7 +145,7 @@ UNCHANGED = ("lora gone", "plain after loras", "one again", "without controlnet"
 
 
 def fixtures(program: Program, steps: Round) -> tuple[Any, Any, Any]:
-    """Of a module of tests, `data`, `stock` and `played`: what the WebUI is started with, the pictures of the round as
+    """Of a module of tests, `data`, `stock` and `played`: what the WebUI is started with, the images of the round as
     it makes them by itself, and the WebUI with the extension after the round."""
 
     @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ seconds where a WebUI takes half a minute.
     python tests/hosts/live/small_page.py 7860
 
 Runs under the interpreter of a WebUI, whose Gradio it is made of. What a WebUI has around it is as little as the
-JavaScript and the steps of `test_browser.py` need: a button that makes a picture of nothing, an infotext, settings.
+JavaScript and the steps of `test_browser.py` need: a button that makes an image of nothing, an infotext, settings.
 
 SFAST_SMALL_PAGE_SHOWS names a file of `python -m benchmarks.tab`: badge and tab show what it holds.
 """
@@ -102,7 +102,7 @@ from sfast_ext.ui.requests import Refused
 
 
 class Network:
-    """In place of an attachment: plans of pictures that are not made."""
+    """In place of an attachment: plans of images that are not made."""
 
     def __init__(self) -> None:
         self.plans: dict[str, dict[str, Any]] = {}
@@ -180,7 +180,7 @@ class Small(Session):
         return "a model"
 
     def generate(self, prompt: str, width: float, height: float) -> tuple[str, str]:
-        """A picture, or what is seen of it while it is made."""
+        """An image, or what is seen of it while it is made."""
         with call_queue.queue_lock, self._job():
             self.report.new_generation()
             label = f"{int(width)}x{int(height)}, 1 picture, 77 tokens"

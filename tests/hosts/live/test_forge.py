@@ -1,4 +1,4 @@
-"""What users do in Forge Neo, with this checkout beside it and without: the pictures are compared."""
+"""What users do in Forge Neo, with this checkout beside it and without: the images are compared."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LONG = "a line of words that has no end, of many and many words, " * 5
 
 
 INPAINT = {**IMG2IMG, "mask": encoded(MASK), "mask_blur": 4, "inpainting_fill": 1}
-# enabled, and the scripts' own defaults; tiles as small as the picture
+# enabled, and the scripts' own defaults; tiles as small as the image
 SOFT = {"Soft Inpainting": {"args": [True, 1, 0.5, 4, 0, 0.5, 2]}}
 TILES = {"MultiDiffusion Integrated": {"args": [True, "Mixture of Diffusers", 128, 128, 32, 1]}}
 LORA = f"{PLAIN['prompt']} <lora:strong:1>"

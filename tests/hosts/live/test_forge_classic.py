@@ -1,4 +1,4 @@
-"""What users do in Forge Classic, with this checkout beside it and without: the pictures are compared."""
+"""What users do in Forge Classic, with this checkout beside it and without: the images are compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HIRES = {**{k: v for k, v in test_forge.HIRES.items() if k != "hr_additional_mod
 MISSING = ("Automatic (fp16 LoRA)", "lora in the layers", "float8-e4m3fn", "in eight bits", "Automatic and", "refiner")
 """The beginnings of steps of Forge Neo's round that it has nothing for."""
 OTHER_HIRES = {"hires": HIRES, "another for hires": {**HIRES, "hr_checkpoint_name": "other.safetensors"}}
-# weak ones: Forge Classic adds the second pass's to the first's, and stronger ones make of rounding another picture
+# weak ones: Forge Classic adds the second pass's to the first's, and stronger ones make of rounding another image
 WEAK = {"prompt": f"{PLAIN['prompt']} <lora:strong:0.2>", "hr_prompt": "a dog <lora:second:0.2>"}
 OTHER_HIRES["another lora for hires"] = {**HIRES, **WEAK}
 ROUND: Round = [
