@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import types
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
+from sfast_ext.config import BOUNDS, Config
 from sfast_ext.report import Report
 from sfast_ext.ui import settings, settings_table
 from sfast_ext.ui.settings_table import HostConfig
@@ -75,6 +78,40 @@ def test_every_field_of_the_table_is_one_of_the_configuration():
         assert hasattr(HostConfig(), setting.field)
         assert len(setting.info) > 40
         assert setting.group in settings_table.HEADINGS
+
+
+def test_the_core_has_no_setting_of_a_webui():
+    of_the_host = {field.name for field in fields(HostConfig)} - {field.name for field in fields(Config)}
+    assert of_the_host == {"vae", "png"}
+
+
+@pytest.mark.parametrize("setting", [s for s in settings_table.SETTINGS if s.slider], ids=lambda s: s.field)
+def test_a_number_has_the_bounds_of_the_configuration_everywhere(setting):
+    opts = Options()
+    settings.register(opts, A1111OptionInfo)
+    shown = opts.data_labels[setting.key].component_args
+    bounds = BOUNDS[setting.field]
+    below = bounds.minimum if bounds.excluded else bounds.minimum - 1
+    assert shown["minimum"] == (0.001 if bounds.excluded else bounds.minimum) and setting.valid == bounds.words
+    for value in (shown["minimum"], shown["maximum"]):
+        assert settings.accepts(setting, value) and Config(**{setting.field: setting.kind(value)})
+    for value in (below, below - 1, float("nan")):
+        assert not settings.accepts(setting, value)
+    for value in (below, below - 1):
+        with pytest.raises(ValueError, match=re.escape(f"{setting.field} must be {bounds.words}; it is {value}")):
+            Config(**{setting.field: value})
+
+
+def test_bounds_that_no_setting_has_hold_as_well():
+    for field in set(BOUNDS) - {setting.field for setting in settings_table.SETTINGS}:
+        with pytest.raises(ValueError, match=field):
+            Config(**{field: 0})
+    for value in (float("nan"), -1.0):
+        with pytest.raises(ValueError, match="rare_gain"):
+            Config(rare_gain=value)
+    assert Config(rare_gain=float("inf")).rare_gain > 0 and Config(graph_memory_mb=None) == Config()
+    with pytest.raises(TypeError):
+        Config(max_graphs=None)
 
 
 def test_groups_follow_each_other_each_below_its_heading():

@@ -165,24 +165,12 @@ def fixtures(program: Program, steps: Round) -> tuple[Any, Any, Any]:
     return data, stock, played
 
 
-def tests_of(
-    program: Program,
-    steps: Round,
-    why: Mapping[str, str],
-    same_plans: Sequence[str],
-    controlled: Sequence[str],
-    changed: Sequence[str] = CHANGED,
-    unchanged: Sequence[str] = UNCHANGED,
-) -> dict[str, Any]:
-    """The fixtures and the tests of a program's module, by their names.
+def round_tests(program: Program, steps: Round, why: Mapping[str, str], same_plans: Sequence[str]) -> dict[str, Any]:
+    """The fixtures of a module, and the tests of its round, by their names.
 
     Args:
         why: the words of the report, of the steps that are bypassed; in all others plans run.
         same_plans: the steps that need no new plan.
-        controlled: the steps with ControlNets.
-        changed: the steps whose first image differs from the plain one in addition to those with ControlNets: the
-            extension adds its map to the images.
-        unchanged: the steps with the plain image.
     """
     data, stock, played = fixtures(program, steps)
 
@@ -198,6 +186,33 @@ def tests_of(
     @pytest.mark.parametrize("name", why)
     def test_the_original_forward_runs_and_the_report_says_why(played: Played, name: str) -> None:
         bypassed(played, name, why[name])
+
+    tests = (
+        equal_to_stock(steps),
+        test_plans_were_run,
+        test_no_new_capture_for,
+        test_the_original_forward_runs_and_the_report_says_why,
+    )
+    return {"data": data, "stock": stock, "played": played, **_by_name(*tests)}
+
+
+def program_tests(
+    program: Program,
+    steps: Round,
+    why: Mapping[str, str],
+    same_plans: Sequence[str],
+    controlled: Sequence[str],
+    changed: Sequence[str] = CHANGED,
+    unchanged: Sequence[str] = UNCHANGED,
+) -> dict[str, Any]:
+    """The fixtures and the tests of a program's module, by their names; see `round_tests`.
+
+    Args:
+        controlled: the steps with ControlNets.
+        changed: the steps whose first image differs from the plain one, in addition to those with ControlNets: the
+            extension adds its map to the images.
+        unchanged: the steps with the plain image.
+    """
 
     def test_the_vae_and_controlnets_are_accelerated(played: Played) -> None:
         status = played.webui.get("/sfast/v1/status")
@@ -224,15 +239,17 @@ def tests_of(
         status = played.webui.get("/sfast/v1/status")
         assert status["host"]["name"] == program.name and status["last_error"] is None
 
-    tests = (
-        equal_to_stock(steps),
-        test_plans_were_run,
-        test_no_new_capture_for,
-        test_the_original_forward_runs_and_the_report_says_why,
-        requests.test_after_an_interruption_the_next_picture_is_right,
-        requests.test_two_requests_at_once_give_both_pictures,
-        test_the_vae_and_controlnets_are_accelerated,
-        test_the_round_shows_what_it_should,
-        test_switched_off_the_bytes_are_the_webui_s_own,
-    )
-    return {"data": data, "stock": stock, "played": played, **{each.__name__: each for each in tests}}
+    return {
+        **round_tests(program, steps, why, same_plans),
+        **_by_name(
+            requests.test_after_an_interruption_the_next_picture_is_right,
+            requests.test_two_requests_at_once_give_both_pictures,
+            test_the_vae_and_controlnets_are_accelerated,
+            test_the_round_shows_what_it_should,
+            test_switched_off_the_bytes_are_the_webui_s_own,
+        ),
+    }
+
+
+def _by_name(*tests: Any) -> dict[str, Any]:
+    return {test.__name__: test for test in tests}

@@ -136,7 +136,7 @@ CONTROLLED = ["controlnet", "controlnet and lora", "two controlnets"]
 CHANGED = (*forge.CHANGED, "tiled", "two prompts")
 UNCHANGED = (*forge.UNCHANGED, "not tiled")
 
-globals().update(forge.tests_of(forge.NEO, ROUND, BYPASSED, SAME_PLANS, CONTROLLED, CHANGED, UNCHANGED))
+globals().update(forge.program_tests(forge.NEO, ROUND, BYPASSED, SAME_PLANS, CONTROLLED, CHANGED, UNCHANGED))
 
 
 def test_the_answer_says_whether_it_was_accelerated(played):

@@ -22,4 +22,4 @@ ROUND: Round = [
 BYPASSED = {name: words for name, words in test_forge.BYPASSED.items() if name in pictured(ROUND)}
 SAME_PLANS = [name for name in test_forge.SAME_PLANS if name in pictured(ROUND)]
 
-globals().update(forge.tests_of(forge.CLASSIC, ROUND, BYPASSED, SAME_PLANS, test_forge.CONTROLLED))
+globals().update(forge.program_tests(forge.CLASSIC, ROUND, BYPASSED, SAME_PLANS, test_forge.CONTROLLED))

@@ -19,7 +19,7 @@ for step in test_forge.ROUND:
     ROUND += [step, *(AGAIN if step[0] == ONLINE else ())]
 BYPASSED = {name: words for name, words in test_forge.BYPASSED.items() if name != ONLINE}
 
-globals().update(forge.tests_of(forge.OLD, ROUND, BYPASSED, test_forge.SAME_PLANS, test_forge.CONTROLLED))
+globals().update(forge.program_tests(forge.OLD, ROUND, BYPASSED, test_forge.SAME_PLANS, test_forge.CONTROLLED))
 
 
 def test_each_lora_in_the_layers_shows(stock):

@@ -18,7 +18,7 @@ TAKEN_APART = ("other", "refiner")
 """Images of a checkpoint before which reForge took the model with the plans to pieces: they need new plans."""
 SAME_PLANS = [name for name in test_forge.SAME_PLANS if name in pictured(ROUND) and name not in TAKEN_APART]
 
-globals().update(forge.tests_of(forge.REFORGE, ROUND, BYPASSED, SAME_PLANS, test_forge.CONTROLLED))
+globals().update(forge.program_tests(forge.REFORGE, ROUND, BYPASSED, SAME_PLANS, test_forge.CONTROLLED))
 
 
 def test_the_report_has_no_remark(played):
