@@ -25,6 +25,8 @@ from sfast_ext.runtime.verify import relative_error
 
 # outputs of the last calls, watched for writes by later ones
 KEPT = 3
+# a state: a dispatch mode that changes products
+PRODUCTS = "a dispatch mode on products"
 # earlier requests that may be made again
 REMEMBERED = 6
 # why a call may go to the original although nothing that we know of keeps plans away
