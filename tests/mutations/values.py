@@ -160,7 +160,7 @@ MUTATIONS = [
     ),
     Mutation(
         "other modules", "behaviour/code_values.py",
-        "if of in COMMON or depth >= _DEEPEST_MODULE or (not strict and of != own):", "if True:",
+        "if of in COMMON or depth >= _DEEPEST_MODULE or (not strict and theirs):", "if True:",
         _FOUND,
     ),
     Mutation(

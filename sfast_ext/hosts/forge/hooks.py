@@ -147,7 +147,8 @@ class PartHooks(ForgeHooks):
 
     def hooks(self) -> Hooks:
         """The hooks as the accelerator takes them."""
-        ignored = self._program.bookkeeping | self._ignored
+        # blocks that are called without options, as in a ControlNet, note in their defaults where they are
+        ignored = self._program.bookkeeping | self._ignored | {"transformer_options"}
         return replace(super().hooks(), arguments=None, consumed=frozenset(), ignored=ignored)
 
     def words(self, shapes: Sequence[tuple[int, ...]]) -> str | None:

@@ -176,7 +176,7 @@ def while_sampling(played, payload: dict[str, Any], action) -> list[str]:
     """The images of a request, in the midst of whose steps `action` is done once."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(play, played.webui, "txt2img", payload)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 600
         while not asked.done() and time.monotonic() < until:
             if played.webui.get("/sdapi/v1/progress?skip_current_image=true")["state"]["sampling_step"] > 3:
                 action()

@@ -106,7 +106,7 @@ class WebUI:
 
     def get(self, path: str) -> Any:
         """The JSON that a GET answers."""
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=300) as answer:
             return json.load(answer)
 
     def post(self, path: str, payload: dict[str, Any], timeout: float = 600) -> Any:
