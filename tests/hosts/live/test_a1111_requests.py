@@ -164,7 +164,7 @@ def test_the_round_shows_what_it_should(stock):
 
 
 def rightly_plain(played, stock) -> None:
-    """Check that the plain picture is right, and accelerated."""
+    """Check that the plain image is right, and accelerated."""
     before = played.webui.get("/sfast/v1/status")
     assert apart(play(played.webui, "txt2img", PLAIN), stock["plain"]) < TOLERANCE
     after = played.webui.get("/sfast/v1/status")
@@ -173,7 +173,7 @@ def rightly_plain(played, stock) -> None:
 
 
 def while_sampling(played, payload: dict[str, Any], action) -> list[str]:
-    """The pictures of a request, in the midst of whose steps `action` is done once."""
+    """The images of a request, in the midst of whose steps `action` is done once."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(play, played.webui, "txt2img", payload)
         until = time.monotonic() + 600

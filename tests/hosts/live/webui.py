@@ -151,19 +151,19 @@ def add_extension(data: Path, name: str, script: str) -> None:
 
 
 def encoded(image: Image.Image) -> str:
-    """A picture as the API takes it."""
+    """An image as the API takes it."""
     stream = io.BytesIO()
     image.save(stream, "PNG")
     return base64.b64encode(stream.getvalue()).decode()
 
 
 def pixels(picture: str) -> np.ndarray:
-    """The pixels of a picture that the API gave."""
+    """The pixels of an image that the API gave."""
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB"), dtype=np.float32)
 
 
 def difference(a: str, b: str) -> float:
-    """Mean absolute difference of two pictures, of 255."""
+    """Mean absolute difference of two images, of 255."""
     one, other = pixels(a), pixels(b)
     assert one.shape == other.shape
     return float(np.abs(one - other).mean())
