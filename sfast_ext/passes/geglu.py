@@ -27,7 +27,7 @@ class GegluMatch(NamedTuple):
     gate_first: bool
 
 
-@fusion(GELU, needs=(kernel,))
+@fusion(GELU, needs=(kernel.launch,))
 def geglu(gelu: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces the halves of a tensor, GELU and the multiplication.
 

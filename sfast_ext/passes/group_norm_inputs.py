@@ -79,11 +79,11 @@ def group_norm_inputs(norm: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> 
         return False
     if any(isinstance(x, fx.Node) and x.op != "get_attr" for x in norm.args[2:4]):
         return False  # the pair stands where the sum is made: weights that are computed may not be known there
-    added = match_sum(source, pinned) if ctx.serves(add_group_norm) else None
+    added = match_sum(source, pinned) if ctx.supported(add_group_norm.launch) else None
     if added is not None:
         fuse_pair(source, norm, add_group_norm.launch, added)
         return True
-    joined = match_cat(source, pinned) if ctx.serves(cat_group_norm) else None
+    joined = match_cat(source, pinned) if ctx.supported(cat_group_norm.launch) else None
     if joined is not None:
         fuse_pair(source, norm, cat_group_norm.launch, joined)
         return True

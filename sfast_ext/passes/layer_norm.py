@@ -57,7 +57,7 @@ def match(node: fx.Node, pinned: set[fx.Node]) -> LayerNormMatch | None:
     return LayerNormMatch(x, params, node)
 
 
-@fusion(LAYER_NORM, needs=(add_kernel,), hoist=True)
+@fusion(LAYER_NORM, needs=(add_kernel.launch,), hoist=True)
 def add_layer_norm(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces a norm and the residual addition before it. Other users read the sum from the pair.
 
@@ -105,7 +105,7 @@ def is_residual_add(node: Any) -> bool:
     return same_meta(node.args[0], node) and same_meta(node.args[1], node)
 
 
-@fusion(LAYER_NORM, needs=(kernel,))
+@fusion(LAYER_NORM, needs=(kernel.launch,))
 def layer_norm(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces a norm and the casts around it.
 

@@ -29,12 +29,12 @@ class AccumulateMatch(NamedTuple):
     bias: fx.Node | None
 
 
-@fusion(ADD, needs=(kernel, add_layer_norm), skip_pinned_inputs=True)
+@fusion(ADD, needs=(kernel.launch, add_layer_norm.launch), skip_pinned_inputs=True)
 def linear_accumulate(add: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces an addition of a linear and of a sum that add_layer_norm returns.
 
     Pattern: linear(x, weight, bias) + sum, where (sum, _) = add_layer_norm.launch(...)
-    Replacement: kernel.launch(x, weight, sum), where (sum, _) = add_layer_norm.launch(..., after=bias)
+    Replacement: kernel.launch(x, weight, sum), where (sum, _) = add_layer_norm.launch(..., post_bias=bias)
     """
     found = match(add, pinned)
     if found is None:

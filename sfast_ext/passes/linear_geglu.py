@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .context import PassContext
 
 
-@fusion((geglu.launch,), needs=(kernel,))
+@fusion((geglu.launch,), needs=(kernel.launch,))
 def linear_geglu(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces GEGLU's kernel and a linear in half precision that only it reads.
 

@@ -51,13 +51,13 @@ def linear_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
     Pattern: layer_norm.launch(linear(x, weight, bias), ...)
     Replacement: (linear, normed) = kernel.launch(x, weight, bias, None, ..., records)
 
-    Pattern: (sum, normed) = add_layer_norm.launch(linear(x, weight), residual, ..., shift=bias, after=after)
-    Replacement: (sum, normed) = kernel.launch(x, weight, bias, residual, ..., after, records)
+    Pattern: (sum, normed) = add_layer_norm.launch(linear(x, weight), residual, ..., shift=bias, post_bias=post_bias)
+    Replacement: (sum, normed) = kernel.launch(x, weight, bias, residual, ..., post_bias, records)
 
     `records` is memory by which the kernel's blocks share statistics: see `shared_records`. All sizes must be known
     before it is allocated, so this pass matches the whole graph first and rewrites then.
     """
-    if not ctx.serves(kernel):
+    if not ctx.supported(kernel.launch):
         return 0
     graph = gm.graph
     pinned = mutated(graph)

@@ -26,7 +26,7 @@ class QueryAttentionMatch(NamedTuple):
     size: tuple[int, int, int]  # batch, tokens, K
 
 
-@fusion(ATTENTION, needs=(kernel,))
+@fusion(ATTENTION, needs=(kernel.launch,))
 def query_attention(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces an attention and the linear, without a bias, that makes its queries, where the kernel is faster.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NEAREST = overloads("upsample_nearest2d.vec", "upsample_nearest2d")
 
 
-@fusion(NEAREST, needs=(kernel,), skip_pinned_inputs=True)
+@fusion(NEAREST, needs=(kernel.launch,), skip_pinned_inputs=True)
 def upsample(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces an upsampling, with a residual addition that only it reads.
 

@@ -181,10 +181,10 @@ def test_kernels_fail_and_triton_comes_and_goes():
     machine.play(w, "another_call", 0)
     assert not any(fused("group_norm"))
     _until(w, "triton_switched", lambda: all(fused("group_norm")))
-    _until(w, "kernel_fails", lambda: "group_norm" in health.all_down(w.ground.device))
+    _until(w, "kernel_fails", lambda: "group_norm" in health.disabled(w.ground.device))
     assert not any(fused("group_norm")) and w.counter("kernels_put_down")
     machine.play(w, "calm", 0)
-    assert not health.all_down(w.ground.device)
+    assert not health.disabled(w.ground.device)
     machine.finish(w)
 
 

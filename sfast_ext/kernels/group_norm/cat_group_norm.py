@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend.registry import Kernel, register
+from sfast_ext.kernels.backend.registry import kernel
 from sfast_ext.kernels.group_norm import fused_inputs, group_norm, portable
+from sfast_ext.kernels.group_norm.two_pass import Norm
 from sfast_ext.kernels.pointwise import bias_add
 
 
@@ -33,6 +34,33 @@ def reference(
     return joined, group_norm.reference(joined, groups, weight, bias, eps, None, silu, out_dtype, patches)
 
 
+def fallback(
+    a: Tensor,
+    conv_bias: Tensor | None,
+    residual: Tensor | None,
+    b: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    silu: bool = False,
+    out_dtype: torch.dtype | None = None,
+    patches: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`reference` as separate kernels."""
+    summed = a if conv_bias is None and residual is None else bias_add.launch(a, conv_bias, residual)
+    joined = torch.cat([summed, b.to(summed.dtype)], 1)
+    return joined, group_norm.launch(joined, groups, weight, bias, eps, None, silu, out_dtype, patches)
+
+
+@kernel(
+    reference,
+    fallback=fallback,
+    portable=True,
+    uses=(bias_add.launch, group_norm.launch),
+    cuda_sources=portable.SOURCES,
+    triton_functions=fused_inputs.KERNELS,
+)
 def launch(
     a: Tensor,
     conv_bias: Tensor | None,
@@ -46,24 +74,10 @@ def launch(
     out_dtype: torch.dtype | None = None,
     patches: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`reference` as one or two kernels; where an image is too large for their tiles, as separate ones."""
-    dtype = out_dtype or a.dtype
-    done = fused_inputs.run(a, b, conv_bias, residual, 1.0, groups, weight, bias, eps, silu, dtype, patches)
-    if done is not None:
-        return done
-    summed = a if conv_bias is None and residual is None else bias_add.launch(a, conv_bias, residual)
-    joined = torch.cat([summed, b.to(summed.dtype)], 1)
-    return joined, group_norm.launch(joined, groups, weight, bias, eps, None, silu, out_dtype, patches)
+    """`reference` in one or two launches; by `fallback` if an image is too large for their tiles.
 
-
-KERNEL = register(
-    Kernel(
-        "cat_group_norm",
-        reference,
-        launch,
-        portable=True,
-        uses=(bias_add.KERNEL, group_norm.KERNEL),
-        cuda_sources=portable.SOURCES,
-        triton_functions=fused_inputs.KERNELS,
-    )
-)
+    a, residual (N, A, H, W) and b (N, B, H, W), of one dtype, are made channels last, vectors contiguous; float16,
+    bfloat16 or float32, in CUDA C++ one dtype for all operands.
+    """
+    norm = Norm(weight, bias, eps, silu, out_dtype or a.dtype)
+    return fused_inputs.run(a, b, conv_bias, residual, 1.0, groups, norm, patches)

@@ -16,7 +16,7 @@ from kernels.support import driver_copies, driver_zeros, needs_nvrtc, randn
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import flash_attention, query_attention
 from sfast_ext.kernels.backend import cuda_bindings, cuda_driver, nvrtc, pdl, triton_runtime
-from sfast_ext.kernels.backend.cuda_bindings import Bindings
+from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.group_norm import conv_group_norm
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
@@ -54,7 +54,7 @@ def driver(monkeypatch):
     stand_in = Driver()
     monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(stand_in, None))
     monkeypatch.setattr(pdl, "capture_keeps_pdl", lambda: True)
-    monkeypatch.setattr(triton_runtime, "capability", lambda device: pdl.LEAST)
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: pdl.MIN_CAPABILITY)
     monkeypatch.setattr(nvrtc, "current_stream", lambda index: 5)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

@@ -17,7 +17,7 @@ from kernels.support import finish
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import flash_attention, query_attention
 from sfast_ext.kernels.backend import nvrtc, precompile, triton_runtime
-from sfast_ext.kernels.backend.cuda_bindings import Bindings
+from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.linear import linear_geglu
 
@@ -146,7 +146,7 @@ def test_what_does_not_compile_keeps_nothing_else_from_it(nvrtc_calls, caplog):
     add(source, 0)
     finish()
     assert numbers(nvrtc_calls) == [1, 2, 3, 4]
-    assert source.available(GPU)
+    assert source.supported(GPU)
     assert not caplog.records  # of warnings or worse
 
 
