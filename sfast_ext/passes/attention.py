@@ -25,7 +25,7 @@ def attention(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
 
     Pattern: scaled_dot_product_attention(q, k, v, ...)
     Replacement: kernel.launch(q, k, v, mask=..., is_causal=..., scale=...), with faster_sums=True
-        where the user has chosen so
+        if the user has chosen so
     """
     options = kernel_options(node) if ctx.supported(kernel.launch) else None
     if options is None:

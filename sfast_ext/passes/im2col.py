@@ -1,7 +1,7 @@
 """Lowers 3x3 convolutions over few pixels onto GEMMs (im2col).
 
 With M = 128 rows cuDNN has too few tiles for a large GPU: it splits the reduction over K, and adds the parts in a
-kernel of its own. cuBLAS computes the same GEMM faster. In NHWC the weight already lies as the GEMM reads it.
+separate kernel. cuBLAS computes the same GEMM faster. In NHWC the weight already lies as the GEMM reads it.
 """
 
 from __future__ import annotations

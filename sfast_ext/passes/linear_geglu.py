@@ -23,7 +23,7 @@ def linear_geglu(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     Pattern: geglu.launch(linear(x, weight, bias), ...)
     Replacement: kernel.launch(x, weight, bias, ...)
 
-    Only where the kernel, or Triton, can be used: nothing else would be faster.
+    Only if the kernel, or Triton, can be used: nothing else would be faster.
     """
     graph, options = node.graph, dict(node.kwargs)
     linear: Any = node.args[0]

@@ -1,5 +1,5 @@
 """Linear layers and 3x3 convolutions that a kernel of this project may compute on GeForce and A100, with exact sums or,
-on GeForce where the user has chosen so, in half precision."""
+on GeForce if the user has chosen so, in half precision."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def _writes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _aliased(target: Any) -> tuple[tuple[int, str], ...] | None:
-    """The arguments whose memory a result may share, by position and name; None where that is not known."""
+    """The arguments whose memory a result may share, by position and name; None if that is not known."""
     if not isinstance(target, torch._ops.OpOverload) or target in SILENT_ALIAS:
         return None
     schema = target._schema

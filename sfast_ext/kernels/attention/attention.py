@@ -32,7 +32,7 @@ _MMA, _HALF_SUMS, _GEMMS = "mma", "mma, faster sums", "gemms"
 
 
 def _preference() -> tuple[Any, dict[str, list[Any]]] | None:
-    """torch's sdpa_kernel and the backends in order of priority, by the first; None where this torch has no
+    """torch's sdpa_kernel and the backends in order of priority, by the first; None if this torch has no
     priority."""
     try:
         from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -128,18 +128,9 @@ def constants(size: int, given: Shape, dtype: torch.dtype, half_sums: bool = Fal
 
 
 def _prepared(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: int,
-    queries: int,
-    keys: int,
-    rounds: int,
-    scale: float,
-    *offsets: int,
-    **constants: int,
-) -> tuple[list[Any], int, int]:
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, heads: int, queries: int, keys: int, rounds: int, scale: float,
+    *offsets: int, **constants: int,
+) -> tuple[list[Any], int, int]:  # fmt: skip
     numbers = map(ctypes.c_int, (heads, queries, keys, rounds))
     types = (ctypes.c_longlong, ctypes.c_int, ctypes.c_int)  # of images, rows and heads
     strides = [types[i % 3](offset) for i, offset in enumerate(offsets)]

@@ -34,7 +34,7 @@ def reference(x: Tensor, weight: Tensor, k: Tensor, v: Tensor, scale: float | No
     """softmax(q k^T * scale) v, with q the heads of x @ weight.T, rounded to x's dtype.
 
     x (B, L, K), weight (64 H, K), k and v (B, H, S, 64) -> (B, H, L, 64), in the memory of (B, L, H, 64). Computes in
-    float32 (float64 where x is).
+    float32 (float64 if x is).
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     q = _heads(F.linear(x.to(compute), weight.to(compute)).to(x.dtype), k)

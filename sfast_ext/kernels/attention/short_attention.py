@@ -27,35 +27,10 @@ _AT_ONCE = (5, 3)  # programs per multiprocessor, for a head of one block, and o
 
 @jit(do_not_specialize=["tiles", "heads", "queries", "keys"])
 def short_attention_kernel(
-    out,
-    q,
-    k,
-    v,
-    tiles,
-    heads,
-    queries,
-    keys,
-    scale,
-    q_image,
-    q_row,
-    q_head,
-    k_image,
-    k_row,
-    k_head,
-    v_image,
-    v_row,
-    v_head,
-    out_image,
-    out_row,
-    out_head,
-    SIZE: constexpr,
-    SIZE_A: constexpr,
-    SIZE_B: constexpr,
-    KEYS_A: constexpr,
-    KEYS_B: constexpr,
-    ROWS: constexpr,
-    PDL: constexpr,
-):
+    out, q, k, v, tiles, heads, queries, keys, scale, q_image, q_row, q_head, k_image, k_row, k_head, v_image, v_row,
+    v_head, out_image, out_row, out_head, SIZE: constexpr, SIZE_A: constexpr, SIZE_B: constexpr, KEYS_A: constexpr,
+    KEYS_B: constexpr, ROWS: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     image, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     q += image * q_image + head * q_head

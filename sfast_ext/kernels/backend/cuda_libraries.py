@@ -59,7 +59,7 @@ def nvrtc() -> ctypes.CDLL:
             return _loaded(str(file))
         except NotFound as exc:
             reasons.append(str(exc))
-    raise NotFound("; ".join(reasons) or "NVRTC was not found beside torch")
+    raise NotFound("; ".join(reasons) or "NVRTC was not found next to torch")
 
 
 def folders() -> list[Path]:

@@ -88,19 +88,22 @@ class Kernel(Generic[Operands, Result]):
             try:
                 return self.function(*args, **kwargs)
             except Declined as exc:
-                reason = str(exc)
+                self.count(exc)
             except Unavailable as exc:
                 if self.portable or self.part:
                     raise  # a portable kernel is disabled, and plans do without
-                reason = f"CUDA C++ is not available: {exc}"
-            if not triton_runtime.is_dry_run():
-                _declined[self.name, reason] += 1
+                self.count(f"CUDA C++ is not available: {exc}")
             return (self.fallback or self.reference)(*args, **kwargs)
         except Exception as exc:
             health.attribute(exc, self.name)
             raise
         finally:
             launch_log.kernel.reset(token)
+
+    def count(self, reason: object) -> None:
+        """Count a reason for which the kernel declined, see `declined`. Dry runs do not count."""
+        if not triton_runtime.is_dry_run():
+            _declined[self.name, str(reason)] += 1
 
     def __reduce__(self) -> str:
         """Copies and pickles are the kernel itself."""

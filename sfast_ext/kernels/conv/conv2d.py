@@ -70,7 +70,7 @@ class Boxes(ctypes.Structure):
 def reference(x: Tensor, weight: Tensor) -> Tensor:
     """x (N, C, H, W), weight (K, C, 3, 3) -> (N, K, H, W); padding 1.
 
-    Computes in float32 (float64 where x is) and rounds once.
+    Computes in float32 (float64 if x is) and rounds once.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     return F.conv2d(x.to(compute), weight.to(compute), padding=1).to(x.dtype)

@@ -20,7 +20,7 @@ def reference(
 ) -> Tensor:
     """x (N, C, H, W), weight (K, C, 3, 3), bias (K) -> (N, K, H / stride, W / stride), rounded up; padding 1.
 
-    Computes in float32 (float64 where x is) and rounds once. half_sums: whether sums may be in half precision; here
+    Computes in float32 (float64 if x is) and rounds once. half_sums: whether sums may be in half precision; here
     they are not.
     """
     compute = torch.promote_types(x.dtype, torch.float32)

@@ -38,7 +38,7 @@ _GATHERED = 256  # pixels of a program that adds up taps
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (N, C, H, W), weight (K, C, 3, 3), bias (K,) -> (N, K, H, W); padding 1.
 
-    Computes in float32 (float64 where x is) and rounds once.
+    Computes in float32 (float64 if x is) and rounds once.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     bias = None if bias is None else bias.to(compute)
@@ -52,25 +52,9 @@ def fallback(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @jit(do_not_specialize=["pixels", "height", "width", "x_image", "x_channel", "x_row", "x_column"])
 def narrow_conv_in_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    pixels,
-    height,
-    width,
-    columns,
-    x_image,
-    x_channel,
-    x_row,
-    x_column,
-    HAS_BIAS: constexpr,
-    CHANNELS: constexpr,
-    PIXELS: constexpr,
-    DEPTH: constexpr,
-    COLUMNS: constexpr,
-    PDL: constexpr,
-):
+    x, weight, bias, out, pixels, height, width, columns, x_image, x_channel, x_row, x_column, HAS_BIAS: constexpr,
+    CHANNELS: constexpr, PIXELS: constexpr, DEPTH: constexpr, COLUMNS: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     pixel = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -96,17 +80,9 @@ def narrow_conv_in_kernel(
 
 @jit(do_not_specialize=["pixels"])
 def narrow_conv_taps_kernel(
-    x,
-    weight,
-    out,
-    pixels,
-    depth,
-    CHANNELS: constexpr,
-    TAPS: constexpr,
-    ROWS: constexpr,
-    DEPTH: constexpr,
-    PDL: constexpr,
-):
+    x, weight, out, pixels, depth, CHANNELS: constexpr, TAPS: constexpr, ROWS: constexpr, DEPTH: constexpr, PDL:
+    constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     pixel = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tap = tl.arange(0, TAPS)  # (row of the filter, column, output channel)
@@ -131,17 +107,8 @@ def narrow_conv_taps_kernel(
 
 @jit(do_not_specialize=["pixels", "height", "width"])
 def narrow_conv_out_kernel(
-    taps,
-    bias,
-    out,
-    pixels,
-    height,
-    width,
-    HAS_BIAS: constexpr,
-    CHANNELS: constexpr,
-    PIXELS: constexpr,
-    PDL: constexpr,
-):
+    taps, bias, out, pixels, height, width, HAS_BIAS: constexpr, CHANNELS: constexpr, PIXELS: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     pixel = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.arange(0, CHANNELS)

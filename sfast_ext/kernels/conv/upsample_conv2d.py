@@ -40,7 +40,7 @@ def reference(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tenso
     """x (N, C, H, W), weight (K, C, 3, 3) -> (N, K, 2 H - cut[0], 2 W - cut[1]).
 
     Pixel i of the upsampled image is pixel i // 2 of x, without the last row or column if `cut` is 1; padding 1.
-    Computes in float32 (float64 where x is) and rounds once.
+    Computes in float32 (float64 if x is) and rounds once.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     large = upsample.reference(x.to(compute), _size(x, cut), (0.5, 0.5))
@@ -58,20 +58,9 @@ def _size(x: Tensor, cut: tuple[int, int]) -> tuple[int, int]:
 
 @jit(do_not_specialize=["images", "height", "width", "large_height", "large_width"])
 def upsample_conv2d_kernel(
-    tap_results,
-    out,
-    images,
-    height,
-    width,
-    large_height,
-    large_width,
-    channels,
-    scale,
-    DOWN: constexpr,
-    ACROSS: constexpr,
-    BLOCK: constexpr,
-    PDL: constexpr,
-):
+    tap_results, out, images, height, width, large_height, large_width, channels, scale, DOWN: constexpr, ACROSS:
+    constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     tiles_across, tiles_down = tl.cdiv(width, ACROSS), tl.cdiv(height, DOWN)
     blocks = tl.cdiv(channels, BLOCK)

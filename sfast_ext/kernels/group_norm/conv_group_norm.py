@@ -18,17 +18,9 @@ from sfast_ext.kernels.group_norm.two_pass import Norm, Parts, normalise
 
 
 def reference(
-    x: Tensor,
-    conv_weight: Tensor,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    silu: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor | None, Tensor]:
+    x: Tensor, conv_weight: Tensor, shift: Tensor | None, residual: Tensor | None, groups: int, weight: Tensor | None,
+    bias: Tensor | None, eps: float, silu: bool = False, out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     """(sum, y): sum = conv2d(x) + shift + residual in x's dtype; y its group norm, with weight and bias, then SiLU.
 
     x (N, C, H, W), conv_weight (K, C, 3, 3); shift (N, K), or (K,) with a residual (N, K, H, W); weight, bias (K,).
@@ -47,17 +39,9 @@ def reference(
 
 
 def fallback(
-    x: Tensor,
-    conv_weight: Tensor,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    silu: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor | None, Tensor]:
+    x: Tensor, conv_weight: Tensor, shift: Tensor | None, residual: Tensor | None, groups: int, weight: Tensor | None,
+    bias: Tensor | None, eps: float, silu: bool = False, out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     """`reference` as a convolution and a group norm kernel."""
     conv = conv2d.launch(x, conv_weight)
     if residual is None:
@@ -118,17 +102,9 @@ def _parts(x: Tensor) -> Parts:
     cuda_sources=(conv2d._SOURCE, portable.NORMALISE),
 )
 def launch(
-    x: Tensor,
-    conv_weight: Tensor,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    silu: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor | None, Tensor]:
+    x: Tensor, conv_weight: Tensor, shift: Tensor | None, residual: Tensor | None, groups: int, weight: Tensor | None,
+    bias: Tensor | None, eps: float, silu: bool = False, out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     """`reference` as convolution with statistics and the second kernel of a group norm, in Triton or else in CUDA C++,
     on Hopper; else by `fallback`.
 

@@ -48,19 +48,12 @@ _TILE = 2048  # elements of a tile
 
 
 def reference(
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    shift: Tensor | None = None,
-    silu: bool = False,
-    out_dtype: torch.dtype | None = None,
-    patches: bool = False,
-) -> Tensor:
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, shift: Tensor | None = None, silu:
+    bool = False, out_dtype: torch.dtype | None = None, patches: bool = False,
+) -> Tensor:  # fmt: skip
     """x (N, C, ...) plus shift (N, C), normalised by groups, times weight (C,), plus bias (C,), then SiLU.
 
-    Channels last, in out_dtype (default: x's). Computes in float32 (float64 where x is) and rounds once. patches:
+    Channels last, in out_dtype (default: x's). Computes in float32 (float64 if x is) and rounds once. patches:
     return the im2col matrix of the result instead, see `patches_of`.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
@@ -109,22 +102,9 @@ def empty(inner: Tensor, dtype: torch.dtype, patches: bool) -> Tensor:
 
 @jit(do_not_specialize=["pixels", "per_split", "groups", "group_width", "shift_stride", "has_shift"])
 def group_norm_looped_statistics_kernel(
-    x,
-    shift,
-    partial,
-    pixels,
-    per_split,
-    channels,
-    groups,
-    group_width,
-    shift_stride,
-    has_shift,
-    WIDTH: constexpr,
-    BLOCK: constexpr,
-    GROUPS: constexpr,
-    PIXELS: constexpr,
-    PDL: constexpr,
-):
+    x, shift, partial, pixels, per_split, channels, groups, group_width, shift_stride, has_shift, WIDTH: constexpr,
+    BLOCK: constexpr, GROUPS: constexpr, PIXELS: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     image = tl.program_id(2).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -239,16 +219,9 @@ def _loop(inner: Tensor, shift: Tensor | None, groups: int) -> tuple[Tensor, Par
     ),
 )
 def launch(
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    shift: Tensor | None = None,
-    silu: bool = False,
-    out_dtype: torch.dtype | None = None,
-    patches: bool = False,
-) -> Tensor:
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, shift: Tensor | None = None, silu:
+    bool = False, out_dtype: torch.dtype | None = None, patches: bool = False,
+) -> Tensor:  # fmt: skip
     """`reference` in one launch, or in two or three that read x twice, the second time mostly from L2.
 
     x (N, C, ...) is made channels last, shift (N, C) dense in C, weight and bias (C,) contiguous; float16, bfloat16 or

@@ -44,7 +44,7 @@ class Tile(NamedTuple):
 def whole(pixels: int, groups: int, group_width: int) -> Tile | None:
     """The tile of one launch with one program per group; None if a group does not fit."""
     # Few programs, 64 at batch 2, but small ones: even the largest takes less time than a second launch. Groups of a
-    # multiple of 4 channels are aligned to 8 bytes of fp16; others would need kernels of their own.
+    # multiple of 4 channels are aligned to 8 bytes of fp16; others would need separate kernels.
     if group_width % 4 or group_width < 8:
         return None
     rows = _MIN_PIXELS
@@ -132,7 +132,7 @@ def store_tile(out, y, row, channel, mask, image, pixels, channels, across, PATC
             there = (above >= 0) & (above < down) & (before >= 0) & (before < across)
             place = (((above * across + before) * 9 + tap) * channels)[:, None] + channel[None, :]
             tl.store(start + place, y.to(out.dtype.element_ty), mask=mask & there[:, None])
-            # zeros where this pixel's own neighbour `tap` is outside
+            # zeros if this pixel's neighbour `tap` is outside
             below, beyond = up + dy, along + dx
             outside = (below < 0) | (below >= down) | (beyond < 0) | (beyond >= across)
             place = ((row * 9 + tap) * channels)[:, None] + channel[None, :]
@@ -161,27 +161,9 @@ def store_tile(out, y, row, channel, mask, image, pixels, channels, across, PATC
     ]
 )
 def group_norm_one_pass_kernel(
-    x,
-    shift,
-    weight,
-    bias,
-    out,
-    pixels,
-    channels,
-    units,
-    shift_stride,
-    has_shift,
-    has_weight,
-    has_bias,
-    silu,
-    across,
-    eps,
-    PATCHES: constexpr,
-    UNIT: constexpr,
-    BLOCK: constexpr,
-    PIXELS: constexpr,
-    PDL: constexpr,
-):
+    x, shift, weight, bias, out, pixels, channels, units, shift_stride, has_shift, has_weight, has_bias, silu, across,
+    eps, PATCHES: constexpr, UNIT: constexpr, BLOCK: constexpr, PIXELS: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     image = tl.program_id(1).to(tl.int64)
     width = units * UNIT
@@ -227,22 +209,9 @@ def write_statistics(mean, m2, count, column, inside, partial, image, groups, gr
 
 @jit(do_not_specialize=["pixels", "groups", "group_width", "units", "shift_stride", "has_shift"])
 def group_norm_part_statistics_kernel(
-    x,
-    shift,
-    partial,
-    pixels,
-    channels,
-    groups,
-    group_width,
-    units,
-    shift_stride,
-    has_shift,
-    UNIT: constexpr,
-    BLOCK: constexpr,
-    GROUPS: constexpr,
-    PIXELS: constexpr,
-    PDL: constexpr,
-):
+    x, shift, partial, pixels, channels, groups, group_width, units, shift_stride, has_shift, UNIT: constexpr, BLOCK:
+    constexpr, GROUPS: constexpr, PIXELS: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     image = tl.program_id(2).to(tl.int64)
     width = units * UNIT

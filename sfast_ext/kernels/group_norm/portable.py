@@ -131,7 +131,7 @@ def normalised(
         inputs: contiguous and accepted by `cuda_tier`, but for the rows of a two-dimensional addend, which may be
             apart.
         norm: contiguous and accepted by `cuda_tier`.
-        patches: the norm is returned as its im2col matrix, (N, H, W, 9 C); only where `whole` is not None.
+        patches: the norm is returned as its im2col matrix, (N, H, W, 9 C); only if `whole` is not None.
     """
     a, images, channels, pixels = inputs.a, inputs.a.shape[0], inputs.channels, inputs.pixels
     width = channels // groups

@@ -19,7 +19,7 @@ _choice = mma_choice.MmaChoice("linear onto a sum")
 def reference(x: Tensor, weight: Tensor, out_sum: Tensor, half_sums: bool = False) -> Tensor:
     """x (..., K), weight (N, K), out_sum (..., N) -> x @ weight.T + out_sum.
 
-    Computes in float32 (float64 where x is) and rounds once, to x's dtype; cuBLAS may round the product too, as two
+    Computes in float32 (float64 if x is) and rounds once, to x's dtype; cuBLAS may round the product too, as two
     operations do. Does not overwrite `out_sum`. half_sums: whether sums may be in half precision; here they are not.
     """
     compute = torch.promote_types(x.dtype, torch.float32)

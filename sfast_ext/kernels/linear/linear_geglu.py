@@ -48,7 +48,7 @@ def reference(
 ) -> Tensor:
     """x (..., K), weight (2N, K), bias (2N) -> (..., N): value * gelu(gate) of the halves of x @ weight.T + bias.
 
-    gate_first, approximate: see `geglu.reference`. Computes in float32 (float64 where x is) and rounds once. half_sums:
+    gate_first, approximate: see `geglu.reference`. Computes in float32 (float64 if x is) and rounds once. half_sums:
     whether sums may be in half precision; here they are not.
     """
     compute = torch.promote_types(x.dtype, torch.float32)

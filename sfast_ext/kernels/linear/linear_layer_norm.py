@@ -53,20 +53,13 @@ TILES = [
 
 
 def reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    post_bias: Tensor | None = None,
-    records: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None, norm_bias:
+    Tensor | None, eps: float, post_bias: Tensor | None = None, records: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(sum, y): sum = x @ weight.T + bias + residual; y its layer norm, times norm_weight, plus norm_bias.
 
     x (..., K), weight (N, K), residual (..., N); bias, norm_weight, norm_bias, post_bias (N,). Computes in float32
-    (float64 where x is). The sum is rounded once, to x's dtype; y is computed from the rounded sum and rounded once.
+    (float64 if x is). The sum is rounded once, to x's dtype; y is computed from the rounded sum and rounded once.
     post_bias is added to the returned sum, after the norm has read it. records is for the kernel, see `launch`.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
@@ -79,16 +72,9 @@ def reference(
 
 
 def fallback(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    post_bias: Tensor | None = None,
-    records: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None, norm_bias:
+    Tensor | None, eps: float, post_bias: Tensor | None = None, records: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`reference` as a GEMM of cuBLAS and a norm."""
     if residual is None:
         out_sum = F.linear(x, weight, bias)
@@ -199,19 +185,9 @@ def shared_bytes(constants: dict[str, int]) -> int:
 
 
 def _prepared(
-    out_sum: Tensor,
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor | None,
-    bias: Tensor | None,
-    post_bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    records: Tensor,
-    eps: float,
-    **constants: int,
-) -> tuple[list[Any], int, int]:
+    out_sum: Tensor, out: Tensor, x: Tensor, weight: Tensor, residual: Tensor | None, bias: Tensor | None, post_bias:
+    Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, records: Tensor, eps: float, **constants: int,
+) -> tuple[list[Any], int, int]:  # fmt: skip
     count, (columns, depth), size = _count(x), weight.shape, x.element_size()
     rows, width, pair = constants["ROWS"], constants["WIDTH"], constants["PAIR"]
 
@@ -267,16 +243,9 @@ def _launch(
 
 @kernel(reference, fallback=fallback, uses=(add_layer_norm.launch, layer_norm.launch), cuda_sources=(_SOURCE,))
 def launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    post_bias: Tensor | None = None,
-    records: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None, norm_bias:
+    Tensor | None, eps: float, post_bias: Tensor | None = None, records: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`reference` in one launch on Hopper, if that is `profitable`; else by `fallback`.
 
     All in one dtype, float16 or bfloat16. x (..., K) is made contiguous, the others are, all aligned to 16 bytes; K a

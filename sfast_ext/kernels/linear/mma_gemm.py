@@ -175,17 +175,9 @@ def conv2d(
 
 
 def _launch(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    rows: int,
-    half_sums: bool,
-    tile: Tile | None,
-    epilogue: Epilogue,
-    image: tuple[int, ...] = (1,) * 6,
-) -> None:
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, rows: int, half_sums: bool,
+    tile: Tile | None, epilogue: Epilogue, image: tuple[int, ...] = (1,) * 6,
+) -> None:  # fmt: skip
     columns = out.numel() // rows
     chosen = tile or tiles(rows, weight, epilogue, half_sums)[0]
     grid = cdiv(weight.shape[0], chosen.width), cdiv(rows, chosen.rows)

@@ -15,7 +15,7 @@ _choice = mma_choice.MmaChoice("linear")
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, half_sums: bool = False) -> Tensor:
-    """x (..., K), weight (N, K), bias (N) -> (..., N). Computes in float32 (float64 where x is) and rounds once.
+    """x (..., K), weight (N, K), bias (N) -> (..., N). Computes in float32 (float64 if x is) and rounds once.
 
     half_sums: whether sums may be in half precision; here they are not.
     """

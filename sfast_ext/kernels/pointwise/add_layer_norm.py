@@ -24,7 +24,7 @@ def reference(
     shift (C,) is the bias of the linear layer that computes x: cuBLAS is faster without it. post_bias (C,) is added to
     the returned sum, after the norm has read it.
 
-    y is computed from the rounded sum in float32 (float64 where x is), and rounded once to out_dtype (default: x's).
+    y is computed from the rounded sum in float32 (float64 if x is), and rounded once to out_dtype (default: x's).
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     out_sum = x.to(compute) if shift is None else x.to(compute) + shift.to(compute)

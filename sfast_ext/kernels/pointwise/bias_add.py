@@ -26,7 +26,7 @@ from sfast_ext.kernels.backend.triton_runtime import (
 def reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float = 1.0) -> Tensor:
     """(x + bias[None, :, None, None] + residual) * scale, channels last: x, residual (N, C, H, W), bias (C,).
 
-    Computes in float32 (float64 where x is) and rounds once, to x's dtype.
+    Computes in float32 (float64 if x is) and rounds once, to x's dtype.
     """
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     if bias is not None:
@@ -41,19 +41,9 @@ _ROWS, _BLOCK = 16, 64  # a tile; the channels of Stable Diffusion's UNets are m
 
 @jit(do_not_specialize=["rows"])
 def bias_add_kernel(
-    x,
-    bias,
-    residual,
-    out,
-    rows,
-    channels,
-    scale,
-    HAS_BIAS: constexpr,
-    HAS_RESIDUAL: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
-    PDL: constexpr,
-):
+    x, bias, residual, out, rows, channels, scale, HAS_BIAS: constexpr, HAS_RESIDUAL: constexpr, ROWS: constexpr, BLOCK:
+    constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

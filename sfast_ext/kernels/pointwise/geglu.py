@@ -26,7 +26,7 @@ def reference(x: Tensor, gate_first: bool = False, approximate: str = "none") ->
     """x (..., 2N) -> (..., N): value * gelu(gate); the value is the first half (diffusers, ldm), with gate_first the
     second.
 
-    approximate is torch's: "none" (erf) or "tanh". Computes in float32 (float64 where x is) and rounds once.
+    approximate is torch's: "none" (erf) or "tanh". Computes in float32 (float64 if x is) and rounds once.
     """
     value, gate = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     if gate_first:
@@ -61,16 +61,8 @@ def gelu(gate, TANH):
 
 @jit(do_not_specialize=["rows"])
 def geglu_kernel(
-    x,
-    out,
-    rows,
-    half,
-    GATE_FIRST: constexpr,
-    TANH: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
-    PDL: constexpr,
-):
+    x, out, rows, half, GATE_FIRST: constexpr, TANH: constexpr, ROWS: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

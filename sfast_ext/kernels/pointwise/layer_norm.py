@@ -29,7 +29,7 @@ def reference(
 ) -> Tensor:
     """Layer norm of x (..., C) over C, times weight (C,), plus bias (C,), in out_dtype (default: x's).
 
-    Computes in float32 (float64 where x is) and rounds once.
+    Computes in float32 (float64 if x is) and rounds once.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     y = F.layer_norm(
@@ -44,26 +44,10 @@ def reference(
 
 @jit(do_not_specialize=["rows"])
 def layer_norm_kernel(
-    x,
-    residual,
-    shift,
-    post_bias,
-    weight,
-    bias,
-    out_sum,
-    out,
-    rows,
-    columns,
-    eps,
-    ADD: constexpr,
-    HAS_SHIFT: constexpr,
-    HAS_POST_BIAS: constexpr,
-    HAS_WEIGHT: constexpr,
-    HAS_BIAS: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
-    PDL: constexpr,
-):
+    x, residual, shift, post_bias, weight, bias, out_sum, out, rows, columns, eps, ADD: constexpr, HAS_SHIFT: constexpr,
+    HAS_POST_BIAS: constexpr, HAS_WEIGHT: constexpr, HAS_BIAS: constexpr, ROWS: constexpr, BLOCK: constexpr, PDL:
+    constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)

@@ -218,7 +218,7 @@ def test_where_there_is_none_the_reason_is_told(site, load, monkeypatch):
     for cached in (cuda_libraries.no_nvrtc, cuda_libraries.bindings):
         cached.cache_clear()
     try:
-        assert cuda_libraries.no_nvrtc() == "NVRTC was not found beside torch"
+        assert cuda_libraries.no_nvrtc() == "NVRTC was not found next to torch"
         assert cuda_libraries.bindings().nvrtc is None
     finally:
         for cached in (cuda_libraries.no_nvrtc, cuda_libraries.bindings, cuda_libraries.driver):

@@ -15,7 +15,7 @@ import torch
 from kernels.support import driver_copies, driver_zeros, needs_nvrtc, randn
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import flash_attention, query_attention
-from sfast_ext.kernels.backend import cuda_bindings, cuda_driver, nvrtc, pdl, triton_runtime
+from sfast_ext.kernels.backend import cuda_driver, cuda_libraries, nvrtc, pdl, triton_runtime
 from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.group_norm import conv_group_norm
@@ -146,7 +146,7 @@ def test_in_turn_on_older_cards(monkeypatch, driver):
 def test_which_cuda_keeps_beginnings(monkeypatch, built, runs, kept):
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(
-        cuda_bindings, "bindings", lambda: Bindings(SimpleNamespace(cuDriverGetVersion=lambda: runs), None)
+        cuda_libraries, "bindings", lambda: Bindings(SimpleNamespace(cuDriverGetVersion=lambda: runs), None)
     )
     pdl.capture_keeps_pdl.cache_clear()
     try:

@@ -187,7 +187,7 @@ def test_the_tile_with_the_least_work_for_a_multiprocessor_stands_first(
     monkeypatch.setattr(mma_gemm, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 6))
     found = mma_gemm.tiles(rows, torch.empty(columns, 320))
-    assert str(found[0]) == f"mma {chosen}" and len(set(found)) == len(found) == mma_tiles.MOST
+    assert str(found[0]) == f"mma {chosen}" and len(set(found)) == len(found) == mma_tiles.MAX_TILES
     # of 32 no two slices
     assert all(each.slices == 1 for each in mma_gemm.tiles(rows, torch.empty(columns, 32, 3, 3)))
 
