@@ -165,7 +165,7 @@ def test_plans_have_it_where_it_is_chosen(bound: None, case: Case, monkeypatch: 
 
     # GEGLU's product has another kernel on GeForce and A100
     assert served(90) and served(89) == served(80) == (case.kernel is linear_geglu) and not served(100)
-    monkeypatch.setattr(health, "_down", {})
+    monkeypatch.setattr(health, "_disabled", {})
     health.disable(case.kernel.launch.name, GPU, "it failed")
     assert not served(90)
     health.clear()
