@@ -238,7 +238,7 @@ def test_without_cuda_its_library_runs_or_the_caller_decides(record: Any, wanted
         assert registry.declined() == {}
     else:
         assert kernel("a") == wanted
-        assert registry.declined() == {"test_registry": {"CUDA C++ is not available: no compiler": 1}}
+        assert registry.declined() == {"test_registry": {"CUDA C++ does not compile or launch here": 1}}
 
 
 @pytest.mark.skipif(kernels.interpreted(), reason="launches are not references there")
