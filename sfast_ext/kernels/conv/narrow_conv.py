@@ -80,8 +80,8 @@ def narrow_conv_in_kernel(
 
 @jit(do_not_specialize=["pixels"])
 def narrow_conv_taps_kernel(
-    x, weight, out, pixels, depth, CHANNELS: constexpr, TAPS: constexpr, ROWS: constexpr, DEPTH: constexpr, PDL:
-    constexpr,
+    x, weight, out, pixels, depth, CHANNELS: constexpr, TAPS: constexpr, ROWS: constexpr, DEPTH: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     pixel = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

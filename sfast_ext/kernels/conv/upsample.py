@@ -45,8 +45,8 @@ _ROWS, _BLOCK = 16, 64  # a tile; the channels of Stable Diffusion's UNets are m
 
 @jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width"])
 def upsample_kernel(
-    x, residual, out, rows, channels, height, width, out_height, out_width, step_y, step_x, RESIDUAL: constexpr, ROWS:
-    constexpr, BLOCK: constexpr, PDL: constexpr,
+    x, residual, out, rows, channels, height, width, out_height, out_width, step_y, step_x, RESIDUAL: constexpr,
+    ROWS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

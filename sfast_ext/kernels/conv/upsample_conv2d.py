@@ -58,8 +58,8 @@ def _size(x: Tensor, cut: tuple[int, int]) -> tuple[int, int]:
 
 @jit(do_not_specialize=["images", "height", "width", "large_height", "large_width"])
 def upsample_conv2d_kernel(
-    tap_results, out, images, height, width, large_height, large_width, channels, scale, DOWN: constexpr, ACROSS:
-    constexpr, BLOCK: constexpr, PDL: constexpr,
+    tap_results, out, images, height, width, large_height, large_width, channels, scale, DOWN: constexpr,
+    ACROSS: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     tiles_across, tiles_down = tl.cdiv(width, ACROSS), tl.cdiv(height, DOWN)

@@ -12,8 +12,8 @@ from sfast_ext.kernels.pointwise import bias_add
 
 
 def reference(
-    a: Tensor, conv_bias: Tensor | None, residual: Tensor | None, b: Tensor, groups: int, weight: Tensor | None, bias:
-    Tensor | None, eps: float, silu: bool = False, out_dtype: torch.dtype | None = None, patches: bool = False,
+    a: Tensor, conv_bias: Tensor | None, residual: Tensor | None, b: Tensor, groups: int, weight: Tensor | None,
+    bias: Tensor | None, eps: float, silu: bool = False, out_dtype: torch.dtype | None = None, patches: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(joined, y): joined = a + conv_bias + residual and b along the channels; y its group norm, then SiLU.
 
@@ -33,8 +33,8 @@ def reference(
     triton_functions=fused_inputs.KERNELS,
 )
 def launch(
-    a: Tensor, conv_bias: Tensor | None, residual: Tensor | None, b: Tensor, groups: int, weight: Tensor | None, bias:
-    Tensor | None, eps: float, silu: bool = False, out_dtype: torch.dtype | None = None, patches: bool = False,
+    a: Tensor, conv_bias: Tensor | None, residual: Tensor | None, b: Tensor, groups: int, weight: Tensor | None,
+    bias: Tensor | None, eps: float, silu: bool = False, out_dtype: torch.dtype | None = None, patches: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`reference` in one or two launches; as separate kernels if an image is too large for their tiles.
 

@@ -55,8 +55,8 @@ def _assemble_tile(
 @jit(do_not_specialize=["pixels", "units", "biased", "has_weight", "has_bias", "silu", "across"])
 def fused_group_norm_one_pass_kernel(
     a, b, conv_bias, residual, weight, bias, out_sum, out, pixels, channels, first, units, biased, has_weight, has_bias,
-    silu, across, scale, eps, PATCHES: constexpr, JOIN: constexpr, RESIDUAL: constexpr, UNIT: constexpr, BLOCK:
-    constexpr, PIXELS: constexpr, PDL: constexpr,
+    silu, across, scale, eps, PATCHES: constexpr, JOIN: constexpr, RESIDUAL: constexpr, UNIT: constexpr,
+    BLOCK: constexpr, PIXELS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     image = tl.program_id(1).to(tl.int64)
@@ -99,8 +99,8 @@ def fused_group_norm_one_pass_kernel(
 @jit(do_not_specialize=["pixels", "groups", "group_width", "units", "biased"])
 def fused_group_norm_part_statistics_kernel(
     a, b, conv_bias, residual, out_sum, partial, pixels, channels, first, groups, group_width, units, biased, scale,
-    JOIN: constexpr, RESIDUAL: constexpr, UNIT: constexpr, BLOCK: constexpr, GROUPS: constexpr, PIXELS: constexpr, PDL:
-    constexpr,
+    JOIN: constexpr, RESIDUAL: constexpr, UNIT: constexpr, BLOCK: constexpr, GROUPS: constexpr, PIXELS: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     image = tl.program_id(2).to(tl.int64)

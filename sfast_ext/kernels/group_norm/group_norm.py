@@ -48,8 +48,8 @@ _TILE = 2048  # elements of a tile
 
 
 def reference(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, shift: Tensor | None = None, silu:
-    bool = False, out_dtype: torch.dtype | None = None, patches: bool = False,
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, shift: Tensor | None = None,
+    silu: bool = False, out_dtype: torch.dtype | None = None, patches: bool = False,
 ) -> Tensor:  # fmt: skip
     """x (N, C, ...) plus shift (N, C), normalised by groups, times weight (C,), plus bias (C,), then SiLU.
 
@@ -219,8 +219,8 @@ def _loop(inner: Tensor, shift: Tensor | None, groups: int) -> tuple[Tensor, Par
     ),
 )
 def launch(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, shift: Tensor | None = None, silu:
-    bool = False, out_dtype: torch.dtype | None = None, patches: bool = False,
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, shift: Tensor | None = None,
+    silu: bool = False, out_dtype: torch.dtype | None = None, patches: bool = False,
 ) -> Tensor:  # fmt: skip
     """`reference` in one launch, or in two or three that read x twice, the second time mostly from L2.
 

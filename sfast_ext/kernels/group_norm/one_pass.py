@@ -209,8 +209,8 @@ def write_statistics(mean, m2, count, column, inside, partial, image, groups, gr
 
 @jit(do_not_specialize=["pixels", "groups", "group_width", "units", "shift_stride", "has_shift"])
 def group_norm_part_statistics_kernel(
-    x, shift, partial, pixels, channels, groups, group_width, units, shift_stride, has_shift, UNIT: constexpr, BLOCK:
-    constexpr, GROUPS: constexpr, PIXELS: constexpr, PDL: constexpr,
+    x, shift, partial, pixels, channels, groups, group_width, units, shift_stride, has_shift, UNIT: constexpr,
+    BLOCK: constexpr, GROUPS: constexpr, PIXELS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     image = tl.program_id(2).to(tl.int64)

@@ -69,8 +69,8 @@ def shares_of(part, wide, high, box_width, box_height, height, width):
 
 @jit(do_not_specialize=["groups", "group_width", "wide", "high", "box_width", "box_height", "height", "width"])
 def group_norm_combine_kernel(
-    partial, combined, groups, group_width, wide, high, box_width, box_height, height, width, PARTS: constexpr, GROUPS:
-    constexpr, PDL: constexpr,
+    partial, combined, groups, group_width, wide, high, box_width, box_height, height, width, PARTS: constexpr,
+    GROUPS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     image, images = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
@@ -160,8 +160,8 @@ def mean_and_rstd(partial, shares, part, parts, image, group, last, of_channel, 
 )
 def group_norm_normalise_kernel(
     x, shift, weight, bias, partial, out, pixels, channels, groups, group_width, wide, high, box_width, box_height,
-    height, width_of_image, shift_stride, has_shift, has_weight, has_bias, silu, eps, BLOCK: constexpr, GROUPS:
-    constexpr, PIXELS: constexpr, PARTS: constexpr, PDL: constexpr,
+    height, width_of_image, shift_stride, has_shift, has_weight, has_bias, silu, eps, BLOCK: constexpr,
+    GROUPS: constexpr, PIXELS: constexpr, PARTS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     image = tl.program_id(2).to(tl.int64)

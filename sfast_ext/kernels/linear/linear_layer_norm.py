@@ -53,8 +53,8 @@ TILES = [
 
 
 def reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None, norm_bias:
-    Tensor | None, eps: float, post_bias: Tensor | None = None, records: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, eps: float, post_bias: Tensor | None = None, records: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(sum, y): sum = x @ weight.T + bias + residual; y its layer norm, times norm_weight, plus norm_bias.
 
@@ -72,8 +72,8 @@ def reference(
 
 
 def fallback(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None, norm_bias:
-    Tensor | None, eps: float, post_bias: Tensor | None = None, records: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, eps: float, post_bias: Tensor | None = None, records: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`reference` as a GEMM of cuBLAS and a norm."""
     if residual is None:
@@ -185,8 +185,9 @@ def shared_bytes(constants: dict[str, int]) -> int:
 
 
 def _prepared(
-    out_sum: Tensor, out: Tensor, x: Tensor, weight: Tensor, residual: Tensor | None, bias: Tensor | None, post_bias:
-    Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, records: Tensor, eps: float, **constants: int,
+    out_sum: Tensor, out: Tensor, x: Tensor, weight: Tensor, residual: Tensor | None, bias: Tensor | None,
+    post_bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, records: Tensor, eps: float,
+    **constants: int,
 ) -> tuple[list[Any], int, int]:  # fmt: skip
     count, (columns, depth), size = _count(x), weight.shape, x.element_size()
     rows, width, pair = constants["ROWS"], constants["WIDTH"], constants["PAIR"]
@@ -243,8 +244,8 @@ def _launch(
 
 @kernel(reference, fallback=fallback, uses=(add_layer_norm.launch, layer_norm.launch), cuda_sources=(_SOURCE,))
 def launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None, norm_bias:
-    Tensor | None, eps: float, post_bias: Tensor | None = None, records: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, eps: float, post_bias: Tensor | None = None, records: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`reference` in one launch on Hopper, if that is `profitable`; else by `fallback`.
 

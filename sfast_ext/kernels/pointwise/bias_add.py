@@ -41,8 +41,8 @@ _ROWS, _BLOCK = 16, 64  # a tile; the channels of Stable Diffusion's UNets are m
 
 @jit(do_not_specialize=["rows"])
 def bias_add_kernel(
-    x, bias, residual, out, rows, channels, scale, HAS_BIAS: constexpr, HAS_RESIDUAL: constexpr, ROWS: constexpr, BLOCK:
-    constexpr, PDL: constexpr,
+    x, bias, residual, out, rows, channels, scale, HAS_BIAS: constexpr, HAS_RESIDUAL: constexpr, ROWS: constexpr,
+    BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

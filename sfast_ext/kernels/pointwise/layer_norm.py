@@ -45,8 +45,8 @@ def reference(
 @jit(do_not_specialize=["rows"])
 def layer_norm_kernel(
     x, residual, shift, post_bias, weight, bias, out_sum, out, rows, columns, eps, ADD: constexpr, HAS_SHIFT: constexpr,
-    HAS_POST_BIAS: constexpr, HAS_WEIGHT: constexpr, HAS_BIAS: constexpr, ROWS: constexpr, BLOCK: constexpr, PDL:
-    constexpr,
+    HAS_POST_BIAS: constexpr, HAS_WEIGHT: constexpr, HAS_BIAS: constexpr, ROWS: constexpr, BLOCK: constexpr,
+    PDL: constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
