@@ -162,7 +162,7 @@ FURTHER = Kind("many-reasons", "(further reasons)")
 
 NO_GPU = Kind("no-gpu", "torch finds no NVIDIA GPU")
 NOT_ON_GPU = Kind("no-gpu", "the model is on {}, not on a GPU")
-ON_CPU = Kind("no-gpu", "the model is on the CPU, and running there is switched off in the settings")
+ON_CPU = Kind("no-gpu", "the model is on the CPU, and running there is switched off")
 ROCM = Kind("unsupported-gpu", "this torch is built for ROCm: NVIDIA GPUs alone are accelerated")
 OLD_GPU = Kind("unsupported-gpu", "the GPU has compute capability {}: it takes {} or later")
 

@@ -79,7 +79,7 @@ def test_what_does_not_work_is_said_with_what_runs_instead(capability, hip, trit
     monkeypatch.setattr(environment, "triton_error", lambda: "no file")
     monkeypatch.setattr(environment, "triton_refusal", lambda *_: "it is too old" if triton == "old" else None)
     monkeypatch.setattr(environment, "left_out", lambda device: [])
-    monkeypatch.setattr(nvrtc_of_torch, "serves", lambda device: nvrtc)
+    monkeypatch.setattr(nvrtc_of_torch, "supported", lambda device: nvrtc)
     with on_card(monkeypatch, capability, hip):
         assert environment.known_bad() == said
 

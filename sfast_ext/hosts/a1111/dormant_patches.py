@@ -29,10 +29,10 @@ class DormantPatch:
     switch: tuple[str, ...]
     globals: dict[str, Any]
     passes_to: DormantPatch | None
-    """The patch that it calls as its original, where that is a dormant patch too."""
+    """The patch that it calls as its original, if that is a dormant patch too."""
 
     def active(self) -> Reason | None:
-        """A reason where the patch is on or its switch cannot be read; else None. Reads what the patch reads."""
+        """A reason if the patch is on or its switch cannot be read; else None. Reads what the patch reads."""
         try:
             on = bool(functools.reduce(getattr, self.switch[1:], self.globals[self.switch[0]]))
         except Exception:
@@ -43,7 +43,7 @@ class DormantPatch:
 
 
 def read_patch(patch: Any) -> DormantPatch | None:
-    """The patch as a dormant one; None where it, or what it calls as its original, may have an effect while off."""
+    """The patch as a dormant one; None if it, or what it calls as its original, may have an effect while off."""
     function, originals = _parts_of(patch)
     if function is None:
         return None
@@ -154,7 +154,7 @@ class DormantPatches:
             self._last_pass, self._this_pass = self._this_pass, {}
 
     def active(self) -> Reason | None:
-        """The reason of a patch that has been switched on; None where none has. Takes microseconds."""
+        """The reason of a patch that has been switched on; None if none has. Takes microseconds."""
         known = (*self._last_pass.values(), *self._this_pass.values())
         return next((reason for each in known if (reason := each.active()) is not None), None)
 

@@ -24,7 +24,7 @@ COMPILERS = ("onediff", "oneflow", "sfast.")
 
 
 def model_bypass_reason(unet: nn.Module, opts: Any) -> Reason | None:
-    """Why a UNet cannot be accelerated as it is loaded; None where it can.
+    """Why a UNet cannot be accelerated as it is loaded; None if it can.
 
     Such a reason lasts from one job to the next, so nothing is kept for the UNet meanwhile.
     """
@@ -49,7 +49,7 @@ def _mode_in_parts(network: nn.Module, mode: str) -> str | None:
 
 
 def run_bypass_reason(pipe: Any, unet: nn.Module) -> Reason | None:
-    """Why calls must be bypassed in this run of a pipeline; None where they need not. Takes milliseconds."""
+    """Why calls must be bypassed in this run of a pipeline; None if they need not. Takes milliseconds."""
     kind = type(pipe).__name__
     for part, what in PIPELINES.items():
         if part in kind and not (part == "PAG" and _without_pag(pipe)):
@@ -62,7 +62,7 @@ def run_bypass_reason(pipe: Any, unet: nn.Module) -> Reason | None:
 
 
 def attention_bypass_reason(opts: Any) -> Reason | None:
-    """Why no call can be accelerated with the settings of attention; None where calls can."""
+    """Why no call can be accelerated with the settings of attention; None if calls can."""
     return reasons.SPARSE_ATTENTION() if getattr(opts, "sparse_attention_enabled", False) else None
 
 
@@ -73,7 +73,7 @@ def hook_names(module: nn.Module) -> frozenset[str]:
 
 
 def layers_bypass_reason(unet: nn.Module) -> Reason | None:
-    """Why calls must be bypassed because of a network's layers; None where they need not. Takes milliseconds."""
+    """Why calls must be bypassed because of a network's layers; None if they need not. Takes milliseconds."""
     for module in unet.modules():
         attributes = module.__dict__
         if "_original_forward" in attributes:
@@ -93,7 +93,7 @@ def layers_bypass_reason(unet: nn.Module) -> Reason | None:
 
 
 def _without_pag(pipe: Any) -> bool:
-    """Whether a pipeline for PAG runs without it: SD.Next's page has one make every picture, at a scale of -1."""
+    """Whether a pipeline for PAG runs without it: SD.Next's page uses one for every image, at a scale of -1."""
     scale = getattr(pipe, "_cfg_true", None)
     return isinstance(scale, (int, float)) and scale <= 0
 

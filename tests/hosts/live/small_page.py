@@ -95,8 +95,8 @@ def modules() -> None:
 modules()
 from modules import call_queue, shared
 
-from sfast_ext.hosts import rehearsals
 from sfast_ext.hosts.session import Session
+from sfast_ext.jobs import rehearsals
 from sfast_ext.ui import api, settings, settings_table
 from sfast_ext.ui.requests import Refused
 
@@ -161,7 +161,7 @@ class Small(Session):
         super().__init__("0")
         self.network = Network()
         self.attachments = (self.network,)  # type: ignore[assignment]
-        self.rehearsals = Rehearsals(self)
+        self.rehearsals = Rehearsals(self, self.rehearsals.jobs)
         self.shown = json.loads(Path(SHOWS).read_text(encoding="utf-8")) if SHOWS else None
         if self.shown is not None:
             self.rehearsals.measurements.all = lambda: self.shown["measurements"]  # type: ignore[method-assign]

@@ -15,8 +15,9 @@ pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs st
 
 from hosts.adapters.test_a1111 import count, host, started, status  # noqa: F401
 from hosts.standins.sdnext import hosted, pipeline
-from sfast_ext.hosts import measurements, rehearsal
+
 from sfast_ext.hosts.a1111 import adapter
+from sfast_ext.jobs import measurements, rehearsal
 from sfast_ext.report import Report
 from sfast_ext.ui.requests import Refused, Wanted, from_text
 

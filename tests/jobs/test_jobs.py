@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from sfast_ext.hosts.jobs import Jobs
+from sfast_ext.jobs.job import Jobs
 from sfast_ext.report import Report
 from sfast_ext.ui.requests import Refused
 
