@@ -24,8 +24,29 @@ SIGNATURE = [
     ),
     Mutation(
         "dtypes of arguments", "call_signature.py",
-        'return ("tensor", value.dtype, tuple(value.shape)', 'return ("tensor", torch.float32, tuple(value.shape)',
+        'return ("tensor", value.dtype, shape, len', 'return ("tensor", torch.float32, shape, len',
         _SIGNATURES,
+    ),
+    Mutation(
+        "memory formats of arguments", "call_signature.py",
+        "if len(shape) < 4 or device is None or value.is_contiguous():", "if True:",
+        ("test_result_tensors.py::test_results_have_the_strides_of_the_original",),
+    ),
+    Mutation(
+        "gaps in arguments", "runtime/plan_builder.py",
+        "recorded if i in gaps else tuple(x.stride())", "tuple(x.stride())",
+        ("test_result_tensors.py::test_an_input_with_gaps_that_is_returned_leaves_none_in_later_results",),
+    ),
+    Mutation(
+        "inference mode around a call", "runtime/plan.py",
+        "            return self._copy_outputs(outputs)\n\n    def records_now",
+        "            with torch.inference_mode(False):\n                return self._copy_outputs(outputs)\n\n    def records_now",
+        ("test_result_tensors.py::test_results_are_inference_tensors_if_those_of_the_original_are",),
+    ),
+    Mutation(
+        "results that are weights, in inference mode", "runtime/plan.py",
+        "if self.lent and torch.is_inference_mode_enabled():", "if False:",
+        ("test_result_tensors.py::test_results_are_inference_tensors_if_those_of_the_original_are",),
     ),
     Mutation(
         "shapes of arguments", "call_signature.py",
@@ -79,9 +100,9 @@ SIGNATURE = [
         ("test_accelerator.py::test_gradients_go_to_the_original",),
     ),
     Mutation(
-        "inference mode", "runtime/plan.py",
-        "if torch.is_grad_enabled() or torch.is_inference_mode_enabled():", "if False:",
-        ("test_speculation.py::test_a_result_of_a_replay_is_a_plain_tensor_in_every_mode",),
+        "gradients around a replay", "runtime/plan.py",
+        "if torch.is_grad_enabled():", "if False:",
+        ("test_speculation.py::test_the_inputs_of_a_graph_take_no_gradients",),
     ),
 ]  # fmt: skip
 
