@@ -39,8 +39,7 @@ SIGNATURE = [
     ),
     Mutation(
         "inference mode around a call", "runtime/plan.py",
-        "            return self._copy_outputs(outputs)\n\n    def records_now",
-        "            with torch.inference_mode(False):\n                return self._copy_outputs(outputs)\n\n    def records_now",
+        "return self._copy_outputs(outputs)", "with torch.inference_mode(False): return self._copy_outputs(outputs)",
         ("test_result_tensors.py::test_results_are_inference_tensors_if_those_of_the_original_are",),
     ),
     Mutation(
