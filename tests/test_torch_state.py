@@ -262,7 +262,9 @@ def test_derivatives_with_a_plan(transform):
     assert expected.abs().max() > 0 and "torch.func transforms the call" in reasons(accelerator)
 
 
-@pytest.mark.parametrize("state", ["dual tensors", "vmap", "jvp"])
+@pytest.mark.parametrize(
+    "state", ["dual tensors", "vmap", "vmap in vmap", "jvp", "jacfwd", "functionalize", "jit.trace"]
+)
 def test_weights_have_their_own_strides_under_a_transform(state):
     """What computes a derivative or a batch may read them, and raise."""
     ours, accelerator, twin = pair()

@@ -43,7 +43,7 @@ from sfast_ext.runtime.rare_calls import Stopwatch
 from sfast_ext.runtime.replay_state import Lookup
 from sfast_ext.runtime.result_views import lent, shared
 from sfast_ext.runtime.verify import Difference, verify_plan
-from sfast_ext.weights.submodule_arena import Arena
+from sfast_ext.weights.arena import WeightArena
 from sfast_ext.weights.weight import tensors_held
 
 _MEASURING = 1.0  # seconds of a first call in which ways to compute the same are compared, at most
@@ -332,7 +332,7 @@ def _bytes(module: torch.nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
-def make_plan(captured: Captured, call: Call, arena: Arena, device: torch.device, config: Config) -> Plan:
+def make_plan(captured: Captured, call: Call, arena: WeightArena, device: torch.device, config: Config) -> Plan:
     """The plan of a captured forward: its graph after all passes, with the kernels that device and config allow."""
     at("choice of kernels")
     # passes may read weights

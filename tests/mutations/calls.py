@@ -49,7 +49,7 @@ SIGNATURE = [
     ),
     Mutation(
         "shapes of arguments", "call_signature.py",
-        'return ("tensor", value.dtype, tuple(value.shape)', 'return ("tensor", value.dtype, (value.dim(),)',
+        'return ("tensor", value.dtype, shape, len', 'return ("tensor", value.dtype, (value.dim(),), len',
         _SIGNATURES,
     ),
     Mutation(

@@ -89,8 +89,13 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-        "strides of weights under a transform", "runtime/call_server.py",
-        "if torch_state.transforms():", "if False:",
+        "strides of weights under a transform", "weights/host_order.py",
+        "and not _compiled() and", "and not _compiled() and not torch_state.transforms() and",
+        ("test_torch_state.py::test_weights_have_their_own_strides_under_a_transform",),
+    ),
+    Mutation(
+        "strides of weights under a trace", "weights/host_order.py",
+        "if not torch_state.traces() and not", "if not",
         ("test_torch_state.py::test_weights_have_their_own_strides_under_a_transform",),
     ),
     Mutation(

@@ -150,7 +150,7 @@ def test_a_bypassed_call_has_the_strides_of_the_original(pair, bypass):
 @counting
 def test_the_memory_of_plans_is_rewritten_and_its_addresses_stay(pair):
     net, _, accelerator = pair
-    order = accelerator.arena._order
+    order = accelerator.arena._tracked.order
     addresses = {path: p.data_ptr() for path, p in net.named_parameters()}
     live = [w.tensor for w, _ in order._laid.values()]
     assert len(live) == 3
