@@ -91,7 +91,7 @@ SIGNATURE = [
     Mutation(
         "numbers that a forward branches on", "runtime/argument_roles.py",
         "replace(self._roles.get(signature, _Roles()), static=True)", "_Roles()",
-        ("test_accelerator.py::test_a_forward_that_branches_on_a_number_gets_it_into_the_signature",),
+        ("test_refusals.py::test_a_forward_that_branches_on_a_number_gets_it_into_the_signature",),
     ),
     Mutation(
         "gradients", "runtime/plan_finder.py",
@@ -138,7 +138,7 @@ BEHAVIOUR = [
     Mutation(
         "forwards of instances as patches", "behaviour/reader.py",
         'self.patches.append(Patch(path, module, "forward", function))', "pass",
-        ("test_accelerator.py::test_a_foreign_patch_inside_means_the_original_and_is_named",),
+        ("test_refusals.py::test_a_foreign_patch_inside_means_the_original_and_is_named",),
     ),
     Mutation(
         "hooks in the key", "behaviour/reader.py",
@@ -397,7 +397,7 @@ CALL = [
     Mutation(
         "what another party patched", "runtime/plan_finder.py",
         "if foreign:\n            raise NotOurs(foreign)", "if False:\n            raise NotOurs(foreign)",
-        ("test_accelerator.py::test_a_foreign_patch_inside_means_the_original_and_is_named",),
+        ("test_refusals.py::test_a_foreign_patch_inside_means_the_original_and_is_named",),
     ),
     Mutation(
         "the behaviour after a replay", "runtime/plan_finder.py",
@@ -419,7 +419,7 @@ CALL = [
     Mutation(
         "a refusal", "runtime/plan_finder.py",
         "refused = self._cache.rejection(key)", "refused = None",
-        ("test_accelerator.py::test_what_is_refused_is_not_tried_again",),
+        ("test_refusals.py::test_what_is_refused_is_not_tried_again",),
     ),
     Mutation(
         "refusals that are over with other settings", "accelerator.py",
@@ -429,7 +429,7 @@ CALL = [
     Mutation(
         "refusals that lapse", "runtime/plan_cache.py",
         "if self._generation >= until:", "if False:",
-        ("test_accelerator.py::test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone",),
+        ("test_refusals.py::test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone",),
     ),
     Mutation(
         "back-off of captures", "runtime/plan_finder.py",

@@ -154,7 +154,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the gate around the original", "weights/host_order.py",
-        "        with gate:\n            if not self.pinned", "        if True:\n            if not self.pinned",
+        "        with gate:\n            if self._laid and", "        if True:\n            if self._laid and",
         ("weights/test_gate.py::test_weights_lie_still_while_another_thread_computes",),
     ),
     Mutation(
@@ -241,8 +241,8 @@ MUTATIONS = [
     ),
     Mutation(
         "weights that a graph of the program reads", "weights/host_order.py",
-        "if not self.pinned and (strange", "if (strange",
-        ("test_torch_state.py::test_weights_that_a_graph_of_the_program_reads_stay_where_and_as_they_are",),
+        "if self._laid and not self.pinned and", "if self._laid and",
+        ("test_program_graphs.py::test_weights_that_a_graph_of_the_program_reads_stay_where_and_as_they_are",),
     ),
     Mutation(
         "the host's order before the original runs", "runtime/model_state.py",
@@ -262,12 +262,12 @@ MUTATIONS = [
     Mutation(
         "memory that others took in the host's order", "weights/host_order.py",
         "if not _soon_alone(weight):", "if False:",
-        ("weights/test_host_order.py::test_memory_that_others_took_in_the_hosts_order_is_not_rewritten",),
+        ("weights/test_host_order_threads.py::test_memory_that_others_took_in_the_hosts_order_is_not_rewritten",),
     ),
     Mutation(
         "modes around a rewrite of weights", "weights/host_order.py",
         "with undisturbed(), torch.inference_mode(False)", "with torch.inference_mode(False)",
-        ("weights/test_host_order.py::test_modes_around_a_call_change_no_weight",),
+        ("weights/test_host_order_threads.py::test_modes_around_a_call_change_no_weight",),
     ),
     Mutation(
         "weights in another memory format", "weights/host_order.py",
