@@ -97,8 +97,6 @@ class CodeValues:
             cells = function.__closure__
             # in a library, those that are of its package are checked by the quick check
             inside = self.contents.objects(lambda: held_by(cells)) if strict else held_by(cells)
-            for cell in cells if strict else ():
-                self.contents.holders.setdefault(id(cell), (f"the closure of {here}", cell))
             for name, each in zip(function.__code__.co_freevars, inside):
                 there = f"{name} in the closure of {here}"
                 if isinstance(each, ModuleType):
@@ -116,7 +114,7 @@ class CodeValues:
             if defaults:
                 key.append(self.values.read(defaults, f"the defaults of {here}", self.names, strict))
         if vars(function) and strict:
-            self.contents.container(vars(function), here)
+            self.contents.container(vars(function))
             inner = ((name, value) for name, value in vars(function).items() if name != "__wrapped__")
             key += [self.values.read(value, f"{here}.{name}", self.names, strict) for name, value in inner]
         if self._depth < (_DEEPEST if strict else _DEEPEST_IN_LIBRARY):

@@ -37,6 +37,7 @@ from sfast_ext.behaviour.value_types import (
     is_immutable,
     is_of_library,
     is_silent,
+    parts_of,
     plain_key,
     random_state,
     slots_of,
@@ -246,7 +247,6 @@ class Values:
             return self._refuse(where, value, "of objects, whose content cannot be compared", strict)
         if size > MOST_BYTES:
             return self._refuse(where, value, f"of {size} bytes: too many to compare for each call", strict)
-        self.contents.holders.setdefault(id(value), (where, value))
         return self.contents.plain(lambda: buffer_content(value))
 
     def _container(self, value: Any, where: str, names: Names, strict: bool) -> Hashable:
@@ -254,7 +254,7 @@ class Values:
             # before the values, so that a change in between is detected
             keys = list(dict.keys(value))
             frozen = is_frozen(type(value))
-            values = list(dict.values(value)) if frozen else self.contents.container(value, where)
+            values = list(dict.values(value)) if frozen else self.contents.container(value)
             if isinstance(value, defaultdict):
                 (factory,) = self.contents.objects(lambda: (value.default_factory,))
                 keys, values = [*keys, None], [*values, factory]
@@ -263,13 +263,12 @@ class Values:
             found = self.contents.objects(lambda: (*value.keys(), *value.values()))
             return self._pairs(found[: len(found) // 2], found[len(found) // 2 :], where, names, strict)
         if isinstance(value, list):
-            items = self.contents.container(value, where)
+            items = self.contents.container(value)
         elif isinstance(value, (tuple, frozenset)):
             items = [*value]
         else:
             # the order of a set is what a loop over it sees
             base = set if isinstance(value, set) else deque
-            self.contents.holders.setdefault(id(value), (where, value))
             items = [*self.contents.objects(lambda: tuple(base.__iter__(value)))]
             if base is deque:
                 items.append(value.maxlen)
@@ -301,16 +300,13 @@ class Values:
             plain = bound is None or isinstance(bound, types.ModuleType)
             key = self._identity(value) if plain else self.read(bound, where, names, strict)
             return (kind, value.__qualname__, key)
-        if issubclass(kind, functools.partial):
-            found = [self.read(each, where, names, strict) for each in (value.func, value.args, value.keywords)]
-            return (kind, *found, self._attributes(value, kind, where, names, strict))
-        if issubclass(kind, (staticmethod, classmethod)):
-            return (kind, self.read(value.__func__, where, names, strict))
-        if issubclass(kind, property):
-            parts = (value.fget, value.fset) if strict else ()
-            return (kind, *(self.read(each, where, names, strict) for each in parts))
-        if issubclass(kind, (functools.partialmethod, functools.cached_property)):
-            return (kind, *(self.read(each, where, names, strict) for each in vars(value).values() if callable(each)))
+        if (parts := parts_of(value)) is not None:
+            if issubclass(kind, property) and not strict:
+                parts = ()
+            found = [self.read(each, where, names, strict) for each in parts]
+            if issubclass(kind, functools.partial):
+                found.append(self._attributes(value, kind, where, names, strict))
+            return (kind, *found)
         if callable(value) and hides_state(kind):
             inner = getattr(value, "__wrapped__", None)
             words = kind.__name__.lower()
@@ -335,7 +331,7 @@ class Values:
             home = None
         found: list[Hashable] = []
         if home:
-            self.contents.attributes(home, names, where)
+            self.contents.attributes(home, names)
             dynamic = any("__getattr__" in vars(owner) for owner in kind.__mro__)
             for name, each in list(home.items()):
                 if name in ORIGINS or (names is not None and name not in names):
@@ -346,10 +342,9 @@ class Values:
                 else:
                     found += [name, self.read(each, f"{where}.{name}", names, strict)]
         elif home is not None:
-            self.contents.attributes(home, names, where)
+            self.contents.attributes(home, names)
         slots = [(name, each) for name, each in slots_of(kind) if names is None or name in names]
         if slots:
-            self.contents.holders.setdefault(id(value), (where, value))
             inside = self.contents.objects(lambda: tuple(_slot(value, each) for _, each in slots))
             for (name, _), each in zip(slots, inside):
                 found += [name, self.read(each, f"{where}.{name}", names, strict)]
@@ -357,7 +352,7 @@ class Values:
 
     def _table(self, table: dict, where: str, names: frozenset[str], strict: bool) -> Hashable:
         """A long dictionary of an object that looks its attributes up: the entries with names that are looked up."""
-        self.contents.attributes(table, names, where)
+        self.contents.attributes(table, names)
         here = [name for name in list(table) if name in names]
         return tuple([(name, self.read(table.get(name), f"{where}[{name!r}]", self.names, strict)) for name in here])
 
