@@ -19,9 +19,9 @@ from sfast_ext.behaviour.value_types import in_library
 from sfast_ext.behaviour.values import Names, Values, held_by
 
 # calls that are followed from a method: in a library only within its package
-_DEEPEST, _DEEPEST_IN_LIBRARY = 8, 3
+_MAX_DEPTH, _MAX_DEPTH_IN_LIBRARY = 8, 3
 # modules in modules
-_DEEPEST_MODULE = 4
+_MAX_MODULE_DEPTH = 4
 # what runs if code calls a class, derives one from it, or subscripts it
 _MAKERS = ("__new__", "__init__", "__post_init__", "__init_subclass__", "__class_getitem__")
 _NO_VALUES = (Logger, functools._lru_cache_wrapper)
@@ -117,7 +117,7 @@ class CodeValues:
             self.contents.container(vars(function))
             inner = ((name, value) for name, value in vars(function).items() if name != "__wrapped__")
             key += [self.values.read(value, f"{here}.{name}", self.names, strict) for name, value in inner]
-        if self._depth < (_DEEPEST if strict else _DEEPEST_IN_LIBRARY):
+        if self._depth < (_MAX_DEPTH if strict else _MAX_DEPTH_IN_LIBRARY):
             self._depth += 1
             key += self._globals(function, strict)
             self._depth -= 1
@@ -181,7 +181,7 @@ class CodeValues:
         self, module: ModuleType, where: str, names: frozenset[str], own: str, strict: bool, depth: int
     ) -> Hashable:
         home, of = vars(module), package(module.__name__)
-        if of in COMMON or depth >= _DEEPEST_MODULE or (not strict and of != own):
+        if of in COMMON or depth >= _MAX_MODULE_DEPTH or (not strict and of != own):
             return None
         library = of != own and in_library(getattr(module, "__file__", None) or "")
         found: list[Hashable] = []

@@ -43,14 +43,14 @@ from sfast_ext.behaviour.value_types import (
     slots_of,
 )
 
-MOST_ITEMS = 10_000
+MAX_ITEMS = 10_000
 """Items of one container that can be compared for each call."""
-MOST_BYTES = 1 << 16
+MAX_BYTES = 1 << 16
 """Bytes of one array that can be compared for each call."""
-_MOST_IN_ALL = 100_000
-_DEEPEST = 120
+_MAX_IN_ALL = 100_000
+_MAX_DEPTH = 120
 # an object that looks its attributes up in a longer dictionary is a table of settings, of which a forward reads few
-_FEW = 16
+_MAX_OPTIONS = 16
 _PLAIN = ATOMS | BY_WORDS
 _BASES: tuple[type, ...] = (int, float, complex, str, bytes, *(BY_WORDS - {float, complex}), range)
 ORIGINS = frozenset({"_name_or_path", "_diffusers_version", "_use_default_values"})
@@ -116,7 +116,7 @@ class Values:
         # no address is used again
         self._alive: list[Any] = []
         self._depth = 0
-        self._left = _MOST_IN_ALL
+        self._left = _MAX_IN_ALL
 
     def read(self, value: Any, where: str, names: Names, strict: bool = True) -> Hashable:
         """The key of a value.
@@ -129,8 +129,8 @@ class Values:
         kind = type(value)
         if kind in _PLAIN:
             return plain_key(value)
-        if self._depth >= _DEEPEST:
-            return self._refuse(where, value, f"that is nested more than {_DEEPEST} deep", strict)
+        if self._depth >= _MAX_DEPTH:
+            return self._refuse(where, value, f"that is nested more than {_MAX_DEPTH} deep", strict)
         self._depth += 1
         try:
             return self._read(value, kind, where, names, strict)
@@ -187,7 +187,7 @@ class Values:
         elif package(kind.__module__) == CONFIGS:
             return self._config_node(value, kind, where, names, strict)
         elif isinstance(value, (list, tuple, dict, set, frozenset, deque, types.MappingProxyType)):
-            if len(value) > min(MOST_ITEMS, self._left):
+            if len(value) > min(MAX_ITEMS, self._left):
                 return self._refuse(where, value, f"of {len(value)} items: too many to compare for each call", strict)
             self._left -= len(value)
             key = self._container(value, where, names, strict)
@@ -245,7 +245,7 @@ class Values:
         size = buffer_size(value)
         if size is None:
             return self._refuse(where, value, "of objects, whose content cannot be compared", strict)
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             return self._refuse(where, value, f"of {size} bytes: too many to compare for each call", strict)
         return self.contents.plain(lambda: buffer_content(value))
 
@@ -336,7 +336,7 @@ class Values:
             for name, each in list(home.items()):
                 if name in ORIGINS or (names is not None and name not in names):
                     continue
-                if dynamic and names is not None and isinstance(each, dict) and len(each) > _FEW:
+                if dynamic and names is not None and isinstance(each, dict) and len(each) > _MAX_OPTIONS:
                     # not the names of its methods that load and save
                     found += [name, self._table(each, f"{where}.{name}", self._from_outside(kind), strict)]
                 else:

@@ -38,9 +38,9 @@ from sfast_ext.behaviour.value_types import ATOMS, BY_WORDS, parts_of, slots_of
 from sfast_ext.capture import counters
 
 # more objects than these are not walked through, the nearest first
-MOST_OBJECTS = 40_000
+MAX_OBJECTS = 40_000
 # containers with more items are compared, and their items are not walked through: they are tables
-LONGEST = 4096
+MAX_LENGTH = 4096
 # rounds of code that was found by name in other code
 _ROUNDS = 4
 OURS = package(__name__)
@@ -78,7 +78,7 @@ class Reachable:
         self._kinds: dict[type, None] = {}
         self._owners: set[type] = set()
         self._functions: dict[int, FunctionType] = {}
-        self._left = MOST_OBJECTS
+        self._left = MAX_OBJECTS
         # what code that runs looks up: all that is followed of objects that the model does not hold
         self._reached: frozenset[str] = frozenset()
 
@@ -235,7 +235,7 @@ class Reachable:
             self._object(where, value)
 
     def _items(self, where: Where, values: Any, keys: Any = ()) -> None:
-        if len(values) > LONGEST:
+        if len(values) > MAX_LENGTH:
             return
         for each in values:
             if type(each) not in _ATOMS:

@@ -257,7 +257,7 @@ class WeightArena:
                     tracked.layouts.restore(tensor, original)
 
     def release(self) -> None:
-        """Restore the original strides of all parameters, in memory of their own, with their current values.
+        """Restore the original strides of all parameters, in separate memory, with their current values.
 
         If another thread uses them, it happens when that thread is done.
         """

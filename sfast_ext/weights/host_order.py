@@ -28,7 +28,7 @@ from sfast_ext.weights.original_layout import OriginalLayouts, Strides, is_chann
 from sfast_ext.weights.weight import Weight, WeightsChanged, WeightsInUse, tensors_of
 
 _WAITS, _WAIT_S = 10, 0.002
-_SOME = 3  # convolutions of another layout that tell what the host did to all of them
+_MIN_CONVERTED = 3  # convolutions that show which layout the host gave to all
 
 T = TypeVar("T")
 Turn = Callable[[torch.device], contextlib.AbstractContextManager[Any]]
@@ -220,7 +220,7 @@ class HostOrder:
         """
         ours = {id(weight.bound) for weight, _ in self._laid.values()}
         others = [t for t in tensors if id(t) not in ours and is_plain(t) and t.dim() == 4 and t.shape[1] > 1]
-        if len(others) >= _SOME and all(is_channels_last(t.shape, t.stride()) for t in others):
+        if len(others) >= _MIN_CONVERTED and all(is_channels_last(t.shape, t.stride()) for t in others):
             for weight, paths in self._laid.values():
                 container, name = weight.slots[0]
                 now = container.get(name)

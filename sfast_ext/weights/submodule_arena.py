@@ -1,4 +1,4 @@
-"""The weights of a submodule that has an accelerator of its own. They are in the weight arena of the model."""
+"""The weights of a submodule that has a separate accelerator. They are in the weight arena of the model."""
 
 from __future__ import annotations
 

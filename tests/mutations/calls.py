@@ -157,7 +157,7 @@ BEHAVIOUR = [
     ),
     Mutation(
         "lists", "behaviour/reader.py",
-        "return tuple(self.value(v, depth + 1) for v in value) if depth < 2 and len(value) <= LONGEST else None",
+        "return tuple(self.value(v, depth + 1) for v in value) if depth < 2 and len(value) <= MAX_LENGTH else None",
         "return None",
         _KEY,
     ),
@@ -310,7 +310,7 @@ BEHAVIOUR = [
     ),
     Mutation(
         "functions that a method's functions call", "behaviour/foreign_code.py",
-        "if isinstance(found, FunctionType) and depth < _DEEPEST and", "if False and",
+        "if isinstance(found, FunctionType) and depth < _MAX_DEPTH and", "if False and",
         (f"{_SEEN}[a number in the module of a helper's helper]",),
     ),
     Mutation(

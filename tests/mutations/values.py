@@ -62,12 +62,12 @@ MUTATIONS = [
     ),
     Mutation(
         "too many items", "behaviour/values.py",
-        "if len(value) > min(MOST_ITEMS, self._left):", "if False:",
+        "if len(value) > min(MAX_ITEMS, self._left):", "if False:",
         _NAMED,
     ),
     Mutation(
         "too many bytes", "behaviour/values.py",
-        "if size > MOST_BYTES:", "if False:",
+        "if size > MAX_BYTES:", "if False:",
         _NAMED,
     ),
     Mutation(
@@ -157,7 +157,7 @@ MUTATIONS = [
     ),
     Mutation(
         "other modules", "behaviour/code_values.py",
-        "if of in COMMON or depth >= _DEEPEST_MODULE or (not strict and of != own):", "if True:",
+        "if of in COMMON or depth >= _MAX_MODULE_DEPTH or (not strict and of != own):", "if True:",
         _FOUND,
     ),
     Mutation(
