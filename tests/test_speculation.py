@@ -232,7 +232,7 @@ def test_a_plan_that_is_compared_is_not_run_on_old_weights(check, monkeypatch):
 
 def test_an_error_while_the_weights_are_looked_at_is_not_the_plans(pair, monkeypatch):
     with monkeypatch.context() as m:
-        m.setattr(pair.acc.arena, "_detector", None)
+        m.setattr(pair.acc.arena._tracked, "detector", None)
         pair.same()
     assert pair.count("errors") == 1
     before = pair.count("replays")
