@@ -36,6 +36,7 @@ from sfast_ext.behaviour.value_types import (
     is_frozen,
     is_immutable,
     is_of_library,
+    is_own,
     is_silent,
     parts_of,
     plain_key,
@@ -146,7 +147,7 @@ class Values:
             return self._referent(value, where, names, strict)
         if issubclass(kind, nn.Module):
             return self._read_module(value, where)
-        if issubclass(kind, AcceleratedForward):
+        if issubclass(kind, AcceleratedForward) or is_own(kind):
             return None
         if issubclass(kind, types.ModuleType):
             return self._python_module(value, where, strict)
@@ -183,8 +184,8 @@ class Values:
 
     def _mutable(self, value: Any, kind: type, where: str, names: Names, strict: bool) -> Hashable:
         if is_buffer(value):
-            key: Hashable = self._buffer(value, where, strict)
-        elif package(kind.__module__) == CONFIGS:
+            key: Hashable = self._buffer(value, where, names, strict)
+        elif package(kind.__module__) == CONFIGS and hasattr(value, "__dict__"):
             return self._config_node(value, kind, where, names, strict)
         elif isinstance(value, (list, tuple, dict, set, frozenset, deque, types.MappingProxyType)):
             if len(value) > min(MAX_ITEMS, self._left):
@@ -241,9 +242,12 @@ class Values:
             return self._identity(module)
         return ("module", known)
 
-    def _buffer(self, value: Any, where: str, strict: bool) -> Hashable:
+    def _buffer(self, value: Any, where: str, names: Names, strict: bool) -> Hashable:
         size = buffer_size(value)
         if size is None:
+            if not strict and value.dtype == object:
+                items = self.contents.objects(lambda: tuple(value.ravel().tolist()))
+                return (value.shape, *(self.read(each, where, names, strict) for each in items))
             return self._refuse(where, value, "of objects, whose content cannot be compared", strict)
         if size > MAX_BYTES:
             return self._refuse(where, value, f"of {size} bytes: too many to compare for each call", strict)

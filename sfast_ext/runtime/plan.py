@@ -13,8 +13,7 @@ from torch import fx
 from sfast_ext.call_signature import Call, Signature, as_tensor, rebuild_output
 from sfast_ext.capture.arguments import Edit
 from sfast_ext.kernels.backend import nvrtc
-from sfast_ext.kernels.backend.pdl import LEAST as PDL_LEAST
-from sfast_ext.kernels.backend.pdl import in_pdl_capture, pdl_capture
+from sfast_ext.kernels.backend.pdl import MIN_CAPABILITY, in_pdl_capture, pdl_capture
 from sfast_ext.kernels.backend.triton_runtime import capability, without_triton
 from sfast_ext.report import Report
 from sfast_ext.runtime import operations
@@ -293,7 +292,7 @@ class Plan:
 
     def _run_static(self) -> list[torch.Tensor]:
         # launches are recorded outside of captures, and so without PDL
-        early = in_pdl_capture() and capability(self.device) >= PDL_LEAST
+        early = in_pdl_capture() and capability(self.device) >= MIN_CAPABILITY
         with plan_mode(self.device):
             return list((self._decides if early else self._function)(*self._inputs))
 

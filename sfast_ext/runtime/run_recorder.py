@@ -67,7 +67,7 @@ class RunRecorder(TorchDispatchMode):
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Within is the run."""
-        with launch_log.heard_by(self._launched), self:
+        with launch_log.listening(self._launched), self:
             yield
 
     def repetition(self, result: Sequence[Tensor]) -> Repetition:

@@ -179,7 +179,7 @@ def _sums_in_half(plan: Plan, config: Config) -> bool:
     measured: the tolerance is the limit."""
     if plan.device.type != "cuda":
         return False
-    return bool(_fp16_accumulation()) or (config.faster_sums and mma_gemm.halves_are_faster(plan.device))
+    return bool(_fp16_accumulation()) or (config.faster_sums and mma_gemm.half_sums_profitable(plan.device))
 
 
 def _may_be_rounding(apart: float, references: Sequence[torch.Tensor], config: Config) -> bool:
