@@ -20,7 +20,6 @@ from sfast_ext.runtime.graph_pool import pool_of
 from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.plan_cache import pool_for
 from sfast_ext.weights.arena import WeightArena
-from sfast_ext.weights.submodule_arena import Arena
 
 
 class HasPlans(Protocol):
@@ -118,7 +117,7 @@ class ModuleContext:
     hooks: Hooks
     report: Report
     slot: ForwardSlot
-    arena: Arena
+    arena: WeightArena
     model: ModelState[Any]
     is_part: bool
 

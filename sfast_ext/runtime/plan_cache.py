@@ -11,7 +11,7 @@ from sfast_ext.reasons import Reason
 from sfast_ext.report import Report
 from sfast_ext.runtime.graph_pool import GraphPool, pool_of
 from sfast_ext.runtime.plan import Plan
-from sfast_ext.weights.submodule_arena import Arena
+from sfast_ext.weights.arena import WeightArena
 
 REJECTED_FOR = 4
 """Generations after which a rejected key is tried again. Doubles each time."""
@@ -27,7 +27,7 @@ class PlanCache:
         size: the maximum number of plans.
     """
 
-    def __init__(self, arena: Arena, report: Report, lock: threading.RLock, size: int) -> None:
+    def __init__(self, arena: WeightArena, report: Report, lock: threading.RLock, size: int) -> None:
         self.plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self.size = size
         # (reason, generation in which it expires)

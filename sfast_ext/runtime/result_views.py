@@ -3,10 +3,12 @@ caller may write to one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+
+from sfast_ext.weights.original_layout import is_plain, memory_of
 
 
 class View(NamedTuple):
@@ -44,6 +46,12 @@ def shared(outputs: Sequence[torch.Tensor], *, alike: bool = True) -> dict[int, 
             found[i] = view
     # these last: they may be the same as a view
     return {**found, **same}
+
+
+def lent(outputs: Sequence[torch.Tensor], others: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Which results of the original lie in the memory of other tensors, by their number."""
+    memory = {memory_of(x) for x in others if is_plain(x)}
+    return frozenset(i for i, x in enumerate(outputs) if is_plain(x) and memory_of(x) in memory)
 
 
 def hand_out(own: list[torch.Tensor], shapes: Sequence[torch.Tensor], views: dict[int, View]) -> None:

@@ -8,7 +8,7 @@ MUTATIONS = [
     Mutation(
         "the first comparison", "runtime/verify.py",
         "refusal = difference(plan, outputs, references, config, original, exact)", "refusal = None",
-        ("test_accelerator.py::test_a_plan_that_differs_is_discarded_and_the_original_goes_on",),
+        ("test_wrong_plans.py::test_a_plan_that_differs_is_discarded_and_the_original_goes_on",),
     ),
     Mutation(
         "what rounding explains", "runtime/verify.py",
@@ -83,12 +83,12 @@ MUTATIONS = [
     Mutation(
         "every other comparison", "runtime/plan_runner.py",
         "            if refusal is not None:", "            if False:",
-        ("test_accelerator.py::test_always_checking_catches_a_plan_gone_wrong_later",),
+        ("test_wrong_plans.py::test_always_checking_catches_a_plan_gone_wrong_later",),
     ),
     Mutation(
         "when a plan is compared: always", "runtime/plan_runner.py",
         'return check == "always" or (', "return (",
-        ("test_accelerator.py::test_always_checking_catches_a_plan_gone_wrong_later",),
+        ("test_wrong_plans.py::test_always_checking_catches_a_plan_gone_wrong_later",),
     ),
     Mutation(
         "when a plan is compared: first", "runtime/plan_runner.py",
@@ -103,7 +103,7 @@ MUTATIONS = [
     Mutation(
         "another tolerance", "accelerator.py",
         "self._runner.reject_inaccurate()", "pass",
-        ("test_accelerator.py::test_a_plan_whose_known_error_is_over_a_new_tolerance_is_used_no_more",),
+        ("test_wrong_plans.py::test_a_plan_whose_known_error_is_over_a_new_tolerance_is_used_no_more",),
     ),
     Mutation(
         "the number of results", "runtime/verify.py",
