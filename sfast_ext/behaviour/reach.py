@@ -2,12 +2,15 @@
 
 An attribute, a method or a global with another name cannot change what that code computes. So the check for each call
 skips it; a reading, once per generation, does not. Names come from code objects, and from strings that `getattr` may
-get: constants, defaults of arguments, and strings in globals. A name that is composed at run time is not found.
+get: constants, defaults of arguments, and strings in globals. Of a name that is composed at run time the constants are
+known that it may begin or end with, see `Walk.follow_composed`.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
+import re
 from collections.abc import Hashable, Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -18,6 +21,13 @@ from sfast_ext.behaviour.snapshot import MAX_LENGTH
 _FIRST = frozenset({"forward", "_old_forward", *CALLS})
 # nesting of attributes and containers
 _MAX_DEPTH = 2
+# what looks up an attribute by a name that is a value, and what puts strings together
+_BY_VALUE = frozenset({"getattr", "__getattribute__", "attrgetter", "vars", "__dict__"})
+_COMPOSERS = frozenset({"format", "join", "replace", "removeprefix", "removesuffix"})
+_COMPOSING = frozenset({"BUILD_STRING", "FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "BINARY_ADD"})
+_PLACEHOLDER, _WORD = re.compile(r"%\w|\{[^}]*\}"), re.compile(r"\w+")
+# of a composed name, shorter constants are not followed: most names would match
+_MIN_LENGTH = 2
 
 
 def names_within(kinds: Iterable[type], functions: Iterable[Any], walk: Walk | None = None) -> frozenset[str]:
@@ -54,6 +64,9 @@ class Walk:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        # constants of code that composes the names of attributes
+        self._fragments: set[str] = set()
+        self._of_classes: set[str] = set()
         self._methods: dict[str, list[Any]] = {}
         self._owners: set[type] = set()
         self._seen: set[FunctionType] = set()
@@ -66,6 +79,7 @@ class Walk:
                 continue
             self._owners.add(owner)
             common = package(owner.__module__) in COMMON
+            self._of_classes.update(() if common else vars(owner))
             for name, value in vars(owner).items():
                 for function in functions_of(value):
                     if common and _is_common(function):
@@ -82,10 +96,17 @@ class Walk:
             self._seen.add(layer)
             names, around = code_names(layer.__code__), layer.__globals__
             self._waiting += names
+            self._fragments |= _fragments(layer.__code__)
             self._waiting += _strings(layer.__defaults__)
             self._waiting += _strings((layer.__kwdefaults__ or {}).values())
             for name in names & around.keys():
                 self._add_global(around[name], names)
+
+    def follow_composed(self, names: Iterable[str]) -> None:
+        """Add those names, and names in classes, that code may compose: they begin or end with a constant of it."""
+        ends = tuple(self._fragments)
+        if ends:
+            self.follow([name for name in {*names, *self._of_classes} if name.startswith(ends) or name.endswith(ends)])
 
     def _add_global(self, value: Any, names: frozenset[str], depth: int = 0) -> None:
         if isinstance(value, (str, frozenset, set)):
@@ -155,6 +176,27 @@ def code_names(code: CodeType) -> frozenset[str]:
     """The names that code looks up or may look up, including nested functions and strings."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(code.co_names).union(_strings(code.co_consts), *map(code_names, inner))
+
+
+@functools.lru_cache(maxsize=8192)
+def _fragments(code: CodeType) -> frozenset[str]:
+    """The constants of code that may be parts of names which it composes, including nested functions."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    found = frozenset().union(*map(_fragments, inner))
+    if _BY_VALUE.isdisjoint(code.co_names) or not _composes(code):
+        return found
+    parts = (part for c in code.co_consts if isinstance(c, str) for part in _WORD.findall(_PLACEHOLDER.sub(" ", c)))
+    return found.union(part for part in parts if len(part) >= _MIN_LENGTH)
+
+
+def _composes(code: CodeType) -> bool:
+    """Whether code puts strings together. From Python 3.11 on all operators are one instruction."""
+    if not _COMPOSERS.isdisjoint(code.co_names):
+        return True
+    return any(
+        each.opname in _COMPOSING or (each.opname == "BINARY_OP" and each.argrepr in ("+", "+=", "%", "%="))
+        for each in dis.get_instructions(code)
+    )
 
 
 def _strings(values: Any) -> list[str]:

@@ -40,16 +40,14 @@ from sfast_ext.behaviour.value_types import ATOMS, is_own, plain_key
 from sfast_ext.behaviour.values import CONFIGS, ORIGINS
 
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
-_FUNCTIONS = (
-    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodWrapperType, functools.partial,
-)  # fmt: skip
+_METHODS = (types.MethodType, types.MethodWrapperType)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, *_METHODS, functools.partial)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 MECHANICS = frozenset(nn.Module().__dict__) | {
     "forward", "_old_forward", "_parameters", "_buffers", "_modules", "_is_full_backward_hook", "_version",
     "_forward_hooks", "_forward_pre_hooks", "_hf_hook",
 }  # fmt: skip
 """Attributes that every module has, or that a hook adds: read one by one, or without influence on behaviour."""
-
 
 Vouch = Callable[[nn.Module, str, Any], bool]
 
@@ -99,6 +97,7 @@ class Reader:
         self.functions: dict[int, Any] = {}
         # by the path of a module, its attributes that may hold further values, without those of patches
         self.modules: list[tuple[str, list[tuple[str, Any]]]] = []
+        self.attributes: set[str] = set()  # of modules
         self.walk = Walk()
         self.values: CodeValues
 
@@ -148,6 +147,7 @@ class Reader:
             known = len(kinds)
             kinds.update(dict.fromkeys(values.values.kinds))
             kinds.update(dict.fromkeys(kind for *_, kind in self.called))
+            self.walk.follow_composed(self.attributes | values.values.passed_over)
             more = self.names_of(kinds, (*self.functions.values(), *values.functions.values()))
             if more == names and len(kinds) == known and not modules and (not values.tables or values.looked == looked):
                 self.names = names
@@ -222,6 +222,7 @@ class Reader:
             self.key.append(("below", self.function(self.below)))
             self.code(self.below)
             self.functions[id(self.below)] = self.below
+        self.attributes.update(attributes)
         for name, value in attributes.items():
             if value is None or name in self.skip or isinstance(value, (torch.Tensor, AcceleratedForward)):
                 # a third party may have stored our forward
@@ -234,10 +235,9 @@ class Reader:
             elif type(value) not in ATOMS and not isinstance(value, nn.Module) and not _is_plain_tuple(value):
                 held.append((name, value))
             self.place = None if foreign else (f"{path}.{name}" if path else name, module)
-            found = self.value(value)
-            self.place = None
-            if found is not None:
+            if (found := self.value(value)) is not None:
                 self.key.append((name, found))
+            self.place = None
         for name, child in attributes["_modules"].items():
             if child is not None:
                 self.read(f"{path}.{name}" if path else name, child)

@@ -11,7 +11,7 @@ from torch import nn
 
 from sfast_ext.behaviour.contents import Contents, NoContents
 from sfast_ext.behaviour.forward_slot import AcceleratedForward, forward_of, is_own_forward
-from sfast_ext.behaviour.reach import looked_into, names_within
+from sfast_ext.behaviour.reach import Walk, looked_into, names_within
 from sfast_ext.behaviour.reader import MECHANICS, ClassReading, Reader
 from sfast_ext.behaviour.snapshot import NoSnapshot
 
@@ -21,7 +21,7 @@ class KnownCode:
 
     def __init__(self) -> None:
         self.classes: dict[Hashable, dict[type, ClassReading]] = {}
-        self.names: dict[Hashable, frozenset[str]] = {}
+        self.walks: dict[Hashable, Walk] = {}
 
 
 def structure(
@@ -64,10 +64,12 @@ class _Structure(Reader):
 
     def names_of(self, kinds: Iterable[type], functions: Iterable[Any]) -> frozenset[str]:
         together = tuple(kinds), looked_into(functions)
-        found = self.known.names.get(together)
+        found = self.known.walks.get(together)
         if found is None:
-            found = self.known.names[together] = names_within(kinds, functions)
-        return found
+            found = self.known.walks[together] = Walk()
+            names_within(kinds, functions, found)
+        self.walk = found
+        return frozenset(found.names)
 
     def code_values(self, kinds: Iterable[type]) -> list[Hashable]:
         # two modules that are compared share their classes

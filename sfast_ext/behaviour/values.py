@@ -114,6 +114,8 @@ class Values:
         """Classes of objects that were read, with the place of the first."""
         self.modules: dict[int, tuple[str, nn.Module]] = {}
         """Modules outside the tree."""
+        self.passed_over: set[str] = set()
+        """Names in objects that no code looks up."""
         self._seen: dict[Hashable, int] = {}
         # no address is used again
         self._alive: list[Any] = []
@@ -339,7 +341,10 @@ class Values:
             self.contents.attributes(home, names)
             dynamic = any("__getattr__" in vars(owner) for owner in kind.__mro__)
             for name, each in list(home.items()):
-                if name in ORIGINS or (names is not None and name not in names):
+                if name in ORIGINS:
+                    continue
+                if names is not None and name not in names:
+                    self.passed_over.add(name)
                     continue
                 if dynamic and names is not None and isinstance(each, dict) and len(each) > _MAX_OPTIONS:
                     # not the names of its methods that load and save

@@ -229,4 +229,9 @@ MUTATIONS = [
         "            if package(value.__name__) not in COMMON:\n", "            if False:\n",
         (f"{_PACKAGES}::test_a_module_of_settings_of_a_program_that_is_replaced_is_seen",),
     ),
-]  # fmt: skip
+    Mutation(
+        "names that are composed at run time", "behaviour/reach.py",
+        "if ends:", "if False:",
+        ("behaviour/test_vouched.py::test_what_lies_deep_under_a_composed_name_is_seen_at_the_next_call",),
+    ),
+]
