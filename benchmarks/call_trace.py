@@ -95,8 +95,8 @@ def measure(announce: bool, gpu: bool, times: int) -> tuple[dict[str, float], li
             module(x)
         (plan,) = accelerator.plans.values()
         if gpu:
-            assert plan._graph is not None, plan.no_graph_reason
-            plan._graph.graph.again = lambda: None  # type: ignore[attr-defined]
+            assert plan.graph is not None, plan.no_graph_reason
+            plan.graph.graph.again = lambda: None  # type: ignore[attr-defined]
         name = "replays" if gpu else "eager_runs"
         before = accelerator.report.counter(name)
         trace = traced(lambda: module(x))

@@ -16,9 +16,9 @@ import sfast_ext
 from sfast_ext import Config, Hooks, accelerate, accelerator_of
 from sfast_ext.behaviour import key
 from sfast_ext.kernels.backend import precompile
-from sfast_ext.runtime import argument_roles, plan_builder, verify
-from sfast_ext.runtime.plan import DROPPED
-from sfast_ext.runtime.plan_cache import REJECTED_FOR
+from sfast_ext.plans.payback import REJECTED_FOR
+from sfast_ext.plans.plan import DROPPED
+from sfast_ext.runtime import plan_builder, plan_finder, verify
 from sfast_ext.weights.arena import WeightArena
 
 CPU = Config(allow_cpu=True)
@@ -328,7 +328,7 @@ def test_always_checking_catches_a_plan_gone_wrong_later():
     [
         (plan_builder, "capture"),
         (key, "fingerprint"),
-        (argument_roles, "flatten_call"),
+        (plan_finder, "flatten_call"),
         (plan_builder, "run_passes"),
         (verify, "relative_errors"),
         (verify, "milliseconds"),

@@ -521,8 +521,8 @@ def test_an_error_of_the_original_under_a_state_is_its_own():
 def test_flash_attention_of_another_package_is_part_of_the_key_and_no_obstacle():
     with registered("_flash_attention_forward", "CUDA", lambda *args, **kwargs: None):
         assert torch_state.obstacle() is None
-        assert torch_state.flash_kernels() == ("aten/_flash_attention_forward/CUDA",)
-    assert torch_state.obstacle() is None and torch_state.flash_kernels() == ()
+        assert torch_state.python_kernels.flash == ("aten/_flash_attention_forward/CUDA",)
+    assert torch_state.obstacle() is None and torch_state.python_kernels.flash == ()
 
 
 def test_a_kernel_for_another_device_is_no_obstacle():
@@ -535,7 +535,7 @@ def test_nothing_around_a_call_is_no_obstacle():
     assert torch_state.obstacle() is None
     assert torch_state.default_device() is None
     assert not torch_state.compiles() and not torch_state.transforms()
-    assert not torch_state.records_graph(torch.device("cpu"))
+    assert not plan_finder.records_graph(torch.device("cpu"))
 
 
 def test_a_call_within_a_graph_that_the_program_captures_gets_the_original(monkeypatch):

@@ -18,9 +18,9 @@ _REPLACED = (
 
 SIGNATURE = [
     Mutation(
-        "results that share memory", "runtime/plan.py",
+        "results that share memory", "plans/plan.py",
         "hand_out(handed, outputs, self.views)", "pass",
-        ("runtime/test_result_views.py::test_a_write_to_a_result_is_seen_in_the_others_as_without_us",),
+        ("plans/test_result_views.py::test_a_write_to_a_result_is_seen_in_the_others_as_without_us",),
     ),
     Mutation(
         "dtypes of arguments", "call_signature.py",
@@ -69,7 +69,7 @@ SIGNATURE = [
         ("test_accelerator.py::test_a_numerical_flag_of_torch_gets_a_plan_of_its_own",),
     ),
     Mutation(
-        "numbers that a forward branches on", "runtime/argument_roles.py",
+        "numbers that a forward branches on", "argument_roles.py",
         "replace(self._roles.get(signature, _Roles()), static=True)", "_Roles()",
         ("test_accelerator.py::test_a_forward_that_branches_on_a_number_gets_it_into_the_signature",),
     ),
@@ -79,7 +79,7 @@ SIGNATURE = [
         ("test_accelerator.py::test_gradients_go_to_the_original",),
     ),
     Mutation(
-        "inference mode", "runtime/plan.py",
+        "inference mode", "plans/plan.py",
         "if torch.is_grad_enabled() or torch.is_inference_mode_enabled():", "if False:",
         ("test_speculation.py::test_a_result_of_a_replay_is_a_plain_tensor_in_every_mode",),
     ),
@@ -414,7 +414,7 @@ CALL = [
     Mutation(
         "back-off of captures", "runtime/plan_finder.py",
         "if self._backoff.must_wait(alike, key):", "if False:",
-        ("runtime/test_backoff.py::test_a_number_that_changes_at_each_step_costs_two_captures",),
+        ("plans/test_backoff.py::test_a_number_that_changes_at_each_step_costs_two_captures",),
     ),
     Mutation(
         "an accelerator that was released", "accelerator.py",

@@ -51,34 +51,34 @@ MUTATIONS = [
         ("runtime/test_exact_run.py::test_float32_has_no_such_excuse",),
     ),
     Mutation(
-        "a plan that somebody who makes one picture pays for", "runtime/rare_calls.py",
+        "a plan that somebody who makes one picture pays for", "plans/payback.py",
         "if key not in self._runs or ", "if ",
-        ("runtime/test_rare_calls.py::test_no_plan_is_made_at_the_first_call_whatever_it_would_save",),
+        ("plans/test_rare_calls.py::test_no_plan_is_made_at_the_first_call_whatever_it_would_save",),
     ),
     Mutation(
-        "a plan that does not pay yet", "runtime/rare_calls.py",
+        "a plan that does not pay yet", "plans/payback.py",
         "self._spent(key) * gain < self._build_ms", "False",
-        ("runtime/test_rare_calls.py::test_a_plan_is_made_once_it_would_have_saved_what_it_costs",),
+        ("plans/test_rare_calls.py::test_a_plan_is_made_once_it_would_have_saved_what_it_costs",),
     ),
     Mutation(
-        "an evicted plan that comes again for nothing", "runtime/rare_calls.py",
+        "an evicted plan that comes again for nothing", "plans/payback.py",
         "        self._runs[key] = _Runs()\n        return False", "        return False",
-        ("runtime/test_rare_calls.py::test_a_plan_is_made_once_it_would_have_saved_what_it_costs",),
+        ("plans/test_rare_calls.py::test_a_plan_is_made_once_it_would_have_saved_what_it_costs",),
     ),
     Mutation(
-        "several plans in one picture", "runtime/rare_calls.py",
+        "several plans in one picture", "plans/payback.py",
         "if self._announced and self._built:", "if False:",
-        ("runtime/test_rare_calls.py::test_one_plan_in_a_generation",),
+        ("plans/test_rare_calls.py::test_one_plan_in_a_generation",),
     ),
     Mutation(
         "a plan whose first use is slower", "runtime/plan_runner.py",
         "        if slow is not None:\n            self._cache.reject(lookup.key, slow)", "",
-        ("runtime/test_rare_calls.py::test_a_plan_whose_first_use_is_slower_is_dropped",),
+        ("plans/test_rare_calls.py::test_a_plan_whose_first_use_is_slower_is_dropped",),
     ),
     Mutation(
         "two captures at once", "runtime/model_state.py",
         "self.build_lock = _BUILDING", "self.build_lock = threading.Lock()",
-        ("runtime/test_rare_calls.py::test_one_plan_is_built_at_a_time_whatever_the_model",),
+        ("plans/test_rare_calls.py::test_one_plan_is_built_at_a_time_whatever_the_model",),
     ),
     Mutation(
         "every other comparison", "runtime/plan_runner.py",
@@ -126,19 +126,19 @@ MUTATIONS = [
         ("runtime/test_verify.py::test_values_whose_squares_overflow_are_compared",),
     ),
     Mutation(
-        "strides of results", "runtime/plan.py",
+        "strides of results", "plans/plan.py",
         "output.new_empty_strided(output.shape, stride)", "output.new_empty(output.shape)",
         ("test_stale.py::test_results_of_a_plan_have_the_originals_strides",),
     ),
     Mutation(
         "a plan that is slower", "runtime/verify.py",
         "if not config.drop_slower or after", "if True or after",
-        ("runtime/test_graph_pool_pretended.py::test_a_plan_that_is_slower_is_dropped_unless_it_is_wanted_all_the_same",),
+        ("plans/test_graph_pool_pretended.py::test_a_plan_that_is_slower_is_dropped_unless_it_is_wanted_all_the_same",),
     ),
     Mutation(
         "a plan that is slower, where nothing is said", "config.py",
         "drop_slower: bool = True", "drop_slower: bool = False",
-        ("runtime/test_graph_pool_pretended.py::test_a_plan_that_is_slower_is_dropped_unless_it_is_wanted_all_the_same",),
+        ("plans/test_graph_pool_pretended.py::test_a_plan_that_is_slower_is_dropped_unless_it_is_wanted_all_the_same",),
     ),
     Mutation(
         "state that a forward keeps", "capture/capture.py",

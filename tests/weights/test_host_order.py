@@ -119,7 +119,7 @@ def disabled(net):
 
 def original(net):
     owner = vars(net)["forward"].owner if "forward" in vars(net) else None
-    return flat(net(X) if owner is None else owner.original(X))
+    return flat(net(X) if owner is None else owner.run_original(X))
 
 
 def by_copy(net):
@@ -422,7 +422,7 @@ def test_modes_around_a_call_change_no_weight(pair, mode):
 
 def test_a_trace_of_the_original_records_nothing_that_is_done_to_weights(pair):
     net, twin, _ = pair
-    original = vars(net)["forward"].owner.original
+    original = vars(net)["forward"].owner.run_original
 
     class Traced(nn.Module):
         def forward(self, x):

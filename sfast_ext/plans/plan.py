@@ -10,21 +10,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from sfast_ext.call_signature import Call, Signature, as_tensor, rebuild_output
-from sfast_ext.capture.arguments import Edit
+from sfast_ext.call_signature import Call, Signature, as_tensor
 from sfast_ext.kernels.backend import nvrtc
 from sfast_ext.kernels.backend.pdl import LEAST as PDL_LEAST
 from sfast_ext.kernels.backend.pdl import in_pdl_capture, pdl_capture
 from sfast_ext.kernels.backend.triton_runtime import capability, without_triton
+from sfast_ext.plans.graph_facts import View, digest, hand_out, operation_counts, peak_bytes
+from sfast_ext.plans.graph_pool import CAN_UPDATE_GRAPH, CapturedGraph, GraphPool, NoGraph, pool_of
+from sfast_ext.plans.input_copies import Copies
+from sfast_ext.plans.payback import Recapture
+from sfast_ext.plans.recorded_run import RecordedRun
+from sfast_ext.plans.register_machine import Interpreter
 from sfast_ext.report import Report
-from sfast_ext.runtime import operations
-from sfast_ext.runtime.graph_pool import CAN_UPDATE_GRAPH, CapturedGraph, GraphPool, NoGraph
-from sfast_ext.runtime.input_copies import Copies
-from sfast_ext.runtime.interpreter import Interpreter
-from sfast_ext.runtime.peak_memory import peak_bytes
-from sfast_ext.runtime.recapture import Recapture
-from sfast_ext.runtime.recorded_run import RecordedRun
-from sfast_ext.runtime.result_views import View, hand_out
 from sfast_ext.weights.arena import Weight
 
 _EAGER_RUNS = 4  # before the launches of a plan that has no CUDA graph are recorded
@@ -40,7 +37,8 @@ class Plan:
     Args:
         call: the call that was captured.
         graph_module: the rewritten graph. Takes and returns flat tensors.
-        output_tree, output_strides: structure and strides of the original result, see `call_signature.flatten_output`.
+        output_tree, output_strides: structure and strides of the original result, see `call_signature.flatten_output`
+            and `rebuild_output`.
         fused: the number of matches of each pass.
         triton: whether the graph was rewritten for Triton's kernels; otherwise none is launched.
     """
@@ -57,18 +55,18 @@ class Plan:
     ) -> None:
         self.signature = call.signature
         self.device = device
+        self.pool: GraphPool | None = pool_of(device) if device.type == "cuda" else None
+        """Holds its CUDA graph."""
         self.fused = fused
         self.state = NO_GRAPH
         self.label = self.signature.words()
         """How the user calls it, see `Hooks.words`."""
-        self.pass_of_use = 0
-        """The pass of the sampler in which it ran last, by number."""
+        self.generation_of_use = 0
+        """The generation in which it ran last, by number."""
         self.used_at: float | None = None
-        """When a pass used it last, by `time.time`."""
-        self.behaviour = 0
-        """The number of the captured behaviour, see `BehaviourKeys`."""
+        """When a generation used it last, by `time.time`."""
         self.shape_signature: Signature | None = None
-        """See `Lookup.shape_signature`."""
+        """What its call has in common with calls that differ in constants."""
         self.built_for: list[Any] | None = None
         """The nested numbers of the call that it was built for, if some of them are inputs."""
         self.compare_again = False
@@ -80,50 +78,52 @@ class Plan:
         self.replays = 0
         self.out_of_memory = 0
         self.error: float | None = None
-        self.apart: float | None = None
-        """Its distance from the original where that is rounding; `error` is then that from float32."""
+        self.rounding_error: float | None = None
+        """Its distance from the original if that is rounding; `error` is then that from float32."""
         self.noise: list[float] | None = None
-        """How far each result of the original moves if operations round otherwise, see `rounding`; None where that was
+        """How far each result of the original moves if operations round otherwise, see `rounding`; None if that was
         not measured."""
         self.ms_before: float | None = None
         self.ms_after: float | None = None
         self.first_call_s: float | None = None
         self._peak_bytes = peak_bytes(graph_module.graph) if device.type == "cuda" else 0
-        self._operations, self._digest = operations.counts(graph_module.graph), operations.digest(graph_module)
-        self.edits: tuple[Edit, ...] = ()
-        """What a call does to lists and dictionaries among its arguments."""
+        self._operations, self._digest = operation_counts(graph_module.graph), digest(graph_module)
+        self.edits: tuple[Any, ...] = ()
+        """What a call does to lists and dictionaries among its arguments, see `capture.arguments`."""
         self.weights = _bind_attributes(graph_module)
         self._graph_module = graph_module
         self._triton = triton
-        self._function = self._decides = self._served(Interpreter(graph_module))
-        """What runs the graph. `_decides` does it without a recording."""
+        self._function = self._interpreter = self._served(Interpreter(graph_module))
+        """What runs the graph: the interpreter, or a recorded run."""
         self._recorded: bool | None = None
-        """Whether launches are repeated; None where that was not decided yet."""
+        """Whether launches are repeated; None if that was not decided yet."""
         self._eager_runs = 0
         self._recapture = Recapture()
-        self._output_tree = output_tree
+        self.output_tree = output_tree
         self._output_strides = list(output_strides)
         self.views: dict[int, View] = {}
         """Results in the memory of others."""
         self._set_static_inputs([])
-        self._graph: CapturedGraph | None = None
+        self.graph: CapturedGraph | None = None
+        """Its CUDA graph."""
 
     @property
     def has_graph(self) -> bool:
         """Whether a CUDA graph is captured."""
-        return self._graph is not None
+        return self.graph is not None
 
     def run_eagerly(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """Run the graph operation by operation. Returns the flat outputs as new tensors."""
         self._eager_runs += 1
-        self._recapture.ran_without(self.ms_after)
+        if self.pool is not None:
+            self._recapture.ran_without(self.ms_after)
         with plan_mode(self.device), self._current():
             outputs = self._function(*[as_tensor(leaf, self.device) for leaf in leaves])
             return self._copy_outputs(outputs)
 
     def records_now(self) -> bool:
         """Whether `record_launches` is due: its CUDA graph is gone, or it ran without one a few times."""
-        if self._recorded is not None or self._graph is not None or self.device.type != "cuda":
+        if self._recorded is not None or self.graph is not None or self.pool is None:
             return False
         return self.was_captured or self._eager_runs >= _EAGER_RUNS
 
@@ -156,7 +156,7 @@ class Plan:
 
     def waits_for_graph(self) -> bool:
         """Whether it runs without the CUDA graph that was evicted for now, see `Recapture`."""
-        return self.was_captured and self._graph is None and not self._recapture.is_due(self.ms_after)
+        return self.was_captured and self.graph is None and not self._recapture.is_due(self.ms_after)
 
     def _served(self, run: Callable[..., Any]) -> Callable[..., Any]:
         return run if self._triton else without_triton()(run)
@@ -169,33 +169,27 @@ class Plan:
         nvrtc.bind(self.device.index)
         return torch.cuda.device(self.device)
 
-    def replay(self, leaves: Sequence[Any], pool: GraphPool) -> list[torch.Tensor]:
+    def replay(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """Copy the inputs, replay the CUDA graph, copy the outputs to new tensors. The caller holds the pool's lock."""
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             # checking costs a fraction of switching
             with torch.inference_mode(False), torch.no_grad():
-                return self._replay(leaves, pool)
-        return self._replay(leaves, pool)
+                return self._replay(leaves)
+        return self._replay(leaves)
 
-    def _replay(self, leaves: Sequence[Any], pool: GraphPool) -> list[torch.Tensor]:
-        captured = self._graph
-        assert captured is not None
+    def _replay(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        captured, pool = self.graph, self.pool
+        assert captured is not None and pool is not None
         stream = pool.begin_use()
         self._copy_inputs(leaves)
         captured.graph.replay()
         outputs = self._copy_outputs(captured.outputs)
-        pool.end_use(stream)
-        pool.touch(captured)
+        pool.end_use(stream, captured)
         return outputs
-
-    def output(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """The flat outputs in the structure of the original result."""
-        return rebuild_output(self._output_tree, outputs)
 
     def capture_graph(
         self,
         leaves: Sequence[Any],
-        pool: GraphPool,
         report: Report,
         max_graphs: int,
         budget_mb: int,
@@ -209,6 +203,8 @@ class Plan:
         Returns:
             The flat outputs of the run before the capture, as new tensors.
         """
+        pool = self.pool
+        assert pool is not None
         with pool.lock, torch.inference_mode(False), torch.no_grad():
             if not self._inputs:
                 self._set_static_inputs([as_tensor(leaf, self.device).clone() for leaf in leaves])
@@ -217,7 +213,7 @@ class Plan:
             try:
                 outputs = self._warm_up(pool)
                 began = time.perf_counter()
-                self._graph = pool.capture(
+                self.graph = pool.capture(
                     self._run_captured,
                     self._on_evict,
                     report,
@@ -232,24 +228,24 @@ class Plan:
                 self._set_static_inputs([])
                 return None
             if CAN_UPDATE_GRAPH:
-                self._copies.join(*self._graph.handles())
-            self._recapture.captured(1000 * (time.perf_counter() - began))
+                self._copies.join(*self.graph.handles())
+            self._recapture.capture.restart(1000 * (time.perf_counter() - began))
             report.count("graph_captures")
             self.state, self.was_captured = REPLAYING, True
             return outputs
 
-    def drop_graph(self, pool: GraphPool | None) -> None:
+    def drop_graph(self) -> None:
         """Free the CUDA graph and the static inputs."""
-        graph = self._graph
+        graph = self.graph
         self._on_evict()
-        if graph is not None and pool is not None:
-            pool.drop(graph)
+        if graph is not None and self.pool is not None:
+            self.pool.drop(graph)
 
-    def close(self, pool: GraphPool | None) -> None:
+    def close(self) -> None:
         """Free everything. The graph module is a reference cycle, so its tensors are removed explicitly."""
-        self._function = self._decides = _closed
+        self._function = self._interpreter = _closed
         try:
-            self.drop_graph(pool)
+            self.drop_graph()
         finally:
             self.state = DROPPED
             self._drop_tensors()
@@ -260,7 +256,7 @@ class Plan:
         self.weights = []
 
     def speedup(self) -> float | None:
-        """How many times faster than the original, both timed alike when it was made. None where they were not: on a
+        """How many times faster than the original, both timed alike when it was made. None if they were not: on a
         CPU the original's time is that of its first run."""
         if self.device.type != "cuda" or not self.ms_before or not self.ms_after:
             return None
@@ -280,7 +276,7 @@ class Plan:
             "ms_after": self.ms_after,
             "speedup": self.speedup(),
             "first_call_s": self.first_call_s,
-            "memory_mb": round(self._graph.size / 2**20, 1) if self._graph else 0.0,
+            "memory_mb": round(self.graph.size / 2**20, 1) if self.graph else 0.0,
             "error": self.error,
             "fused": dict(self.fused),
             "operations": dict(self._operations),
@@ -291,7 +287,7 @@ class Plan:
         # launches are recorded outside of captures, and so without PDL
         early = in_pdl_capture() and capability(self.device) >= PDL_LEAST
         with plan_mode(self.device):
-            return list((self._decides if early else self._function)(*self._inputs))
+            return list((self._interpreter if early else self._function)(*self._inputs))
 
     def _run_captured(self) -> list[torch.Tensor]:
         if CAN_UPDATE_GRAPH:
@@ -339,7 +335,7 @@ class Plan:
         return handed
 
     def _on_evict(self) -> None:
-        self._graph = None
+        self.graph = None
         self._set_static_inputs([])
         if self.state == REPLAYING:
             self.state = NO_GRAPH

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sfast_ext import Config, accelerate
+from sfast_ext.plans import graph_pool
+from sfast_ext.plans.payback import Recapture
 from sfast_ext.report import Report
-from sfast_ext.runtime import graph_pool
-from sfast_ext.runtime.recapture import Recapture
 
 pytestmark = pytest.mark.gpu
 
@@ -162,7 +162,7 @@ def test_a_unet_in_half_precision_replays_its_graph(name, tiny_unet, unet_inputs
     for i in range(4):
         args = (args[0] * (1 + i), *args[1:])
         ours = unet(*args, **kwargs)[0]
-        assert relative(ours, acc.original(*args, **kwargs)[0]) < HALF
+        assert relative(ours, acc.run_original(*args, **kwargs)[0]) < HALF
     (plan,) = acc.status()["plans"]
     assert plan["state"] == "replaying" and plan["replays"] == 3, (plan, acc.report.as_dict()["events"])
     acc.release()
@@ -187,7 +187,7 @@ def test_a_timestep_on_the_cpu_is_carried_over(tiny_unet, unet_inputs):
     for t in (5, torch.tensor(7), torch.tensor(9.0)):
         for step in (1, 2):
             ours = unet(args[0], t * step, *args[2:], **kwargs)[0]
-            assert relative(ours, acc.original(args[0], t * step, *args[2:], **kwargs)[0]) < HALF
+            assert relative(ours, acc.run_original(args[0], t * step, *args[2:], **kwargs)[0]) < HALF
     assert acc.report.counter("replays") == 3
     acc.release()
 
@@ -230,7 +230,7 @@ def three_sizes_with_two_graphs(unet, unet_inputs, times):
     for size in (64, 128, 192, 64, 128, 192):
         args, kwargs = on_gpu(unet_inputs(unet, width=size, height=64))
         for _ in range(times):
-            assert relative(unet(*args, **kwargs)[0], acc.original(*args, **kwargs)[0]) < HALF
+            assert relative(unet(*args, **kwargs)[0], acc.run_original(*args, **kwargs)[0]) < HALF
     assert acc.report.counter("captures") == 3
     return acc
 
@@ -286,7 +286,7 @@ def test_a_preview_in_another_thread_does_not_break_a_capture(tiny_unet, unet_in
         for size in (64, 128, 192):
             args, kwargs = on_gpu(unet_inputs(unet, width=size, height=64))
             for _ in range(3):
-                assert relative(unet(*args, **kwargs)[0], acc.original(*args, **kwargs)[0]) < HALF
+                assert relative(unet(*args, **kwargs)[0], acc.run_original(*args, **kwargs)[0]) < HALF
     finally:
         stop.set()
         thread.join()
@@ -301,7 +301,7 @@ def test_replays_on_two_streams_do_not_meet(tiny_unet, unet_inputs):
     args, kwargs = on_gpu(unet_inputs(unet))
     acc = accelerate(unet, config())
     unet(*args, **kwargs)
-    expected = [acc.original(args[0] * (1 + i), *args[1:], **kwargs)[0] for i in range(6)]
+    expected = [acc.run_original(args[0] * (1 + i), *args[1:], **kwargs)[0] for i in range(6)]
     torch.cuda.synchronize()
     streams, found = [torch.cuda.Stream() for _ in range(2)], []
     for i in range(6):
@@ -328,10 +328,10 @@ def test_out_of_memory_in_a_replay_makes_room_and_the_plan_comes_back(
 
     for _ in range(2):
         monkeypatch.setattr(plan, "_copy_outputs", short)
-        assert relative(unet(*args, **kwargs)[0], acc.original(*args, **kwargs)[0]) < HALF
-        assert relative(unet(*args, **kwargs)[0], acc.original(*args, **kwargs)[0]) < HALF
+        assert relative(unet(*args, **kwargs)[0], acc.run_original(*args, **kwargs)[0]) < HALF
+        assert relative(unet(*args, **kwargs)[0], acc.run_original(*args, **kwargs)[0]) < HALF
     assert acc.report.counter("out_of_memory") == 2 and acc.report.counter("graph_captures") == 3
     monkeypatch.setattr(plan, "_copy_outputs", short)
-    assert relative(unet(*args, **kwargs)[0], acc.original(*args, **kwargs)[0]) < HALF
-    assert not acc.plans and "injected" in str(acc._cache._rejected.values())
+    assert relative(unet(*args, **kwargs)[0], acc.run_original(*args, **kwargs)[0]) < HALF
+    assert not acc.plans and "injected" in str(acc._cache.rejected.values())
     acc.release()

@@ -10,7 +10,7 @@ from torch import nn
 from sfast_ext import Config, accelerate
 from sfast_ext.call_signature import flatten_call
 from sfast_ext.capture.capture import capture
-from sfast_ext.runtime import operations
+from sfast_ext.plans import graph_facts
 from sfast_ext.weights.arena import WeightArena
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def recorded(function: Callable[..., Any]) -> torch.fx.GraphModule:
 
 
 def digest(function: Callable[..., Any]) -> str:
-    return operations.digest(recorded(function))
+    return graph_facts.digest(recorded(function))
 
 
 def plain(m: Pair, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def other_order(m: Pair, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def test_the_order_of_independent_operations_does_not_matter():
     first, second = recorded(plain), recorded(other_order)
     assert [n.name for n in first.graph.nodes] != [n.name for n in second.graph.nodes]
-    assert operations.digest(first) == operations.digest(second)
+    assert graph_facts.digest(first) == graph_facts.digest(second)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def test_operations_whose_result_nobody_reads_count_too():
     node = next(n for n in second.graph.nodes if n.op == "call_function")
     with second.graph.inserting_after(node):
         second.graph.call_function(torch.ops.aten.add_.Tensor, (node, 1))
-    assert operations.digest(first) != operations.digest(second)
+    assert graph_facts.digest(first) != graph_facts.digest(second)
 
 
 def test_counts_by_name():
-    assert operations.counts(recorded(plain).graph) == {
+    assert graph_facts.operation_counts(recorded(plain).graph) == {
         "aten.linear.default": 2,
         "aten.softmax.int": 1,
         "aten.mul.Tensor": 1,
@@ -90,7 +90,7 @@ def test_counts_by_name():
 
 
 def test_names_of_functions_tell_their_module():
-    assert operations.name(flatten_call) == "sfast_ext.call_signature.flatten_call"
+    assert graph_facts.operation_name(flatten_call) == "sfast_ext.call_signature.flatten_call"
 
 
 def test_the_status_of_a_plan_tells_both(tiny_unet, unet_inputs):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.runtime.backoff import PAID_AFTER, CaptureBackoff
+from sfast_ext.plans.payback import PAID_AFTER, CaptureBackoff
 
 CPU = Config(allow_cpu=True)
 STEPS = 30

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.runtime.result_views import View, shared
+from sfast_ext.plans.graph_facts import View, shared_results
 
 SHARING = {
     "the same tensor": lambda y: (y, y),
@@ -73,9 +73,9 @@ def test_a_write_to_a_result_is_seen_in_the_others_as_without_us(name):
 
 def test_a_view_is_found_only_in_a_result_that_contains_it():
     y = torch.zeros(3, 4)
-    assert shared([y, y[1]]) == {1: View(0, (1,), 4)}
-    assert shared([y[:, ::2], y[:, 1::2]]) == {}
-    assert shared([y[:2], y[1:]]) == {}
-    assert shared([y, y.view(torch.int32)]) == {}
-    assert shared([y, y[1]], alike=False) == {} and shared([y, y], alike=False) == {1: View(0)}
-    assert shared([torch.zeros(0), torch.zeros(0)]) == {}
+    assert shared_results([y, y[1]]) == {1: View(0, (1,), 4)}
+    assert shared_results([y[:, ::2], y[:, 1::2]]) == {}
+    assert shared_results([y[:2], y[1:]]) == {}
+    assert shared_results([y, y.view(torch.int32)]) == {}
+    assert shared_results([y, y[1]], alike=False) == {} and shared_results([y, y], alike=False) == {1: View(0)}
+    assert shared_results([torch.zeros(0), torch.zeros(0)]) == {}

@@ -16,9 +16,9 @@ import torch
 
 from sfast_ext.call_signature import Call, Signature, flatten_call, open_numbers
 
-MOST_INPUTS = 16
+MAX_INPUTS = 16
 """Numbers of one call that become inputs because they change; with more of them all stay constants."""
-_MOST_KNOWN = 256
+_MAX_KNOWN = 256
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,13 @@ class ArgumentRoles:
     """The roles of numbers, by signature."""
 
     def __init__(self) -> None:
-        # only of signatures with other roles than those of a new one
-        self._roles: OrderedDict[Signature, _Roles] = OrderedDict()
+        self.known: OrderedDict[Signature, _Roles] = OrderedDict()
+        """Only of signatures with other roles than those of a new one."""
         self._last: OrderedDict[Signature, list[Any]] = OrderedDict()
 
-    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Call:
-        """The flattened arguments of a call, see `flatten_call`.
-
-        Raises:
-            NotOurs: an argument is of an unsupported type.
-        """
-        call = flatten_call(args, kwargs, device)
-        roles = self._roles.get(open_numbers(call.signature)) if self._roles else None
+    def flatten(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Call:
+        """A call as `flatten_call` gives it, or flattened again by the roles of its numbers."""
+        roles = self.known.get(open_numbers(call.signature))
         if roles is None or roles == _Roles(closed=True):
             return call
         return flatten_call(args, kwargs, device, static_numbers=roles.static, inputs=roles.inputs)
@@ -60,15 +55,15 @@ class ArgumentRoles:
         if not call.nested:
             return False
         signature = open_numbers(call.signature)
-        roles, last = self._roles.get(signature, _Roles()), self._last.get(signature)
+        roles, last = self.known.get(signature, _Roles()), self._last.get(signature)
         _keep(self._last, signature, call.nested)
         if roles.closed or last is None:
             return False
         changed = {i for i, (now, then) in enumerate(zip(call.nested, last)) if now != then}
         inputs = roles.inputs | changed
-        if inputs == roles.inputs or len(inputs) > MOST_INPUTS:
+        if inputs == roles.inputs or len(inputs) > MAX_INPUTS:
             return False
-        _keep(self._roles, signature, replace(roles, inputs=inputs))
+        _keep(self.known, signature, replace(roles, inputs=inputs))
         return True
 
     def close_nested(self, call: Call) -> bool:
@@ -80,7 +75,7 @@ class ArgumentRoles:
         if not call.inputs:
             return False
         signature = open_numbers(call.signature)
-        _keep(self._roles, signature, replace(self._roles.get(signature, _Roles()), inputs=frozenset(), closed=True))
+        _keep(self.known, signature, replace(self.known.get(signature, _Roles()), inputs=frozenset(), closed=True))
         return True
 
     def close_own(self, call: Call) -> bool:
@@ -92,12 +87,12 @@ class ArgumentRoles:
         if call.inputs or all(isinstance(leaf, torch.Tensor) for leaf in call.leaves):
             return False
         signature = open_numbers(call.signature)
-        _keep(self._roles, signature, replace(self._roles.get(signature, _Roles()), static=True))
+        _keep(self.known, signature, replace(self.known.get(signature, _Roles()), static=True))
         return True
 
 
 def _keep(known: OrderedDict[Signature, Any], signature: Signature, value: Any) -> None:
     known[signature] = value
     known.move_to_end(signature)
-    while len(known) > _MOST_KNOWN:
+    while len(known) > _MAX_KNOWN:
         known.popitem(last=False)

@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from sfast_ext.kernels.backend import registry
+from sfast_ext.plans import graph_pool
+from sfast_ext.plans.graph_facts import peak_bytes
 from sfast_ext.report import Report
-from sfast_ext.runtime import graph_pool, verify
-from sfast_ext.runtime.peak_memory import peak_bytes
+from sfast_ext.runtime import verify
 from sfast_ext.tools import bench
 
 KB = 1024

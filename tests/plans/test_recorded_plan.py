@@ -16,12 +16,12 @@ from torch import nn
 
 from sfast_ext import Config, accelerate
 from sfast_ext.kernels.backend import pdl
-from sfast_ext.runtime import plan, verify
-from sfast_ext.runtime.graph_pool import GraphPool
+from sfast_ext.plans import plan
+from sfast_ext.plans.graph_pool import GraphPool
+from sfast_ext.plans.payback import Recapture
+from sfast_ext.plans.recorded_run import CannotRepeat, RecordedRun
+from sfast_ext.runtime import verify
 from sfast_ext.runtime.plan_runner import PlanRunner
-from sfast_ext.runtime.recapture import Recapture
-from sfast_ext.runtime.recorded_run import RecordedRun
-from sfast_ext.runtime.repetition import CannotRepeat
 from sfast_ext.tools.lib import models, vaes
 
 IS_DUE = Recapture.is_due
@@ -60,7 +60,7 @@ def test_a_plan_repeats_its_launches_with_the_weights_of_now(monkeypatch: pytest
     real = RecordedRun.__call__
 
     def counted(self: RecordedRun, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        runs.append(self._repetition.values([*inputs, *self._program.tensors()]) is not None)
+        runs.append(self._as_recorded([*inputs, *self._program.tensors()]))
         return real(self, *inputs)
 
     monkeypatch.setattr(RecordedRun, "__call__", counted)
@@ -130,7 +130,7 @@ def evicted(pair: Pair, pool: GraphPool, monkeypatch: pytest.MonkeyPatch, withou
     made = only_plan(pair)
     assert made.has_graph and made.ms_after == 1.0
     monkeypatch.setattr(made, "_clocked", lambda inputs: (without_ms / 1000, without_ms / 1000))
-    made._recapture.capture_ms = capture_ms
+    made._recapture.capture.price = capture_ms
     pool.make_room(pair.acc.report)
     assert not made.has_graph
     return made
@@ -148,7 +148,7 @@ def test_an_evicted_graph_is_captured_again_when_runs_without_it_have_cost_as_mu
     runs = pair.counter("graph_captures")
     pair.plan_runs_again(1)
     assert made.has_graph and pair.counter("graph_captures") == runs + 1
-    made._recapture.capture_ms = 1.5
+    made._recapture.capture.price = 1.5
     pool.make_room(pair.acc.report)
     pair.plan_runs_again(2)
     assert not made.has_graph  # nothing was lost before
@@ -158,7 +158,7 @@ def test_an_evicted_graph_is_captured_again_when_runs_without_it_have_cost_as_mu
 
 
 @pytest.mark.parametrize(("card", "decided"), [((8, 9), 0), ((9, 0), 1), ((12, 0), 1)])
-def test_where_kernels_can_begin_early_a_capture_decides_on_its_launches(
+def test_where_kernels_can_begin_early_a_capture_interpreter_on_its_launches(
     card: tuple[int, int], decided: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = pretend_a_gpu(monkeypatch)
@@ -179,10 +179,10 @@ def test_where_kernels_can_begin_early_a_capture_decides_on_its_launches(
 
         return run
 
-    for name in ("_function", "_decides"):
+    for name in ("_function", "_interpreter"):
         monkeypatch.setattr(made, name, counted(name))
     pair.plan_runs_again(1)
-    assert made.has_graph and runs == {"_function": 2 - decided, **({"_decides": 1} if decided else {})}
+    assert made.has_graph and runs == {"_function": 2 - decided, **({"_interpreter": 1} if decided else {})}
     pair.release()
 
 
@@ -217,7 +217,7 @@ def test_a_rare_call_is_recorded_unless_it_is_long(ms: float, wanted: bool, monk
         vae.decoder, Config(allow_cpu=True, cuda_graphs=False, rare_calls=True, rare_gain=math.inf)
     )
     monkeypatch.setattr(plan.Plan, "record_launches", lambda *_: asked.append(True))
-    monkeypatch.setattr("sfast_ext.runtime.rare_calls.Stopwatch.milliseconds", lambda self: ms)
+    monkeypatch.setattr("sfast_ext.plans.payback.Stopwatch.milliseconds", lambda self: ms)
     for _ in range(3):
         vae.decoder(vaes.part_input("decoder", 64, 64))
     assert len(accelerator.plans) == 1 and asked == [True] * wanted
@@ -226,7 +226,7 @@ def test_a_rare_call_is_recorded_unless_it_is_long(ms: float, wanted: bool, monk
 @pytest.mark.gpu
 @pytest.mark.parametrize("triton", [True, False], ids=["triton", "without triton"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_on_a_gpu_the_bits_are_those_of_a_run_that_decides(
+def test_on_a_gpu_the_bits_are_those_of_a_run_that_interpreter(
     triton: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if triton:

@@ -7,8 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from sfast_ext.runtime.failed_capture import end_allocation, free_random_numbers
-from sfast_ext.runtime.graph_pool import _own_random_state
+from sfast_ext.plans.graph_pool import _own_random_state, end_allocation, free_random_numbers
 
 GPU = torch.device("cuda", 1)
 POOL = (0, 7)

@@ -15,10 +15,11 @@ from fuzz.nets import SmallNet
 from pretended_card import GPU, Card, CardGraph, pretended_card
 
 from sfast_ext import Config, accelerate
+from sfast_ext.plans import graph_pool
+from sfast_ext.plans.graph_pool import MB, GraphPool, NoGraph
+from sfast_ext.plans.plan import Plan
 from sfast_ext.report import Report
-from sfast_ext.runtime import graph_pool, verify
-from sfast_ext.runtime.graph_pool import MB, GraphPool, NoGraph
-from sfast_ext.runtime.plan import Plan
+from sfast_ext.runtime import verify
 
 GRAPHS = Config(allow_cpu=True, triton=False)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sfast_ext.call_signature import flatten_call
-from sfast_ext.runtime.example_call import ExampleCall, UnknownInput
+from sfast_ext.example_call import ExampleCall, UnknownInput
 
 CPU = torch.device("cpu")
 HALF = torch.float16

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sfast_ext import Config, accelerate
+from sfast_ext.plans.payback import FIRST_BUILD_MS, RareCalls, Stopwatch
 from sfast_ext.runtime import plan_runner, verify
 from sfast_ext.runtime.plan_builder import PlanBuilder
-from sfast_ext.runtime.rare_calls import FIRST_BUILD_MS, RareCalls, Stopwatch
 from sfast_ext.tools.lib import models, vaes
 
 CONFIG = Config(allow_cpu=True, cuda_graphs=False, rare_calls=True, rare_gain=math.inf)
@@ -25,8 +25,8 @@ class Counted:
         self.module, self.twin = vae.decoder, models.copied(vae.decoder)
         self.accelerator = accelerate(self.module, config)
         self.originals = 0
-        original = self.accelerator._context.original
-        self.accelerator._context.original = self._count(original)  # type: ignore[method-assign]
+        original = self.accelerator._context.run_forward
+        self.accelerator._context.run_forward = self._count(original)  # type: ignore[method-assign]
 
     def _count(self, original: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:

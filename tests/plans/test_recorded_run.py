@@ -19,10 +19,9 @@ from sfast_ext.kernels.backend import launch_log, nvrtc, triton_runtime
 from sfast_ext.kernels.group_norm import add_group_norm, group_norm
 from sfast_ext.kernels.pointwise import add_layer_norm, geglu
 from sfast_ext.passes.rewrite import aten
-from sfast_ext.runtime import repetition
-from sfast_ext.runtime.interpreter import Interpreter
-from sfast_ext.runtime.recorded_run import RecordedRun
-from sfast_ext.runtime.repetition import CannotRepeat
+from sfast_ext.plans import recorded_run
+from sfast_ext.plans.recorded_run import CannotRepeat, RecordedRun
+from sfast_ext.plans.register_machine import Interpreter
 
 pytestmark = pytest.mark.skipif(
     kernels.interpreted(), reason="the interpreter's run is of Triton's kernels, these run without TRITON_INTERPRET"
@@ -229,13 +228,13 @@ def test_values_live_as_long_as_without_it():
     inputs = torch.randn(3), torch.randn(3)
     run = RecordedRun(program, inputs)  # `last` looks while the run is recorded
     held = []
-    for at, (step, dead) in enumerate(run._repetition._steps):
+    for at, (step, dead) in enumerate(run._machine.steps):
 
         def looked(values, stream, step=step, at=at):
             step(values, stream)
             held.append(sum(x is not None for x in values))
 
-        run._repetition._steps[at] = looked, dead
+        run._machine.steps[at] = looked, dead
     run(*inputs)
     assert held == [3, 4, 4, 4]
     assert not [x for x in gc.get_referrers(alive[-1]()) if alive[-1]() is not None]
@@ -326,7 +325,7 @@ def test_tensor_maps_are_of_the_memory_of_that_run(monkeypatch):
     x, y = torch.randn(4, 6), torch.randn(4, 6)
     run, _ = recorded(function, x, y)
     del encoded[:], handed[:]
-    kept = [x, *(torch.randn(4, 6) for _ in range(repetition._MAPS))]
+    kept = [x, *(torch.randn(4, 6) for _ in range(recorded_run._MAX_MAPS))]
     for each in (x, x, *kept):
         run(each, y)
         assert handed[-1] == [each[1:].data_ptr(), y.data_ptr()]

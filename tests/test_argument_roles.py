@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from sfast_ext import Config, accelerate
+from sfast_ext.argument_roles import MAX_INPUTS
 from sfast_ext.call_signature import first_difference, flatten_call, open_numbers, tensors_alone
-from sfast_ext.runtime.argument_roles import MOST_INPUTS
-from sfast_ext.runtime.plan_cache import REJECTED_CALLS
+from sfast_ext.plans.payback import REJECTED_CALLS
 
 CPU = torch.device("cpu")
 STEPS = 24
@@ -236,7 +236,7 @@ def test_a_refused_key_is_tried_again_where_no_generations_are_announced(monkeyp
 
 
 def test_each_refusal_lasts_twice_as_long(monkeypatch):
-    monkeypatch.setattr("sfast_ext.runtime.plan_cache.REJECTED_CALLS", 4)
+    monkeypatch.setattr("sfast_ext.plans.payback.REJECTED_CALLS", 4)
     _, accelerator = accelerated(lambda o, g: o)
     lasted = []
     for _ in range(4):
@@ -261,10 +261,10 @@ def test_a_number_that_stays_is_a_constant_next_to_one_that_changes():
 def test_many_numbers_that_change_stay_constants():
     """Each input is copied by itself."""
     net, accelerator = accelerated(lambda o, g: o * sum(g))
-    steps(net, [[float(i + n) for n in range(MOST_INPUTS)] for i in range(STEPS)])
+    steps(net, [[float(i + n) for n in range(MAX_INPUTS)] for i in range(STEPS)])
     assert counts(accelerator) == (2, STEPS - 2)
     net, accelerator = accelerated(lambda o, g: o * sum(g))
-    steps(net, [[float(i + n) for n in range(MOST_INPUTS + 1)] for i in range(STEPS)])
+    steps(net, [[float(i + n) for n in range(MAX_INPUTS + 1)] for i in range(STEPS)])
     assert counts(accelerator) == (2, 0)
 
 

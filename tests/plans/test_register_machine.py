@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from sfast_ext.passes.rewrite import aten
-from sfast_ext.runtime.interpreter import _COMPILE_AFTER, Interpreter
+from sfast_ext.plans.register_machine import _COMPILE_AFTER, Interpreter
 
 X, Y = torch.randn(4, 6), torch.randn(4, 6)
 
@@ -164,5 +164,5 @@ def test_a_run_goes_on_while_others_make_code():
     g = Graph()
     program = Interpreter(g.module(g.add(aten.add.Tensor, g.add(others, g.x), g.y)))
     programs.append(program)
-    assert torch.equal(program(X, Y)[0], X + Y) and program._listed is None
+    assert torch.equal(program(X, Y)[0], X + Y) and program._machine is None
     assert torch.equal(program(Y, X)[0], X + Y)

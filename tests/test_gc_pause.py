@@ -5,8 +5,8 @@ import weakref
 
 import pytest
 
-from sfast_ext.runtime import gc_pause
-from sfast_ext.runtime.gc_pause import gc_paused
+from sfast_ext import gc_pause
+from sfast_ext.gc_pause import gc_paused
 
 
 @pytest.fixture(scope="module", autouse=True)
