@@ -70,7 +70,7 @@ SIGNATURE = [
     ),
     Mutation(
         "numbers that a forward branches on", "argument_roles.py",
-        "replace(self._roles.get(signature, _Roles()), static=True)", "_Roles()",
+        "replace(self.known.get(signature, _Roles()), static=True)", "_Roles()",
         ("test_accelerator.py::test_a_forward_that_branches_on_a_number_gets_it_into_the_signature",),
     ),
     Mutation(
@@ -351,27 +351,27 @@ BEHAVIOUR = [
 CALL = [
     Mutation(
         "the signature of a plan", "runtime/plan_finder.py",
-        "key = (call.signature, behaviour, host, device)", "key = (None, behaviour, host, device)",
+        "key = PlanKey(call.signature, behaviour, host, device)", "key = PlanKey(None, behaviour, host, device)",
         ("test_accelerator.py::test_plans_are_kept_up_to_a_number",),
     ),
     Mutation(
         "the behaviour of a plan", "runtime/plan_finder.py",
-        "key = (call.signature, behaviour, host, device)", "key = (call.signature, None, host, device)",
+        "key = PlanKey(call.signature, behaviour, host, device)", "key = PlanKey(call.signature, 0, host, device)",
         ("test_accelerator.py::test_a_scalar_attribute_brings_another_plan_and_the_first_comes_back",),
     ),
     Mutation(
         "the host's key", "runtime/plan_finder.py",
-        "key = (call.signature, behaviour, host, device)", "key = (call.signature, behaviour, None, device)",
+        "key = PlanKey(call.signature, behaviour, host, device)", "key = PlanKey(call.signature, behaviour, None, device)",
         ("test_accelerator.py::test_hooks_of_the_host_are_asked_at_each_call",),
     ),
     Mutation(
         "the device of a plan", "runtime/plan_finder.py",
-        "key = (call.signature, behaviour, host, device)", "key = (call.signature, behaviour, host, None)",
+        "key = PlanKey(call.signature, behaviour, host, device)", "key = PlanKey(call.signature, behaviour, host, None)",
         ("test_stale.py::test_a_plan_of_one_device_does_not_run_on_another",),
     ),
     Mutation(
         "the host's reason to bypass a call", "runtime/plan_finder.py",
-        "reason = hooks.bypass_reason() if hooks.bypass_reason else None", "reason = None",
+        'reason = _ask("bypass_reason", hooks.bypass_reason) if hooks.bypass_reason else None', "reason = None",
         ("test_accelerator.py::test_hooks_of_the_host_are_asked_at_each_call",),
     ),
     Mutation(
@@ -381,13 +381,13 @@ CALL = [
     ),
     Mutation(
         "the behaviour after a replay", "runtime/plan_finder.py",
-        "if behaviour != lookup.behaviour or foreign:", "if False:",
+        "if behaviour != lookup.key.behaviour or foreign:", "if False:",
         ("test_speculation.py::test_a_change_before_any_call_is_in_its_result[scalar]",
          "test_speculation.py::test_a_change_before_any_call_is_in_its_result[layer]"),
     ),
     Mutation(
         "the weights after a replay", "runtime/plan_finder.py",
-        "if self._sync():\n                return False", "self._sync()",
+        "valid = not self._sync()", "valid = self._sync() >= 0",
         _AHEAD,
     ),
     Mutation(
@@ -408,7 +408,7 @@ CALL = [
     ),
     Mutation(
         "refusals that lapse", "runtime/plan_cache.py",
-        "if self._generation >= until:", "if False:",
+        "if rejection.generations.pay():", "if False:",
         ("test_accelerator.py::test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone",),
     ),
     Mutation(
@@ -449,7 +449,7 @@ CALL = [
     ),
     Mutation(
         "plans of another behaviour when the host moves on", "accelerator.py",
-        "if plan.behaviour != behaviour]:", "if False]:",
+        "if key.behaviour != behaviour]:", "if False]:",
         ("test_move.py::test_plans_of_another_behaviour_stay_behind",),
     ),
 ]  # fmt: skip

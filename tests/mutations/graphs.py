@@ -53,7 +53,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the order of a replay", "plans/plan.py",
-        "pool.end_use(stream)", "pass",
+        "pool.end_use(stream, captured)", "pool.touch(captured)",
         (_PRETENDED + "test_plans_on_two_streams_wait_for_each_other",),
     ),
     Mutation(
@@ -63,7 +63,7 @@ MUTATIONS = [
     ),
     Mutation(
         "graphs that were switched off", "accelerator.py",
-        "plan.drop_graph(pool_for(plan))", "pass",
+        "plan.drop_graph()", "pass",
         (_PRETENDED + "test_graphs_that_are_switched_off_give_their_memory_back",),
     ),
     Mutation(

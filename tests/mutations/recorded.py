@@ -25,7 +25,7 @@ MUTATIONS = [
     ),
     Mutation(
         "where in its memory a tensor begins", "plans/recorded_run.py",
-        "cell.value = values[place].data_ptr() + offset", "cell.value = values[place].data_ptr()",
+        "cell.value = registers[register].data_ptr() + offset", "cell.value = registers[register].data_ptr()",
         (_RUN + "test_a_launch_is_a_kernel_s_with_the_tensors_of_that_run",),
     ),
     Mutation(
@@ -60,12 +60,12 @@ MUTATIONS = [
     ),
     Mutation(
         "an evicted graph that stays away", "plans/payback.py",
-        "or self.lost_ms >= self.capture_ms", "or True",
+        "or self.capture.due", "or True",
         (_PLAN + "test_an_evicted_graph_stays_away_where_it_would_gain_nothing",),
     ),
     Mutation(
         "an evicted graph that comes back", "plans/payback.py",
-        "or self.lost_ms >= self.capture_ms", "or False",
+        "or self.capture.due", "or False",
         (_PLAN + "test_an_evicted_graph_is_captured_again_when_runs_without_it_have_cost_as_much",),
     ),
 ]  # fmt: skip

@@ -160,7 +160,7 @@ MUTATIONS = [
     ),
     Mutation(
         "too many numbers that change", "argument_roles.py",
-        "or len(inputs) > MOST_INPUTS", "",
+        "or len(inputs) > MAX_INPUTS", "",
         ("test_argument_roles.py::test_many_numbers_that_change_stay_constants",),
     ),
     Mutation(
@@ -183,12 +183,12 @@ MUTATIONS = [
     ),
     Mutation(
         "refusals that lapse without generations", "runtime/plan_cache.py",
-        "if not self._generation:", "if False:",
+        "if not self._announced:", "if False:",
         ("test_argument_roles.py::test_a_refused_key_is_tried_again_where_no_generations_are_announced",),
     ),
     Mutation(
-        "refusals that last longer each time", "runtime/plan_cache.py",
-        "if calls > REJECTED_CALLS * 2 ** self._expired.get(key, 0):", "if calls > REJECTED_CALLS:",
+        "refusals that last longer each time", "plans/payback.py",
+        "self.calls = Payback(doubled(REJECTED_CALLS, times))", "self.calls = Payback(REJECTED_CALLS)",
         ("test_argument_roles.py::test_each_refusal_lasts_twice_as_long",),
     ),
 ]

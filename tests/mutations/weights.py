@@ -113,7 +113,7 @@ MUTATIONS = [
     ),
     Mutation(
         "graphs of memory that is given back", "runtime/model_state.py",
-        "for plan in plans:\n                plan.drop_graph(pool_for(plan))", "",
+        "for plan in plans:\n                plan.drop_graph()", "",
         ("weights/test_vacancy.py::test_plans_outlive_their_memory_and_graphs_are_captured_anew",),
     ),
     Mutation(
