@@ -1,4 +1,5 @@
 # make demo         pictures with and without the accelerator, compared; DEMO_MODEL=path takes your own model
+# make quick        for a change: ruff, mypy, the rules of the house, and the tests of the folder that changed; a minute
 # make test         ruff, mypy, the whole CPU suite, and the steps of a user on small pages of the WebUIs' two Gradios
 # make test-pages   the same steps in a real browser, and by keyboard alone; CHROMIUM=/usr/bin/chromium, AXE=axe.min.js
 # make test-coarse-clock  the CPU suite on clocks that move in steps of STEP=0.004 seconds, as some virtual machines' do
@@ -8,8 +9,8 @@
 # make soak         EVENTS=20000 random events, SEED=0 the first seed; a failure names the command that plays it again
 # make sanitizer    the kernels' GPU tests under compute-sanitizer of the CUDA toolkit, logs into sanitizer-logs
 # make mutations    takes away each condition that keeps a stale or wrong plan from running: a test must notice; ONLY=words
-# make compile-table  what each Triton compiles for each card, without a GPU, into docs/triton.md (Python 3.10 or 3.11)
-# make cuda-table   registers, spills and occupancy of the kernels in CUDA C++ for each card and NVRTC, into docs/cuda.md
+# make compile-table  what each Triton compiles for each card, without a GPU, into docs/generated/triton.md (Python 3.10 or 3.11)
+# make cuda-table   registers, spills and occupancy of the kernels in CUDA C++ for each card and NVRTC, into docs/generated/cuda.md
 # make lint         ruff and mypy alone
 # make bench        UNets at several sizes, four ways to run each (needs a GPU), into benchmarks/results/unet-<gpu>.json
 # make clean        removes the environments and everything generated
@@ -60,10 +61,13 @@ PIP := -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS)
 GRADIOS := 3.41.2 3.43.2
 WITH_PAGES = SFAST_GRADIO_PYTHON=$(subst $() ,:,$(foreach each,$(GRADIOS),$(abspath $(PAGES))/$(each)/bin/python))
 
-.PHONY: demo test test-pages test-coarse-clock test-stack test-floor test-diffusers soak sanitizer mutations compile-table cuda-table lint bench doctor clean
+.PHONY: demo quick test test-pages test-coarse-clock test-stack test-floor test-diffusers soak sanitizer mutations compile-table cuda-table lint bench doctor clean
 
 demo: .venv/.demo
 	.venv/bin/python -m sfast_ext demo
+
+quick: lint
+	SFAST_TEST_SECONDS=25 .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal $$(.venv/bin/python tests/quick.py)
 
 test: lint $(GRADIOS:%=$(PAGES)/%/.installed)
 	$(WITH_PAGES) .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal tests

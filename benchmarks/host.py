@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 
+from benchmarks import records
 from sfast_ext import Accelerator, Config, accelerate
 from sfast_ext.behaviour.fingerprint import fingerprint
 from sfast_ext.call_signature import Call, flatten_call, rebuild_output
@@ -298,7 +299,7 @@ def main() -> None:
     parser.add_argument("--models", default="sd15,sdxl")
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", help="a file for the numbers")
+    parser.add_argument("--json", type=Path, help="a file for the numbers")
     options = parser.parse_args()
     device = torch.device(options.device)
     if device.type == "cuda":
@@ -318,8 +319,7 @@ def main() -> None:
             for stage, taken in lines.items():
                 print(f"    {stage:<42}{taken:>10.1f}")
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"machine": describe(), **found}, file, indent=1)
+        records.write(options.json, {"machine": describe(), **found})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ with copies that are kept (sfast_ext/weights/host_copies.py). The best of `--tim
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import records
 from sfast_ext.tools import bench
 from sfast_ext.tools.lib import machine
 from sfast_ext.weights.host_copies import HostCopies, move_to_gpu, sources_of
@@ -92,7 +92,7 @@ def main() -> int:
         rows.append({"model": options.model, **measure(unet, threads, options.times)})
         print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     if options.json:
-        options.json.write_text(json.dumps({**machine.describe(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        records.write(options.json, {**machine.describe(), "rows": rows})
     return 0
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import math
 import sys
 import time
@@ -25,6 +24,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from benchmarks import records
 from sfast_ext import Config, accelerate, environment
 from sfast_ext.call_signature import flatten_output
 from sfast_ext.runtime import verify
@@ -148,7 +148,7 @@ def main(given: Sequence[str] | None = None) -> int:
     ]  # fmt: skip
     print(table(head, cells))
     if options.json is not None:
-        options.json.write_text(json.dumps({**machine.describe(), "rows": found}, indent=1), encoding="utf-8")
+        records.write(options.json, {**machine.describe(), "rows": found})
     floor = {str(dtype).removeprefix("torch."): value for dtype, value in verify.FLOORS.items()}
     beyond = [r for r in found if r["ratio"] > verify.MAX_NOISE and r["error"] > floor[r["dtype"]]]
     return 1 if beyond else 0

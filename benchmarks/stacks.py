@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import records
 from benchmarks.unet.run import RESULTS, Case, case, file_for
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.bench import make_unet
@@ -180,7 +180,7 @@ def main(given: Sequence[str] | None = None) -> int:
     done: list[Row] = []
 
     def keep(rows: list[Row]) -> None:
-        file.write_text(json.dumps({**here, "rows": done + rows}, indent=1) + "\n", encoding="utf-8")
+        records.write(file, {**here, "rows": done + rows})
 
     met = True
     for each in wanted:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from sfast_ext import cache_folder
 from sfast_ext.report import Report, log, watched_stages
@@ -27,6 +28,21 @@ WORDS = {
 FIRST, LATER = "first", "later"
 """The first preparation of a process compiles and loads what later ones find ready, so their times are kept apart."""
 KINDS_KEPT = 32
+
+
+_shown: list[tuple[Any, str]] = []
+
+
+def show(holder: Any, name: str, text: str | None) -> None:
+    """Put a stage into the attribute of an object by which the program around us shows it. That changes while a forward
+    is recorded, and is no state of the forward, though its code may reach the object: see `is_shown`."""
+    _shown[:] = [(holder, name)]
+    setattr(holder, name, text)
+
+
+def is_shown(holder: Any, name: str) -> bool:
+    """Whether this attribute is the one that shows the stages; `holder` may also be the `__dict__` of its object."""
+    return any(name == each and (holder is by or holder is getattr(by, "__dict__", _shown)) for by, each in _shown)
 
 
 class Interrupted(Exception):

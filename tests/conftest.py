@@ -37,6 +37,7 @@ WEBUIS = (
     "SFAST_FORGE_OLD_DIR",
     "SFAST_REFORGE_DIR",
 )
+_BEGAN = pytest.StashKey[float]()
 _LEFT = pytest.StashKey[dict[str, int]]()
 _KEPT = 2 << 30
 """Bytes that a worker may keep on the GPU after a test: the others need the rest."""
@@ -64,6 +65,15 @@ def _prepare_process() -> None:
     torch.set_num_threads(1)
     # nor in processes that tests start; threads that spin while they wait double what those cost
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what would begin after `SFAST_TEST_SECONDS`, counted from the first test of the process."""
+    limit = os.environ.get("SFAST_TEST_SECONDS")
+    if limit:
+        since = time.monotonic() - item.config.stash.setdefault(_BEGAN, time.monotonic())
+        if since > float(limit):
+            pytest.skip(f"did not begin within {limit} s: make test runs it")
 
 
 def pytest_report_header() -> str:

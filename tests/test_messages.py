@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 # the command line sees to its own output
 FILES = [
@@ -16,12 +14,18 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_text_is_ascii(file):
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+def texts(tree: ast.Module) -> list[ast.Constant]:
+    """The constants of a file but for docstrings, which are for readers of the code."""
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    # docstrings, also those below a constant, are for readers of the code
     bodies = [node.body for node in ast.walk(tree) if isinstance(node, owners)]
     bare = {id(node.value) for body in bodies for node in body if isinstance(node, ast.Expr)}
-    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in bare]
-    assert [(n.lineno, n.value) for n in texts if isinstance(n.value, str) and not n.value.isascii()] == []
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in bare]
+
+
+def test_texts_are_ascii():
+    found = []
+    for file in FILES:
+        constants = texts(ast.parse(file.read_text(encoding="utf-8")))
+        values = [(node.lineno, node.value) for node in constants if isinstance(node.value, str)]
+        found += [f"{file.relative_to(ROOT)}:{line} {value!r}" for line, value in values if not value.isascii()]
+    assert not found, "\n".join(found)

@@ -1,50 +1,71 @@
-"""The list of mutations cannot rot: each source line is there once, each mutant is Python, each test exists."""
+"""The runner of `make mutations`, on files of its own. The list itself is checked by that command."""
 
 from __future__ import annotations
 
-import ast
-import functools
-from pathlib import Path
+import re
 
 import pytest
-from mutations import ROOT, Mutation, every
+from mutations import Mutation
 from mutations import __main__ as runner
 from mutations.__main__ import BROKEN, NOTICED, SURVIVED
 
-MUTATIONS = every()
 
-
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.file}: {m.what}")
-def test_it_can_be_made_and_its_tests_exist(mutation: Mutation) -> None:
-    assert ast.dump(ast.parse(mutation.mutated())) != _dumped(ROOT / "sfast_ext" / mutation.file)
-    assert mutation.tests
-    for test in mutation.tests:
-        file, _, name = test.partition("::")
-        assert name.partition("[")[0] in _functions(ROOT / "tests" / file)
-
-
-@functools.lru_cache(maxsize=None)
-def _dumped(file: Path) -> str:
-    return ast.dump(ast.parse(file.read_text(encoding="utf-8")))
-
-
-@functools.lru_cache(maxsize=None)
-def _functions(file: Path) -> frozenset[str]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return frozenset(f.name for f in tree.body if isinstance(f, ast.FunctionDef))
-
-
-def test_each_takes_away_something_else() -> None:
-    assert len(MUTATIONS) >= 40
-    assert len({m.what for m in MUTATIONS}) == len({(m.file, m.mutant, m.source) for m in MUTATIONS}) == len(MUTATIONS)
+def package(tmp_path, text: str):
+    (tmp_path / "sfast_ext").mkdir()
+    file = tmp_path / "sfast_ext" / "a.py"
+    file.write_text(text)
+    return file
 
 
 def test_a_source_that_is_gone_or_there_twice_is_told(tmp_path) -> None:
-    (tmp_path / "sfast_ext").mkdir()
-    (tmp_path / "sfast_ext" / "a.py").write_text("x = 1\nx = 1\n")
+    package(tmp_path, "x = 1\nx = 1\n")
     for source in ("x = 1", "y = 1"):
         with pytest.raises(ValueError, match="times"):
             Mutation("one", "a.py", source, "x = 2", ()).mutated(tmp_path)
+
+
+FORMATS = [
+    "if ready(a, b) and not c:\n    go()\n",
+    "if ready( a,b ) and not c:\n        go()\n",
+    "if (\n    ready(\n        a, b) and\n    not c\n):\n    go()\n",
+]
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_white_space_and_line_breaks_do_not_count(text, tmp_path) -> None:
+    package(tmp_path, text)
+    mutated = Mutation("one", "a.py", "ready(a, b) and not c", "True", ()).mutated(tmp_path)
+    assert "ready" not in mutated and mutated.count("True") == 1 and mutated.count("go()") == 1
+    compile(mutated, "a.py", "exec")
+
+
+def test_a_part_of_a_word_is_not_found(tmp_path) -> None:
+    package(tmp_path, "ready_too = already = 1\n")
+    with pytest.raises(ValueError, match="0 times"):
+        Mutation("one", "a.py", "ready", "x", ()).mutated(tmp_path)
+
+
+WRONG = [
+    (Mutation("one", "a.py", "y", "z", ("test_a.py::test_f",)), "0 times"),
+    (Mutation("one", "b.py", "y", "z", ("test_a.py::test_f",)), "b.py"),
+    (Mutation("one", "a.py", "x", "(", ("test_a.py::test_f",)), "never closed|invalid syntax|unexpected EOF"),
+    (Mutation("one", "a.py", "x", " x", ("test_a.py::test_f",)), "same program"),
+    (Mutation("one", "a.py", "x", "z", ("test_a.py::test_g[1]",)), "there is no test_a.py::test_g"),
+    (Mutation("one", "a.py", "x", "z", ()), "there is no no test"),
+]
+
+
+@pytest.mark.parametrize(("mutation", "said"), WRONG, ids=range(len(WRONG)))
+def test_what_is_wrong_with_the_list_is_told(mutation, said, tmp_path, monkeypatch) -> None:
+    package(tmp_path, "x = 1\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text("def test_f():\n    pass\n")
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setattr("mutations.ROOT", tmp_path)
+    monkeypatch.setattr(Mutation.mutated, "__defaults__", (tmp_path,))
+    (found,) = runner.misfits([mutation])
+    assert re.search(said, found)
+    assert runner.misfits([Mutation("one", "a.py", "x", "z", ("test_a.py::test_f[a]",))]) == []
 
 
 FOUND = [(0, SURVIVED), (1, NOTICED), (None, NOTICED), (2, BROKEN), (5, BROKEN)]
@@ -52,9 +73,7 @@ FOUND = [(0, SURVIVED), (1, NOTICED), (None, NOTICED), (2, BROKEN), (5, BROKEN)]
 
 @pytest.mark.parametrize(("status", "expected"), FOUND)
 def test_what_becomes_of_a_mutation_is_told_and_the_file_is_as_before(status, expected, tmp_path, monkeypatch) -> None:
-    (tmp_path / "sfast_ext").mkdir()
-    file = tmp_path / "sfast_ext" / "a.py"
-    file.write_text("x = 1\n")
+    file = package(tmp_path, "x = 1\n")
     found = []
 
     def tests_pass(root, tests):

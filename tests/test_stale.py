@@ -175,9 +175,12 @@ def test_a_plan_of_one_device_does_not_run_on_another(monkeypatch: pytest.Monkey
         acc.release()
 
 
-def test_a_forward_that_takes_the_modules_place_ends_its_plans() -> None:
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_forward_that_takes_the_modules_place_ends_its_plans(announced: bool) -> None:
     net, x = Net().eval(), torch.randn(3, 4)
     acc = accelerate(net, CPU)
+    if announced:
+        acc.new_generation()
     for _ in range(2):
         close(net(x), Net.forward(net, x))
     assert acc.report.counter("eager_runs") == 1
@@ -187,6 +190,7 @@ def test_a_forward_that_takes_the_modules_place_ends_its_plans() -> None:
 
     net.forward = tripled  # type: ignore[method-assign]
     acc.install()
+    assert not acc.plans
     for _ in range(2):
         close(net(x), tripled(x))
     assert acc.report.counter("captures") == 2 and acc.report.counter("eager_runs") == 2

@@ -1,17 +1,17 @@
-"""python -m benchmarks.cards: what cards can reach at best, into docs/cards.md and benchmarks/results/cards.json.
+"""python -m benchmarks.cards: what cards can reach at best, into docs/generated/cards.md and results/cards.json.
 
 Needs no GPU: plans are captured without memory, and kernels compiled by NVRTC.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import records
 from benchmarks.cards import least, loops, page
 from benchmarks.cards.published import CARDS
 from sfast_ext.kernels.attention import mma_attention
@@ -87,7 +87,7 @@ def main() -> int:
             row for capability in sorted({card.capability for card in CARDS.values()}) for row in kernels(capability)
         ],
     }
-    RESULTS.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    records.write(RESULTS, result)
     page.write(result)
     return 0
 

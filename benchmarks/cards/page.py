@@ -1,4 +1,4 @@
-"""docs/cards.md: tables between marks; the words around them are kept."""
+"""docs/generated/cards.md: tables between marks; the words around them are kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks import marks
 from benchmarks.cards.published import CARDS
 
-PAGE = Path(__file__).parents[2] / "docs" / "cards.md"
+PAGE = Path(__file__).parents[2] / "docs" / "generated" / "cards.md"
 BEGIN, END = "<!-- cards: begin -->", "<!-- cards: end -->"
 MODELS = {"sd15": "SD 1.5", "sdxl": "SDXL"}
 

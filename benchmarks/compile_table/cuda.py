@@ -1,4 +1,4 @@
-"""Compiles the kernels in CUDA C++ for any card by each NVRTC, for cards that need not be there: docs/cuda.md.
+"""Compiles the kernels in CUDA C++ for any card by each NVRTC, without that card: docs/generated/cuda.md.
 
 python -m benchmarks.compile_table.cuda                    # every NVRTC
 python -m benchmarks.compile_table.cuda --nvrtc 12.1.105   # results of others stay as they are
@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks import marks
+from benchmarks import marks, records
 from benchmarks.compile_table import launches
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import mma_attention
@@ -35,7 +35,7 @@ from sfast_ext.kernels.backend.nvrtc_library import Nvrtc
 from sfast_ext.kernels.linear import mma_gemm, mma_tiles
 
 ROOT = Path(__file__).parents[2]
-RESULTS, PAGE = ROOT / "benchmarks" / "results" / "cuda-compile.json", ROOT / "docs" / "cuda.md"
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "cuda-compile.json", ROOT / "docs" / "generated" / "cuda.md"
 BEGIN, END = "<!-- compiled: begin -->", "<!-- compiled: end -->"
 PACKAGES = {
     "12.1.105": "nvidia-cuda-nvrtc-cu12",
@@ -283,7 +283,7 @@ def main(given: Sequence[str] | None = None) -> int:
         subprocess.run([sys.executable, "-m", "benchmarks.compile_table.cuda", *child], check=True, cwd=ROOT)
         results[version] = json.loads(out.read_text(encoding="utf-8"))
         results = {name: results[name] for name in PACKAGES if name in results}
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        records.write(RESULTS, results)
         write_page(results)
         print(f"NVRTC {version}: done", flush=True)
     crowded = [

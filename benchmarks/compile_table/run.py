@@ -1,4 +1,4 @@
-"""Compiles what UNets launch by each Triton, for cards that need not be there: docs/triton.md.
+"""Compiles what UNets launch by each Triton, for cards that need not be there: docs/generated/triton.md.
 
 python -m benchmarks.compile_table                                      # every version, size and dtype
 python -m benchmarks.compile_table --triton 2.1.0 --dtype float16       # results of others stay as they are
@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import marks
+from benchmarks import marks, records
 from benchmarks.compile_table import compiler as triton_compiler
 from sfast_ext.kernels.backend import triton_versions
 
 ROOT = Path(__file__).parents[2]
-RESULTS, PAGE = ROOT / "benchmarks" / "results" / "triton-compile.json", ROOT / "docs" / "triton.md"
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "triton-compile.json", ROOT / "docs" / "generated" / "triton.md"
 BEGIN, END = "<!-- compiled: begin -->", "<!-- compiled: end -->"
 # and the torch that brings it
 VERSIONS = {
@@ -218,7 +218,7 @@ def main(given: Sequence[str] | None = None) -> int:
         entry["dtypes"] |= child(version, folder, wanted)
         entry["cases"] |= dict.fromkeys(dtypes, cases)
         results = {name: results[name] for name in VERSIONS if name in results}
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        records.write(RESULTS, results)
         write_page(results)
         print(f"Triton {version}: done", flush=True)
     missing = nothing_compiled({version: entry["dtypes"] for version, entry in results.items()})

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import records
 from benchmarks.fuzz.preview import Preview
 from benchmarks.fuzz.stress import LEAST_EFFECT, MB, SLACK_MB
 from sfast_ext import Config, accelerate
@@ -392,7 +393,7 @@ def main(given: Sequence[str] | None = None) -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         head = {**machine.describe(), "model": args.model, "device": args.device, "config": vars(soak.config)}
         result = {**head, "seed": args.seed, "summary": found, "faults": faults, "timeline": soak.timeline}
-        args.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        records.write(args.json, result)
     return 1 if faults else 0
 
 

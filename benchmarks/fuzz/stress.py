@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import records
 from sfast_ext import Config, accelerate
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import changes, machine, models
@@ -272,7 +273,7 @@ def main(given: Sequence[str] | None = None) -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         head = {**machine.describe(), "model": args.model, "tiny": args.tiny, "config": vars(stress.config)}
         result = {**head, "weights": weights, "summary": found, "faults": wrong, "events": stress.events}
-        args.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        records.write(args.json, result)
     return 1 if wrong else 0
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import records
 from benchmarks.kernels.cases import CASES, Case, cases
 from sfast_ext.kernels.group_norm import group_norm, one_pass
 from sfast_ext.kernels.pointwise import bias_add, geglu, layer_norm
@@ -175,7 +176,7 @@ def write(out: Path | None, result: dict[str, Any]) -> None:
     """Put the rows where they are wanted; after each, as a run may not come to its end."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        records.write(out, result)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""benchmarks/profile/profile.md: tables between marks for each profile; the words around them are kept."""
+"""docs/generated/profile.md: tables between marks for each profile; the words around them are kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks import marks
 from sfast_ext.tools.lib import ways
 
-PAGE = Path(__file__).with_name("profile.md")
+PAGE = Path(__file__).parents[2] / "docs" / "generated" / "profile.md"
 INTRODUCTION = """# Where the time of one UNet call goes
 
 One replay of a plan's CUDA graph, measured by `python -m benchmarks.profile`.

@@ -3,7 +3,7 @@
     python -m benchmarks.profile --model sd15 --size 512x512 --json benchmarks/results/profile-sd15.json
     python -m benchmarks.profile --model sdxl --size 1024x1024 --json benchmarks/results/profile-sdxl.json
     python -m benchmarks.profile --as sm_89 --without triton    # the plan of a GeForce
-    python -m benchmarks.profile --page benchmarks/results/profile-*.json     # writes benchmarks/profile/profile.md
+    python -m benchmarks.profile --page benchmarks/results/profile-*.json     # writes docs/generated/profile.md
 
 Which kernel belongs to which node of the rewritten graph is seen in a run node by node; how long it takes, in replays
 of the CUDA graph, where the same kernels run in the same order, one after another. Where they begin before the one in
@@ -27,6 +27,7 @@ import torch
 from torch import fx
 from torch.profiler import record_function
 
+from benchmarks import records
 from benchmarks.profile import page as profile_page
 from benchmarks.profile.kinds import ARITHMETIC, KINDS, Cost, cost
 from sfast_ext import cli
@@ -323,7 +324,7 @@ def main(given: Sequence[str] | None = None) -> int:
     cli.add_stack(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the profile there")
     parser.add_argument(
-        "--page", type=Path, nargs="+", metavar="FILE", help="write benchmarks/profile/profile.md from these"
+        "--page", type=Path, nargs="+", metavar="FILE", help="write docs/generated/profile.md from these"
     )
     args = parser.parse_args(given)
     if args.page:
@@ -341,6 +342,6 @@ def main(given: Sequence[str] | None = None) -> int:
         return 1
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        records.write(args.json, found)
     print(profile_page.section(found))
     return 0

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks import records
 from benchmarks.small_cards import life, table
 from benchmarks.small_cards.card import small_card
 from benchmarks.small_cards.hosts import A1111_MODES, MODES, open_host
@@ -198,7 +199,7 @@ def measure(
                 row["commit"] = result["commit"]
                 result["rows"].append(row)
                 written = {**result, "rows": joined(before, result["rows"])}
-                file.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+                records.write(file, written)
             if "missing" not in result["rows"][-1]:
                 print(table.words(*result["rows"][-2:]), flush=True)
 

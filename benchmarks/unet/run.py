@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import records
 from sfast_ext import cli
 from sfast_ext.tools import bench
 from sfast_ext.tools.lib import machine, models
@@ -167,7 +168,7 @@ def read(file: Path) -> dict[str, Any] | None:
 def write(file: Path, result: dict[str, Any]) -> None:
     """Put results into a file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    records.write(file, result)
 
 
 def _merge_files(files: Sequence[Path], into: Path | None, ours: Way) -> int:

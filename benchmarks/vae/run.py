@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import sys
 import time
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from benchmarks import records
 from sfast_ext import Config, accelerate, cli
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.runtime.verify import relative_error
@@ -319,7 +319,7 @@ def main(given: Sequence[str] | None = None) -> int:
         if args.json is not None:
             # as soon as they are there: what was measured is kept if the rest does not come to its end
             args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps({**head, "rows": rows}, indent=1, ensure_ascii=False), encoding="utf-8")
+            records.write(args.json, {**head, "rows": rows})
     missing = any("failed" in row or "remark" in row for row in rows)
     if missing:
         print("something failed, see above", file=sys.stderr)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import sys
@@ -29,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks import records
 from benchmarks.webui import breakdown
 from benchmarks.webui.hosts import HOSTS, LARGE, WAYS, Host
 from sfast_ext import cli
@@ -101,7 +101,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for size in options.sizes:
                 rows += pictures(host, webuis, options, kind, *size)
                 if options.json:
-                    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                    records.write(options.json, found)
     return found
 
 

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from sfast_ext.behaviour.quick_check import content_of
 from sfast_ext.capture import counters
 from sfast_ext.capture.reachable import Reachable, Where, words
+from sfast_ext.preparation import is_shown
 
 _absent: Any = object()
 # nesting to which new values are compared with old ones
@@ -141,6 +142,7 @@ class State(Reachable):
         for where, holder, now, was, theirs in self._namespaces:
             if not _same(now, was):
                 names = [n for n in {**now, **was} if now.get(n, _absent) is not was.get(n, _absent)]
+                names = [n for n in names if not is_shown(holder, n)]
                 module = isinstance(holder, nn.Module)
                 for name in names:
                     a, b = now.get(name, _absent), was.get(name, _absent)
@@ -163,11 +165,11 @@ class State(Reachable):
                 yield where, _Undo(_set_cell, cell, was, now=now), not _equal(now, was), theirs
         for where, home, name, was in self._names:
             now = home.get(name, _absent)
-            if now is not was:
+            if now is not was and not is_shown(home, name):
                 yield where, _Undo(_set_item, home, name, was, now=now), not _equal(now, was), True
         for where, holder, name, was, theirs in self._slots:
             now = getattr(holder, name, _absent)
-            if now is not was:
+            if now is not was and not is_shown(holder, name):
                 yield where, _Undo(_set_attribute, holder, name, was, now=now), not _equal(now, was), theirs
         for kind, before in self._classes:
             attributes = vars(kind)

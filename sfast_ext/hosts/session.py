@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
-from sfast_ext import environment
+from sfast_ext import environment, preparation
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.config import Config
 from sfast_ext.hosts import parallel_png, webui_probes, xyz
@@ -320,7 +320,7 @@ class Session:
 
         state = getattr(shared, "state", None)
         if state is not None and hasattr(state, "textinfo"):
-            state.textinfo = stage
+            preparation.show(state, "textinfo", stage)
 
     def api_is_on(self) -> bool:
         """Whether the host's own API answers."""

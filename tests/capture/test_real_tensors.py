@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext.call_signature import flatten_call
+from sfast_ext.capture import real_tensors
 from sfast_ext.capture.capture import CaptureRefused, capture
 from sfast_ext.capture.live_trace import SUPPORTED, LiveTrace
 from sfast_ext.weights.arena import WeightArena
@@ -229,6 +230,12 @@ def test_nothing_is_written_to_a_real_tensor(name):
     assert all(torch.equal(value, values[key]) for key, value in module.state_dict().items())
     assert OUTSIDE == 3.0 and module.held == 3.0 and type(module.held) is torch.Tensor
     assert not isinstance(module.gate, FakeTensor)
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_nothing_is_written_to_one_on_a_torch_that_hides_its_recording_mode(name, monkeypatch):
+    monkeypatch.setattr(real_tensors, "_get_dispatch_mode_pre_dispatch", None)
+    test_nothing_is_written_to_a_real_tensor(name)
 
 
 @pytest.mark.parametrize("name", REPLACED_DATA)

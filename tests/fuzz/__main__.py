@@ -17,6 +17,7 @@ import pytest
 import torch
 from pretended_card import pretended_card
 
+from benchmarks import records
 from benchmarks.fuzz.preview import Preview
 from benchmarks.fuzz.stress import MB, SLACK_MB
 from fuzz import ground, machine, own_products
@@ -33,6 +34,8 @@ GROUNDS = {on.name: on for on in (ground.CPU, ground.PRETENDED)}
 COUNTERS = ("captures", "graph_captures", "evictions", "out_of_memory", "replays", "eager_runs", "fallbacks", "errors")
 # a library's workspaces come with the first models; growth after so many is ours
 LEAST_MODELS = 5
+MOST_RAISED = 0.05
+"""Of all calls: the share that may raise, as the original does."""
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -87,7 +90,7 @@ class Soak:
             self.counters["previews"] += beside.pictures
             self.faults += [f"seed {seed}: {fault}" for fault in beside.faults]
         self.kinds.update(name for name, _ in events)
-        self.counters.update(models=1, calls=w.calls, plan_runs=w.plan_runs)
+        self.counters.update(models=1, calls=w.calls, plan_runs=w.plan_runs, raised=w.raised)
         self.counters.update({name: w.counter(name) for name in COUNTERS})
         w.forget()
         if self.real:
@@ -101,6 +104,13 @@ class Soak:
         if half < LEAST_MODELS or max(used[half:]) <= max(used[:half]) + SLACK_MB:
             return None
         return f"GPU memory went on growing: {max(used[:half]):.0f} MB, then {max(used[half:]):.0f} MB"
+
+    def raising(self) -> str | None:
+        """What is wrong with the events, if the original raises too often: such calls compare nothing."""
+        raised, calls = self.counters["raised"], self.counters["calls"]
+        if raised <= MOST_RAISED * calls:
+            return None
+        return f"{raised} of {calls} calls raised, with and without the accelerator: this tests nothing"
 
     def result(self) -> dict[str, Any]:
         """What JSON says of it."""
@@ -122,7 +132,7 @@ def write(file: Path | None, result: dict[str, Any]) -> None:
     """The result, where one is asked for."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        records.write(file, result)
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -145,7 +155,7 @@ def main(given: Sequence[str] | None = None) -> int:
             soak.described["as"] = card(options.capability)
             soak.chosen = stack.enter_context(own_products.everywhere(options.capability))
         play(soak, options)
-    soak.faults += filter(None, [soak.grown()])
+    soak.faults += filter(None, [soak.grown(), soak.raising()])
     result = soak.result()
     write(options.json, result)
     print(json.dumps({k: v for k, v in result.items() if k not in ("events_by_kind", "memory")}, indent=1))

@@ -188,11 +188,16 @@ TRANSFORMS: dict[str, tuple[Call, int]] = {
     "export": (_export, 1), "compile": (_compiled, 1), "a subclass of Tensor": (_subclass, 3),
 }  # fmt: skip
 """What is done with a call, and how often of so many times."""
+_FORWARD_AD = ("a dual tensor", "jvp")
+_DISPATCHES = frozenset(name for name in STATES if "dispatch mode" in name or name == "a counter of operations")
 
 
 def transformed(w: World, rng: random.Random) -> None:
     """One call is traced, exported, mapped or derived."""
     name = rng.choice([name for name, (_, times) in TRANSFORMS.items() for _ in range(times)])
+    if name in _FORWARD_AD and _DISPATCHES & w.states.keys():
+        # torch 2.13 reads at address 0 there: the derivative of `baddbmm` by a `beta` other than 1, without us as well
+        return
     transform(w, name)
 
 

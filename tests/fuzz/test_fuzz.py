@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from pretended_card import pretended_card
 
 from fuzz import __main__ as soak
-from fuzz import machine, own_products
+from fuzz import machine, own_products, state_events
 from fuzz.compare import Wrong
 from fuzz.world import World
 from sfast_ext.behaviour import reader, surroundings
@@ -137,6 +137,92 @@ def test_an_attention_that_a_plan_does_not_follow_is_found(monkeypatch):
                 machine.play(w, "attention_switched", seed)
     finally:
         w.undo()
+
+
+def raising(w, text: str = "no such size", *, of_ours: Exception | None = None):
+    """Forwards that raise from now on; `of_ours` is what the accelerated model raises instead."""
+
+    def put(m):
+        def raises(*args, **kwargs):
+            raise of_ours if of_ours is not None and m is w.subject.conv_in else ValueError(text)
+
+        m.forward = raises
+
+    for model in (w.subject, w.twin):
+        put(model.conv_in)
+
+
+def test_an_original_that_raises_is_no_fault_of_a_model_that_raises_the_same():
+    w = World("small", 4)
+    machine.play(w, "another_call", 0)
+    runs, calls = w.plan_runs, w.calls
+    raising(w)
+    machine.play(w, "another_call", 1)
+    assert w.raised == w.calls - calls >= 2 and w.plan_runs == runs
+    # the calls before were compared
+    w.calls += 100
+    for model in (w.subject, w.twin):
+        del model.conv_in.forward
+    machine.play(w, "another_call", 2)
+    assert w.plan_runs > runs
+    machine.finish(w)
+
+
+@pytest.mark.parametrize("of_ours", [ValueError("another text"), TypeError("no such size"), KeyError("sample")])
+def test_a_model_that_raises_something_else_is_found(of_ours):
+    w = World("small", 4)
+    raising(w, of_ours=of_ours)
+    with pytest.raises(Wrong, match="the original gives ValueError"):
+        machine.play(w, "another_call", 0)
+    w.undo()
+
+
+def test_a_model_that_raises_alone_is_found(monkeypatch):
+    w = World("small", 4)
+    ours, theirs = w.call_both()
+    for one, other in ((ValueError("no such size"), theirs), (ours, ValueError("no such size"))):
+        monkeypatch.setattr(w, "call_both", lambda one=one, other=other: (one, other))
+        with pytest.raises(Wrong, match="no such size"):
+            machine.play(w, "another_call", 0)
+    w.undo()
+
+
+def test_events_whose_calls_mostly_raise_test_nothing(monkeypatch, tmp_path):
+    w = World("small", 4)
+    raising(w)
+    machine.play(w, "another_call", 0)
+    with pytest.raises(Wrong, match="this tests nothing"):
+        machine.finish(w)
+
+    def none_fits(w, rng):
+        raising(w)
+
+    def all_fit(w, rng):
+        for model in (w.subject, w.twin):
+            del model.conv_in.forward
+
+    monkeypatch.setitem(machine.BY_NAME, "mode", none_fits)
+    monkeypatch.setitem(machine.BY_NAME, "switched", all_fit)
+    file = tmp_path / "soak.json"
+    events = [*["another_call:1"] * 4, "mode:2", "another_call:3", "switched:4"]
+    assert soak.main(["--json", str(file), "--play", "small:7", *events]) == 1
+    result = json.loads(file.read_text())
+    (fault,) = result["faults"]
+    assert "this tests nothing" in fault and 0 < result["raised"] < result["calls"] / 2
+
+
+@pytest.mark.parametrize("state", ["no inference mode", None])
+@pytest.mark.parametrize("mode", ["no_grad", "inference", "autocast", "gradients"])
+def test_weights_are_merged_under_inference_mode_only_if_calls_bear_it(mode, state):
+    w = World("small", 2)
+    w.mode = mode
+    if state is not None:
+        w.states[state] = lambda: state_events.STATES[state](1.0)
+    before = dict(w.twin.named_parameters())
+    machine.play(w, "merged_under_inference_mode", 3572734190)
+    merged = any(p is not before[name] for name, p in w.twin.named_parameters())
+    assert merged == (state is None and mode != "gradients") and not w.raised
+    machine.finish(w)
 
 
 STOCK = surroundings.look()

@@ -170,6 +170,25 @@ def test_each_transform_of_a_call(name):
     machine.finish(w)
 
 
+@pytest.mark.parametrize(
+    ("state", "played"),
+    [
+        ("a dispatch mode that watches", False), ("a counter of operations", False), ("another default dtype", True),
+        (None, True),
+    ],
+)  # fmt: skip
+def test_no_forward_ad_within_a_dispatch_mode(monkeypatch, state, played):
+    names = []
+    monkeypatch.setattr(state_events, "transform", lambda w, name: names.append(name))
+    pair = Pair()
+    if state is not None:
+        pair.states[state] = lambda: STATES[state](1.0)
+    for seed in range(100):
+        state_events.transformed(pair, random.Random(seed))
+    assert (set(names) >= {"jvp", "a dual tensor"}) == played
+    assert set(names) >= {"vmap", "grad", "make_fx"}
+
+
 @pytest.mark.parametrize("by_argument", [False, True])
 @pytest.mark.parametrize("around", ["list", "dataclass with slots"])
 @pytest.mark.parametrize("kind", ["float", "np.int64", "array of NumPy", "Decimal", "set"])

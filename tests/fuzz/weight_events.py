@@ -68,7 +68,8 @@ def lora_replaced(w: World, rng: random.Random) -> None:
 
 def merged_under_inference_mode(w: World, rng: random.Random) -> None:
     """Weights that are inference tensors, for some calls; other events write to weights, which these do not bear."""
-    if w.mode == "gradients":
+    if w.gradients():
+        # autograd saves no inference tensor: the original would raise
         return
     paths, seed = _some(w, rng), rng.getrandbits(32)
     trained = [w.twin.get_parameter(path).requires_grad for path in paths]

@@ -83,6 +83,8 @@ class World:
         """The events so far, as they are played again."""
         self.plan_runs = 0
         self.calls = 0
+        self.raised = 0
+        """Calls that raised, of the model and of its twin alike."""
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.reports: list[Any] = []
         self.acc: Accelerator
@@ -141,12 +143,12 @@ class World:
         if self.request in self.requests:
             self.requests.remove(self.request)
         self.requests = [*self.requests, replace(self.request)][-REMEMBERED:]
-        before = self.acc.report.as_dict()
+        before, raised = self.acc.report.as_dict(), self.raised
         self._call()
         if self._call() or not self.is_calm():
             return
         # numbers that the forward looks at cost a second capture
-        if self._call() or self._call() or self._call():
+        if self._call() or self._call() or self._call() or self.raised > raised:
             return
         after = self.acc.report.as_dict()
         reasons = [r for r, n in after["reasons_since_start"].items() if n > before["reasons_since_start"].get(r, 0)]
@@ -190,21 +192,21 @@ class World:
         if self.acc.installed():
             raise Wrong("the forward was not given back")
         compare_modules(self.subject, self.twin, free_layouts=self.laid_out)
-        ours, theirs = self.call_both()
-        if not isinstance(theirs, Exception):
-            # what was kept of earlier results is as near as those were
-            self.compare(ours, theirs, untouched=not self.watched)
+        # what was kept of earlier results is as near as those were
+        self.compare(*self.call_both(), untouched=not self.watched)
 
     def finish(self) -> None:
         """The end: a release, and all patches taken off.
 
         Raises:
-            Wrong: see `release`.
+            Wrong: see `release`; or most calls raised, and nothing was compared.
         """
         try:
             self.release()
         finally:
             self.undo()
+        if self.raised > self.calls / 2:
+            raise Wrong(f"{self.raised} of {self.calls} calls raised: this tests nothing")
 
     def undo(self) -> None:
         """Take off what would outlive the models: patches of classes, failures."""
@@ -239,11 +241,18 @@ class World:
     def compare(self, ours: Any, theirs: Any, *, untouched: bool = False) -> None:
         """Hold two results against each other; `untouched` where no accelerator had a part in ours.
 
+        An original that raises makes no fault of the same exception.
+
         Raises:
             Wrong: they differ, or an earlier result was written to.
         """
+        if isinstance(theirs, Exception):
+            if type(ours) is not type(theirs) or str(ours) != str(theirs):
+                raise Wrong(f"the original gives {theirs!r}, accelerated {ours!r}")
+            self.raised += 1
+            return
         if isinstance(ours, Exception):
-            raise Wrong("a call failed that would not have without us") from ours
+            raise Wrong(f"a call failed that would not have without us: {ours!r}") from ours
         (tree, mine), (expected_tree, expected) = flatten_output(ours), flatten_output(theirs)
         if tree != expected_tree:
             raise Wrong(f"the result is {tree}, not {expected_tree}")
@@ -263,6 +272,11 @@ class World:
                 raise Wrong("the result of an earlier call was written to")
         if self.mode != "inference":
             self.kept = [*self.kept, *((o.detach(), o.detach().clone()) for o in mine)][-KEPT:]
+
+    def gradients(self) -> bool:
+        """Whether calls are tracked for gradients: by their kind, or by a state that they are made in."""
+        with self.calling():
+            return torch.is_grad_enabled()
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -287,8 +301,6 @@ class World:
         runs, errors = self._runs(), self.acc.report.counter("errors")
         ours, theirs = self.call_both()
         self.calls += 1
-        if isinstance(theirs, Exception) or isinstance(ours, Exception):
-            raise Wrong(f"the original gives {theirs!r}, accelerated {ours!r}")
         if self.acc.report.counter("errors") != errors and not self.faults and not health.all_down(self.ground.device):
             raise Wrong(f"an error of ours: {self.acc.report.as_dict()['last_error']['traceback']}")
         if self.wrongs:

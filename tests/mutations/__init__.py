@@ -3,14 +3,17 @@ notice."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+_TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
 class Mutation(NamedTuple):
-    """`source` is what stands once in `sfast_ext/{file}`; `mutant` is to be put in its place."""
+    """`source` is what stands once in `sfast_ext/{file}`, compared token by token, so that white space does not count.
+    `mutant` is to be put in its place."""
 
     what: str
     file: str
@@ -25,9 +28,20 @@ class Mutation(NamedTuple):
             ValueError: the source is not there exactly once.
         """
         text = (root / "sfast_ext" / self.file).read_text(encoding="utf-8")
-        if text.count(self.source) != 1:
-            raise ValueError(f"{self.file} has {text.count(self.source)} times {self.source!r}")
-        return text.replace(self.source, self.mutant)
+        spans = _spans(text, self.source)
+        if len(spans) != 1:
+            raise ValueError(f"{self.file} has {len(spans)} times {self.source!r}")
+        start, end = spans[0]
+        return text[:start] + self.mutant.strip() + text[end:]
+
+
+def _spans(text: str, source: str) -> list[tuple[int, int]]:
+    """Where the tokens of `source` stand in `text`, one after the other."""
+    wanted = _TOKEN.findall(source)
+    found = list(_TOKEN.finditer(text))
+    words = [match.group() for match in found]
+    starts = [i for i, word in enumerate(words) if word == wanted[0] and words[i : i + len(wanted)] == wanted]
+    return [(found[i].start(), found[i + len(wanted) - 1].end()) for i in starts]
 
 
 def every() -> list[Mutation]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
+import functools
 import importlib
 import multiprocessing
 import os
@@ -51,7 +53,7 @@ def _run(root: Path, tests: Sequence[str], said: Path) -> None:
 
 
 def tests_pass(root: Path, tests: Sequence[str], limit_s: float | None = LIMIT_S) -> tuple[int | None, str]:
-    """The exit status of pytest, None where it took too long, and what it said."""
+    """The exit status of pytest, None if it took too long, and what it said."""
     said = root / "said.txt"
     process = multiprocessing.get_context("fork").Process(target=_run, args=(root, tests, said))
     process.start()
@@ -61,6 +63,39 @@ def tests_pass(root: Path, tests: Sequence[str], limit_s: float | None = LIMIT_S
         process.kill()
         process.join()
     return status, said.read_text(encoding="utf-8") if said.exists() else ""
+
+
+def misfits(mutations: Sequence[Mutation]) -> list[str]:
+    """What is wrong with the list itself: a source that is not there once, a mutant that is no Python or changes
+    nothing, a test that does not exist."""
+    found = []
+    for mutation in mutations:
+        where = f"{mutation.file}: {mutation.what}"
+        try:
+            changed = ast.dump(ast.parse(mutation.mutated())) != _dumped(ROOT / "sfast_ext" / mutation.file)
+        except (OSError, ValueError, SyntaxError) as exc:
+            found.append(f"{where}: {exc}")
+            continue
+        if not changed:
+            found.append(f"{where}: the mutant is the same program")
+        for test in mutation.tests or ("no test",):
+            file, _, name = test.partition("::")
+            if name.partition("[")[0] not in _functions(ROOT / "tests" / file):
+                found.append(f"{where}: there is no {test}")
+    return found
+
+
+@functools.lru_cache(maxsize=None)
+def _dumped(file: Path) -> str:
+    return ast.dump(ast.parse(file.read_text(encoding="utf-8")))
+
+
+@functools.lru_cache(maxsize=None)
+def _functions(file: Path) -> frozenset[str]:
+    if not file.is_file():
+        return frozenset()
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return frozenset(f.name for f in tree.body if isinstance(f, ast.FunctionDef))
 
 
 def prepare() -> None:
@@ -88,12 +123,17 @@ def verdict(root: Path, mutation: Mutation) -> tuple[str, str]:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """1 where a mutation survives."""
+    """1 if a mutation survives."""
     parser = argparse.ArgumentParser(prog="mutations", description=__doc__)
     parser.add_argument("--only", metavar="WORDS", default="", help="those with these words in what they take away")
+    parser.add_argument("--list", action="store_true", help="check the list itself, run nothing")
     parser.add_argument("--trust", action="store_true", help="do not run the tests without a mutation first")
     options = parser.parse_args(given)
     chosen = [m for m in every() if options.only in f"{m.file}: {m.what}"]
+    wrong = misfits(chosen)
+    if wrong or options.list:
+        print("\n".join([*wrong, f"{len(chosen)} mutations, {len(wrong)} misfits"]))
+        return 1 if wrong else 0
     prepare()
     left: list[str] = []
     started = time.perf_counter()

@@ -11,6 +11,8 @@ _LATE = ("behaviour/test_fingerprint.py::test_within_a_generation_a_late_patch_i
 _AHEAD = ("test_speculation.py::test_a_change_before_any_call_is_in_its_result",)
 _CALLED = ("behaviour/test_fingerprint.py::test_what_the_methods_of_a_class_call_is_read",)
 _SEEN = "behaviour/test_reach.py::test_it_is_seen_at_the_very_next_call"
+_VOUCHED = "behaviour/test_vouched.py::test_what_a_wrapper_reads_is_seen_at_the_next_call"
+_COMPOSED = "behaviour/test_vouched.py::test_an_attribute_under_a_composed_name_is_read"
 _TORCHS = "behaviour/test_reach.py::test_what_torchs_code_reaches_is_seen_at_each_call"
 _REPLACED = (
     "behaviour/test_surroundings.py::test_while_a_function_is_replaced_the_original_runs_and_no_plan_is_made_or_lost",
@@ -251,11 +253,11 @@ BEHAVIOUR = [
     Mutation(
         "names in modules and classes since a reading", "behaviour/quick_check.py",
         "and self._found.unchanged()\n", "\n",
-        (f"{_SEEN}[a number in the module of a helper's helper]", f"{_SEEN}[a number of its class]"),
+        (f"{_VOUCHED}[a number in the module of a helper's helper]",),
     ),
     Mutation(
         "methods that classes are given since a reading", "behaviour/quick_check.py",
-        "return list(map(len, self._classes)) == self._sizes and self.unchanged", "return self.unchanged",
+        "list(map(len, self._classes)) == self._sizes and", "",
         (f"{_TORCHS}[by a call of one class]",),
     ),
     Mutation(
@@ -276,7 +278,7 @@ BEHAVIOUR = [
     Mutation(
         "what a processor's class reads", "behaviour/reader.py",
         "self.called.append((*self.place, type(value)))", "pass",
-        (f"{_SEEN}[a number of its class]",),
+        (f"{_COMPOSED}[a number of its class]",),
     ),
     Mutation(
         "what a function among the attributes holds", "behaviour/reader.py",
@@ -286,27 +288,27 @@ BEHAVIOUR = [
     Mutation(
         "what a processor's processor holds", "behaviour/reader.py",
         "if depth <= 1 and isinstance(settings, dict)", "if depth == 0 and isinstance(settings, dict)",
-        (f"{_SEEN}[a number of what the processor calls]",),
+        (f"{_COMPOSED}[a number of what it calls]",),
     ),
     Mutation(
         "functions that a method's functions call", "behaviour/foreign_code.py",
         "if isinstance(found, FunctionType) and depth < _DEEPEST and", "if False and",
-        (f"{_SEEN}[a number in the module of a helper's helper]",),
+        (f"{_VOUCHED}[a number in the module of a helper's helper]",),
     ),
     Mutation(
         "containers in a method's module", "behaviour/foreign_code.py",
         "isinstance(value, PLAIN) or _of_plain(value))", "isinstance(value, PLAIN))",
-        (f"{_SEEN}[a dictionary in the module of the processor's class]",),
+        (f"{_VOUCHED}[a dictionary in its module]",),
     ),
     Mutation(
         "numbers in another module of the package", "behaviour/foreign_code.py",
         "if isinstance(found, ModuleType) and package(found.__name__) == own:", "if False:",
-        (f"{_SEEN}[a number in another module of the package]",),
+        (f"{_VOUCHED}[a number in another module of the package]",),
     ),
     Mutation(
         "plain values of classes", "behaviour/foreign_code.py",
         'elif isinstance(value, PLAIN) and not name.startswith("__"):', "elif False:",
-        (f"{_SEEN}[a number of its class]",),
+        ("behaviour/test_vouched.py::test_a_number_of_a_class_under_a_composed_name_is_read_once_a_generation",),
     ),
     Mutation(
         "names that are strings elsewhere", "behaviour/reach.py",
@@ -315,11 +317,6 @@ BEHAVIOUR = [
         "if isinstance(value, (str, frozenset, set)):\n            self._waiting += _strings(value)\n"
         "        elif isinstance(value, (tuple, list, dict)):\n",
         (f"{_SEEN}[an attribute that is read by a name elsewhere]",),
-    ),
-    Mutation(
-        "names in properties", "behaviour/reach.py",
-        "if isinstance(value, property):", "if False:",
-        (f"{_SEEN}[an attribute that a property reads]",),
     ),
     Mutation(
         "what torch's own functions call", "behaviour/surroundings.py",

@@ -52,7 +52,7 @@ MUTATIONS = [
         "capture/fake_trace.py",
         "                self.real.write(func, args, kwargs)",
         "                pass",
-        _WRITTEN,
+        ("capture/test_real_tensors.py::test_nothing_is_written_to_one_on_a_torch_that_hides_its_recording_mode",),
     ),
     Mutation(
         "a run on real tensors that reads a number is a plan",
@@ -102,6 +102,20 @@ MUTATIONS = [
         "            maybe_others = theirs and not alone and not _has_fake(undo.now)",
         "            maybe_others = False",
         ("test_state_changes.py::test_another_thread_may_write_to_what_the_program_holds_while_a_plan_is_made",),
+    ),
+    Mutation(
+        "a stage that is shown is state of the forward",
+        "preparation.py",
+        "    return any(name == each and",
+        "    return False and any(name == each and",
+        ("test_shown_stages.py::test_a_stage_that_is_shown_during_the_capture_is_no_state_of_the_forward",),
+    ),
+    Mutation(
+        "whatever is where a stage is shown is no state",
+        "preparation.py",
+        "    return any(name == each and (",
+        "    return any((",
+        ("test_shown_stages.py::test_what_else_changes_beside_the_stage_is_noticed",),
     ),
     Mutation(
         "code that is found by name is not looked into",

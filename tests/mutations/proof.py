@@ -37,7 +37,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a wrong plan of equal blocks", "runtime/plan_builder.py",
-        "if isinstance(refusal, Difference) and blocks_copied:", "if False:",
+        "isinstance(refusal, Difference) and blocks_copied:", "False:",
         ("runtime/test_one_wrong_block.py::test_equal_blocks_that_are_not_equal_are_recorded_one_by_one",),
     ),
     Mutation(

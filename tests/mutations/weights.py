@@ -161,7 +161,7 @@ MUTATIONS = [
         "weights that are laid out in place of others' work", "weights/arena.py",
         "with self.gate.exclusive(), self._lock:\n            return self._copy_in(changed)",
         "with self._lock:\n            return self._copy_in(changed)",
-        ("weights/test_gate.py::test_new_weights_are_taken_up_when_the_other_thread_has_ended",),
+        ("weights/test_gate.py::test_new_weights_of_a_part_are_not_copied_while_another_thread_computes",),
     ),
     Mutation(
         "weights that changed on the GPU beside their copies", "weights/host_copies.py",

@@ -224,6 +224,21 @@ def test_new_weights_are_taken_up_when_the_other_thread_has_ended(made):
     assert module.q.weight.data_ptr() != fresh and acc.report.counter("weights_copied") == 1
 
 
+def test_new_weights_of_a_part_are_not_copied_while_another_thread_computes(made):
+    module, twin, acc = made
+    x = planned(module, twin)
+    part = acc.arena.detector({id(module.q._parameters)})
+    for each in (module, twin):
+        each.q.weight = nn.Parameter(torch.full((8, 8), 0.1), requires_grad=False)
+    fresh = module.q.weight.data_ptr()
+    with held_original(acc):
+        with pytest.raises(WeightsInUse):
+            acc.arena.sync(part)
+        assert module.q.weight.data_ptr() == fresh
+    assert acc.arena.sync(part) == 1 and module.q.weight.data_ptr() != fresh
+    torch.testing.assert_close(module(x), twin(x), rtol=1e-4, atol=1e-5)
+
+
 def test_a_release_lays_the_weights_back_when_the_other_thread_has_ended(made):
     module, twin, acc = made
     planned(module, twin)

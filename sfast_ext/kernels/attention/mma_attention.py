@@ -97,7 +97,7 @@ def sums_in_half(k: Tensor) -> bool:
 
 def half_sums_shape(given: Shape, size: int, capability: tuple[int, int]) -> Shape:
     """`shape` with sums in half precision. They take more registers, of which NVRTC spills some on 7.5 and from 9.0 on
-    where heads are wide (docs/cuda.md)."""
+    where heads are wide (docs/generated/cuda.md)."""
     spills = size > _WIDEST_OF_TWO_TILES and size <= _WIDE and not _AMPERE <= capability < _HOPPER
     return Shape(64, 1, 4, 2) if spills else given
 

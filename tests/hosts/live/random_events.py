@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks import records
+
 from . import random_sites as sites
 from .random_sequences import CALM, Picture, each_alone, sequence, storm_bound, storm_bound_of_all
 
@@ -342,7 +344,7 @@ def main(given: Sequence[str] | None = None) -> int:
     result = played.result()
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        records.write(options.json, result)
     long = ("events_by_kind", "events_by_keep", "events_by_home", "environment")
     print(json.dumps({name: value for name, value in result.items() if name not in long}, indent=1))
     return 1 if played.faults else 0

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import records
 from benchmarks.webui.hosts import small_card
 
 from . import forge
@@ -137,7 +138,7 @@ def main(given: Sequence[str] | None = None) -> int:
         told["seconds"] = round(time.monotonic() - began)
         print(json.dumps(told), flush=True)
         if options.json:
-            options.json.write_text(json.dumps(told, indent=1), encoding="utf-8")
+            records.write(options.json, told)
 
     with tempfile.TemporaryDirectory() as folder:
         models = options.models or Path(folder, "made")

@@ -51,7 +51,7 @@ class WebUI:
         cwd: Path,
         log: Path,
         ready: str = "/sdapi/v1/options",
-        timeout: float = 300,
+        timeout: float = 900,
         packages: Path | None = None,
         said: str = "",
     ) -> None:

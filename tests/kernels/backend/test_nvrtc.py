@@ -183,7 +183,7 @@ MOST_USED = list({name: (name, given) for name, given in reversed(MOST_USED)}.va
 
 
 def test_portable_kernels_differ_only_between_cards_before_and_after_8_0_and_9_0():
-    # so that three cards tell of all; registers on each are in docs/cuda.md
+    # so that three cards tell of all; registers on each are in docs/generated/cuda.md
     texts = [nvrtc.SOURCES / f"{name}.cu" for name in {name for name, _ in PORTABLE}]
     texts += [nvrtc.SOURCES / "elements.h", nvrtc.SOURCES / "group_norm.h"]
     found = {line for text in texts for line in text.read_text().splitlines() if "ARCH" in line}
