@@ -1,6 +1,6 @@
 """Which Python numbers of a call are inputs of a plan, and which are constants of it.
 
-A number that is an argument of its own is an input: it changes at each step. One inside a list, a dict or a dataclass
+A number that is itself an argument is an input: it changes at each step. One inside a list, a dict or a dataclass
 is a constant until it changes, and an input from then on: it may be a size, which no input can be. A forward that
 branches on numbers cannot take them as inputs. Then they are constants again, and `CaptureBackoff` sees to it that no
 plan is made for each value.
@@ -24,7 +24,7 @@ _MAX_KNOWN = 256
 @dataclass(frozen=True)
 class _Roles:
     static: bool = False
-    """Whether numbers that are arguments of their own are constants."""
+    """Whether numbers that are themselves arguments are constants."""
     inputs: frozenset[int] = frozenset()
     """The nested numbers that are inputs, by their order in the call."""
     closed: bool = False
@@ -79,7 +79,7 @@ class ArgumentRoles:
         return True
 
     def close_own(self, call: Call) -> bool:
-        """The forward may branch on a number that is an argument of its own: those are constants from now on.
+        """The forward may branch on a number that is itself an argument: those are constants from now on.
 
         Returns:
             False if the call has no such input.

@@ -1,4 +1,4 @@
-"""Inputs like those of a recorded call, at another size and batch: to prepare and to measure what no picture asked for
+"""Inputs like those of a recorded call, at another size and batch: to prepare and to measure what no image asked for
 yet."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from sfast_ext.call_signature import Signature, rebuild_call
 
 TIMESTEP = 500
-"""In the middle of a picture. Which one it is changes neither plan nor time."""
+"""In the middle of the steps. Which one it is changes neither plan nor time."""
 LEVELS = 5
 """A UNet halves the sides of its latent fewer times."""
 LATENT_CHANNELS = 16
@@ -42,7 +42,7 @@ class ExampleCall:
         """Of the recorded latent."""
         self._prompt = next((s[:2] for s in signature.shapes() if len(s) == 3), None)
         self.tokens = None if self._prompt is None else self._prompt[1]
-        """Of the recorded prompt; None where it has none."""
+        """Of the recorded prompt; None if it has none."""
 
     def inputs(
         self, height: int, width: int, rows: int, device: torch.device, seed: int = 0, tokens: int | None = None

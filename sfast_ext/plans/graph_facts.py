@@ -39,7 +39,7 @@ def peak_bytes(graph: fx.Graph) -> int:
 
 
 def _results(node: fx.Node, place: int, last: dict[fx.Node, int]) -> list[tuple[int, int]]:
-    """The bytes of what a node makes, and where in the graph they are let go of."""
+    """The bytes of what a node makes, and at which node of the graph they are freed."""
     val = node.meta.get("val")
     if node.target is operator.getitem:
         return []  # counted where it was made
@@ -53,7 +53,7 @@ def _results(node: fx.Node, place: int, last: dict[fx.Node, int]) -> list[tuple[
 
 
 def _workspace(node: fx.Node) -> int:
-    """Bytes that a kernel of ours holds while it runs, beside its result."""
+    """Bytes that one of our kernels holds while it runs, in addition to its result."""
     kernel = registry.of(node.target)
     if kernel is None or kernel.workspace is None:
         return 0
@@ -66,7 +66,7 @@ def _base(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or not sources:
         return None
     if node.target is operator.getitem:
-        # a kernel's several results are memory of their own each
+        # each result of a kernel has separate memory
         return sources[0] if isinstance(sources[0].target, torch._ops.OpOverload) else None
     kernel = registry.of(node.target)
     if kernel is not None and kernel.writes is not None:

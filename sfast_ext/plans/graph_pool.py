@@ -310,8 +310,8 @@ def make_room(report: Report, why: str) -> None:
 def end_allocation(device: torch.device, pool: Any, stream: torch.cuda.Stream) -> None:
     """Take the allocator out of a failed capture, and give up what the capture holds of its pool.
 
-    CUDAGraph.capture_end raises before it does so where the driver has called the capture off. From then on empty_cache
-    raises in torch 2.1, and the pool is never freed in later versions. Does nothing where the capture was ended.
+    CUDAGraph.capture_end raises before it does so if the driver has called the capture off. From then on empty_cache
+    raises in torch 2.1, and the pool is never freed in later versions. Does nothing if the capture was ended.
 
     Args:
         pool: the handle that was passed to capture_begin.
@@ -324,10 +324,10 @@ def end_allocation(device: torch.device, pool: Any, stream: torch.cuda.Stream) -
 
 
 def free_random_numbers(device: torch.device, stream: torch.cuda.Stream) -> None:
-    """Give the default generator back, which capture_end leaves in the capture where it raises.
+    """Give the default generator back, which capture_end leaves in the capture if it raises.
 
     Before torch 2.4 every random number would raise from then on. A capture of nothing that ends gives it back. Later
-    versions need nothing, as a capture gets a generator of its own there.
+    versions need nothing, as a capture gets a separate generator there.
     """
     if hasattr(torch.Generator, "graphsafe_set_state"):
         return

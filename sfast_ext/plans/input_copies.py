@@ -1,7 +1,7 @@
 """Copies a call's inputs to the static inputs of its CUDA graph, with one kernel: csrc/copies.cu.
 
-The kernel is the graph's first node, whose parameters are updated with the sources' addresses before each replay; where
-torch does not hand out its graphs it is launched by itself. Host time for three tensors, beside an NVIDIA H200: 40
+The kernel is the graph's first node, whose parameters are updated with the sources' addresses before each replay. If
+torch does not hand out its graphs, it is launched by itself. Host time for three tensors, with an NVIDIA H200: 40
 microseconds with torch's copies, 15 with such a launch, 5 with an update of the node. Without NVRTC torch copies one
 tensor after another.
 """
@@ -22,8 +22,8 @@ from sfast_ext.kernels.backend.triton_runtime import INTERPRETED
 
 logger = logging.getLogger("sfast_ext")
 
-_MOST = 16  # tensors
-_LARGEST = 1 << 22  # bytes of a tensor: torch's copy uses more blocks for larger ones
+_MAX_TENSORS = 16  # tensors
+_MAX_BYTES = 1 << 22  # bytes of a tensor: torch's copy uses more blocks for larger ones
 _BLOCKS, _THREADS = 32, 256
 # an entry of the kernel's table: (to, from, bytes)
 _ENTRY, _FROM, _BYTES = 3, 1, 2
@@ -39,9 +39,9 @@ class Copies:
     def __init__(self, targets: Sequence[Tensor]) -> None:
         self._targets = list(targets)
         self._index = targets[0].get_device() if targets else -1
-        some = [t.is_contiguous() and 0 < t.nbytes <= _LARGEST for t in self._targets[:_MOST]]
+        some = [t.is_contiguous() and 0 < t.nbytes <= _MAX_BYTES for t in self._targets[:_MAX_TENSORS]]
         self._kinds = [(t.dtype, t.nbytes) if fits else None for t, fits in zip(self._targets, some)]
-        self._table = (ctypes.c_longlong * (_ENTRY * _MOST))()
+        self._table = (ctypes.c_longlong * (_ENTRY * _MAX_TENSORS))()
         for i, target in enumerate(self._targets[: len(self._kinds)]):
             self._table[_ENTRY * i] = target.data_ptr()
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._table))
@@ -51,7 +51,7 @@ class Copies:
     def _found(self) -> Any:
         with torch.cuda.device(self._index):
             try:
-                return _SOURCE.warmup(MOST=_MOST) if _SOURCE.available(self._targets[0].device) else None
+                return _SOURCE.warmup(MOST=_MAX_TENSORS) if _SOURCE.available(self._targets[0].device) else None
             except nvrtc.Unavailable:
                 return None  # logged
 

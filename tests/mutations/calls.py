@@ -353,17 +353,20 @@ CALL = [
     ),
     Mutation(
         "the behaviour of a plan", "runtime/plan_finder.py",
-        "key = PlanKey(call.signature, behaviour, host, device)", "key = PlanKey(call.signature, 0, host, device)",
+        "key = PlanKey(call.signature, behaviour, host, device)",
+        "key = PlanKey(call.signature, 0, host, device)",
         ("test_accelerator.py::test_a_scalar_attribute_brings_another_plan_and_the_first_comes_back",),
     ),
     Mutation(
         "the host's key", "runtime/plan_finder.py",
-        "key = PlanKey(call.signature, behaviour, host, device)", "key = PlanKey(call.signature, behaviour, None, device)",
+        "key = PlanKey(call.signature, behaviour, host, device)",
+        "key = PlanKey(call.signature, behaviour, None, device)",
         ("test_accelerator.py::test_hooks_of_the_host_are_asked_at_each_call",),
     ),
     Mutation(
         "the device of a plan", "runtime/plan_finder.py",
-        "key = PlanKey(call.signature, behaviour, host, device)", "key = PlanKey(call.signature, behaviour, host, None)",
+        "key = PlanKey(call.signature, behaviour, host, device)",
+        "key = PlanKey(call.signature, behaviour, host, None)",
         ("test_stale.py::test_a_plan_of_one_device_does_not_run_on_another",),
     ),
     Mutation(

@@ -7,7 +7,8 @@ from mutations import Mutation
 MUTATIONS = [
     Mutation(
         "the first comparison", "runtime/verify.py",
-        "refusal = Comparison(plan, outputs, references, config, new.run_original, new.exact).difference()", "refusal = None",
+        "refusal = Comparison(plan, outputs, references, config, new.run_original, new.exact).difference()",
+        "refusal = None",
         ("test_accelerator.py::test_a_plan_that_differs_is_discarded_and_the_original_goes_on",),
     ),
     Mutation(

@@ -42,7 +42,7 @@ def poisoned(like):
 def copied(arguments):
     """How many tensors the table of a launch, or of a node, names."""
     table = ctypes.c_void_p.from_address(arguments).value
-    entries = (ctypes.c_longlong * (3 * input_copies._MOST)).from_address(table)
+    entries = (ctypes.c_longlong * (3 * input_copies._MAX_TENSORS)).from_address(table)
     return sum(size > 0 for size in entries[2::3])
 
 
@@ -103,7 +103,7 @@ def test_memory_that_begins_anywhere(launched, offset):
 def test_what_torch_copies(launched):
     plain = some(CUDA)[0]
     strided, negative = plain.transpose(2, 3), torch._neg_view(plain)
-    large = torch.ones(input_copies._LARGEST + 1, dtype=torch.uint8, device=CUDA)
+    large = torch.ones(input_copies._MAX_BYTES + 1, dtype=torch.uint8, device=CUDA)
     sources = [strided, negative, plain.double(), large, plain.cpu()]
     targets = [torch.zeros(x.shape, dtype=torch.float16, device=CUDA) for x in sources]
     targets[3] = torch.zeros_like(large)
@@ -114,8 +114,8 @@ def test_what_torch_copies(launched):
 
 @pytest.mark.gpu
 def test_more_than_one_launch_takes(launched):
-    sources = [torch.full((8,), i, device=CUDA) for i in range(input_copies._MOST + 3)]
-    right(sources, poisoned(sources), launched, [input_copies._MOST])
+    sources = [torch.full((8,), i, device=CUDA) for i in range(input_copies._MAX_TENSORS + 3)]
+    right(sources, poisoned(sources), launched, [input_copies._MAX_TENSORS])
 
 
 @pytest.mark.gpu
@@ -359,5 +359,5 @@ def test_compiles(architecture):
     if known is not None and int(architecture.strip("sm_a")) not in known[1]:
         pytest.skip(f"NVRTC {known[0]} does not know it")
     source = (nvrtc.SOURCES / "copies.cu").read_bytes()
-    code, log = nvrtc.build(source, architecture, {"MOST": input_copies._MOST})
+    code, log = nvrtc.build(source, architecture, {"MOST": input_copies._MAX_TENSORS})
     assert code and "spill stores" not in log.replace(" 0 bytes spill stores", "")
