@@ -60,7 +60,7 @@ class Plan:
         self.fused = fused
         self.state = NO_GRAPH
         self.label = self.signature.words()
-        """How the user calls it, see `Hooks.words`."""
+        """How the user calls it."""
         self.generation_of_use = 0
         """The generation in which it ran last, by number."""
         self.used_at: float | None = None
