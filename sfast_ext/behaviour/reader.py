@@ -36,7 +36,7 @@ from sfast_ext.behaviour.foreign_code import (
 from sfast_ext.behaviour.forward_slot import AcceleratedForward, is_own_forward
 from sfast_ext.behaviour.reach import Walk, names_within
 from sfast_ext.behaviour.snapshot import LONGEST, Snapshot
-from sfast_ext.behaviour.value_types import ATOMS, plain_key
+from sfast_ext.behaviour.value_types import ATOMS, is_own, plain_key
 from sfast_ext.behaviour.values import CONFIGS, ORIGINS
 
 _SCALARS = (bool, int, float, str, torch.dtype, torch.device, torch.Size, enum.Enum)
@@ -344,7 +344,7 @@ class Reader:
     def value(self, value: Any, depth: int = 0) -> Hashable | None:
         if isinstance(value, _SCALARS):
             return plain_key(value)
-        if isinstance(value, (nn.Module, torch.Tensor)) or value is None:
+        if isinstance(value, (nn.Module, torch.Tensor)) or value is None or is_own(type(value)):
             return None
         if isinstance(value, list):
             self.look(value, depth)

@@ -100,6 +100,14 @@ def is_silent(value: Any) -> bool:
     return package(type(value).__module__) == "torch" and not isinstance(value, _CONTAINERS)
 
 
+@functools.lru_cache(maxsize=1024)
+def is_own(kind: type) -> bool:
+    """Whether a class is the accelerator's own, not an adapter's, which may hold functions of the host. Objects of the
+    accelerator change with each call and hold what was read, and no result depends on them."""
+    home = kind.__module__
+    return package(home) == package(__name__) and not home.startswith(f"{package(__name__)}.hosts.")
+
+
 def is_buffer(value: Any) -> bool:
     """Whether a value is a block of memory: an array."""
     numpy = sys.modules.get("numpy")

@@ -36,6 +36,7 @@ from sfast_ext.behaviour.value_types import (
     is_frozen,
     is_immutable,
     is_of_library,
+    is_own,
     is_silent,
     plain_key,
     random_state,
@@ -145,7 +146,7 @@ class Values:
             return self._referent(value, where, names, strict)
         if issubclass(kind, nn.Module):
             return self._read_module(value, where)
-        if issubclass(kind, AcceleratedForward):
+        if issubclass(kind, AcceleratedForward) or is_own(kind):
             return None
         if issubclass(kind, types.ModuleType):
             return self._python_module(value, where, strict)
