@@ -1,4 +1,4 @@
-"""Run by the WebUI at each launch, in a process of its own: says what is missing, installs and changes nothing.
+"""Run by the WebUI at each launch, in a separate process: says what is missing, installs and changes nothing.
 
 The extension needs only what a WebUI has. torch is not imported here, which would cost seconds at every launch.
 """
@@ -35,7 +35,7 @@ def installed(*packages: str) -> str | None:
 
 
 def remarks() -> list[str]:
-    """What keeps the extension from its full speed here, a sentence each; empty where nothing does."""
+    """What keeps the extension from its full speed here, a sentence each; empty if nothing does."""
     found = []
     if sys.version_info < PYTHON:
         found.append(f"it needs Python {PYTHON[0]}.{PYTHON[1]} or later; this is {sys.version.split()[0]}")
@@ -56,7 +56,7 @@ def remarks() -> list[str]:
 
 
 def _triton_for(release: tuple[int, ...]) -> str | None:
-    """What pip is to install for a torch; None where there is nothing for it."""
+    """What pip is to install for a torch; None if there is nothing for it."""
     if sys.platform != "win32":
         return "triton"
     if release < min(TRITON_WINDOWS):

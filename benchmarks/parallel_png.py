@@ -1,4 +1,4 @@
-"""Milliseconds in which a PNG file is made, by Pillow and by `sfast_ext.hosts.parallel_png`, and its bytes.
+"""Milliseconds in which a PNG file is made, by Pillow and by `sfast_ext.parallel_png`, and its bytes.
 
     python -m benchmarks.parallel_png --threads 2 --threads 6 --threads 16
 
@@ -20,7 +20,7 @@ from unittest import mock
 import numpy as np
 from PIL import Image
 
-from sfast_ext.hosts import parallel_png
+from sfast_ext import parallel_png
 from sfast_ext.tools.lib.machine import describe
 
 SIZES = (512, 1024, 2048)

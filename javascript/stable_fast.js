@@ -1,4 +1,4 @@
-// The badge below the Generate button: whether the last picture was accelerated, how much, and why not.
+// The badge below the Generate button: whether the last image was accelerated, how much, and why not.
 
 (function() {
     const URL = './sfast/v1/status';
@@ -36,7 +36,7 @@
         return element;
     }
 
-    // each piece in an element of its own: a host translates the texts that it finds as a whole, so none is put together
+    // each piece in its own element: a host translates the texts that it finds as a whole, so none is put together
     function addParts(parent, tag, parts, name) {
         const element = add(parent, tag, undefined, name);
         parts.flat().filter((part) => part !== null && part !== undefined).forEach((part, index) => {
@@ -104,7 +104,7 @@
         link.addEventListener('click', openTab);
     }
 
-    // while a picture is made everything is drawn anew each second; who is at a link by keyboard stays there
+    // while an image is made everything is drawn anew each second; who is at a link by keyboard stays there
     function redrawn(root, draw) {
         const stops = () => Array.from(root.querySelectorAll('a, button, summary'));
         const place = stops().indexOf(document.activeElement);
@@ -122,11 +122,11 @@
     }
 
     function openTab() {
-        // SD.Next's modern theme has buttons of its own for tabs, with two letters of their keys as text
+        // SD.Next's modern theme has its own buttons for tabs, with two letters of their keys as text
         const [own] = gradioApp().querySelectorAll('button[tabitemid*="#tab_stable_fast_"]');
         const buttons = Array.from(gradioApp().querySelectorAll('#tabs button'));
         const panels = Array.from(gradioApp().querySelectorAll('#tabs > .tabitem'));
-        // a localisation may have another name on the button, which stands where its panel does
+        // a localisation may have another name on the button, which has the place of its panel
         const place = panels.findIndex((panel) => panel.id === 'tab_stable_fast');
         const tab = own || buttons.find((button) => button.textContent.trim() === 'Stable Fast') || buttons[place];
         if (tab) {
@@ -134,7 +134,7 @@
         }
     }
 
-    // what lies behind an element: themes have no colour, or a transparent one, where others have one
+    // what lies behind an element: some themes have no colour, or a transparent one, here
     function cover(element) {
         Object.assign(element.style, {backgroundColor: '', color: ''});
         for (let behind = element; behind; behind = behind.parentElement) {
@@ -149,7 +149,7 @@
         Object.assign(element.style, {backgroundColor: 'Canvas', color: 'CanvasText'});
     }
 
-    // below its button, or above where there is no room: fixed, as columns of the host cut off what stands out of them
+    // below its button, or above if there is no room: fixed, as columns of the host cut off what stands out of them
     function stand({button, panel}) {
         const is = panel.getBoundingClientRect();
         if (is.height === 0) {
@@ -280,7 +280,7 @@
         button.addEventListener('focus', look);
         box.addEventListener('keydown', (event) => {
             if (event.key === 'Escape') {
-                // the host would interrupt the picture
+                // the host would interrupt the image
                 event.stopPropagation();
                 button.focus();
                 pin(false);
@@ -338,7 +338,7 @@
         refresh();
     }
 
-    // where the page may not write to the clipboard, as over plain http, the text stays there to be copied by hand
+    // if the page may not write to the clipboard, as over plain http, the text stays there to be copied by hand
     function copy(text) {
         if (navigator.clipboard) {
             navigator.clipboard.writeText(text).catch(() => {});

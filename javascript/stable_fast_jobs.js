@@ -119,7 +119,7 @@
         if (active(job)) {
             stableFast.watch();
         } else if (job && other && before !== undefined) {
-            // also where it began and ended between two answers
+            // also if it began and ended between two answers
             // a screen reader is told of the end, not of each step
             live.textContent = '';
             stableFast.addParts(live, 'span', [KINDS[job && job.kind], STATES[job && job.state]]);

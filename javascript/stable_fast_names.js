@@ -1,4 +1,4 @@
-// Names for screen readers, where gradio gives none to what is ours: numbers beside sliders, and the chart.
+// Names for screen readers: gradio gives none to numbers next to sliders and to the chart.
 
 (function() {
     function nameNumbers() {
@@ -13,8 +13,8 @@
     }
 
     function nameChart() {
-        document.querySelectorAll('#stable_fast_plot img').forEach((picture) => {
-            picture.alt = 'Bars of the last measurement. Its numbers are in the table.';
+        document.querySelectorAll('#stable_fast_plot img').forEach((image) => {
+            image.alt = 'Bars of the last measurement. Its numbers are in the table.';
         });
     }
 

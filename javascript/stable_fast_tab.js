@@ -1,4 +1,4 @@
-// The tab Stable Fast: what runs now, the sizes that are ready, and why pictures were not accelerated.
+// The tab Stable Fast: what runs now, the sizes that are ready, and why images were not accelerated.
 
 (function() {
     // [heading, value to sort by, text]; numbers sort downwards first

@@ -3,7 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+
+class Bounds(NamedTuple):
+    """The values that a number may have."""
+
+    words: str
+    minimum: float
+    excluded: bool = False
+    """Whether the minimum itself is not valid."""
+
+    def permit(self, value: float) -> bool:
+        """Whether this is a valid value. NaN is not."""
+        return value > self.minimum if self.excluded else value >= self.minimum
+
+
+BOUNDS = {
+    "graph_memory_mb": Bounds("a number of MB, 0 (no limit) or more", 0),
+    "max_graphs": Bounds("a number, 1 or more", 1),
+    "max_plans": Bounds("a number, 1 or more", 1),
+    "tolerance": Bounds("a number above 0", 0, excluded=True),
+    "rare_gain": Bounds("a number above 0", 0, excluded=True),
+}
+"""By field of `Config`. The settings page, requests and the X/Y/Z plot have these as well."""
 CHECKS = ("first", "always", "never")
 
 
@@ -12,7 +35,7 @@ class Config:
     """Settings of one accelerator.
 
     Raises:
-        ValueError: a value is out of range; the message names the field and what it takes.
+        ValueError: a value is out of range; the message names the field and its valid values.
     """
 
     enabled: bool = True
@@ -23,41 +46,32 @@ class Config:
     max_graphs: int = 16
     triton: bool = True
     faster_sums: bool = False
-    """On GeForce, add up products in half precision where that is faster. The picture may differ in details."""
+    """On GeForce, add up products in half precision if that is faster. The image may differ in details."""
     check: str = "first"
     """When a plan is compared with the original forward: "first" use, "always", "never"."""
     tolerance: float = 0.02
-    """Relative L2 error, computed in fp32, that a plan may show against the original forward at most. It may show less
-    if rounding explains less, see `runtime.rounding`."""
+    """Maximum relative L2 error of a plan against the original forward, computed in fp32. The limit is lower if
+    rounding explains less, see `runtime.rounding`."""
     allow_cpu: bool = False
     max_plans: int = 32
     drop_slower: bool = True
     """On a GPU, drop a plan that measures slower than the original forward."""
-    vae: bool = True
-    """Whether a host accelerates its VAE as well."""
-    png: bool = True
-    """Whether the PNG files that a host writes are compressed by several threads."""
     rare_calls: bool = False
-    """The module is called about once for each picture, as a VAE is, and each call takes long and much memory. A plan
-    is made when `rare_gain` says so, at most one in a generation; its later calls time it, no extra ones; and no kernel
-    may need more memory at once than the original."""
+    """The module is called about once for each image, and each call takes long and much memory. A plan is made when
+    `rare_gain` says so, at most one in a generation. Later calls of it are timed, and no calls are added for that. No
+    kernel may need more memory at once than the original."""
     rare_gain: float = 0.5
-    """The part of the original's time that a plan of such a module is taken to save. Its plan is made once the calls
+    """The expected part of the original's time that a plan of such a module saves. Its plan is made once the calls
     without one have lost as much time as making it costs; with `inf` at the second call of its kind."""
 
     def __post_init__(self) -> None:
         if self.check not in CHECKS:
             raise ValueError(f"check must be one of {', '.join(CHECKS)}; it is {self.check!r}")
-        if not self.tolerance > 0:
-            raise ValueError(f"tolerance must be positive; it is {self.tolerance}")
-        if not self.rare_gain > 0:
-            raise ValueError(f"rare_gain must be positive; it is {self.rare_gain}")
-        if self.graph_memory_mb is not None and self.graph_memory_mb < 0:
-            raise ValueError(f"graph_memory_mb must be 0 (no limit) or more; it is {self.graph_memory_mb}")
-        if self.max_graphs < 1 or self.max_plans < 1:
-            raise ValueError(
-                f"max_graphs and max_plans must be at least 1; they are {self.max_graphs}, {self.max_plans}"
-            )
+        for name, bounds in BOUNDS.items():
+            value = getattr(self, name)
+            by_default = value is None and getattr(Config, name) is None
+            if not by_default and not bounds.permit(value):
+                raise ValueError(f"{name} must be {bounds.words}; it is {value}")
 
     def builds_like(self, other: Config) -> bool:
         """Whether a plan built under one is the plan that the other would build."""

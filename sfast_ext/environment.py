@@ -96,7 +96,7 @@ def triton_runs_on(device: torch.device) -> bool:
 
     if device.type == "cuda":
         refused = unserved(device) or triton_refusal(device) or triton_surpassed(device)
-        return refused is None and trial.refusal(device) is None
+        return refused is None and trial.unsupported(device) is None
     return kernels.interpreted()
 
 
@@ -108,7 +108,7 @@ def triton_surpassed(device: torch.device) -> str | None:
     from sfast_ext.kernels.backend import nvrtc, triton_runtime
 
     version = triton_runtime.VERSION
-    if not version or version >= (3, 0) or not nvrtc.serves(device):
+    if not version or version >= (3, 0) or not nvrtc.supported(device):
         return None
     return f"Triton {version[0]}.{version[1]} is older than 3.0, so kernels in CUDA C++ are used in its place"
 
@@ -120,7 +120,7 @@ def triton_refusal(device: torch.device, *dtypes: torch.dtype) -> str | None:
         return None
     from sfast_ext.kernels.backend import triton_runtime
 
-    reasons = (triton_runtime.refusal(device, dtype) for dtype in (None, *dtypes))
+    reasons = (triton_runtime.unsupported(device, dtype) for dtype in (None, *dtypes))
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -128,9 +128,9 @@ def left_out(device: torch.device) -> list[str]:
     """What is put aside on a GPU although it is there, and why, a sentence each; as far as it was tried."""
     from sfast_ext.kernels.backend import nvrtc, trial
 
-    reasons = [triton_surpassed(device), trial.known(device), nvrtc.refusal(device)]
+    reasons = [triton_surpassed(device), trial.tried(device), nvrtc.unsupported(device)]
     with contextlib.suppress(OSError, RuntimeError):  # the user has no home: nothing is kept
-        reasons.append(nvrtc.folder_refusal())
+        reasons.append(nvrtc.uncached())
     return [f"{reason}." for reason in reasons if reason is not None]
 
 
@@ -163,7 +163,7 @@ def nvrtc_version() -> str | None:
     """The version of the NVRTC that torch brings, such as "12.8"; None where it was not found."""
     from sfast_ext.kernels.backend import nvrtc
 
-    known = nvrtc.known()
+    known = nvrtc.targets()
     return known[0] if known is not None else None
 
 

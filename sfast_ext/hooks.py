@@ -32,7 +32,8 @@ class Hooks:
     interrupted: Callable[[], bool] | None = None
     """Whether the user has interrupted the host's work. Asked between the stages of a preparation, which it ends."""
     ignored: frozenset[str] = frozenset()
-    """Module attributes that the host uses for bookkeeping. They change without changing what a forward computes."""
+    """Module attributes that the host uses for bookkeeping. They change without changing what a forward computes. So do
+    dicts, lists and sets that are the defaults of parameters of these names."""
     arguments: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | str] | None = None
     """Asked at each call: its arguments without those that the forward does not read, of which plans must not be; or,
     as a text, why the call must be bypassed. The original forward gets all of them."""

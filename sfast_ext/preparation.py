@@ -46,7 +46,7 @@ def is_shown(holder: Any, name: str) -> bool:
 
 
 class Interrupted(Exception):
-    """The user interrupts a preparation. The picture goes on, or ends, without its plan."""
+    """The user interrupts a preparation. The image goes on, or ends, without its plan."""
 
 
 class StageTimes:
@@ -63,7 +63,7 @@ class StageTimes:
         self._prepared: set[str] = set()
 
     def of(self, kind: str) -> dict[str, float]:
-        """By stage, of what is about to be prepared; empty where none was."""
+        """By stage, of what is about to be prepared; empty if none was."""
         with self._lock:
             known = self._read()
             return dict(known.get(self._name(kind)) or known.get(f"{LATER} {kind}") or {})
@@ -173,7 +173,7 @@ class Preparation:
             log(self._level, "preparing %s: %s ...%s", self._label, word, _about(left))
 
     def _left(self) -> float | None:
-        """Seconds from now to the end, by the last time; None where it is not known."""
+        """Seconds from now to the end, by the last time; None if it is not known."""
         if not self._expected:
             return None
         names = [name for name in WORDS.values() if name in self._expected]

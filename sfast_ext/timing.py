@@ -11,7 +11,7 @@ Clock = Callable[[], float]
 
 STEPS = 50
 """A time is told from at least so many steps of the clock: to 2 %."""
-MOST_S = 0.5
+MAX_S = 0.5
 """Where its steps are coarser than 10 ms, from fewer: calls are repeated for so many seconds, and one step at least."""
 
 _CHANGES = 3
@@ -75,7 +75,7 @@ class Timer:
 
     def _enough(self) -> float:
         step = self.step()
-        return max(min(STEPS * step, MOST_S), step)
+        return max(min(STEPS * step, MAX_S), step)
 
 
 class Pace:

@@ -65,9 +65,11 @@ class Fault:
 def failing(
     patch: pytest.MonkeyPatch, home: Any, name: str, kind: Callable[[str], Exception] = Injected, *, done: bool = False
 ) -> Fault:
-    """Break `home.name`; with `done`, only after it has done its work."""
+    """Break `home.name`; with `done`, only after it has done its work. In a kernel's file, the kernel's as well."""
     fault = Fault(getattr(home, name), kind, done)
     patch.setattr(home, name, fault)
+    if name in ("reference", "fallback"):
+        patch.setattr(home.launch, name, fault)
     return fault
 
 
@@ -186,17 +188,10 @@ class PassStage(Stage):
 
 @dataclass(frozen=True)
 class KernelStage(Stage):
-    """A kernel raises; as a node of a graph it must be a function of its module."""
+    """A kernel raises: a function of its file that it calls."""
 
     def fail(self, pair: Pair, patch: pytest.MonkeyPatch) -> Fault:
-        fault = Fault(getattr(self.home, self.name), self.kind, False)
-
-        def kernel(*args, **kwargs):
-            return fault(*args, **kwargs)
-
-        kernel.__module__, kernel.__qualname__, kernel.__name__ = self.home.__name__, self.name, self.name
-        patch.setattr(self.home, self.name, kernel)
-        return fault
+        return failing(patch, self.home, self.name, self.kind)
 
 
 class Counting:
@@ -290,7 +285,7 @@ def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
     patch.setattr(graph_pool, "_pools", {})
     patch.setattr(graph_pool, "_own_random_state", lambda device: nothing)
     patch.setattr(graph_pool, "current_stream", lambda index: 0)
-    patch.setattr(trial, "refusal", lambda device: None)
+    patch.setattr(trial, "unsupported", lambda device: None)
     patch.setattr(nvrtc, "bind", lambda index: None)
     patch.setattr(nvrtc, "current_stream", lambda index: 0)
     # by the times here a graph that was evicted would stay away for a while

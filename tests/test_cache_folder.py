@@ -14,7 +14,7 @@ from faulty import Pair, pretend_a_gpu
 
 from sfast_ext import Config, cache_folder, environment
 from sfast_ext.kernels.backend import nvrtc
-from sfast_ext.kernels.backend.cuda_bindings import Bindings
+from sfast_ext.kernels.backend.cuda_libraries import Bindings
 
 if sys.platform != "win32":
     import grp

@@ -28,7 +28,7 @@ from fuzz.compare import places
 from fuzz.fault_events import spoil
 from torch import nn
 
-from sfast_ext import Hooks, environment, kernels, passes
+from sfast_ext import Hooks, environment, passes
 from sfast_ext.behaviour import key
 from sfast_ext.behaviour.forward_slot import ForwardSlot
 from sfast_ext.capture import fake_trace
@@ -36,6 +36,7 @@ from sfast_ext.capture.capture import CaptureRefused
 from sfast_ext.capture.state import State
 from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.backend import precompile
+from sfast_ext.kernels.backend.registry import Kernel
 from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.kernels.pointwise import geglu, layer_norm
 from sfast_ext.plans import payback
@@ -76,7 +77,7 @@ BUILDING = {
     },
     "packing": Stage(WeightArena, "pack", "pass packed_linear", done=True),
     "channels-last weights": Stage(WeightArena, "channels_last", "pass channels_last", done=True),
-    "the health of kernels": Stage(kernels, "serves", "pass "),
+    "the health of kernels": Stage(Kernel, "supported", "pass "),
     "binding": Stage(WeightArena, "bind", "weights"),
     "binding, half done": Stage(WeightArena, "bind", "weights", done=True),
     "a kernel, without memory": KernelStage(attention, "fallback", "first run", OOM),

@@ -27,7 +27,7 @@ from faulty import (
 )
 
 from sfast_ext import Config
-from sfast_ext.kernels.backend import health, registry
+from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.kernels.pointwise import geglu, layer_norm
 from sfast_ext.plans import graph_pool
@@ -283,7 +283,7 @@ def test_a_kernel_that_cannot_be_launched_costs_that_kernel(room, monkeypatch):
             failing(patch, room, "launch_kernel")
             pair.same(CALLS)
         assert pair.runs == CALLS - 1 and not pair.counter("errors"), pair.words()
-        assert pair.acc.status()["kernels_put_down"] == {registry.of(room).name: "Injected: injected"}
+        assert pair.acc.status()["kernels_put_down"] == {room.launch.name: "Injected: injected"}
         usable()
         pair.release()
     finally:

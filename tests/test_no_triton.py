@@ -117,7 +117,7 @@ def test_no_operation_more_than_the_original_and_nothing_on_the_cpu(case) -> Non
         assert not after.on_the_cpu and not before.on_the_cpu
         assert after.count.total() <= before.count.total()
         kernels = {node.target for node in ours.graph.nodes if node.op == "call_function" and is_kernel(node.target)}
-        assert kernels <= {attention.fallback}
+        assert kernels <= {attention.launch}
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:

@@ -43,7 +43,7 @@ def _by(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def row(heads: int, rows: int, keys: int, size: int) -> dict[str, Any]:
     """The row of a shape: microseconds and relative error against float32 of each that takes it."""
     q, k, v = _heads(heads, rows, size), _heads(heads, keys, size), _heads(heads, keys, size)
-    if not mma_attention.applicable(q, k, v, None):
+    if mma_attention.accepts(q, k, v, None) is not None:
         raise RuntimeError(f"mma_attention does not take heads of {size}")
     calls: dict[str, Call] = {OURS: functools.partial(mma_attention.launch, q, k, v, None)}
     calls |= {name: functools.partial(_by, backend, q, k, v) for name, backend in BACKENDS.items()}

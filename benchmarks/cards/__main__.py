@@ -53,7 +53,7 @@ def kernels(capability: int) -> list[dict[str, Any]]:
         shape = mma_attention.shape(size, keys, rows, 28)
         # products of q and k are padded to 16, those of the probabilities and v to 8
         useful = 2 * size / (-(-size // 16) * 16 + -(-size // 8) * 8)
-        for half_sums in (False, True) if size <= mma_attention.WIDEST_IN_HALF else (False,):
+        for half_sums in (False, True) if size <= mma_attention.MAX_SIZE_IN_HALF else (False,):
             given = mma_attention.constants(size, shape, torch.float16, half_sums)
             what = f"heads of {size}{', faster sums' * half_sums}"
             found.append(_loop("mma_attention", what, capability, given, useful))

@@ -15,7 +15,6 @@ from benchmarks.compile_table import launches
 from benchmarks.compile_table.cuda import for_any_card
 from benchmarks.profile import kinds
 from sfast_ext.kernels.attention import attention, mma_attention
-from sfast_ext.kernels.backend import registry
 from sfast_ext.passes.rewrite import is_kernel
 
 _FASTER = {"convolution": 0.5, "linear": 0.5}
@@ -53,7 +52,7 @@ def of_node(node: fx.Node) -> Work | None:
     moved = [t for n in node.all_input_nodes for t in _tensors(n.meta.get("val"))] + _tensors(out)
     kind = kinds.kind(name)
     faster = _FASTER.get(kind, 1.0)
-    if registry.of(node.target) is attention.KERNEL and mma_attention.sums_in_half(args[1]):
+    if node.target is attention.launch and mma_attention.sums_in_half(args[1]):
         faster = _ATTENTION
     return Work(kind, kinds.flops(node.target, args, kwargs), sum(map(kinds.size, moved)), faster)
 

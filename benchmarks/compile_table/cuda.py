@@ -89,7 +89,7 @@ def collect(cases: Sequence[str], dtypes: Sequence[str]) -> list[Launch]:
     with for_any_card():
         for dtype in dtypes:
             for case in cases:
-                with mock.patch.object(mma_gemm, "serves_dtype", lambda dtype, device: True):
+                with mock.patch.object(mma_gemm, "supported", lambda device, dtype: True):
                     calls = launches._calls(case, getattr(torch, dtype), triton=False)
                 for capability in launches.MULTIPROCESSORS:
                     with launches._card(capability):
@@ -120,7 +120,7 @@ def with_faster_sums(launch: Launch, capability: int) -> Launch | None:
     if given["ONCE"]:
         return None
     size = given["SIZE"]
-    if size > mma_attention.WIDEST_IN_HALF:
+    if size > mma_attention.MAX_SIZE_IN_HALF:
         return None
     shape = mma_attention.Shape(given["KEYS"], given["TILES"], given["WARPS"], given["BLOCKS"])
     shape = mma_attention.half_sums_shape(shape, size, card)
@@ -143,7 +143,7 @@ def launched_on(launch: Launch, capability: int) -> bool:
 @contextmanager
 def for_any_card() -> Iterator[None]:
     """Within, Triton is missing, and what needs no Hopper is available."""
-    available = mock.patch.object(nvrtc.Source, "available", lambda source, device: not source.hopper)
+    available = mock.patch.object(nvrtc.Source, "supported", lambda source, device: not source.hopper)
     with triton_runtime.without_triton(), available:
         yield
 
@@ -192,7 +192,7 @@ def occupancy(card: Card, threads: int, registers: int, shared: int) -> float:
 def compile_all(wanted: Iterable[Launch]) -> dict[str, Any]:
     """By capability and kernel, the worst of its launches; of the NVRTC that is loaded, for the cards that it knows."""
     wanted, found = list(wanted), {}
-    _, known = nvrtc.known() or ("", ())
+    _, known = nvrtc.targets() or ("", ())
     for capability in CARDS:
         if capability not in known:
             continue

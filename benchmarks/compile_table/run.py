@@ -56,7 +56,7 @@ def compile_all(launches: Launches) -> dict[str, Any]:
         found[dtype] = {}
         for capability in triton_compiler.capabilities(version):
             wanted = by_capability[str(capability)]
-            refused = triton_versions.refusal(version, divmod(capability, 10), getattr(torch, dtype))
+            refused = triton_versions.unsupported(version, divmod(capability, 10), getattr(torch, dtype))
             if refused is not None:
                 found[dtype][str(capability)] = {"refused": refused}
                 continue

@@ -98,7 +98,7 @@ def _case(kernel: str, shape: str, composition: Callable[..., Any], args: list[A
     return Case(
         kernel,
         shape,
-        lambda: record.launch(*args, **kwargs),
+        lambda: record(*args, **kwargs),
         lambda: composition(*args, **kwargs),
         target,
         sum(t.numel() * t.element_size() for t in (*tensors, *outputs)),

@@ -39,7 +39,7 @@ SWEEP: list[tuple[Any, tuple[str, ...], list[dict[str, int]]]] = [
         ("layer_norm", "add_layer_norm"),
         [{"_ROWS": r, "_PER_WARP": n} for r in (1, 2, 4, 8) for n in (256, 512, 1024, 2048)],
     ),
-    (one_pass, ("group_norm.whole",), [{"_PER_THREAD": n, "_MOST_WARPS": w} for n in (16, 32) for w in (16, 32)]),
+    (one_pass, ("group_norm.whole",), [{"_PER_THREAD": n, "_MAX_WARPS": w} for n in (16, 32) for w in (16, 32)]),
     (one_pass, ("group_norm.parts",), [{"_PART": n, "_PART_WARPS": w} for n, w in PARTS]),
     (
         group_norm,

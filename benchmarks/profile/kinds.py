@@ -48,10 +48,7 @@ def operation(target: Any) -> str:
     packet = getattr(target, "overloadpacket", None)
     if packet is not None:
         return packet.__name__
-    kernel, name = registry.of(target), getattr(target, "__name__", str(target))
-    if kernel is None:
-        return name
-    return kernel.name if name in ("launch", "reference") else f"{kernel.name}.{name}"
+    return getattr(target, "__name__", str(target))
 
 
 def kind(name: str) -> str:

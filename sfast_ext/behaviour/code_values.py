@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable
+from enum import Enum
 from logging import Logger
-from types import FunctionType, MemberDescriptorType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from sfast_ext.behaviour.contents import Contents
 from sfast_ext.behaviour.foreign_code import COMMON, is_foreign, layers, package, written_by
 from sfast_ext.behaviour.forward_slot import AcceleratedForward
 from sfast_ext.behaviour.reach import code_names, functions_of, runs_by_syntax
-from sfast_ext.behaviour.value_types import in_library
-from sfast_ext.behaviour.values import Names, Values, held_by
+from sfast_ext.behaviour.value_types import in_library, is_of_library
+from sfast_ext.behaviour.values import CONFIGS, Names, Values, held_by
 
 # calls that are followed from a method: in a library only within its package
 _DEEPEST, _DEEPEST_IN_LIBRARY = 8, 3
@@ -154,6 +155,9 @@ class CodeValues:
         """
         value = home.get(name)
         if isinstance(value, ModuleType):
+            if package(value.__name__) not in COMMON:
+                # another module of settings may take its place
+                self.contents.name(home, name)
             return self._module(value, where, names, own, strict, depth)
         if isinstance(value, _NO_VALUES):
             return None
@@ -167,25 +171,23 @@ class CodeValues:
             same = written_by(value) == own
             theirs = not same and (written_by(value) in COMMON or in_library(value.__code__.co_filename))
             return self._identity(value) if theirs else self.function(value, where, strict)
-        if not strict and callable(value):
+        tool = not strict and _is_a_tool(value, own)
+        if tool and callable(value):
             return None
-        if issubclass(type(value), nn.Module):
-            self.contents.name(home, name)
-            return self._module_object(value, where, names, strict)
         self.contents.name(home, name)
-        theirs = package(type(value).__module__) != own
-        if not strict and theirs and not isinstance(value, (list, dict, set)) and hasattr(value, "__dict__"):
-            # an object of another library, such as a registry
-            return None
-        return self.values.read(value, where, self.names, strict)
+        if issubclass(type(value), nn.Module):
+            return self._module_object(value, where, names, strict)
+        return None if tool else self.values.read(value, where, self.names, strict)
 
     def _module(
         self, module: ModuleType, where: str, names: frozenset[str], own: str, strict: bool, depth: int
     ) -> Hashable:
         home, of = vars(module), package(module.__name__)
-        if of in COMMON or depth >= _DEEPEST_MODULE or (not strict and of != own):
-            return None
         library = of != own and in_library(getattr(module, "__file__", None) or "")
+        # a module among values has no code around it that could belong to another library
+        theirs = library and own != ""
+        if of in COMMON or depth >= _DEEPEST_MODULE or (not strict and theirs):
+            return None
         found: list[Hashable] = []
         for name in sorted(names & home.keys()):
             value = home[name]
@@ -208,15 +210,36 @@ class CodeValues:
     def kind(self, kind: type, where: str, names: Names, strict: bool = True, own: str = "") -> Hashable:
         """The key of a class that code finds: attributes with the names that it looks up, and what its methods find."""
         theirs = package(kind.__module__) != own and self._of_library(kind)
-        if package(kind.__module__) in COMMON or theirs or not strict:
+        if package(kind.__module__) in COMMON or theirs:
             return self._identity(kind)
         looked = self.names if names is None else names
+        if not strict:
+            # members of an enumeration cannot be replaced
+            settings = [] if issubclass(kind, Enum) else self._settings(kind, looked)
+            return (self._identity(kind), *settings)
         if not issubclass(kind, nn.Module):
             self._may_be_made.setdefault(kind)
         found = self._inside(kind, looked, strict)
         # a property of the class is one of its class
         made_by = [] if type(kind) is type else self._inside(type(kind), looked, strict)
         return (self._identity(kind), *found, *made_by)
+
+    def _settings(self, kind: type, names: frozenset[str]) -> list[Hashable]:
+        """The attributes of a class that code of an installed library finds, its methods excepted."""
+        found: list[Hashable] = []
+        for owner in kind.__mro__:
+            if package(owner.__module__) in COMMON or (owner, names) in self._read:
+                continue
+            self._read.add((owner, names))
+            inside = vars(owner)
+            for name in sorted(names & inside.keys()):
+                value = inside[name]
+                if not name.startswith("__") and not hasattr(type(value), "__get__"):
+                    self.contents.name(owner, name)
+                    if not _is_a_tool(value, package(owner.__module__)):
+                        where = f"{owner.__module__}.{owner.__qualname__}.{name}"
+                        found += [name, self.values.read(value, where, self.names, strict=False)]
+        return found
 
     def kinds(self, kinds: Iterable[type]) -> list[Hashable]:
         """The key of the classes of modules, and of objects that they call: of methods and attributes that run."""
@@ -276,11 +299,23 @@ class CodeValues:
                 if (name not in names and not runs_by_syntax(name)) or isinstance(value, MemberDescriptorType):
                     continue
                 functions = [] if isinstance(value, type) else list(functions_of(value))
-                if (strict or not functions) and not (name.startswith("__") and not functions):
+                methods = bool(functions) and hasattr(type(value), "__get__")
+                if (strict or not methods) and not (name.startswith("__") and not functions):
                     self.contents.name(owner, name)
                 if functions:
                     found += [self.function(each, f"{here}.{name}", strict) for each in functions]
-                elif not name.startswith("__") and not isinstance(value, type):
+                elif not name.startswith("__"):
                     found += [name, self.values.read(value, f"{here}.{name}", names, strict)]
             self._owner = outer
         return found
+
+
+def _is_a_tool(value: Any, own: str) -> bool:
+    """Whether code of an installed library has a function in C, or another library's object, such as a registry or a
+    compiled kernel: these change without another result."""
+    kind = type(value)
+    if isinstance(value, BuiltinFunctionType):
+        return True
+    if package(kind.__module__) in (own, CONFIGS) or isinstance(value, (list, dict, set)):
+        return False
+    return is_of_library(kind) and (callable(value) or hasattr(value, "__dict__"))

@@ -342,10 +342,13 @@ class Reader:
         return self.identity(function)
 
     def value(self, value: Any, depth: int = 0) -> Hashable | None:
-        if isinstance(value, _SCALARS):
-            return plain_key(value)
-        if isinstance(value, (nn.Module, torch.Tensor)) or value is None or is_own(type(value)):
+        kind: Any = type(value)
+        if isinstance(value, (nn.Module, torch.Tensor)) or value is None or is_own(kind):
             return None
+        if isinstance(value, _SCALARS) or kind in ATOMS:
+            return plain_key(value)
+        if _is_plain_tuple(value):
+            return tuple(map(plain_key, value))
         if isinstance(value, list):
             self.look(value, depth)
         if isinstance(value, (tuple, list)):

@@ -183,8 +183,8 @@ class Values:
 
     def _mutable(self, value: Any, kind: type, where: str, names: Names, strict: bool) -> Hashable:
         if is_buffer(value):
-            key: Hashable = self._buffer(value, where, strict)
-        elif package(kind.__module__) == CONFIGS:
+            key: Hashable = self._buffer(value, where, names, strict)
+        elif package(kind.__module__) == CONFIGS and hasattr(value, "__dict__"):
             return self._config_node(value, kind, where, names, strict)
         elif isinstance(value, (list, tuple, dict, set, frozenset, deque, types.MappingProxyType)):
             if len(value) > min(MOST_ITEMS, self._left):
@@ -241,9 +241,12 @@ class Values:
             return self._identity(module)
         return ("module", known)
 
-    def _buffer(self, value: Any, where: str, strict: bool) -> Hashable:
+    def _buffer(self, value: Any, where: str, names: Names, strict: bool) -> Hashable:
         size = buffer_size(value)
         if size is None:
+            if not strict and value.dtype == object:
+                items = self.contents.objects(lambda: tuple(value.ravel().tolist()))
+                return (value.shape, *(self.read(each, where, names, strict) for each in items))
             return self._refuse(where, value, "of objects, whose content cannot be compared", strict)
         if size > MOST_BYTES:
             return self._refuse(where, value, f"of {size} bytes: too many to compare for each call", strict)

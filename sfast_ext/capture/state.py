@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ class State(Reachable):
     Args:
         root: the module.
         forward: its original forward, which may be a wrapper.
-        ignored: attributes of modules without influence on behaviour. They may change.
+        ignored: attributes of modules without influence on behaviour, and parameters in whose defaults forwards only
+            note where they are. They may change.
         contents: whether the contents of tensors are put back as well, up to a size.
     """
 
@@ -50,6 +51,7 @@ class State(Reachable):
     ) -> None:
         super().__init__()
         self._ignored, self._contents = ignored, contents
+        self._noted: set[int] = set()
         self._namespaces: list[tuple[Where, Any, dict, dict, bool]] = []
         self._containers: list[tuple[Where, Any, Any, bool]] = []
         # most containers are the empty dictionaries of hooks
@@ -74,6 +76,10 @@ class State(Reachable):
     def empty(self, where: Where, container: Any) -> None:
         """See `Reachable`."""
         self._empty.append((where, container, self.theirs))
+
+    def _function(self, where: Where, function: FunctionType) -> None:
+        self._noted.update(map(id, _defaults_of(function, self._ignored)))
+        super()._function(where, function)
 
     def weights(self, where: Where, container: dict[str, Any]) -> None:
         """See `Reachable`."""
@@ -151,11 +157,13 @@ class State(Reachable):
                     yield (where, name), undo, not ignored and not _equal(a, b), theirs
         for where, container, was, theirs in self._containers:
             if not _same(container, was) and not _only_dead(container, was):
-                yield where, _Undo(_refill, container, was, now=container), not _alike(container, was), theirs
+                counts = id(container) not in self._noted and not _alike(container, was)
+                yield where, _Undo(_refill, container, was, now=container), counts, theirs
         if any(container for _, container, _ in self._empty):
             for where, container, theirs in self._empty:
                 if container:
-                    yield where, _Undo(_refill, container, (), now=container), True, theirs
+                    counts = id(container) not in self._noted
+                    yield where, _Undo(_refill, container, (), now=container), counts, theirs
         for where, now, was in self._weights if weights else ():
             if not _same(now, was):
                 yield where, _Undo(_refill, now, was, now=now), True, False
@@ -187,6 +195,14 @@ class State(Reachable):
         for where, tensor, version, kept, theirs in self._tensors:
             if tensor._version != version:
                 yield where, _Undo(_set_contents, tensor, kept, now=None), True, theirs
+
+
+def _defaults_of(function: FunctionType, names: frozenset[str]) -> list[Any]:
+    """The defaults of parameters of these names."""
+    code, values = function.__code__, function.__defaults__ or ()
+    positional = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    defaults = {**dict(zip(positional, values)), **(function.__kwdefaults__ or {})}
+    return [value for name, value in defaults.items() if name in names]
 
 
 class _Undo:

@@ -1,5 +1,5 @@
-"""What a host answers for a picture says whether and how it was accelerated; pictures' own metadata names settings that
-change pixels, and nothing else."""
+"""What a host answers says whether and how an image was accelerated; an image's metadata names settings that change
+pixels, and nothing else."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from sfast_ext import environment
-from sfast_ext.config import Config
 from sfast_ext.hosts import per_request
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.report import Report, Tally
 from sfast_ext.ui import settings, words
+from sfast_ext.ui.settings_table import HostConfig
 
 KEY = "Stable Fast"
 """Its name among the host's `extra_generation_params`."""
@@ -19,7 +19,7 @@ OFF = "Stable Fast is switched off in the settings"
 
 
 class Answers:
-    """Laid around the function of the host that makes the pictures of one request.
+    """Laid around the function of the host that makes the images of one request.
 
     Args:
         config: gives the configuration; asked within a request, whose own settings count.
@@ -30,14 +30,14 @@ class Answers:
         self,
         report: Report,
         attachments: Iterable[Attachment],
-        config: Callable[[], Config],
+        config: Callable[[], HostConfig],
         guarded: Callable[[Callable[[], object]], None],
     ) -> None:
         self._report, self._attachments = report, tuple(attachments)
         self._config, self._guarded = config, guarded
 
     def process(self, original: Callable[..., Any], p: Any, *args: Any, **kwargs: Any) -> Any:
-        """The host's `process_images_inner`. The pictures' infotexts are written in it, so what is added after it is in
+        """The host's `process_images_inner`. The images' infotexts are written in it, so what is added after it is in
         the answer alone."""
         why: list[str | None] = [None]
         self._guarded(lambda: why.__setitem__(0, self._begin(p)))

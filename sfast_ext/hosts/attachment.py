@@ -31,12 +31,12 @@ class Attachment:
     """Keeps an accelerator on each module that the host is about to use, and on no other module.
 
     Hosts load, switch and unload models from several threads, and not always with a callback. The adapter therefore
-    calls `follow` at every occasion that the host gives, and `follow` acts only where something changed.
+    calls `follow` at every occasion that the host gives, and `follow` acts only if something changed.
 
     Args:
         hooks_for: makes the hooks of a module's accelerator.
         name: how the report calls the module.
-        parts: gives the submodules to accelerate one by one, with their names, where another extension's forward
+        parts: gives the submodules to accelerate one by one, with their names, if another extension's forward
             replaces the module's and may call them itself.
     """
 
@@ -67,7 +67,7 @@ class Attachment:
             keep: modules that the host keeps on their device. Their accelerators stay for when they are used again.
 
         Returns:
-            The accelerator of `module`. None where nothing is loaded, `config` disables acceleration, or another
+            The accelerator of `module`. None if nothing is loaded, `config` disables acceleration, or another
             extension's forward replaces the module's.
         """
         if module is None:
@@ -160,10 +160,10 @@ class Attachment:
 
     def suspend(self, module: nn.Module | None = None) -> None:
         """Prepare for the host to exchange its model. Plans are kept for a model of the same architecture: with their
-        memory where there is room for another model beside it, and without it where the weights are on another device.
+        memory if there is room for another model next to it, and without it if the weights are on another device.
 
         Args:
-            module: what the host removes; all accelerated modules where None.
+            module: what the host removes; all accelerated modules if None.
         """
         with self._lock:
             for accelerator in list(self._accelerators) if module is None else self.within(module):
@@ -280,13 +280,13 @@ _wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def wraps_torchs(function: Any) -> bool:
-    """Whether a function is a wrapper of ours around a method of torch's modules, which only makes it quicker."""
+    """Whether a function is our wrapper around a method of torch's modules, which only makes it quicker."""
     wrapped = getattr(function, "__wrapped__", None)
     return function in _wrappers and wrapped is not None and vars(nn.Module).get(wrapped.__name__) is wrapped
 
 
 def _give_own_weights(accelerator: Accelerator, module: nn.Module, hooks: Hooks) -> None:
-    """Give a module weights of its own before its plans, and the memory they read, go to another module of the same
+    """Give a module its own weights before its plans, and the memory they read, go to another module of the same
     architecture: somebody may still hold it."""
     left = accelerator.module
     here = {plan.device for plan in list(accelerator.plans.values())}
@@ -300,7 +300,7 @@ def _give_own_weights(accelerator: Accelerator, module: nn.Module, hooks: Hooks)
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
-    """Wrap a function of the host, where the host has no callback.
+    """Wrap a function of the host for which the host has no callback.
 
     Args:
         owner: the module or object that has the function as its attribute `name`.

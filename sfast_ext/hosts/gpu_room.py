@@ -11,7 +11,7 @@ from torch import nn
 from sfast_ext.plans import graph_pool
 
 DECODING_RESERVE = 6 << 30
-"""Bytes that decoding and text encoders may need beside a UNet, where the host does not say what it runs next."""
+"""Bytes that decoding and text encoders may need in addition to a UNet, if the host does not say what it runs next."""
 
 IDLE_RESERVE = 4 << 30
 """Bytes left free while the host has the weights on another device, for upscalers, detectors and preprocessors. Weights
@@ -21,7 +21,7 @@ NEXT_MODEL_RESERVE = 8 << 30
 """Bytes that the next model may take while its size is unknown: an SDXL model with its text encoders and VAE."""
 
 WORKSPACE = 512 << 20
-"""Bytes that a forward needs beside its weights, or a convolution beside its activations."""
+"""Bytes that a forward needs in addition to its weights, or a convolution to its activations."""
 
 DECODER_ACTIVATIONS, ENCODER_ACTIVATIONS = 3, 5
 """Full-size activations alive at one time in a VAE: of its second width in the decoder, of its first in the encoder."""
@@ -29,7 +29,7 @@ SAFETY_FACTOR = 1.5
 
 
 def free_bytes() -> float:
-    """Bytes that this process may still take on the current GPU; infinite where there is none."""
+    """Bytes that this process may still take on the current GPU; infinite if there is none."""
     if not torch.cuda.is_available():
         return math.inf
     # memory reserved by CUDA graphs counts as cached, but nothing else can get it
@@ -73,18 +73,18 @@ def encoder_bytes(widths: Sequence[int], image: torch.Tensor) -> float:
 
 
 def has_room_to_stay(module: nn.Module) -> bool:
-    """Whether a module's weights fit on the GPU beside what the host runs after it."""
+    """Whether a module's weights fit on the GPU next to what the host runs after it."""
     held = 0 if on_gpu(module) else _size(module)
     return free_bytes() >= held + DECODING_RESERVE
 
 
 def has_room_to_wait(module: nn.Module) -> bool:
-    """Whether the memory of a module's plans fits on the GPU beside the host's next model, a larger one perhaps."""
+    """Whether the memory of a module's plans fits on the GPU next to the host's next model, which may be larger."""
     return free_bytes() >= max(1.5 * _size(module), NEXT_MODEL_RESERVE)
 
 
 def has_room_for_second(module: nn.Module) -> bool:
-    """Whether a second module of this size fits beside the first."""
+    """Whether a second module of this size fits next to the first."""
     return free_bytes() >= 1.5 * _size(module)
 
 

@@ -26,7 +26,7 @@ class Moves:
         within: gives the accelerators of a module and of what is in it.
         make_room: frees memory until so many bytes are free.
         host: its name, for the report.
-        rare_within: gives further accelerators of a module, called about once for each picture: the memory of their
+        rare_within: gives further accelerators of a module, called about once for each image: the memory of their
             plans is freed whenever the module leaves the GPU.
     """
 
@@ -46,7 +46,7 @@ class Moves:
 
     def watch(self, modules: Iterable[nn.Module | None]) -> None:
         """Follow these modules, and no others."""
-        # wrapped is the class: what lies on an object goes along where that is copied
+        # the class is wrapped, as a copy of an object has all that lies on it
         wanted = weakref.WeakSet(m for m in modules if m is not None and type(m) is not nn.Module)
         if wanted == self._modules:
             return
@@ -102,7 +102,7 @@ class WeightMoves:
         """Move a module to the GPU; returns what `move` does.
 
         Args:
-            place: where all of it goes; None where its parts go to different devices.
+            place: where all of it goes; None if its parts go to different devices.
             move: how the host moves it.
             before: called first, as they move the weights that plans read.
         """
@@ -152,7 +152,7 @@ class WeightMoves:
             try:
                 action()
             except torch.cuda.OutOfMemoryError:
-                # told from the host's own, which follows where the weights do not fit either
+                # counted apart from the host's own, which follows if the weights do not fit either
                 self._report.count("out_of_memory")
 
         guarded(self._report, "memory", unless_full)
@@ -166,7 +166,7 @@ def fetch_weights(accelerator: Accelerator, place: torch.device | None, report: 
     host alone, they would be there twice.
 
     Args:
-        place: where all of the module goes; None where its parts go to different devices.
+        place: where all of the module goes; None if its parts go to different devices.
     """
     planned = {plan.device for each in (accelerator, *accelerator.parts) for plan in list(each.plans.values())}
     try:
@@ -181,7 +181,7 @@ def fetch_weights(accelerator: Accelerator, place: torch.device | None, report: 
 
 
 def place_of(device: Any) -> torch.device | None:
-    """A device with its index, as plans have it; None where weights are moved from there when they are needed, and for
+    """A device with its index, as plans have it; None if weights are moved from there when they are needed, and for
     what names no device."""
     if device is None or isinstance(device, (torch.dtype, torch.Tensor)) or str(device) in ("cpu", "disk", "meta"):
         return None

@@ -1,6 +1,6 @@
 """Settings of one request, by the hosts' `alwayson_scripts`: {"Stable Fast": {"args": [{"enabled": false}]}}.
 
-They become the request's own `override_settings`, which a host sets before the picture and restores after it.
+They become the request's own `override_settings`, which a host sets before the image and restores after it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def script() -> type:
 
 
 def apply(p: Any, chosen: Any) -> None:
-    """Let a request's settings count for its pictures.
+    """Let a request's settings count for its images.
 
     Args:
         p: the host's processing object.

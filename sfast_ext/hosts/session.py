@@ -10,18 +10,19 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
-from sfast_ext import environment, preparation
+from sfast_ext import environment, parallel_png, preparation
 from sfast_ext.accelerator import Accelerator
-from sfast_ext.config import Config
-from sfast_ext.hosts import parallel_png, webui_probes, xyz
+from sfast_ext.hosts import host_queue, webui_probes, xyz
 from sfast_ext.hosts.answers import Answers
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Examined, Probe, examine
-from sfast_ext.hosts.rehearsals import Rehearsals
+from sfast_ext.jobs.job import Jobs
+from sfast_ext.jobs.rehearsals import Rehearsals
 from sfast_ext.report import Report, logger, words_of
 from sfast_ext.ui import api, bug_report, parts, reasons, settings, settings_table, tab
 from sfast_ext.ui.requests import Refused
+from sfast_ext.ui.settings_table import HostConfig
 
 
 class NotInstalled(Exception):
@@ -32,7 +33,7 @@ class Session:
     """The extension in one run of a host's scripts, from their loading to their unloading.
 
     An adapter derives from it. It sets `HOST` and `PROBES`, fills `attachments`, and defines `install`, `host_version`,
-    `model_name`, `follow_loaded`, `loaded` and `name_pictures`. It may extend the other methods.
+    `model_name`, `follow_loaded`, `loaded` and `name_images`. It may extend the other methods.
 
     Args:
         found: what `examine` found of `PROBES` in the host.
@@ -52,7 +53,8 @@ class Session:
         self.version = version
         self.report = Report()
         self.report.on_stage = self.show_stage
-        self.rehearsals = Rehearsals(self)
+        jobs = Jobs(self.report, host_queue.queue, host_queue.interrupted, host_queue.interrupt)
+        self.rehearsals = Rehearsals(self, jobs)
         self.attachments: tuple[Attachment, ...] = ()
         """They keep accelerators on the host's networks. The status lists them in this order."""
         self.found = examine(self.PROBES) if found is None else found
@@ -102,7 +104,7 @@ class Session:
         except Exception as exc:  # of a broken driver
             missing, found = f"{type(exc).__name__}: {exc}", ""
         if missing is not None:
-            will = f"no supported NVIDIA GPU ({missing}); the WebUI's own code makes every picture"
+            will = f"no supported NVIDIA GPU ({missing}); the WebUI's own code makes every image"
         else:
             will = f"{found}; {'on' if config.enabled else 'off, see Settings > Stable Fast'}"
         return f"Stable Fast {self.version}: {will}"
@@ -195,7 +197,7 @@ class Session:
     def show_error(self, exc: Exception) -> None:
         """Show an exception to the user in the host's own way, in addition to the report."""
 
-    def config(self) -> Config:
+    def config(self) -> HostConfig:
         """The configuration that the user has chosen in the host's settings."""
         from modules import shared
 
@@ -248,7 +250,7 @@ class Session:
         }
         last = found["last_pass"]
         if not last["accelerated"] and (last["bypassed"] or not last["prepared"]):
-            # an accelerator knows the last pass that it ran a plan in, which was another picture's
+            # an accelerator knows the last pass that it ran a plan in, which was another image's
             for plan in (plan for each in found["accelerators"] for plan in each.get("plans", ())):
                 plan["last_pass"] = False
         for row in found["reasons_listed"]:
@@ -290,11 +292,11 @@ class Session:
             xyz.add_axes(grid)
 
     def xyz_grid(self) -> Any:
-        """The host's module that has the axes of its X/Y/Z plot; None where it has none."""
+        """The host's module that has the axes of its X/Y/Z plot; None if it has none."""
         return None
 
     def _tab(self) -> list[Any]:
-        # a host goes through the result: an exception of ours must leave it an empty one
+        # a host goes through the result: our exceptions must leave it an empty one
         try:
             source, jobs = self.source, self.source.jobs
             return tab.tabs(
@@ -327,7 +329,7 @@ class Session:
         return True
 
     def subpath(self) -> str:
-        """Below which path the host serves its page as well; "" where nowhere."""
+        """Below which path the host serves its page as well; "" if nowhere."""
         return ""
 
     def follow_loaded(self) -> None:
@@ -335,15 +337,15 @@ class Session:
         raise NotImplementedError
 
     def loaded(self) -> Accelerator | None:
-        """The accelerator of its UNet; None where it has none."""
+        """The accelerator of its UNet; None if it has none."""
         raise NotImplementedError
 
-    def name_pictures(self, pictures: int | None) -> None:
-        """Calls are of so many pictures from now on; None where that is not known."""
+    def name_images(self, images: int | None) -> None:
+        """Calls are of so many images from now on; None if that is not known."""
         raise NotImplementedError
 
     def prompts_one_by_one(self) -> bool:
-        """Whether the host calls the model for the prompt and the negative prompt one by one where lengths differ."""
+        """Whether the host calls the model for the prompt and the negative prompt one by one if lengths differ."""
         return False
 
     def host_version(self) -> str:
@@ -351,16 +353,16 @@ class Session:
         raise NotImplementedError
 
     def model_name(self) -> str | None:
-        """The name of the loaded model; None where none is loaded."""
+        """The name of the loaded model; None if none is loaded."""
         raise NotImplementedError
 
     def api_passwords(self) -> Mapping[str, str]:
-        """The passwords of the host's API by user; empty where it requires none."""
+        """The passwords of the host's API by user; empty if it requires none."""
         return {}
 
 
 def refusing(why: str) -> Callable[..., NoReturn]:
-    """What is called in place of Prepare and Measure where they cannot be started."""
+    """What is called in place of Prepare and Measure if they cannot be started."""
 
     def refuse(*_: Any) -> NoReturn:
         raise Refused(why)
@@ -375,7 +377,7 @@ def guarded(
 
     Args:
         stage: how the report calls the action.
-        show: called with the exception after the report; an exception of its own is dropped.
+        show: called with the exception after the report; its exceptions are dropped.
     """
     try:
         action()

@@ -19,7 +19,7 @@ _CGROUPS = (
 
 
 def available_bytes() -> int:
-    """Bytes that this process may still take without swapping; 0 where it is not known."""
+    """Bytes that this process may still take without swapping; 0 if it is not known."""
     try:
         # all hosts require it
         import psutil
@@ -30,7 +30,7 @@ def available_bytes() -> int:
 
 
 def has_room() -> bool:
-    """Whether weights that are in system memory now may stay there beside those on the GPU."""
+    """Whether weights that are in system memory now may stay there in addition to those on the GPU."""
     return available_bytes() >= RESERVE
 
 
@@ -62,7 +62,7 @@ class _MemoryStatus(ctypes.Structure):
 
 
 def _committable_bytes() -> int:
-    """What this process may still commit. Windows refuses more than memory and paging file hold together, even where
+    """What this process may still commit. Windows refuses more than memory and paging file hold together, even if
     memory is free, and counts what is on the GPU."""
     if os.name != "nt":
         return _UNLIMITED

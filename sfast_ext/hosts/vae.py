@@ -1,4 +1,4 @@
-"""The decoders and encoders of VAEs, accelerated beside the UNet; the same for all adapters."""
+"""The decoders and encoders of VAEs, accelerated in addition to the UNet; the same for all adapters."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from sfast_ext.hosts.vae_memory import widths_of
 from sfast_ext.report import Report
 from sfast_ext.report_beside import ReportBeside
 from sfast_ext.ui import words
+from sfast_ext.ui.settings_table import HostConfig
 
 PARTS = ("decoder", "encoder")
-MOST_PLANS = 8
-"""Kept for each part. A VAE that decodes in tiles has up to four sizes of them for each size of picture."""
+MAX_PLANS = 8
+"""Kept for each part. A VAE that decodes in tiles has up to four sizes of them for each size of image."""
 GAIN = Config.rare_gain
 """On an NVIDIA H200 plans save 0.52 to 0.74 of PyTorch's time."""
 COUNTED = "vae"
@@ -50,15 +51,15 @@ class VaePart(Attachment):
 class Vaes:
     """Keeps accelerators on the VAEs that a host is about to use.
 
-    A VAE runs about once for each picture and its activations take gigabytes, so its plans have no CUDA graph, whose
+    A VAE runs about once for each image and its activations take gigabytes, so its plans have no CUDA graph, whose
     memory nobody else could use meanwhile; see also `Config.rare_calls`.
     """
 
     def __init__(self, hooks_for: PartHooks, report: Report) -> None:
         self.attachments = tuple(VaePart(part, hooks_for, report) for part in PARTS)
 
-    def follow(self, vaes: Iterable[Any], config: Config) -> list[Accelerator]:
-        """Accelerate these VAEs as `config` says, and release all others. Call it before each picture as well, before
+    def follow(self, vaes: Iterable[Any], config: HostConfig) -> list[Accelerator]:
+        """Accelerate these VAEs as `config` says, and release all others. Call it before each image as well, before
         its VAE is called: settings are read here.
 
         Returns:
@@ -72,7 +73,7 @@ class Vaes:
             rare_gain=GAIN,
             # a VAE's activations come near the largest number of float16, and partial sums nearer
             faster_sums=False,
-            max_plans=min(config.max_plans, MOST_PLANS),
+            max_plans=min(config.max_plans, MAX_PLANS),
         )
         known = [vae for vae in vaes if is_known(vae)]
         followed: list[Accelerator] = []

@@ -59,7 +59,7 @@ class VaeMemory:
 
 
 def widths_of(vae: nn.Module) -> Sequence[int]:
-    """Channels of a VAE's blocks, from the image inwards. Empty where the VAE is neither diffusers' nor ldm's."""
+    """Channels of a VAE's blocks, from the image inwards. Empty if the VAE is neither diffusers' nor ldm's."""
     widths = getattr(getattr(vae, "config", None), "block_out_channels", None)
     if widths:
         return tuple(widths)

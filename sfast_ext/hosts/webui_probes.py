@@ -14,6 +14,9 @@ JOBS = Feature("Prepare and Measure", "Prepare and Measure cannot be started")
 SHOWN_ERRORS = Feature("errors", "errors are in the report alone")
 BARS = Feature("lines around progress bars", "lines on the console may tear the progress bar")
 XYZ = Feature("X/Y/Z plot", "the X/Y/Z plot has no axes for it")
+VAE = Feature("VAE", "the VAE is not accelerated")
+MEMORY = Feature("memory", "GPU memory that plans hold is freed later than the WebUI needs it")
+VERSION = Feature("version", "the report does not name the version of the WebUI")
 
 COMMON: tuple[Probe, ...] = (
     probe("modules.script_callbacks:on_script_unloaded", check=takes("callback")),
@@ -44,6 +47,10 @@ REQUESTS: tuple[Probe, ...] = (
 WEBUI: tuple[Probe, ...] = (
     *COMMON,
     probe("modules.shared:cmd_opts"),
+    probe("modules.script_callbacks:on_cfg_denoiser", check=takes("callback")),
+    probe("modules.processing:process_images_inner", check=passes("p"), feature=VAE),
+    probe("modules.sd_models:unload_model_weights", check=passes(), feature=MEMORY),
+    probe("modules.scripts:scripts_data", feature=XYZ),
     probe("modules.errors:display_once", check=takes("exc", "task"), feature=SHOWN_ERRORS),
     probe("modules.logging_config:TqdmLoggingHandler", feature=BARS),
 )

@@ -3,18 +3,117 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
+
+from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.hosts import webui_probes
+from sfast_ext.hosts.attachment import Attachment
+from sfast_ext.hosts.installation import Installation
+from sfast_ext.hosts.probes import Examined
 from sfast_ext.hosts.session import Session
 from sfast_ext.report import logger
 
 
 class WebUISession(Session):
-    """A session in a WebUI with `modules.shared.cmd_opts`, `modules.scripts` and `modules.errors`."""
+    """A session in a WebUI with `modules.shared.cmd_opts`, `modules.scripts` and `modules.errors`.
+
+    An adapter sets `_unets`, and defines `unet_of`, `_follow`, `_follow_vae` and `_install_memory`.
+    """
 
     PROBES = webui_probes.WEBUI
+    _unets: Attachment
+
+    def __init__(self, version: str, found: Examined | None = None) -> None:
+        super().__init__(version, found)
+        # what each accelerated network asks at a call
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        self._denoiser: weakref.ref[object] | None = None
+        self._images: int | None = None
+        self._has_vae = False
+
+    def install(self, host: Installation) -> None:
+        """Register callbacks, and wrap the functions that free memory, for which there are none."""
+        # a model was loaded; or other weights, or another VAE, into the model that is loaded
+        host.callback("on_model_loaded", self.callback(self._follow))
+        # before each step: the only callback after every switch of the model, those of refiner and hires fix too
+        host.callback("on_cfg_denoiser", self.callback(self._step))
+        host.feature(webui_probes.MEMORY, self._install_memory)
+        self._has_vae = host.feature(webui_probes.VAE, lambda: host.wrap("process_images_inner", self._before_images))
+
+    def _install_memory(self) -> None:
+        self.installation.wrap("unload_model_weights", self._unload)
+
+    @staticmethod
+    def model() -> Any:
+        """The model that is used; None if there is none."""
+        # shared.sd_model is the same one. It would load a model if none is loaded, or is a stand-in of it until then
+        from modules.sd_models import model_data
+
+        # Forge Classic has none while it exchanges the checkpoint
+        return getattr(model_data, "sd_model", None)
+
+    def unet_of(self, model: Any) -> nn.Module | None:
+        """The UNet of a model."""
+        raise NotImplementedError
+
+    def _follow(self, model: Any) -> None:
+        raise NotImplementedError
+
+    def _follow_vae(self, model: Any) -> None:
+        raise NotImplementedError
+
+    def _before_images(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """img2img encodes its image before the first step, with the settings of this request."""
+        self.guarded(lambda: self._follow_vae(self.model()))
+        return original(*args, **kwargs)
+
+    def _step(self, params: Any) -> None:
+        denoiser = getattr(params, "denoiser", None)
+        seen = self._denoiser() if self._denoiser is not None else None
+        # the WebUI's state counts the first two steps as 0; its denoiser counts by itself
+        step = getattr(denoiser, "step", None)
+        if step is None:
+            step = getattr(params, "sampling_step", 0)
+        new_pass = denoiser is None or denoiser is not seen or step == 0
+        model = self.model()
+        # Each step compares identities. Settings and the UNet are read once for each pass.
+        if not new_pass and self._unets.unchanged(self.unet_of(model)):
+            return
+        self._denoiser = weakref.ref(denoiser) if denoiser is not None else None
+        self._images = getattr(getattr(denoiser, "p", None), "batch_size", None)
+        self._follow(model)
+
+    def _begin_pass(self, accelerator: Accelerator | None) -> None:
+        """A pass of the sampler through a network has begun."""
+        if accelerator is not None:
+            hooks = self._hooks.get(accelerator.module)
+            if hooks is not None:
+                hooks.images = self._images
+                hooks.new_pass()
+            accelerator.new_generation()
+
+    def follow_loaded(self) -> None:
+        """As before a step of an image."""
+        self._follow(self.model())
+
+    def loaded(self) -> Accelerator | None:
+        """That of the model that is used, not of others that stay in memory."""
+        unet = self.unet_of(self.model())
+        return None if unet is None else accelerator_of(unet)
+
+    def name_images(self, images: int | None) -> None:
+        """For the words of all networks."""
+        self._images = images
+        for hooks in list(self._hooks.values()):
+            hooks.images = images
+
+    def model_name(self) -> str | None:
+        """The title of the checkpoint."""
+        return getattr(getattr(self.model(), "sd_checkpoint_info", None), "title", None)
 
     def has_console(self) -> bool:
         """Whether the WebUI writes what is logged to the console, and whose it is."""
@@ -40,7 +139,7 @@ class WebUISession(Session):
         self.installation.add(leave)
 
     def show_error(self, exc: Exception) -> None:
-        """Show an exception once, where the WebUI would log it at every step."""
+        """Show an exception once, which the WebUI would log at every step."""
         from modules import errors
 
         errors.display_once(exc, "Stable Fast")
@@ -71,7 +170,7 @@ class WebUISession(Session):
 
 
 def _console(formatter: logging.Formatter) -> logging.Handler:
-    """A handler that writes around the WebUI's progress bars, where the WebUI has one."""
+    """A handler that writes around the WebUI's progress bars, if the WebUI has them."""
     plain = logging.StreamHandler()
     # the WebUI's hands lines over to it while there is no bar
     plain.setFormatter(formatter)

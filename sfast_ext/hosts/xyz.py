@@ -1,38 +1,26 @@
-"""Axes of the hosts' X/Y/Z plot, to compare pictures and times under different settings."""
+"""Axes of the hosts' X/Y/Z plot, to compare images and times with different settings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from sfast_ext.ui import settings_table
+from sfast_ext.ui.settings_table import ALL, Setting
 
-
-class Axis(NamedTuple):
-    """A setting of pictures' own. `kind` makes its value of what the user writes."""
-
-    key: str
-    kind: Callable[[str], Any]
-    choices: tuple[str, ...] | None
-
-
-def _switch(text: str) -> bool:
-    return text.lower() == "true"
-
-
-_ON_OFF = ("True", "False")
+_BY_KEY = {setting.key: setting for setting in ALL}
 AXES = {
-    "[Stable Fast] enabled": Axis("sfast_enabled", _switch, _ON_OFF),
-    "[Stable Fast] preset": Axis("sfast_preset", str, settings_table.PRESET.choices),
-    "[Stable Fast] VAE": Axis("sfast_vae", _switch, _ON_OFF),
-    "[Stable Fast] faster sums": Axis("sfast_faster_sums", _switch, _ON_OFF),
-    "[Stable Fast] CUDA graphs": Axis("sfast_cuda_graphs", _switch, _ON_OFF),
-    "[Stable Fast] Triton kernels": Axis("sfast_triton", _switch, _ON_OFF),
-    "[Stable Fast] GPU memory, MB": Axis("sfast_graph_memory_mb", int, None),
-    "[Stable Fast] comparison": Axis("sfast_check", str, tuple(settings_table.CHECK_LABELS)),
-    "[Stable Fast] tolerance": Axis("sfast_tolerance", float, None),
+    "[Stable Fast] enabled": _BY_KEY["sfast_enabled"],
+    "[Stable Fast] preset": _BY_KEY["sfast_preset"],
+    "[Stable Fast] VAE": _BY_KEY["sfast_vae"],
+    "[Stable Fast] faster sums": _BY_KEY["sfast_faster_sums"],
+    "[Stable Fast] CUDA graphs": _BY_KEY["sfast_cuda_graphs"],
+    "[Stable Fast] Triton kernels": _BY_KEY["sfast_triton"],
+    "[Stable Fast] GPU memory, MB": _BY_KEY["sfast_graph_memory_mb"],
+    "[Stable Fast] comparison": _BY_KEY["sfast_check"],
+    "[Stable Fast] tolerance": _BY_KEY["sfast_tolerance"],
 }
-"""By label, the settings that change speed, rounding or which plans are used."""
+"""By label, the settings that change speed, rounding or which plans are used. Requests name an axis by its place in the
+list, so the order stays."""
 
 
 def add_axes(grid: Any) -> None:
@@ -42,22 +30,28 @@ def add_axes(grid: Any) -> None:
         grid: the host's module that has `AxisOption` and the list `axis_options`.
     """
     known = {option.label for option in grid.axis_options}
-    for label, axis in AXES.items():
+    for label, setting in AXES.items():
         if label not in known:
-            kind = axis.kind if axis.choices is None else str
-            grid.axis_options.append(grid.AxisOption(label, kind, _override(axis), choices=_choices(axis)))
+            choices = _choices(setting)
+            kind = setting.kind if choices is None else str
+            grid.axis_options.append(grid.AxisOption(label, kind, _override(setting), choices=choices))
 
 
-def _choices(axis: Axis) -> Callable[[], list[str]] | None:
-    choices = axis.choices
-    return None if choices is None else lambda: list(choices)
+def value_of(setting: Setting, text: str) -> Any:
+    """The value of a setting that a user writes, or chooses, in the plot."""
+    return text.lower() == "true" if setting.kind is bool else setting.kind(text)
 
 
-def _override(axis: Axis) -> Callable[[Any, Any, Any], None]:
+def _choices(setting: Setting) -> Callable[[], list[str]] | None:
+    choices = ("True", "False") if setting.kind is bool else setting.choices
+    return (lambda: list(choices)) if choices else None
+
+
+def _override(setting: Setting) -> Callable[[Any, Any, Any], None]:
     def apply(p: Any, x: Any, _values: Any) -> None:
-        # of this picture alone, as a request's own override_settings
-        p.override_settings[axis.key] = axis.kind(str(x).strip())
-        # SD.Next's grid leaves the last picture's settings as they are, but for those that it knows
+        # of this image alone, as a request's own override_settings
+        p.override_settings[setting.key] = value_of(setting, str(x).strip())
+        # SD.Next's grid leaves the last image's settings as they are, except for those that it knows
         p.override_settings_restore_afterwards = True
 
     return apply

@@ -8,7 +8,6 @@ import torch
 from torch import fx
 
 from sfast_ext.kernels.attention import attention as kernel
-from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.linear import mma_gemm
 
 from .fusion import fusion
@@ -25,17 +24,16 @@ def attention(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces an attention without dropout by the fastest of the kernels of this project and of the libraries.
 
     Pattern: scaled_dot_product_attention(q, k, v, ...)
-    Replacement: kernel.launch(q, k, v, mask=..., is_causal=..., scale=...), or kernel.fallback; with faster_sums=True
-        where the user has chosen so
+    Replacement: kernel.launch(q, k, v, mask=..., is_causal=..., scale=...), with faster_sums=True
+        if the user has chosen so
     """
-    options = kernel_options(node) if health.usable(kernel, ctx.device) else None
+    options = kernel_options(node) if ctx.supported(kernel.launch) else None
     if options is None:
         return False
-    if ctx.faster_sums and dtype(node) == torch.float16 and mma_gemm.halves_are_faster(ctx.device):
+    if ctx.faster_sums and dtype(node) == torch.float16 and mma_gemm.half_sums_profitable(ctx.device):
         options["faster_sums"] = True
-    function = kernel.launch if ctx.serves(kernel) else kernel.fallback
     with node.graph.inserting_before(node):
-        new = call(node.graph, function, node.args[:3], node, options)
+        new = call(node.graph, kernel.launch, node.args[:3], node, options)
     replace(node, new)
     return True
 

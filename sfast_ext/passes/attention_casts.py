@@ -36,7 +36,7 @@ def attention_casts(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> in
 
 
 def operand_cast(operand: Any, user: fx.Node) -> fx.Node | None:
-    """Finds the cast of an operand, where every value from it to the attention has one user."""
+    """Finds the cast of an operand, if every value from it to the attention has one user."""
     while isinstance(operand, fx.Node) and only_user(operand) is user:
         if is_float_cast(operand):
             return operand
@@ -47,7 +47,7 @@ def operand_cast(operand: Any, user: fx.Node) -> fx.Node | None:
 
 
 def result_cast(node: fx.Node) -> fx.Node | None:
-    """Finds the cast of a result, where every value from the attention to it has one user."""
+    """Finds the cast of a result, if every value from the attention to it has one user."""
     user = only_user(node)
     while user is not None and is_op(user, VIEWS):
         user = only_user(user)

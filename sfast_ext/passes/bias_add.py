@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MUL = overloads("mul.Tensor", "mul.Scalar")
 DIV = overloads("div.Tensor", "div.Scalar")
-LEAST_CHANNELS = 16  # with fewer, a tile of the kernel is mostly empty
+MIN_CHANNELS = 16  # with fewer, a tile of the kernel is mostly empty
 
 
 def bias_add(gm: fx.GraphModule, ctx: PassContext) -> int:
@@ -44,7 +44,7 @@ def bias_add(gm: fx.GraphModule, ctx: PassContext) -> int:
 
     Residuals come first: a bias that is left when they are done has none.
     """
-    if not ctx.serves(kernel):
+    if not ctx.supported(kernel.launch):
         return 0
     graph, pinned = gm.graph, mutated(gm.graph)
     count = rewrite_each(graph, ADD, pinned, lambda add: fuse_residual(add, pinned))
@@ -87,7 +87,7 @@ def fuse_bias(conv: fx.Node, pinned: set[fx.Node]) -> bool:
 
     PyTorch adds a bias to an NHWC tensor by a kernel whose accesses are not coalesced.
     """
-    if not is_biased_conv(conv) or (shape(conv) or (0, 0))[1] < LEAST_CHANNELS:
+    if not is_biased_conv(conv) or (shape(conv) or (0, 0))[1] < MIN_CHANNELS:
         return False
     with conv.graph.inserting_before(conv):
         bare = without_bias(conv)

@@ -1,6 +1,6 @@
 """Removes operations that compute nothing, and merges casts, reshapes and permutations.
 
-Values count, not their strides: a copy is needed only where something writes to it.
+Values count, not their strides: a copy is needed only if something writes to it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def dropout(node: fx.Node, x: fx.Node) -> fx.Node | None:
 
 def same_value(node: fx.Node, x: fx.Node) -> fx.Node | None:
     """clone(x) -> x"""
-    # A layout asked for by name stays; it costs nothing where the value has it.
+    # A layout asked for by name stays; it costs nothing if the value has it.
     return None if node.kwargs.get("memory_format") is torch.channels_last else x
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sfast_ext import kernels
+from sfast_ext.kernels.backend.registry import Kernel
 
 if TYPE_CHECKING:
     from sfast_ext.weights.submodule_arena import Arena
@@ -25,8 +24,8 @@ class PassContext:
     faster_sums: bool = False
     """Whether sums may be in half precision."""
     most_bytes: int | None = None
-    """What a kernel may hold while it runs, its operands and its result included; None where that does not matter."""
+    """What a kernel may hold while it runs, its operands and its result included; None if that does not matter."""
 
-    def serves(self, *modules: ModuleType) -> bool:
+    def supported(self, *kernels: Kernel[..., Any]) -> bool:
         """Whether all of these kernels may be launched. Operations without a kernel stay as they were captured."""
-        return all(kernels.serves(module, self.device, triton=self.triton) for module in modules)
+        return all(kernel.supported(self.device, triton=self.triton) for kernel in kernels)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .context import PassContext
 
 
-@fusion(CONV, needs=(kernel,))
+@fusion(CONV, needs=(kernel.launch,))
 def conv2d(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces a convolution without a bias.
 

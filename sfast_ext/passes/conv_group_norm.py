@@ -25,7 +25,7 @@ class ConvGroupNormMatch(NamedTuple):
     rest: tuple[Any, ...]  # the kernel's operands after those of the convolution: shift, residual, those of the norm
 
 
-@fusion((group_norm.launch, add_group_norm.launch), needs=(kernel,))
+@fusion((group_norm.launch, add_group_norm.launch), needs=(kernel.launch,))
 def conv_group_norm(norm: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces a norm and the convolution that only it reads: the convolution's kernel takes the statistics.
 

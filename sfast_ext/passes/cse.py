@@ -70,7 +70,7 @@ def hashable(x: Any) -> Any:
 def fold_constants(gm: fx.GraphModule, ctx: PassContext) -> int:
     """Evaluates operations that depend on no input and no weight, such as the frequencies of the timestep embedding.
 
-    Pattern: op(constant, ...), where an operation that is not folded reads it
+    Pattern: op(constant, ...), read by an operation that is not folded
     Replacement: a buffer of the graph module with the result
 
     Tensors of the graph that are not weights are literals of the forward, such as torch.tensor(0.5): nothing else

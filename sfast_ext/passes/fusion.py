@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
+
+from sfast_ext.kernels.backend.registry import Kernel
 
 from .rewrite import hoist_weights, is_op, mutated
 
@@ -24,7 +25,7 @@ or whether there was one."""
 def fusion(
     ops: Collection[Any],
     *,
-    needs: tuple[ModuleType, ...] = (),
+    needs: tuple[Kernel[..., Any], ...] = (),
     hoist: bool = False,
     skip_pinned_inputs: bool = False,
 ) -> Callable[[NodeFunction], PassFunction]:
@@ -32,8 +33,7 @@ def fusion(
 
     Args:
         ops: Targets of the nodes that the function is called with.
-        needs: Modules of the kernels that the function launches. Unless `PassContext.serves` them all, the pass does
-            nothing.
+        needs: The kernels that the function inserts. Unless `PassContext.supported`, the pass does nothing.
         hoist: Moves weights to the top of the graph first, so that a fused node may stand anywhere.
         skip_pinned_inputs: Skips nodes that read a pinned value. Pinned nodes themselves are always skipped.
 
@@ -43,7 +43,7 @@ def fusion(
     def decorate(function: NodeFunction) -> PassFunction:
         @functools.wraps(function)
         def run(gm: fx.GraphModule, ctx: PassContext) -> int:
-            if not ctx.serves(*needs):
+            if not ctx.supported(*needs):
                 return 0
             if hoist:
                 hoist_weights(gm.graph)

@@ -27,11 +27,11 @@ class GegluMatch(NamedTuple):
     gate_first: bool
 
 
-@fusion(GELU, needs=(kernel,))
+@fusion(GELU, needs=(kernel.launch,))
 def geglu(gelu: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces the halves of a tensor, GELU and the multiplication.
 
-    Pattern: value * gelu(gate), where value, gate = chunk(x, 2, -1), in either order, or slices of x
+    Pattern: value * gelu(gate) with value, gate = chunk(x, 2, -1), in either order, or slices of x
     Replacement: kernel.launch(x, gate_first=..., approximate=...)
     """
     mul = only_user(gelu)

@@ -52,7 +52,7 @@ def group_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
     `embedding` is one number per image and channel, (N or 1, C, 1, 1). The sum of embedding and bias, (N, C), is
     `shift`. Shifts that are slices of one packed linear are computed by one addition: see `pack_shifts`.
     """
-    if not ctx.serves(kernel):
+    if not ctx.supported(kernel.launch):
         return 0
     hoist_weights(gm.graph)
     pinned = mutated(gm.graph)

@@ -78,12 +78,12 @@ def group_norm_inputs(norm: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> 
     if norm.kwargs.get("shift") is not None or source in pinned or len(shape(source) or ()) != 4:
         return False
     if any(isinstance(x, fx.Node) and x.op != "get_attr" for x in norm.args[2:4]):
-        return False  # the pair stands where the sum is made: weights that are computed may not be known there
-    added = match_sum(source, pinned) if ctx.serves(add_group_norm) else None
+        return False  # the pair stands at the place of the sum: weights that are computed may not be known there
+    added = match_sum(source, pinned) if ctx.supported(add_group_norm.launch) else None
     if added is not None:
         fuse_pair(source, norm, add_group_norm.launch, added)
         return True
-    joined = match_cat(source, pinned) if ctx.serves(cat_group_norm) else None
+    joined = match_cat(source, pinned) if ctx.supported(cat_group_norm.launch) else None
     if joined is not None:
         fuse_pair(source, norm, cat_group_norm.launch, joined)
         return True
@@ -171,7 +171,7 @@ def match_cat(cat: Any, pinned: set[fx.Node]) -> CatMatch | None:
 
 
 def fuse_pair(source: fx.Node, norm: fx.Node, function: Any, operands: tuple[Any, ...]) -> None:
-    """Replaces `source` and `norm` by the two results of one call where `source` stands."""
+    """Replaces `source` and `norm` by the two results of one call at the place of `source`."""
     graph = norm.graph
     options = {"silu": norm.kwargs.get("silu", False), "out_dtype": norm.kwargs.get("out_dtype")}
     with graph.inserting_before(source):

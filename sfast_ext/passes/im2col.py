@@ -1,7 +1,7 @@
 """Lowers 3x3 convolutions over few pixels onto GEMMs (im2col).
 
 With M = 128 rows cuDNN has too few tiles for a large GPU: it splits the reduction over K, and adds the parts in a
-kernel of its own. cuBLAS computes the same GEMM faster. In NHWC the weight already lies as the GEMM reads it.
+separate kernel. cuBLAS computes the same GEMM faster. In NHWC the weight already lies as the GEMM reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .context import PassContext
 
 
-@fusion(CONV, needs=(group_norm,))
+@fusion(CONV, needs=(group_norm.launch,))
 def im2col(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces a convolution whose input is made by a group norm's kernel: that kernel writes the im2col matrix.
 
@@ -69,9 +69,9 @@ def patches_writer(image: Any, ctx: PassContext) -> fx.Node | None:
         groups = writer.args[4]
     else:
         return None
-    return writer if group_norm.supports_patches(val, groups, triton=ctx.triton) else None
+    return writer if group_norm.accepts_patches(val, groups, triton=ctx.triton) else None
 
 
 def few_pixels(image: fx.Node) -> bool:
     n, _, height, width = shape(image) or (0, 0, 0, 0)
-    return n * height * width <= conv2d.MOST_AS_PRODUCT
+    return n * height * width <= conv2d.MAX_PIXELS_AS_PRODUCT

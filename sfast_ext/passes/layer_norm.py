@@ -57,18 +57,18 @@ def match(node: fx.Node, pinned: set[fx.Node]) -> LayerNormMatch | None:
     return LayerNormMatch(x, params, node)
 
 
-@fusion(LAYER_NORM, needs=(add_kernel,), hoist=True)
+@fusion(LAYER_NORM, needs=(add_kernel.launch,), hoist=True)
 def add_layer_norm(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces a norm and the residual addition before it. Other users read the sum from the pair.
 
-    Pattern: [cast](layer_norm([cast](x + residual), ...)), where x may be a linear with a bias
+    Pattern: [cast](layer_norm([cast](x + residual), ...)); x may be a linear with a bias
     Replacement: (sum, normed) = kernel.launch(x, residual, ..., out_dtype=..., shift=bias of the linear)
     """
     found = match(node, pinned)
     if found is None or not is_residual_add(found.x) or any(a in pinned for a in found.x.args):
         return False
     if any(isinstance(x, fx.Node) and x.op != "get_attr" for x in found.params):
-        return False  # it may not be computed yet where the sum is
+        return False  # it may not be computed yet at the place of the sum
     add, graph = found.x, node.graph
     # At the place of the sum: its other users may precede the norm. The norm's weights are at the top.
     with graph.inserting_before(add):
@@ -105,7 +105,7 @@ def is_residual_add(node: Any) -> bool:
     return same_meta(node.args[0], node) and same_meta(node.args[1], node)
 
 
-@fusion(LAYER_NORM, needs=(kernel,))
+@fusion(LAYER_NORM, needs=(kernel.launch,))
 def layer_norm(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces a norm and the casts around it.
 

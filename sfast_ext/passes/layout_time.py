@@ -27,7 +27,7 @@ UPSAMPLE = overloads("upsample_nearest2d.vec", "upsample_nearest2d")
 CAT = overloads("cat", "concat")
 _INTO_TOKENS, _INTO_IMAGE = [0, 2, 3, 1], [0, 3, 1, 2]
 # Not everything is timed: copies that a layout needs between operations are left out. On an NVIDIA H200 a plan of SDXL
-# at 1024x1024 whose operations took 8 % less channels-last took 1 % more; where they took 16 % less, plans took less.
+# at 1024x1024 whose operations took 8 % less channels-last took 1 % more; if they took 16 % less, plans took less.
 _CLEARLY = 0.9
 _TIMES = 3  # runs of each operation
 _CYCLES = 1_000_000  # the GPU waits before each operation, half a millisecond: by then the launches are in its queue
@@ -87,7 +87,7 @@ def runner(operation: Operation, device: torch.device, layout: torch.memory_form
     """Returns a function that runs the operation on images of a layout; None if it is free there."""
     kind, shapes, options, kept = operation
     last = layout == torch.channels_last
-    # the host's random state is left alone: a picture is being made
+    # the host's random state is left alone: an image is being made
     generator = torch.Generator(device).manual_seed(0)
     randn = functools.partial(torch.randn, dtype=kept, device=device, generator=generator)
     x, *others = (randn(size).to(memory_format=layout) for size in shapes)

@@ -29,12 +29,12 @@ class AccumulateMatch(NamedTuple):
     bias: fx.Node | None
 
 
-@fusion(ADD, needs=(kernel, add_layer_norm), skip_pinned_inputs=True)
+@fusion(ADD, needs=(kernel.launch, add_layer_norm.launch), skip_pinned_inputs=True)
 def linear_accumulate(add: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces an addition of a linear and of a sum that add_layer_norm returns.
 
-    Pattern: linear(x, weight, bias) + sum, where (sum, _) = add_layer_norm.launch(...)
-    Replacement: kernel.launch(x, weight, sum), where (sum, _) = add_layer_norm.launch(..., after=bias)
+    Pattern: linear(x, weight, bias) + sum with (sum, _) = add_layer_norm.launch(...)
+    Replacement: kernel.launch(x, weight, sum) with (sum, _) = add_layer_norm.launch(..., post_bias=bias)
     """
     found = match(add, pinned)
     if found is None:
@@ -72,5 +72,5 @@ def is_match(linear: Any, total: Any, add: fx.Node, pinned: set[fx.Node]) -> boo
     if any(x is not None and (x in pinned or dtype(x) != dtype(add)) for x in operands):
         return False
     bias = operands[2]
-    # what is computed, as a cast is, may not be known yet where the sum is made
+    # what is computed, as a cast is, may not be known yet at the place of the sum
     return bias is None or (bias.op == "get_attr" and shape(bias) == (shape(add) or ())[-1:])

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from .context import PassContext
 
 
-@fusion((geglu.launch,), needs=(kernel,))
+@fusion((geglu.launch,), needs=(kernel.launch,))
 def linear_geglu(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces GEGLU's kernel and a linear in half precision that only it reads.
 
     Pattern: geglu.launch(linear(x, weight, bias), ...)
     Replacement: kernel.launch(x, weight, bias, ...)
 
-    Only where the kernel, or Triton, can be used: nothing else would be faster.
+    Only if the kernel, or Triton, can be used: nothing else would be faster.
     """
     graph, options = node.graph, dict(node.kwargs)
     linear: Any = node.args[0]

@@ -46,18 +46,18 @@ class LinearLayerNormMatch(NamedTuple):
 
 
 def linear_layer_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Replaces a norm and the linear before it, where one kernel is faster than two.
+    """Replaces a norm and the linear before it, if one kernel is faster than two.
 
     Pattern: layer_norm.launch(linear(x, weight, bias), ...)
     Replacement: (linear, normed) = kernel.launch(x, weight, bias, None, ..., records)
 
-    Pattern: (sum, normed) = add_layer_norm.launch(linear(x, weight), residual, ..., shift=bias, after=after)
-    Replacement: (sum, normed) = kernel.launch(x, weight, bias, residual, ..., after, records)
+    Pattern: (sum, normed) = add_layer_norm.launch(linear(x, weight), residual, ..., shift=bias, post_bias=post_bias)
+    Replacement: (sum, normed) = kernel.launch(x, weight, bias, residual, ..., post_bias, records)
 
     `records` is memory by which the kernel's blocks share statistics: see `shared_records`. All sizes must be known
     before it is allocated, so this pass matches the whole graph first and rewrites then.
     """
-    if not ctx.serves(kernel):
+    if not ctx.supported(kernel.launch):
         return 0
     graph = gm.graph
     pinned = mutated(graph)
@@ -137,7 +137,7 @@ def match(norm: fx.Node, pinned: set[fx.Node]) -> LinearLayerNormMatch | None:
     nodes = [n for n in (linear, rows, weight, residual, *vectors) if n is not None]
     if any(n in pinned or dtype(n) != dtype(linear) for n in nodes):
         return None
-    # where the kernel goes, computed values may not be known yet
+    # at the place of the kernel, computed values may not be known yet
     if any(n is not None and n.op != "get_attr" for n in vectors):
         return None
     size, given = shape(linear), shape(rows)

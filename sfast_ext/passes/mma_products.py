@@ -1,5 +1,5 @@
 """Linear layers and 3x3 convolutions that a kernel of this project may compute on GeForce and A100, with exact sums or,
-on GeForce where the user has chosen so, in half precision."""
+on GeForce if the user has chosen so, in half precision."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _CHOOSING = {linear_accumulate.launch, linear_geglu.launch}
 _CONVOLUTIONS = CONV | {conv2d.launch}
 
 
-@fusion(LINEAR | _CHOOSING | _CONVOLUTIONS, needs=(mma_linear, mma_conv2d), skip_pinned_inputs=True)
+@fusion(LINEAR | _CHOOSING | _CONVOLUTIONS, needs=(mma_linear.launch, mma_conv2d.launch), skip_pinned_inputs=True)
 def mma_products(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
-    """Replaces products and convolutions in half precision of at least `mma_gemm.LEAST_ROWS` rows, on GeForce and A100.
+    """Replaces products and convolutions in half precision of at least `mma_gemm.MIN_ROWS` rows, on GeForce and A100.
 
     Pattern: linear(x, weight, bias); conv2d(x, weight, bias)  # 3x3, stride 1 or 2; conv2d.launch(x, weight)
     Replacement: mma_linear.launch(x, weight, bias); mma_conv2d.launch(x, weight, bias, stride)
@@ -36,17 +36,17 @@ def mma_products(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     longer than it saves.
     """
     kind = dtype(node)
-    half_sums = ctx.faster_sums and kind == torch.float16 and mma_gemm.halves_are_faster(ctx.device)
+    half_sums = ctx.faster_sums and kind == torch.float16 and mma_gemm.half_sums_profitable(ctx.device)
     if not half_sums and (ctx.most_bytes is not None or is_op(node, _CHOOSING)):
         return False
-    if kind is None or not mma_gemm.serves_dtype(kind, ctx.device):
+    if kind is None or not mma_gemm.supported(ctx.device, kind):
         return False
     third = None if is_op(node, (conv2d.launch,)) else argument(node, 2, "bias")
     x, weight = node.args[0], argument(node, 1, "weight")
     size, convolution = shape(weight) or (), is_op(node, _CONVOLUTIONS)
     if len(size) != (4 if convolution else 2) or any(t is not None and dtype(t) != kind for t in (x, weight, third)):
         return False
-    if math.prod(shape(node if convolution else x) or ()) < mma_gemm.LEAST_ROWS * size[0 if convolution else 1]:
+    if math.prod(shape(node if convolution else x) or ()) < mma_gemm.MIN_ROWS * size[0 if convolution else 1]:
         return False
     options = {"half_sums": True} if half_sums else {}
     if is_op(node, _CHOOSING):

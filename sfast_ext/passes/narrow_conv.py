@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .context import PassContext
 
 
-@fusion(CONV, needs=(kernel,))
+@fusion(CONV, needs=(kernel.launch,))
 def narrow_conv(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces a convolution from or to few channels, with its bias.
 
@@ -40,12 +40,12 @@ def narrow_conv(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
 
 def is_narrow(weight: fx.Node) -> bool:
     channels_out, channels_in = (shape(weight) or (0, 0))[:2]
-    return channels_in <= kernel.MOST_IN or channels_out in kernel.OUT
+    return channels_in <= kernel.MAX_IN or channels_out in kernel.OUT
 
 
 def before_copy(x: fx.Node) -> fx.Node:
     """Returns the image before it was converted to channels-last for this convolution: the kernel reads an image of few
     channels in any layout."""
-    narrow = (shape(x) or (0, 0))[1] <= kernel.MOST_IN
+    narrow = (shape(x) or (0, 0))[1] <= kernel.MAX_IN
     converted = is_op(x, (aten.contiguous.default,)) and x.kwargs.get("memory_format") == torch.channels_last
     return x.args[0] if narrow and converted else x  # type: ignore[return-value]

@@ -1,6 +1,6 @@
 """Linears that read the same input, packed into one GEMM whose weight is theirs, concatenated along N.
 
-One rule packs Q, K and V; the keys and values of all cross-attentions, over the prompt (in several parts where one
+One rule packs Q, K and V; the keys and values of all cross-attentions, over the prompt (in several parts if one
 would be too wide); and the time projections of all residual blocks.
 """
 
@@ -109,7 +109,7 @@ def sibling_key(node: fx.Node, uses: dict[Any, int]) -> Any:
 
 
 def pack(gm: fx.GraphModule, ctx: PassContext, group: list[fx.Node]) -> int:
-    """Packs a group. Returns 1, or 0 where the arena refuses."""
+    """Packs a group. Returns 1, or 0 if the arena refuses."""
     first = group[0]
     packed: list[fx.Node | None] = []
     for index, name in ((1, "weight"), (2, "bias")):

@@ -1,4 +1,4 @@
-"""The linear that makes an attention's queries, fused into the attention, where there are few keys."""
+"""The linear that makes an attention's queries, fused into the attention, if there are few keys."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class QueryAttentionMatch(NamedTuple):
     size: tuple[int, int, int]  # batch, tokens, K
 
 
-@fusion(ATTENTION, needs=(kernel,))
+@fusion(ATTENTION, needs=(kernel.launch,))
 def query_attention(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
-    """Replaces an attention and the linear, without a bias, that makes its queries, where the kernel is faster.
+    """Replaces an attention and the linear, without a bias, that makes its queries, if the kernel is faster.
 
     Pattern: scaled_dot_product_attention(transpose(reshape(linear(x, weight)), 1, 2), k, v, scale=...)
     Replacement: kernel.launch(x, weight, k, v, scale=...)

@@ -14,9 +14,10 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from sfast_ext.kernels.backend.registry import Kernel
+
 aten: Any = torch.ops.aten
 
-KERNELS = "sfast_ext.kernels"
 HALF = (torch.float16, torch.bfloat16)
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -163,7 +164,7 @@ def strip_lossless_casts(node: Any) -> Any:
 
 
 def is_kernel(target: Any) -> bool:
-    return getattr(target, "__module__", "").startswith(KERNELS)
+    return isinstance(target, Kernel)
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -210,7 +211,7 @@ def _writes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _aliased(target: Any) -> tuple[tuple[int, str], ...] | None:
-    """The arguments whose memory a result may share, by position and name; None where that is not known."""
+    """The arguments whose memory a result may share, by position and name; None if that is not known."""
     if not isinstance(target, torch._ops.OpOverload) or target in SILENT_ALIAS:
         return None
     schema = target._schema

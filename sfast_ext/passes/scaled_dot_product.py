@@ -266,7 +266,7 @@ def are_valid(scores: ScoresMatch, found: ValuesMatch) -> bool:
 
 
 def replace_with_sdpa(scores: ScoresMatch, found: ValuesMatch) -> None:
-    """Replaces the second matmul by SDPA. If dtypes differ, as where only the scores are in fp32, it runs in the
+    """Replaces the second matmul by SDPA. If dtypes differ, as when only the scores are in fp32, it runs in the
     widest."""
     matmul, v = found.matmul, found.v
     out_size = shape(matmul) or ()
@@ -297,7 +297,7 @@ def permuted(x: fx.Node, order: list[int], before: fx.Node) -> fx.Node:
 
 
 def scale_option(scale: float, channels: int) -> dict[str, float]:
-    """Returns SDPA's keyword argument, left out where it is the default."""
+    """Returns SDPA's keyword argument, left out if it is the default."""
     return {} if math.isclose(scale, channels**-0.5, rel_tol=1e-6) else {"scale": scale}
 
 

@@ -23,7 +23,7 @@ def silu(product: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     Pattern: x * sigmoid(x), or sigmoid(x) * x
     Replacement: silu(x)
 
-    It rounds once where the product rounds twice.
+    It rounds once, the product twice.
     """
     graph = product.graph
     pairs: Any = (product.args[:2], product.args[1::-1])

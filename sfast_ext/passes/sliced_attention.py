@@ -1,6 +1,6 @@
 """Attentions over slices of the queries, or of the heads, whose results are concatenated, merged into one.
 
-Hosts slice attention so where the scores would not fit into free memory. SDPA never stores them.
+Hosts slice attention so if the scores would not fit into free memory. SDPA never stores them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def sliced_attention(cat: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> in
 
 
 def transposed_after(cat: fx.Node, pinned: set[fx.Node]) -> fx.Node:
-    """Concatenates attentions before they are transposed. Returns the concatenation; `cat` where it is not of that
+    """Concatenates attentions before they are transposed. Returns the concatenation; `cat` if it is not of that
     form.
 
     Pattern: cat([permute(sdpa(...), order), permute(sdpa(...), order), ...], dim)

@@ -27,7 +27,7 @@ class TimestepEmbeddingMatch(NamedTuple):
     sine_first: bool
 
 
-@fusion(CAT, needs=(kernel,))
+@fusion(CAT, needs=(kernel.launch,))
 def timestep_embedding(cat: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces an embedding, the swap of its halves that alone reads it, and the cast that alone reads the result.
 

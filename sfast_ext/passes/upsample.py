@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NEAREST = overloads("upsample_nearest2d.vec", "upsample_nearest2d")
 
 
-@fusion(NEAREST, needs=(kernel,), skip_pinned_inputs=True)
+@fusion(NEAREST, needs=(kernel.launch,), skip_pinned_inputs=True)
 def upsample(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces an upsampling, with a residual addition that only it reads.
 
@@ -42,7 +42,7 @@ def upsample(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
 def steps(node: fx.Node) -> tuple[float, ...]:
     """Returns the source pixels per target pixel, vertical and horizontal. Both shapes must be known.
 
-    Computed in float32, as PyTorch does: the last bit decides which pixel is the nearest where two are equally near.
+    Computed in float32, as PyTorch does: the last bit decides which pixel is the nearest if two are equally near.
     """
     before, after = shape(node.args[0]) or (), shape(node) or ()
     return tuple(
@@ -52,7 +52,7 @@ def steps(node: fx.Node) -> tuple[float, ...]:
 
 
 def scales(node: fx.Node) -> tuple[float | None, float | None]:
-    """Returns the scale factors given as numbers, vertical and horizontal; None where only the sizes decide."""
+    """Returns the scale factors given as numbers, vertical and horizontal; None if only the sizes decide."""
     given: Any
     if node.target is getattr(aten.upsample_nearest2d, "vec", None):
         given = argument(node, 2, "scale_factors") or (None, None)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .context import PassContext
 
 
-@fusion(CONV, needs=(kernel,))
+@fusion(CONV, needs=(kernel.launch,))
 def upsample_conv2d(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     """Replaces a convolution without a bias and the upsampling that only it reads.
 
@@ -37,7 +37,7 @@ def upsample_conv2d(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bo
     if not is_op(large, NEAREST) or only_user(large) is not conv:
         return False
     x, crop = large.args[0], match_doubling(large)
-    if crop is None or x in pinned or min((shape(weight) or (0, 0))[:2]) < kernel.LEAST_CHANNELS:
+    if crop is None or x in pinned or min((shape(weight) or (0, 0))[:2]) < kernel.MIN_CHANNELS:
         return False
     if ctx.most_bytes is not None and held_bytes(conv, x, weight) > ctx.most_bytes:
         return False
@@ -46,7 +46,7 @@ def upsample_conv2d(conv: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bo
     with graph.inserting_before(conv):
         new = call(graph, kernel.launch, (x, weight, crop), conv)
     replace(conv, new)
-    if ctx.serves(bias_add):
+    if ctx.supported(bias_add.launch):
         materialize_sum(x, pinned)
     return True
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sfast_ext.kernels.backend.nvrtc import current_stream
-from sfast_ext.kernels.backend.trial import held_off
+from sfast_ext.kernels.backend.trial import paused
 from sfast_ext.report import Report, logger
 
 MB = 1 << 20
@@ -110,7 +110,7 @@ class GraphPool:
                 self._evict_oldest(report, f"there are {len(self._entries)}, {max_graphs} are allowed")
             while True:
                 try:
-                    with held_off():
+                    with paused():
                         captured = self._capture(run, expected)
                 except torch.cuda.OutOfMemoryError as exc:
                     report.count("out_of_memory")

@@ -12,8 +12,7 @@ from torch import fx
 
 from sfast_ext.call_signature import Call, Signature, as_tensor
 from sfast_ext.kernels.backend import nvrtc
-from sfast_ext.kernels.backend.pdl import LEAST as PDL_LEAST
-from sfast_ext.kernels.backend.pdl import in_pdl_capture, pdl_capture
+from sfast_ext.kernels.backend.pdl import MIN_CAPABILITY, in_pdl_capture, pdl_capture
 from sfast_ext.kernels.backend.triton_runtime import capability, without_triton
 from sfast_ext.plans.graph_facts import View, digest, hand_out, operation_counts, peak_bytes
 from sfast_ext.plans.graph_pool import CAN_UPDATE_GRAPH, CapturedGraph, GraphPool, NoGraph, pool_of
@@ -285,7 +284,7 @@ class Plan:
 
     def _run_static(self) -> list[torch.Tensor]:
         # launches are recorded outside of captures, and so without PDL
-        early = in_pdl_capture() and capability(self.device) >= PDL_LEAST
+        early = in_pdl_capture() and capability(self.device) >= MIN_CAPABILITY
         with plan_mode(self.device):
             return list((self._interpreter if early else self._function)(*self._inputs))
 

@@ -120,7 +120,7 @@ class _RunRecorder(Assembler, TorchDispatchMode):
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Within is the run."""
-        with launch_log.heard_by(self._launched), self:
+        with launch_log.listening(self._launched), self:
             yield
 
     def machine(self, result: Sequence[Tensor]) -> Machine:

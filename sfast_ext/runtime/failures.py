@@ -65,11 +65,11 @@ class Failures:
         Returns False if the exception came from no kernel, or from one that is disabled already.
         """
         report = self._context.report
-        reasons = health.blamed(exc)
+        reasons = health.culprits(exc)
         uncompiled = precompile.failed(device)
         if not uncompiled.keys().isdisjoint(reasons):
             reasons = uncompiled | reasons
-        new = [name for name, reason in reasons.items() if health.put_down(name, device, reason)]
+        new = [name for name, reason in reasons.items() if health.disable(name, device, reason)]
         for name in new:
             report.count("kernels_put_down")
             report.event("kernel", f"{name} is put down, plans are made without it: {reasons[name]}")

@@ -335,7 +335,7 @@ def make_plan(captured: Captured, call: Call, arena: Arena, device: torch.device
     # Values may live longer in the original forward, whose variables keep them, but no shorter.
     most = peak_bytes(graph) if config.rare_calls else None
     context = PassContext(arena, device, triton, faster_sums=config.faster_sums, most_bytes=most)
-    if device.type == "cuda" and not context.serves(group_norm):
+    if device.type == "cuda" and not context.supported(group_norm.launch):
         context.channels_last = arena.memoize("channels last", lambda: channels_last_pays(graph, device))
     fused = run_passes(captured.graph_module, context)
     with contextlib.nullcontext() if triton else without_triton():
@@ -349,7 +349,7 @@ def make_plan(captured: Captured, call: Call, arena: Arena, device: torch.device
 
 
 def _uses_triton(graph: fx.Graph, device: torch.device, config: Config) -> bool:
-    if not config.triton or (not config.cuda_graphs and nvrtc.serves(device)):
+    if not config.triton or (not config.cuda_graphs and nvrtc.supported(device)):
         # without a CUDA graph the CPU launches: Triton in 40 us, the driver in 10 (docs/engineering-log/launches.md)
         return False
     return environment.triton_runs_on(device) and environment.triton_refusal(device, *_dtypes(graph)) is None

@@ -240,7 +240,7 @@ class PlanFinder:
         if device is None or device.type not in ("cuda", "cpu"):
             raise NotOurs(f"the model is on {'no device' if device is None else device}, not on a GPU")
         if device.type == "cpu" and not self._context.config.allow_cpu:
-            raise NotOurs("the model is on the CPU, and running there is switched off in the settings")
+            raise NotOurs("the model is on the CPU, and running there is switched off")
         refused = unserved(device)
         if refused is not None:
             raise NotOurs(refused)

@@ -172,7 +172,7 @@ class Comparison:
         device = self.plan.device
         if device.type != "cuda":
             return False
-        return bool(_fp16_accumulation()) or (self.config.faster_sums and mma_gemm.halves_are_faster(device))
+        return bool(_fp16_accumulation()) or (self.config.faster_sums and mma_gemm.half_sums_profitable(device))
 
     def _may_be_rounding(self, error: float) -> bool:
         """Whether results that are further apart than the tolerance may differ because bfloat16 rounds."""

@@ -7,11 +7,11 @@ import logging
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from sfast_ext import environment
-from sfast_ext.config import Config
+from sfast_ext.config import BOUNDS
 from sfast_ext.report import Report
 from sfast_ext.ui.settings_table import (
     ALL,
@@ -25,6 +25,7 @@ from sfast_ext.ui.settings_table import (
     SIZES_OF_SMALL,
     SMALL,
     WORDS,
+    HostConfig,
     Setting,
 )
 
@@ -48,7 +49,7 @@ def default_of(setting: Setting) -> Any:
         return WORDS[setting.key]
     if setting.field == "graph_memory_mb":
         return _default_budget(setting)
-    return _displayed(setting, getattr(Config(), setting.field))
+    return _displayed(setting, getattr(HostConfig(), setting.field))
 
 
 def _displayed(setting: Setting, value: Any) -> Any:
@@ -59,7 +60,7 @@ def _displayed(setting: Setting, value: Any) -> Any:
 def _default_budget(setting: Setting) -> int:
     """MB for CUDA graphs on this GPU, in the steps of the slider."""
     assert setting.slider is not None
-    step = int(setting.slider[2])
+    step = int(setting.slider[1])
     return environment.graph_budget_mb() // step * step
 
 
@@ -138,23 +139,25 @@ def _component(setting: Setting) -> tuple[Any, dict[str, Any]]:
     import gradio
 
     if setting.slider is not None:
-        least, greatest, step = setting.slider
+        maximum, step = setting.slider
+        bounds = BOUNDS[setting.field]
         if setting.field == "graph_memory_mb":
-            greatest = _memory_of_gpu(greatest, step)
-        return gradio.Slider, {"minimum": least, "maximum": greatest, "step": step}
+            maximum = _memory_of_gpu(maximum, step)
+        minimum = step if bounds.excluded else bounds.minimum
+        return gradio.Slider, {"minimum": minimum, "maximum": maximum, "step": step}
     if setting.choices:
         return gradio.Radio, {"choices": list(setting.choices)}
     return gradio.Checkbox, {}
 
 
-def config_from(opts: Any, report: Report | None = None) -> Config:
+def config_from(opts: Any, report: Report | None = None) -> HostConfig:
     """The configuration that the user has chosen. An invalid value is reported once, and the last valid value, or the
     default, stays in use.
 
     Options that are not registered yet have their default: a WebUI may load its model before it asks for settings.
     Text such as "false", which requests to the API may contain, is converted.
     """
-    config = Config()
+    config = HostConfig()
     for setting in SETTINGS:
         value = getattr(opts, setting.key, None)
         if value is None:
@@ -181,7 +184,7 @@ def _total_memory() -> int | None:
     return environment.gpu_memory()
 
 
-def _on_small_card(config: Config) -> Config:
+def _on_small_card(config: HostConfig) -> HostConfig:
     total = _total_memory()
     # in the steps of the slider, one at least: 0 would be no limit
     eighth = environment.MOST_FOR_GRAPHS_MB // 8 if total is None else total >> 23
@@ -209,7 +212,7 @@ def _word(setting: Setting, opts: Any, report: Report | None) -> str:
     return kept
 
 
-def infotext(config: Config) -> dict[str, Any]:
+def infotext(config: HostConfig) -> dict[str, Any]:
     """What a configuration adds to a picture's infotext: settings that can change pixels and are not at their default,
     by the name that they have there."""
     chosen = [(each, _displayed(each, getattr(config, each.field))) for each in SETTINGS if each.infotext is not None]
@@ -230,14 +233,10 @@ def accepts(setting: Setting, value: Any) -> bool:
     if setting.key in WORDS:
         return isinstance(value, str) and value in setting.choices
     try:
-        replace(Config(), **{setting.field: _converted(setting, value)})
+        replace(HostConfig(), **{setting.field: _converted(setting, value)})
     except (TypeError, ValueError, OverflowError):
         return False
     return True
-
-
-_TYPES = {field.name: type(getattr(Config(), field.name)) for field in fields(Config)}
-_TYPES["graph_memory_mb"] = int  # None in Config: as much as fits the GPU
 
 
 def _converted(setting: Setting, value: Any) -> Any:
@@ -246,7 +245,7 @@ def _converted(setting: Setting, value: Any) -> Any:
     Raises:
         TypeError, ValueError, OverflowError: the value is not valid.
     """
-    kind = _TYPES[setting.field]
+    kind = setting.kind
     if setting.choices:
         if not isinstance(value, str):
             raise TypeError(type(value).__name__)

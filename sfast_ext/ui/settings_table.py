@@ -5,26 +5,55 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from sfast_ext.config import BOUNDS, Config
+
 CHECK_LABELS = {"first use": "first", "always": "always", "never": "never"}
 """The choices as the user reads them, with the values that Config has for them."""
 
 
 @dataclass(frozen=True)
+class HostConfig(Config):
+    """Settings of a WebUI: those of each accelerator, and what is done in addition."""
+
+    vae: bool = True
+    """Whether the VAE is accelerated as well."""
+    png: bool = True
+    """Whether the WebUI's PNG files are compressed by several threads."""
+
+
+@dataclass(frozen=True)
 class Setting:
-    """One option: its name in the WebUI's settings, the field of Config that it sets, its label and its explanation."""
+    """One option: its name in the WebUI's settings, the field of HostConfig that it sets, its label and explanation.
+
+    Its type, default and bounds are those of the field.
+    """
 
     key: str
     field: str
     label: str
     info: str
-    slider: tuple[float, float, float] | None = None
-    """Minimum, maximum and step; None for a checkbox or a choice."""
+    slider: tuple[float, float] | None = None
+    """Maximum and step of a number; None for a checkbox or a choice."""
     choices: tuple[str, ...] = ()
-    valid: str = "true or false"
-    """The valid values, in words."""
     group: str = "main"
     infotext: str | None = None
-    """What it is called in a picture's infotext, if it can change pixels."""
+    """What it is called in an image's infotext, if it can change pixels."""
+
+    @property
+    def kind(self) -> type:
+        """The type of its values as the user gives them."""
+        if self.choices:
+            return str
+        default = getattr(HostConfig, self.field)
+        # graph_memory_mb: as much as fits the GPU
+        return int if default is None else type(default)
+
+    @property
+    def valid(self) -> str:
+        """The valid values, in words."""
+        if self.choices:
+            return ", ".join(self.choices)
+        return "true or false" if self.kind is bool else BOUNDS[self.field].words
 
 
 MAIN, MEMORY, EXPERT = "main", "memory", "expert"
@@ -82,8 +111,7 @@ SETTINGS = (
         "More keeps more picture sizes fast at once; less leaves room for large images and other models. Above it the "
         "least recently used sizes are freed, and prepared again when needed. 0: no limit",
         group=MEMORY,
-        slider=(0, 32768, 256),
-        valid="a number of MB, 0 (no limit) or more",
+        slider=(32768, 256),
     ),
     Setting(
         "sfast_max_graphs",
@@ -92,8 +120,7 @@ SETTINGS = (
         "Each combination of size, batch and prompt length counts as one. More saves preparing again when you switch "
         "between sizes, and takes more memory",
         group=MEMORY,
-        slider=(1, 64, 1),
-        valid="a number, 1 or more",
+        slider=(64, 1),
     ),
     Setting(
         "sfast_cuda_graphs",
@@ -119,7 +146,6 @@ SETTINGS = (
         "for troubleshooting. never: no extra call, plans are not checked",
         group=EXPERT,
         choices=tuple(CHECK_LABELS),
-        valid=", ".join(CHECK_LABELS),
         infotext="Stable Fast check",
     ),
     Setting(
@@ -129,8 +155,7 @@ SETTINGS = (
         "Half-precision rounding stays well below the default. A lower value discards more plans and their speed-up. "
         "A higher value accepts larger differences",
         group=EXPERT,
-        slider=(0.001, 0.1, 0.001),
-        valid="a number above 0",
+        slider=(0.1, 0.001),
         infotext="Stable Fast tolerance",
     ),
     Setting(
@@ -151,7 +176,6 @@ PRESET = Setting(
     "small card: at most an eighth of the GPU's memory and four sizes kept ready, whatever is set below; sizes are "
     "prepared again more often",
     choices=(SAME, FASTER, SMALL),
-    valid=f"{SAME}, {FASTER}, {SMALL}",
 )
 SIZES_OF_SMALL = 4
 
@@ -163,7 +187,6 @@ LOG_LEVEL = Setting(
     "everything, with tracebacks, for a bug report",
     group=EXPERT,
     choices=("quiet", "normal", "debug"),
-    valid="quiet, normal, debug",
 )
 LEVELS = {"quiet": logging.WARNING, "normal": logging.INFO, "debug": logging.DEBUG}
 
@@ -171,4 +194,4 @@ ALL = (SETTINGS[0], PRESET, *SETTINGS[1:], LOG_LEVEL)
 """In the order of the page."""
 KEYS = tuple(setting.key for setting in ALL)
 WORDS = {PRESET.key: SAME, LOG_LEVEL.key: "normal"}
-"""Defaults of the settings that are no field of Config."""
+"""Defaults of the settings that are no field of HostConfig."""

@@ -111,7 +111,7 @@ def test_a_tiny_unet_launches_kernels_for_every_card():
     assert set(found) == {str(capability) for capability in triton_compiler.SHARED}
     for capability, of in found.items():
         with launches._card(int(capability)):
-            refused = triton_runtime.refusal(torch.device("cuda", 0), torch.float16)
+            refused = triton_runtime.unsupported(torch.device("cuda", 0), torch.float16)
         # Blackwell is too new for old Tritons
         assert refused is None or int(capability) >= 100
         assert any(each["home"].endswith("norm") for each in of) == (refused is None)

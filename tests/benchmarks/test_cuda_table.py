@@ -35,7 +35,7 @@ def test_occupancy(capability, threads, registers, shared, blocks):
 def logs(monkeypatch):
     """The compiler's log by architecture; it knows three cards."""
     found = {"sm_75": LOG.format(spills=0, registers=40), "sm_86": LOG.format(spills=16, registers=128)}
-    monkeypatch.setattr(nvrtc, "known", lambda: ("12.1", (75, 86, 87)))
+    monkeypatch.setattr(nvrtc, "targets", lambda: ("12.1", (75, 86, 87)))
     monkeypatch.setattr(nvrtc, "build", lambda source, architecture, constants: (b"", found[architecture]))
 
 

@@ -214,11 +214,12 @@ def kernel_fails(w: World, rng: random.Random) -> None:
     if not hasattr(real, "failing"):
         failing.failing = True  # type: ignore[attr-defined]
         earlier = w.patches.pop(KERNELS, None)
-        w.patches[KERNELS] = _repaired(_started(mock.patch.object(module, "reference", failing)), earlier)
+        undo = [_started(mock.patch.object(home, "reference", failing)) for home in (module, module.launch)]
+        w.patches[KERNELS] = _repaired(lambda: [each() for each in undo], earlier)
     w.drop_plans()
 
 
-def _repaired(undo: Callable[[], None], earlier: Callable[[], None] | None) -> Callable[[], None]:
+def _repaired(undo: Callable[[], Any], earlier: Callable[[], None] | None) -> Callable[[], None]:
     def end() -> None:
         undo()
         if earlier is not None:

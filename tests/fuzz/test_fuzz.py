@@ -250,7 +250,7 @@ def test_what_is_not_looked_at_is_found(event, monkeypatch):
 
 
 def test_a_kernel_that_fails_and_is_not_put_down_is_found(monkeypatch):
-    monkeypatch.setattr(health, "put_down", lambda *names: False)
+    monkeypatch.setattr(health, "disable", lambda *names: False)
     w = World("small", 6)
     machine.play(w, "triton_switched", 0)
     try:
@@ -267,10 +267,10 @@ def test_kernels_fail_and_triton_comes_and_goes():
     machine.play(w, "another_call", 0)
     assert not any(fused("group_norm"))
     _until(w, "triton_switched", lambda: all(fused("group_norm")))
-    _until(w, "kernel_fails", lambda: "group_norm" in health.all_down(w.ground.device))
+    _until(w, "kernel_fails", lambda: "group_norm" in health.disabled(w.ground.device))
     assert not any(fused("group_norm")) and w.counter("kernels_put_down")
     machine.play(w, "calm", 0)
-    assert not health.all_down(w.ground.device)
+    assert not health.disabled(w.ground.device)
     machine.finish(w)
 
 

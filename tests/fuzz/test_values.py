@@ -131,6 +131,18 @@ def test_each_container(around):
     follow(value_of("array of NumPy", "dict", around))
 
 
+@pytest.mark.parametrize("place", ["an attribute of another module", "an attribute of the metaclass", "a global"])
+@pytest.mark.parametrize("around", CONTAINERS)
+def test_each_container_in_an_installed_package(around, place):
+    follow(value_of("float", "frozen dataclass", around), place, HOMES[-1])
+
+
+@pytest.mark.parametrize("place", ["an attribute of the layer", "an attribute of the class"])
+@pytest.mark.parametrize("kind", LEAVES)
+def test_each_kind_of_value_by_itself(kind, place):
+    follow(value_of(kind), place)
+
+
 @pytest.mark.parametrize(("place", "home"), [(place, home) for place in PLACES for home in sorted(set(homes(place)))])
 def test_each_place(place, home):
     follow(value_of("np.float32", "list"), place, home)
@@ -189,6 +201,27 @@ def test_no_forward_ad_within_a_dispatch_mode(monkeypatch, state, played):
     assert set(names) >= {"vmap", "grad", "make_fx"}
 
 
+def test_no_export_of_a_processor_that_keeps(monkeypatch):
+    names = []
+    monkeypatch.setattr(state_events, "transform", lambda w, name: names.append(name))
+    pair = Pair()
+    for _ in range(2):
+        for seed in range(100):
+            state_events.transformed(pair, random.Random(seed))
+        assert ("export" in names) == (not pair.patches) and "make_fx" in names
+        names.clear()
+        pair.patches[keeper_events.KEEPER] = lambda: None
+
+
+def test_products_are_not_changed_by_their_operators_if_the_layout_is_not_known():
+    for first in ("channels_last", "state"):
+        w = World("small", 21001)
+        for name in (first, "channels_last" if first == "state" else "state"):
+            machine.play(w, name, 4167929119)
+            assert (state_events.PRODUCTS in w.states) == (name == first == "state")
+        machine.finish(w)
+
+
 @pytest.mark.parametrize("by_argument", [False, True])
 @pytest.mark.parametrize("around", ["list", "dataclass with slots"])
 @pytest.mark.parametrize("kind", ["float", "np.int64", "array of NumPy", "Decimal", "set"])
@@ -217,18 +250,19 @@ def test_values_at_random_places():
     @hypothesis.seed(0)
     @hypothesis.settings(SETTINGS, max_examples=60)
     @hypothesis.given(
-        seed=strategies.integers(0, 2**32), place=strategies.sampled_from(list(PLACES)),
+        seed=strategies.integers(0, 2**32),
+        where=strategies.sampled_from([(place, home) for place in PLACES for home in sorted(set(homes(place)))]),
         changes=strategies.lists(
             strategies.tuples(strategies.sampled_from(NUMBERS), strategies.sampled_from((None, 0, 1, 2, 9))),
             min_size=1, max_size=5,
         ),
     )  # fmt: skip
-    def followed(seed, place, changes):
-        pair, value = Pair(), Value(random.Random(seed))
-        value_events.lay(pair, "it", place, value, NUMBERS[1], "second")
+    def followed(seed, where, changes):
+        (place, home), pair, value = where, Pair(), Value(random.Random(seed))
+        value_events.lay(pair, "it", place, value, NUMBERS[1], "second", home)
         pair.check(2)
-        for k, where in changes:
-            value_events.change(pair.values["it"], k, where)
+        for k, deep in changes:
+            value_events.change(pair.values["it"], k, deep)
             pair.check(2)
 
     followed()

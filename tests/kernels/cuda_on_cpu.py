@@ -95,7 +95,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
     """Within a test, the kernel of a file runs here, as on an Ampere card of two multiprocessors: so few that a block
     takes several blocks of rows."""
     monkeypatch.setattr(nvrtc.Source, "_launch", launch)
-    monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: True)
+    monkeypatch.setattr(nvrtc.Source, "supported", lambda source, device: True)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 6))
     monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
 
@@ -112,7 +112,7 @@ def as_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = SimpleNamespace(cuLaunchKernel=launched)
     monkeypatch.setattr(nvrtc, "loaded_driver", lambda: driver)
     monkeypatch.setattr(nvrtc.Source, "_function", lambda source, index, constants: (source, constants.items()))
-    monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: source.name in portable)
+    monkeypatch.setattr(nvrtc.Source, "supported", lambda source, device: source.name in portable)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(nvrtc, "current_stream", lambda index: 0)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 6))

@@ -99,7 +99,7 @@ def driver_zeros(to: Tensor, size: int, stream: int) -> None:
 
 def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of few parts have too many of them for a program that normalises."""
-    monkeypatch.setattr(two_pass, "MOST", 2)
+    monkeypatch.setattr(two_pass, "MAX_PARTS", 2)
     monkeypatch.setattr(two_pass, "_FEW", 2)
 
 

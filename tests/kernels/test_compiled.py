@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from sfast_ext.kernels.backend import nvrtc
-from sfast_ext.kernels.backend.cuda_errors import Unavailable
+from sfast_ext.kernels.backend.cuda_driver import Unavailable
 
 from . import cuda_on_cpu
 from .compiled import Kept

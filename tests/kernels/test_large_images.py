@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.compile_table import launches
 from sfast_ext.kernels.backend import nvrtc, triton_runtime
-from sfast_ext.kernels.backend.cuda_bindings import Bindings
+from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.conv import conv2d, narrow_conv, upsample
 from sfast_ext.kernels.group_norm import add_group_norm, group_norm, portable
 from sfast_ext.kernels.pointwise import bias_add
@@ -83,7 +83,7 @@ def test_the_first_convolution_counts_pixels_in_32_bits(images: int, launched: b
 def test_a_convolution_on_hopper_counts_pixels_in_32_bits(images: int, launched: bool) -> None:
     x = image(256, 4096, images)
     with launches._card(90), triton_runtime.dry_run(GPU):
-        assert conv2d.readable(x, image(256, 3, 256)) == launched
+        assert (conv2d.accepts(x, image(256, 3, 256)) is None) == launched
 
 
 def test_an_upsampling_counts_a_line_at_a_time() -> None:
@@ -95,4 +95,4 @@ def test_an_upsampling_counts_a_line_at_a_time() -> None:
     [(4096**2, 255, True), (4096**2, 256, False), (2**30 - 1, 1, True), (2**30, 1, False)],
 )
 def test_what_32_bits_address(pixels: int, channels: int, fits: bool) -> None:
-    assert portable.addressable(pixels, channels) == fits
+    assert portable.accepts_size(pixels, channels) == fits

@@ -36,7 +36,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         cuda_on_cpu.launch(source, grid, *args, **constants)
 
     monkeypatch.setattr(nvrtc.Source, "_launch", launch)
-    monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: source.name in PORTABLE)
+    monkeypatch.setattr(nvrtc.Source, "supported", lambda source, device: source.name in PORTABLE)
     yield found
 
 
@@ -166,7 +166,7 @@ def test_an_upsampled_image_that_is_not_the_kernels_takes_two_operations(launche
 )
 def test_narrow_conv(launched, dtype, sizes):
     images, channels, columns, height, width = sizes
-    if channels > narrow_conv.MOST_IN:
+    if channels > narrow_conv.MAX_IN:
         needs_products(dtype)
     x, weight = image((images, channels, height, width), dtype), image((columns, channels, 3, 3), dtype)
     weight, bias = weight * (9 * channels) ** -0.5, randn(columns, dtype=dtype, device=CPU)
@@ -175,12 +175,12 @@ def test_narrow_conv(launched, dtype, sizes):
         y = narrow_conv.launch(some, weight, add)
         assert y.is_contiguous(memory_format=torch.channels_last)
         close_rows(y.flatten(1), expected(narrow_conv, some, weight, add).flatten(1), scale=2)
-    assert launched == ["narrow_conv_in" if channels <= narrow_conv.MOST_IN else "narrow_conv_out"] * 4
+    assert launched == ["narrow_conv_in" if channels <= narrow_conv.MAX_IN else "narrow_conv_out"] * 4
 
 
 @pytest.mark.parametrize(("channels", "columns"), [(4, 72), (37, 8)])
 def test_zeros_are_around_an_image_and_nothing_of_the_next(launched, channels, columns):
-    if channels > narrow_conv.MOST_IN:
+    if channels > narrow_conv.MAX_IN:
         needs_products(torch.float16)
     x = torch.zeros(3, channels, 5, 7, dtype=torch.float16).to(memory_format=torch.channels_last)
     x[1] = torch.inf
@@ -277,7 +277,7 @@ def test_group_norm_writes_patches_as_well(launched, launches, dtype):
 
 def test_more_parts_than_a_normalising_block_reads(launched, launches, monkeypatch):
     """Parts of several tiles, the last of them with a rest, and blocks that loop."""
-    monkeypatch.setattr(portable, "_MOST_PARTS", 3)
+    monkeypatch.setattr(portable, "_MAX_PARTS", 3)
     monkeypatch.setattr(portable, "_RESIDENT", 1)
     for shape, groups in (((1, 30, 37, 31), 3), ((2, 24, 50, 13), 6)):
         x = image(shape, torch.float16, mean=3.0)
@@ -376,15 +376,15 @@ def test_one_that_does_not_compile_is_blamed_by_name(launched, launches, monkeyp
     for name, call in calls.items():
         with triton_runtime.without_triton(), pytest.raises(nvrtc.Unavailable) as raised:
             call()
-        assert set(health.blamed(raised.value)) == {name}
+        assert set(health.culprits(raised.value)) == {name}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
 def test_what_they_do_not_take(launched, dtype):
     x = torch.ones(2, 8, dtype=dtype)
-    assert not cuda_tier.usable(layer_norm.SOURCE, x)
-    assert not cuda_tier.usable(layer_norm.SOURCE, torch.ones(2), x)
-    assert not cuda_tier.usable(layer_norm.SOURCE, torch.ones(2), torch.ones(2, dtype=torch.float16))
+    assert cuda_tier.accepts(layer_norm.SOURCE, x)
+    assert cuda_tier.accepts(layer_norm.SOURCE, torch.ones(2), x)
+    assert cuda_tier.accepts(layer_norm.SOURCE, torch.ones(2), torch.ones(2, dtype=torch.float16))
     assert launched == []
 
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import ast
+import copy
+import inspect
+import pickle
+import sys
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 from benchmarks.kernels import cases as benchmark_cases
 from sfast_ext import kernels
-from sfast_ext.kernels.backend import nvrtc, registry, trial
+from sfast_ext.kernels.backend import nvrtc, registry, trial, triton_runtime
 from sfast_ext.kernels.backend.registry import Kernel
 from sfast_ext.kernels.pointwise import geglu, layer_norm
+from sfast_ext.passes.rewrite import is_kernel
 
 from . import reference_cases
 from .backend import test_compile, test_dialects, test_nvrtc
@@ -25,7 +32,7 @@ FILES = sorted(Path(kernels.__file__).parent.rglob("*.py"))
 
 
 def lacking(
-    found: Mapping[str, Kernel],
+    found: Mapping[str, Kernel[..., Any]],
     references: Collection[str],
     benchmarks: Collection[str],
     functions: Collection[Any],
@@ -97,8 +104,10 @@ class Source:
     name = "made_up"
 
 
-def made_up(name: str, **parts: Any) -> Kernel:
-    return Kernel(name, layer_norm.reference, layer_norm.launch, **parts)
+def made_up(**parts: Any) -> Kernel[..., Any]:
+    kernel = Kernel(layer_norm.launch.function, layer_norm.reference, **parts)
+    kernel.name = "made_up"
+    return kernel
 
 
 def of_it(told: list[str]) -> list[str]:
@@ -106,7 +115,7 @@ def of_it(told: list[str]) -> list[str]:
 
 
 def test_what_a_new_kernel_lacks_is_named() -> None:
-    new = made_up("made_up", triton_functions=(layer_norm.tile,), cuda_sources=(Source,))
+    new = made_up(triton_functions=(layer_norm.tile,), cuda_sources=(Source,))
     told = of_it(lacking({**REGISTERED, "made_up": new}, *all_cases()))
     assert [sentence.partition(":")[0] for sentence in told] == [
         "made_up has no reference case",
@@ -123,9 +132,9 @@ def test_what_a_new_kernel_lacks_is_named() -> None:
 def test_a_kernel_that_names_nothing_it_launches_is_told() -> None:
     references, benchmarks, functions, sources, tests = all_cases()
     more = [*references, "made_up"], [*benchmarks, "made_up"], functions, sources, [*tests, "made_up"]
-    (sentence,) = of_it(lacking({**REGISTERED, "made_up": made_up("made_up")}, *more))
+    (sentence,) = of_it(lacking({**REGISTERED, "made_up": made_up()}, *more))
     assert sentence.startswith("made_up launches nothing that its record names")
-    assert of_it(lacking({**REGISTERED, "made_up": made_up("made_up", needs_triton=False)}, *more)) == []
+    assert of_it(lacking({**REGISTERED, "made_up": made_up(needs_triton=False)}, *more)) == []
 
 
 def test_a_case_of_no_kernel_is_told() -> None:
@@ -144,13 +153,29 @@ def test_every_file_with_a_launch_and_a_reference_is_registered() -> None:
     assert written == set(REGISTERED)
 
 
-def test_a_record_is_that_of_its_file() -> None:
+def test_a_kernel_is_the_launch_function_of_its_file() -> None:
     for name, kernel in REGISTERED.items():
-        assert kernel.launch.__module__.rpartition(".")[2] == kernel.reference.__module__.rpartition(".")[2] == name
-        assert registry.of(kernel.launch) is kernel and registry.of(kernel.reference) is kernel
+        home = sys.modules[kernel.__module__]
+        assert kernel is home.launch and kernel.reference is home.reference
+        assert kernel.__module__.rpartition(".")[2] == kernel.reference.__module__.rpartition(".")[2] == name
+        assert inspect.signature(kernel).parameters.keys() == inspect.signature(kernel.reference).parameters.keys()
+        assert kernel.fallback in (None, getattr(home, "fallback", None))
         assert all(used is REGISTERED[used.name] for used in kernel.uses)
-    assert registry.of(geglu) is geglu.KERNEL
-    assert registry.of(torch.add) is None and registry.of(torch) is None and registry.of(object()) is None
+
+
+def test_a_kernel_is_known_by_its_identity() -> None:
+    kernel = geglu.launch
+    assert registry.of(kernel) is kernel and is_kernel(kernel)
+    for other in (geglu, kernel.function, geglu.reference, torch.add, object(), "geglu"):
+        assert registry.of(other) is None and not is_kernel(other)
+    assert copy.copy(kernel) is copy.deepcopy(kernel) is pickle.loads(pickle.dumps(kernel)) is kernel
+    graph = fx.Graph()
+    node = graph.call_function(kernel, (graph.placeholder("x"),), {"gate_first": True})
+    graph.output(node)
+    assert node.name == "geglu"
+    for module in (fx.GraphModule({}, graph), copy.deepcopy(fx.GraphModule({}, graph))):
+        assert [n.target for n in module.graph.nodes if n.op == "call_function"] == [kernel]
+        assert torch.equal(module(torch.ones(2, 4)), geglu.reference(torch.ones(2, 4), True))
 
 
 def test_every_triton_function_is_in_a_record() -> None:
@@ -167,21 +192,68 @@ def test_every_source_is_in_a_record_and_in_the_page_of_kernels() -> None:
     assert [name for name in sorted(written) if f"`csrc/{name}.cu`" not in page] == []
 
 
-def test_a_name_and_a_file_are_registered_once(monkeypatch) -> None:
-    monkeypatch.setattr(registry, "_by_module", dict(registry._by_module))
+def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     with pytest.raises(ValueError, match="geglu"):
-        registry.register(Kernel("another", geglu.reference, geglu.launch))
-    with pytest.raises(ValueError, match="geglu"):
-        registry.register(Kernel("geglu", lacking, lacking))
-    made = registry.register(Kernel("another", lacking, lacking))
-    assert registry.of(lacking) is made and registry.known()["another"] is made
+        registry.kernel(geglu.reference)(geglu.launch.function)
+    made = registry.kernel(geglu.reference)(made_here)
+    assert registry.registered()["test_registry"] is made
+    assert registry.kernel(geglu.reference, part=True)(made_here).name == "test_registry"
+
+
+def made_here(x: Any) -> Any:
+    registry.require(None, "too long" if len(x) > 2 else None)
+    return "launched"
+
+
+def reference_here(x: Any) -> Any:
+    return "by the reference"
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_declined", Counter())
+
+
+def test_what_is_declined_runs_by_the_fallback_and_is_counted(counted: None) -> None:
+    kernel = Kernel(made_here, reference_here)
+    assert [kernel("a"), kernel("abc"), kernel(x="abc")] == ["launched", *["by the reference"] * 2]
+    with triton_runtime.dry_run():
+        assert kernel("abc") == "by the reference"
+    assert registry.declined() == {"test_registry": {"too long": 2}}
+    assert Kernel(made_here, reference_here, fallback=lambda x: x)("abc") == "abc"
+
+
+@pytest.mark.parametrize(
+    ("record", "wanted"), [({}, "by the reference"), ({"portable": True}, None), ({"part": True}, None)]
+)
+def test_without_cuda_its_library_runs_or_the_caller_decides(record: Any, wanted: str | None, counted: None) -> None:
+    def unavailable(x: Any) -> Any:
+        raise nvrtc.Unavailable("no compiler")
+
+    kernel = Kernel(unavailable, reference_here, **record)
+    if wanted is None:
+        with pytest.raises(nvrtc.Unavailable):
+            kernel("a")
+        assert registry.declined() == {}
+    else:
+        assert kernel("a") == wanted
+        assert registry.declined() == {"test_registry": {"CUDA C++ does not compile or launch here": 1}}
+
+
+@pytest.mark.skipif(kernels.interpreted(), reason="launches are not references there")
+@pytest.mark.parametrize("name", sorted(REGISTERED))
+def test_each_kernel_says_why_it_declines(name: str, counted: None) -> None:
+    REGISTERED[name](*reference_cases.CASES[name](torch.device("cpu")))
+    ((reason, count),) = registry.declined()[name].items()
+    assert reason and count == 1
 
 
 @pytest.mark.parametrize("name", sorted(REGISTERED))
 def test_a_launch_computes_its_reference(name, device) -> None:
     kernel, args = REGISTERED[name], reference_cases.CASES[name](device)
     wanted = expected(kernel, *args)
-    outputs = kernel.launch(*args)
+    outputs = kernel(*args)
     if not isinstance(outputs, tuple):
         outputs, wanted = (outputs,), (wanted,)
     for output, target in zip(outputs, wanted, strict=True):

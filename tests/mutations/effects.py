@@ -118,6 +118,20 @@ MUTATIONS = [
         ("test_shown_stages.py::test_what_else_changes_beside_the_stage_is_noticed",),
     ),
     Mutation(
+        "a default in which a host's blocks note where they are is state",
+        "capture/state.py",
+        "    return [value for name, value in defaults.items() if name in names]",
+        "    return []",
+        ("test_noted_defaults.py::test_the_first_call_gets_its_plan",),
+    ),
+    Mutation(
+        "no default is state",
+        "capture/state.py",
+        "    return [value for name, value in defaults.items() if name in names]",
+        "    return list(defaults.values())",
+        ("test_noted_defaults.py::test_a_default_that_the_host_does_not_name_is_state",),
+    ),
+    Mutation(
         "code that is found by name is not looked into",
         "capture/reachable.py",
         "                    self._globals(function)",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mutations import Mutation
 
-_FILE = "hosts/parallel_png.py"
-_PNG = "hosts/adapters/test_parallel_png.py::"
+_FILE = "parallel_png.py"
+_PNG = "test_parallel_png.py::"
 _GUARD = "capture/test_device_guard.py::test_the_first_to_ask_is_a_thread_that_stays"
 
 MUTATIONS = [

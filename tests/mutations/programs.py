@@ -76,12 +76,12 @@ MUTATIONS = [
     ),
     Mutation(
         "sums in half precision where they are no faster", "passes/mma_products.py",
-        " and mma_gemm.halves_are_faster(ctx.device)", "",
+        " and mma_gemm.half_sums_profitable(ctx.device)", "",
         (_PRODUCTS + "test_sums_stay_exact_where_halves_are_no_faster",),
     ),
     Mutation(
         "multiprocessors without work", "kernels/linear/mma_tiles.py",
-        "sorted(found, key=work)[:MOST]", "found[:MOST]",
+        "sorted(found, key=work)[:MAX_TILES]", "found[:MAX_TILES]",
         (_TILES + "test_the_tile_with_the_least_work_for_a_multiprocessor_stands_first",),
     ),
     Mutation(

@@ -7,6 +7,9 @@ from mutations import Mutation
 _FILE = "behaviour/test_values.py"
 _PLACES = "behaviour/test_value_places.py"
 _MADE = "behaviour/test_constructors.py"
+_PACKAGES = "behaviour/test_installed_packages.py"
+_INSTALLED = (f"{_PACKAGES}::test_a_setting_of_an_installed_package_that_changes_in_place_is_seen",)
+_OF_LAYERS = (f"{_PACKAGES}::test_a_value_of_a_layer_that_is_replaced_is_seen",)
 _REPLACED = (f"{_FILE}::test_a_setting_that_is_replaced_changes_the_key",)
 _IN_PLACE = (f"{_FILE}::test_a_setting_that_changes_in_place_is_seen_at_the_next_call",)
 _NAMED = (f"{_FILE}::test_a_value_that_cannot_be_compared_is_named",)
@@ -157,7 +160,7 @@ MUTATIONS = [
     ),
     Mutation(
         "other modules", "behaviour/code_values.py",
-        "if of in COMMON or depth >= _DEEPEST_MODULE or (not strict and of != own):", "if True:",
+        "if of in COMMON or depth >= _DEEPEST_MODULE or (not strict and theirs):", "if True:",
         _FOUND,
     ),
     Mutation(
@@ -179,5 +182,51 @@ MUTATIONS = [
         "a block with a value that cannot be compared", "behaviour/values.py",
         'return ("unknown", object()) if strict else None', 'return ("unknown", type(value))',
         (f"{_FILE}::test_blocks_with_other_settings_have_another_structure",),
+    ),
+    Mutation(
+        "classes of settings in an installed package", "behaviour/code_values.py",
+        "settings = [] if issubclass(kind, Enum) else self._settings(kind, looked)", "settings = []",
+        _INSTALLED,
+    ),
+    Mutation(
+        "objects that an installed package holds", "behaviour/code_values.py",
+        "return is_of_library(kind) and (callable(value)", "return (callable(value)",
+        _INSTALLED,
+    ),
+    Mutation(
+        "modules that an installed package holds", "behaviour/code_values.py",
+        'theirs = library and own != ""', "theirs = of != own",
+        _INSTALLED,
+    ),
+    Mutation(
+        "arrays of objects in an installed package", "behaviour/values.py",
+        "if not strict and value.dtype == object:", "if False:",
+        _INSTALLED,
+    ),
+    Mutation(
+        "settings of a class that can be called", "behaviour/code_values.py",
+        'methods = bool(functions) and hasattr(type(value), "__get__")', "methods = bool(functions)",
+        (f"{_PACKAGES}::test_a_setting_of_an_installed_package_that_is_replaced_is_seen",),
+    ),
+    Mutation(
+        "classes within classes", "behaviour/code_values.py",
+        '''                elif not name.startswith("__"):''',
+        '''                elif not name.startswith("__") and not isinstance(value, type):''',
+        (f"{_PACKAGES}::test_a_class_within_the_class_of_a_processor_is_read",),
+    ),
+    Mutation(
+        "plain values of layers", "behaviour/reader.py",
+        "if isinstance(value, _SCALARS) or kind in ATOMS:", "if isinstance(value, _SCALARS):",
+        _OF_LAYERS,
+    ),
+    Mutation(
+        "long tuples of layers", "behaviour/reader.py",
+        "        if _is_plain_tuple(value):\n", "        if False:\n",
+        _OF_LAYERS,
+    ),
+    Mutation(
+        "modules that are replaced", "behaviour/code_values.py",
+        "            if package(value.__name__) not in COMMON:\n", "            if False:\n",
+        (f"{_PACKAGES}::test_a_module_of_settings_of_a_program_that_is_replaced_is_seen",),
     ),
 ]  # fmt: skip

@@ -14,4 +14,4 @@ def same_weights_in_each_run() -> None:
 @pytest.fixture
 def with_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels for every card may be launched, as far as a pass can tell."""
-    monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: not source.hopper)
+    monkeypatch.setattr(nvrtc.Source, "supported", lambda source, device: not source.hopper)

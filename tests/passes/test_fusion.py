@@ -105,15 +105,15 @@ def test_numbers_are_added_up() -> None:
     assert rewrite_each(traced.graph, SIN, set(), lambda node: 3) == 6
 
 
-def test_a_kernel_that_is_not_served_leaves_the_graph_as_it_is() -> None:
+def test_a_kernel_that_is_not_supported_leaves_the_graph_as_it_is() -> None:
     kernel: Any = SimpleNamespace(__name__="kernel")
     traced = Traced(lambda x: x.sin(), X)
     asked: list[Any] = []
 
     class Context(PassContext):
-        def serves(self, *modules: Any) -> bool:
-            asked.append(modules)
-            return kernel not in modules
+        def supported(self, *kernels: Any) -> bool:
+            asked.append(kernels)
+            return kernel not in kernels
 
     traced.ctx = Context(traced.arena, torch.device("cpu"), triton=True)
     assert traced.rewrite(fusion(SIN, needs=(kernel,))(lambda node, pinned, ctx: to_cos(node))) == 0

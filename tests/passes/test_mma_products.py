@@ -41,8 +41,8 @@ class Block(nn.Module):
 
 @pytest.fixture(autouse=True)
 def geforce(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mma_gemm, "serves_dtype", lambda dtype, device: dtype in rewrite.HALF)
-    monkeypatch.setattr(mma_gemm, "halves_are_faster", lambda device: True)
+    monkeypatch.setattr(mma_gemm, "supported", lambda device, dtype: dtype in rewrite.HALF)
+    monkeypatch.setattr(mma_gemm, "half_sums_profitable", lambda device: True)
 
 
 TOKENS, IMAGE = randn(2, 40, 32).to(HALF), randn(2, 32, 18, 17).to(HALF)
@@ -91,7 +91,7 @@ def check(traced: Traced) -> None:
 
 
 def test_sums_stay_exact_where_halves_are_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mma_gemm, "halves_are_faster", lambda device: False)
+    monkeypatch.setattr(mma_gemm, "half_sums_profitable", lambda device: False)
     traced, count = rewritten(summed, TOKENS, chosen=True)
     assert count == 1
     for kernel in (mma_linear, linear_accumulate_kernel):
@@ -131,7 +131,7 @@ def test_nothing_changes_where_the_kernel_is_not_for_the_card_or_the_dtype(monke
     for x, forward in ((TOKENS, lambda m, x: m.linear(x)), (IMAGE, lambda m, x: m.conv(x.sin()))):
         assert rewritten(forward, x.float(), chosen)[1] == 0
         assert rewritten(forward, x, chosen)[1] == 1
-    monkeypatch.setattr(mma_gemm, "serves_dtype", lambda dtype, device: False)
+    monkeypatch.setattr(mma_gemm, "supported", lambda device, dtype: False)
     assert rewritten(lambda m, x: m.linear(x), TOKENS, chosen)[1] == 0
 
 
@@ -167,7 +167,7 @@ def attends(m: Block, x: Tensor) -> Tensor:
     ids=str,
 )
 def test_attention(monkeypatch: pytest.MonkeyPatch, dtype, chosen, pays, wanted) -> None:
-    monkeypatch.setattr(mma_gemm, "halves_are_faster", lambda device: pays)
+    monkeypatch.setattr(mma_gemm, "half_sums_profitable", lambda device: pays)
     traced = Traced(Block(attends).to(dtype), TOKENS.to(dtype))
     traced.ctx.faster_sums = chosen
     assert traced.rewrite(attention_pass) == 1

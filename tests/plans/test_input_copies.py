@@ -8,10 +8,10 @@ import pytest
 import torch
 from kernels.support import needs_nvrtc, randn
 
-from sfast_ext.kernels.backend import cuda_bindings, nvrtc
-from sfast_ext.kernels.backend.cuda_bindings import Bindings
+from sfast_ext.kernels.backend import cuda_libraries, nvrtc
 from sfast_ext.kernels.backend.cuda_driver import CU_GRAPH_NODE_TYPE_KERNEL as KERNEL
 from sfast_ext.kernels.backend.cuda_driver import CUDA_KERNEL_NODE_PARAMS
+from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.plans import input_copies
 from sfast_ext.plans.graph_pool import CAN_UPDATE_GRAPH
 from sfast_ext.plans.input_copies import Copies
@@ -50,7 +50,7 @@ def copied(arguments):
 def launched(monkeypatch):
     """How many tensors each launch took."""
     taken = []
-    driver, compiler = cuda_bindings.bindings()
+    driver, compiler = cuda_libraries.bindings()
 
     class Driver:
         def __getattr__(self, name):
@@ -355,7 +355,7 @@ def test_nothing_to_copy():
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_89", "sm_90a", "sm_120a"])
 def test_compiles(architecture):
     needs_nvrtc()
-    known = nvrtc.known()
+    known = nvrtc.targets()
     if known is not None and int(architecture.strip("sm_a")) not in known[1]:
         pytest.skip(f"NVRTC {known[0]} does not know it")
     source = (nvrtc.SOURCES / "copies.cu").read_bytes()

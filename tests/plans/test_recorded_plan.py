@@ -230,7 +230,7 @@ def test_on_a_gpu_the_bits_are_those_of_a_run_that_interpreter(
     triton: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if triton:
-        monkeypatch.setattr("sfast_ext.kernels.backend.nvrtc.serves", lambda device: False)
+        monkeypatch.setattr("sfast_ext.kernels.backend.nvrtc.supported", lambda device: False)
     monkeypatch.setattr(plan, "_CPU_BOUND", 0.0)
     unet = models.random_unet("tiny-sdxl", dtype=dtype, device="cuda")
     accelerator = accelerate(unet, Config(cuda_graphs=False, drop_slower=False, triton=triton))

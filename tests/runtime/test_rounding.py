@@ -254,7 +254,7 @@ def test_sums_in_half_precision_are_judged_by_the_tolerance(monkeypatch):
         (False, True, True, True), (False, False, True, False), (False, True, False, False), (True, False, False, True),
     ):  # fmt: skip
         monkeypatch.setattr(verify, "_fp16_accumulation", lambda flag=flag: flag)
-        monkeypatch.setattr(verify.mma_gemm, "halves_are_faster", lambda device, geforce=geforce: geforce)
+        monkeypatch.setattr(verify.mma_gemm, "half_sums_profitable", lambda device, geforce=geforce: geforce)
         told = _judge(1.5e-2, 1e-3, plan=OnGpu(), faster_sums=chosen)[0]
         assert (told is None) == lossy
         assert "tolerance" in _judge(3e-2, 1e-3, plan=OnGpu(), faster_sums=chosen)[0]

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import types
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from sfast_ext.config import Config
+from sfast_ext.config import BOUNDS, Config
 from sfast_ext.report import Report
 from sfast_ext.ui import settings, settings_table
+from sfast_ext.ui.settings_table import HostConfig
 
 
 class A1111OptionInfo:
@@ -72,9 +75,43 @@ def test_every_field_of_the_table_is_one_of_the_configuration():
     assert len(set(settings_table.KEYS)) == len(settings_table.SETTINGS) + 2 == 13
     for setting in settings_table.SETTINGS:
         assert setting.key == f"sfast_{setting.field}"
-        assert hasattr(Config(), setting.field)
+        assert hasattr(HostConfig(), setting.field)
         assert len(setting.info) > 40
         assert setting.group in settings_table.HEADINGS
+
+
+def test_the_core_has_no_setting_of_a_webui():
+    of_the_host = {field.name for field in fields(HostConfig)} - {field.name for field in fields(Config)}
+    assert of_the_host == {"vae", "png"}
+
+
+@pytest.mark.parametrize("setting", [s for s in settings_table.SETTINGS if s.slider], ids=lambda s: s.field)
+def test_a_number_has_the_bounds_of_the_configuration_everywhere(setting):
+    opts = Options()
+    settings.register(opts, A1111OptionInfo)
+    shown = opts.data_labels[setting.key].component_args
+    bounds = BOUNDS[setting.field]
+    below = bounds.minimum if bounds.excluded else bounds.minimum - 1
+    assert shown["minimum"] == (0.001 if bounds.excluded else bounds.minimum) and setting.valid == bounds.words
+    for value in (shown["minimum"], shown["maximum"]):
+        assert settings.accepts(setting, value) and Config(**{setting.field: setting.kind(value)})
+    for value in (below, below - 1, float("nan")):
+        assert not settings.accepts(setting, value)
+    for value in (below, below - 1):
+        with pytest.raises(ValueError, match=re.escape(f"{setting.field} must be {bounds.words}; it is {value}")):
+            Config(**{setting.field: value})
+
+
+def test_bounds_that_no_setting_has_hold_as_well():
+    for field in set(BOUNDS) - {setting.field for setting in settings_table.SETTINGS}:
+        with pytest.raises(ValueError, match=field):
+            Config(**{field: 0})
+    for value in (float("nan"), -1.0):
+        with pytest.raises(ValueError, match="rare_gain"):
+            Config(rare_gain=value)
+    assert Config(rare_gain=float("inf")).rare_gain > 0 and Config(graph_memory_mb=None) == Config()
+    with pytest.raises(TypeError):
+        Config(max_graphs=None)
 
 
 def test_groups_follow_each_other_each_below_its_heading():
@@ -188,18 +225,18 @@ def test_registered_defaults_read_back_as_the_default_configuration():
     opts = Options()
     settings.register(opts, A1111OptionInfo)
     # None in the default: as much as fits the GPU, which the page shows as a number
-    assert settings.config_from(opts) == Config(graph_memory_mb=4096)
+    assert settings.config_from(opts) == HostConfig(graph_memory_mb=4096)
 
 
 def test_options_that_are_not_registered_yet_have_their_default():
-    assert settings.config_from(Options()) == Config()
-    assert settings.config_from(object()) == Config()
+    assert settings.config_from(Options()) == HostConfig()
+    assert settings.config_from(object()) == HostConfig()
 
 
 def test_stored_options_that_are_no_settings_are_ignored(caplog):
     report = Report()
     for value in (True, False, "none that a checkbox has"):
-        assert settings.config_from(Options(sfast_native=value), report) == Config()
+        assert settings.config_from(Options(sfast_native=value), report) == HostConfig()
     assert not report.as_dict()["events"] and not caplog.records
 
 
@@ -215,7 +252,7 @@ def test_values_of_the_user_arrive():
         sfast_allow_cpu=True,
     )
     config = settings.config_from(opts)
-    assert config == Config(
+    assert config == HostConfig(
         enabled=False,
         cuda_graphs=False,
         graph_memory_mb=1024,
@@ -262,7 +299,7 @@ def test_a_value_that_cannot_be_becomes_the_default_and_is_said_once(key, value)
     report = Report()
     opts = Options(**{key: value, "sfast_allow_cpu": True})
     for _ in range(3):
-        assert settings.config_from(opts, report) == Config(allow_cpu=True)
+        assert settings.config_from(opts, report) == HostConfig(allow_cpu=True)
     (message,) = said(report)
     assert key in message and repr(value)[:300] in message
 
@@ -274,7 +311,7 @@ def test_a_value_that_cannot_be_leaves_the_last_good_one(key, value):
     for _ in range(2):
         opts.data[key] = good
         chosen = settings.config_from(opts, report)
-        assert chosen != Config()
+        assert chosen != HostConfig()
         opts.data[key] = value
         for _ in range(2):
             assert settings.config_from(opts, report) == chosen
@@ -344,10 +381,10 @@ def test_one_preset_changes_pixels_and_the_infotext_says_so():
     for preset in ("same picture", "small card"):
         assert settings.infotext(settings.config_from(Options(sfast_preset=preset))) == {}
     config = settings.config_from(Options(sfast_preset="faster sums on GeForce"))
-    assert config == Config(faster_sums=True)
+    assert config == HostConfig(faster_sums=True)
     assert settings.infotext(config) == {"Stable Fast faster sums": True}
-    assert settings.config_from(Options(sfast_preset="same picture")) == Config()
+    assert settings.config_from(Options(sfast_preset="same picture")) == HostConfig()
     report = Report()
-    assert settings.config_from(Options(sfast_preset="faster"), report) == Config()
+    assert settings.config_from(Options(sfast_preset="faster"), report) == HostConfig()
     (event,) = report.as_dict()["events"]
     assert "sfast_preset" in event["message"] and "'same picture' stays" in event["message"]

@@ -11,16 +11,16 @@ from typing import Any
 
 from torch import nn
 
-from sfast_ext.accelerator import Accelerator, accelerator_of
+from sfast_ext.accelerator import accelerator_of
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts import per_request, starting, vae
+from sfast_ext.hosts import per_request, starting, vae, webui_probes
 from sfast_ext.hosts.a1111 import controlnet, lora, probes
 from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
 from sfast_ext.hosts.attachment import Attachment, is_host_code, wraps_torchs
+from sfast_ext.hosts.host_queue import interrupted
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Examined
-from sfast_ext.hosts.rehearsals import interrupted
 from sfast_ext.hosts.webui_session import WebUISession
 from sfast_ext.report import logger
 from sfast_ext.ui import words
@@ -54,8 +54,8 @@ class A1111Hooks:
         self._hypertile: list[Any] = []
         self._offloaded: str | None = None
         self._dormant = DormantPatches()
-        self.pictures: int | None = None
-        """How many are made at once; None where the WebUI does not say."""
+        self.images: int | None = None
+        """How many are made at once; None if the WebUI does not say."""
         self.new_pass()
 
     def hooks(self) -> Hooks:
@@ -74,7 +74,7 @@ class A1111Hooks:
 
     def words(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
         """A call in a user's words."""
-        return words.size_words(shapes, self.pictures)
+        return words.size_words(shapes, self.images)
 
     def new_pass(self) -> None:
         """Read the whole UNet. Called once for each pass of a sampler; takes a millisecond."""
@@ -92,7 +92,7 @@ class A1111Hooks:
         return None
 
     def bypass_reason(self) -> str | None:
-        """Why the call must be bypassed, in words for the user; None where it need not."""
+        """Why the call must be bypassed, in words for the user; None if it need not."""
         shared = self._shared
         if self._sd_unet.current_unet is not None:
             option = getattr(self._sd_unet.current_unet, "option", None)
@@ -200,15 +200,11 @@ class A1111Session(WebUISession):
 
     def __init__(self, version: str, found: Examined | None = None) -> None:
         super().__init__(version, found)
-        self._hooks: weakref.WeakKeyDictionary[nn.Module, A1111Hooks] = weakref.WeakKeyDictionary()
         self._unets = Attachment(self._hooks_for, self.report, parts=controlnet.unet_blocks)
         self._controlnets = Attachment(self._hooks_for, self.report, name="controlnet")
         self._vaes = vae.Vaes(self._hooks_for_vae, self.report)
         self.attachments = (self._unets, self._controlnets, *self._vaes.attachments)
-        self._denoiser: weakref.ref[object] | None = None
-        self._pictures: int | None = None
         self._memory = A1111Memory(self._unets, self._vaes, _unet_of, self.report)
-        self._has_vae = False
         self._host_version = "unknown"
 
     def has_console(self) -> bool:
@@ -225,30 +221,18 @@ class A1111Session(WebUISession):
         return per_request.script()
 
     def install(self, host: Installation) -> None:
-        """Register callbacks, and wrap the functions that free memory, for which there are none."""
-        # a model was loaded; or other weights, or another VAE, into the model that is loaded
-        host.callback("on_model_loaded", self.callback(self._follow))
-        # before each step: the only callback after every switch of the model, those of refiner and hires fix too
-        host.callback("on_cfg_denoiser", self.callback(self._step))
-        host.feature(probes.VERSION, self._read_version)
+        """As in all such WebUIs, with what frees memory before an upscaler runs."""
+        host.feature(webui_probes.VERSION, self._read_version)
         host.add(self._memory.release)
-        host.feature(probes.MEMORY, self._install_memory)
+        super().install(host)
         host.feature(probes.UPSCALERS, lambda: self._memory.install_upscaling(host))
-        self._has_vae = host.feature(probes.VAE, lambda: host.wrap("process_images_inner", self._before_pictures))
 
     def _read_version(self) -> None:
         self._host_version = str(self.found["git_tag"]())
 
     def _install_memory(self) -> None:
-        self.installation.wrap("unload_model_weights", self._unload)
+        super()._install_memory()
         self._memory.install(self.installation)
-
-    def _before_pictures(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """img2img encodes its picture before the first step, with the settings of this request."""
-        from modules.sd_models import model_data
-
-        self.guarded(lambda: self._follow_vae(model_data.sd_model))
-        return original(*args, **kwargs)
 
     def _follow_vae(self, sd_model: Any) -> None:
         vaes = [getattr(sd_model, "first_stage_model", None)] if self._has_vae else []
@@ -264,30 +248,9 @@ class A1111Session(WebUISession):
         """The git tag."""
         return self._host_version
 
-    def model_name(self) -> str | None:
-        """The title of the checkpoint."""
-        from modules.sd_models import model_data
-
-        return getattr(getattr(model_data.sd_model, "sd_checkpoint_info", None), "title", None)
-
-    def follow_loaded(self) -> None:
-        """As before a step of a picture."""
-        from modules.sd_models import model_data
-
-        self._follow(model_data.sd_model)
-
-    def loaded(self) -> Accelerator | None:
-        """That of the model that is used, not of others that stay in memory."""
-        from modules.sd_models import model_data
-
-        unet = _unet_of(model_data.sd_model)
-        return None if unet is None else accelerator_of(unet)
-
-    def name_pictures(self, pictures: int | None) -> None:
-        """For the words of all networks."""
-        self._pictures = pictures
-        for hooks in list(self._hooks.values()):
-            hooks.pictures = pictures
+    def unet_of(self, model: Any) -> nn.Module | None:
+        """The UNet of a model of ldm's or sgm's."""
+        return _unet_of(model)
 
     def prompts_one_by_one(self) -> bool:
         """Unless it pads the shorter one."""
@@ -308,22 +271,8 @@ class A1111Session(WebUISession):
         return hooks.hooks()
 
     def _step(self, params: Any) -> None:
-        from modules import shared
-
         self._unets.check_parts()
-        denoiser = getattr(params, "denoiser", None)
-        seen = self._denoiser() if self._denoiser is not None else None
-        # the WebUI's state counts the first two steps as 0; its denoiser counts by itself
-        step = getattr(denoiser, "step", None)
-        if step is None:
-            step = getattr(params, "sampling_step", 0)
-        new_pass = denoiser is None or denoiser is not seen or step == 0
-        # Each step compares identities. Settings and the UNet are read once for each pass.
-        if not new_pass and self._unets.unchanged(_unet_of(shared.sd_model)):
-            return
-        self._denoiser = weakref.ref(denoiser) if denoiser is not None else None
-        self._pictures = getattr(getattr(denoiser, "p", None), "batch_size", None)
-        self._follow(shared.sd_model)
+        super()._step(params)
 
     def _follow(self, sd_model: Any) -> None:
         from modules import sd_unet
@@ -339,12 +288,7 @@ class A1111Session(WebUISession):
             networks, config, keep=[] if unet is None else controlnet.cached_networks(unet)
         )
         for each in (accelerator, *networks_followed):
-            if each is not None:
-                hooks = self._hooks.get(each.module)
-                if hooks is not None:
-                    hooks.pictures = self._pictures
-                    hooks.new_pass()
-                each.new_generation()
+            self._begin_pass(each)
 
 
 SESSIONS = (A1111Session,)

@@ -26,7 +26,7 @@ MARKS = frozenset(
         "ipadapter_hacks",
     }
 )
-"""What it notes on the UNet's modules for functions of its own. Where it patches these in, the call is bypassed."""
+"""What it notes on the UNet's modules for its own functions. While these are patched in, calls are bypassed."""
 
 
 def unet_blocks(unet: nn.Module) -> Iterator[tuple[str, nn.Module]]:

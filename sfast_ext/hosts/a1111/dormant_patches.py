@@ -27,10 +27,10 @@ class DormantPatch:
     switch: tuple[str, ...]
     globals: dict[str, Any]
     passes_to: DormantPatch | None
-    """The patch that it calls as its original, where that is a dormant patch too."""
+    """The patch that it calls as its original, if that is a dormant patch too."""
 
     def active(self) -> str | None:
-        """A reason where the patch is on or its switch cannot be read; else None. Reads what the patch reads."""
+        """A reason if the patch is on or its switch cannot be read; else None. Reads what the patch reads."""
         try:
             on = bool(functools.reduce(getattr, self.switch[1:], self.globals[self.switch[0]]))
         except Exception:
@@ -41,7 +41,7 @@ class DormantPatch:
 
 
 def read_patch(patch: Any) -> DormantPatch | None:
-    """The patch as a dormant one; None where it, or what it calls as its original, may have an effect while off."""
+    """The patch as a dormant one; None if it, or what it calls as its original, may have an effect while off."""
     function, originals = _parts_of(patch)
     if function is None:
         return None
@@ -152,7 +152,7 @@ class DormantPatches:
             self._last_pass, self._this_pass = self._this_pass, {}
 
     def active(self) -> str | None:
-        """The reason of a patch that has been switched on; None where none has. Takes microseconds."""
+        """The reason of a patch that has been switched on; None if none has. Takes microseconds."""
         known = (*self._last_pass.values(), *self._this_pass.values())
         return next((words for each in known if (words := each.active()) is not None), None)
 

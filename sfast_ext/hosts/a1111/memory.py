@@ -37,9 +37,9 @@ class A1111Memory:
 
     The WebUI moves its model to the CPU, or drops it, before it loads another. Plans are kept for a checkpoint of the
     same architecture; the weights that they read are copied again at the next call, when the model is back. Before a
-    VAE decodes or encodes, and before an upscaler runs, CUDA graphs are freed where there is no room beside them; they
-    are captured again. With --medvram the UNet leaves the GPU within each picture; the weights that plans read stay
-    where the others have room beside them, and are else freed as well. Those of the VAE's plans are freed whenever it
+    VAE decodes or encodes, and before an upscaler runs, CUDA graphs are freed if there is no room next to them; they
+    are captured again. With --medvram the UNet leaves the GPU within each image; the weights that plans read stay
+    if the others have room next to them, and are freed otherwise. Those of the VAE's plans are freed whenever it
     leaves. With --lowvram the UNet has no plans, but its blocks, which come and leave at each step, are moved faster.
 
     Args:
@@ -71,7 +71,7 @@ class A1111Memory:
         self._moves.release()
 
     def watch(self, model: Any, accelerated: bool) -> None:
-        """Make room for the VAE of the model that is used, and for no other; follow its modules where it moves them."""
+        """Make room for the VAE of the model that is used, and for no other; follow its modules if it moves them."""
         if torch.cuda.is_available():
             self._vaes.watch([getattr(model, "first_stage_model", None)])
             moved = accelerated and getattr(model, "lowvram", False)

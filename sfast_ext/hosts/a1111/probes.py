@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from sfast_ext.hosts.probes import Check, Feature, Probe, every, has, passes, probe, refers_to, takes, without
-from sfast_ext.hosts.webui_probes import REQUESTS, WEBUI, XYZ
+from sfast_ext.hosts.webui_probes import MEMORY, REQUESTS, VERSION, WEBUI
 
-VAE = Feature("VAE", "the VAE is not accelerated")
-MEMORY = Feature("memory", "GPU memory that plans hold is freed later than the WebUI needs it")
 UPSCALERS = Feature("upscalers", "GPU memory that plans hold is not freed before an upscaler runs")
-VERSION = Feature("version", "the report does not name the version of the WebUI")
 
 PROBES: tuple[Probe, ...] = (
     *WEBUI,
     *REQUESTS,
     without("modules_forge", "backend", "ldm_patched"),
-    probe("modules.script_callbacks:on_cfg_denoiser", check=takes("callback")),
     probe("modules.shared:device"),
     probe("modules.shared:loaded_hypernetworks"),
     probe("modules.devices", check=has("dtype_unet", "unet_needs_upcast")),
     probe("modules.sd_hijack:model_hijack", check=has("circular_enabled")),
     probe("modules.sd_unet:current_unet"),
     probe("modules.sd_models:model_data", check=has("sd_model", "loaded_sd_models")),
-    probe("modules.processing:process_images_inner", check=passes("p"), feature=VAE),
-    probe("modules.sd_models:unload_model_weights", check=passes(), feature=MEMORY),
     probe("modules.sd_models:send_model_to_cpu", check=passes(""), feature=MEMORY),
     probe("modules.sd_models:send_model_to_trash", check=passes(""), feature=MEMORY),
     probe("modules.upscaler:Upscaler.upscale", check=passes("self"), feature=UPSCALERS),
     probe("modules.launch_utils:git_tag", check=takes(), feature=VERSION),
-    probe("modules.scripts:scripts_data", feature=XYZ),
 )
 
 

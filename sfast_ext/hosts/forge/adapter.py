@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import weakref
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import nn
 
-from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import starting
 from sfast_ext.hosts.attachment import Attachment
@@ -18,7 +15,6 @@ from sfast_ext.hosts.forge.beside import KEPT_CONTROLNETS, Beside
 from sfast_ext.hosts.forge.hooks import ForgeHooks
 from sfast_ext.hosts.forge.memory import ClassicMemory, ForgeMemory, OldMemory, ReforgeMemory
 from sfast_ext.hosts.forge.programs import CLASSIC, FORGE, NEO, REFORGE, Program
-from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Examined
 from sfast_ext.hosts.webui_session import WebUISession
 
@@ -44,13 +40,9 @@ class ForgeSession(WebUISession):
 
     def __init__(self, version: str, found: Examined | None = None) -> None:
         super().__init__(version, found)
-        self._hooks: weakref.WeakKeyDictionary[nn.Module, ForgeHooks] = weakref.WeakKeyDictionary()
         self._unets = Attachment(self._hooks_for, self.report)
         self._beside = Beside(self.PROGRAM, self.report, self._kept_controlnets)
         self.attachments = (self._unets, *self._beside.attachments)
-        self._denoiser: weakref.ref[object] | None = None
-        self._pictures: int | None = None
-        self._has_vae = False
         self._memory = self._make_memory((*self._beside.attachments, self._unets), self.report)
 
     @classmethod
@@ -62,34 +54,17 @@ class ForgeSession(WebUISession):
         kept = getattr(self.found["opts"], "data", {}).get(KEPT_CONTROLNETS, 5)
         return kept if isinstance(kept, int) else 1
 
-    def install(self, host: Installation) -> None:
-        """Register callbacks, and wrap the functions that load and move models, for which there are none."""
-        host.callback("on_model_loaded", self.callback(self._follow))
-        # before each step: after every switch of the model, those of refiner and hires fix too
-        host.callback("on_cfg_denoiser", self.callback(self._step))
-        host.feature(probes.MEMORY, self._install_memory)
-        self._has_vae = host.feature(probes.VAE, lambda: host.wrap("process_images_inner", self._before_pictures))
-
-    def _before_pictures(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """img2img encodes its image before the first step, with the settings of this request."""
-        self.guarded(lambda: self._follow_vae(_model()))
-        return original(*args, **kwargs)
-
     def _follow_vae(self, model: Any) -> None:
         if self._has_vae:
             self._beside.follow_vae(model, self.config())
 
     def _install_memory(self) -> None:
-        self.installation.wrap("unload_model_weights", self._unload)
+        super()._install_memory()
         self._memory.install(self.installation)
 
     def host_version(self) -> str:
         """What the program calls itself, and its release if it has one."""
         return " ".join(filter(None, (_version(), _release())))
-
-    def model_name(self) -> str | None:
-        """The title of the checkpoint."""
-        return getattr(getattr(_model(), "sd_checkpoint_info", None), "title", None)
 
     def subpath(self) -> str:
         """That of --subpath."""
@@ -98,21 +73,14 @@ class ForgeSession(WebUISession):
         path = str(getattr(shared.cmd_opts, "subpath", None) or "").strip("/")
         return f"/{path}" if path else ""
 
-    def follow_loaded(self) -> None:
-        """As before a step of a picture."""
-        self._follow(_model())
+    def unet_of(self, model: Any) -> nn.Module | None:
+        """The network that makes the steps."""
+        return unet_of(model)
 
-    def loaded(self) -> Accelerator | None:
-        """That of the model that is used."""
-        unet = unet_of(_model())
-        return None if unet is None else accelerator_of(unet)
-
-    def name_pictures(self, pictures: int | None) -> None:
-        """For the words of the UNet."""
-        self._pictures = pictures
-        for hooks in list(self._hooks.values()):
-            hooks.pictures = pictures
-        self._beside.name_pictures(pictures)
+    def name_images(self, images: int | None) -> None:
+        """For the words of all networks."""
+        super().name_images(images)
+        self._beside.name_images(images)
 
     def release_models(self) -> None:
         """Release every network that is accelerated."""
@@ -122,20 +90,8 @@ class ForgeSession(WebUISession):
     def _hooks_for(self, unet: nn.Module) -> Hooks:
         hooks = self._hooks.get(unet)
         if hooks is None:
-            hooks = self._hooks[unet] = ForgeHooks(unet, lambda: holder_of(_model()), self.PROGRAM)
+            hooks = self._hooks[unet] = ForgeHooks(unet, lambda: holder_of(self.model()), self.PROGRAM)
         return hooks.hooks()
-
-    def _step(self, params: Any) -> None:
-        denoiser = getattr(params, "denoiser", None)
-        seen = self._denoiser() if self._denoiser is not None else None
-        new_pass = denoiser is None or denoiser is not seen or getattr(denoiser, "step", 0) == 0
-        model = _model()
-        # each step compares identities; settings and the UNet are read once for each pass
-        if not new_pass and self._unets.unchanged(unet_of(model)):
-            return
-        self._denoiser = weakref.ref(denoiser) if denoiser is not None else None
-        self._pictures = getattr(getattr(denoiser, "p", None), "batch_size", None)
-        self._follow(model)
 
     def _follow(self, model: Any) -> None:
         self.report.new_generation()
@@ -149,13 +105,8 @@ class ForgeSession(WebUISession):
         self._follow_vae(model)
         if self.found.has(probes.CONTROLNET):
             patcher = getattr(getattr(model, "forge_objects", None), "unet", None)
-            self._beside.follow_controlnets(None if unet is None else patcher, config, self._pictures)
-        if accelerator is not None:
-            hooks = self._hooks.get(accelerator.module)
-            if hooks is not None:
-                hooks.pictures = self._pictures
-                hooks.new_pass()
-            accelerator.new_generation()
+            self._beside.follow_controlnets(None if unet is None else patcher, config, self._images)
+        self._begin_pass(accelerator)
 
     def _model_bypass_reason(self, model: Any) -> str | None:
         unet = unet_of(model)
@@ -240,14 +191,6 @@ def _forge_version(name: str) -> Any:
     return getattr(forge_version, name, None)
 
 
-def _model() -> Any:
-    # shared.sd_model is the same one, and a stand-in of it before the first is loaded
-    from modules.sd_models import model_data
-
-    # Forge Classic has none while it exchanges the checkpoint
-    return getattr(model_data, "sd_model", None)
-
-
 def holder_of(model: Any) -> Any:
     """The model that Forge's patches are made for; it has the UNet, and makes predictions of what that gives."""
     return getattr(getattr(getattr(model, "forge_objects", None), "unet", None), "model", None)
@@ -260,8 +203,8 @@ def unet_of(model: Any) -> nn.Module | None:
 
 
 def _call_is_replaced(holder: nn.Module) -> bool:
-    """Whether something else than the class's own method calls the UNet. That method lies on the object where what
-    replaced it was taken away."""
+    """Whether something else than the class's own method calls the UNet. That method stays on the object after
+    what replaced it was taken away."""
     call = vars(holder).get("apply_model")
     own = getattr(type(holder), "apply_model", None)
     return call is not None and (getattr(call, "__func__", None) is not own or call.__self__ is not holder)

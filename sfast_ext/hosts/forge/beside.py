@@ -15,6 +15,7 @@ from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.forge.hooks import PartHooks
 from sfast_ext.hosts.forge.programs import Program
 from sfast_ext.report import Report
+from sfast_ext.ui.settings_table import HostConfig
 
 KEPT_CONTROLNETS = "control_net_model_cache_size"
 """The setting: how many ControlNets the WebUI keeps. Those that it dropped are not held by us either."""
@@ -23,7 +24,7 @@ KEPT_CONTROLNETS = "control_net_model_cache_size"
 class Beside:
     """Keeps accelerators on ControlNets and on the VAE.
 
-    A ControlNet that runs once for each picture (T2I-Adapter), or that is made anew for each (Control-LoRA), has none.
+    A ControlNet that runs once for each image (T2I-Adapter), or that is made anew for each (Control-LoRA), has none.
 
     Args:
         kept: how many ControlNets the WebUI keeps.
@@ -38,7 +39,7 @@ class Beside:
         self.controlnets = Attachment(self._hooks_for_network, report, name="controlnet")
         self.attachments: tuple[Attachment, ...] = (self.controlnets, *self.vaes.attachments)
 
-    def follow_vae(self, model: Any, config: Config) -> None:
+    def follow_vae(self, model: Any, config: HostConfig) -> None:
         """Accelerate the VAE of the model that is used."""
         found = getattr(getattr(getattr(model, "forge_objects", None), "vae", None), "first_stage_model", None)
         found = found if isinstance(found, nn.Module) else None
@@ -47,30 +48,30 @@ class Beside:
         for each in self.vaes.follow([found], config):
             self._new_pass(each.module)
 
-    def follow_controlnets(self, unet: Any, config: Config, pictures: int | None) -> None:
+    def follow_controlnets(self, unet: Any, config: Config, images: int | None) -> None:
         """Accelerate the ControlNets of a UNet's patcher."""
         used = list(networks_of(unet))
         kept = [each for each in self._networks if not any(each is other for other in used)]
         self._networks = [*used, *kept][: max(self._kept(), len(used))]
         for each in self.controlnets.follow_all(used, config, keep=self._networks):
             if each is not None:
-                self._new_pass(each.module, pictures)
+                self._new_pass(each.module, images)
                 each.new_generation()
 
-    def name_pictures(self, pictures: int | None) -> None:
+    def name_images(self, images: int | None) -> None:
         """For the words of ControlNets."""
         for hooks in self._hooks.values():
-            hooks.pictures = pictures
+            hooks.images = images
 
     def release(self) -> None:
         """Forget all networks; their accelerators are the session's to release."""
         self._networks, self._vae = [], _none
         self._hooks.clear()
 
-    def _new_pass(self, module: nn.Module, pictures: int | None = None) -> None:
+    def _new_pass(self, module: nn.Module, images: int | None = None) -> None:
         hooks = self._hooks.get(id(module))
         if hooks is not None:
-            hooks.pictures = pictures
+            hooks.images = images
             hooks.new_pass()
 
     def _hooks_for_vae(self, part: nn.Module, named: Callable[[Sequence[tuple[int, ...]]], str | None]) -> Hooks:
@@ -92,7 +93,7 @@ def _none() -> None:
 
 
 def networks_of(unet: Any) -> list[nn.Module]:
-    """The ControlNets in the list of a UNet's patcher that run at each step and stay loaded between pictures."""
+    """The ControlNets in the list of a UNet's patcher that run at each step and stay loaded between images."""
     found: list[nn.Module] = []
     control = getattr(unet, "controlnet_linked_list", None)
     while control is not None:

@@ -14,7 +14,7 @@ from sfast_ext.hooks import Hooks
 from sfast_ext.hosts.attachment import is_host_code
 from sfast_ext.hosts.forge.programs import NOTED, PASSED_ON, PATCHES, WRAPPERS, Program
 from sfast_ext.hosts.forge.reading import Reading
-from sfast_ext.hosts.rehearsals import interrupted
+from sfast_ext.hosts.host_queue import interrupted
 from sfast_ext.ui import words
 
 IMAGE_CHANNELS = 3
@@ -38,8 +38,8 @@ class ForgeHooks:
         handed_on = frozenset(key for key in PASSED_ON if not self._reading.option(key))
         self._known = NOTED | handed_on | frozenset(PATCHES)
         self._read = program.read | self._reading.parameters
-        self.pictures: int | None = None
-        """How many are made at once; None where Forge does not say."""
+        self.images: int | None = None
+        """How many are made at once; None if Forge does not say."""
 
     def hooks(self) -> Hooks:
         """The hooks as the accelerator takes them."""
@@ -61,14 +61,14 @@ class ForgeHooks:
 
     def words(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
         """A call in a user's words."""
-        return words.size_words(shapes, self.pictures)
+        return words.size_words(shapes, self.images)
 
     def new_pass(self) -> None:
         """Read the UNet's layers at the next call."""
         self._state = None
 
     def bypass_reason(self) -> str | None:
-        """Why the call must be bypassed, in words for the user; None where it need not."""
+        """Why the call must be bypassed, in words for the user; None if it need not."""
         unet = self._unet()
         if unet is None:
             return None
@@ -118,7 +118,7 @@ class ForgeHooks:
 
 
 def _first(value: Any, wanted: Callable[[Any], bool] = lambda found: True) -> Any:
-    """The first function in lists and dicts of them; None where there is none."""
+    """The first function in lists and dicts of them; None if there is none."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
@@ -147,7 +147,8 @@ class PartHooks(ForgeHooks):
 
     def hooks(self) -> Hooks:
         """The hooks as the accelerator takes them."""
-        ignored = self._program.bookkeeping | self._ignored
+        # blocks that are called without options, as in a ControlNet, note in their defaults where they are
+        ignored = self._program.bookkeeping | self._ignored | {"transformer_options"}
         return replace(super().hooks(), arguments=None, consumed=frozenset(), ignored=ignored)
 
     def words(self, shapes: Sequence[tuple[int, ...]]) -> str | None:

@@ -25,8 +25,8 @@ _WHY = "the WebUI needs the GPU memory"
 class ForgeMemory:
     """Frees the memory that Forge relies on.
 
-    Forge moves a model to system memory where another needs the room, and for each change of LoRA: back on the GPU, it
-    has other weights. Plans stay. The weights that they read stay on the GPU while there is room beside them for what
+    Forge moves a model to system memory if another needs the room, and for each change of LoRA: back on the GPU, it
+    has other weights. Plans stay. The weights that they read stay on the GPU while there is room next to them for what
     Forge loads; they are else freed, and copied again at the next call.
 
     Args:
@@ -85,7 +85,7 @@ class ForgeMemory:
         patcher.unpin_all_weights()
 
     def _prepare(self, accelerator: Accelerator, patcher: Any, place: torch.device | None) -> None:
-        """Before Forge moves a model to the GPU, in parts where no place is given: each weight that it patches is there
+        """Before Forge moves a model to the GPU, in parts if no place is given: each weight that it patches is there
         twice until the next call."""
         weights = dict(patcher.model.named_parameters())
         patched = self._patched(patcher)
@@ -176,7 +176,7 @@ class WholeMemory(ForgeMemory):
 
     def _load_model(self, original: Callable[..., Any], loaded: Any, kept: float = -1, **more: Any) -> Any:
         kept = next(iter(more.values()), kept)
-        place = loaded.device if kept < 0 else None  # in parts where memory is kept
+        place = loaded.device if kept < 0 else None  # in parts if memory is kept
         if loaded.device.type == "cuda":
             for accelerator in self._accelerators_in(loaded.model):
                 self._guarded(functools.partial(self._prepare, accelerator, loaded.model, place))
@@ -217,7 +217,7 @@ class ClassicMemory(WholeMemory):
 
 
 def _back_up(patcher: Any) -> None:
-    """Where a model stays where it is, Forge's backup of a weight is the very memory that plans read: a copy is in its
+    """If a model is not moved, Forge's backup of a weight is the very memory that plans read: a copy is in its
     place."""
     place = place_of(patcher.offload_device)
     for name, weight in patcher.model.named_parameters():

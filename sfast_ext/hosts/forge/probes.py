@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from sfast_ext.hosts.probes import Feature, Probe, passes, probe, refers_to, takes
-from sfast_ext.hosts.webui_probes import WEBUI, XYZ
+from sfast_ext.hosts.webui_probes import MEMORY, VERSION, WEBUI
 
-MEMORY = Feature("memory", "GPU memory that plans hold is freed later than the WebUI needs it")
-VERSION = Feature("version", "the report does not name the version of the WebUI")
-VAE = Feature("VAE", "the VAE is not accelerated")
 CONTROLNET = Feature("ControlNet", "ControlNets are not accelerated")
 
 _FORGE: tuple[Probe, ...] = (
     *WEBUI,
     probe("modules_forge.forge_version:version", feature=VERSION),
-    probe("modules.script_callbacks:on_cfg_denoiser", check=takes("callback")),
     probe("modules.sd_models:model_data"),
-    probe("modules.processing:process_images_inner", check=passes("p"), feature=VAE),
-    probe("modules.sd_models:unload_model_weights", check=passes(), feature=MEMORY),
     probe("modules.upscaler:Upscaler.upscale", check=passes("self"), feature=MEMORY),
-    probe("modules.scripts:scripts_data", feature=XYZ),
 )
 
 

@@ -104,7 +104,7 @@ NEO = Program(
             "forge_patched_weights",
             "forge_force_cast_weights",
             "prev_parameters_manual_cast",
-            # a layer has lists of its own once it was loaded; while anything is in them, calls are bypassed
+            # a layer has its own lists once it was loaded; while anything is in them, calls are bypassed
             "weight_function",
             "bias_function",
         }
@@ -172,7 +172,7 @@ CLASSIC = Program(
     "ldm_patched.modules.tomesd",
     # the last three are of models for video, which have the same class
     frozenset({"timesteps", "context", "y", "control", "num_video_frames", "image_only_indicator", "time_context"}),
-    # a layer that was loaded in parts keeps the first as an attribute of its own; while it is true, calls are bypassed
+    # a layer that was loaded in parts keeps the first as its own attribute; while it is true, calls are bypassed
     frozenset({_CAST, _CAST_BEFORE}),
     _classic_state,
     _classic_bypass_reason,
@@ -193,7 +193,7 @@ REFORGE = Program(
     "UNetModel",
     "ldm_patched.contrib.nodes_tomesd",
     CLASSIC.read,
-    # a layer has lists of its own once it was loaded in parts; while anything is in them, calls are bypassed
+    # a layer has its own lists once it was loaded in parts; while anything is in them, calls are bypassed
     frozenset({_CAST, _CAST_BEFORE, "ldm_patched_patched_weights", "weight_function", "bias_function"}),
     _neo_state,
     _reforge_bypass_reason,

@@ -5,67 +5,27 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from sfast_ext.accelerator import Accelerator, accelerator_of
-from sfast_ext.behaviour.forward_slot import is_own_forward
 from sfast_ext.config import Config
-from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import gpu_room, per_request, starting, vae, webui_probes
-from sfast_ext.hosts.attachment import Attachment, is_host_code
+from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Examined
-from sfast_ext.hosts.rehearsals import interrupted
 from sfast_ext.hosts.sdnext import log, probes, startup_objects
+from sfast_ext.hosts.sdnext.hooks import SDNextHooks, SDNextVaeHooks
 from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
-from sfast_ext.hosts.sdnext.refusals import (
-    COMPILED,
-    attention_bypass_reason,
-    keeps_weights,
-    layers_bypass_reason,
-    model_bypass_reason,
-    run_bypass_reason,
-)
+from sfast_ext.hosts.sdnext.refusals import COMPILED, model_bypass_reason
 from sfast_ext.hosts.session import Session
-from sfast_ext.ui import settings_table, words
+from sfast_ext.ui import settings_table
 
 VAE = "AutoencoderKL"
 """The class of the VAEs of Stable Diffusion 1, 2 and XL."""
-BOOKKEEPING = frozenset(
-    {
-        "network_layer_name",
-        "network_current_names",
-        "network_weights_backup",
-        "network_bias_backup",
-        "module_name",
-        "offload_dir",
-        "offload_post",
-        "has_accelerate",
-        "balanced_offload_device_map",
-        "balanced_offload_max_memory",
-        # accelerate puts new ones on the UNet at each dispatch, which warn and call the original
-        "to",
-        "cuda",
-        "hf_device_map",
-        # ToDo leaves it behind, and a hook that writes to it. While ToDo's processors are there, calls are bypassed
-        "_tome_info",
-        # of group offload; its hooks themselves are seen
-        "sdnext_group_offload_sig",
-        "sdnext_group_offload_pin",
-        "sdnext_group_offload_pin_limit",
-        "sdnext_ondemand",
-        "_diffusers_hook",
-        # the handle of a hook that runs before the UNet's forward
-        "sdnext_layout_hook",
-    }
-)
-"""What LoRA and the offload note on modules. The weights themselves show what changed in them."""
 
 
 def detect() -> bool:
@@ -75,115 +35,6 @@ def detect() -> bool:
     except (ImportError, ValueError):
         return False
     return None not in found
-
-
-class SDNextHooks:
-    """What the accelerator of one network asks SD.Next at each call. Takes microseconds; the first call of a pass takes
-    milliseconds.
-
-    Args:
-        pipeline: gives the pipeline that runs the network.
-        new_pass: called with that pipeline at the first call of each of its runs.
-        pictures: gives how many are made at once; None where SD.Next does not say.
-    """
-
-    def __init__(
-        self,
-        unet: nn.Module,
-        pipeline: Callable[[], Any],
-        new_pass: Callable[[Any], None] | None = None,
-        pictures: Callable[[], int | None] = lambda: None,
-    ) -> None:
-        from modules import shared
-
-        self._pipeline, self._tell, self._pictures = pipeline, new_pass, pictures
-        # Weak: SD.Next may drop the model before its accelerator is released.
-        self._unet = weakref.ref(unet)
-        self._state, self._opts = shared.state, shared.opts
-        self._pass: int | None = None
-        self._reason: str | None = None
-        self._scaled_processors: list[Any] = []
-        self._blocks: list[nn.Module] = []
-
-    def hooks(self) -> Hooks:
-        """The hooks as the accelerator takes them."""
-        # every forward that is vouched for computes what the module's own does
-        vouch = self.recognised
-        return Hooks(
-            self.bypass_reason,
-            key=self.key,
-            recognised=vouch,
-            transparent=vouch,
-            words=lambda shapes: words.size_words(shapes, self._pictures()),
-            interrupted=interrupted,
-            ignored=BOOKKEEPING,
-        )
-
-    def bypass_reason(self) -> str | None:
-        """Why the call must be bypassed, in words for the user; None where it need not."""
-        # Modifiers are applied and removed in each run of the pipeline (base, hires, detailer), after every script
-        # callback. SD.Next raises this counter when such a run begins.
-        now = self._state.total_jobs
-        if now != self._pass:
-            self._pass = now
-            self._new_pass()
-        return self._reason
-
-    def key(self) -> Hashable:
-        """The scales of IP-Adapters, which may change at each step, and the factors of FreeU."""
-        scales = tuple(tuple(s) if isinstance(s, list) else s for s in (p.scale for p in self._scaled_processors))
-        return scales, tuple(getattr(b, name, None) for b in self._blocks for name in ("s1", "s2", "b1", "b2"))
-
-    def recognised(self, module: nn.Module, kind: str, function: object) -> bool:
-        """Vouch for what SD.Next itself does to classes and to torch.
-
-        Also for accelerate's hook on a submodule where it only moves arguments (offload sets hundreds), and for the
-        module's own forward as a bound method, which accelerate and HyperTile leave behind.
-        """
-        if kind in ("class", "function", "replaced"):
-            return is_host_code(function)
-        if kind != "forward":
-            return False
-        if is_own_forward(function, module):
-            return True
-        maker = getattr(getattr(function, "func", None), "__module__", "")
-        hook, inner = module.__dict__.get("_hf_hook"), module.__dict__.get("_old_forward")
-        plain = inner is None or is_own_forward(inner, module)
-        return maker == "accelerate.hooks" and hook is not None and plain and keeps_weights(hook)
-
-    def _refusal(self, pipe: Any, network: nn.Module) -> str | None:
-        return attention_bypass_reason(self._opts) or run_bypass_reason(pipe, network)
-
-    def _new_pass(self) -> None:
-        unet = self._unet()
-        if unet is None:
-            return
-        pipe = self._pipeline()
-        self._reason = self._refusal(pipe, unet)
-        processors = (m.__dict__.get("processor", m._modules.get("processor")) for m in unet.modules())
-        self._scaled_processors = [p for p in processors if isinstance(getattr(p, "scale", None), (list, float, int))]
-        self._blocks = list(getattr(unet, "up_blocks", None) or ())
-        accelerator = accelerator_of(unet)
-        if accelerator is not None:
-            accelerator.new_generation()
-        if self._tell is not None:
-            self._tell(pipe)
-
-
-class SDNextVaeHooks(SDNextHooks):
-    """What the accelerator of a VAE's decoder or encoder asks SD.Next at each call."""
-
-    def __init__(self, part: nn.Module, named: Callable[[Sequence[tuple[int, ...]]], str | None]) -> None:
-        super().__init__(part, lambda: None)
-        self._named = named
-
-    def hooks(self) -> Hooks:
-        """The hooks as the accelerator takes them."""
-        return replace(super().hooks(), words=self._named)
-
-    def _refusal(self, pipe: Any, network: nn.Module) -> str | None:
-        # what a pipeline does in its steps does not matter here
-        return attention_bypass_reason(self._opts) or layers_bypass_reason(network)
 
 
 class SDNextSession(Session):
@@ -196,19 +47,19 @@ class SDNextSession(Session):
 
     def __init__(self, version: str, found: Examined | None = None) -> None:
         super().__init__(version, found)
-        self._pictures: int | None = None
+        self._images: int | None = None
 
-        def pictures() -> int | None:
-            return self._pictures
+        def images() -> int | None:
+            return self._images
 
         self._unets = Attachment(
-            lambda unet: SDNextHooks(unet, _pipeline, self._follow_controlnets, pictures).hooks(), self.report
+            lambda unet: SDNextHooks(unet, _pipeline, self._follow_controlnets, images).hooks(), self.report
         )
         self._refiner = Attachment(
-            lambda unet: SDNextHooks(unet, _refiner, pictures=pictures).hooks(), self.report, name="refiner"
+            lambda unet: SDNextHooks(unet, _refiner, images=images).hooks(), self.report, name="refiner"
         )
         self._controlnets = Attachment(
-            lambda network: SDNextHooks(network, _pipeline, pictures=pictures).hooks(), self.report, name="controlnet"
+            lambda network: SDNextHooks(network, _pipeline, images=images).hooks(), self.report, name="controlnet"
         )
         self._vaes = vae.Vaes(lambda part, named: SDNextVaeHooks(part, named).hooks(), self.report)
         self.attachments = (self._unets, self._refiner, self._controlnets, *self._vaes.attachments)
@@ -268,7 +119,7 @@ class SDNextSession(Session):
         return forget
 
     def _before_process(self, p: Any) -> None:
-        self._pictures = getattr(p, "batch_size", None)
+        self._images = getattr(p, "batch_size", None)
         self.follow()
 
     def follow_loaded(self) -> None:
@@ -280,9 +131,9 @@ class SDNextSession(Session):
         unet = _unet(_pipeline())
         return None if unet is None else accelerator_of(unet)
 
-    def name_pictures(self, pictures: int | None) -> None:
+    def name_images(self, images: int | None) -> None:
         """For the words of all networks."""
-        self._pictures = pictures
+        self._images = images
 
     def xyz_grid(self) -> Any:
         """The module that its two scripts share."""

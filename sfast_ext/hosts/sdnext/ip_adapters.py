@@ -60,7 +60,7 @@ class IPAdapterReuse:
 
 
 def _reused(now: Any, last: Any) -> Any:
-    """`last` with the weights of `now`, where the two differ in nothing else; otherwise `now`."""
+    """`last` with the weights of `now`, if the two differ in nothing else; otherwise `now`."""
     if last is now or type(last) is not type(now) or not type(now).__module__.startswith("diffusers."):
         return now
     if not isinstance(now, nn.Module):

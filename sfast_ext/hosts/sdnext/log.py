@@ -13,7 +13,7 @@ def join(log: logging.Logger) -> Callable[[], None]:
     logger = logging.getLogger("sfast_ext")
     before, logger.parent = logger.parent, log
 
-    # SD.Next logs each request, and the badge asks every second while a picture is made
+    # SD.Next logs each request, and the badge asks every second while an image is made
     log.addFilter(_is_not_the_badge)
 
     def leave() -> None:

@@ -1,7 +1,7 @@
 """SD.Next's balanced offload: modules that leave the GPU and come back, and what needs the memory in between.
 
 The weights that plans read stay on the GPU when SD.Next moves the model to the CPU, as long as what runs next has room
-beside them. Where there is no room, memory is freed: that of the CUDA graphs first, then that of the weights. The plans
+next to them. If there is no room, memory is freed: that of the CUDA graphs first, then that of the weights. The plans
 are kept.
 """
 
@@ -33,7 +33,7 @@ class Offload:
 
     Args:
         attachments: have the accelerators of the networks that it moves.
-        vaes: those of VAEs. They run once for a picture: the memory of their plans goes whenever they are moved off.
+        vaes: those of VAEs. They run once for an image: the memory of their plans goes whenever they are moved off.
     """
 
     def __init__(self, attachments: Sequence[Attachment], report: Report, vaes: Sequence[Attachment] = ()) -> None:

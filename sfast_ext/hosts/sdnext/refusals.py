@@ -32,7 +32,7 @@ COMPILED = "SD.Next has compiled this model; turn off Compile Model in Settings 
 
 
 def model_bypass_reason(unet: nn.Module, opts: Any) -> str | None:
-    """Why a UNet cannot be accelerated as it is loaded; None where it can.
+    """Why a UNet cannot be accelerated as it is loaded; None if it can.
 
     Such a reason lasts from one job to the next, so nothing is kept for the UNet meanwhile.
     """
@@ -60,7 +60,7 @@ def _mode_in_parts(network: nn.Module, mode: str) -> str | None:
 
 
 def run_bypass_reason(pipe: Any, unet: nn.Module) -> str | None:
-    """Why calls must be bypassed in this run of a pipeline; None where they need not. Takes milliseconds."""
+    """Why calls must be bypassed in this run of a pipeline; None if they need not. Takes milliseconds."""
     kind = type(pipe).__name__
     for part, what in PIPELINES.items():
         if part in kind and not (part == "PAG" and _without_pag(pipe)):
@@ -76,7 +76,7 @@ def run_bypass_reason(pipe: Any, unet: nn.Module) -> str | None:
 
 
 def attention_bypass_reason(opts: Any) -> str | None:
-    """Why no call can be accelerated with the settings of attention; None where calls can."""
+    """Why no call can be accelerated with the settings of attention; None if calls can."""
     if getattr(opts, "sparse_attention_enabled", False):
         return "sparse attention chooses by content, and by the step, what is computed; turn it off to accelerate"
     return None
@@ -89,7 +89,7 @@ def hook_names(module: nn.Module) -> frozenset[str]:
 
 
 def layers_bypass_reason(unet: nn.Module) -> str | None:
-    """Why calls must be bypassed because of a network's layers; None where they need not. Takes milliseconds."""
+    """Why calls must be bypassed because of a network's layers; None if they need not. Takes milliseconds."""
     for module in unet.modules():
         attributes = module.__dict__
         if "_original_forward" in attributes:
@@ -115,7 +115,7 @@ def layers_bypass_reason(unet: nn.Module) -> str | None:
 
 
 def _without_pag(pipe: Any) -> bool:
-    """Whether a pipeline for PAG runs without it: SD.Next's page has one make every picture, at a scale of -1."""
+    """Whether a pipeline for PAG runs without it: SD.Next's page uses one for every image, at a scale of -1."""
     scale = getattr(pipe, "_cfg_true", None)
     return isinstance(scale, (int, float)) and scale <= 0
 

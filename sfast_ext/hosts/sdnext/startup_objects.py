@@ -1,10 +1,10 @@
 """Keeps SD.Next's garbage collections short.
 
-With --medvram and --lowvram SD.Next collects garbage at the end of each image, and on every card where more than 70 %
-of the memory is in use ("GC threshold") at each part of it. Each time Python visits every object of the process: about
-a million, of which nearly all are code and the page, made before a model is loaded. These are frozen (`gc.freeze`), so
-they are not visited again. An object that is no longer referenced is freed as before, frozen or not; only cycles of
-frozen objects stay, until SD.Next unloads its scripts.
+With --medvram and --lowvram SD.Next collects garbage at the end of each image. On every card it does so at each part of
+an image if more than 70 % of the memory is in use ("GC threshold"). Each time Python visits every object of the
+process: about a million, of which nearly all are code and the page, made before a model is loaded. These are frozen
+(`gc.freeze`), so they are not visited again. An object that is no longer referenced is freed as before, frozen or not;
+only cycles of frozen objects stay, until SD.Next unloads its scripts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def freeze(report: Report) -> list[Callable[[], None]]:
     """Freeze all objects of the process, if no network is among them. To be called before a model is loaded.
 
     Returns:
-        What undoes it; nothing where nothing was frozen.
+        What undoes it; nothing if nothing was frozen.
     """
     if frozen_by_others():
         return []

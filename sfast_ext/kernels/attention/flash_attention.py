@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from sfast_ext.kernels.attention import operands
-from sfast_ext.kernels.attention.operands import can_be_mapped, heads_map, in_base_2, like_queries, strides
+from sfast_ext.kernels.attention.operands import accepts_alignment, heads_map, in_base_2, like_queries, strides
 from sfast_ext.kernels.backend import cuda_tier, health, nvrtc
+from sfast_ext.kernels.backend.registry import kernel
 from sfast_ext.kernels.backend.triton_runtime import cdiv, device_of, launch_kernel, multiprocessors
 
 _ROWS, _KEYS = 64, 64
@@ -23,7 +24,7 @@ _WIDE, _NARROW = 64, 16  # columns of a TMA box of keys: the first 64, and those
 # A model fitted to 54 sizes on an NVIDIA H200; its choice is 0.5 % slower than the fastest on average.
 _BETWEEN = 120  # time between two work items of a block, in keys
 _BY_BLOCKS = 0.8  # of a wave's time, the share proportional to the blocks of a multiprocessor
-_FEWEST_KEYS = 256  # that are worth the start of the ring
+_MIN_KEYS = 256  # that are worth the start of the ring
 
 
 class Shape(NamedTuple):
@@ -45,17 +46,28 @@ SHAPES = {
     64: [
         Shape(1, 4, 3, 1, False, wave_cost=1.08),
         Shape(2, 2, 6, 2, True, fewest=768),
-        Shape(4, 1, 12, 4, True, even=True, fewest=_FEWEST_KEYS, wave_cost=1.03),
+        Shape(4, 1, 12, 4, True, even=True, fewest=_MIN_KEYS, wave_cost=1.03),
     ],
     80: [Shape(2, 1, 10, 3, True, wave_cost=0.82), Shape(3, 1, 9, 3, True)],
 }
 
 
-def applicable(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
-    """Whether `launch` can read the operands, and is faster than cuDNN."""
+def accepts(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | None:
+    """Why `launch` does not take the operands; None if it does: heads of 40, 64 or 80 in half precision on Hopper, k
+    and v aligned to 16 bytes, q to pairs of elements."""
     if health.reason("flash_attention", device_of(q)) is not None:
-        return False
-    if not readable(q, k, v, scale) or k.shape[2] < _FEWEST_KEYS:
+        return "it is disabled"
+    if q.shape[-1] not in SHAPES:
+        return "heads that are not 40, 64 or 80 wide"
+    unfit = cuda_tier.accepts(_SOURCE, q, k, v) or operands.accepts_layout(q, k, v, scale) or accepts_alignment(k, v)
+    if unfit is None and (q.data_ptr() % 4 or any(stride % 2 for stride in q.stride()[:3])):
+        return "queries that are not in aligned pairs"
+    return unfit
+
+
+def profitable(q: Tensor, k: Tensor) -> bool:
+    """Whether `launch` is faster than cuDNN, for operands that it `accepts`."""
+    if k.shape[2] < _MIN_KEYS:
         return False
     shape = best(q, k)
     return _fill(q, shape) >= shape.fill
@@ -121,29 +133,6 @@ def _evenly(heads: int, units: int, groups: int, at_once: int) -> Division:
     return min(by(stacks), by(stacks - stacks % at_once), key=lambda division: division.waves)
 
 
-def readable(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
-    """Whether `launch` can read the operands on this GPU."""
-    if q.shape[-1] not in SHAPES or not cuda_tier.supported(_SOURCE, q, k, v):
-        return False
-    if not operands.addressable(q, k, v, scale) or not can_be_mapped(k, v):
-        return False
-    # queries are read in pairs
-    return not (q.data_ptr() % 4 or any(stride % 2 for stride in q.stride()[:3]))
-
-
-def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """`attention.reference` without a mask, for operands that are `readable`.
-
-    Raises:
-        Unavailable: the kernel cannot be compiled or loaded.
-    """
-    size, shape, out = q.shape[3], best(q, k), like_queries(q)
-    stacks, parted, shares, blocks, _ = division(q, shape)
-    operands = out, q, k, v, in_base_2(scale, size), stacks, parted, shares
-    launch_kernel(_SOURCE, (blocks,), *operands, **constants(size, shape, q.dtype))
-    return out
-
-
 def constants(size: int, shape: Shape, dtype: torch.dtype) -> dict[str, int]:
     """The kernel's compile-time parameters."""
     return {
@@ -159,7 +148,7 @@ def constants(size: int, shape: Shape, dtype: torch.dtype) -> dict[str, int]:
 
 
 def variants(given: dict[str, int]) -> list[dict[str, int]]:
-    """Constants that other image sizes may need where one needs the given ones."""
+    """Constants that other image sizes may need if one needs the given ones."""
     size, dtype = given["SIZE"], torch.bfloat16 if given["BF16"] else torch.float16
     return [constants(size, shape, dtype) for shape in SHAPES[size]]
 
@@ -193,3 +182,14 @@ def _prepared(
 
 _NAMES = ("out", "q", "k", "v", "scale", "stacks", "parted", "shares")
 _SOURCE = nvrtc.Source("flash_attention", _prepared, _NAMES, variants, (), hopper=True)
+
+
+@kernel(operands.reference, part=True, cuda_sources=(_SOURCE,))
+def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """`operands.reference` for operands that it `accepts`: q (B, H, L, D), k and v (B, H, S, D). The result is laid out
+    like q."""
+    size, shape, out = q.shape[3], best(q, k), like_queries(q)
+    stacks, parted, shares, blocks, _ = division(q, shape)
+    operands = out, q, k, v, in_base_2(scale, size), stacks, parted, shares
+    launch_kernel(_SOURCE, (blocks,), *operands, **constants(size, shape, q.dtype))
+    return out

@@ -1,7 +1,7 @@
 """Attention in float32 over wide heads, as in a VAE, by two GEMMs and a softmax.
 
 torch's kernel for it computes a product in float32 by three in TF32, and keeps the sums of heads wider than 128 in
-global memory. Where a program lets products in float32 be rounded to TF32, cuBLAS computes them several times as fast,
+global memory. If a program lets products in float32 be rounded to TF32, cuBLAS computes them several times as fast,
 and the scores' way to memory and back costs less than that gains. A slice of the queries at a time bounds the memory
 of the scores.
 """
@@ -21,12 +21,14 @@ SLICE_BYTES = 128 << 20
 """Of the scores of a slice; there are as many probabilities."""
 
 
-def applicable(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `launch` can compute an attention without a mask, and that is expected to be the faster way."""
+def accepts(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why `launch` does not compute an attention without a mask; None if it can, and is expected to be the faster
+    way."""
     if q.dtype != torch.float32 or not fp32_precision.matmul_in_tf32() or q.shape[-1] <= WIDE or not q.numel():
-        return False
+        return "no wide heads in float32 whose products may be rounded to TF32"
     # one head for each, as GEMMs have it
-    return q.dim() >= 3 and k.dtype == v.dtype == q.dtype and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
+    alike = k.dtype == v.dtype == q.dtype and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
+    return None if q.dim() >= 3 and alike else "other shapes, or several dtypes"
 
 
 def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:

@@ -1,41 +1,76 @@
-"""What the attention kernels share: checks of their operands, tensor maps and block sizes."""
+"""What the attention kernels share: their operands and which are accepted, tensor maps and block sizes."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sfast_ext.kernels.backend import nvrtc
-from sfast_ext.kernels.backend.triton_runtime import MAX_GRID_YZ, mma_supported, next_power_of_2, supported
+from sfast_ext.kernels.backend.triton_runtime import MAX_GRID_YZ, accepts, accepts_products, next_power_of_2
 
-LEAST = 16  # smallest dimension of tl.dot
-_LONGEST = 2**31
-
-
-def readable(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
-    """Whether a kernel in Triton can read q (B, H, L, D), k and v (B, H, S, D), on a GPU where it was measured."""
-    return supported(q, k, v) and mma_supported(q) and addressable(q, k, v, scale)
+MIN_SIZE = 16  # smallest dimension of tl.dot
+_MAX_OFFSET = 2**31
+# not F.scaled_dot_product_attention, which SD.Next and others replace
+_sdpa = torch._C._nn.scaled_dot_product_attention
 
 
-def addressable(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
-    """Whether shapes, strides and scale of q (B, H, L, D), k and v (B, H, S, D) are such that our kernels can read
-    them."""
+class Operands(NamedTuple):
+    """Of an attention: q (..., L, D), k (..., S, D), v (..., S, E), a mask as of F.scaled_dot_product_attention."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None
+    is_causal: bool = False
+    scale: float | None = None
+
+    @property
+    def masked(self) -> bool:
+        return self.mask is not None or self.is_causal
+
+    @property
+    def unmasked(self) -> tuple[Tensor, Tensor, Tensor, float | None]:
+        """The operands of kernels that take no mask."""
+        return self.q, self.k, self.v, self.scale
+
+    def by_torch(self) -> Tensor:
+        """(..., L, E), by torch's choice of its backends."""
+        return _sdpa(self.q, self.k, self.v, attn_mask=self.mask, is_causal=self.is_causal, scale=self.scale)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, half_sums: bool = False) -> Tensor:
+    """F.scaled_dot_product_attention without a mask. half_sums: whether sums may be in half precision; here they are
+    not."""
+    return Operands(q, k, v, scale=scale).by_torch()
+
+
+def accepts_in_triton(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | None:
+    """Why no kernel in Triton takes q (B, H, L, D), k and v (B, H, S, D); None if one can, on a GPU where it was
+    measured."""
+    return accepts(q, k, v) or accepts_products(q) or accepts_layout(q, k, v, scale)
+
+
+def accepts_layout(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | None:
+    """Why kernels do not take shapes, strides and scale of q (B, H, L, D), k and v (B, H, S, D); None if they do."""
     if q.dim() != 4 or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        return False
+        return "other shapes than (B, H, L, D) and twice (B, H, S, D)"
     if not q.numel() or not k.numel() or not (scale is None or scale > 0):
-        return False
+        return "no elements, or a scale that is not positive"
     if any(x.dtype != q.dtype or x.stride(3) != 1 for x in (q, k, v)) or q.shape[0] * q.shape[1] > MAX_GRID_YZ:
-        return False
+        return "several dtypes, too many heads, or heads whose elements are apart"
     # offsets within an image are 32-bit
-    return all(x.shape[1] * x.stride(1) + x.shape[2] * x.stride(2) < _LONGEST for x in (q, k, v))
+    if all(x.shape[1] * x.stride(1) + x.shape[2] * x.stride(2) < _MAX_OFFSET for x in (q, k, v)):
+        return None
+    return "offsets beyond 32 bits"
 
 
-def can_be_mapped(*tensors: Tensor) -> bool:
-    """Whether TMA can address the tensors (`heads_map`): pointers and strides are multiples of 16 bytes."""
-    return not any(x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:3]) for x in tensors)
+def accepts_alignment(*tensors: Tensor) -> str | None:
+    """Why TMA cannot address the tensors (`heads_map`): pointers or strides are no multiples of 16 bytes; else None."""
+    aligned = not any(x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:3]) for x in tensors)
+    return None if aligned else "rows that are not aligned to 16 bytes"
 
 
 def heads_map(x: Tensor, columns: int, keys: int) -> Any:
@@ -47,10 +82,10 @@ def heads_map(x: Tensor, columns: int, keys: int) -> Any:
 
 def blocks(size: int) -> tuple[int, int]:
     """Two powers of two, the second may be 0, whose sum covers `size` with little padding: 77 -> 64 and 16."""
-    first = max(LEAST, next_power_of_2(size + 1) // 2)
+    first = max(MIN_SIZE, next_power_of_2(size + 1) // 2)
     if size <= first:
         return first, 0
-    second = max(LEAST, next_power_of_2(size - first))
+    second = max(MIN_SIZE, next_power_of_2(size - first))
     return (2 * first, 0) if second == first else (first, second)
 
 
@@ -62,7 +97,7 @@ def like_queries(q: Tensor) -> Tensor:
 
 
 def in_base_2(scale: float | None, size: int) -> float:
-    """The factor of scores before exp2: scale * log2(e), with SDPA's default scale where it is None."""
+    """The factor of scores before exp2: scale * log2(e), with SDPA's default scale if it is None."""
     return (size**-0.5 if scale is None else scale) * math.log2(math.e)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from sfast_ext.kernels.attention import operands
 from sfast_ext.kernels.attention.operands import blocks, in_base_2, like_queries, strides
 from sfast_ext.kernels.backend import health
+from sfast_ext.kernels.backend.registry import kernel
 from sfast_ext.kernels.backend.triton_runtime import (
     cdiv,
     constexpr,
@@ -18,43 +19,18 @@ from sfast_ext.kernels.backend.triton_runtime import (
     tl,
 )
 
-_MOST_KEYS, _MOST_OF_WIDE, _WIDE = 160, 80, 128  # more keys of heads wider than _WIDE take long to compile
-_WIDEST = 160
+_MAX_KEYS, _MAX_KEYS_OF_WIDE, _WIDE = 160, 80, 128  # more keys of heads wider than _WIDE take long to compile
+_MAX_SIZE = 160
 _ROWS, _WARPS = 64, 4
-_AT_ONCE = (5, 3)  # programs per multiprocessor, where a head is one block and where it is two
+_AT_ONCE = (5, 3)  # programs per multiprocessor, for a head of one block, and of two
 
 
 @jit(do_not_specialize=["tiles", "heads", "queries", "keys"])
 def short_attention_kernel(
-    out,
-    q,
-    k,
-    v,
-    tiles,
-    heads,
-    queries,
-    keys,
-    scale,
-    q_image,
-    q_row,
-    q_head,
-    k_image,
-    k_row,
-    k_head,
-    v_image,
-    v_row,
-    v_head,
-    out_image,
-    out_row,
-    out_head,
-    SIZE: constexpr,
-    SIZE_A: constexpr,
-    SIZE_B: constexpr,
-    KEYS_A: constexpr,
-    KEYS_B: constexpr,
-    ROWS: constexpr,
-    PDL: constexpr,
-):
+    out, q, k, v, tiles, heads, queries, keys, scale, q_image, q_row, q_head, k_image, k_row, k_head, v_image, v_row,
+    v_head, out_image, out_row, out_head, SIZE: constexpr, SIZE_A: constexpr, SIZE_B: constexpr, KEYS_A: constexpr,
+    KEYS_B: constexpr, ROWS: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     image, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     q += image * q_image + head * q_head
@@ -117,16 +93,20 @@ def _block(x, row, column, rows, stride, SIZE: constexpr):
     return tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
 
 
-def applicable(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
-    """Whether keys are few and heads narrow enough, and `launch` can read the operands."""
+def accepts(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str | None:
+    """Why `launch` does not take the operands: more than 160 keys, or 80 of heads wider than 128; heads wider than 160;
+    or see `operands.accepts_in_triton`. None if it does."""
     if health.reason("short_attention", device_of(q)) is not None:
-        return False
-    most = _MOST_KEYS if q.shape[-1] <= _WIDE else _MOST_OF_WIDE
-    return k.shape[-2] <= most and q.shape[-1] <= _WIDEST and operands.readable(q, k, v, scale)
+        return "it is disabled"
+    if k.shape[-2] > (_MAX_KEYS if q.shape[-1] <= _WIDE else _MAX_KEYS_OF_WIDE) or q.shape[-1] > _MAX_SIZE:
+        return "many keys or wide heads"
+    return operands.accepts_in_triton(q, k, v, scale)
 
 
+@kernel(operands.reference, part=True, triton_functions=(short_attention_kernel,))
 def launch(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """`attention.reference` without a mask, for operands that are `applicable`."""
+    """`operands.reference` for operands that it `accepts`: q (B, H, L, D), k and v (B, H, S, D) in half precision on
+    Hopper, with elements of a head in a row. The result is laid out like q."""
     images, heads, queries, size = q.shape
     out = like_queries(q)
     keys_a, keys_b = blocks(k.shape[2])

@@ -1,7 +1,7 @@
-"""xformers' attention kernels, as candidates beside PyTorch's.
+"""xformers' attention kernels, as candidates in addition to PyTorch's.
 
-They matter where PyTorch has few: before 2.2 backends have no priority, and on Windows there is no FlashAttention
-since. There are none where the host has not imported xformers.
+They matter if PyTorch has few: before 2.2 backends have no priority, and on Windows there is no FlashAttention
+since. There are none if the host has not imported xformers.
 """
 
 from __future__ import annotations
@@ -9,21 +9,19 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from sfast_ext.kernels.attention.operands import Operands
 from sfast_ext.kernels.backend.choices import Run
+from sfast_ext.kernels.backend.triton_runtime import HALF
 
-_HALF = (torch.float16, torch.bfloat16)
 
-
-def candidates(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
-) -> dict[str, Run]:
+def candidates(operands: Operands) -> dict[str, Run]:
     """xformers' kernels that may accept q (B, H, L, D), k and v (B, H, S, D), by name; they check their operands only
-    when run. Empty where the host has not imported xformers."""
+    when run. Empty if the host has not imported xformers."""
+    q, k, v, mask, is_causal, scale = operands
     fmha: Any = sys.modules.get("xformers.ops.fmha")
-    if fmha is None or q.dim() != 4 or q.dtype not in _HALF or q.shape[:2] != k.shape[:2]:
+    if fmha is None or q.dim() != 4 or q.dtype not in HALF or q.shape[:2] != k.shape[:2]:
         return {}
     if mask is not None and (mask.dtype != q.dtype or is_causal):
         return {}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sfast_ext import cache_folder
-from sfast_ext.kernels.backend import cuda_bindings, gpu_clock, launch_log, nvrtc
+from sfast_ext.kernels.backend import cuda_libraries, gpu_clock, launch_log, nvrtc
 
 logger = logging.getLogger("sfast_ext")
 
@@ -38,7 +38,7 @@ _ROUND = 2.0
 """Milliseconds of a round: what takes longer runs less often in it."""
 _LONG = 10.0
 """Milliseconds: what takes as long is measured once."""
-# clock cycles that the GPU sleeps at first, some 0.2 ms; `gpu_clock` lets it sleep longer where a launch comes later
+# clock cycles that the GPU sleeps at first, some 0.2 ms; `gpu_clock` lets it sleep longer if a launch comes later
 _HEAD_START = 400_000
 _FORMAT = 1
 
@@ -119,7 +119,7 @@ class Memory:
         return found
 
     def save(self) -> None:
-        """Write what is new beside what others have written meanwhile."""
+        """Write what is new, in addition to what others have written meanwhile."""
         if self.file is None or not self._new:
             return
         merged = self._read()
@@ -134,7 +134,7 @@ class Memory:
         self._new = {}
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        """What the file holds; nothing where it is missing, spoilt or another format's."""
+        """What the file holds; nothing if it is missing, spoilt or another format's."""
         if self.file is None:
             return {}
         try:
@@ -173,7 +173,7 @@ def machine_of(device: torch.device) -> dict[str, Any]:
     machine["sources"] = _sources()
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        driver = cuda_bindings.bindings().driver
+        driver = cuda_libraries.bindings().driver
         machine["gpu"] = properties.name
         machine["multiprocessors"] = properties.multi_processor_count
         machine["driver"] = driver.cuDriverGetVersion() if driver is not None else None
@@ -197,7 +197,7 @@ class Choices:
         what: its name on disk.
         clock: the milliseconds of a call.
         may_time: whether times can be taken now: not while a CUDA graph is captured.
-        memory: of a device, where choices are kept.
+        memory: of a device, keeps choices.
     """
 
     def __init__(
@@ -223,14 +223,14 @@ class Choices:
         sure: bool = False,
         trials: Mapping[str, Run] | None = None,
     ) -> Tensor:
-        """The result of the one chosen for `key`; of the `expected` one where none is chosen yet, and none can be.
+        """The result of the one chosen for `key`; of the `expected` one if none is chosen yet, and none can be.
 
-        `others` are part of the question: where a library is imported that was not, shapes are measured anew.
+        `others` are part of the question: once a library is imported that was not, shapes are measured anew.
 
         Args:
             expected: the name of the one that is expected to be the fastest, `OWN` or one of `others`.
             sure: that is known on such a card; only a thorough budget measures.
-            trials: what is measured in the place of all of them, by name, `OWN` included: needed where one may not run
+            trials: what is measured in the place of all of them, by name, `OWN` included: needed if one may not run
                 twice, as it overwrites an operand.
         """
         place = device, f"{key} of {', '.join(sorted(others))}"

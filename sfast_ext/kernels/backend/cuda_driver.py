@@ -1,6 +1,6 @@
 """The CUDA driver API, as far as it is needed, by ctypes (https://docs.nvidia.com/cuda/cuda-driver-api/).
 
-Functions, structures and constants have their names in C. A function returns what it has for a result, and raises where
+Functions, structures and constants have their names in C. A function returns what it has for a result, and raises if
 the driver returns an error.
 """
 
@@ -10,8 +10,6 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from typing import Any
-
-from sfast_ext.kernels.backend.cuda_errors import Unavailable
 
 CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
 CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES = 1
@@ -25,6 +23,10 @@ CU_TENSOR_MAP_L2_PROMOTION_L2_256B = 3
 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0
 
 _TENSOR_MAP_BYTES, _TENSOR_MAP_ALIGNMENT = 128, 64
+
+
+class Unavailable(RuntimeError):
+    """A kernel in CUDA C++ cannot be compiled, loaded or launched here; the message is the driver's or compiler's."""
 
 
 class CUDA_KERNEL_NODE_PARAMS(Structure):
@@ -97,7 +99,7 @@ _OPTIONAL: dict[str, tuple[Any, ...]] = {
     "cuGraphExecKernelNodeSetParams_v2": (c_void_p, c_void_p, POINTER(CUDA_KERNEL_NODE_PARAMS)),
     "cuGraphExecKernelNodeSetParams": (c_void_p, c_void_p, POINTER(CUDA_KERNEL_NODE_PARAMS)),
 }  # fmt: skip
-"""Of CUDA 12, or one of two versions; a driver without one raises where it is called."""
+"""Of CUDA 12, or one of two versions; a driver without one raises when it is called."""
 
 
 class Driver:

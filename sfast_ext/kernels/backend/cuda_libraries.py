@@ -1,8 +1,9 @@
-"""Finds and loads NVRTC and the CUDA driver.
+"""The CUDA driver and NVRTC of this machine: finds and loads both.
 
-NVRTC comes with torch: in torch/lib on Windows and in older Linux wheels (there with a hash in its name), in NVIDIA's
-own packages beside torch in newer ones. Files are listed, not named: their versions differ. NVRTC opens its built-ins
-by their plain name, which fails where their folder is not on the loader's path; so they are loaded first, by full path.
+Nothing has to be installed: the driver is there, and NVRTC comes with torch. It is in torch/lib on Windows and in older
+Linux wheels (there with a hash in its name), in NVIDIA's packages next to torch in newer ones. Files are listed, not
+named: their versions differ. NVRTC opens its built-ins by their plain name, which fails if their folder is not on the
+loader's path; so they are loaded first, by full path.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+
+from sfast_ext.kernels.backend.cuda_driver import Driver
+from sfast_ext.kernels.backend.nvrtc_library import Nvrtc
 
 logger = logging.getLogger("sfast_ext")
 
@@ -42,7 +47,7 @@ def driver() -> ctypes.CDLL:
 
 @functools.lru_cache(maxsize=None)
 def nvrtc() -> ctypes.CDLL:
-    """The NVRTC of torch's CUDA version, or the newest one beside a torch without CUDA.
+    """The NVRTC of torch's CUDA version, or the newest one next to a torch without CUDA.
 
     Raises:
         NotFound: there is none, or it does not load.
@@ -54,14 +59,14 @@ def nvrtc() -> ctypes.CDLL:
             return _loaded(str(file))
         except NotFound as exc:
             reasons.append(str(exc))
-    raise NotFound("; ".join(reasons) or "NVRTC was not found beside torch")
+    raise NotFound("; ".join(reasons) or "NVRTC was not found next to torch")
 
 
 def folders() -> list[Path]:
     """Folders that may hold NVRTC, likeliest first."""
-    beside = Path(torch.__file__).parent
-    found = [beside / "lib"]
-    for root in dict.fromkeys((beside.parent, *map(Path, sys.path))):
+    home = Path(torch.__file__).parent
+    found = [home / "lib"]
+    for root in dict.fromkeys((home.parent, *map(Path, sys.path))):
         # nvidia/cuda_nvrtc/lib, nvidia/cu13/lib; on Windows bin, bin/x86_64
         found += [folder for kind in ("bin/*", "bin", "lib") for folder in sorted(root.glob(f"nvidia/*/{kind}"))]
     # conda; on Windows with the layout of CUDA 13 or without
@@ -73,7 +78,7 @@ def folders() -> list[Path]:
 def candidates(places: Iterable[Path]) -> list[Path]:
     """The NVRTC libraries in some folders, best first: those of torch's CUDA version, then those whose name has none.
 
-    Other major versions are left out, as the driver may not know their code; but not beside a torch without CUDA.
+    Other major versions are left out, as the driver may not know their code; but not next to a torch without CUDA.
     """
     wanted = int(torch.version.cuda.partition(".")[0]) if torch.version.cuda else None
     found: list[tuple[int | None, Path]] = []
@@ -111,3 +116,31 @@ def _loaded(name: str) -> ctypes.CDLL:
         return ctypes.CDLL(name)
     except OSError as exc:
         raise NotFound(f"{Path(name).name} does not load ({exc})") from exc
+
+
+class Bindings(NamedTuple):
+    driver: Driver | None
+    """None on a machine without one."""
+    nvrtc: Nvrtc | None
+    """None if it was not found, see `no_nvrtc`."""
+
+
+@functools.lru_cache(maxsize=None)
+def bindings() -> Bindings:
+    """What there is."""
+    compiler = Nvrtc(nvrtc()) if no_nvrtc() is None else None
+    try:
+        return Bindings(Driver(driver()), compiler)
+    except Exception as exc:  # a library may lack a function
+        logger.debug("no CUDA driver: %s", exc)
+        return Bindings(None, compiler)
+
+
+@functools.lru_cache(maxsize=None)
+def no_nvrtc() -> str | None:
+    """Why there is no NVRTC; None if there is."""
+    try:
+        Nvrtc(nvrtc()).version()
+    except Exception as exc:
+        return str(exc)
+    return None

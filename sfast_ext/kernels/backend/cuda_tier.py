@@ -7,32 +7,45 @@ Those for Hopper go before Triton's.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from sfast_ext.kernels.backend import nvrtc, triton_runtime
-from sfast_ext.kernels.backend.triton_runtime import HALF, INTERPRETED, device_of, plain
+from sfast_ext.kernels.backend.triton_runtime import HALF, INTERPRETED, accepts_tensors, device_of
 
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """Values of TYPE and OUT in csrc/elements.h."""
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 _ACCESS = 16  # bytes
 
 
-def supported(source: nvrtc.Source, x: Tensor, *others: Tensor | None) -> bool:
-    """Whether a kernel can be launched with these tensors, whether or not Triton is there: they are `plain` and of x's
-    dtype, which one for Hopper takes in half precision, and the kernel is available on their GPU."""
-    if INTERPRETED or x.dtype not in (HALF if source.hopper else TYPES):
-        return False
+class Tier(NamedTuple):
+    """Whose kernel is launched: Triton's, one in CUDA C++, or none, for a reason."""
+
+    triton: bool
+    reason: str | None = None
+
+
+def accepts(source: nvrtc.Source, x: Tensor, *others: Tensor | None) -> str | None:
+    """Why a kernel cannot be launched with these tensors, whether or not Triton is there; None if it can: they are of
+    x's dtype, which one for Hopper takes in half precision, and the kernel is supported on their GPU."""
+    if INTERPRETED or not source.supported(device_of(x)):
+        return "kernels in CUDA C++ are not for this device, or not compiled here"
+    if x.dtype not in (HALF if source.hopper else TYPES):
+        return "another dtype"
     if any(t is not None and t.dtype != x.dtype for t in others):
-        return False
-    return plain(x, *others) and source.available(device_of(x))
+        return "operands of several dtypes"
+    return accepts_tensors(x, *others)
 
 
-def usable(source: nvrtc.Source, x: Tensor, *others: Tensor | None) -> bool:
-    """Whether a kernel for any card is launched with these tensors: they are `supported`, and not by Triton's
-    kernels."""
-    return not triton_runtime.supported(x, *others) and supported(source, x, *others)
+def tier(sources: tuple[nvrtc.Source, ...], x: Tensor, *others: Tensor | None) -> Tier:
+    """Who launches an operation for any card: Triton if it takes these tensors, else all of `sources`."""
+    if triton_runtime.accepts(x, *others) is None:
+        return Tier(True)
+    reasons = (accepts(source, x, *others) for source in sources)
+    return Tier(False, next((reason for reason in reasons if reason is not None), None))
 
 
 def pack(width: int, *operands: Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""Launches, told to whoever listens: `runtime.run_recorder`."""
+"""Launches, passed on to a listener (`runtime.run_recorder`), and the kernel that makes them."""
 
 from __future__ import annotations
 
@@ -44,11 +44,13 @@ class Opaque(NamedTuple):
 
 
 Entry = CudaLaunch | TritonLaunch | Opaque
+kernel: ContextVar[str] = ContextVar("kernel", default="")
+"""The name of the kernel whose launch function runs, the innermost one."""
 _listener: ContextVar[Callable[[Entry], None] | None] = ContextVar("launch_listener", default=None)
 
 
 @contextlib.contextmanager
-def heard_by(listener: Callable[[Entry], None]) -> Iterator[None]:
+def listening(listener: Callable[[Entry], None]) -> Iterator[None]:
     """Within, in this thread, a function is called with each launch."""
     token = _listener.set(listener)
     try:
@@ -58,7 +60,7 @@ def heard_by(listener: Callable[[Entry], None]) -> Iterator[None]:
 
 
 def put(entry: Entry) -> None:
-    """Pass an entry on, where there is a listener."""
+    """Pass an entry on, if there is a listener."""
     listener = _listener.get()
     if listener is not None:
         listener(entry)

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from sfast_ext import cache_folder
 from sfast_ext.kernels.backend import cuda_driver, launch_log, pdl, triton_runtime
-from sfast_ext.kernels.backend.cuda_bindings import Bindings, bindings, missing
-from sfast_ext.kernels.backend.cuda_driver import Driver
-from sfast_ext.kernels.backend.cuda_errors import Unavailable
+from sfast_ext.kernels.backend.cuda_driver import Driver, Unavailable
+from sfast_ext.kernels.backend.cuda_libraries import Bindings, bindings, no_nvrtc
 from sfast_ext.kernels.backend.launch_log import CudaLaunch, Opaque, TensorMap
 from sfast_ext.kernels.backend.nvrtc_library import Nvrtc
 
@@ -53,7 +52,7 @@ def folder() -> Path:
     return (Path(above) if above else Path.home() / ".cache") / "sfast_ext"
 
 
-def folder_refusal() -> str | None:
+def uncached() -> str | None:
     """Why compiled kernels are not cached: others can write the folder; else None."""
     return cache_folder.refusal(folder(), folder())
 
@@ -65,8 +64,9 @@ def architecture(index: int | None) -> str:
 
 
 @functools.lru_cache(maxsize=None)
-def known() -> tuple[str, tuple[int, ...]] | None:
-    """NVRTC's version and the compute capabilities it supports, times ten, sorted; None where it does not tell."""
+def targets() -> tuple[str, tuple[int, ...]] | None:
+    """NVRTC's version and the compute capabilities that it compiles for, times ten, sorted; None if it does not
+    tell."""
     compiler = bindings().nvrtc
     if compiler is None:
         return None
@@ -80,17 +80,17 @@ def known() -> tuple[str, tuple[int, ...]] | None:
 _accepted: dict[torch.device, Bindings] = {}
 
 
-def refusal(device: torch.device) -> str | None:
-    """Why NVRTC cannot compile for a GPU: it is not there, or does not know the architecture; None where it can or does
+def unsupported(device: torch.device) -> str | None:
+    """Why NVRTC cannot compile for a GPU: it is not there, or does not know the architecture; None if it can or does
     not tell, and without a GPU."""
     found = bindings()
     # asked at each launch, and torch takes as long as the launch to tell the capability
     if _accepted.get(device) is found or device.type != "cuda" or not torch.cuda.is_available():
         return None
-    reason = missing()
+    reason = no_nvrtc()
     if reason is not None:
         return f"{reason}, so kernels in CUDA C++ are left out"
-    told = known()
+    told = targets()
     if told is None or not told[1]:
         return None
     major, minor = torch.cuda.get_device_capability(device.index)
@@ -105,9 +105,9 @@ def refusal(device: torch.device) -> str | None:
     )
 
 
-def serves(device: torch.device) -> bool:
+def supported(device: torch.device) -> bool:
     """Whether kernels can be compiled and launched on a GPU."""
-    return device.type == "cuda" and known() is not None and refusal(device) is None
+    return device.type == "cuda" and targets() is not None and unsupported(device) is None
 
 
 def bind(index: int) -> None:
@@ -196,10 +196,10 @@ class Source:
         self.variants: Variants = variants or (lambda constants: ())
         self.kept = True  # whether the cache took the last compiled kernel
         self._functions: dict[Any, Any] = {}
-        self._refused: set[int | None] = set()
+        self._failed: set[int | None] = set()
         self._lock = threading.Lock()
 
-    def available(self, device: torch.device) -> bool:
+    def supported(self, device: torch.device) -> bool:
         """Whether it can be used on a device: it runs there, NVRTC supports the device and nothing has failed there so
         far."""
         if device.type != "cuda" or (self.hopper and not triton_runtime.hopper(device)):
@@ -208,13 +208,13 @@ class Source:
             return False
         found = bindings()
         there = found.nvrtc is not None and found.driver is not None
-        return there and device.index not in self._refused and refusal(device) is None
+        return there and device.index not in self._failed and unsupported(device) is None
 
     def warmup(self, *args: Any, grid: Any = None, **constants: int) -> Any:
         """Compile and load it for the current device; returns the driver's function.
 
         Raises:
-            Unavailable: that failed; it is logged, and `available` is False from then on.
+            Unavailable: that failed; it is logged, and `supported` is False from then on.
         """
         index = torch.cuda.current_device()
         code = None
@@ -245,7 +245,7 @@ class Source:
 
     def _uses_pdl(self, args: tuple[Any, ...], index: int) -> bool:
         names = self.reads_before_wait
-        if names is None or triton_runtime.capability(torch.device("cuda", index)) < pdl.LEAST:
+        if names is None or triton_runtime.capability(torch.device("cuda", index)) < pdl.MIN_CAPABILITY:
             return False
         return pdl.allowed(args[self.arg_names.index(name)] for name in names)
 
@@ -256,7 +256,7 @@ class Source:
                 try:
                     self._functions[key] = self._load(index, constants, code)
                 except Exception as exc:
-                    self._refused.add(index)
+                    self._failed.add(index)
                     logger.warning("%s.cu is not used: %s", self.name, exc)
                     raise Unavailable(str(exc)) from exc
             return self._functions[key]
@@ -273,7 +273,7 @@ class Source:
         return function
 
     def compiled(self, architecture: str, constants: dict[str, int]) -> bytes:
-        """The cubin, from the user's cache or compiled now; Unavailable where it does not compile."""
+        """The cubin, from the user's cache or compiled now; Unavailable if it does not compile."""
         source = (SOURCES / f"{self.name}.cu").read_bytes()
         included = b"".join(_headers().values())
         key = repr((loaded_nvrtc().version(), architecture, sorted(constants.items()))).encode()
@@ -332,5 +332,5 @@ def loaded_nvrtc() -> Nvrtc:
     """
     compiler = bindings().nvrtc
     if compiler is None:
-        raise Unavailable(missing() or "there is no NVRTC")
+        raise Unavailable(no_nvrtc() or "there is no NVRTC")
     return compiler

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from typing import Any
 
-from sfast_ext.kernels.backend.cuda_errors import Unavailable
+from sfast_ext.kernels.backend.cuda_driver import Unavailable
 
 _HANDLE, _NUMBER = ctypes.POINTER(c_void_p), ctypes.POINTER(c_int)
 _SIZE, _TEXTS = ctypes.POINTER(c_size_t), ctypes.POINTER(c_char_p)

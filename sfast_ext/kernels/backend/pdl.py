@@ -23,11 +23,11 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import cuda_bindings, cuda_driver
+from sfast_ext.kernels.backend import cuda_driver, cuda_libraries
 
-# sorted (begin, end) addresses that no captured kernel writes; None where kernels are launched without PDL
+# sorted (begin, end) addresses that no captured kernel writes; None if kernels are launched without PDL
 _readonly_spans: ContextVar[list[tuple[int, int]] | None] = ContextVar("readonly_spans", default=None)
-LEAST = 9, 0
+MIN_CAPABILITY = 9, 0
 """The compute capability from which on GPUs have it."""
 # CUDA's version from which stream capture keeps the launch attribute
 _CAPTURED_SINCE = 12, 3
@@ -57,7 +57,7 @@ def capture_keeps_pdl() -> bool:
     """Whether torch's CUDA and the driver keep the launch attribute in a captured graph: from 12.3 on."""
     try:
         built = tuple(int(part) for part in str(torch.version.cuda).split(".")[:2])
-        driver = cuda_bindings.bindings().driver.cuDriverGetVersion()  # type: ignore[union-attr]
+        driver = cuda_libraries.bindings().driver.cuDriverGetVersion()  # type: ignore[union-attr]
     except Exception:
         return False
     major, minor = _CAPTURED_SINCE

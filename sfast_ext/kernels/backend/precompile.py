@@ -27,8 +27,8 @@ from sfast_ext.report import advance
 
 logger = logging.getLogger("sfast_ext")
 
-MOST_THREADS = 16
-_PAUSE = 3.0  # seconds: from a step to the next picture's first
+_MAX_THREADS = 16
+_PAUSE = 3.0  # seconds: from a step to the next image's first
 _LOOK = 0.1  # seconds between polls for their end
 # compiled in this process: (device, key of the launch)
 _done: set[Any] = set()
@@ -43,7 +43,7 @@ _Task = tuple[str, Callable[[], None]]
 @functools.lru_cache(maxsize=None)
 def get_ready(triton_runs_on: Callable[[torch.device], bool]) -> threading.Thread | None:
     """Start a thread for the compilers' one-time work in a process: Triton hashes its own files for half a second,
-    mostly outside the GIL, and NVRTC is loaded where its kernels will run. It also asks whether Triton runs on the GPU,
+    mostly outside the GIL, and NVRTC is loaded if its kernels will run. It also asks whether Triton runs on the GPU,
     which has it tried. None without a GPU to compile for."""
     if triton_runtime.INTERPRETED or not torch.cuda.is_available():
         return None
@@ -69,7 +69,7 @@ class BackgroundCompiler:
     """Compiles, in one background thread, the variants of kernels that other image sizes may need.
 
     CUDA C++ kernels first, into the user's cache. Triton's compiler holds the GIL for part of its time, in which a
-    WebUI's own Python takes several times as long, so its kernels wait until no picture is made.
+    WebUI's own Python takes several times as long, so its kernels wait until no image is made.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class BackgroundCompiler:
         self._lock = threading.Lock()
 
     def defer(self) -> None:
-        """Leave the GIL to a picture, which begins or goes on now."""
+        """Leave the GIL to an image, which begins or goes on now."""
         self._due = time.monotonic() + _PAUSE
 
     def add(
@@ -225,7 +225,7 @@ def failed(device: torch.device) -> dict[str, str]:
 def _compile_all(wanted: dict[Any, Launch], device: torch.device) -> list[Launch]:
     """The launches that compiled."""
     tried: list[bool | None] = []
-    with ThreadPoolExecutor(min(len(wanted), MOST_THREADS, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(len(wanted), _MAX_THREADS, os.cpu_count() or 1)) as pool:
         waiting = [pool.submit(_compile, launch, device) for launch in wanted.values()]
         try:
             for each in waiting:
@@ -252,7 +252,7 @@ def _make_cache(kernel: Any, device: torch.device) -> None:
 
 
 def _compile(launch: Launch, device: torch.device, load: bool = True) -> bool | None:
-    """Whether it compiled; None where threads disturbed each other, and it should be tried again alone."""
+    """Whether it compiled; None if threads disturbed each other, and it should be tried again alone."""
     try:
         with torch.cuda.device(device):
             compiled = launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants)

@@ -1,6 +1,6 @@
 """Predicts the kernel launches of a rewritten graph, at its own image size and at other likely sizes.
 
-Launch functions are called in a dry run with tensors without memory; nothing is executed.
+Kernels are called in a dry run with tensors without memory; nothing is executed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from sfast_ext.kernels.backend import registry, triton_runtime
+from sfast_ext.kernels.backend import triton_runtime
+from sfast_ext.kernels.backend.registry import Kernel
 
 # Factors of height and width, most likely first. With these, Stable Diffusion 1.5 after 512x512 and XL after 1024x1024
 # compile all that sizes from 384x384 to 1536x1536 launch; no other four factors miss less after other sizes.
@@ -35,7 +36,7 @@ class Shape:
 
 
 class Call(NamedTuple):
-    """A call of a launch function, with shapes in place of tensors so that it keeps no tensor alive."""
+    """A call of a kernel, with shapes in place of tensors so that it keeps no tensor alive."""
 
     function: Any
     args: tuple[Any, ...]
@@ -44,7 +45,7 @@ class Call(NamedTuple):
 
 class Launch(NamedTuple):
     """A kernel and what it is compiled for: arguments, with dtypes in place of tensors, and constants. `owner` is the
-    name of the kernel file whose launch function launches it."""
+    name of the kernel that launches it."""
 
     kernel: Any
     args: tuple[Any, ...]
@@ -53,10 +54,10 @@ class Launch(NamedTuple):
 
 
 def calls(graph: fx.Graph) -> list[Call]:
-    """The distinct calls of launch functions and fallbacks in a graph, from the shapes and dtypes of the nodes."""
+    """The distinct calls of kernels in a graph, from the shapes and dtypes of the nodes."""
     found: dict[str, Call] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and _launches(node.target):
+        if isinstance(node.target, Kernel) and _compiled(node.target):
             call = Call(node.target, *map_aggregate((node.args, dict(node.kwargs)), _described))
             found.setdefault(str(call), call)
     return list(found.values())
@@ -97,7 +98,7 @@ def key(launch: Launch) -> Any:
 
 
 def latent(graph: fx.Graph) -> Size | None:
-    """Height and width of the largest placeholder (N, C, H, W) of a graph; None where there is none."""
+    """Height and width of the largest placeholder (N, C, H, W) of a graph; None if there is none."""
     shapes = [_described(node) for node in graph.nodes if node.op == "placeholder"]
     sizes = [shape.size[2:] for shape in shapes if isinstance(shape, Shape) and len(shape.size) == 4]
     return max(sizes, key=lambda size: size[0] * size[1], default=None)
@@ -150,7 +151,7 @@ def _scaled(shape: Shape, levels: dict[Size, Size]) -> Shape:
     """A feature map (N, C, H, W), or one flattened to (N, L, C) or (N, heads, L, D), at another size; other shapes as
     they are.
 
-    Strides over all pixels are scaled; strides within a pixel, as of queries beside keys and values, stay.
+    Strides over all pixels are scaled; strides within a pixel, as of queries next to keys and values, stay.
     """
     size, stride = list(shape.size), list(shape.stride)
     if len(size) == 4 and (to := levels.get((size[2], size[3]))) and stride[2] == size[3] * stride[3]:
@@ -174,11 +175,9 @@ def _lengths(levels: dict[Size, Size]) -> dict[int, int]:
     return {size[0] * size[1]: to[0] * to[1] for size, to in levels.items()}
 
 
-def _launches(target: Any) -> bool:
-    """Whether a node's target may launch kernels that are compiled."""
-    kernel = registry.of(target)
-    compiled = kernel is not None and (kernel.needs_triton or bool(kernel.cuda_sources))
-    return compiled and getattr(target, "__name__", "") in ("launch", "fallback")
+def _compiled(kernel: Kernel[..., Any]) -> bool:
+    """Whether a kernel may launch what is compiled."""
+    return bool(kernel.triton_functions or kernel.cuda_sources or kernel.uses)
 
 
 def _described(x: Any) -> Any:

@@ -20,7 +20,7 @@ from sfast_ext.kernels.backend.triton_runtime import constexpr, jit, launch_kern
 logger = logging.getLogger("sfast_ext")
 
 PATIENCE_S = 60.0
-"""Seconds that a plan waits for the trial, which takes a fraction of one, or a few where C is compiled first."""
+"""Seconds that a plan waits for the trial, which takes a fraction of one, or a few if C is compiled first."""
 
 _VALUE = 20
 _WHAT_TO_DO = "install a C compiler and Python's headers (python3-dev)"
@@ -36,10 +36,10 @@ def trial_kernel(out, value, PDL: constexpr):
     tl.store(out, value)
 
 
-def refusal(device: torch.device) -> str | None:
-    """Why Triton compiles or runs nothing on a GPU, a sentence without its full stop; None where it does.
+def unsupported(device: torch.device) -> str | None:
+    """Why Triton compiles or runs nothing on a GPU, a sentence without its full stop; None if it does.
 
-    The first to ask has one small kernel compiled and launched, in a thread of its own; all wait for that, at most
+    The first to ask has one small kernel compiled and launched, in another thread; all wait for that, at most
     `PATIENCE_S`. None without Triton, in its interpreter, and for other devices.
     """
     if (
@@ -50,7 +50,7 @@ def refusal(device: torch.device) -> str | None:
     ):
         return None
     if torch.cuda.is_current_stream_capturing():
-        return known(device)  # a trial would wait for the end of the capture
+        return tried(device)  # a trial would wait for the end of the capture
     index = _index(device)
     with _lock:
         trial = _trials.get(index)
@@ -59,14 +59,14 @@ def refusal(device: torch.device) -> str | None:
     return trial.result(PATIENCE_S)
 
 
-def known(device: torch.device) -> str | None:
-    """What `refusal` would say, where a trial was made already; None else. Nothing is tried or waited for."""
+def tried(device: torch.device) -> str | None:
+    """What `unsupported` would say, if a trial was made already; None else. Nothing is tried or waited for."""
     trial = _trials.get(_index(device)) if _trials and device.type == "cuda" else None
     return None if trial is None else trial.result(0.0)
 
 
 @contextlib.contextmanager
-def held_off() -> Iterator[None]:
+def paused() -> Iterator[None]:
     """Within, no trial runs."""
     mine = _quiet.acquire(timeout=PATIENCE_S)
     try:
@@ -83,7 +83,7 @@ class _Trial:
         self._device, self._begun = device, time.monotonic()
         self._reason: str | None = None
         self._over = threading.Event()
-        # no daemon: inside of a compiler where Python ends, it might crash the process
+        # no daemon: inside of a compiler when Python ends, it might crash the process
         threading.Thread(target=self._make, name="sfast: trial of Triton", daemon=False).start()
 
     def result(self, patience: float) -> str | None:
@@ -118,7 +118,7 @@ def run(device: torch.device) -> None:
     """Compile the kernel, launch it and look at what it wrote.
 
     Raises:
-        Exception: whatever the compiler or the launch raises; RuntimeError where it wrote something else.
+        Exception: whatever the compiler or the launch raises; RuntimeError if it wrote something else.
     """
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         out = torch.zeros(1, dtype=torch.int32, device=device)
@@ -128,7 +128,7 @@ def run(device: torch.device) -> None:
 
 
 def _words(exc: Exception) -> str | None:
-    """Why nothing compiles or runs; None where Triton is not to blame: memory ran out, or others captured a graph."""
+    """Why nothing compiles or runs; None if Triton is not the cause: memory ran out, or others captured a graph."""
     text = str(exc)
     if isinstance(exc, torch.cuda.OutOfMemoryError) or "out of memory" in text or "captur" in text:
         return None

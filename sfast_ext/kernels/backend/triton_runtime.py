@@ -1,6 +1,6 @@
-"""Triton where it is installed, stand-ins where it is not, and what launch functions share: which tensors kernels read
-(`plain`), can Triton's be launched with them (`supported`), launching (`launch_kernel`), and dry runs that only record
-launches (`dry_run`)."""
+"""Triton if it is installed, stand-ins if not, and what launch functions share: which tensors kernels take
+(`accepts_tensors`), whether Triton's take them on their device (`accepts`), launches (`launch_kernel`), and dry runs
+that only record launches (`dry_run`)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import functools
 import importlib
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import health, launch_log, pdl, triton_versions
+from sfast_ext.kernels.backend import launch_log, pdl, triton_versions
 
 triton: Any = None
 tl: Any = None
@@ -62,6 +60,8 @@ HALF = (torch.float16, torch.bfloat16)
 DTYPES = (*HALF, torch.float32)
 MAX_BLOCK = 16384  # elements of the widest row one program keeps in registers
 _HOPPER = 9  # major compute capability
+MIN_CAPABILITY = 7, 0
+"""Of kernels for any card."""
 MAX_GRID_YZ = 65535  # CUDA's limit for the second and third dimension of a grid
 
 
@@ -95,7 +95,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 Recorded = list[tuple[Any, tuple[Any, ...], dict[str, Any], str]]
-"""Launches: (kernel, arguments, constants, name of the kernel file whose launch function it was)."""
+"""Launches: (function, arguments, constants, name of the kernel whose launch function it was)."""
 _dry_run: ContextVar[tuple[Recorded, torch.device | None] | None] = ContextVar("dry_run", default=None)
 
 
@@ -128,7 +128,8 @@ _off: ContextVar[bool] = ContextVar("triton_off", default=False)
 
 @contextlib.contextmanager
 def without_triton() -> Iterator[None]:
-    """Within, in this thread, no Triton kernel is launched: for plans that are made without Triton where it imports."""
+    """Within, in this thread, no Triton kernel is launched: for plans that are made without Triton although it
+    imports."""
     token = _off.set(True)
     try:
         yield
@@ -142,47 +143,47 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def refusal(device: torch.device, dtype: torch.dtype | None = None) -> str | None:
-    """Why the installed Triton cannot compile for a GPU, or not with a dtype there; None where it can, and without a
-    GPU or Triton."""
+def unsupported(device: torch.device, dtype: torch.dtype | None = None) -> str | None:
+    """Why the installed Triton cannot compile for a GPU, or not with a dtype there; None if it can, and without a GPU
+    or Triton."""
     if not AVAILABLE or device.type != "cuda":
         return None
-    return triton_versions.refusal(VERSION, capability(device), dtype)
+    return triton_versions.unsupported(VERSION, capability(device), dtype)
 
 
-def plain(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether our kernels, of whatever language, read these tensors.
+def accepts_tensors(x: Tensor, *others: Tensor | None) -> str | None:
+    """Why kernels, of whatever language, do not take these tensors; None if they do.
 
-    They do not read dtypes other than `DTYPES`, tensors of several devices, and subclasses of Tensor (fake, quantised),
-    whose meaning is not their memory alone. In a dry run tensors without memory stand in for those of a GPU.
+    They take dtypes of `DTYPES`, tensors of one device, and no subclasses of Tensor (fake, quantised), whose meaning is
+    not their memory alone. In a dry run tensors without memory stand in for those of a GPU.
     """
     given = [x, *(tensor for tensor in others if tensor is not None)]
     if any(tensor.dtype not in DTYPES for tensor in given):
-        return False
-    return is_dry_run() or all(t.device == x.device and type(t) in (Tensor, torch.nn.Parameter) for t in given)
+        return "a dtype other than float16, bfloat16 and float32"
+    if is_dry_run() or all(t.device == x.device and type(t) in (Tensor, torch.nn.Parameter) for t in given):
+        return None
+    return "tensors of several devices, or of a subclass of Tensor"
 
 
-def supported(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether a Triton kernel can be launched with these tensors; where not, launch functions call their reference.
-
-    Not supported: no Triton, a device or a dtype that it cannot use (`refusal`), and tensors that are not `plain`.
-    Kernels in CUDA C++ ask `cuda_tier`.
-    """
+def accepts(x: Tensor, *others: Tensor | None) -> str | None:
+    """Why no Triton kernel can be launched with these tensors; None if one can. Kernels in CUDA C++ ask `cuda_tier`."""
     if not AVAILABLE or _off.get():
-        return False
-    if not is_dry_run() and not INTERPRETED and capability(x.device) < (7, 0):
-        return False
-    where = device_of(x)
-    dtypes = {tensor.dtype for tensor in (x, *others) if tensor is not None}
-    return plain(x, *others) and all(refusal(where, dtype) is None for dtype in dtypes)
+        return "Triton is not used"
+    if not is_dry_run() and not INTERPRETED and capability(x.device) < MIN_CAPABILITY:
+        return "no GPU of compute capability 7.0 or later"
+    device = device_of(x)
+    reasons = (unsupported(device, t.dtype) for t in (x, *others) if t is not None)
+    return accepts_tensors(x, *others) or next((reason for reason in reasons if reason is not None), None)
 
 
-def mma_supported(x: Tensor) -> bool:
-    """Whether Triton kernels with matrix products (mma) are used for x: in half precision on Hopper, as they were
-    measured nowhere else, and in float16 in the interpreter, which multiplies bfloat16 wrongly."""
+def accepts_products(x: Tensor) -> str | None:
+    """Why Triton kernels with matrix products (mma) are not used for x; None if they are: in half precision on Hopper,
+    as they were measured nowhere else, and in float16 in the interpreter, which multiplies bfloat16 wrongly."""
     if INTERPRETED:
-        return x.dtype == torch.float16
-    return x.dtype in HALF and hopper(device_of(x))
+        return None if x.dtype == torch.float16 else "products in Triton's interpreter are in float16"
+    if x.dtype in HALF and hopper(device_of(x)):
+        return None
+    return "products in Triton are for half precision on Hopper"
 
 
 def hopper(device: torch.device) -> bool:
@@ -197,7 +198,7 @@ def pdl_enabled(device: torch.device) -> bool:
     kernel has completed and its writes are visible. So a completed kernel implies that all before it completed, which
     foreign kernels, copies and events behind it rely on.
     """
-    return HAS_PDL and pdl.capture_keeps_pdl() and capability(device) >= pdl.LEAST
+    return HAS_PDL and pdl.capture_keeps_pdl() and capability(device) >= pdl.MIN_CAPABILITY
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constants: Any) -> None:
@@ -210,7 +211,7 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **c
         constants |= FP_FUSION | ({"PDL": True, "launch_pdl": True} if enabled else {"PDL": False})
     state = _dry_run.get()
     if state is not None:
-        state[0].append((kernel, (x, *args), constants, _launcher(sys._getframe(1))))
+        state[0].append((kernel, (x, *args), constants, launch_log.kernel.get()))
         return
     if "PDL" in kernel.arg_names:
         launch_log.put(launch_log.TritonLaunch(kernel, grid, (x, *args), constants))
@@ -221,17 +222,8 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **c
         kernel[grid](x, *args, **constants)
 
 
-def _launcher(frame: FrameType | None) -> str:
-    while frame is not None:
-        name = health.launcher_of(frame)
-        if name is not None:
-            return name
-        frame = frame.f_back
-    return ""
-
-
 def channels_inner(x: Tensor) -> Tensor:
-    """(N, C, ...) as contiguous (N, ..., C): a view where x is channels_last already, else a copy."""
+    """(N, C, ...) as contiguous (N, ..., C): a view if x is channels_last already, else a copy."""
     return (x.permute(0, 2, 3, 1) if x.dim() == 4 else x.movedim(1, -1)).contiguous()
 
 

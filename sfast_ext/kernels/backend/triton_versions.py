@@ -10,8 +10,8 @@ _BFLOAT16_ON_TURING_SINCE = (3, 3)
 _AMPERE = (8, 0)
 
 
-def refusal(version: tuple[int, ...], capability: tuple[int, int], dtype: torch.dtype | None = None) -> str | None:
-    """Why a version of Triton cannot compile for a compute capability, or not with a dtype there; None where it can, as
+def unsupported(version: tuple[int, ...], capability: tuple[int, int], dtype: torch.dtype | None = None) -> str | None:
+    """Why a version of Triton cannot compile for a compute capability, or not with a dtype there; None if it can, as
     far as is known.
 
     Args:

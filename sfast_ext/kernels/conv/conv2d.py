@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend import cuda_tier, nvrtc, smem_ring
-from sfast_ext.kernels.backend.registry import Kernel, register
+from sfast_ext.kernels.backend.registry import SLOWER, Declined, kernel, require
 from sfast_ext.kernels.backend.triton_runtime import cdiv, device_of, is_dry_run, launch_kernel, multiprocessors
 
 _MANY_COLUMNS = 1280  # output channels from which pairs of blocks share the weight by multicast
 _FITTING = 160  # divides the output channels; cuDNN is left a VAE's, which are powers of 2
-MOST_AS_PRODUCT = 128  # pixels up to which an im2col GEMM is faster, where a norm writes the patches
+MAX_PIXELS_AS_PRODUCT = 128  # pixels up to which an im2col GEMM is faster, if a norm writes the patches
 _IN_PARTS = 384, 1024  # pixels between which cuDNN's split K is as fast
 # model of cuDNN: TFLOP/s by tile (pixels, channels) that fill an NVIDIA H200, fitted to 33 sizes; constant microseconds
 _CUDNN = {(128, 192): 797, (128, 128): 624, (64, 128): 468, (256, 64): 532}
@@ -57,7 +57,7 @@ TILES = [
 _WITH_GROUPS = 160  # width of the tiles that also compute group statistics
 _WITH_STATISTICS = [tile for tile in TILES if tile.width == _WITH_GROUPS and tile.split == 1]
 _USUAL_GROUPS = 32  # of a group norm
-_MOST_PIXELS = 2**31 - 2**16  # counted in 32 bits, those of the last tile included
+_MAX_PIXELS = 2**31 - 2**16  # counted in 32 bits, those of the last tile included
 _GROUPS = (10, 20, 40)  # channels of such a group, of 320, 640 and 1280
 
 
@@ -70,7 +70,7 @@ class Boxes(ctypes.Structure):
 def reference(x: Tensor, weight: Tensor) -> Tensor:
     """x (N, C, H, W), weight (K, C, 3, 3) -> (N, K, H, W); padding 1.
 
-    Computes in float32 (float64 where x is) and rounds once.
+    Computes in float32 (float64 if x is) and rounds once.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     return F.conv2d(x.to(compute), weight.to(compute), padding=1).to(x.dtype)
@@ -81,39 +81,29 @@ def fallback(x: Tensor, weight: Tensor) -> Tensor:
     return F.conv2d(x, weight, padding=1)
 
 
-def launch(x: Tensor, weight: Tensor) -> Tensor:
-    """`reference` by the kernel where `applicable`, else by `fallback`."""
-    if applicable(x, weight):
-        try:
-            return _launch(x, weight, best(x, weight.shape[0]))
-        except nvrtc.Unavailable:
-            pass  # logged; `available` is False from now on
-    return fallback(x, weight)
-
-
-def applicable(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel can read the operands on this GPU, and is faster than cuDNN."""
-    if not readable(x, weight):
-        return False
+def profitable(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel is faster than cuDNN, for operands that it `accepts`."""
     pixels, columns = x.shape[0] * x.shape[2] * x.shape[3], weight.shape[0]
-    if columns % _FITTING or pixels <= MOST_AS_PRODUCT or _IN_PARTS[0] < pixels <= _IN_PARTS[1]:
+    if columns % _FITTING or pixels <= MAX_PIXELS_AS_PRODUCT or _IN_PARTS[0] < pixels <= _IN_PARTS[1]:
         return False
     return _microseconds(x, columns, best(x, columns)) < _IN_DOUBT * _cudnn(x, columns)
 
 
-def readable(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel can read the operands on this GPU."""
-    if x.dim() != 4 or weight.dim() != 4 or not cuda_tier.supported(_SOURCE, x, weight):
-        return False
-    columns, channels = weight.shape[:2]
-    if weight.shape[1:] != (x.shape[1], 3, 3) or not 0 < x.numel() < _MOST_PIXELS * x.shape[1]:
-        return False
-    if channels % smem_ring.DEPTH or columns % 8:
-        return False
+def accepts(x: Tensor, weight: Tensor) -> str | None:
+    """Why the kernel does not take the operands on this GPU; None if it does, see `launch`."""
+    unfit = cuda_tier.accepts(_SOURCE, x, weight)
+    if unfit is not None:
+        return unfit
+    if x.dim() != 4 or weight.dim() != 4 or weight.shape[1:] != (x.shape[1], 3, 3):
+        return "other shapes"
+    if not 0 < x.numel() < _MAX_PIXELS * x.shape[1]:
+        return "no pixels, or too many"
+    if weight.shape[1] % smem_ring.DEPTH or weight.shape[0] % 8:
+        return "channels that are no multiples of 64 and 8"
     layout = torch.channels_last
     if not is_dry_run() and not all(t.is_contiguous(memory_format=layout) for t in (x, weight)):
-        return False
-    return not (x.data_ptr() % 16 or weight.data_ptr() % 16)
+        return "an image or a weight that is not channels last"
+    return "operands that are not aligned to 16 bytes" if x.data_ptr() % 16 or weight.data_ptr() % 16 else None
 
 
 def best(x: Tensor, columns: int) -> Tile:
@@ -172,23 +162,27 @@ def _cut(images: int, height: int, width: int) -> tuple[tuple[int, int], tuple[i
     return chosen, count(*chosen)
 
 
-def supports_statistics(x: Tensor, weight: Tensor, groups: int) -> bool:
-    """Whether the kernel is `applicable` and can compute the statistics of the result's groups in its epilogue."""
+def accepts_statistics(x: Tensor, weight: Tensor, groups: int) -> str | None:
+    """Why the kernel does not compute the statistics of the result's groups in its epilogue; None if it can, and is
+    `profitable`."""
+    unfit = accepts(x, weight)
+    if unfit is not None:
+        return unfit
     columns = weight.shape[0]
-    if columns % groups or columns % _WITH_GROUPS or not applicable(x, weight):
-        return False
     width = columns // groups
     # lanes hold pairs of columns, and the reduction over lanes halves
-    if width % 2 or _WITH_GROUPS % width or _WITH_GROUPS // width not in (1, 2, 4, 8, 16):
-        return False
+    if columns % groups or columns % _WITH_GROUPS or width % 2 or _WITH_GROUPS not in [width << n for n in range(5)]:
+        return "groups that do not divide a tile"
     (across, down), _ = _boxes(x)
-    return across + down == 7 and best(x, columns) in _WITH_STATISTICS  # boxes of one image each
+    if not profitable(x, weight) or across + down != 7 or best(x, columns) not in _WITH_STATISTICS:
+        return SLOWER  # boxes are of one image each
+    return None
 
 
 def with_statistics(
     x: Tensor, weight: Tensor, groups: int, shift: Tensor | None, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Convolution with group statistics, of operands of which it `supports_statistics`.
+    """Convolution with group statistics, of operands that it accepts (`accepts_statistics`).
 
     Returns:
         x convolved plus shift (N, K) or (K,) plus residual like the result, rounded once; partial (2, N, boxes,
@@ -250,7 +244,7 @@ def constants(tile: Tile, dtype: torch.dtype, group: int = 0) -> dict[str, int]:
 
 
 def variants(given: dict[str, int]) -> list[dict[str, int]]:
-    """Constants that other image sizes may need where one needs the given ones: those of `best` and of
+    """Constants that other image sizes may need if one needs the given ones: those of `best` and of
     `with_statistics`, most likely first."""
     dtype = torch.bfloat16 if given["BF16"] else torch.float16
     pingpong = (True, False) if dtype == torch.float16 else (False,)
@@ -305,4 +299,14 @@ _NAMES = ("out", "x", "weight", "shift", "residual", "partial")
 _SOURCE = nvrtc.Source("conv2d", _prepared, _NAMES, variants, ("weight",), hopper=True)
 
 
-KERNEL = register(Kernel("conv2d", reference, launch, fallback, cuda_sources=(_SOURCE,)))
+@kernel(reference, fallback=fallback, cuda_sources=(_SOURCE,))
+def launch(x: Tensor, weight: Tensor) -> Tensor:
+    """`reference` in one launch on Hopper, if that is `profitable`; else by `fallback`.
+
+    x (N, C, H, W) and weight (K, C, 3, 3) in one dtype, float16 or bfloat16; channels last, aligned to 16 bytes; C a
+    multiple of 64, K of 160.
+    """
+    require(accepts(x, weight))
+    if not profitable(x, weight):
+        raise Declined(SLOWER)
+    return _launch(x, weight, best(x, weight.shape[0]))

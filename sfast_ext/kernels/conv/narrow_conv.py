@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext.kernels.backend.registry import Kernel, register
+from sfast_ext.kernels.backend import cuda_tier, triton_runtime
+from sfast_ext.kernels.backend.registry import kernel, require
 from sfast_ext.kernels.backend.triton_runtime import (
+    accepts_products,
     cdiv,
     channels_inner,
     channels_outer,
@@ -19,17 +21,15 @@ from sfast_ext.kernels.backend.triton_runtime import (
     is_dry_run,
     jit,
     launch_kernel,
-    mma_supported,
     next_power_of_2,
     pdl_wait,
-    supported,
     tl,
 )
 from sfast_ext.kernels.conv import narrow_conv_portable as portable
 
-MOST_IN = 16  # channels: latents, with mask and masked image for inpainting
+MAX_IN = 16  # channels: latents, with mask and masked image for inpainting
 OUT = (4, 8)
-_LEAST = 16  # smallest dimension of tl.dot
+_MIN_SIZE = 16  # smallest dimension of tl.dot
 _PIXELS, _COLUMNS = 128, 64  # few input channels: a tile
 _ROWS, _DEPTH = 128, 64  # few output channels: M of a tile, K of a step
 _GATHERED = 256  # pixels of a program that adds up taps
@@ -38,7 +38,7 @@ _GATHERED = 256  # pixels of a program that adds up taps
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (N, C, H, W), weight (K, C, 3, 3), bias (K,) -> (N, K, H, W); padding 1.
 
-    Computes in float32 (float64 where x is) and rounds once.
+    Computes in float32 (float64 if x is) and rounds once.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     bias = None if bias is None else bias.to(compute)
@@ -52,25 +52,9 @@ def fallback(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @jit(do_not_specialize=["pixels", "height", "width", "x_image", "x_channel", "x_row", "x_column"])
 def narrow_conv_in_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    pixels,
-    height,
-    width,
-    columns,
-    x_image,
-    x_channel,
-    x_row,
-    x_column,
-    HAS_BIAS: constexpr,
-    CHANNELS: constexpr,
-    PIXELS: constexpr,
-    DEPTH: constexpr,
-    COLUMNS: constexpr,
-    PDL: constexpr,
-):
+    x, weight, bias, out, pixels, height, width, columns, x_image, x_channel, x_row, x_column, HAS_BIAS: constexpr,
+    CHANNELS: constexpr, PIXELS: constexpr, DEPTH: constexpr, COLUMNS: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     pixel = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -96,17 +80,9 @@ def narrow_conv_in_kernel(
 
 @jit(do_not_specialize=["pixels"])
 def narrow_conv_taps_kernel(
-    x,
-    weight,
-    out,
-    pixels,
-    depth,
-    CHANNELS: constexpr,
-    TAPS: constexpr,
-    ROWS: constexpr,
-    DEPTH: constexpr,
+    x, weight, out, pixels, depth, CHANNELS: constexpr, TAPS: constexpr, ROWS: constexpr, DEPTH: constexpr,
     PDL: constexpr,
-):
+):  # fmt: skip
     pdl_wait(PDL)
     pixel = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tap = tl.arange(0, TAPS)  # (row of the filter, column, output channel)
@@ -131,17 +107,8 @@ def narrow_conv_taps_kernel(
 
 @jit(do_not_specialize=["pixels", "height", "width"])
 def narrow_conv_out_kernel(
-    taps,
-    bias,
-    out,
-    pixels,
-    height,
-    width,
-    HAS_BIAS: constexpr,
-    CHANNELS: constexpr,
-    PIXELS: constexpr,
-    PDL: constexpr,
-):
+    taps, bias, out, pixels, height, width, HAS_BIAS: constexpr, CHANNELS: constexpr, PIXELS: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     pixel = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.arange(0, CHANNELS)
@@ -159,18 +126,29 @@ def narrow_conv_out_kernel(
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=(pixel < pixels)[:, None])
 
 
+@kernel(
+    reference,
+    fallback=fallback,
+    portable=True,
+    triton_functions=(narrow_conv_in_kernel, narrow_conv_taps_kernel, narrow_conv_out_kernel),
+    cuda_sources=portable.SOURCES,
+)
 def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`reference` by kernels where `applicable`, else by `fallback`; channels last."""
-    if not applicable(x, weight, bias):
-        return fallback(x, weight, bias)
+    """`reference` in one launch (at most 16 input channels) or two (4 or 8 output channels); channels last.
+
+    All in one dtype: float16 or bfloat16 in Triton, on Hopper; float32 as well in CUDA C++. x (N, C, H, W) has any
+    strides, weight (K, C, 3, 3) is channels last, bias (K,) contiguous.
+    """
+    require(accepts(x, weight, bias))
+    by_triton = triton_runtime.accepts(x, weight, bias) is None
     n, channels, height, width = x.shape
-    if portable.usable(x, weight, bias):
-        compute = portable.from_few if channels <= MOST_IN else portable.to_few
+    if not by_triton:
+        compute = portable.from_few if channels <= MAX_IN else portable.to_few
         return channels_outer(compute(x, weight, bias))
     columns, pixels = weight.shape[0], n * height * width
     out = torch.empty((n, height, width, columns), dtype=x.dtype, device=x.device)
     some = weight if bias is None else bias
-    if channels <= MOST_IN:
+    if channels <= MAX_IN:
         launch_kernel(
             narrow_conv_in_kernel,
             (cdiv(pixels, _PIXELS), cdiv(columns, _COLUMNS)),
@@ -186,7 +164,7 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             HAS_BIAS=bias is not None,
             CHANNELS=channels,
             PIXELS=_PIXELS,
-            DEPTH=max(_LEAST, next_power_of_2(9 * channels)),
+            DEPTH=max(_MIN_SIZE, next_power_of_2(9 * channels)),
             COLUMNS=_COLUMNS,
             num_warps=4,
         )
@@ -225,31 +203,23 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return channels_outer(out)
 
 
-def applicable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernels can read the operands on this GPU, and are faster than cuDNN."""
+def accepts(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why the kernels do not take the operands on this GPU, or are no faster than cuDNN; None if they do, see
+    `launch`."""
     if x.dim() != 4 or weight.dim() != 4 or not x.numel():
-        return False
-    triton = supported(x, weight, bias) and mma_supported(x)
-    if not triton and not portable.usable(x, weight, bias):
-        return False
+        return "other dimensions, or no elements"
+    triton, unfit = cuda_tier.tier(portable.SOURCES, x, weight, bias)
+    if triton:
+        unfit = accepts_products(x)
+    elif x.numel() // x.shape[1] >= portable.MAX_PIXELS:
+        unfit = unfit or "too many pixels"
+    if unfit is not None:
+        return unfit
     columns, channels = weight.shape[:2]
     if any(t.dtype != x.dtype for t in (weight, bias) if t is not None) or weight.shape[1:] != (x.shape[1], 3, 3):
-        return False
+        return "other shapes, or several dtypes"
     if bias is not None and (bias.shape != (columns,) or not bias.is_contiguous()):
-        return False
+        return "a bias of another shape, or that is not contiguous"
     if not is_dry_run() and not weight.is_contiguous(memory_format=torch.channels_last):
-        return False
-    return columns > 0 and (channels <= MOST_IN or columns in OUT)
-
-
-KERNEL = register(
-    Kernel(
-        "narrow_conv",
-        reference,
-        launch,
-        fallback,
-        portable=True,
-        triton_functions=(narrow_conv_in_kernel, narrow_conv_taps_kernel, narrow_conv_out_kernel),
-        cuda_sources=portable.SOURCES,
-    )
-)
+        return "a weight that is not channels last"
+    return None if columns > 0 and (channels <= MAX_IN or columns in OUT) else "channels for which cuDNN has tiles"

@@ -15,7 +15,7 @@ from torch import Tensor
 from sfast_ext.kernels.backend import cuda_tier, nvrtc
 from sfast_ext.kernels.backend.triton_runtime import cdiv, channels_inner, launch_kernel
 
-_MOST_PIXELS = 2**31 - 2**16  # counted in 32 bits, the last block's included
+MAX_PIXELS = 2**31 - 2**16  # counted in 32 bits, the last block's included
 _THREADS = 128  # few input channels: of a block
 _PIXELS = 4  # of a thread
 _LANES, _COLUMNS = 8, 64  # threads of a pixel, and output channels of a block, as csrc/narrow_conv_in.cu has them
@@ -23,17 +23,11 @@ _STORE = 4  # elements of a store at most
 _DEPTH = 36  # taps x channels staged together at most: half of the shared memory that every card gives a block
 _OUT_THREADS = 64  # few output channels: so few that a small image has blocks for all multiprocessors
 _SCALE = 0.125
-"""In float16 a tap's result may overflow where the sum of taps does not."""
-
-
-def usable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether both kernels can be launched with these tensors, see `cuda_tier.usable`."""
-    pixels = x.numel() // x.shape[1] if x.numel() else 0
-    return pixels < _MOST_PIXELS and all(cuda_tier.usable(source, x, weight, bias) for source in SOURCES)
+"""In float16 a tap's result may overflow although the sum of taps does not."""
 
 
 def from_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (N, C, H, W) with any strides -> (N, H, W, K); `usable`, weight channels last, bias contiguous."""
+    """x (N, C, H, W) with any strides -> (N, H, W, K); accepted, weight channels last, bias contiguous."""
     images, channels, height, width = x.shape
     columns, pixels = weight.shape[0], images * height * width
     out = torch.empty((images, height, width, columns), dtype=x.dtype, device=x.device)
@@ -44,11 +38,11 @@ def from_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def to_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (N, C, H, W) -> (N, H, W, K); `usable`, weight channels last, bias contiguous."""
+    """x (N, C, H, W) -> (N, H, W, K); accepted, weight channels last, bias contiguous."""
     images, channels, height, width = x.shape
     columns = weight.shape[0]
     pixels = channels_inner(x).view(-1, channels)
-    taps = weight.permute(0, 2, 3, 1).reshape(-1, channels)  # a view where the weight is channels last
+    taps = weight.permute(0, 2, 3, 1).reshape(-1, channels)  # a view if the weight is channels last
     scale = _SCALE if x.dtype == torch.float16 else 1.0
     # a row for each tap: rows as long as the image are aligned, those of 9 taps x channels would not be
     # with beta 0 the first operand is not read

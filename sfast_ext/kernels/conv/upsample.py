@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sfast_ext.kernels.backend import cuda_tier, nvrtc
-from sfast_ext.kernels.backend.registry import Kernel, register
+from sfast_ext.kernels.backend.registry import Declined, kernel, require
 from sfast_ext.kernels.backend.triton_runtime import (
     MAX_GRID_YZ,
     cdiv,
@@ -19,7 +19,6 @@ from sfast_ext.kernels.backend.triton_runtime import (
     jit,
     launch_kernel,
     pdl_wait,
-    supported,
     tl,
 )
 
@@ -27,7 +26,7 @@ from sfast_ext.kernels.backend.triton_runtime import (
 def reference(x: Tensor, size: tuple[int, int], steps: tuple[float, float], residual: Tensor | None = None) -> Tensor:
     """x (N, C, H, W) plus residual -> (N, C, *size), channels last: target pixel i is source pixel floor(i * step).
 
-    steps are source pixels per target pixel, in float32 as in torch: 1 / scale_factor where that is given, else the
+    steps are source pixels per target pixel, in float32 as in torch: 1 / scale_factor if that is given, else the
     quotient of the sizes.
     """
     x = x if residual is None else x + residual
@@ -46,22 +45,9 @@ _ROWS, _BLOCK = 16, 64  # a tile; the channels of Stable Diffusion's UNets are m
 
 @jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width"])
 def upsample_kernel(
-    x,
-    residual,
-    out,
-    rows,
-    channels,
-    height,
-    width,
-    out_height,
-    out_width,
-    step_y,
-    step_x,
-    RESIDUAL: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
-    PDL: constexpr,
-):
+    x, residual, out, rows, channels, height, width, out_height, out_width, step_y, step_x, RESIDUAL: constexpr,
+    ROWS: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -79,54 +65,9 @@ def upsample_kernel(
     tl.store(out + row[:, None] * channels + channel[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
-def launch(x: Tensor, size: tuple[int, int], steps: tuple[float, float], residual: Tensor | None = None) -> Tensor:
-    """`reference` as one kernel."""
-    batch, channels, height, width = x.shape
-    alike = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
-    fits = alike and 0 < size[1] * channels <= _MOST_OF_A_LINE and min(height, width, *size) > 0
-    if fits and cuda_tier.usable(_SOURCE, x, residual):
-        inner, other = channels_inner(x), None if residual is None else channels_inner(residual)
-        out = torch.empty((batch, *size, channels), dtype=x.dtype, device=x.device)
-        given = constants(cuda_tier.pack(channels, inner, other), x.dtype)
-        if out.numel():
-            grid = (batch * size[0], cdiv(size[1] * channels, given["THREADS"] * given["PACK"] * given["PACKS"]))
-            sizes = (channels, height, width, *size, *map(float, steps))
-            launch_kernel(_SOURCE, grid, inner, other, out, *sizes, **given)
-        return channels_outer(out)
-    if (
-        not supported(x, residual)
-        or not alike
-        or not 0 < channels <= MAX_GRID_YZ * _BLOCK
-        or min(height, width, *size) < 1
-    ):
-        return reference(x, size, steps, residual)
-    inner = channels_inner(x)
-    out = torch.empty((batch, *size, channels), dtype=x.dtype, device=x.device)
-    count = out.numel() // channels
-    if count:
-        launch_kernel(
-            upsample_kernel,
-            (cdiv(count, _ROWS), cdiv(channels, _BLOCK)),
-            inner,
-            inner if residual is None else channels_inner(residual),
-            out,
-            count,
-            channels,
-            height,
-            width,
-            *size,
-            *map(float, steps),
-            RESIDUAL=residual is not None,
-            ROWS=_ROWS,
-            BLOCK=_BLOCK,
-            num_warps=4,
-        )
-    return channels_outer(out)
-
-
 _THREADS = 256
 _PACKS = 2  # accesses of a thread, so that loads overlap
-_MOST_OF_A_LINE = MAX_GRID_YZ * _THREADS * _PACKS  # elements
+_MAX_OF_A_LINE = MAX_GRID_YZ * _THREADS * _PACKS  # elements
 
 
 def constants(pack: int, dtype: torch.dtype) -> dict[str, int]:
@@ -142,6 +83,42 @@ def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
 _OPERANDS = ("x", "residual", "out", "channels", "height", "width", "out_height", "out_width", "step_y", "step_x")
 _SOURCE = nvrtc.Source("upsample", _prepared, _OPERANDS)
 
-KERNEL = register(
-    Kernel("upsample", reference, launch, portable=True, triton_functions=(upsample_kernel,), cuda_sources=(_SOURCE,))
-)
+
+@kernel(reference, portable=True, triton_functions=(upsample_kernel,), cuda_sources=(_SOURCE,))
+def launch(x: Tensor, size: tuple[int, int], steps: tuple[float, float], residual: Tensor | None = None) -> Tensor:
+    """`reference` in one launch.
+
+    x and residual (N, C, H, W), of one shape and dtype, are made channels last; float16, bfloat16 or float32. C up to
+    4,194,240 in Triton; rows of the result up to 33,553,920 elements in CUDA C++.
+    """
+    batch, channels, height, width = x.shape
+    triton, reason = cuda_tier.tier((_SOURCE,), x, residual)
+    require(reason)
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise Declined("a residual of another shape or dtype")
+    row = channels if triton else size[1] * channels
+    if not 0 < row <= (MAX_GRID_YZ * _BLOCK if triton else _MAX_OF_A_LINE) or min(height, width, *size) < 1:
+        raise Declined("no elements, or too many in a row")
+    inner, other = channels_inner(x), None if residual is None else channels_inner(residual)
+    out = torch.empty((batch, *size, channels), dtype=x.dtype, device=x.device)
+    count = out.numel() // channels
+    sizes = (channels, height, width, *size, *map(float, steps))
+    if count and not triton:
+        given = constants(cuda_tier.pack(channels, inner, other), x.dtype)
+        grid = (batch * size[0], cdiv(size[1] * channels, given["THREADS"] * given["PACK"] * given["PACKS"]))
+        launch_kernel(_SOURCE, grid, inner, other, out, *sizes, **given)
+    elif count:
+        launch_kernel(
+            upsample_kernel,
+            (cdiv(count, _ROWS), cdiv(channels, _BLOCK)),
+            inner,
+            inner if other is None else other,
+            out,
+            count,
+            *sizes,
+            RESIDUAL=residual is not None,
+            ROWS=_ROWS,
+            BLOCK=_BLOCK,
+            num_warps=4,
+        )
+    return channels_outer(out)

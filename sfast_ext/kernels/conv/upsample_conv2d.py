@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from sfast_ext import fp32_precision
 from sfast_ext.kernels.backend import cuda_tier, nvrtc
-from sfast_ext.kernels.backend.registry import Kernel, register
+from sfast_ext.kernels.backend.registry import kernel, require
 from sfast_ext.kernels.backend.triton_runtime import (
     DTYPES,
     HALF,
@@ -28,20 +28,19 @@ from sfast_ext.kernels.backend.triton_runtime import (
     jit,
     launch_kernel,
     pdl_wait,
-    supported,
     tl,
 )
 from sfast_ext.kernels.conv import conv2d, upsample
 
-LEAST_CHANNELS = 128  # in and out: with fewer, moving the GEMMs' results takes longer than computing them
+MIN_CHANNELS = 128  # in and out: with fewer, moving the GEMMs' results takes longer than computing them
 _DOWN, _ACROSS, _BLOCK = 2, 4, 64  # a tile: pixels of the small image, and channels
 
 
 def reference(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tensor:
     """x (N, C, H, W), weight (K, C, 3, 3) -> (N, K, 2 H - cut[0], 2 W - cut[1]).
 
-    Pixel i of the upsampled image is pixel i // 2 of x, without the last row or column where `cut` is 1; padding 1.
-    Computes in float32 (float64 where x is) and rounds once.
+    Pixel i of the upsampled image is pixel i // 2 of x, without the last row or column if `cut` is 1; padding 1.
+    Computes in float32 (float64 if x is) and rounds once.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     large = upsample.reference(x.to(compute), _size(x, cut), (0.5, 0.5))
@@ -59,20 +58,9 @@ def _size(x: Tensor, cut: tuple[int, int]) -> tuple[int, int]:
 
 @jit(do_not_specialize=["images", "height", "width", "large_height", "large_width"])
 def upsample_conv2d_kernel(
-    tap_results,
-    out,
-    images,
-    height,
-    width,
-    large_height,
-    large_width,
-    channels,
-    scale,
-    DOWN: constexpr,
-    ACROSS: constexpr,
-    BLOCK: constexpr,
-    PDL: constexpr,
-):
+    tap_results, out, images, height, width, large_height, large_width, channels, scale, DOWN: constexpr,
+    ACROSS: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     tiles_across, tiles_down = tl.cdiv(width, ACROSS), tl.cdiv(height, DOWN)
     blocks = tl.cdiv(channels, BLOCK)
@@ -119,42 +107,8 @@ def upsample_conv2d_kernel(
     tl.store(target + channels, (lower_right * scale).to(type), mask=(lower & right)[:, None] & inside)
 
 
-def launch(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tensor:
-    """`reference` by nine GEMMs, each rounded to x's dtype, and a kernel that adds them up in float32; where not
-    `applicable`, by `fallback`."""
-    if not applicable(x, weight, cut):
-        return fallback(x, weight, cut)
-    images, _, height, width = x.shape
-    columns, size = weight.shape[0], _size(x, cut)
-    out = torch.empty((images, *size, columns), dtype=x.dtype, device=x.device)
-    if cuda_tier.usable(_SOURCE, x, weight):
-        products = tap_gemms(x, weight)
-        given = constants(cuda_tier.pack(columns, products), x.dtype)
-        tiles = images * cdiv(height, given["DOWN"]) * cdiv(width, given["ACROSS"])
-        grid = (tiles * cdiv(columns, given["LANES"] * given["PACK"]),)
-        launch_kernel(_SOURCE, grid, products, out, images, height, width, *size, columns, 1 / _scale(x.dtype), **given)
-        return channels_outer(out)
-    launch_kernel(
-        upsample_conv2d_kernel,
-        (images * cdiv(height, _DOWN) * cdiv(width, _ACROSS) * cdiv(columns, _BLOCK),),
-        tap_gemms(x, weight),
-        out,
-        images,
-        height,
-        width,
-        *size,
-        columns,
-        1 / _scale(x.dtype),
-        DOWN=_DOWN,
-        ACROSS=_ACROSS,
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
-    return channels_outer(out)
-
-
 def workspace(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> int:
-    """Bytes of `tap_gemms`, which `launch` holds beside its result."""
+    """Bytes of `tap_gemms`, which `launch` holds in addition to its result."""
     return 9 * x.numel() // x.shape[1] * weight.shape[0] * x.element_size()
 
 
@@ -163,34 +117,36 @@ def tap_gemms(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tenso
     `_scale`."""
     columns, channels = weight.shape[:2]
     pixels = channels_inner(x).view(1, -1, channels)
-    taps = weight.permute(2, 3, 1, 0).reshape(9, channels, columns)  # a view where the weight is channels last
+    taps = weight.permute(2, 3, 1, 0).reshape(9, channels, columns)  # a view if the weight is channels last
     # with beta 0 the first operand is not read
     return torch.baddbmm(x.new_empty(()), pixels.expand(9, -1, -1), taps, beta=0, alpha=_scale(x.dtype))
 
 
 def _scale(dtype: torch.dtype) -> float:
-    """In float16 a tap's result may overflow where the sum of taps does not. The scale costs precision below 2**-11,
+    """In float16 a tap's result may overflow although the sum of taps does not. The scale costs precision below 2**-11,
     far below a UNet's activations."""
     return 0.125 if dtype == torch.float16 else 1.0
 
 
 def dtypes() -> tuple[torch.dtype, ...]:
-    """In which `launch` computes a convolution by GEMMs: float32 is among them where both are rounded alike."""
+    """In which `launch` computes a convolution by GEMMs: float32 is among them if both are rounded alike."""
     return DTYPES if fp32_precision.matmul_as_conv() else HALF
 
 
-def applicable(x: Tensor, weight: Tensor, cut: tuple[int, int]) -> bool:
-    """Whether `launch` can compute it this way, and that is the faster way."""
+def accepts(x: Tensor, weight: Tensor, cut: tuple[int, int]) -> str | None:
+    """Why `launch` does not compute it this way, or that is not the faster way; None if it does."""
     if x.dim() != 4 or weight.dim() != 4 or not x.numel() or x.dtype not in dtypes():
-        return False
-    if not supported(x, weight) and not cuda_tier.usable(_SOURCE, x, weight):
-        return False
+        return "other dimensions, no elements, or another dtype"
+    unfit = cuda_tier.tier((_SOURCE,), x, weight).reason
+    if unfit is not None:
+        return unfit
     columns, channels = weight.shape[:2]
     if weight.dtype != x.dtype or weight.shape[1:] != (x.shape[1], 3, 3) or not {*cut} <= {0, 1}:
-        return False
-    if min(columns, channels) < LEAST_CHANNELS:
-        return False
-    return is_dry_run() or weight.is_contiguous(memory_format=torch.channels_last)
+        return "other shapes, or several dtypes"
+    if min(columns, channels) < MIN_CHANNELS:
+        return "few channels"
+    dense = is_dry_run() or weight.is_contiguous(memory_format=torch.channels_last)
+    return None if dense else "a weight that is not channels last"
 
 
 _TILE = {"DOWN": 4, "ACROSS": 8, "LANES": 8}  # of csrc/upsample_conv2d.cu
@@ -211,17 +167,47 @@ def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
 _OPERANDS = ("products", "out", "images", "height", "width", "large_height", "large_width", "channels", "scale")
 _SOURCE = nvrtc.Source("upsample_conv2d", _prepared, _OPERANDS)
 
-KERNEL = register(
-    Kernel(
-        "upsample_conv2d",
-        reference,
-        launch,
-        fallback,
-        workspace,
-        flop_reference=tap_gemms,
-        uses=(conv2d.KERNEL, upsample.KERNEL),
-        portable=True,
-        triton_functions=(upsample_conv2d_kernel,),
-        cuda_sources=(_SOURCE,),
-    )
+
+@kernel(
+    reference,
+    fallback=fallback,
+    workspace=workspace,
+    flop_reference=tap_gemms,
+    uses=(conv2d.launch, upsample.launch),
+    portable=True,
+    triton_functions=(upsample_conv2d_kernel,),
+    cuda_sources=(_SOURCE,),
 )
+def launch(x: Tensor, weight: Tensor, cut: tuple[int, int] = (0, 0)) -> Tensor:
+    """`reference` by nine GEMMs, each rounded to x's dtype, and a kernel that adds them up in float32.
+
+    x (N, C, H, W) is made channels last, weight (K, C, 3, 3) is, in one dtype of `dtypes`; C and K from 128 on.
+    """
+    require(accepts(x, weight, cut))
+    images, _, height, width = x.shape
+    columns, size = weight.shape[0], _size(x, cut)
+    out = torch.empty((images, *size, columns), dtype=x.dtype, device=x.device)
+    products, scale = tap_gemms(x, weight), 1 / _scale(x.dtype)
+    if not cuda_tier.tier((_SOURCE,), x, weight).triton:
+        given = constants(cuda_tier.pack(columns, products), x.dtype)
+        tiles = images * cdiv(height, given["DOWN"]) * cdiv(width, given["ACROSS"])
+        grid = (tiles * cdiv(columns, given["LANES"] * given["PACK"]),)
+        launch_kernel(_SOURCE, grid, products, out, images, height, width, *size, columns, scale, **given)
+        return channels_outer(out)
+    launch_kernel(
+        upsample_conv2d_kernel,
+        (images * cdiv(height, _DOWN) * cdiv(width, _ACROSS) * cdiv(columns, _BLOCK),),
+        products,
+        out,
+        images,
+        height,
+        width,
+        *size,
+        columns,
+        scale,
+        DOWN=_DOWN,
+        ACROSS=_ACROSS,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    return channels_outer(out)

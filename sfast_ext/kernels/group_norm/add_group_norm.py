@@ -5,24 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend.registry import Kernel, register
+from sfast_ext.kernels.backend.registry import Declined, kernel
 from sfast_ext.kernels.group_norm import fused_inputs, group_norm, portable
+from sfast_ext.kernels.group_norm.two_pass import Norm
 from sfast_ext.kernels.pointwise import bias_add
 
 
 def reference(
-    x: Tensor,
-    conv_bias: Tensor | None,
-    residual: Tensor | None,
-    scale: float,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    silu: bool = False,
-    out_dtype: torch.dtype | None = None,
-    patches: bool = False,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, conv_bias: Tensor | None, residual: Tensor | None, scale: float, groups: int, weight: Tensor | None,
+    bias: Tensor | None, eps: float, silu: bool = False, out_dtype: torch.dtype | None = None, patches: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(sum, y): sum = (x + conv_bias + residual) * scale in x's dtype; y its group norm, with weight and bias, then
     SiLU.
 
@@ -33,36 +25,26 @@ def reference(
     return out_sum, group_norm.reference(out_sum, groups, weight, bias, eps, None, silu, out_dtype, patches)
 
 
+@kernel(
+    reference,
+    portable=True,
+    uses=(bias_add.launch, group_norm.launch),
+    cuda_sources=portable.SOURCES,
+    triton_functions=fused_inputs.KERNELS,
+)
 def launch(
-    x: Tensor,
-    conv_bias: Tensor | None,
-    residual: Tensor | None,
-    scale: float,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    silu: bool = False,
-    out_dtype: torch.dtype | None = None,
-    patches: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`reference` as one or two kernels; where an image is too large for their tiles, as separate ones."""
-    dtype = out_dtype or x.dtype
-    done = fused_inputs.run(x, None, conv_bias, residual, scale, groups, weight, bias, eps, silu, dtype, patches)
-    if done is not None:
-        return done
+    x: Tensor, conv_bias: Tensor | None, residual: Tensor | None, scale: float, groups: int, weight: Tensor | None,
+    bias: Tensor | None, eps: float, silu: bool = False, out_dtype: torch.dtype | None = None, patches: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`reference` in one or two launches; as separate kernels if an image is too large for their tiles.
+
+    x and residual (N, C, H, W), of one dtype, are made channels last, vectors (C,) contiguous; float16, bfloat16 or
+    float32, in CUDA C++ one dtype for all operands.
+    """
+    norm = Norm(weight, bias, eps, silu, out_dtype or x.dtype)
+    try:
+        return fused_inputs.run(x, None, conv_bias, residual, scale, groups, norm, patches)
+    except Declined as exc:
+        launch.count(exc)
     out_sum = bias_add.launch(x, conv_bias, residual, scale)
     return out_sum, group_norm.launch(out_sum, groups, weight, bias, eps, None, silu, out_dtype, patches)
-
-
-KERNEL = register(
-    Kernel(
-        "add_group_norm",
-        reference,
-        launch,
-        portable=True,
-        uses=(bias_add.KERNEL, group_norm.KERNEL),
-        cuda_sources=portable.SOURCES,
-        triton_functions=fused_inputs.KERNELS,
-    )
-)

@@ -9,26 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import cuda_tier, nvrtc
-from sfast_ext.kernels.backend.registry import Kernel, register
-from sfast_ext.kernels.backend.triton_runtime import DTYPES, channels_inner, channels_outer, is_dry_run, supported
+from sfast_ext.kernels.backend import cuda_tier, triton_runtime
+from sfast_ext.kernels.backend.registry import kernel, require
+from sfast_ext.kernels.backend.triton_runtime import DTYPES, channels_inner, channels_outer, is_dry_run
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.group_norm import add_group_norm, group_norm, portable, two_pass
-from sfast_ext.kernels.group_norm.two_pass import Parts, normalise
+from sfast_ext.kernels.group_norm.two_pass import Norm, Parts, normalise
 
 
 def reference(
-    x: Tensor,
-    conv_weight: Tensor,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    silu: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor | None, Tensor]:
+    x: Tensor, conv_weight: Tensor, shift: Tensor | None, residual: Tensor | None, groups: int, weight: Tensor | None,
+    bias: Tensor | None, eps: float, silu: bool = False, out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     """(sum, y): sum = conv2d(x) + shift + residual in x's dtype; y its group norm, with weight and bias, then SiLU.
 
     x (N, C, H, W), conv_weight (K, C, 3, 3); shift (N, K), or (K,) with a residual (N, K, H, W); weight, bias (K,).
@@ -46,33 +38,18 @@ def reference(
     return None if residual is None else out_sum, y
 
 
-def launch(
-    x: Tensor,
-    conv_weight: Tensor,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    silu: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor | None, Tensor]:
-    """`reference` as convolution with statistics and the second kernel of a group norm, in Triton or else in CUDA C++,
-    where `applicable`; else as a convolution and a group norm kernel."""
-    dtype = out_dtype or x.dtype
-    if applicable(x, conv_weight, shift, residual, groups, weight, bias, dtype):
-        try:
-            return _fused(x, conv_weight, shift, residual, groups, weight, bias, eps, silu, dtype)
-        except nvrtc.Unavailable:
-            pass  # logged; `available` is False from now on
+def fallback(
+    x: Tensor, conv_weight: Tensor, shift: Tensor | None, residual: Tensor | None, groups: int, weight: Tensor | None,
+    bias: Tensor | None, eps: float, silu: bool = False, out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    """`reference` as a convolution and a group norm kernel."""
     conv = conv2d.launch(x, conv_weight)
     if residual is None:
         return None, group_norm.launch(conv, groups, weight, bias, eps, shift, silu, out_dtype)
     return add_group_norm.launch(conv, shift, residual, 1.0, groups, weight, bias, eps, silu, out_dtype)
 
 
-def applicable(
+def accepts(
     x: Tensor,
     conv_weight: Tensor,
     shift: Tensor | None,
@@ -81,33 +58,35 @@ def applicable(
     weight: Tensor | None,
     bias: Tensor | None,
     dtype: torch.dtype,
-) -> bool:
-    """Whether both kernels can read the operands, and the convolution is faster than cuDNN."""
+) -> str | None:
+    """Why the two kernels do not take the operands; None if they do, and the convolution is faster than cuDNN."""
     if x.dim() != 4 or conv_weight.dim() != 4 or dtype not in DTYPES or groups < 1:
-        return False
-    if not conv2d.supports_statistics(x, conv_weight, groups):
-        return False
+        return "other dimensions, or another dtype of the result"
+    unfit = conv2d.accepts_statistics(x, conv_weight, groups)
+    if unfit is not None:
+        return unfit
     images, _, height, width = x.shape
     columns = conv_weight.shape[0]
     others = [t for t in (shift, residual, weight, bias) if t is not None]
     if not all(t.dtype in DTYPES and t.device == x.device for t in others):
-        return False
+        return "operands of another dtype or device"
     if shift is not None:
         wanted = (images, columns) if residual is None else (columns,)
         if shift.dtype != x.dtype or shift.shape != wanted or shift.stride(-1) != 1:
-            return False
+            return "a shift of another dtype or shape, or that is not dense"
         if shift.data_ptr() % 4 or (shift.dim() == 2 and shift.stride(0) % 2):  # read in pairs
-            return False
+            return "a shift that is not in aligned pairs"
     if residual is not None:
         if residual.dtype != x.dtype or residual.shape != (images, columns, height, width) or residual.data_ptr() % 16:
-            return False
+            return "a residual of another dtype or shape, or that is not aligned"
         if not is_dry_run() and not residual.is_contiguous(memory_format=torch.channels_last):
-            return False
-    if supported(x, shift, residual, weight, bias):
-        return group_norm.fitting(height * width, groups, columns // groups)[0] == "parts"
-    if not cuda_tier.supported(portable.NORMALISE, x, shift, residual, weight, bias):
-        return False
-    return portable.pixels_of_part(_parts(x), images, columns, groups, x.dtype) is not None
+            return "a residual that is not channels last"
+    if triton_runtime.accepts(x, shift, residual, weight, bias) is None:
+        fits = group_norm.fitting(height * width, groups, columns // groups)[0] == "parts"
+    else:
+        unfit = cuda_tier.accepts(portable.NORMALISE, x, shift, residual, weight, bias)
+        fits = portable.pixels_of_part(_parts(x), images, columns, groups, x.dtype) is not None
+    return unfit or (None if fits else "parts of which the norm does not read the statistics")
 
 
 def _parts(x: Tensor) -> Parts:
@@ -115,36 +94,30 @@ def _parts(x: Tensor) -> Parts:
     return Parts(*conv2d.boxes_of_image(x), *x.shape[2:])
 
 
-def _fused(
-    x: Tensor,
-    conv_weight: Tensor,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    silu: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor | None, Tensor]:
-    out_sum, partial = conv2d.with_statistics(x, conv_weight, groups, shift, residual)
-    weight, bias = (v if v is None else v.contiguous() for v in (weight, bias))
-    inner, parts = channels_inner(out_sum), _parts(x)
-    if supported(x, shift, residual, weight, bias):
-        out = normalise(inner, None, weight, bias, partial, parts, eps, silu, dtype)
-    else:
-        each = parts.box_height * parts.box_width
-        out = portable.normalised_by(partial, each, inner, weight, bias, eps, silu, dtype)
-    return None if residual is None else out_sum, channels_outer(out)
-
-
-KERNEL = register(
-    Kernel(
-        "conv_group_norm",
-        reference,
-        launch,
-        uses=(add_group_norm.KERNEL, conv2d.KERNEL, group_norm.KERNEL),
-        triton_functions=(two_pass.group_norm_combine_kernel, two_pass.group_norm_normalise_kernel),
-        cuda_sources=(conv2d._SOURCE, portable.NORMALISE),
-    )
+@kernel(
+    reference,
+    fallback=fallback,
+    uses=(add_group_norm.launch, conv2d.launch, group_norm.launch),
+    triton_functions=(two_pass.group_norm_combine_kernel, two_pass.group_norm_normalise_kernel),
+    cuda_sources=(conv2d._SOURCE, portable.NORMALISE),
 )
+def launch(
+    x: Tensor, conv_weight: Tensor, shift: Tensor | None, residual: Tensor | None, groups: int, weight: Tensor | None,
+    bias: Tensor | None, eps: float, silu: bool = False, out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    """`reference` as convolution with statistics and the second kernel of a group norm, in Triton or else in CUDA C++,
+    on Hopper; else by `fallback`.
+
+    x and conv_weight as of `conv2d.launch`; shift and residual in x's dtype, the residual channels last and aligned to
+    16 bytes; weight and bias in float16, bfloat16 or float32. Groups of 10, 20, 40, 80 or 160 channels.
+    """
+    dtype = out_dtype or x.dtype
+    require(accepts(x, conv_weight, shift, residual, groups, weight, bias, dtype))
+    out_sum, partial = conv2d.with_statistics(x, conv_weight, groups, shift, residual)
+    norm = Norm(weight, bias, eps, silu, dtype).contiguous()
+    inner, parts = channels_inner(out_sum), _parts(x)
+    if triton_runtime.accepts(x, shift, residual, weight, bias) is None:
+        out = normalise(inner, None, norm, partial, parts)
+    else:
+        out = portable.normalised_by(partial, parts.box_height * parts.box_width, inner, norm)
+    return None if residual is None else out_sum, channels_outer(out)

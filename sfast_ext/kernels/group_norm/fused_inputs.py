@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sfast_ext.kernels.backend import cuda_tier
+from sfast_ext.kernels.backend.registry import Declined, require
 from sfast_ext.kernels.backend.triton_runtime import (
     DTYPES,
     MAX_GRID_YZ,
@@ -18,33 +20,18 @@ from sfast_ext.kernels.backend.triton_runtime import (
     jit,
     launch_kernel,
     pdl_wait,
-    supported,
     tl,
 )
 from sfast_ext.kernels.group_norm import group_norm, portable
 from sfast_ext.kernels.group_norm import one_pass as tiles
-from sfast_ext.kernels.group_norm.two_pass import Parts, normalise
+from sfast_ext.kernels.group_norm.two_pass import Norm, Parts, normalise
 
 
 @jit()
 def _assemble_tile(
-    a,
-    b,
-    conv_bias,
-    residual,
-    out_sum,
-    begin,
-    row,
-    channel,
-    mask,
-    inside,
-    channels,
-    first,
-    biased,
-    scale,
-    JOIN,
+    a, b, conv_bias, residual, out_sum, begin, row, channel, mask, inside, channels, first, biased, scale, JOIN,
     RESIDUAL,
-):
+):  # fmt: skip
     """One tile of out_sum, rounded as stored: (a + conv_bias + residual) * scale, with b concatenated."""
     place = row[:, None] * channels + channel[None, :]
     if JOIN:
@@ -67,33 +54,10 @@ def _assemble_tile(
 
 @jit(do_not_specialize=["pixels", "units", "biased", "has_weight", "has_bias", "silu", "across"])
 def fused_group_norm_one_pass_kernel(
-    a,
-    b,
-    conv_bias,
-    residual,
-    weight,
-    bias,
-    out_sum,
-    out,
-    pixels,
-    channels,
-    first,
-    units,
-    biased,
-    has_weight,
-    has_bias,
-    silu,
-    across,
-    scale,
-    eps,
-    PATCHES: constexpr,
-    JOIN: constexpr,
-    RESIDUAL: constexpr,
-    UNIT: constexpr,
-    BLOCK: constexpr,
-    PIXELS: constexpr,
-    PDL: constexpr,
-):
+    a, b, conv_bias, residual, weight, bias, out_sum, out, pixels, channels, first, units, biased, has_weight, has_bias,
+    silu, across, scale, eps, PATCHES: constexpr, JOIN: constexpr, RESIDUAL: constexpr, UNIT: constexpr,
+    BLOCK: constexpr, PIXELS: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     image = tl.program_id(1).to(tl.int64)
     width = units * UNIT
@@ -134,28 +98,10 @@ def fused_group_norm_one_pass_kernel(
 
 @jit(do_not_specialize=["pixels", "groups", "group_width", "units", "biased"])
 def fused_group_norm_part_statistics_kernel(
-    a,
-    b,
-    conv_bias,
-    residual,
-    out_sum,
-    partial,
-    pixels,
-    channels,
-    first,
-    groups,
-    group_width,
-    units,
-    biased,
-    scale,
-    JOIN: constexpr,
-    RESIDUAL: constexpr,
-    UNIT: constexpr,
-    BLOCK: constexpr,
-    GROUPS: constexpr,
-    PIXELS: constexpr,
+    a, b, conv_bias, residual, out_sum, partial, pixels, channels, first, groups, group_width, units, biased, scale,
+    JOIN: constexpr, RESIDUAL: constexpr, UNIT: constexpr, BLOCK: constexpr, GROUPS: constexpr, PIXELS: constexpr,
     PDL: constexpr,
-):
+):  # fmt: skip
     pdl_wait(PDL)
     image = tl.program_id(2).to(tl.int64)
     width = units * UNIT
@@ -192,6 +138,9 @@ def fused_group_norm_part_statistics_kernel(
     tiles.write_statistics(mean, m2, count, column, inside, partial, image, groups, group_width, width, GROUPS)
 
 
+TOO_LARGE = "images or groups that are too large for one kernel"
+
+
 def run(
     a: Tensor,
     b: Tensor | None,
@@ -199,69 +148,56 @@ def run(
     residual: Tensor | None,
     scale: float,
     groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    silu: bool,
-    dtype: torch.dtype,
+    norm: Norm,
     patches: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """(out_sum, its norm) channels last; None, with nothing launched, where no tile fits such tensors."""
+) -> tuple[Tensor, Tensor]:
+    """(out_sum, its norm) channels last.
+
+    Raises:
+        Declined: no tile fits such tensors; nothing was launched.
+    """
     batch, channels = a.shape[0], a.shape[1] + (0 if b is None else b.shape[1])
     others = [t for t in (b, residual) if t is not None]
-    triton = supported(a, b, conv_bias, residual, weight, bias)
-    if (
-        not (triton or portable.usable(a, b, conv_bias, residual, weight, bias))
-        or a.numel() == 0
-        or any(t.dtype != a.dtype for t in others)
-        or (b is not None and (b.shape[0], *b.shape[2:]) != (batch, *a.shape[2:]))
-        or (residual is not None and residual.shape != a.shape)
+    triton, reason = cuda_tier.tier(portable.SOURCES, a, b, conv_bias, residual, *norm[:2])
+    require(reason)
+    if a.numel() == 0 or any(t.dtype != a.dtype for t in others) or norm.dtype not in DTYPES:
+        raise Declined("no elements, or another dtype")
+    if (b is not None and (b.shape[0], *b.shape[2:]) != (batch, *a.shape[2:])) or (
+        (residual is not None and residual.shape != a.shape)
         or (conv_bias is not None and conv_bias.shape != (a.shape[1],))
-        or dtype not in DTYPES
-        or groups < 1
-        or channels % groups
-        or max(batch, groups) > MAX_GRID_YZ
     ):
-        return None
+        raise Declined("operands of other shapes")
+    if groups < 1 or channels % groups or max(batch, groups) > MAX_GRID_YZ:
+        raise Declined("groups that do not divide the channels, or too many of them")
+    norm = norm.contiguous()
     pixels, group_width = a.numel() // (batch * a.shape[1]), channels // groups
     if not triton:
-        images = (None if x is None else channels_inner(x) for x in (residual, b))
-        vectors = (None if v is None else v.contiguous() for v in (conv_bias, weight, bias))
-        (added, second), (vector, weight, bias) = images, vectors
-        inputs = portable.Inputs(channels_inner(a), vector, added, second, scale, fused=True)
-        done = portable.normalised(inputs, groups, weight, bias, eps, silu, dtype, patches)
+        images = [None if x is None else channels_inner(x) for x in (residual, b)]
+        addend = None if conv_bias is None else conv_bias.contiguous()
+        inputs = portable.Inputs(channels_inner(a), addend, images[0], images[1], scale, fused=True)
+        done = portable.normalised(inputs, groups, norm, patches)
         if done is None or done[0] is None:
-            return None
+            raise Declined(TOO_LARGE)
         return channels_outer(done[0]), done[1] if patches else channels_outer(done[1])
     path, tile = group_norm.fitting(pixels, groups, group_width)
     if tile is None or (patches and path != "whole"):
-        return None
+        raise Declined(TOO_LARGE)
     inner = channels_inner(a)
     second = inner if b is None else channels_inner(b)
     added = inner if residual is None else channels_inner(residual)
     out_sum = torch.empty((*inner.shape[:-1], channels), dtype=a.dtype, device=a.device)
     vector = inner if conv_bias is None else conv_bias.contiguous()
-    weight, bias = (v if v is None else v.contiguous() for v in (weight, bias))
     first, biased = a.shape[1], 0 if conv_bias is None else a.shape[1]
     constants = tile.constants
     flags, unit = {"JOIN": b is not None, "RESIDUAL": residual is not None}, constants["UNIT"]
     if path == "whole":
-        out = group_norm.empty(out_sum, dtype, patches)
-        has = (int(weight is not None), int(bias is not None), int(silu))
+        out = group_norm.empty(out_sum, norm.dtype, patches)
+        has = (int(norm.weight is not None), int(norm.bias is not None), int(norm.silu))
         sizes = (pixels, channels, first, group_width // unit, biased, *has, out_sum.shape[-2])
-        tensors = (second, vector, added, *(out_sum if v is None else v for v in (weight, bias)), out_sum, out)
+        tensors = (second, vector, added, *(out_sum if v is None else v for v in norm[:2]), out_sum, out)
         flags["PATCHES"] = patches
-        launch_kernel(
-            fused_group_norm_one_pass_kernel,
-            (groups, batch),
-            inner,
-            *tensors,
-            *sizes,
-            float(scale),
-            eps,
-            **flags,
-            **constants,
-        )
+        last = (*sizes, float(scale), norm.eps)
+        launch_kernel(fused_group_norm_one_pass_kernel, (groups, batch), inner, *tensors, *last, **flags, **constants)
         return channels_outer(out_sum), out if patches else channels_outer(out)
     units = tile.groups * group_width // unit
     grid = (tile.blocks, tile.parts, batch)
@@ -270,7 +206,7 @@ def run(
     first_launch = (second, vector, added, out_sum, partial, *counts, float(scale))
     launch_kernel(fused_group_norm_part_statistics_kernel, grid, inner, *first_launch, **flags, **constants)
     parts = Parts.of_rows(pixels, constants["PIXELS"])
-    out = normalise(out_sum, None, weight, bias, partial, parts, eps, silu, dtype)
+    out = normalise(out_sum, None, norm, partial, parts)
     return channels_outer(out_sum), channels_outer(out)
 
 

@@ -3,7 +3,7 @@
 Three paths. "whole": a group fits in registers, one launch with one program per group (one_pass.py). Otherwise the
 pixels are split: the first launch writes mean and M2 (sum of squared deviations) of each (image, split, group), the
 second combines them (Chan, Golub and LeVeque 1979) and normalises (two_pass.py). The first launch keeps a split in
-registers where it fits ("parts", one_pass.py), or loops over it ("loop", here), which works for all sizes. No atomics:
+registers if it fits ("parts", one_pass.py), or loops over it ("loop", here), which works for all sizes. No atomics:
 results are bitwise reproducible.
 """
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sfast_ext.kernels.backend.registry import Kernel, register
+from sfast_ext.kernels.backend import cuda_tier
+from sfast_ext.kernels.backend.registry import Declined, kernel, require
 from sfast_ext.kernels.backend.triton_runtime import (
     DTYPES,
     MAX_GRID_YZ,
@@ -29,38 +30,30 @@ from sfast_ext.kernels.backend.triton_runtime import (
     multiprocessors,
     next_power_of_2,
     pdl_wait,
-    supported,
     tl,
 )
 from sfast_ext.kernels.group_norm import one_pass as tiles
 from sfast_ext.kernels.group_norm import portable, two_pass
-from sfast_ext.kernels.group_norm.two_pass import MOST, Parts, normalise
+from sfast_ext.kernels.group_norm.two_pass import MAX_PARTS, Norm, Parts, normalise
 
 _PATHS: tuple[str, ...] = ("whole", "parts")  # tried in this order before "loop"; paths not named are off
 _FITS = {"whole": tiles.whole, "parts": tiles.parts}
-_MOST_CHANNELS = 1 << 20  # offsets inside tiles are 32-bit
-_MOST_PIXELS = 1 << 30  # of an image; loops over them are 32-bit
+_MAX_CHANNELS = 1 << 20  # offsets inside tiles are 32-bit
+_MAX_PIXELS = 1 << 30  # of an image; loops over them are 32-bit
 _BLOCK = 128  # channels of a tile, unless a group is wider
-_WIDEST = 4096  # channels of the widest supported group
+_MAX_WIDTH = 4096  # channels of the widest supported group
 _PROGRAMS = 2  # per multiprocessor
 _LARGE = 6 << 20  # elements of a batch from which twice as many programs use the bandwidth better
 _TILE = 2048  # elements of a tile
 
 
 def reference(
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    shift: Tensor | None = None,
-    silu: bool = False,
-    out_dtype: torch.dtype | None = None,
-    patches: bool = False,
-) -> Tensor:
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, shift: Tensor | None = None,
+    silu: bool = False, out_dtype: torch.dtype | None = None, patches: bool = False,
+) -> Tensor:  # fmt: skip
     """x (N, C, ...) plus shift (N, C), normalised by groups, times weight (C,), plus bias (C,), then SiLU.
 
-    Channels last, in out_dtype (default: x's). Computes in float32 (float64 where x is) and rounds once. patches:
+    Channels last, in out_dtype (default: x's). Computes in float32 (float64 if x is) and rounds once. patches:
     return the im2col matrix of the result instead, see `patches_of`.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
@@ -87,14 +80,14 @@ def patches_of(y: Tensor) -> Tensor:
     return torch.stack(seen, 3).flatten(3)
 
 
-def supports_patches(x: Tensor, groups: int, *, triton: bool = True) -> bool:
+def accepts_patches(x: Tensor, groups: int, *, triton: bool = True) -> bool:
     """Whether the kernel itself, in Triton or else in CUDA C++, writes the im2col matrix for such an x."""
     if x.dim() != 4:
         return False
     pixels, width = x.shape[2] * x.shape[3], x.shape[1] // groups
     if triton:
         return fitting(pixels, groups, width)[0] == "whole"
-    return portable.supports_patches(pixels, width, x.dtype)
+    return portable.accepts_patches(pixels, width, x.dtype)
 
 
 def empty(inner: Tensor, dtype: torch.dtype, patches: bool) -> Tensor:
@@ -109,22 +102,9 @@ def empty(inner: Tensor, dtype: torch.dtype, patches: bool) -> Tensor:
 
 @jit(do_not_specialize=["pixels", "per_split", "groups", "group_width", "shift_stride", "has_shift"])
 def group_norm_looped_statistics_kernel(
-    x,
-    shift,
-    partial,
-    pixels,
-    per_split,
-    channels,
-    groups,
-    group_width,
-    shift_stride,
-    has_shift,
-    WIDTH: constexpr,
-    BLOCK: constexpr,
-    GROUPS: constexpr,
-    PIXELS: constexpr,
-    PDL: constexpr,
-):
+    x, shift, partial, pixels, per_split, channels, groups, group_width, shift_stride, has_shift, WIDTH: constexpr,
+    BLOCK: constexpr, GROUPS: constexpr, PIXELS: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     image = tl.program_id(2).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -170,7 +150,7 @@ def group_norm_looped_statistics_kernel(
 
 
 def _channel_blocks(groups: int, group_width: int) -> tuple[int, int]:
-    """(blocks of channels, groups per block): balanced, and multiples of 8 channels where possible."""
+    """(blocks of channels, groups per block): balanced, and multiples of 8 channels if possible."""
     step = 8 // math.gcd(group_width, 8)  # whole groups in 16 bytes of fp16
     most = max(1, _BLOCK // group_width)
     if most >= step:
@@ -183,89 +163,19 @@ def _channel_blocks(groups: int, group_width: int) -> tuple[int, int]:
 
 def _pixel_splits(pixels: int, others: int, programs: int) -> tuple[int, int]:
     """(splits of an image, pixels per split), for about so many programs in all."""
-    wanted = max(1, min(MOST, cdiv(programs, others)))
+    wanted = max(1, min(MAX_PARTS, cdiv(programs, others)))
     each = cdiv(cdiv(pixels, wanted), 8) * 8  # eight pixels are one access by each of 128 threads
     return cdiv(pixels, each), each
 
 
 def fitting(pixels: int, groups: int, group_width: int) -> tuple[str, tiles.Tile | None]:
     """The first of _PATHS that fits such an image, and its tile; else ("loop", None)."""
-    if groups * group_width <= _MOST_CHANNELS:
+    if groups * group_width <= _MAX_CHANNELS:
         for path in _PATHS:
             tile = _FITS[path](pixels, groups, group_width)
             if tile is not None:
                 return path, tile
     return "loop", None
-
-
-def launch(
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    shift: Tensor | None = None,
-    silu: bool = False,
-    out_dtype: torch.dtype | None = None,
-    patches: bool = False,
-) -> Tensor:
-    """`reference` as one kernel in Triton or CUDA C++, or as two that read x twice, the second time mostly from
-    L2."""
-    batch, channels = x.shape[:2]
-    dtype = out_dtype or x.dtype
-    triton = supported(x, weight, bias, shift)
-    if (
-        not (triton or portable.usable(x, weight, bias, shift))
-        or groups < 1
-        or channels % groups
-        or channels > _MOST_CHANNELS
-        or channels // groups > _WIDEST
-        or batch > MAX_GRID_YZ
-        or groups > MAX_GRID_YZ
-        or not 0 < x.numel() < _MOST_PIXELS * batch * channels
-        or dtype not in DTYPES
-        or (shift is not None and shift.shape != (batch, channels))
-    ):
-        return reference(x, groups, weight, bias, eps, shift, silu, out_dtype, patches)
-    if patches and not supports_patches(x, groups, triton=triton):
-        return patches_of(launch(x, groups, weight, bias, eps, shift, silu, out_dtype))
-    inner = channels_inner(x)
-    pixels = inner.numel() // (batch * channels)
-    group_width = channels // groups
-    shift = shift if shift is None or shift.stride(1) == 1 else shift.contiguous()
-    weight, bias = (vector if vector is None else vector.contiguous() for vector in (weight, bias))
-    if not triton:
-        done = portable.normalised(portable.Inputs(inner, shift), groups, weight, bias, eps, silu, dtype, patches)
-        if done is None and patches:
-            return patches_of(launch(x, groups, weight, bias, eps, shift, silu, out_dtype))
-        if done is None:
-            return reference(x, groups, weight, bias, eps, shift, silu, out_dtype)
-        return done[1] if patches else channels_outer(done[1])
-    rows, shift_stride = (inner, 0) if shift is None else (shift, shift.stride(0))
-    vectors = (rows, *(inner if vector is None else vector for vector in (weight, bias)))
-    affine = (shift_stride, *(int(vector is not None) for vector in (shift, weight, bias)), int(silu))
-
-    path, tile = fitting(pixels, groups, group_width)
-    if tile is not None and path == "whole":
-        out = empty(inner, dtype, patches)
-        units = group_width // tile.constants["UNIT"]
-        operands = (inner, *vectors, out, pixels, channels, units)
-        last = (*affine, inner.shape[-2], eps)
-        launch_kernel(
-            tiles.group_norm_one_pass_kernel, (groups, batch), *operands, *last, PATCHES=patches, **tile.constants
-        )
-        return out if patches else channels_outer(out)
-
-    if tile is not None:
-        partial = torch.empty((2, batch, tile.parts, groups), dtype=torch.float32, device=x.device)
-        units = tile.groups * group_width // tile.constants["UNIT"]
-        sizes = (pixels, channels, groups, group_width, units, *affine[:2])
-        grid = (tile.blocks, tile.parts, batch)
-        launch_kernel(tiles.group_norm_part_statistics_kernel, grid, inner, rows, partial, *sizes, **tile.constants)
-        parts = Parts.of_rows(pixels, tile.constants["PIXELS"])
-    else:
-        partial, parts = _loop(inner, shift, groups)
-    return channels_outer(normalise(inner, shift, weight, bias, partial, parts, eps, silu, dtype))
 
 
 def _loop(inner: Tensor, shift: Tensor | None, groups: int) -> tuple[Tensor, Parts]:
@@ -296,19 +206,73 @@ def _loop(inner: Tensor, shift: Tensor | None, groups: int) -> tuple[Tensor, Par
     return partial, Parts.of_rows(pixels, per_split)
 
 
-KERNEL = register(
-    Kernel(
-        "group_norm",
-        reference,
-        launch,
-        portable=True,
-        cuda_sources=portable.SOURCES,
-        triton_functions=(
-            group_norm_looped_statistics_kernel,
-            tiles.group_norm_one_pass_kernel,
-            tiles.group_norm_part_statistics_kernel,
-            two_pass.group_norm_combine_kernel,
-            two_pass.group_norm_normalise_kernel,
-        ),
-    )
+@kernel(
+    reference,
+    portable=True,
+    cuda_sources=portable.SOURCES,
+    triton_functions=(
+        group_norm_looped_statistics_kernel,
+        tiles.group_norm_one_pass_kernel,
+        tiles.group_norm_part_statistics_kernel,
+        two_pass.group_norm_combine_kernel,
+        two_pass.group_norm_normalise_kernel,
+    ),
 )
+def launch(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, shift: Tensor | None = None,
+    silu: bool = False, out_dtype: torch.dtype | None = None, patches: bool = False,
+) -> Tensor:  # fmt: skip
+    """`reference` in one launch, or in two or three that read x twice, the second time mostly from L2.
+
+    x (N, C, ...) is made channels last, shift (N, C) dense in C, weight and bias (C,) contiguous; float16, bfloat16 or
+    float32, in CUDA C++ one dtype for all operands. Groups up to 4,096 channels wide, C up to 2**20. Patches that the
+    kernel does not write are made of its result.
+    """
+    batch, channels = x.shape[:2]
+    dtype = out_dtype or x.dtype
+    triton, reason = cuda_tier.tier(portable.SOURCES, x, weight, bias, shift)
+    require(reason)
+    if groups < 1 or channels % groups or channels > _MAX_CHANNELS or channels // groups > _MAX_WIDTH:
+        raise Declined("groups that do not divide the channels, or too many channels")
+    if max(batch, groups) > MAX_GRID_YZ or not 0 < x.numel() < _MAX_PIXELS * batch * channels:
+        raise Declined("no elements, or too many")
+    if dtype not in DTYPES or (shift is not None and shift.shape != (batch, channels)):
+        raise Declined("another dtype of the result, or a shift of another shape")
+    if patches and not accepts_patches(x, groups, triton=triton):
+        return patches_of(launch(x, groups, weight, bias, eps, shift, silu, out_dtype))
+    inner = channels_inner(x)
+    pixels, group_width = inner.numel() // (batch * channels), channels // groups
+    shift = shift if shift is None or shift.stride(1) == 1 else shift.contiguous()
+    norm = Norm(weight, bias, eps, silu, dtype).contiguous()
+    if not triton:
+        done = portable.normalised(portable.Inputs(inner, shift), groups, norm, patches)
+        if done is None and patches:
+            return patches_of(launch(x, groups, weight, bias, eps, shift, silu, out_dtype))
+        if done is None:
+            raise Declined("images or groups that are too large")
+        return done[1] if patches else channels_outer(done[1])
+    rows, shift_stride = (inner, 0) if shift is None else (shift, shift.stride(0))
+    vectors = (rows, *(inner if vector is None else vector for vector in norm[:2]))
+    affine = (shift_stride, *(int(vector is not None) for vector in (shift, weight, bias)), int(silu))
+
+    path, tile = fitting(pixels, groups, group_width)
+    if tile is not None and path == "whole":
+        out = empty(inner, dtype, patches)
+        units = group_width // tile.constants["UNIT"]
+        operands = (inner, *vectors, out, pixels, channels, units)
+        last = (*affine, inner.shape[-2], eps)
+        launch_kernel(
+            tiles.group_norm_one_pass_kernel, (groups, batch), *operands, *last, PATCHES=patches, **tile.constants
+        )
+        return out if patches else channels_outer(out)
+
+    if tile is not None:
+        partial = torch.empty((2, batch, tile.parts, groups), dtype=torch.float32, device=x.device)
+        units = tile.groups * group_width // tile.constants["UNIT"]
+        sizes = (pixels, channels, groups, group_width, units, *affine[:2])
+        grid = (tile.blocks, tile.parts, batch)
+        launch_kernel(tiles.group_norm_part_statistics_kernel, grid, inner, rows, partial, *sizes, **tile.constants)
+        parts = Parts.of_rows(pixels, tile.constants["PIXELS"])
+    else:
+        partial, parts = _loop(inner, shift, groups)
+    return channels_outer(normalise(inner, shift, norm, partial, parts))

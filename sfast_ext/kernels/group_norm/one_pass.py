@@ -23,13 +23,13 @@ from sfast_ext.kernels.backend.triton_runtime import (
 # Elements, with padding, of the largest tile for a whole group. Twice as many gain 1.4 us at 2560 channels and 16x16,
 # lose as much at 640 and 32x32, and cost two compilations of half a second on the first call.
 _SLAB = 16384
-_FEWEST = 64  # pixels of the smallest such tile; the next have 4 and 16 times as many: every size is a compilation
-_PER_THREAD = 16  # elements of a thread, up to _MOST_WARPS
-_MOST_WARPS = 16
+_MIN_PIXELS = 64  # pixels of the smallest such tile; the next have 4 and 16 times as many: every size is a compilation
+_PER_THREAD = 16  # elements of a thread, up to _MAX_WARPS
+_MAX_WARPS = 16
 _PART = 8192  # elements of a tile for a part
 _PART_WARPS = 4
 _PART_BLOCK = 64  # channels of it, unless a group is wider
-_PART_WIDEST = 128
+_PART_MAX_WIDTH = 128
 
 
 class Tile(NamedTuple):
@@ -42,26 +42,26 @@ class Tile(NamedTuple):
 
 
 def whole(pixels: int, groups: int, group_width: int) -> Tile | None:
-    """The tile of one launch with one program per group; None where a group does not fit."""
+    """The tile of one launch with one program per group; None if a group does not fit."""
     # Few programs, 64 at batch 2, but small ones: even the largest takes less time than a second launch. Groups of a
-    # multiple of 4 channels are aligned to 8 bytes of fp16; others would need kernels of their own.
+    # multiple of 4 channels are aligned to 8 bytes of fp16; others would need separate kernels.
     if group_width % 4 or group_width < 8:
         return None
-    rows = _FEWEST
+    rows = _MIN_PIXELS
     while rows < pixels:
         rows *= 4
     block = next_power_of_2(group_width)
     if rows * block > _SLAB:
         return None
-    block = max(block, min(64, _SLAB // rows))  # share the compilation for 40 channels with 20 where registers allow it
-    warps = max(1, min(_MOST_WARPS, rows * block // (32 * _PER_THREAD)))
+    block = max(block, min(64, _SLAB // rows))  # share the compilation for 40 channels with 20 if registers allow it
+    warps = max(1, min(_MAX_WARPS, rows * block // (32 * _PER_THREAD)))
     return Tile(groups, 1, 1, {"UNIT": 4, "BLOCK": block, "PIXELS": rows, "num_warps": warps})
 
 
 def parts(pixels: int, groups: int, group_width: int) -> Tile | None:
-    """The tile of two launches, pixels split so that a part fits; None where a group is too wide or parts are too
+    """The tile of two launches, pixels split so that a part fits; None if a group is too wide or parts are too
     many."""
-    if group_width > _PART_WIDEST:
+    if group_width > _PART_MAX_WIDTH:
         return None
     block = max(_PART_BLOCK, next_power_of_2(group_width))
     rows = _PART // block
@@ -132,7 +132,7 @@ def store_tile(out, y, row, channel, mask, image, pixels, channels, across, PATC
             there = (above >= 0) & (above < down) & (before >= 0) & (before < across)
             place = (((above * across + before) * 9 + tap) * channels)[:, None] + channel[None, :]
             tl.store(start + place, y.to(out.dtype.element_ty), mask=mask & there[:, None])
-            # zeros where this pixel's own neighbour `tap` is outside
+            # zeros if this pixel's neighbour `tap` is outside
             below, beyond = up + dy, along + dx
             outside = (below < 0) | (below >= down) | (beyond < 0) | (beyond >= across)
             place = ((row * 9 + tap) * channels)[:, None] + channel[None, :]
@@ -161,27 +161,9 @@ def store_tile(out, y, row, channel, mask, image, pixels, channels, across, PATC
     ]
 )
 def group_norm_one_pass_kernel(
-    x,
-    shift,
-    weight,
-    bias,
-    out,
-    pixels,
-    channels,
-    units,
-    shift_stride,
-    has_shift,
-    has_weight,
-    has_bias,
-    silu,
-    across,
-    eps,
-    PATCHES: constexpr,
-    UNIT: constexpr,
-    BLOCK: constexpr,
-    PIXELS: constexpr,
-    PDL: constexpr,
-):
+    x, shift, weight, bias, out, pixels, channels, units, shift_stride, has_shift, has_weight, has_bias, silu, across,
+    eps, PATCHES: constexpr, UNIT: constexpr, BLOCK: constexpr, PIXELS: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     image = tl.program_id(1).to(tl.int64)
     width = units * UNIT
@@ -227,22 +209,9 @@ def write_statistics(mean, m2, count, column, inside, partial, image, groups, gr
 
 @jit(do_not_specialize=["pixels", "groups", "group_width", "units", "shift_stride", "has_shift"])
 def group_norm_part_statistics_kernel(
-    x,
-    shift,
-    partial,
-    pixels,
-    channels,
-    groups,
-    group_width,
-    units,
-    shift_stride,
-    has_shift,
-    UNIT: constexpr,
-    BLOCK: constexpr,
-    GROUPS: constexpr,
-    PIXELS: constexpr,
-    PDL: constexpr,
-):
+    x, shift, partial, pixels, channels, groups, group_width, units, shift_stride, has_shift, UNIT: constexpr,
+    BLOCK: constexpr, GROUPS: constexpr, PIXELS: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     image = tl.program_id(2).to(tl.int64)
     width = units * UNIT

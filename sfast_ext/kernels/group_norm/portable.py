@@ -1,7 +1,7 @@
 """Group norm in CUDA C++ for any card: one launch for small images (csrc/group_norm_whole.cu), two for large ones
 (csrc/group_norm_statistics.cu, csrc/group_norm_normalise.cu).
 
-The kernels that read x first also compute it, where it is a sum or a concatenation. The statistics may be those of
+The kernels that read x first also compute it, if it is a sum or a concatenation. The statistics may be those of
 another kernel (`normalised_by`). No atomics: results are bitwise reproducible.
 """
 
@@ -23,7 +23,7 @@ from sfast_ext.kernels.backend.triton_runtime import (
     multiprocessors,
     next_power_of_2,
 )
-from sfast_ext.kernels.group_norm.two_pass import Parts
+from sfast_ext.kernels.group_norm.two_pass import Norm, Parts
 
 _WHOLE_THREADS = 1024  # of a block at most, one launch
 _WHOLE_ELEMENTS = 32  # of a thread at most, one launch; half of it of other types and large blocks
@@ -32,10 +32,10 @@ _EACH = 4  # accesses of a thread at a time, two launches
 _THREADS = 256  # of a block, unless one pixel has more accesses
 _RESIDENT = 2  # such blocks of a multiprocessor: all run at once
 _CHANNELS = 80  # of a block, unless a group is wider
-_MOST_GROUPS = 128  # of a block
-_MOST_PARTS = 128  # which each normalising block reads
-_MOST_ELEMENTS = 2**32  # of an image: offsets in it are 32-bit
-_MOST_PIXELS = 2**30  # of an image: a block counts on beyond its last
+_MAX_GROUPS = 128  # of a block
+_MAX_PARTS = 128  # which each normalising block reads
+_MAX_ELEMENTS = 2**32  # of an image: offsets in it are 32-bit
+_MAX_PIXELS = 2**30  # of an image: a block counts on beyond its last
 
 
 class Inputs(NamedTuple):
@@ -87,7 +87,7 @@ class Tile(NamedTuple):
 
 
 def whole(pixels: int, width: int, pack: int, dtype: torch.dtype) -> Tile | None:
-    """The tile of a group in one launch; None where it does not fit."""
+    """The tile of a group in one launch; None if it does not fit."""
     pack = math.gcd(width, pack)
     packs = width // pack
     if packs > _WHOLE_THREADS:
@@ -102,73 +102,61 @@ def whole(pixels: int, width: int, pack: int, dtype: torch.dtype) -> Tile | None
 def block(groups: int, width: int, pack: int) -> Tile | None:
     """The tile of two launches; None for channels that it does not take."""
     step = pack // math.gcd(width, pack)  # whole accesses
-    each = max(step, min(_CHANNELS // width, _MOST_GROUPS) // step * step)
+    each = max(step, min(_CHANNELS // width, _MAX_GROUPS) // step * step)
     each = min(each, groups)
     packs = each * width // pack
-    if packs > cuda_tier.MOST_THREADS:
+    if packs > cuda_tier.MAX_THREADS:
         return None
     lanes = max(1, _THREADS // packs)
     return Tile(lanes, cdiv(lanes * packs, 32) * 32, _EACH, each)
 
 
-def usable(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels can be launched with these tensors, see `cuda_tier.usable`."""
-    return all(cuda_tier.usable(source, x, *others) for source in SOURCES)
-
-
-def addressable(pixels: int, channels: int) -> bool:
+def accepts_size(pixels: int, channels: int) -> bool:
     """Whether offsets in an image, and its pixels, are counted in 32 bits without an overflow."""
-    return pixels * channels < _MOST_ELEMENTS and pixels < _MOST_PIXELS
+    return pixels * channels < _MAX_ELEMENTS and pixels < _MAX_PIXELS
 
 
-def supports_patches(pixels: int, width: int, dtype: torch.dtype) -> bool:
+def accepts_patches(pixels: int, width: int, dtype: torch.dtype) -> bool:
     """Whether the im2col matrix of such an image can be written, from aligned operands."""
     return whole(pixels, width, 16 // dtype.itemsize, dtype) is not None
 
 
 def normalised(
-    inputs: Inputs,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    silu: bool,
-    dtype: torch.dtype,
-    patches: bool = False,
+    inputs: Inputs, groups: int, norm: Norm, patches: bool = False
 ) -> tuple[Tensor | None, Tensor] | None:
     """The sum (N, ..., C), None without `fused`, and its group norm, as `group_norm.reference`; None for a shape that
     the kernels do not take.
 
     Args:
-        inputs: contiguous and `usable`, but for the rows of a two-dimensional addend, which may be apart.
-        weight, bias: (C,), contiguous and `usable`.
-        patches: the norm is returned as its im2col matrix, (N, H, W, 9 C); only where `whole` is not None.
+        inputs: contiguous and accepted by `cuda_tier`, but for the rows of a two-dimensional addend, which may be
+            apart.
+        norm: contiguous and accepted by `cuda_tier`.
+        patches: the norm is returned as its im2col matrix, (N, H, W, 9 C); only if `whole` is not None.
     """
     a, images, channels, pixels = inputs.a, inputs.a.shape[0], inputs.channels, inputs.pixels
     width = channels // groups
-    pack = inputs.pack(width, weight, bias)
+    pack = inputs.pack(width, norm.weight, norm.bias)
     one = None if inputs.fused and pixels > _WHOLE_PIXELS else whole(pixels, width, pack, a.dtype)
-    if (one is None and patches) or max(images, groups) > MAX_GRID_YZ or not addressable(pixels, channels):
+    if (one is None and patches) or max(images, groups) > MAX_GRID_YZ or not accepts_size(pixels, channels):
         return None
     total = torch.empty((*a.shape[:-1], channels), dtype=a.dtype, device=a.device) if inputs.fused else None
     operands = (a, inputs.b, inputs.addend, inputs.residual)
     constants = {"TYPE": cuda_tier.TYPES[a.dtype], "FUSED": int(inputs.fused)}
     scale = float(inputs.scale)
     if one is not None:
-        out = torch.empty((*a.shape[:-1], (9 if patches else 1) * channels), dtype=dtype, device=a.device)
+        out = torch.empty((*a.shape[:-1], (9 if patches else 1) * channels), dtype=norm.dtype, device=a.device)
         sizes: tuple[int, ...] = (pixels, channels, groups, one.lanes, inputs.first, inputs.addend_stride)
-        flags = (a.shape[-2] if patches else 0, int(silu))
-        constants |= {"OUT": cuda_tier.TYPES[dtype], "PACK": math.gcd(width, pack), "EACH": one.each}
+        flags = (a.shape[-2] if patches else 0, int(norm.silu))
+        constants |= {"OUT": cuda_tier.TYPES[norm.dtype], "PACK": math.gcd(width, pack), "EACH": one.each}
         constants |= {"THREADS": 512 if one.threads <= 512 else _WHOLE_THREADS}
-        launch_kernel(
-            WHOLE, (groups, images), *operands, weight, bias, total, out, *sizes, *flags, scale, float(eps), **constants
-        )
+        tensors = (*operands, norm.weight, norm.bias, total, out)
+        launch_kernel(WHOLE, (groups, images), *tensors, *sizes, *flags, scale, float(norm.eps), **constants)
         return total, out
     tile = block(groups, width, pack)
     if tile is None:
         return None
     resident = _resident(tile)
-    per_part = _pixels_of_block(pixels, images, groups, tile, resident, a, _MOST_PARTS)
+    per_part = _pixels_of_block(pixels, images, groups, tile, resident, a, _MAX_PARTS)
     parts = cdiv(pixels, per_part)
     partial = torch.empty((2, images, parts, groups), dtype=torch.float32, device=a.device)
     sizes = (pixels, per_part, channels, groups, tile.groups, tile.lanes, inputs.first, inputs.addend_stride)
@@ -176,58 +164,39 @@ def normalised(
     constants |= {"PACK": pack, "EACH": tile.each, **resident}
     launch_kernel(STATISTICS, grid, *operands, total, partial, *sizes, scale, **constants)
     x, shift = (a, inputs.addend) if total is None else (total, None)
-    return total, _normalise(x, shift, weight, bias, partial, per_part, eps, silu, dtype, pack, tile)
+    return total, _normalise(x, shift, norm, partial, per_part, pack, tile)
 
 
 def pixels_of_part(parts: Parts, images: int, channels: int, groups: int, dtype: torch.dtype) -> int | None:
-    """Pixels of each part of an image of which another kernel has the statistics, for `normalised_by`; None where the
+    """Pixels of each part of an image of which another kernel has the statistics, for `normalised_by`; None if the
     parts differ in size or are too many, the kernels do not take the image, or one launch computes its norm."""
-    if parts.height % parts.box_height or parts.width % parts.box_width or parts.boxes > _MOST_PARTS:
+    if parts.height % parts.box_height or parts.width % parts.box_width or parts.boxes > _MAX_PARTS:
         return None
     pixels = parts.height * parts.width
-    if max(images, groups) > MAX_GRID_YZ or not addressable(pixels, channels):
+    if max(images, groups) > MAX_GRID_YZ or not accepts_size(pixels, channels):
         return None
     in_one = whole(pixels, channels // groups, 16 // dtype.itemsize, dtype) is not None
     return None if in_one else parts.box_height * parts.box_width
 
 
-def normalised_by(
-    partial: Tensor,
-    per_part: int,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    silu: bool,
-    dtype: torch.dtype,
-) -> Tensor:
+def normalised_by(partial: Tensor, per_part: int, x: Tensor, norm: Norm) -> Tensor:
     """The group norm of x by statistics from another kernel.
 
     Args:
         partial: (2, N, parts, groups): means and sums of squared deviations of parts of an image, `per_part` pixels
             each.
-        x: (N, ..., C), contiguous; weight, bias: (C,), contiguous; `cuda_tier.supported` all of them.
+        x: (N, ..., C); it and `norm` are contiguous and accepted by `cuda_tier`.
     """
     groups = partial.shape[-1]
     width = x.shape[-1] // groups
-    pack = Inputs(x).pack(width, weight, bias)
+    pack = Inputs(x).pack(width, norm.weight, norm.bias)
     tile = block(groups, width, pack)
     assert tile is not None, "groups of more accesses than a block has threads"
-    return _normalise(x, None, weight, bias, partial, per_part, eps, silu, dtype, pack, tile)
+    return _normalise(x, None, norm, partial, per_part, pack, tile)
 
 
 def _normalise(
-    x: Tensor,
-    shift: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    partial: Tensor,
-    per_part: int,
-    eps: float,
-    silu: bool,
-    dtype: torch.dtype,
-    pack: int,
-    tile: Tile,
+    x: Tensor, shift: Tensor | None, norm: Norm, partial: Tensor, per_part: int, pack: int, tile: Tile
 ) -> Tensor:
     """The second launch: x (N, ..., C) plus shift (N, C), normalised.
 
@@ -238,20 +207,20 @@ def _normalise(
     pixels = x.numel() // (images * channels)
     resident = _resident(tile)
     per_block = _pixels_of_block(pixels, images, groups, tile, resident, x, pixels)
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=norm.dtype, device=x.device)
     stride = 0 if shift is None else shift.stride(0)
-    sizes = (pixels, per_block, channels, groups, tile.groups, tile.lanes, stride, per_part, parts, int(silu))
-    constants = {"TYPE": cuda_tier.TYPES[x.dtype], "OUT": cuda_tier.TYPES[dtype], "PACK": pack, "EACH": tile.each}
+    sizes = (pixels, per_block, channels, groups, tile.groups, tile.lanes, stride, per_part, parts, int(norm.silu))
+    constants = {"TYPE": cuda_tier.TYPES[x.dtype], "OUT": cuda_tier.TYPES[norm.dtype], "PACK": pack, "EACH": tile.each}
     constants |= resident
     grid = (cdiv(pixels, per_block), cdiv(groups, tile.groups), images)
-    launch_kernel(NORMALISE, grid, x, shift, weight, bias, partial, out, *sizes, float(eps), **constants)
+    launch_kernel(NORMALISE, grid, x, shift, *norm[:2], partial, out, *sizes, float(norm.eps), **constants)
     return out
 
 
 def _resident(tile: Tile) -> dict[str, int]:
     """Threads of the largest block, and such blocks of a multiprocessor."""
     if tile.threads > _THREADS:
-        return {"THREADS": cuda_tier.MOST_THREADS, "RESIDENT": 1}
+        return {"THREADS": cuda_tier.MAX_THREADS, "RESIDENT": 1}
     return {"THREADS": _THREADS, "RESIDENT": _RESIDENT}
 
 

@@ -24,7 +24,7 @@ from sfast_ext.kernels.backend.triton_runtime import (
 )
 from sfast_ext.kernels.group_norm.one_pass import silu_if
 
-MOST = 128  # parts that a normalising program reads; more are combined to one
+MAX_PARTS = 128  # parts that a normalising program reads; more are combined to one
 _FEW = 32  # size of its block for at most so many parts
 _GROUPS = 8  # per combining program
 # Normalising tiles are whole cache lines, wherever groups begin. A program reads the statistics once for several tiles;
@@ -55,7 +55,7 @@ class Parts(NamedTuple):
     @property
     def room(self) -> int:
         """Block size for the parts of a program; few sizes, as each is a compilation."""
-        return next(room for room in (1, _FEW, MOST) if self.boxes <= room)
+        return next(room for room in (1, _FEW, MAX_PARTS) if self.boxes <= room)
 
 
 @jit()
@@ -69,20 +69,9 @@ def shares_of(part, wide, high, box_width, box_height, height, width):
 
 @jit(do_not_specialize=["groups", "group_width", "wide", "high", "box_width", "box_height", "height", "width"])
 def group_norm_combine_kernel(
-    partial,
-    combined,
-    groups,
-    group_width,
-    wide,
-    high,
-    box_width,
-    box_height,
-    height,
-    width,
-    PARTS: constexpr,
-    GROUPS: constexpr,
-    PDL: constexpr,
-):
+    partial, combined, groups, group_width, wide, high, box_width, box_height, height, width, PARTS: constexpr,
+    GROUPS: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     image, images = tl.program_id(1).to(tl.int64), tl.num_programs(1).to(tl.int64)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
@@ -111,9 +100,9 @@ def group_norm_combine_kernel(
 
 
 def combine_if_many(partial: Tensor, parts: Parts, group_width: int) -> tuple[Tensor, Parts]:
-    """Statistics (2, N, parts, groups), means and sums of squared deviations, combined to (2, N, 1, groups) where there
-    are more than `MOST` parts; and the parts they are of."""
-    if parts.boxes <= MOST:
+    """Statistics (2, N, parts, groups), means and sums of squared deviations, combined to (2, N, 1, groups) if there
+    are more than `MAX_PARTS` parts; and the parts they are of."""
+    if parts.boxes <= MAX_PARTS:
         return partial, parts
     _, images, _, groups = partial.shape
     combined = torch.empty((2, images, 1, groups), dtype=torch.float32, device=partial.device)
@@ -126,7 +115,7 @@ def combine_if_many(partial: Tensor, parts: Parts, group_width: int) -> tuple[Te
         groups,
         group_width,
         *parts,
-        PARTS=MOST,
+        PARTS=MAX_PARTS,
         GROUPS=_GROUPS,
         num_warps=4,
     )
@@ -170,34 +159,10 @@ def mean_and_rstd(partial, shares, part, parts, image, group, last, of_channel, 
     ]
 )
 def group_norm_normalise_kernel(
-    x,
-    shift,
-    weight,
-    bias,
-    partial,
-    out,
-    pixels,
-    channels,
-    groups,
-    group_width,
-    wide,
-    high,
-    box_width,
-    box_height,
-    height,
-    width_of_image,
-    shift_stride,
-    has_shift,
-    has_weight,
-    has_bias,
-    silu,
-    eps,
-    BLOCK: constexpr,
-    GROUPS: constexpr,
-    PIXELS: constexpr,
-    PARTS: constexpr,
-    PDL: constexpr,
-):
+    x, shift, weight, bias, partial, out, pixels, channels, groups, group_width, wide, high, box_width, box_height,
+    height, width_of_image, shift_stride, has_shift, has_weight, has_bias, silu, eps, BLOCK: constexpr,
+    GROUPS: constexpr, PIXELS: constexpr, PARTS: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     image = tl.program_id(2).to(tl.int64)
     column, row = tl.arange(0, BLOCK), tl.arange(0, PIXELS)
@@ -241,33 +206,38 @@ def group_norm_normalise_kernel(
         first, value = following, next_value
 
 
-def normalise(
-    x: Tensor,
-    shift: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    partial: Tensor,
-    parts: Parts,
-    eps: float,
-    silu: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """x (N, ..., C), contiguous, plus shift (N, C), dense in C, normalised by the statistics of its parts.
+class Norm(NamedTuple):
+    """What follows the statistics: times weight (C,), plus bias (C,), SiLU; and the dtype of the result."""
 
-    partial is (2, N, parts, groups): means and sums of squared deviations of x + shift. One launch, or two where the
-    parts are many. The result has x's shape and `dtype`.
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    silu: bool
+    dtype: torch.dtype
+
+    def contiguous(self) -> Norm:
+        weight, bias = (vector if vector is None else vector.contiguous() for vector in self[:2])
+        return self._replace(weight=weight, bias=bias)
+
+
+def normalise(x: Tensor, shift: Tensor | None, norm: Norm, partial: Tensor, parts: Parts) -> Tensor:
+    """x (N, ..., C), contiguous, plus shift (N, C), dense in C, normalised by the statistics of its
+    parts; `norm` is contiguous.
+
+    partial is (2, N, parts, groups): means and sums of squared deviations of x + shift. One launch, or two if the
+    parts are many. The result has x's shape.
     """
     images, channels, groups = x.shape[0], x.shape[-1], partial.shape[-1]
     pixels, group_width = x.numel() // (images * channels), channels // groups
     partial, parts = combine_if_many(partial, parts, group_width)
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=norm.dtype, device=x.device)
     blocks = cdiv(channels, _BLOCK)
     programs = max(1, _PROGRAMS * multiprocessors(device_of(x)) // (blocks * images))
     launch_kernel(
         group_norm_normalise_kernel,
         (blocks, min(programs, cdiv(pixels, _PIXELS)), images),
         x,
-        *(x if vector is None else vector for vector in (shift, weight, bias)),
+        *(x if vector is None else vector for vector in (shift, norm.weight, norm.bias)),
         partial,
         out,
         pixels,
@@ -276,9 +246,9 @@ def normalise(
         group_width,
         *parts,
         0 if shift is None else shift.stride(0),
-        *(int(vector is not None) for vector in (shift, weight, bias)),
-        int(silu),
-        eps,
+        *(int(vector is not None) for vector in (shift, norm.weight, norm.bias)),
+        int(norm.silu),
+        norm.eps,
         BLOCK=_BLOCK,
         GROUPS=_room_for_groups(group_width),
         PIXELS=_PIXELS,

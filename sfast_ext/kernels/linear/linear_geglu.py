@@ -1,4 +1,4 @@
-"""A linear layer with GEGLU in the GEMM's epilogue: csrc/linear_geglu.cu on Hopper, `mma_gemm` on GeForce where it was
+"""A linear layer with GEGLU in the GEMM's epilogue: csrc/linear_geglu.cu on Hopper, `mma_gemm` on GeForce if it was
 measured to be faster (`mma_choice`).
 
 The gates never reach global memory. Values and gates are rows n and N + n of one weight; a tile has as many of both.
@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend import cuda_tier, nvrtc, smem_ring
-from sfast_ext.kernels.backend.registry import Kernel, register
+from sfast_ext.kernels.backend.registry import SLOWER, Declined, kernel
 from sfast_ext.kernels.backend.triton_runtime import cdiv, device_of, launch_kernel, multiprocessors
 from sfast_ext.kernels.linear import mma_choice, mma_gemm
 from sfast_ext.kernels.pointwise import geglu
 
 _choice = mma_choice.MmaChoice("linear and GEGLU")
 
-_LEAST_SHARE = 0.9  # of the multiprocessors that tiles must fill; below, cuBLAS is faster
+_MIN_SHARE = 0.9  # of the multiprocessors that tiles must fill; below, cuBLAS is faster
 _ALONE = 1.02  # time of a tile without a pair, relative to the same tile in a pair
 
 
@@ -48,7 +48,7 @@ def reference(
 ) -> Tensor:
     """x (..., K), weight (2N, K), bias (2N) -> (..., N): value * gelu(gate) of the halves of x @ weight.T + bias.
 
-    gate_first, approximate: see `geglu.reference`. Computes in float32 (float64 where x is) and rounds once. half_sums:
+    gate_first, approximate: see `geglu.reference`. Computes in float32 (float64 if x is) and rounds once. half_sums:
     whether sums may be in half precision; here they are not.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
@@ -56,7 +56,7 @@ def reference(
     return geglu.reference(product, gate_first, approximate).to(x.dtype)
 
 
-def launch(
+def fallback(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -64,47 +64,31 @@ def launch(
     approximate: str = "none",
     half_sums: bool = False,
 ) -> Tensor:
-    """`reference` by Hopper's kernel where `applicable`, by `mma_gemm` where it takes the operands and is chosen, else
-    as a GEMM and the kernel for GEGLU."""
-    if applicable(x, weight, bias, approximate):
-        try:
-            return _launch(x, weight, bias, best(x, weight), gate_first, approximate)
-        except nvrtc.Unavailable:
-            pass  # logged; `available` is False from now on
-    two = functools.partial(_two_kernels, x, weight, bias, gate_first, approximate)
-    if not mma_gemm.linear_geglu_readable(x, weight, bias, approximate):
-        return two()
-    ours = functools.partial(mma_gemm.linear_geglu, x, weight, bias, gate_first, approximate)
-    tiles = mma_gemm.tiles(_count(x), weight, mma_gemm.Epilogue(mma_gemm.GEGLU), half_sums)
-    key = f"{mma_choice.key(x, weight, bias)}{', gate first' * gate_first}{', tanh' * (approximate == 'tanh')}"
-    return _choice.run(x.device, key, two, ours, tiles, half_sums)
-
-
-def _two_kernels(x: Tensor, weight: Tensor, bias: Tensor | None, gate_first: bool, approximate: str) -> Tensor:
+    """`reference` as a GEMM and the kernel for GEGLU."""
     return geglu.launch(F.linear(x, weight, bias), gate_first, approximate)
 
 
-def applicable(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str = "none") -> bool:
-    """Whether the kernel can read the operands on this GPU, and is faster than cuBLAS and GEGLU."""
-    if not readable(x, weight, bias, approximate):
-        return False
+def profitable(x: Tensor, weight: Tensor) -> bool:
+    """Whether Hopper's kernel is faster than cuBLAS and GEGLU, for operands that it `accepts`."""
     tiles = cdiv(_count(x), smem_ring.ROWS) * cdiv(weight.shape[0] // 2, TILES[0].width // 2)
-    return tiles >= _LEAST_SHARE * multiprocessors(device_of(x))
+    return tiles >= _MIN_SHARE * multiprocessors(device_of(x))
 
 
-def readable(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str = "none") -> bool:
-    """Whether the kernel can read the operands on this GPU."""
-    if approximate not in ("none", "tanh") or not cuda_tier.supported(_SOURCE, x, weight, bias):
-        return False
-    if weight.dim() != 2 or not weight.is_contiguous() or not x.numel():
-        return False
+def accepts(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str = "none") -> str | None:
+    """Why Hopper's kernel does not take the operands on this GPU; None if it does, see `launch`."""
+    unfit = cuda_tier.accepts(_SOURCE, x, weight, bias)
+    if unfit is not None:
+        return unfit
+    if approximate not in ("none", "tanh") or weight.dim() != 2 or not weight.is_contiguous() or not x.numel():
+        return "another approximation, or a weight that is not contiguous"
     half, depth = weight.shape[0] // 2, weight.shape[1]
     # TMA: pointers and rows are aligned to 16 bytes
     if weight.shape[0] % 2 or not half or half % 8 or depth % 8 or x.shape[-1] != depth:
-        return False
+        return "sizes that are no multiples of 8"
     if bias is not None and bias.shape != (2 * half,):
-        return False
-    return not (any(t.data_ptr() % 16 for t in (x, weight)) or (bias is not None and bias.data_ptr() % 4))
+        return "a bias of another shape"
+    aligned = not (any(t.data_ptr() % 16 for t in (x, weight)) or (bias is not None and bias.data_ptr() % 4))
+    return None if aligned else "operands that are not aligned to 16 bytes"
 
 
 def best(x: Tensor, weight: Tensor) -> Tile:
@@ -149,7 +133,7 @@ def constants(tile: Tile, dtype: torch.dtype, gate_first: bool = False, approxim
 
 
 def variants(given: dict[str, int]) -> list[dict[str, int]]:
-    """Constants that other image sizes may need where one needs the given ones."""
+    """Constants that other image sizes may need if one needs the given ones."""
     dtype = torch.bfloat16 if given["BF16"] else torch.float16
     approximate = "tanh" if given["TANH"] else "none"
     return [constants(tile, dtype, bool(given["GATE_FIRST"]), approximate) for tile in TILES]
@@ -179,13 +163,31 @@ _NAMES = ("out", "x", "weight", "bias")
 _SOURCE = nvrtc.Source("linear_geglu", _prepared, _NAMES, variants, ("weight",), hopper=True)
 
 
-KERNEL = register(
-    Kernel(
-        "linear_geglu",
-        reference,
-        launch,
-        any_source=True,
-        uses=(geglu.KERNEL,),
-        cuda_sources=(_SOURCE, mma_gemm._SOURCE),
-    )
+@kernel(
+    reference, fallback=fallback, any_source=True, uses=(geglu.launch,), cuda_sources=(_SOURCE, mma_gemm._SOURCE)
 )
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gate_first: bool = False,
+    approximate: str = "none",
+    half_sums: bool = False,
+) -> Tensor:
+    """`reference` in one launch: by Hopper's kernel if that is `profitable`, by `mma_gemm` if it was chosen; else by
+    `fallback`.
+
+    All in one dtype, float16 or bfloat16. x (..., K) is made contiguous, weight (2N, K) is, both aligned to 16 bytes; N
+    and K multiples of 8, for `mma_gemm` K of 32.
+    """
+    unfit = accepts(x, weight, bias, approximate)
+    if unfit is None and profitable(x, weight):
+        return _launch(x, weight, bias, best(x, weight), gate_first, approximate)
+    also_unfit = mma_gemm.accepts_linear_geglu(x, weight, bias, approximate)
+    if also_unfit is not None:
+        raise Declined(f"on Hopper: {unfit or SLOWER}; on GeForce and A100: {also_unfit}")
+    two = functools.partial(fallback, x, weight, bias, gate_first, approximate)
+    ours = functools.partial(mma_gemm.linear_geglu, x, weight, bias, gate_first, approximate)
+    tiles = mma_gemm.tiles(_count(x), weight, mma_gemm.Epilogue(mma_gemm.GEGLU), half_sums)
+    key = f"{mma_choice.key(x, weight, bias)}{', gate first' * gate_first}{', tanh' * (approximate == 'tanh')}"
+    return _choice.run(x.device, key, two, ours, tiles, half_sums)

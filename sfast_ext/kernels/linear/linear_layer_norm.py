@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend import cuda_tier, nvrtc, smem_ring
-from sfast_ext.kernels.backend.registry import Kernel, register
+from sfast_ext.kernels.backend.registry import SLOWER, Declined, kernel, require
 from sfast_ext.kernels.backend.triton_runtime import cdiv, device_of, is_dry_run, launch_kernel, multiprocessors
 from sfast_ext.kernels.pointwise import add_layer_norm, layer_norm
 
-_MOST_PARTS = 16  # tiles of a row
+_MAX_PARTS = 16  # tiles of a row
 _RECORD = 2  # 8-byte words of a block's statistics of a row
 _VECTORS = 3  # in shared memory: post_bias, norm_weight, norm_bias
 # model of cuBLAS's GEMM and the norm after it on an NVIDIA H200, within a tenth: microseconds of two launches, TFLOP/s,
@@ -38,13 +38,13 @@ class Tile(NamedTuple):
     start: float  # and end
     step: float  # of 64 of K
     pair: int = 1  # blocks that share the weight by multicast
-    beside: int = 1  # blocks per multiprocessor
+    per_multiprocessor: int = 1
 
 
 TILES = [
     Tile(128, 160, 5.6, 0.465, pair=2),
     Tile(128, 160, 5.4, 0.485),
-    Tile(64, 160, 5.8, 0.55, beside=2),
+    Tile(64, 160, 5.8, 0.55, per_multiprocessor=2),
     Tile(64, 160, 3.6, 0.43),
     Tile(128, 80, 5.0, 0.33),
     Tile(64, 80, 3.9, 0.235),
@@ -53,20 +53,13 @@ TILES = [
 
 
 def reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    post_bias: Tensor | None = None,
-    records: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, eps: float, post_bias: Tensor | None = None, records: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(sum, y): sum = x @ weight.T + bias + residual; y its layer norm, times norm_weight, plus norm_bias.
 
     x (..., K), weight (N, K), residual (..., N); bias, norm_weight, norm_bias, post_bias (N,). Computes in float32
-    (float64 where x is). The sum is rounded once, to x's dtype; y is computed from the rounded sum and rounded once.
+    (float64 if x is). The sum is rounded once, to x's dtype; y is computed from the rounded sum and rounded once.
     post_bias is added to the returned sum, after the norm has read it. records is for the kernel, see `launch`.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
@@ -78,29 +71,11 @@ def reference(
     return out_sum if post_bias is None else (out_sum.to(compute) + post_bias.to(compute)).to(x.dtype), y
 
 
-def launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    post_bias: Tensor | None = None,
-    records: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`reference` by the kernel where `applicable`, else by two kernels.
-
-    Args:
-        records: `record_count` int64 zeros, or as a launch of the same sizes left them; launches that share them must
-            not overlap. Allocated here where they are None.
-    """
-    if applicable(x, weight, bias, residual, norm_weight, norm_bias, post_bias):
-        try:
-            tile = best(_count(x), weight.shape[0], weight.shape[1], device_of(x))
-            return _launch(x, weight, bias, residual, norm_weight, norm_bias, eps, post_bias, records, tile)
-        except nvrtc.Unavailable:
-            pass  # logged; `available` is False from now on
+def fallback(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, eps: float, post_bias: Tensor | None = None, records: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`reference` as a GEMM of cuBLAS and a norm."""
     if residual is None:
         out_sum = F.linear(x, weight, bias)
         y = layer_norm.launch(out_sum, norm_weight, norm_bias, eps)
@@ -108,38 +83,35 @@ def launch(
     return add_layer_norm.launch(F.linear(x, weight), residual, norm_weight, norm_bias, eps, None, bias, post_bias)
 
 
-def applicable(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    post_bias: Tensor | None = None,
-) -> bool:
-    """Whether the kernel can read the operands on this GPU, and is `profitable`."""
-    tensors = [bias, residual, norm_weight, norm_bias, post_bias]
-    given = [t for t in tensors if t is not None]
-    if not cuda_tier.supported(_SOURCE, x, weight, *tensors) or weight.dim() != 2 or not x.numel():
-        return False
-    columns, depth = weight.shape
-    if x.shape[-1] != depth or depth % 8:
-        return False
-    if any(t.shape != (columns,) for t in (bias, norm_weight, norm_bias, post_bias) if t is not None):
-        return False
-    if residual is not None and residual.shape != (*x.shape[:-1], columns):
-        return False
+def accepts(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *others: Tensor | None
+) -> str | None:
+    """Why the kernel does not take the operands on this GPU; None if it does, see `launch`.
+
+    Args:
+        others: norm_weight, norm_bias, post_bias.
+    """
+    vectors = bias, *others
+    unfit = cuda_tier.accepts(_SOURCE, x, weight, residual, *vectors)
+    if unfit is not None:
+        return unfit
+    if weight.dim() != 2 or not x.numel() or x.shape[-1] != weight.shape[1] or weight.shape[1] % 8:
+        return "other shapes, or a depth that is no multiple of 8"
+    if any(t.shape != (weight.shape[0],) for t in vectors if t is not None):
+        return "vectors of another shape"
+    if residual is not None and residual.shape != (*x.shape[:-1], weight.shape[0]):
+        return "a residual of another shape"
     # x is made contiguous
-    read = [weight, *given, x] if x.is_contiguous() else [weight, *given]
-    if not is_dry_run() and not all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in read):
-        return False
-    return profitable(_count(x), columns, depth, device_of(x))
+    read = [t for t in (weight, residual, *vectors, x if x.is_contiguous() else None) if t is not None]
+    if is_dry_run() or all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in read):
+        return None
+    return "operands that are not contiguous, or not aligned to 16 bytes"
 
 
 def profitable(rows: int, columns: int, depth: int, device: torch.device) -> bool:
-    """Whether the kernel is available on this GPU, has tiles for a GEMM of M rows, N columns and K depth, and is faster
+    """Whether the kernel is supported on this GPU, has tiles for a GEMM of M rows, N columns and K depth, and is faster
     than cuBLAS's GEMM and a norm."""
-    if not _SOURCE.available(device):
+    if not _SOURCE.supported(device):
         return False
     tile = best(rows, columns, depth, device)
     elements = 1e-6 * rows * columns
@@ -161,7 +133,7 @@ def _microseconds(rows: int, columns: int, depth: int, tile: Tile, device: torch
 
 
 def _fits(tile: Tile, columns: int) -> bool:
-    return columns % tile.width == 0 and 0 < columns // tile.width <= _MOST_PARTS
+    return columns % tile.width == 0 and 0 < columns // tile.width <= _MAX_PARTS
 
 
 def _tiles_down(rows: int, tile: Tile) -> int:
@@ -171,7 +143,7 @@ def _tiles_down(rows: int, tile: Tile) -> int:
 
 def _at_once(parts: int, tile: Tile, device: torch.device) -> int:
     """Blocks, or pairs of them, of a wave: all of a row or none, as they wait for each other."""
-    return max(1, multiprocessors(device) * tile.beside // tile.pair // parts) * parts
+    return max(1, multiprocessors(device) * tile.per_multiprocessor // tile.pair // parts) * parts
 
 
 def record_count(rows: int, columns: int, depth: int, device: torch.device) -> int:
@@ -188,30 +160,6 @@ def _count(x: Tensor) -> int:
     return x.numel() // max(x.shape[-1], 1)
 
 
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    post_bias: Tensor | None,
-    records: Tensor | None,
-    tile: Tile,
-) -> tuple[Tensor, Tensor]:
-    rows, columns, device = _count(x), weight.shape[0], device_of(x)
-    out_sum, out = (torch.empty((*x.shape[:-1], columns), dtype=x.dtype, device=x.device) for _ in range(2))
-    if records is None:
-        records = torch.zeros(_records_of(rows, columns, tile), dtype=torch.int64, device=x.device)
-    assert records.numel() >= _records_of(rows, columns, tile), "records of another size"
-    parts = columns // tile.width
-    grid = min(_tiles_down(rows, tile) * parts, _at_once(parts, tile, device)) * tile.pair
-    operands = out_sum, out, x.contiguous(), weight, residual, bias, post_bias, norm_weight, norm_bias, records, eps
-    launch_kernel(_SOURCE, (grid,), *operands, **constants(tile, columns, x.dtype))
-    return out_sum, out
-
-
 def constants(tile: Tile, columns: int, dtype: torch.dtype) -> dict[str, int]:
     """The kernel's compile-time parameters."""
     return {
@@ -225,7 +173,7 @@ def constants(tile: Tile, columns: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def variants(given: dict[str, int]) -> list[dict[str, int]]:
-    """Constants that other image sizes may need where one needs the given ones."""
+    """Constants that other image sizes may need if one needs the given ones."""
     columns, dtype = given["WIDTH"] * given["PARTS"], torch.bfloat16 if given["BF16"] else torch.float16
     return [constants(tile, columns, dtype) for tile in TILES if _fits(tile, columns)]
 
@@ -237,19 +185,10 @@ def shared_bytes(constants: dict[str, int]) -> int:
 
 
 def _prepared(
-    out_sum: Tensor,
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor | None,
-    bias: Tensor | None,
-    post_bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    records: Tensor,
-    eps: float,
+    out_sum: Tensor, out: Tensor, x: Tensor, weight: Tensor, residual: Tensor | None, bias: Tensor | None,
+    post_bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, records: Tensor, eps: float,
     **constants: int,
-) -> tuple[list[Any], int, int]:
+) -> tuple[list[Any], int, int]:  # fmt: skip
     count, (columns, depth), size = _count(x), weight.shape, x.element_size()
     rows, width, pair = constants["ROWS"], constants["WIDTH"], constants["PAIR"]
 
@@ -287,8 +226,38 @@ _NAMES = (
 _SOURCE = nvrtc.Source("linear_layer_norm", _prepared, _NAMES, variants, ("weight",), hopper=True)
 
 
-KERNEL = register(
-    Kernel(
-        "linear_layer_norm", reference, launch, uses=(add_layer_norm.KERNEL, layer_norm.KERNEL), cuda_sources=(_SOURCE,)
-    )
-)
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, eps: float, post_bias: Tensor | None, records: Tensor | None, tile: Tile,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows, columns, device = _count(x), weight.shape[0], device_of(x)
+    out_sum, out = (torch.empty((*x.shape[:-1], columns), dtype=x.dtype, device=x.device) for _ in range(2))
+    if records is None:
+        records = torch.zeros(_records_of(rows, columns, tile), dtype=torch.int64, device=x.device)
+    assert records.numel() >= _records_of(rows, columns, tile), "records of another size"
+    parts = columns // tile.width
+    grid = min(_tiles_down(rows, tile) * parts, _at_once(parts, tile, device)) * tile.pair
+    operands = out_sum, out, x.contiguous(), weight, residual, bias, post_bias, norm_weight, norm_bias, records, eps
+    launch_kernel(_SOURCE, (grid,), *operands, **constants(tile, columns, x.dtype))
+    return out_sum, out
+
+
+@kernel(reference, fallback=fallback, uses=(add_layer_norm.launch, layer_norm.launch), cuda_sources=(_SOURCE,))
+def launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, eps: float, post_bias: Tensor | None = None, records: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`reference` in one launch on Hopper, if that is `profitable`; else by `fallback`.
+
+    All in one dtype, float16 or bfloat16. x (..., K) is made contiguous, the others are, all aligned to 16 bytes; K a
+    multiple of 8, N of 80 or 128, up to 16 tiles of it.
+
+    Args:
+        records: `record_count` int64 zeros, or as a launch of the same sizes left them; launches that share them must
+            not overlap. Allocated here if they are None.
+    """
+    require(accepts(x, weight, bias, residual, norm_weight, norm_bias, post_bias))
+    sizes = _count(x), *weight.shape, device_of(x)
+    if not profitable(*sizes):
+        raise Declined(SLOWER)
+    return _launch(x, weight, bias, residual, norm_weight, norm_bias, eps, post_bias, records, best(*sizes))

@@ -1,5 +1,5 @@
 """Who computes a product on GeForce and A100: `mma_gemm` with one of its tiles, or PyTorch with what follows the
-product as a kernel of its own."""
+product as a separate kernel."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ from sfast_ext.kernels.backend.triton_runtime import (
 from sfast_ext.kernels.linear import mma_tiles
 from sfast_ext.kernels.linear.mma_tiles import AMPERE, CARDS, DEPTH, GEFORCE, Tile
 
-LEAST_ROWS = 64
+MIN_ROWS = 64
 """Of a result that the kernel takes; with fewer, most of a tile would be empty."""
-_LONGEST = 2**31  # elements of an operand
+_MAX_ELEMENTS = 2**31  # elements of an operand
 PLAIN, RESIDUAL, GEGLU = range(3)  # EPILOGUE in csrc/mma_gemm.cu
 
 
@@ -47,63 +47,60 @@ def tiles(rows: int, weight: Tensor, epilogue: Epilogue = NOTHING, half_sums: bo
     return mma_tiles.worth_measuring(size, card, multiprocessors(device), pairs, half_sums)
 
 
-def linear_readable(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> bool:
-    """Whether `linear` takes x (..., K), weight (N, K), bias (N), residual (..., N): in half precision, K a multiple of
-    32, N of 8, weight and residual dense."""
+def accepts_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None
+) -> str | None:
+    """Why `linear` does not take x (..., K), weight (N, K), bias (N), residual (..., N); None if it does: in half
+    precision, K a multiple of 32, N of 8, weight and residual dense."""
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1] or not weight.is_contiguous():
-        return False
+        return "other shapes, or a weight that is not contiguous"
     if residual is not None:
         if residual.shape != (*x.shape[:-1], weight.shape[0]) or not residual.is_contiguous():
-            return False
+            return "a residual of another shape, or that is not contiguous"
         if residual.dtype != x.dtype or residual.device != x.device or residual.data_ptr() % 16:
-            return False
-    return _readable(x, weight, bias, weight.shape[0], weight.shape[1])
+            return "a residual of another dtype or device, or that is not aligned"
+    return _accepts(x, weight, bias, weight.shape[0], weight.shape[1])
 
 
-def linear_geglu_readable(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> bool:
-    """Whether `linear_geglu` takes x (..., K), weight (2N, K), bias (2N): as `linear_readable`."""
+def accepts_linear_geglu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> str | None:
+    """Why `linear_geglu` does not take x (..., K), weight (2N, K), bias (2N); None if it does: as `accepts_linear`."""
     if approximate not in ("none", "tanh") or weight.dim() != 2 or weight.shape[0] % 16:
-        return False
-    return linear_readable(x, weight, bias)
+        return "another approximation, or columns that are no multiple of 16"
+    return accepts_linear(x, weight, bias)
 
 
-def conv2d_readable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `conv2d` takes x (N, C, H, W), weight (K, C, 3, 3), bias (K): in half precision, channels-last, C a
-    multiple of 32, K of 8."""
+def accepts_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why `conv2d` does not take x (N, C, H, W), weight (K, C, 3, 3), bias (K); None if it does: in half precision,
+    channels-last, C a multiple of 32, K of 8."""
     if x.dim() != 4 or weight.dim() != 4 or weight.shape[1:] != (x.shape[1], 3, 3):
-        return False
+        return "other shapes"
     layout = torch.channels_last
     if not is_dry_run() and not all(t.is_contiguous(memory_format=layout) for t in (x, weight)):
-        return False
-    return _readable(x, weight, bias, weight.shape[0], x.shape[1])
+        return "an image or a weight that is not channels last"
+    return _accepts(x, weight, bias, weight.shape[0], x.shape[1])
 
 
-def _readable(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, depth: int) -> bool:
-    if x.dtype not in HALF or not cuda_tier.supported(_SOURCE, x, weight, bias):
-        return False
+def _accepts(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int, depth: int) -> str | None:
+    unfit = cuda_tier.accepts(_SOURCE, x, weight, bias)
+    if unfit is not None or not supported(device_of(x), x.dtype):
+        return unfit or "tensor cores do not take the dtype"
     if not x.numel() or columns % 8 or not columns or depth % DEPTH or x.data_ptr() % 16 or weight.data_ptr() % 16:
-        return False
+        return "sizes that are no multiples of 8 and 32, or operands that are not aligned to 16 bytes"
     if bias is not None and (bias.shape != (columns,) or bias.stride(0) != 1 or bias.data_ptr() % 4):
-        return False
+        return "a bias of another shape, or that is not contiguous or aligned"
     rows = x.numel() // depth
-    if max(rows * depth, rows * columns, weight.numel()) >= _LONGEST or cdiv(rows, 64) > MAX_GRID_YZ:
-        return False
-    return serves_dtype(x.dtype, device_of(x))
+    too_large = max(rows * depth, rows * columns, weight.numel()) >= _MAX_ELEMENTS or cdiv(rows, 64) > MAX_GRID_YZ
+    return "too many elements" if too_large else None
 
 
-def serves_dtype(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel is for a device, and its tensor cores take a dtype."""
+def supported(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel is supported on a device, and its tensor cores take a dtype."""
     if dtype == torch.bfloat16 and triton_runtime.capability(device) < AMPERE:
         return False
-    return dtype in HALF and available(device)
+    return dtype in HALF and _SOURCE.supported(device)
 
 
-def available(device: torch.device) -> bool:
-    """Whether the kernel is for a device, and can run there."""
-    return _SOURCE.available(device)
-
-
-def halves_are_faster(device: torch.device) -> bool:
+def half_sums_profitable(device: torch.device) -> bool:
     """Whether it is a GeForce: its tensor cores add up faster in half precision."""
     return triton_runtime.capability(device) in GEFORCE
 
@@ -117,7 +114,8 @@ def linear(
     half_sums: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """x (..., K), weight (N, K), bias (N), residual (..., N) -> (..., N), of operands that are `linear_readable`.
+    """x (..., K), weight (N, K), bias (N), residual (..., N) -> (..., N), of operands that
+    `accepts_linear` takes.
 
     Args:
         residual: is added, and overwritten by the result.
@@ -145,8 +143,8 @@ def linear_geglu(
     half_sums: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """x (..., K), weight (2N, K), bias (2N) -> (..., N): value * gelu(gate), of operands that are
-    `linear_geglu_readable`.
+    """x (..., K), weight (2N, K), bias (2N) -> (..., N): value * gelu(gate), of operands that it accepts
+    (`accepts_linear_geglu`).
 
     gate_first, approximate: see `geglu.reference`. half_sums, tile and errors: as of `linear`.
     """
@@ -166,7 +164,7 @@ def conv2d(
     tile: Tile | None = None,
 ) -> Tensor:
     """x (N, C, H, W), weight (K, C, 3, 3), bias (K) -> (N, K, H / stride, W / stride), rounded up; padding 1; of
-    operands that are `conv2d_readable`. half_sums, tile and errors: as of `linear`."""
+    operands that it accepts (`accepts_conv2d`). half_sums, tile and errors: as of `linear`."""
     sizes = [cdiv(size, stride) for size in x.shape[2:]]
     out = torch.empty(
         (x.shape[0], weight.shape[0], *sizes), dtype=x.dtype, device=x.device, memory_format=torch.channels_last
@@ -177,17 +175,9 @@ def conv2d(
 
 
 def _launch(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    rows: int,
-    half_sums: bool,
-    tile: Tile | None,
-    epilogue: Epilogue,
-    image: tuple[int, ...] = (1,) * 6,
-) -> None:
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, rows: int, half_sums: bool,
+    tile: Tile | None, epilogue: Epilogue, image: tuple[int, ...] = (1,) * 6,
+) -> None:  # fmt: skip
     columns = out.numel() // rows
     chosen = tile or tiles(rows, weight, epilogue, half_sums)[0]
     grid = cdiv(weight.shape[0], chosen.width), cdiv(rows, chosen.rows)

@@ -8,7 +8,7 @@ from sfast_ext.kernels.backend.triton_runtime import cdiv
 
 DEPTH = 32
 """K of a stage's slice; in half precision so many products are added up."""
-MOST = 2
+MAX_TILES = 2
 """Tiles of a product that are measured."""
 GEFORCE = {(7, 5), (8, 6), (8, 9), (12, 0)}
 """Compute capabilities whose tensor cores add up in float16 at twice the rate of float32, on GeForce."""
@@ -16,8 +16,8 @@ CARDS = GEFORCE | {(8, 0)}
 """Compute capabilities that the kernel is for: later ones have faster instructions."""
 AMPERE = (8, 0)
 _TURING_BYTES, _GEFORCE_BYTES, _BYTES = 64 << 10, 99 << 10, 163 << 10  # of shared memory that blocks can have
-_MOST_STAGES = 6
-_ALONE = 1.05  # of a block's time, where a multiprocessor has it alone and no slices, or more than one with slices
+_MAX_STAGES = 6
+_ALONE = 1.05  # of a block's time, if a multiprocessor has it alone and no slices, or more than one with slices
 _WARP_COLUMNS = 8  # behind those of a warp, of the result in shared memory
 
 
@@ -75,7 +75,7 @@ def shapes(capability: tuple[int, int], half_sums: bool) -> list[Tile]:
     large = Tile(4, 2, 2, 160, 0, 1) if narrow else Tile(2, 2, 4, 160, 0, 2)
     held = _TURING_BYTES if capability < AMPERE else _GEFORCE_BYTES if capability in GEFORCE else _BYTES
     # without cp.async registers hold what would be in a third stage
-    most = 2 if capability < AMPERE else _MOST_STAGES
+    most = 2 if capability < AMPERE else _MAX_STAGES
     whole = large, Tile(4, 1, 2, 80, 0, 2), Tile(2, 2, 2, 80, 0, 3)
     sliced = Tile(2, 2, 4, 160, 0, 1, 2), Tile(2, 2, 4, 80, 0, 1, 2), Tile(2, 1, 2, 80, 0, 1, 2)
     in_slices = (_staged(tile, held, most) for tile in (sliced[1:] if narrow else sliced))
@@ -98,7 +98,7 @@ def _staged(tile: Tile, held: int, most: int) -> Tile:
 def worth_measuring(
     size: tuple[int, int, int], capability: tuple[int, int], multiprocessors: int, pairs: bool, half_sums: bool
 ) -> list[Tile]:
-    """Tiles for a product, at most `MOST`, what should be the fastest first: that with the least work for the
+    """Tiles for a product, at most `MAX_TILES`, what should be the fastest first: that with the least work for the
     multiprocessor that has most of it.
 
     Args:
@@ -112,8 +112,8 @@ def worth_measuring(
 
     def work(tile: Tile) -> float:
         blocks = cdiv(cdiv(rows, tile.rows) * cdiv(columns, tile.width), multiprocessors)
-        # and what a block takes beside its products, in the same unit
+        # and what a block takes in addition to its products, in the same unit
         time = blocks * (tile.area + 12 * (tile.rows + tile.width))
         return time * _ALONE if (blocks == 1) == (tile.slices == 1) else time
 
-    return sorted(found, key=work)[:MOST]
+    return sorted(found, key=work)[:MAX_TILES]

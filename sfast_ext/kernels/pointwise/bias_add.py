@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sfast_ext.kernels.backend import cuda_tier, nvrtc
-from sfast_ext.kernels.backend.registry import Kernel, register
+from sfast_ext.kernels.backend.registry import Declined, kernel, require
 from sfast_ext.kernels.backend.triton_runtime import (
     MAX_GRID_YZ,
     cdiv,
@@ -19,7 +19,6 @@ from sfast_ext.kernels.backend.triton_runtime import (
     jit,
     launch_kernel,
     pdl_wait,
-    supported,
     tl,
 )
 
@@ -27,7 +26,7 @@ from sfast_ext.kernels.backend.triton_runtime import (
 def reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float = 1.0) -> Tensor:
     """(x + bias[None, :, None, None] + residual) * scale, channels last: x, residual (N, C, H, W), bias (C,).
 
-    Computes in float32 (float64 where x is) and rounds once, to x's dtype.
+    Computes in float32 (float64 if x is) and rounds once, to x's dtype.
     """
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     if bias is not None:
@@ -42,19 +41,9 @@ _ROWS, _BLOCK = 16, 64  # a tile; the channels of Stable Diffusion's UNets are m
 
 @jit(do_not_specialize=["rows"])
 def bias_add_kernel(
-    x,
-    bias,
-    residual,
-    out,
-    rows,
-    channels,
-    scale,
-    HAS_BIAS: constexpr,
-    HAS_RESIDUAL: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
-    PDL: constexpr,
-):
+    x, bias, residual, out, rows, channels, scale, HAS_BIAS: constexpr, HAS_RESIDUAL: constexpr, ROWS: constexpr,
+    BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -69,46 +58,8 @@ def bias_add_kernel(
     tl.store(out + at, (y * scale).to(out.dtype.element_ty), mask=mask)
 
 
-def launch(x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float = 1.0) -> Tensor:
-    """`reference` as one kernel."""
-    channels = x.shape[1]
-    fits = (bias is None or bias.shape == (channels,)) and (residual is None or residual.shape == x.shape)
-    if fits and channels > 0 and x.numel() < _MOST_ELEMENTS and cuda_tier.usable(_SOURCE, x, bias, residual):
-        inner = channels_inner(x)
-        rest = [None if bias is None else bias.contiguous(), None if residual is None else channels_inner(residual)]
-        out = torch.empty(inner.shape, dtype=x.dtype, device=x.device)
-        given = constants(cuda_tier.pack(channels, inner, *rest), x.dtype)
-        if inner.numel():
-            grid = (cdiv(inner.numel(), _THREADS * given["PACK"]),)
-            launch_kernel(_SOURCE, grid, inner, *rest, out, inner.numel(), channels, float(scale), **given)
-        return channels_outer(out)
-    if not supported(x, bias, residual) or not fits or not 0 < channels <= MAX_GRID_YZ * _BLOCK:
-        return reference(x, bias, residual, scale)
-    inner = channels_inner(x)
-    out = torch.empty(inner.shape, dtype=x.dtype, device=x.device)
-    count = inner.numel() // channels
-    if count:
-        launch_kernel(
-            bias_add_kernel,
-            (cdiv(count, _ROWS), cdiv(channels, _BLOCK)),
-            inner,
-            inner if bias is None else bias.contiguous(),
-            inner if residual is None else channels_inner(residual),
-            out,
-            count,
-            channels,
-            float(scale),
-            HAS_BIAS=bias is not None,
-            HAS_RESIDUAL=residual is not None,
-            ROWS=_ROWS,
-            BLOCK=_BLOCK,
-            num_warps=4,
-        )
-    return channels_outer(out)
-
-
 _THREADS = 256
-_MOST_ELEMENTS = 2**32  # csrc/bias_add.cu counts accesses in 32 bits
+_MAX_ELEMENTS = 2**32  # csrc/bias_add.cu counts accesses in 32 bits
 
 
 def constants(pack: int, dtype: torch.dtype) -> dict[str, int]:
@@ -124,6 +75,43 @@ def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
 _OPERANDS = ("x", "bias", "residual", "out", "count", "channels", "scale")
 _SOURCE = nvrtc.Source("bias_add", _prepared, _OPERANDS)
 
-KERNEL = register(
-    Kernel("bias_add", reference, launch, portable=True, triton_functions=(bias_add_kernel,), cuda_sources=(_SOURCE,))
-)
+
+@kernel(reference, portable=True, triton_functions=(bias_add_kernel,), cuda_sources=(_SOURCE,))
+def launch(x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float = 1.0) -> Tensor:
+    """`reference` in one launch.
+
+    x and residual (N, C, ...) are made channels last, bias (C,) contiguous; float16, bfloat16 or float32, in CUDA C++
+    one dtype for all operands. C up to 4,194,240 in Triton; fewer than 2**32 elements in CUDA C++.
+    """
+    channels = x.shape[1]
+    triton, reason = cuda_tier.tier((_SOURCE,), x, bias, residual)
+    require(reason)
+    if (bias is not None and bias.shape != (channels,)) or (residual is not None and residual.shape != x.shape):
+        raise Declined("a bias or a residual of another shape")
+    if not channels or (channels > MAX_GRID_YZ * _BLOCK if triton else x.numel() >= _MAX_ELEMENTS):
+        raise Declined("no channels, or too many elements")
+    inner = channels_inner(x)
+    rest = [None if bias is None else bias.contiguous(), None if residual is None else channels_inner(residual)]
+    out = torch.empty(inner.shape, dtype=x.dtype, device=x.device)
+    count = inner.numel() // channels
+    if count and not triton:
+        given = constants(cuda_tier.pack(channels, inner, *rest), x.dtype)
+        grid = (cdiv(inner.numel(), _THREADS * given["PACK"]),)
+        launch_kernel(_SOURCE, grid, inner, *rest, out, inner.numel(), channels, float(scale), **given)
+    elif count:
+        launch_kernel(
+            bias_add_kernel,
+            (cdiv(count, _ROWS), cdiv(channels, _BLOCK)),
+            inner,
+            *(inner if tensor is None else tensor for tensor in rest),
+            out,
+            count,
+            channels,
+            float(scale),
+            HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None,
+            ROWS=_ROWS,
+            BLOCK=_BLOCK,
+            num_warps=4,
+        )
+    return channels_outer(out)

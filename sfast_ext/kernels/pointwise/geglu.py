@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend import cuda_tier, nvrtc
-from sfast_ext.kernels.backend.registry import Kernel, register
+from sfast_ext.kernels.backend.registry import Declined, kernel, require
 from sfast_ext.kernels.backend.triton_runtime import (
     MAX_GRID_YZ,
     cdiv,
@@ -18,7 +18,6 @@ from sfast_ext.kernels.backend.triton_runtime import (
     jit,
     launch_kernel,
     pdl_wait,
-    supported,
     tl,
 )
 
@@ -27,7 +26,7 @@ def reference(x: Tensor, gate_first: bool = False, approximate: str = "none") ->
     """x (..., 2N) -> (..., N): value * gelu(gate); the value is the first half (diffusers, ldm), with gate_first the
     second.
 
-    approximate is torch's: "none" (erf) or "tanh". Computes in float32 (float64 where x is) and rounds once.
+    approximate is torch's: "none" (erf) or "tanh". Computes in float32 (float64 if x is) and rounds once.
     """
     value, gate = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     if gate_first:
@@ -62,16 +61,8 @@ def gelu(gate, TANH):
 
 @jit(do_not_specialize=["rows"])
 def geglu_kernel(
-    x,
-    out,
-    rows,
-    half,
-    GATE_FIRST: constexpr,
-    TANH: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
-    PDL: constexpr,
-):
+    x, out, rows, half, GATE_FIRST: constexpr, TANH: constexpr, ROWS: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -85,45 +76,6 @@ def geglu_kernel(
         gate = swapped
     at = row[:, None] * half + column[None, :]
     tl.store(out + at, (value * gelu(gate, TANH)).to(out.dtype.element_ty), mask=mask)
-
-
-def launch(x: Tensor, gate_first: bool = False, approximate: str = "none") -> Tensor:
-    """`reference` as one kernel."""
-    half = x.shape[-1] // 2
-    if cuda_tier.usable(_SOURCE, x) and not x.shape[-1] % 2 and half and approximate in ("none", "tanh"):
-        dense = x.contiguous()
-        out = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
-        given = constants(cuda_tier.pack(half, dense), x.dtype, gate_first, approximate)
-        count = out.numel() // half
-        if count:
-            grid = (cdiv(count * half, _THREADS * given["PACK"] * given["PACKS"]),)
-            launch_kernel(_SOURCE, grid, dense, out, count, half, **given)
-        return out
-    if (
-        not supported(x)
-        or x.shape[-1] % 2
-        or not 0 < half <= MAX_GRID_YZ * _BLOCK
-        or approximate not in ("none", "tanh")
-    ):
-        return reference(x, gate_first, approximate)
-    x = x.contiguous()
-    out = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
-    count = out.numel() // half
-    if count:
-        launch_kernel(
-            geglu_kernel,
-            (cdiv(count, _ROWS), cdiv(half, _BLOCK)),
-            x,
-            out,
-            count,
-            half,
-            GATE_FIRST=gate_first,
-            TANH=approximate == "tanh",
-            ROWS=_ROWS,
-            BLOCK=_BLOCK,
-            num_warps=4,
-        )
-    return out
 
 
 _THREADS = 256
@@ -148,6 +100,37 @@ def _prepared(x: Tensor, out: Tensor, rows: int, half: int, **constants: int) ->
 
 _SOURCE = nvrtc.Source("geglu", _prepared, ("x", "out", "rows", "half"))
 
-KERNEL = register(
-    Kernel("geglu", reference, launch, portable=True, triton_functions=(geglu_kernel,), cuda_sources=(_SOURCE,))
-)
+
+@kernel(reference, portable=True, triton_functions=(geglu_kernel,), cuda_sources=(_SOURCE,))
+def launch(x: Tensor, gate_first: bool = False, approximate: str = "none") -> Tensor:
+    """`reference` in one launch.
+
+    x (..., 2N) is made contiguous; float16, bfloat16 or float32; N up to 16,776,960 in Triton.
+    """
+    half = x.shape[-1] // 2
+    triton, reason = cuda_tier.tier((_SOURCE,), x)
+    require(reason)
+    if x.shape[-1] % 2 or not half or (triton and half > MAX_GRID_YZ * _BLOCK) or approximate not in ("none", "tanh"):
+        raise Declined("an odd number of columns, none or too many, or another approximation")
+    x = x.contiguous()
+    out = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
+    count = out.numel() // half
+    if count and not triton:
+        given = constants(cuda_tier.pack(half, x), x.dtype, gate_first, approximate)
+        grid = (cdiv(count * half, _THREADS * given["PACK"] * given["PACKS"]),)
+        launch_kernel(_SOURCE, grid, x, out, count, half, **given)
+    elif count:
+        launch_kernel(
+            geglu_kernel,
+            (cdiv(count, _ROWS), cdiv(half, _BLOCK)),
+            x,
+            out,
+            count,
+            half,
+            GATE_FIRST=gate_first,
+            TANH=approximate == "tanh",
+            ROWS=_ROWS,
+            BLOCK=_BLOCK,
+            num_warps=4,
+        )
+    return out

@@ -1,16 +1,16 @@
-"""Layer norm over the last dimension (Ba, Kiros and Hinton 2016)."""
+"""Layer norm over the last dimension (Ba, Kiros and Hinton 2016), of a sum as well (add_layer_norm.py)."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext.kernels.backend import cuda_tier, nvrtc
-from sfast_ext.kernels.backend.registry import Kernel, register
+from sfast_ext.kernels.backend.registry import Declined, kernel, require
 from sfast_ext.kernels.backend.triton_runtime import (
     DTYPES,
     MAX_BLOCK,
@@ -20,7 +20,6 @@ from sfast_ext.kernels.backend.triton_runtime import (
     launch_kernel,
     next_power_of_2,
     pdl_wait,
-    supported,
     tl,
 )
 
@@ -30,7 +29,7 @@ def reference(
 ) -> Tensor:
     """Layer norm of x (..., C) over C, times weight (C,), plus bias (C,), in out_dtype (default: x's).
 
-    Computes in float32 (float64 where x is) and rounds once.
+    Computes in float32 (float64 if x is) and rounds once.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
     y = F.layer_norm(
@@ -45,19 +44,10 @@ def reference(
 
 @jit(do_not_specialize=["rows"])
 def layer_norm_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    rows,
-    columns,
-    eps,
-    HAS_WEIGHT: constexpr,
-    HAS_BIAS: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
+    x, residual, shift, post_bias, weight, bias, out_sum, out, rows, columns, eps, ADD: constexpr, HAS_SHIFT: constexpr,
+    HAS_POST_BIAS: constexpr, HAS_WEIGHT: constexpr, HAS_BIAS: constexpr, ROWS: constexpr, BLOCK: constexpr,
     PDL: constexpr,
-):
+):  # fmt: skip
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -65,11 +55,27 @@ def layer_norm_kernel(
     mask = (row < rows)[:, None] & inside[None, :]
     at = row[:, None] * columns + column[None, :]
     # all loads are issued before the first use
+    if HAS_SHIFT:
+        pre = tl.load(shift + column, mask=inside, other=0.0)
+    if HAS_POST_BIAS:
+        post = tl.load(post_bias + column, mask=inside, other=0.0)
     if HAS_WEIGHT:
         gamma = tl.load(weight + column, mask=inside, other=0.0)
     if HAS_BIAS:
         beta = tl.load(bias + column, mask=inside, other=0.0)
-    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    first = tl.load(x + at, mask=mask, other=0.0)
+    if ADD:
+        second = tl.load(residual + at, mask=mask, other=0.0)
+        value = first.to(tl.float32) + second.to(tl.float32)
+        if HAS_SHIFT:
+            value += pre.to(tl.float32)[None, :]
+        rounded = value.to(out_sum.dtype.element_ty)
+        value = rounded.to(tl.float32)
+        if HAS_POST_BIAS:
+            rounded = (value + post.to(tl.float32)[None, :]).to(out_sum.dtype.element_ty)
+        tl.store(out_sum + at, rounded, mask=mask)
+    else:
+        value = first.to(tl.float32)
     mean = tl.sum(value, 1) / columns
     centred = tl.where(mask, value - mean[:, None], 0.0)
     variance = tl.sum(centred * centred, 1) / columns
@@ -93,52 +99,14 @@ def tile(columns: int) -> tuple[int, int, int]:
     return rows, block, min(16, max(1, rows * block // _PER_WARP))
 
 
-def launch(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """`reference` as one kernel; rows stay in registers between the two passes over them."""
-    columns = x.shape[-1]
-    dtype = out_dtype or x.dtype
-    if cuda_tier.usable(SOURCE, x, weight, bias) and dtype in DTYPES:
-        rows_of = x.contiguous()
-        operands = (rows_of, None, None, None, weight, bias)
-        out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        if launch_rows(operands, None, out, eps):
-            return out
-    if not supported(x, weight, bias) or not 0 < columns <= MAX_BLOCK or dtype not in DTYPES:
-        return reference(x, weight, bias, eps, out_dtype)
-    x = x.contiguous()
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    count = x.numel() // columns
-    if count:
-        rows, block, warps = tile(columns)
-        launch_kernel(
-            layer_norm_kernel,
-            (cdiv(count, rows),),
-            x,
-            x if weight is None else weight.contiguous(),
-            x if bias is None else bias.contiguous(),
-            out,
-            count,
-            columns,
-            eps,
-            HAS_WEIGHT=weight is not None,
-            HAS_BIAS=bias is not None,
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=warps,
-        )
-    return out
-
-
 _ROW_THREADS = 16  # the fewest of a row
 _BLOCK_THREADS = 128
-# Accesses of a thread, until a row has _MOST_ROW_THREADS, and elements of an access, at most: what leaves registers for
+# Accesses of a thread, until a row has _MAX_ROW_THREADS, and elements of an access, at most: what leaves registers for
 # 1,024 threads of a multiprocessor. By 5 the columns of Stable Diffusion divide.
 _ROW_CHUNKS, _ROW_CHUNKS_FLOAT32 = 5, 3
 _ROW_PACK = 4
-_MOST_ROW_THREADS = 512
-_MOST_CHUNKS = 16
+_MAX_ROW_THREADS = 512
+_MAX_CHUNKS = 16
 
 
 def constants(columns: int, pack: int, dtype: torch.dtype, out: torch.dtype, add: bool) -> dict[str, int] | None:
@@ -146,10 +114,10 @@ def constants(columns: int, pack: int, dtype: torch.dtype, out: torch.dtype, add
     pack = min(pack, _ROW_PACK)
     threads = _ROW_THREADS
     most = _ROW_CHUNKS_FLOAT32 if dtype == torch.float32 else _ROW_CHUNKS
-    while threads < _MOST_ROW_THREADS and columns > threads * pack * most:
+    while threads < _MAX_ROW_THREADS and columns > threads * pack * most:
         threads *= 2
     chunks = cdiv(columns, threads * pack)
-    if not 0 < chunks <= _MOST_CHUNKS:
+    if not 0 < chunks <= _MAX_CHUNKS:
         return None
     return {
         "TYPE": cuda_tier.TYPES[dtype],
@@ -163,39 +131,6 @@ def constants(columns: int, pack: int, dtype: torch.dtype, out: torch.dtype, add
     }
 
 
-def launch_rows(operands: tuple[Tensor | None, ...], out_sum: Tensor | None, out: Tensor, eps: float) -> bool:
-    """Launch csrc/layer_norm.cu; False for rows that it does not take.
-
-    Args:
-        operands: x, residual, shift, post_bias, weight, bias. x and residual are contiguous.
-    """
-    x = operands[0]
-    assert x is not None
-    columns = x.shape[-1]
-    vectors = [None if v is None else v.contiguous() for v in operands[2:]]
-    if not columns:
-        return False
-    pack = cuda_tier.pack(columns, *operands[:2], *vectors)
-    given = constants(columns, pack, x.dtype, out.dtype, out_sum is not None)
-    count = x.numel() // columns
-    if given is None:
-        return False
-    if count:
-        launch_kernel(
-            SOURCE,
-            (cdiv(count, given["ROWS"]),),
-            *operands[:2],
-            *vectors,
-            out_sum,
-            out,
-            count,
-            columns,
-            eps,
-            **given,
-        )
-    return True
-
-
 def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
     *tensors, rows, columns, eps = args
     numbers = ctypes.c_int(rows), ctypes.c_int(columns), ctypes.c_float(eps)
@@ -206,13 +141,69 @@ _OPERANDS = ("x", "residual", "shift", "post_bias", "weight", "bias", "out_sum",
 SOURCE = nvrtc.Source("layer_norm", _prepared, _OPERANDS)
 
 
-KERNEL = register(
-    Kernel(
-        "layer_norm",
-        reference,
-        launch,
-        portable=True,
-        triton_functions=(layer_norm_kernel,),
-        cuda_sources=(SOURCE,),
-    )
-)
+class Operands(NamedTuple):
+    """What a norm is taken of, x or x + shift + residual, and its parameters; see `add_layer_norm.reference`."""
+
+    x: Tensor
+    residual: Tensor | None = None
+    shift: Tensor | None = None
+    post_bias: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def normalised(operands: Operands, eps: float, out_dtype: torch.dtype | None) -> tuple[Tensor | None, Tensor]:
+    """(sum, y) by one kernel; the sum is None without a residual.
+
+    Raises:
+        Declined: the operands are not taken.
+    """
+    columns, dtype, add = operands.x.shape[-1], out_dtype or operands.x.dtype, operands.residual is not None
+    triton, reason = cuda_tier.tier((SOURCE,), *operands)
+    require(reason)
+    if (operands.residual is not None and operands.residual.shape != operands.x.shape) or dtype not in DTYPES:
+        raise Declined("a residual of another shape, or another dtype of the result")
+    dense = [None if t is None else t.contiguous() for t in operands]
+    pack = cuda_tier.pack(max(columns, 1), *dense)
+    given = None if triton else constants(columns, pack, operands.x.dtype, dtype, add)
+    if not 0 < columns <= MAX_BLOCK if triton else given is None:
+        raise Declined("rows that are too long, or empty")
+    x = dense[0]
+    assert x is not None
+    out_sum = torch.empty(x.shape, dtype=x.dtype, device=x.device) if add else None
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    count = x.numel() // columns
+    if count and given is not None:
+        launch_kernel(SOURCE, (cdiv(count, given["ROWS"]),), x, *dense[1:], out_sum, out, count, columns, eps, **given)
+    elif count:
+        rows, block, warps = tile(columns)
+        launch_kernel(
+            layer_norm_kernel,
+            (cdiv(count, rows),),
+            *(x if tensor is None else tensor for tensor in (x, *dense[1:], out_sum)),
+            out,
+            count,
+            columns,
+            eps,
+            ADD=add,
+            HAS_SHIFT=operands.shift is not None,
+            HAS_POST_BIAS=operands.post_bias is not None,
+            HAS_WEIGHT=operands.weight is not None,
+            HAS_BIAS=operands.bias is not None,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=warps,
+        )
+    return out_sum, out
+
+
+@kernel(reference, portable=True, triton_functions=(layer_norm_kernel,), cuda_sources=(SOURCE,))
+def launch(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """`reference` in one launch: rows stay in registers between the two passes over them.
+
+    x (..., C) is made contiguous; float16, bfloat16 or float32, in CUDA C++ one dtype for all operands. Up to 16,384
+    columns in Triton; in CUDA C++ up to 8,192 to 32,768, by dtype and alignment.
+    """
+    return normalised(Operands(x, weight=weight, bias=bias), eps, out_dtype)[1]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfast_ext.kernels.backend import cuda_tier, nvrtc
-from sfast_ext.kernels.backend.registry import Kernel, register
+from sfast_ext.kernels.backend import cuda_tier, nvrtc, triton_runtime
+from sfast_ext.kernels.backend.registry import Declined, kernel, require
 from sfast_ext.kernels.backend.triton_runtime import (
     MAX_GRID_YZ,
     cdiv,
@@ -17,7 +17,6 @@ from sfast_ext.kernels.backend.triton_runtime import (
     jit,
     launch_kernel,
     pdl_wait,
-    supported,
     tl,
 )
 
@@ -50,30 +49,6 @@ def timestep_embedding_kernel(t, frequency, out, half, stride, SINE_FIRST: const
     tl.store(out + half + column, right.to(out.dtype.element_ty), mask=mask)
 
 
-def launch(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.dtype | None = None) -> Tensor:
-    """`reference` as one kernel."""
-    half, dtype = frequency.numel(), out_dtype or frequency.dtype
-    out = torch.empty((t.shape[0], 2 * half), dtype=dtype, device=frequency.device)
-    triton, portable = supported(frequency, out), cuda_tier.usable(_SOURCE, frequency) and dtype in cuda_tier.TYPES
-    if (
-        not (triton or portable)
-        or frequency.dtype != torch.float32
-        or t.dtype not in TIMES
-        or t.device != frequency.device
-        or type(t) is not Tensor
-        or cdiv(half, _BLOCK) > MAX_GRID_YZ
-    ):
-        return reference(t, frequency, sine_first, out_dtype)
-    if out.numel():
-        grid = (t.shape[0], cdiv(half, _BLOCK))
-        operands = (frequency.contiguous(), out, half, t.stride(0))
-        if not triton:
-            launch_kernel(_SOURCE, grid, t, *operands, int(sine_first), **constants(t.dtype, dtype))
-            return out
-        launch_kernel(timestep_embedding_kernel, grid, t, *operands, SINE_FIRST=sine_first, BLOCK=_BLOCK, num_warps=4)
-    return out
-
-
 def constants(time: torch.dtype, dtype: torch.dtype) -> dict[str, int]:
     """Compile-time parameters of csrc/timestep_embedding.cu."""
     return {"TIME": TIMES.index(time), "OUT": cuda_tier.TYPES[dtype], "THREADS": _BLOCK}
@@ -87,13 +62,24 @@ def _prepared(*args: Any, **constants: int) -> tuple[list[Any], int, int]:
 
 _SOURCE = nvrtc.Source("timestep_embedding", _prepared, ("t", "frequency", "out", "half", "stride", "sine_first"))
 
-KERNEL = register(
-    Kernel(
-        "timestep_embedding",
-        reference,
-        launch,
-        portable=True,
-        triton_functions=(timestep_embedding_kernel,),
-        cuda_sources=(_SOURCE,),
-    )
-)
+
+@kernel(reference, portable=True, triton_functions=(timestep_embedding_kernel,), cuda_sources=(_SOURCE,))
+def launch(t: Tensor, frequency: Tensor, sine_first: bool, out_dtype: torch.dtype | None = None) -> Tensor:
+    """`reference` in one launch: t of one of `TIMES`, with any stride; frequency in float32 is made contiguous; the
+    result in float16, bfloat16 or float32. F up to 8,388,480."""
+    half, dtype = frequency.numel(), out_dtype or frequency.dtype
+    out = torch.empty((t.shape[0], 2 * half), dtype=dtype, device=frequency.device)
+    triton, reason = cuda_tier.tier((_SOURCE,), frequency)
+    require(reason, triton_runtime.accepts(frequency, out) if triton else None)
+    if frequency.dtype != torch.float32 or t.dtype not in TIMES or dtype not in cuda_tier.TYPES:
+        raise Declined("another dtype")
+    if t.device != frequency.device or type(t) is not Tensor or cdiv(half, _BLOCK) > MAX_GRID_YZ:
+        raise Declined("tensors of several devices, of a subclass of Tensor, or too many frequencies")
+    if out.numel():
+        grid = (t.shape[0], cdiv(half, _BLOCK))
+        operands = (frequency.contiguous(), out, half, t.stride(0))
+        if not triton:
+            launch_kernel(_SOURCE, grid, t, *operands, int(sine_first), **constants(t.dtype, dtype))
+            return out
+        launch_kernel(timestep_embedding_kernel, grid, t, *operands, SINE_FIRST=sine_first, BLOCK=_BLOCK, num_warps=4)
+    return out

@@ -49,7 +49,7 @@ def same(picture: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLER
 
 
 def untouched(seed: int, channels: int = 32, loras: dict[str, float] | None = None, **options: Any) -> torch.Tensor:
-    """The picture as the WebUI makes it without us, with the code that there is now."""
+    """The image as the WebUI makes it without us, with the code that there is now."""
     with standin.running() as other:
         other.load(seed, channels)
         other.lora(**(loras or {}))

@@ -1,4 +1,4 @@
-"""The VAE in AUTOMATIC1111 with --medvram and --lowvram, on a pretended GPU: it comes for each picture and leaves."""
+"""The VAE in AUTOMATIC1111 with --medvram and --lowvram, on a pretended GPU: it comes for each image and leaves."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Running:
 
     @torch.no_grad()
     def picture(self, seed: int = 2, image: bool = False) -> list[str]:
-        """A picture, from an image or not, whose VAE has this seed. How that encoded and decoded: "original",
+        """An image, from an image or not, whose VAE has this seed. How that encoded and decoded: "original",
         "prepared", "plan"."""
         if self._card is not None:
             self._card.peak = 0

@@ -43,7 +43,7 @@ class Running:
         return int(a1111.A1111Session.running.report.counter(name))
 
     def picture(self, expected: torch.Tensor) -> int:
-        """Make a picture, which is to be this; how many plans ran."""
+        """Make an image, which is to be this; how many plans ran."""
         runs = self.counter("replays") + self.counter("eager_runs")
         found = self.host.generate().to("cpu")
         assert not self.card.faults and not self.card.refused
@@ -53,7 +53,7 @@ class Running:
 
 @functools.lru_cache(maxsize=None)
 def of(seed: int, channels: int = 32) -> torch.Tensor:
-    """The picture of a checkpoint without us, on a CPU."""
+    """The image of a checkpoint without us, on a CPU."""
     with standin.running() as other:
         other.load(seed, channels)
         return other.generate()
@@ -291,7 +291,7 @@ def test_with_medvram_what_did_not_change_is_not_copied_back(medvram, monkeypatc
     number = sum(len(list(m.parameters())) for m in moved)
 
     def copied() -> int:
-        """How many weights a picture copies on their way back."""
+        """How many weights an image copies on their way back."""
         before = {p: p.data_ptr() for m in moved for p in m.parameters()}
         put_back = medvram.counted("weights_put_back")[0]
         torch.testing.assert_close(medvram.picture(), expected, rtol=1e-3, atol=1e-4)
@@ -361,7 +361,7 @@ def test_with_lowvram_blocks_that_did_not_change_are_not_copied_back(lowvram):
     number += sum(len(list(each.parameters())) for each in (model.cond_stage_model, model.first_stage_model))
 
     def copied(expected: torch.Tensor) -> int:
-        """How many weights a picture copies on their way back."""
+        """How many weights an image copies on their way back."""
         before = lowvram.counted("weights_put_back")[0]
         torch.testing.assert_close(lowvram.picture(), expected, rtol=1e-3, atol=1e-4)
         assert not any(p.is_cuda for block in blocks for p in block.parameters())

@@ -35,7 +35,7 @@ def scaler():
 
 
 def rescaled(host, until, **options):  # noqa: F811
-    """A picture under kohya-hiresfix, which scales what the blocks get in the first steps."""
+    """An image under kohya-hiresfix, which scales what the blocks get in the first steps."""
     unet, kind = unet_of(host), scaler()
 
     def lay(params):
@@ -50,7 +50,7 @@ def rescaled(host, until, **options):  # noqa: F811
             elif laid:
                 blocks[place] = blocks[place].block
 
-    # after ours, as it registers for each picture
+    # after ours, as it registers for each image
     host.callbacks["cfg_denoiser"].append(lay)
     try:
         return host.generate(**options)
@@ -178,7 +178,7 @@ def test_plans_are_found_again_when_token_merging_is_taken_away(host):  # noqa: 
 
 
 def cached(host, run, **options):  # noqa: F811
-    """A picture under a forward like DeepCache's: it runs the layers of the blocks, or takes what they gave last."""
+    """An image under a forward like DeepCache's: it runs the layers of the blocks, or takes what they gave last."""
     unet, kept = unet_of(host), {}
 
     def forward(x, timesteps=None, context=None):
@@ -237,7 +237,7 @@ def test_under_a_forward_that_calls_no_block_the_report_says_that_nothing_is_acc
     assert count("plans run") == before
     (reason,) = status()["reasons"]
     assert reason.startswith("deepcache.") and "replaces the model's forward and calls none of its blocks" in reason
-    # the last step is told of by the first of the next picture
+    # the last step is told of by the first of the next image
     assert status()["reasons"][reason] == 3 and unet_status()["idle"] == reason
     assert [part["calls"] for part in unet_status()["parts"]] == [0] * len(unet_status()["parts"])
     assert not any("its blocks are accelerated" in event["message"] for event in status()["events"])

@@ -1,4 +1,4 @@
-"""The VAE in AUTOMATIC1111, against the stand-in around ldm's own: pictures are those of an untouched twin."""
+"""The VAE in AUTOMATIC1111, against the stand-in around ldm's own: images are those of an untouched twin."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Running:
         return next((what for name, what in names.items() if self.counter(name) > before[name]), "original")
 
     def picture(self) -> str:
-        """A picture: steps, then its decoding."""
+        """An image: steps, then its decoding."""
         self.host.generate()
         return self.decode()
 
@@ -101,7 +101,7 @@ def test_what_is_said_of_the_steps_does_not_count_the_vae(on):
     for _ in range(3):
         on.picture()
     status = on.session.status()
-    # three steps of each picture
+    # three steps of each image
     assert status["last_pass"] == {"accelerated": 3, "bypassed": 0, "prepared": 0}
     assert status["badge"]["state"] == "on"
     assert status["counters"]["captures"] == 1 and status["counters"]["vae_captures"] == 1
@@ -157,7 +157,7 @@ def test_a_vae_of_another_dtype_gets_other_plans_and_its_own_result(on):
     for _ in range(3):
         on.picture()
     for dtype in (torch.bfloat16, torch.float32):
-        # --no-half-vae, or the WebUI's own upcast, between two pictures
+        # --no-half-vae, or the WebUI's own upcast, between two images
         on.vae.to(dtype)
         on.twin.first_stage_model.to(dtype)
         done = [on.picture() for _ in range(4)]

@@ -23,7 +23,7 @@ PASSWORDS = {"api_auth": "api:one,second:two", "gradio_auth": {"page": "three"}}
 
 @pytest.mark.parametrize("given", itertools.product([False, True], repeat=len(FLAGS)), ids=str)
 def test_changing_routes_are_as_closed_as_the_webui_s_own(host, given):  # noqa: F811
-    """A1111 serves its API with --api, behind --api-auth where that is given, and its page behind --gradio-auth."""
+    """A1111 serves its API with --api, behind --api-auth if that is given, and its page behind --gradio-auth."""
     flags = dict(zip(FLAGS, given))
     options = vars(host.shared.cmd_opts)
     options.update(api=flags["api"], listen=flags["listen"], nowebui=False)
@@ -41,7 +41,7 @@ def test_changing_routes_are_as_closed_as_the_webui_s_own(host, given):  # noqa:
     if not flags["api"]:
         assert codes() == codes(auth=("api", "one")) == {404}
     else:
-        # 409: there is no picture to go by
+        # 409: there is no image to go by
         admitted = {200, 409}
         assert codes() == codes(auth=("api", "three")) == codes(auth=("nobody", "")) == ({401} if guarded else admitted)
         if flags["api_auth"]:

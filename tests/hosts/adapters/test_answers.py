@@ -1,4 +1,4 @@
-"""What a request is answered about its acceleration, and what its pictures' own metadata say."""
+"""What a request is answered about its acceleration, and what its images' own metadata say."""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ VARIABLES = {Path("tests") / "conftest.py": '"{}"', Path("CONTRIBUTING.md"): "`{
 FUNCTIONS = {"detect": [], "start": ["version"]}
 """What scripts/stable_fast.py calls, and with what."""
 SESSION = ("install", "host_version", "model_name")
-"""What a session must define, see sfast_ext/hosts/session.py."""
+WEBUI_SESSION = ("host_version", "unet_of")
+"""What a session must define, see sfast_ext/hosts/session.py and webui_session.py, by its base."""
+BASES = {"Session": SESSION, "WebUISession": WEBUI_SESSION}
 
 
 def adapters(root: Path) -> list[str]:
@@ -35,13 +37,13 @@ def missing(root: Path, name: str) -> list[str]:
         for function, arguments in FUNCTIONS.items()
         if functions.get(function) != arguments
     ]
-    bases = {"Session", "WebUISession"}
-    sessions = [c for c in tree.body if isinstance(c, ast.ClassDef) and bases & set(map(ast.unparse, c.bases))]
+    classes = [c for c in tree.body if isinstance(c, ast.ClassDef)]
+    sessions = {c: BASES[base] for c in classes for base in map(ast.unparse, c.bases) if base in BASES}
     if not sessions:
         found.append(f"{HOSTS / name}/adapter.py has no class derived from sfast_ext.hosts.session.Session")
-    for session in sessions:
+    for session, needed in sessions.items():
         methods = {f.name for f in session.body if isinstance(f, ast.FunctionDef)}
-        found += [f"{session.name} does not define {method}()" for method in SESSION if method not in methods]
+        found += [f"{session.name} does not define {method}()" for method in needed if method not in methods]
         fields = {
             ast.unparse(t): each.value for each in session.body if isinstance(each, ast.Assign) for t in each.targets
         }
@@ -138,6 +140,7 @@ def test_each_step_of_filling_it_takes_one_line_away(skeleton):
     steps = [
         (adapter, functions, 8),
         (adapter, functions + empty, 11),
+        (adapter, functions + empty.replace("(Session", "(WebUISession"), 10),
         (adapter, functions + whole, 8),
         (HOSTS / "__init__.py", 'ADAPTERS = ("a1111", "forge")\n', 7),
         (ROOMS, "| `hosts/forge` | `hosts/forge/` | Forge | `hosts` |\n", 6),

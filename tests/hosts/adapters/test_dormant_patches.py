@@ -15,7 +15,7 @@ from sfast_ext.hosts.a1111.dormant_patches import DormantPatches, read_patch
 
 FOLDER = "/webui/extensions/loud/lib_loud/patches.py"
 
-# as in sd-webui-freeu, whose switch is an attribute of an object that each picture makes anew
+# as in sd-webui-freeu, whose switch is an attribute of an object that each image makes anew
 KEYWORD = """
 def patch(things, *args, before, **kwargs):
     if not state.current.on:
@@ -129,7 +129,7 @@ def switch(state, on):
 
 
 def picture(state, on, **options):
-    """The picture without us, from the start with the switch where it is told."""
+    """The image without us, from the start with the switch if it is told."""
     switch(state, on)
     return untouched(1, **options)
 

@@ -55,7 +55,7 @@ def same(picture: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @functools.lru_cache(maxsize=None)
 def reference(seed: int = 1, channels: int = 32, loras: tuple[tuple[str, float], ...] = (), **options: Any) -> Any:
-    """The picture as the WebUI makes it without us."""
+    """The image as the WebUI makes it without us."""
     with standin.running() as other:
         other.load(seed, channels)
         other.lora(**dict(loras))
@@ -63,7 +63,7 @@ def reference(seed: int = 1, channels: int = 32, loras: tuple[tuple[str, float],
 
 
 def bypassed(host: Any, words: str, expected: torch.Tensor) -> None:
-    """Check that a picture is the WebUI's own, made by no plan, and that `words` say why."""
+    """Check that an image is the WebUI's own, made by no plan, and that `words` say why."""
     before = count("plans run")
     assert same(host.generate(), expected)
     assert count("plans run") == before
@@ -162,7 +162,7 @@ def test_a_checkpoint_of_the_same_architecture_keeps_the_plans(started):
     assert same(started.generate(), reference(2, loras=(("a", 1.0),))) and count("captures") == 1
     started.load(1)
     assert same(started.generate(), reference()) and count("captures") == 1
-    # where system memory is short, the weights of the checkpoint that is dropped are not held
+    # if system memory is short, the weights of the checkpoint that is dropped are not held
     started.system_memory = 1000
     started.load(2)
     assert same(started.generate(), reference(2)) and count("captures") == 2
@@ -209,7 +209,7 @@ INSIDE = {"input_block_patch": [tomesd_m]}
 
 
 def patched_inside(standin: ModuleType) -> torch.Tensor:
-    """The picture with a function inside the UNet, without us."""
+    """The image with a function inside the UNet, without us."""
     with standin.running() as other:
         other.load(1)
         other.option(patches=INSIDE)

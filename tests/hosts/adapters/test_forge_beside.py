@@ -29,7 +29,7 @@ def plans_of_vaes_at_once(monkeypatch):
 
 
 def units(*strengths: float, seed: int = 5) -> list[beside.ControlNet]:
-    """Units of one picture, which share a network or have others."""
+    """Units of one image, which share a network or have others."""
     return [beside.ControlNet(beside.network(seed + i), strength) for i, strength in enumerate(strengths)]
 
 

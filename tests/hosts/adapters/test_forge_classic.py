@@ -36,7 +36,7 @@ def count(name: str) -> int:
 
 @functools.lru_cache(maxsize=None)
 def reference(seed: int = 1, loras: tuple[tuple[str, float], ...] = (), everywhere: bool = False) -> torch.Tensor:
-    """The picture as the WebUI makes it without us."""
+    """The image as the WebUI makes it without us."""
     with standin.running() as other:
         other.load(seed)
         other.lora(everywhere=everywhere, **dict(loras))

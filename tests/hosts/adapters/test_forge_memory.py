@@ -33,7 +33,7 @@ class Running:
         return int(forge.ForgeSession.running.report.counter(name))
 
     def picture(self, expected: torch.Tensor) -> int:
-        """Make a picture, which is to be this; how many plans ran."""
+        """Make an image, which is to be this; how many plans ran."""
         runs = self.counter("replays") + self.counter("eager_runs")
         found = self.host.generate().to("cpu")
         assert not self.card.faults and not self.card.refused
@@ -43,7 +43,7 @@ class Running:
 
 @functools.lru_cache(maxsize=None)
 def of(seed: int, everywhere: bool = False, **loras: float) -> torch.Tensor:
-    """The picture of a checkpoint without us, on a CPU."""
+    """The image of a checkpoint without us, on a CPU."""
     with standin.running() as other:
         other.load(seed)
         other.lora(everywhere=everywhere, **loras)

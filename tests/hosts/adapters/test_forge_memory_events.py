@@ -1,4 +1,4 @@
-"""Random events in Forge's stand-ins on a pretended GPU: pictures are those without us, and plans leave Forge the
+"""Random events in Forge's stand-ins on a pretended GPU: images are those without us, and plans leave Forge the
 memory that it asks for."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LORAS: tuple[dict[str, float], ...] = ({}, {}, {"a": 1.0}, {"a": -0.5, "b": 0.3}
 
 @functools.lru_cache(maxsize=None)
 def expected(program: str, seed: int, everywhere: bool, size: int, **loras: float) -> torch.Tensor:
-    """The picture without us, on a CPU."""
+    """The image without us, on a CPU."""
     with STANDINS[program].running() as other:
         other.load(seed)
         other.lora(everywhere=everywhere, **loras)
@@ -72,7 +72,7 @@ class World:
         self.host.memory.unload_all_models()
 
     def in_parts(self) -> None:
-        """For want of memory Forge Classic leaves weights in system memory, from the next picture on."""
+        """For want of memory Forge Classic leaves weights in system memory, from the next image on."""
         if self.program == "classic":
             self.host.kept = self.random.choice((0, SIZE // 2, -1, -1, -1, -1))
             self.host.memory.unload_all_models()
@@ -98,7 +98,7 @@ HAPPENINGS = [
 
 
 def play(program: str, memory: float, seed: int, patch: pytest.MonkeyPatch, events: int = EVENTS) -> dict[str, int]:
-    """So many events, each followed by pictures, on a GPU with memory for so many UNets; the report's counters."""
+    """So many events, each followed by images, on a GPU with memory for so many UNets; the report's counters."""
     small_reserves(patch, SIZE)
     module: ModuleType = STANDINS[program]
     running = module.running(GPU, sfast_triton=False)

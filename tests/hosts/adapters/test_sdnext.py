@@ -188,7 +188,7 @@ def test_hypertile_runs_the_original(host: Host) -> None:
 
 
 class StableDiffusionPAGPipeline(SimpleNamespace):
-    """Stands for SD.Next's, which is told by its name. Its page sends -1 where PAG is not wanted."""
+    """Stands for SD.Next's, which is told by its name. Its page sends -1 if PAG is not wanted."""
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def with_faces(unet: Any, scale: float) -> None:
 
 
 def stock(host: Host, scale: float | None) -> torch.Tensor:
-    """The picture of an untouched model."""
+    """The image of an untouched model."""
     other = pipeline(0)
     if scale is not None:
         with_faces(other.unet, scale)

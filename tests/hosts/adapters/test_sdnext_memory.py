@@ -262,7 +262,7 @@ def test_the_vae_s_plans_hold_nothing_while_it_is_off_the_gpu(
     counter = on.host.session.report.counter
     for _ in range(2):
         on.job(expected)
-    # two jobs in each picture, of which the second decodes: one more is needed for the plan
+    # two jobs in each image, of which the second decodes: one more is needed for the plan
     assert counter("vae_captures") == 1
     decoded, given = counter("vae_eager_runs"), counter("vae_memory_given_back")
     for _ in range(2):

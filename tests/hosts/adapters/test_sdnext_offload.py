@@ -57,7 +57,7 @@ def unet_of(host: Host) -> Any:
 
 
 def accelerated(host: Host, **job: Any) -> torch.Tensor:
-    """A picture that plans made."""
+    """An image that plans made."""
     runs = host.runs()
     picture = host.picture(**job)
     assert host.runs() > runs, host.reasons()
@@ -65,7 +65,7 @@ def accelerated(host: Host, **job: Any) -> torch.Tensor:
 
 
 def bypassed(host: Host, words: str, **job: Any) -> torch.Tensor:
-    """A picture that the host made by itself, with a reason."""
+    """An image that the host made by itself, with a reason."""
     runs = host.runs()
     picture = host.picture(**job)
     assert host.runs() == runs and words in host.reasons(), host.reasons()

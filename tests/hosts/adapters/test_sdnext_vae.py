@@ -1,4 +1,4 @@
-"""The VAE in SD.Next, against the stand-in around diffusers' own: pictures are those of an untouched twin."""
+"""The VAE in SD.Next, against the stand-in around diffusers' own: images are those of an untouched twin."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_slices_and_tiles(host):
     for _ in range(6):
         host.session.follow()
         done.append(did(host, tiled, twin))
-    # one plan for each picture, whatever its tiles
+    # one plan for each image, whatever its tiles
     assert "plan" in done and host.session.report.counter("vae_captures") <= 6
     assert len(accelerator_of(vae_of(host).decoder).plans) <= 8
 

@@ -111,7 +111,7 @@ def test_png_files_are_compressed_by_several_threads_where_the_user_wants_it(
     )
     pillows = PngImagePlugin._save
     kind.start("0")
-    # the small picture of the start
+    # the small image of the start
     compressed.clear()
     vars(sys.modules["modules.shared"].opts).update(chosen)
     file, im = io.BytesIO(), Image.new("RGB", (400, 300), "teal")

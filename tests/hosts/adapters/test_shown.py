@@ -1,4 +1,4 @@
-"""What a user is shown of pictures that a host's stand-in makes: sizes in words, the last picture, dropped plans."""
+"""What a user is shown of images that a host's stand-in makes: sizes in words, the last image, dropped plans."""
 
 from __future__ import annotations
 

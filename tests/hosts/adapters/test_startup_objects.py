@@ -29,7 +29,7 @@ def loaded() -> Iterator[int]:
 
 @pytest.fixture(autouse=True)
 def thawed(loaded: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a process where nobody has frozen anything, nor loaded a network."""
+    """As in a process if nobody has frozen anything, nor loaded a network."""
     monkeypatch.setattr(startup_objects, "LARGE", loaded)
     yield
     gc.unfreeze()
@@ -71,7 +71,7 @@ def test_a_collection_visits_what_came_after_the_start(
     del held
     gc.collect()
     assert late() is None and early() is kept() is not None
-    # as where the page is made anew
+    # as if the page is made anew
     host.script_callbacks.fire("script_unloaded")
     assert count() == 0
     gc.collect()

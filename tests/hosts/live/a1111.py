@@ -1,4 +1,4 @@
-"""What the tests of AUTOMATIC1111 share: its start, and rounds of pictures played with and without the extension.
+"""What the tests of AUTOMATIC1111 share: its start, and rounds of images played with and without the extension.
 
 SFAST_A1111_DIR      a WebUI that starts (its repositories checked out); nothing is written into it
 SFAST_A1111_PYTHON   its interpreter; default: venv/bin/python in it
@@ -41,8 +41,8 @@ WITHOUT_NETWORK = (
     "--skip-prepare-environment --skip-version-check --skip-python-version-check --no-download-sd-model"
     " --do-not-download-clip --no-hashing --api --server-name 127.0.0.1"
 )
-# Of 255, mean over the picture. In fp32 both sides differ by the order of additions only. In half precision the WebUI's
-# own picture is up to 1.24 off that in fp32 (SD 2 with a LoRA, whose effect is 58); in Forge Classic up to 1.42.
+# Of 255, mean over the image. In fp32 both sides differ by the order of additions only. In half precision the WebUI's
+# own image is up to 1.24 off that in fp32 (SD 2 with a LoRA, whose effect is 58); in Forge Classic up to 1.42.
 IN_FP32, IN_HALF = 1.0, 2.5
 TOLERANCE = IN_FP32 if ON_CPU else IN_HALF
 
@@ -69,7 +69,7 @@ Round = list[tuple[str, str, dict[str, Any]]]
 
 
 def told(name: str, prompt: str, **more: Any) -> tuple[str, str, dict[str, Any]]:
-    """A step of a round: the plain picture with this added to its prompt."""
+    """A step of a round: the plain image with this added to its prompt."""
     return name, "txt2img", {**PLAIN, "prompt": f"{PLAIN['prompt']} {prompt}", **more}
 
 
@@ -121,13 +121,13 @@ def start(
 
 
 def play(webui: WebUI, kind: str, payload: dict[str, Any]) -> list[str]:
-    """One step of a round; its pictures."""
+    """One step of a round; its images."""
     answer = webui.post(f"/sdapi/v1/{kind}", payload)
     return answer.get("images", []) if kind in ("txt2img", "img2img") else []
 
 
 def apart(some: list[str], others: list[str]) -> float:
-    """Mean absolute difference of the least alike pair of pictures, of 255."""
+    """Mean absolute difference of the least alike pair of images, of 255."""
     assert len(some) == len(others) > 0
     return max(difference(a, b) for a, b in zip(some, others))
 
@@ -140,7 +140,7 @@ def count(report: dict[str, Any], counter: str) -> int:
 
 @dataclass
 class Played:
-    """A WebUI, the pictures of its round, and the status after each step."""
+    """A WebUI, the images of its round, and the status after each step."""
 
     webui: WebUI
     pictures: dict[str, list[str]] = field(default_factory=dict)
@@ -154,7 +154,7 @@ class Played:
             assert name not in self.pictures, name
             self.pictures[name] = play(self.webui, kind, payload)
             if status:
-                # a GPU makes a tiny picture in less than the time for which an answer lasts
+                # a GPU makes a tiny image in less than the time for which an answer lasts
                 time.sleep(LASTS)
                 self.reports[name] = self.webui.get("/sfast/v1/status")
         return self
@@ -175,12 +175,12 @@ class Played:
 
 
 def pictured(steps: Round) -> list[str]:
-    """The names of the steps that make pictures."""
+    """The names of the steps that make images."""
     return [name for name, kind, _ in steps if kind in ("txt2img", "img2img")]
 
 
 def equal_to_stock(steps: Round) -> Any:
-    """A module's test that each picture of its round is that of the WebUI without the extension."""
+    """A module's test that each image of its round is that of the WebUI without the extension."""
 
     @pytest.mark.parametrize("name", pictured(steps))
     def test_picture_is_the_one_without_the_extension(played: Played, stock: dict[str, list[str]], name: str) -> None:

@@ -138,7 +138,7 @@ def norms(state: Tensors, seed: int) -> Tensors:
 
 
 def full(state: Tensors, seed: int) -> Tensors:
-    """Differences of whole weights, and of a bias where there is one: the WebUI cannot take back one that it added."""
+    """Differences of whole weights, and of a bias if there is one: the WebUI cannot take back one that it added."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for part in ("attn1.to_q", "attn2.to_k", "attn2.to_out.0"):

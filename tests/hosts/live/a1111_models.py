@@ -109,7 +109,7 @@ def control(
 
 
 def adapter(width: int, seed: int) -> dict[str, torch.Tensor]:
-    """A T2I-Adapter: two residual blocks for each level of the UNet, from the picture's pixels in 8 by 8 squares."""
+    """A T2I-Adapter: two residual blocks for each level of the UNet, from the image's pixels in 8 by 8 squares."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     convolution(tensors, "conv_in", width, 192, 3, generator)

@@ -1,4 +1,4 @@
-"""A WebUI's page in a real browser: finds its tabs, clicks, takes a picture of each step, keeps what the console says.
+"""A WebUI's page in a real browser: finds its tabs, clicks, takes an image of each step, keeps what the console says.
 
 SFAST_CHROMIUM   a Chromium or Chrome; playwright drives it, which is no package of the project
 SFAST_AXE        axe.min.js of axe-core; without it nothing is checked for accessibility
@@ -45,7 +45,7 @@ class Page:
 
     Args:
         theme: "" (the host's only page), "Standard" or "Modern" (SD.Next's two).
-        pictures: the folder for the pictures of the steps.
+        images: the folder for the images of the steps.
     """
 
     def __init__(self, page: Any, url: str, theme: str, pictures: Path) -> None:
@@ -74,7 +74,7 @@ class Page:
         self.until(lambda: self.badge() not in ("", "…"), "the badge has an answer")
 
     def picture(self, name: str) -> None:
-        """Take a picture of what is seen now."""
+        """Take an image of what is seen now."""
         self._number += 1
         self.page.screenshot(path=self._pictures / f"{self._number:02}-{name}.png", timeout=60_000)
 
@@ -112,7 +112,7 @@ class Page:
         return " ".join(self.text("#stable_fast_job").split())
 
     def to_pictures(self) -> None:
-        """Open the tab in which pictures are made."""
+        """Open the tab in which images are made."""
         if self.theme == "Modern":
             self.click('button[tabitemid*="#txt2img_tabitem"]')
         else:
@@ -150,7 +150,7 @@ class Page:
         self.until(lambda: "changed" in (self.page.text_content("#settings_result") or "").lower(), "applied", 30)
 
     def generate(self, prompt: str = "a dog on a hill", tab: str = "txt2img") -> list[str]:
-        """Make a picture. Returns what the badge and the progress bar said meanwhile."""
+        """Make an image. Returns what the badge and the progress bar said meanwhile."""
         self.fill(f"#{tab}_prompt textarea", prompt)
         said: list[str] = []
         # what the page itself asks for: SD.Next answers a client so many times a minute
@@ -171,7 +171,7 @@ class Page:
         return [*said, self.badge()]
 
     def infotext(self) -> str:
-        """What is written below the picture."""
+        """What is written below the image."""
         return self.page.locator("#html_info_txt2img, #html_info_formatted_txt2img").last.inner_text(timeout=20_000)
 
     def accessible(self, selector: str) -> None:

@@ -34,7 +34,7 @@ def data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def stock(request: pytest.FixtureRequest, data: Path) -> dict[str, list[str]]:
-    """The pictures of the module's `ROUND` as the WebUI makes them by itself."""
+    """The images of the module's `ROUND` as the WebUI makes them by itself."""
     settings = {**getattr(request.module, "SETTINGS", {}), "disabled_extensions": ["stable-fast"]}
     with a1111.start(data, "stock", settings) as webui:
         return a1111.Played(webui).round(request.module.ROUND, status=False).pictures
@@ -42,7 +42,7 @@ def stock(request: pytest.FixtureRequest, data: Path) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def played(request: pytest.FixtureRequest, data: Path, stock: dict[str, list[str]]) -> Iterator[a1111.Played]:
-    """The WebUI with the extension after the round, its pictures, and the status after each of its steps."""
+    """The WebUI with the extension after the round, its images, and the status after each of its steps."""
     settings = {**getattr(request.module, "SETTINGS", {}), "sfast_allow_cpu": True}
     with a1111.start(data, "extended", settings) as webui:
         yield a1111.Played(webui).round(request.module.ROUND, status=True)
@@ -50,7 +50,7 @@ def played(request: pytest.FixtureRequest, data: Path, stock: dict[str, list[str
 
 @pytest.fixture(scope="module", params=HOSTS)
 def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """A page that is open where pictures are made, with a small one set."""
+    """A page that is open where images are made, with a small one set."""
     pytest.importorskip("playwright.sync_api")
     name = request.param
     pictures = tmp_path_factory.mktemp(f"pictures-{name}")

@@ -12,7 +12,7 @@ from .webui import WebUI
 
 SIZES = {"sizes": ["192x128"]}
 CHANGING: dict[str, Any] = {"drop": None, "cancel": None, "prepare": SIZES, "measure": SIZES}
-# 409: there is no picture to go by
+# 409: there is no image to go by
 ADMITTED = {200, 409}
 UP = "/openapi.json"
 """What the host answers whoever asks, with any of these flags."""

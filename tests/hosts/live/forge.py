@@ -1,4 +1,4 @@
-"""What the tests of Forge, reForge, Forge Neo and Forge Classic share: their start.
+"""What the tests of Forge, reForge, Forge Neo and Forge Classic share: the start, and the tests of a round.
 
 SFAST_FORGE_DIR              a Forge Neo that starts; nothing is written into it
 SFAST_FORGE_PYTHON           its interpreter; default: venv/bin/python in it
@@ -7,8 +7,7 @@ SFAST_FORGE_CLASSIC_DIR, ..  the same of Forge Classic
 SFAST_FORGE_OLD_DIR, ..      the same of Forge by lllyasviel
 SFAST_REFORGE_DIR, ..        the same of reForge
 
-Checkpoints and LoRAs are made by `forge_models.py`, and lie with settings and outputs in a data directory of the test's
-own.
+Checkpoints and LoRAs are made by `forge_models.py`, and lie with settings and outputs in the test's data directory.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from . import test_a1111_requests as requests
 from .a1111 import (
     CHECKOUT,
     PLAIN,
@@ -35,6 +35,7 @@ from .a1111 import (
     accelerated,
     apart,
     bypassed,
+    equal_to_stock,
     make_data,
     pictured,
     play,
@@ -139,8 +140,12 @@ def named(webui: WebUI, steps: Round) -> Round:
     return [(step, route, payload) for step, route, payload in json.loads(told)]
 
 
+CHANGED = ("lora", "lora weaker", "two loras", "other", "three", "token merging")
+UNCHANGED = ("lora gone", "plain after loras", "one again", "without controlnet", "plain at the end")
+
+
 def fixtures(program: Program, steps: Round) -> tuple[Any, Any, Any]:
-    """Of a module of tests, `data`, `stock` and `played`: what the WebUI is started with, the pictures of the round as
+    """Of a module of tests, `data`, `stock` and `played`: what the WebUI is started with, the images of the round as
     it makes them by itself, and the WebUI with the extension after the round."""
 
     @pytest.fixture(scope="module")
@@ -160,39 +165,56 @@ def fixtures(program: Program, steps: Round) -> tuple[Any, Any, Any]:
     return data, stock, played
 
 
-def round_tests(steps: Round, why: Mapping[str, str], same_plans: Sequence[str]) -> tuple[Any, Any, Any]:
-    """A module's tests of its round, by the steps' names: that plans ran and nothing else; that no new plan was needed;
-    that the original forward ran, and the report says why.
+def round_tests(program: Program, steps: Round, why: Mapping[str, str], same_plans: Sequence[str]) -> dict[str, Any]:
+    """The fixtures of a module, and the tests of its round, by their names.
 
     Args:
         why: the words of the report, of the steps that are bypassed; in all others plans run.
         same_plans: the steps that need no new plan.
     """
+    data, stock, played = fixtures(program, steps)
 
     @pytest.mark.parametrize("name", [name for name in pictured(steps) if name not in why])
-    def plans_were_run(played: Played, name: str) -> None:
+    def test_plans_were_run(played: Played, name: str) -> None:
         accelerated(played, name)
         assert played.reasons(name) == {}
 
     @pytest.mark.parametrize("name", same_plans)
-    def no_new_capture_for(played: Played, name: str) -> None:
+    def test_no_new_capture_for(played: Played, name: str) -> None:
         assert played.gained(name, "captures") == 0
 
     @pytest.mark.parametrize("name", why)
-    def the_original_forward_runs_and_the_report_says_why(played: Played, name: str) -> None:
+    def test_the_original_forward_runs_and_the_report_says_why(played: Played, name: str) -> None:
         bypassed(played, name, why[name])
 
-    return plans_were_run, no_new_capture_for, the_original_forward_runs_and_the_report_says_why
+    tests = (
+        equal_to_stock(steps),
+        test_plans_were_run,
+        test_no_new_capture_for,
+        test_the_original_forward_runs_and_the_report_says_why,
+    )
+    return {"data": data, "stock": stock, "played": played, **_by_name(*tests)}
 
 
-def beside_test(controlled: Sequence[str]) -> Any:
-    """A module's test that plans of the VAE's parts and of ControlNets ran.
+def program_tests(
+    program: Program,
+    steps: Round,
+    why: Mapping[str, str],
+    same_plans: Sequence[str],
+    controlled: Sequence[str],
+    changed: Sequence[str] = CHANGED,
+    unchanged: Sequence[str] = UNCHANGED,
+) -> dict[str, Any]:
+    """The fixtures and the tests of a program's module, by their names; see `round_tests`.
 
     Args:
         controlled: the steps with ControlNets.
+        changed: the steps whose first image differs from the plain one, in addition to those with ControlNets: the
+            extension adds its map to the images.
+        unchanged: the steps with the plain image.
     """
 
-    def what_runs_beside_the_unet_is_accelerated(played: Played) -> None:
+    def test_the_vae_and_controlnets_are_accelerated(played: Played) -> None:
         status = played.webui.get("/sfast/v1/status")
         vae = {each["name"]: each for each in status["accelerators"] if each["name"].startswith("VAE")}
         assert sorted(vae) == ["VAE decoder", "VAE encoder"]
@@ -201,14 +223,33 @@ def beside_test(controlled: Sequence[str]) -> Any:
             found = [each for each in played.reports[name]["accelerators"] if each["name"] == "controlnet"]
             assert found and any(each["plans"] for each in found), name
 
-    return what_runs_beside_the_unet_is_accelerated
+    def test_the_round_shows_what_it_should(stock: dict[str, list[str]]) -> None:
+        for name in (*changed, *controlled):
+            assert apart(stock[name][:1], stock["plain"]) > TOLERANCE, name
+        for name in unchanged:
+            assert apart(stock[name], stock["plain"]) < TOLERANCE, name
+
+    def test_switched_off_the_bytes_are_the_webui_s_own(played: Played, stock: dict[str, list[str]]) -> None:
+        play(played.webui, "options", {"sfast_enabled": False})
+        for name, prompt in (("plain", ""), ("lora", " <lora:strong:1>")):
+            (found,) = play(played.webui, "txt2img", {**PLAIN, "prompt": PLAIN["prompt"] + prompt})
+            assert (pixels(found) == pixels(stock[name][0])).all(), name
+        play(played.webui, "options", {"sfast_enabled": True})
+        assert apart(play(played.webui, "txt2img", PLAIN), stock["plain"]) < TOLERANCE
+        status = played.webui.get("/sfast/v1/status")
+        assert status["host"]["name"] == program.name and status["last_error"] is None
+
+    return {
+        **round_tests(program, steps, why, same_plans),
+        **_by_name(
+            requests.test_after_an_interruption_the_next_picture_is_right,
+            requests.test_two_requests_at_once_give_both_pictures,
+            test_the_vae_and_controlnets_are_accelerated,
+            test_the_round_shows_what_it_should,
+            test_switched_off_the_bytes_are_the_webui_s_own,
+        ),
+    }
 
 
-def as_its_own(played: Played, stock: dict[str, list[str]]) -> None:
-    """Check that, switched off, the extension leaves the WebUI's pictures as they are, to the byte."""
-    play(played.webui, "options", {"sfast_enabled": False})
-    for name, prompt in (("plain", ""), ("lora", " <lora:strong:1>")):
-        (found,) = play(played.webui, "txt2img", {**PLAIN, "prompt": PLAIN["prompt"] + prompt})
-        assert (pixels(found) == pixels(stock[name][0])).all(), name
-    play(played.webui, "options", {"sfast_enabled": True})
-    assert apart(play(played.webui, "txt2img", PLAIN), stock["plain"]) < TOLERANCE
+def _by_name(*tests: Any) -> dict[str, Any]:
+    return {test.__name__: test for test in tests}

@@ -63,7 +63,7 @@ def running(name: str, factory: pytest.TempPathFactory) -> Iterator[WebUI]:
 
 
 def quick(page: Page, **size: str) -> None:
-    """Set a small picture of few steps."""
+    """Set a small image of few steps."""
     for field, value in {**QUICK, **size}.items():
         page.page.locator(f"#txt2img_{field} input[type=number]").first.evaluate(SET, value)
 

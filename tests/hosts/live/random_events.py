@@ -1,7 +1,7 @@
 """Random events in a real WebUI: `python -m hosts.live.random_events --host a1111 --events 1500 --seed 0`.
 
-Patches as third parties write them are laid and taken away at random steps of pictures, first in the stock WebUI, then
-in one with the extension. Each picture must be the same, no more plans captured than the model had behaviours, and
+Patches as third parties write them are laid and taken away at random steps of images, first in the stock WebUI, then
+in one with the extension. Each image must be the same, no more plans captured than the model had behaviours, and
 plans must run again when all patches are gone. What fails is played again by the command that it names.
 """
 
@@ -27,7 +27,7 @@ from .random_sequences import CALM, Picture, each_alone, sequence, storm_bound, 
 EACH = 100
 """Events of one seed."""
 TOLERANCE = 0.1
-"""Of 255, mean over a picture; both sides compute in fp32 and differ by the order of additions only, by a hundredth of
+"""Of 255, mean over an image; both sides compute in fp32 and differ by the order of additions only, by a hundredth of
 it. A patch that is missed at one step of several may show no more than this."""
 COUNTERS = ("captures", "graph_captures", "evictions", "replays", "eager_runs", "fallbacks", "errors")
 HERE = Path(__file__).resolve().parent
@@ -37,7 +37,7 @@ ALONE = -1
 
 
 def tolerance(host: str) -> float:
-    """How far pictures may be apart, of 255: on a GPU, where both sides round more coarsely, as in the other tests."""
+    """How far images may be apart, of 255: on a GPU, where both sides round more coarsely, as in the other tests."""
     from . import a1111, sdnext
 
     module = a1111 if host == "a1111" else sdnext
@@ -65,7 +65,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 @dataclass
 class Plan:
-    """The pictures of one seed."""
+    """The images of one seed."""
 
     seed: int
     events: int
@@ -106,7 +106,7 @@ class Host(Protocol):
         """A `WebUI`, with the extension or without."""
 
     def ready(self, webui: Any) -> None:
-        """Wait until it can make pictures."""
+        """Wait until it can make images."""
 
 
 class A1111:
@@ -143,7 +143,7 @@ class SDNext:
         add_patches(self.data, after)
 
     def start(self, *, extension: bool) -> Any:
-        # by default it answers sixty pictures a minute and no more
+        # by default it answers sixty images a minute and no more
         return self.module.start(self.data, {"server_rate_limit": 0}, extension=extension)
 
     def ready(self, webui: Any) -> None:
@@ -160,7 +160,7 @@ def add_patches(data: Path, after: bool) -> None:
 
 HOSTS: dict[str, type[A1111] | type[SDNext]] = {"a1111": A1111, "sdnext": SDNext}
 Shown = dict[tuple[int, int], Any]
-"""By seed and number of the picture."""
+"""By seed and number of the image."""
 
 
 class Events:
@@ -169,7 +169,7 @@ class Events:
     def __init__(self, options: argparse.Namespace, plans: list[Plan]) -> None:
         self.options, self.plans = options, plans
         self.stock: Shown = {}
-        """The pictures without the extension."""
+        """The images without the extension."""
         self.faults: list[str] = []
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
@@ -179,7 +179,7 @@ class Events:
         self.seconds: dict[str, float] = {}
         self.described: dict[str, Any] = {}
         self.failed: dict[int, tuple[int, str]] = {}
-        """Seeds whose picture the WebUI without the extension could not make: its number, and what it said."""
+        """Seeds whose image the WebUI without the extension could not make: its number, and what it said."""
 
     def play(self, host: Host) -> None:
         """All of it, in both."""
@@ -189,7 +189,7 @@ class Events:
             self._judge(plan, ours, reports)
 
     def run(self, host: Host, *, extension: bool) -> tuple[Shown, Shown]:
-        """The pictures, and the status after each. Each seed has a WebUI of its own: some patches leave something."""
+        """The images, and the status after each. Each seed has a WebUI of its own: some patches leave something."""
         which = "with" if extension else "without"
         began, pictures, reports = time.perf_counter(), {}, {}
         for plan in self.plans:
@@ -211,7 +211,7 @@ class Events:
         return pictures, reports
 
     def _failure(self, plan: Plan, number: int, exc: Exception, *, extension: bool, log: str) -> None:
-        """A picture that could not be made: no fault where both say the same, as of values that are no numbers."""
+        """An image that could not be made: no fault if both say the same, as of values that are no numbers."""
         words = str(exc).partition("\n")[0]
         if not extension:
             self.failed[plan.seed] = number, words
@@ -336,7 +336,7 @@ def _parts(was: dict[str, Any], now: dict[str, Any]) -> int:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Play events and say what came of it; 1 where something failed."""
+    """Play events and say what came of it; 1 if something failed."""
     options = arguments(given)
     played = Events(options, planned(options))
     with tempfile.TemporaryDirectory() as folder:

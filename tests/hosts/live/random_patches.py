@@ -1,7 +1,7 @@
 """An extension of AUTOMATIC1111 and of SD.Next for these tests: lays patches and takes them away at given steps.
 
 Copied with `random_sites.py` into the extensions of a data directory. `POST /test/v1/events` takes the events of the
-next picture, lays or takes at once those of step -1, and answers what came of the picture before: the steps it had and
+next image, lays or takes at once those of step -1, and answers what came of the image before: the steps it had and
 what failed.
 """
 

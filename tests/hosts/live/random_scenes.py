@@ -1,7 +1,7 @@
 """Random scenes in a real Forge: `python -m hosts.live.random_scenes --host classic --scenes 2000 --seed 0`.
 
-A scene is a picture with a size, number, prompt, LoRAs, sampler and kind of its own, of the checkpoint that is loaded
-or of another. All are made by the WebUI alone, then by one with the extension: pictures must be the same. What fails is
+A scene is an image with a size, number, prompt, LoRAs, sampler and kind of its own, of the checkpoint that is loaded
+or of another. All are made by the WebUI alone, then by one with the extension: images must be the same. What fails is
 played again by the command that it names, with the scenes of its hundred.
 """
 
@@ -53,7 +53,7 @@ def scenes(seed: int, count: int, program: forge.Program = forge.NEO) -> Round:
 def _picture(draw: random.Random) -> tuple[str, dict[str, Any]]:
     width, height = draw.choice(SIZES)
     prompt = draw.choice(("a dog", "a ship on the sea", "a dog AND a ship:0.6", "[a dog:a ship:0.5]", LONG))
-    # weak ones: stronger ones make of rounding another picture
+    # weak ones: stronger ones make of rounding another image
     for name in draw.sample(("strong", "second"), draw.choice((0, 0, 1, 1, 2))):
         prompt += f" <lora:{name}:{draw.choice((-0.1, 0.05, 0.1, 0.2))}>"
     payload = {**PLAIN, "prompt": prompt, "width": width, "height": height, "seed": draw.randrange(1000)}
@@ -73,7 +73,7 @@ def _picture(draw: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 def played(webui: WebUI, steps: Round) -> Iterator[tuple[str, list[str]]]:
-    """The pictures of scenes by their names."""
+    """The images of scenes by their names."""
     for name, route, payload in steps:
         pictures = play(webui, route, payload)
         if pictures:
@@ -102,7 +102,7 @@ def compare(data: Path, program: forge.Program, steps: Round, again: str, found:
         packages: see `WebUI`.
     """
     tolerance = IN_FP32 if "fp32" in program.flags else IN_HALF
-    # the first picture from another differs from its repetitions by itself: Forge draws noise anew for it
+    # the first image from another differs from its repetitions by itself: Forge draws noise anew for it
     begin: Round = [("", "options", {"sd_model_checkpoint": "one.safetensors"}), (FIRST, "img2img", IMG2IMG), *steps]
     with forge.start(data, "stock", {"disabled_extensions": ["stable-fast"]}, program, packages=packages) as webui:
         expected = dict(played(webui, begin))
@@ -122,7 +122,7 @@ def compare(data: Path, program: forge.Program, steps: Round, again: str, found:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Play scenes; returns 1 where a picture was another. What was seen until Ctrl-C is told as well."""
+    """Play scenes; returns 1 if an image was another. What was seen until Ctrl-C is told as well."""
     parser = argparse.ArgumentParser(prog="hosts.live.random_scenes", description=__doc__)
     parser.add_argument("--host", choices=HOSTS, required=True)
     parser.add_argument("--scenes", type=int, default=2000)

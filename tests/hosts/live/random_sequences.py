@@ -1,6 +1,6 @@
-"""Random pictures for `random_events.py`, from a seed: which patches are laid, turned and taken away, and when.
+"""Random images for `random_events.py`, from a seed: which patches are laid, turned and taken away, and when.
 
-Pure: nothing here knows a host, and the same seed gives the same pictures.
+Pure: nothing here knows a host, and the same seed gives the same images.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from . import random_sites as sites
 SIZES = ((128, 128), (128, 192), (192, 128))
 STEPS = (4, 8)
 MOST_EVENTS = 6
-"""Of one picture; the one that takes away all that is left may have as many as there are patches."""
+"""Of one image; the one that takes away all that is left may have as many as there are patches."""
 MOST_LAID = 4
 CALM = 3
-"""Pictures without a patch after all were taken away: by the last of them plans run again."""
+"""Images without a patch after all were taken away: by the last of them plans run again."""
 SPARE = 2
-"""Captures of one picture beyond one for each behaviour that it had: where a forward looks at numbers of its
+"""Captures of one image beyond one for each behaviour that it had: where a forward looks at numbers of its
 arguments, a plan is made once more."""
 
 
@@ -29,7 +29,7 @@ class Event:
     """A patch laid, its number turned, or the patch taken away.
 
     Args:
-        step: before which it happens; -1 is before the picture.
+        step: before which it happens; -1 is before the image.
         id: of the patch.
     """
 
@@ -48,7 +48,7 @@ class Event:
 
 @dataclass
 class Picture:
-    """A picture and what happens in it."""
+    """An image and what happens in it."""
 
     width: int
     height: int
@@ -58,7 +58,7 @@ class Picture:
     before: list[Event] = field(default_factory=list)
     """The patches that were laid before, by the events that did so."""
     calm: int = 0
-    """The how-manieth it is of pictures in a row without a patch."""
+    """The how-manieth it is of images in a row without a patch."""
 
     def told(self) -> dict[str, Any]:
         """What the host's extension is told."""
@@ -82,7 +82,7 @@ class Picture:
 
 
 def storm_bound(picture: Picture, parts: int = 0) -> int:
-    """The most captures that a picture may take.
+    """The most captures that an image may take.
 
     Args:
         parts: that ran beside the whole model, each with plans of its own.
@@ -91,7 +91,7 @@ def storm_bound(picture: Picture, parts: int = 0) -> int:
 
 
 def storm_bound_of_all(pictures: Sequence[Picture], parts: Sequence[int]) -> int:
-    """The most captures that pictures may take in a row: a few for each, however often their patches change."""
+    """The most captures that images may take in a row: a few for each, however often their patches change."""
     patched = sum(1 + n for picture, n in zip(pictures, parts) if picture.events or picture.before)
     return 2 * patched + 2 * len(SIZES)
 
@@ -184,10 +184,10 @@ class Drawing:
 
 
 def sequence(seed: int, events: int, host: str, kinds: Sequence[str] = ()) -> list[Picture]:
-    """Pictures with so many events, one more at most; all patches are taken away in the end.
+    """Images with so many events, one more at most; all patches are taken away in the end.
 
     Args:
-        kinds: of patches; all that there are for the host where it is empty.
+        kinds: of patches; all that there are for the host if it is empty.
     """
     drawing = Drawing(seed, events, host, kinds or sites.kinds(host))
     pictures = drawing.calm()[:1]
@@ -202,7 +202,7 @@ def sequence(seed: int, events: int, host: str, kinds: Sequence[str] = ()) -> li
 
 
 def each_alone(host: str, kinds: Sequence[str] = (), *, short: bool = False) -> list[Picture]:
-    """A picture without a patch, then three for each kind, each way of keeping its number and each home: one with the
+    """An image without a patch, then three for each kind, each way of keeping its number and each home: one with the
     patch at a single step; one that begins with it, and in whose middle its number is turned; one that loses it.
 
     Args:

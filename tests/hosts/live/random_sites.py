@@ -1,7 +1,7 @@
 """Patches as third parties write them, each the text of a module of theirs; `random_patches.py` runs them in a host.
 
 A module's `lay(unet, seed, start)` puts its patch on the UNet and gives two functions: one takes it away, the other,
-where there is one, changes its number. `STEP` is set before each step. What a patch does follows from these alone, not
+if there is one, changes its number. `STEP` is set before each step. What a patch does follows from these alone, not
 from how often it is called: the extension under test calls what it compares with more often than the host does.
 """
 
@@ -39,7 +39,7 @@ class Site:
     Args:
         code: of its module, with AMOUNT for the number and KEEP for the lines that keep it.
         low, high: the number's range.
-        group: patches of one group are taken away in the reverse order; in any order where it is empty.
+        group: patches of one group are taken away in the reverse order; in any order if it is empty.
         turns: whether the number can be changed while the patch is laid; for `OWN` alone.
     """
 

@@ -40,7 +40,7 @@ CHECKOUT = HERE.parents[2]
 FLAGS = os.environ.get("SFAST_SDNEXT_FLAGS", "--use-cpu all")
 ON_CPU = "--use-cpu all" in FLAGS
 WITHOUT_NETWORK = "--skip-all --skip-git --skip-requirements"
-# Of 255, mean over the picture. In fp32 both sides differ by the order of additions only. On a GPU SD.Next turns TF32
+# Of 255, mean over the image. In fp32 both sides differ by the order of additions only. On a GPU SD.Next turns TF32
 # on, whose products have the mantissa of half precision.
 TOLERANCE = 1.0 if ON_CPU else 2.5
 
@@ -48,7 +48,7 @@ SETTINGS: dict[str, Any] = {
     "offline_mode": True,
     # on a GPU tests ask more often than 300 times a minute
     "server_rate_limit": 0,
-    # it chooses convolutions by their times: the WebUI's own pictures would differ from start to start
+    # it chooses convolutions by their times: the WebUI's own images would differ from start to start
     "cudnn_benchmark": False,
     "sdnq_dequantize_compile": False,
     "sd_model_checkpoint": "Diffusers/tiny-a",
@@ -82,22 +82,22 @@ Step = tuple[str, str, Any]
 
 
 def told(name: str, prompt: str, **more: Any) -> Step:
-    """A step: the plain picture with this added to its prompt."""
+    """A step: the plain image with this added to its prompt."""
     return name, "txt2img", {**PLAIN, "prompt": f"{PLAIN['prompt']} {prompt}", **more}
 
 
 def drawn(name: str, **more: Any) -> Step:
-    """A step: the plain picture, but for this."""
+    """A step: the plain image, but for this."""
     return name, "txt2img", {**PLAIN, **more}
 
 
 def redrawn(name: str, **more: Any) -> Step:
-    """A step: a picture made of another."""
+    """A step: an image made of another."""
     return name, "img2img", {**PLAIN, "init_images": [INIT], "denoising_strength": 0.7, **more}
 
 
 def controlled(name: str, kind: str, *units: dict[str, Any], **more: Any) -> Step:
-    """A step: the plain picture under these control units, of one kind."""
+    """A step: the plain image under these control units, of one kind."""
     payload = {key: value for key, value in {**PLAIN, **more}.items() if key not in ("width", "height")}
     every = {"process": "None", "strength": 1.0, "override": INIT, "unit_type": kind}
     sizes = {"width_before": PLAIN["width"], "height_before": PLAIN["height"]}
@@ -202,11 +202,11 @@ def call(webui: WebUI, path: str) -> None:
 
 
 def do(webui: WebUI, kind: str, payload: Any) -> list[str]:
-    """The pictures of a step.
+    """The images of a step.
 
     Args:
         kind: "txt2img", "img2img" or "control"; "options", where `payload` are settings; "call", where it is a path;
-            "do", where it is a function of the WebUI that gives pictures.
+            "do", where it is a function of the WebUI that gives images.
     """
     if kind == "do":
         return list(payload(webui))
@@ -223,7 +223,7 @@ def do(webui: WebUI, kind: str, payload: Any) -> list[str]:
 
 @dataclass
 class Played:
-    """A WebUI after a round; its pictures, those of the stock WebUI, and the status after each step."""
+    """A WebUI after a round; its images, those of the stock WebUI, and the status after each step."""
 
     webui: WebUI
     data: Path
@@ -252,7 +252,7 @@ class Played:
         return {why: n - was.get(why, 0) for why, n in now.items() if n > was.get(why, 0)}
 
     def equal(self, name: str, tolerance: float = TOLERANCE) -> None:
-        """Check that a step's pictures are those of the stock WebUI."""
+        """Check that a step's images are those of the stock WebUI."""
         pictures, stock = self.pictures[name], self.stock[name]
         assert len(pictures) == len(stock) >= 1
         for picture, other in zip(pictures, stock):
@@ -273,7 +273,7 @@ class Played:
         assert self.reports[name]["last_error"] is None, self.reports[name]["last_error"]
 
     def apart(self, name: str, other: str) -> float:
-        """How far the first pictures of two steps of the stock WebUI are from each other, of 255."""
+        """How far the first images of two steps of the stock WebUI are from each other, of 255."""
         return difference(self.stock[name][0], self.stock[other][0])
 
 
@@ -310,17 +310,17 @@ def play(
 
 
 def pictured(steps: list[Step]) -> list[str]:
-    """The names of the steps that make pictures."""
+    """The names of the steps that make images."""
     return [name for name, kind, _ in steps if kind not in ("options", "call")]
 
 
 def playing(
     steps: list[Step], settings: dict[str, Any] | None = None, tolerance: float = TOLERANCE, **more: Any
 ) -> tuple[Any, Any]:
-    """A module's fixture `played`, for these steps, and its test that each picture is that of the stock SD.Next.
+    """A module's fixture `played`, for these steps, and its test that each image is that of the stock SD.Next.
 
     Args:
-        tolerance: of 255, mean over the picture.
+        tolerance: of 255, mean over the image.
         more: see `play`.
     """
 

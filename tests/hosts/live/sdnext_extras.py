@@ -3,7 +3,7 @@
     python sdnext_extras.py MODELS_DIRECTORY
 
 The checkpoints of `sdnext_models.py`, the networks of `sdnext_loras.py`, and beside them ControlNets, a T2I-Adapter, an
-IP-Adapter with its encoder of pictures, a VAE, a UNet, an inpainting checkpoint, one of another architecture, and a
+IP-Adapter with its encoder of images, a VAE, a UNet, an inpainting checkpoint, one of another architecture, and a
 textual inversion. Run by the host's own interpreter.
 """
 

@@ -22,7 +22,7 @@ from diffusers import (
 from transformers import CLIPTextModelWithProjection
 
 TIME = 8
-"""Width of the embedding of each number that SDXL is told about a picture."""
+"""Width of the embedding of each number that SDXL is told about an image."""
 
 SECOND = 784
 """Width of SDXL's second text encoder; at 768 and less SD.Next takes it for that of Stable Diffusion 1."""
@@ -40,7 +40,7 @@ def xl_unet(width: int, numbers: int) -> Any:
 
     Args:
         width: of the prompt's embedding.
-        numbers: how many it is told about the picture.
+        numbers: how many it is told about the image.
     """
     return sdnext_models.unet(
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),

@@ -25,7 +25,7 @@ detect.is_compatible = lambda model, pattern="None": (
     model is not None and (model if isinstance(model, type) else type(model)).__name__.startswith(pattern)
 )
 
-# HiDiffusion, applied after ToMe even where it is off, takes ToMe's classes for its own and undoes them
+# HiDiffusion, applied after ToMe even if it is off, takes ToMe's classes for its own and undoes them
 _unapply = hidiffusion.unapply
 hidiffusion.unapply = lambda: None if getattr(shared.sd_model, "applied_tome", 0) else _unapply()
 

@@ -1,4 +1,4 @@
-"""Makes what SD.Next needs for a picture: two tiny diffusers pipelines of random weights, and a LoRA.
+"""Makes what SD.Next needs for an image: two tiny diffusers pipelines of random weights, and a LoRA.
 
     python sdnext_models.py MODELS_DIRECTORY
 
@@ -53,7 +53,7 @@ def text_model(words: Any, kind: Any = CLIPTextModel, width: int = 64) -> Any:
 
 
 def vae() -> Any:
-    """A VAE that makes a picture an eighth its size."""
+    """A VAE that makes an image an eighth its size."""
     made = AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -93,7 +93,7 @@ def scheduler(**changes: Any) -> Any:
 
 
 def pipeline(seed: int, kind: Any = StableDiffusionPipeline, **changes: Any) -> Any:
-    """A Stable Diffusion 1.5 in miniature whose pictures are not flat.
+    """A Stable Diffusion 1.5 in miniature whose images are not flat.
 
     Args:
         kind: the class of the pipeline.

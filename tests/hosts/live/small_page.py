@@ -4,7 +4,7 @@ seconds where a WebUI takes half a minute.
     python tests/hosts/live/small_page.py 7860
 
 Runs under the interpreter of a WebUI, whose Gradio it is made of. What a WebUI has around it is as little as the
-JavaScript and the steps of `test_browser.py` need: a button that makes a picture of nothing, an infotext, settings.
+JavaScript and the steps of `test_browser.py` need: a button that makes an image of nothing, an infotext, settings.
 
 SFAST_SMALL_PAGE_SHOWS names a file of `python -m benchmarks.tab`: badge and tab show what it holds.
 """
@@ -95,14 +95,14 @@ def modules() -> None:
 modules()
 from modules import call_queue, shared
 
-from sfast_ext.hosts import rehearsals
 from sfast_ext.hosts.session import Session
+from sfast_ext.jobs import rehearsals
 from sfast_ext.ui import api, settings, settings_table
 from sfast_ext.ui.requests import Refused
 
 
 class Network:
-    """In place of an attachment: plans of pictures that are not made."""
+    """In place of an attachment: plans of images that are not made."""
 
     def __init__(self) -> None:
         self.plans: dict[str, dict[str, Any]] = {}
@@ -161,7 +161,7 @@ class Small(Session):
         super().__init__("0")
         self.network = Network()
         self.attachments = (self.network,)  # type: ignore[assignment]
-        self.rehearsals = Rehearsals(self)
+        self.rehearsals = Rehearsals(self, self.rehearsals.jobs)
         self.shown = json.loads(Path(SHOWS).read_text(encoding="utf-8")) if SHOWS else None
         if self.shown is not None:
             self.rehearsals.measurements.all = lambda: self.shown["measurements"]  # type: ignore[method-assign]
@@ -180,7 +180,7 @@ class Small(Session):
         return "a model"
 
     def generate(self, prompt: str, width: float, height: float) -> tuple[str, str]:
-        """A picture, or what is seen of it while it is made."""
+        """An image, or what is seen of it while it is made."""
         with call_queue.queue_lock, self._job():
             self.report.new_generation()
             label = f"{int(width)}x{int(height)}, 1 picture, 77 tokens"

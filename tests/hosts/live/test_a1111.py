@@ -159,7 +159,7 @@ def test_png_files_are_those_of_the_webui(played, data):
         play(webui, "options", {"sfast_png": ours})
         before = set((data / "outputs").rglob("*.png"))
         answer = [base64.b64decode(picture) for picture in play(webui, "txt2img", request)]
-        # two pictures and their grid
+        # two images and their grid
         written = sorted(set((data / "outputs").rglob("*.png")) - before)
         assert len(answer) == len(written) == 3
         found.append([*answer, *(file.read_bytes() for file in written)])

@@ -1,4 +1,4 @@
-"""Each attention of AUTOMATIC1111: the pictures are those without the extension, the plan that of sdp."""
+"""Each attention of AUTOMATIC1111: the images are those without the extension, the plan that of sdp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .webui import XFORMERS, add_extension, last_plan, same_plan
 
 pytestmark = MARKS
 
-# in half precision, where upcasting is a cast; the picture is small, for the VAE is in half precision too
+# in half precision, where upcasting is a cast; the image is small, for the VAE is in half precision too
 HALF = "--use-cpu all --precision half --skip-torch-cuda-test"
 SMALL = {**PLAIN, "width": 64, "height": 64, "steps": 2}
 
@@ -54,14 +54,14 @@ UPCAST: Round = [
 
 
 def applied(played: Played) -> str:
-    """The attention that the WebUI says it applied last; empty where it disabled all."""
+    """The attention that the WebUI says it applied last; empty if it disabled all."""
     lines = [line for line in played.webui.log().splitlines() if "attention optimization" in line]
     return lines[-1].partition("attention optimization: ")[2].partition("...")[0]
 
 
 @pytest.fixture(scope="module")
 def stock_half(data: Path) -> dict[str, dict[str, list[str]]]:
-    """By attention, the pictures of `UPCAST` that the WebUI makes by itself."""
+    """By attention, the images of `UPCAST` that the WebUI makes by itself."""
     settings = {"disabled_extensions": ["stable-fast"]}
     pictures = {}
     with start(data, "stock-half", settings, flags=f"{HALF} {XFORMERS_FLAGS}", packages=XFORMERS) as webui:

@@ -1,4 +1,4 @@
-"""The benchmark of whole pictures, with tiny models on a CPU."""
+"""The benchmark of whole images, with tiny models on a CPU."""
 
 from __future__ import annotations
 

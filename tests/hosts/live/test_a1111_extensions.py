@@ -90,7 +90,7 @@ def perturbed(scale: float, **more: Any) -> dict[str, Any]:
     return using("Incantations", *args, True, scale, 0, 150, False, "Constant", 0, 100, False, **more)
 
 
-# for each extension: the checkpoint, requests that use it, and what the report says of them; None where plans run
+# for each extension: the checkpoint, requests that use it, and what the report says of them; None if plans run
 USES: dict[str, tuple[str, dict[str, dict[str, Any]], str | None]] = {
     FREEU: (
         "deep.safetensors",

@@ -1,4 +1,4 @@
-"""Flags of AUTOMATIC1111 that change how its UNet computes: a picture under each, with this checkout and without."""
+"""Flags of AUTOMATIC1111 that change how its UNet computes: an image under each, with this checkout and without."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .a1111 import FLAGS, MARKS, PLAIN, TOLERANCE, Played, accelerated, apart, b
 
 pytestmark = MARKS
 
-# the flags, and why the original forward runs under them; nothing where plans do
+# the flags, and why the original forward runs under them; nothing if plans do
 BYPASSED = {
     "--opt-sdp-no-mem-attention": "",
     "--opt-split-attention-v1": "",

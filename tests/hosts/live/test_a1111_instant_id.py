@@ -1,7 +1,7 @@
 """InstantID by the real sd-webui-controlnet in AUTOMATIC1111, with this checkout beside it and without.
 
 It is two units: an IP-Adapter of a face, and after it a ControlNet of the face's points, which is told of the face in
-place of the prompt. What a model of faces would find in a picture is given in the request, as the extension's API takes
+place of the prompt. What a model of faces would find in an image is given in the request, as the extension's API takes
 it. See `test_a1111_controlnet.py` for what is needed.
 """
 

@@ -98,7 +98,7 @@ def test_the_webui_s_interrupt_cancels_a_job(webui):
         time.sleep(0.05)
     webui.post("/sdapi/v1/interrupt", {})
     assert ended(webui)["state"] == "cancelled"
-    # and pictures are made as before
+    # and images are made as before
     again = webui.post("/sdapi/v1/txt2img", PLAIN)
     assert apart(again["images"], webui.first["images"]) < TOLERANCE
     assert webui.get("/sfast/v1/status")["last_error"] is None

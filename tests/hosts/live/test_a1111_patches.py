@@ -1,4 +1,4 @@
-"""What extensions do to AUTOMATIC1111's UNet, by small ones of our own: the picture is as they want it.
+"""What extensions do to AUTOMATIC1111's UNet, by small ones of our own: the image is as they want it.
 
 Each multiplies something by a factor that changes at each step, so that a plan of another step would be seen, and the
 report names the function and the extension.

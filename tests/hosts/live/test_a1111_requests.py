@@ -164,7 +164,7 @@ def test_the_round_shows_what_it_should(stock):
 
 
 def rightly_plain(played, stock) -> None:
-    """Check that the plain picture is right, and accelerated."""
+    """Check that the plain image is right, and accelerated."""
     before = played.webui.get("/sfast/v1/status")
     assert apart(play(played.webui, "txt2img", PLAIN), stock["plain"]) < TOLERANCE
     after = played.webui.get("/sfast/v1/status")
@@ -173,10 +173,10 @@ def rightly_plain(played, stock) -> None:
 
 
 def while_sampling(played, payload: dict[str, Any], action) -> list[str]:
-    """The pictures of a request, in the midst of whose steps `action` is done once."""
+    """The images of a request, in the midst of whose steps `action` is done once."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(play, played.webui, "txt2img", payload)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 600
         while not asked.done() and time.monotonic() < until:
             if played.webui.get("/sdapi/v1/progress?skip_current_image=true")["state"]["sampling_step"] > 3:
                 action()

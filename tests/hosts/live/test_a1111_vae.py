@@ -25,7 +25,7 @@ SETTINGS = {"sd_vae": "None", "sd_checkpoints_limit": 1, "sd_checkpoints_keep_in
 
 
 def again(name: str, kind: str, payload: dict[str, Any], times: int = 3) -> Round:
-    """So many pictures, each of another seed: a plan of the VAE is made with the second."""
+    """So many images, each of another seed: a plan of the VAE is made with the second."""
     return [(f"{name} {i + 1}", kind, {**payload, "seed": i + 1}) for i in range(times)]
 
 

@@ -1,6 +1,6 @@
 """What a user does in the page of the real WebUIs, step by step in a real browser: see `browser.py`.
 
-Steps of a WebUI follow each other: each needs the ones before it. A picture of each is in pytest's folder.
+Steps of a WebUI follow each other: each needs the ones before it. An image of each is in pytest's folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_the_first_picture_shows_its_stages_and_the_second_its_pace(page: Page) 
 def test_nothing_is_asked_while_idle(page: Page) -> None:
     asked: list[str] = []
     listen = lambda request: asked.append(request.url) if "/sfast/" in request.url else None
-    # after a picture the badge asks a few times more
+    # after an image the badge asks a few times more
     page.page.wait_for_timeout(8000)
     page.page.on("request", listen)
     page.page.wait_for_timeout(6000)
@@ -203,7 +203,7 @@ def test_a_changed_setting_is_in_the_infotext_and_is_restored_from_it(page: Page
     page.generate()
     page.until(lambda: "Stable Fast tolerance: 0.05" in page.infotext(), "the infotext names it", 20)
     page.picture("infotext")
-    # what SD.Next shows is not what its pictures have in them
+    # what SD.Next shows is not what its images have in them
     infotext = RAW if page.theme else page.infotext()
     page.to_settings()
     field.evaluate(SET, "0.02")
@@ -245,7 +245,7 @@ def test_a_grid_compares_on_and_off(page: Page) -> None:
     page.page.wait_for_timeout(1500)
     to_scripts(page, False)
     page.generate()
-    # plans ran for its first picture; the second is the last one, and not accelerated
+    # plans ran for its first image; the second is the last one, and not accelerated
     page.until(lambda: page.badge() == "ready", "nothing is said of the first picture", 30)
     picture = page.page.locator("#txt2img_gallery .thumbnail-lg img, #txt2img_gallery .preview img").first
     page.until(lambda: picture.evaluate("(each) => each.naturalWidth") >= 2 * 128, "a grid of two", 30)
@@ -253,7 +253,7 @@ def test_a_grid_compares_on_and_off(page: Page) -> None:
     to_scripts(page, True)
     choose(page, scripts, "None")
     to_scripts(page, False)
-    # the values were those of the grid's pictures alone
+    # the values were those of the grid's images alone
     assert page.generate()[-1].endswith("it/s")
 
 

@@ -1,4 +1,4 @@
-"""What the README tells a new user to do, in a fresh AUTOMATIC1111: to install, make pictures, find out why one is not
+"""What the README tells a new user to do, in a fresh AUTOMATIC1111: to install, make images, find out why one is not
 faster, empty the list of plans, send a report, and remove it all. What is clicked is found by the words that it shows.
 
 What is installed is the last commit of this checkout.

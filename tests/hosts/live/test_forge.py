@@ -1,4 +1,4 @@
-"""What users do in Forge Neo, with this checkout beside it and without: the pictures are compared."""
+"""What users do in Forge Neo, with this checkout beside it and without: the images are compared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from . import forge
-from . import test_a1111_requests as requests
 from .a1111 import (
     GRADIENT,
     IMG2IMG,
@@ -15,7 +14,6 @@ from .a1111 import (
     TOLERANCE,
     Round,
     apart,
-    equal_to_stock,
     told,
 )
 from .webui import encoded
@@ -36,7 +34,7 @@ LONG = "a line of words that has no end, of many and many words, " * 5
 
 
 INPAINT = {**IMG2IMG, "mask": encoded(MASK), "mask_blur": 4, "inpainting_fill": 1}
-# enabled, and the scripts' own defaults; tiles as small as the picture
+# enabled, and the scripts' own defaults; tiles as small as the image
 SOFT = {"Soft Inpainting": {"args": [True, 1, 0.5, 4, 0, 0.5, 2]}}
 TILES = {"MultiDiffusion Integrated": {"args": [True, "Mixture of Diffusers", 128, 128, 32, 1]}}
 LORA = f"{PLAIN['prompt']} <lora:strong:1>"
@@ -135,32 +133,15 @@ SAME_PLANS = [
 CONTROLLED = ["controlnet", "controlnet and lora", "two controlnets"]
 
 
-data, stock, played = forge.fixtures(forge.NEO, ROUND)
-test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
-(
-    test_plans_were_run,
-    test_no_new_capture_for,
-    test_the_original_forward_runs_and_the_report_says_why,
-) = forge.round_tests(ROUND, BYPASSED, SAME_PLANS)
-test_after_an_interruption_the_next_picture_is_right = requests.test_after_an_interruption_the_next_picture_is_right
-test_two_requests_at_once_give_both_pictures = requests.test_two_requests_at_once_give_both_pictures
-test_the_vae_and_controlnets_are_accelerated = forge.beside_test(CONTROLLED)
+CHANGED = (*forge.CHANGED, "tiled", "two prompts")
+UNCHANGED = (*forge.UNCHANGED, "not tiled")
 
-
-def test_the_round_shows_what_it_should(stock):
-    changed = ["lora", "lora weaker", "two loras", "other", "three", "tiled", "token merging", "two prompts"]
-    for name in (*changed, *CONTROLLED):
-        # the extension adds its map to the pictures
-        assert apart(stock[name][:1], stock["plain"]) > TOLERANCE, name
-    for name in ("lora gone", "plain after loras", "one again", "not tiled", "without controlnet", "plain at the end"):
-        assert apart(stock[name], stock["plain"]) < TOLERANCE, name
-    assert apart(stock["lora again"], stock["lora"]) < TOLERANCE
-
-
-def test_switched_off_the_bytes_are_the_webui_s_own(played, stock):
-    forge.as_its_own(played, stock)
+globals().update(forge.program_tests(forge.NEO, ROUND, BYPASSED, SAME_PLANS, CONTROLLED, CHANGED, UNCHANGED))
 
 
 def test_the_answer_says_whether_it_was_accelerated(played):
-    status = played.webui.get("/sfast/v1/status")
-    assert status["host"]["name"] == "Forge Neo" and status["badge"]["state"] in ("on", "ready")
+    assert played.webui.get("/sfast/v1/status")["badge"]["state"] in ("on", "ready")
+
+
+def test_lora_again_is_the_lora(stock):
+    assert apart(stock["lora again"], stock["lora"]) < TOLERANCE

@@ -1,4 +1,4 @@
-"""The benchmark of whole pictures in a real Forge Neo and Classic, with a small model on a CPU."""
+"""The benchmark of whole images in a real Forge Neo and Classic, with a small model on a CPU."""
 
 from __future__ import annotations
 

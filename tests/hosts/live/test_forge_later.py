@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from . import forge
-from .a1111 import PLAIN, TOLERANCE, Round, apart, equal_to_stock, told
+from .a1111 import PLAIN, TOLERANCE, Round, apart, told
 from .test_forge import low_bits
 
 SPECTRUM = Path(forge.NEO.folder or "", "extensions-builtin", "sd_forge_spectrum")
@@ -79,14 +79,7 @@ SAME_PLANS = [
     "plain at the end",
 ]
 
-
-data, stock, played = forge.fixtures(forge.NEO, ROUND)
-test_picture_is_the_one_without_the_extension = equal_to_stock(ROUND)
-(
-    test_plans_were_run,
-    test_no_new_capture_for,
-    test_the_original_forward_runs_and_the_report_says_why,
-) = forge.round_tests(ROUND, BYPASSED, SAME_PLANS)
+globals().update(forge.round_tests(forge.NEO, ROUND, BYPASSED, SAME_PLANS))
 
 
 def test_the_round_shows_what_it_should(stock):

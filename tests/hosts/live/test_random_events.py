@@ -10,9 +10,9 @@ from . import a1111, random_events, sdnext
 from .webui import difference
 
 EVENTS = 40
-# what shows in no picture: a number that nothing reads, and one that this attention does not
+# what shows in no image: a number that nothing reads, and one that this attention does not
 HIDDEN = ("counter", "scale")
-SHOWN = 2.0  # of 255, mean over the picture
+SHOWN = 2.0  # of 255, mean over the image
 
 
 @pytest.fixture(

@@ -51,7 +51,7 @@ ROUND: list[sdnext.Step] = [
     ("to tiny-a", "options", {"sd_model_checkpoint": "Diffusers/tiny-a"}),
     ("back", "txt2img", PLAIN),
 ]
-"""Every picture of it is made without the extension and with it."""
+"""Every image of it is made without the extension and with it."""
 
 
 PICTURES = sdnext.pictured(ROUND)

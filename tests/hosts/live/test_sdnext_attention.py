@@ -1,4 +1,4 @@
-"""Each method of attention of the real SD.Next: the pictures without the extension, and the plan of its default."""
+"""Each method of attention of the real SD.Next: the images without the extension, and the plan of its default."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LARGE, WIDE, HUGE = ({"width": width, "height": 256} for width in (256, 192, 448
 
 
 def method(name: str, to: str, **more: Any) -> list[Step]:
-    """Two pictures with a method."""
+    """Two images with a method."""
     return [options(f"to {name}", cross_attention_optimization=to, **more), drawn(name), drawn(f"{name}, again")]
 
 
 def sliced(name: str, size: dict[str, int]) -> list[Step]:
-    """A picture of a size at which the method that is on makes slices."""
+    """An image of a size at which the method that is on makes slices."""
     return [options(f"to {name}", **LOW_RATES), drawn(name, **size), options(f"from {name}", **RATES)]
 
 

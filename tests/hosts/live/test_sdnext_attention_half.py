@@ -34,7 +34,7 @@ def prepare(data: Path) -> None:
 
 
 def method(name: str, to: str, **more: Any) -> list[Step]:
-    """Two pictures with a method."""
+    """Two images with a method."""
     return [options(f"to {name}", cross_attention_optimization=to, **more), drawn(name), drawn(f"{name}, again")]
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of whole pictures in the real SD.Next, with a tiny model on a CPU."""
+"""The benchmark of whole images in the real SD.Next, with a tiny model on a CPU."""
 
 from __future__ import annotations
 

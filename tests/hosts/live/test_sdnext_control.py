@@ -1,4 +1,4 @@
-"""Control units and IP-Adapters in the real SD.Next: every picture without the extension and with it."""
+"""Control units and IP-Adapters in the real SD.Next: every image without the extension and with it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_networks_of_the_units_are_accelerated_too(played: Played) -> None:
     assert [a["name"] for a in accelerators if any(p["replays"] for p in a["plans"])] == ["unet", "controlnet"]
 
 
-# the second picture with an IP-Adapter, and the first after one, have other processors of self-attention: the host
+# the second image with an IP-Adapter, and the first after one, have other processors of self-attention: the host
 # resets them to those of its diffusers, which are not those that the model came with
 @pytest.mark.parametrize(
     "name",

@@ -1,4 +1,4 @@
-"""Networks of every kind that SD.Next loads: every picture without the extension and with it, and plans that stay."""
+"""Networks of every kind that SD.Next loads: every image without the extension and with it, and plans that stay."""
 
 from __future__ import annotations
 

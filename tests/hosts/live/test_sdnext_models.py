@@ -27,7 +27,7 @@ def picture(webui: WebUI, payload: dict = LONG) -> list[str]:
 
 
 def sampling(webui: WebUI, seconds: float = 60) -> None:
-    """Wait until a picture is being made."""
+    """Wait until an image is being made."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if webui.get("/sdapi/v1/progress?skip_current_image=true")["state"]["sampling_step"] > 2:
@@ -37,7 +37,7 @@ def sampling(webui: WebUI, seconds: float = 60) -> None:
 
 
 def meanwhile(event: Callable[[WebUI], None]) -> Callable[[WebUI], list[str]]:
-    """A long picture, and an event in the midst of it."""
+    """A long image, and an event in the midst of it."""
 
     def made(webui: WebUI) -> list[str]:
         with ThreadPoolExecutor(1) as pool:
@@ -50,7 +50,7 @@ def meanwhile(event: Callable[[WebUI], None]) -> Callable[[WebUI], list[str]]:
 
 
 def and_then(event: Callable[[WebUI], list[str]]) -> Callable[[WebUI], list[str]]:
-    """An event whose own pictures do not count, and a picture after it."""
+    """An event whose own images do not count, and an image after it."""
 
     def made(webui: WebUI) -> list[str]:
         event(webui)

@@ -18,7 +18,7 @@ LARGE = {"width": 256, "height": 256, "steps": 2}
 
 
 def offloaded(mode: str) -> list[sdnext.Step]:
-    """Pictures under an offload mode; its hooks are those of a model that was loaded under it."""
+    """Images under an offload mode; its hooks are those of a model that was loaded under it."""
     return [
         options(f"to {mode}", diffusers_offload_mode=mode),
         (f"load under {mode}", "call", RELOAD),

@@ -1,4 +1,4 @@
-"""Reference units in the real SD.Next: every picture without the extension and with it.
+"""Reference units in the real SD.Next: every image without the extension and with it.
 
 SFAST_SDNEXT_REFERENCE   diffusers' community pipeline `stable_diffusion_reference`, the file that SD.Next has diffusers
                          fetch from the hub; see `sdnext.py` for the others
@@ -54,13 +54,13 @@ def prepare(data: Path, hub: Path) -> None:
 
 
 def referred(name: str, attention: str, fidelity: float = 0.5, *, weight: float = 1.0, **more: Any) -> sdnext.Step:
-    """A step: the plain picture under a unit; its weights say in how many layers the reference takes part."""
+    """A step: the plain image under a unit; its weights say in how many layers the reference takes part."""
     unit = {"model": "Reference", "attention": attention, "fidelity": fidelity}
     return controlled(name, "reference", {**unit, "query_weight": weight, "adain_weight": weight}, **more)
 
 
 def refused(name: str, **more: Any) -> sdnext.Step:
-    """A step: the plain picture, but for this, which is to fail; the answer stands for the pictures."""
+    """A step: the plain image, but for this, which is to fail; the answer stands for the images."""
 
     def post(webui: WebUI) -> list[str]:
         with pytest.raises(RuntimeError) as error:
@@ -70,7 +70,7 @@ def refused(name: str, **more: Any) -> sdnext.Step:
     return name, "do", post
 
 
-# SD.Next never takes away the forwards that the pipeline puts on layers: pictures "after" have them still
+# SD.Next never takes away the forwards that the pipeline puts on layers: images "after" have them still
 ROUND: list[sdnext.Step] = [
     drawn("plain"),
     drawn("plain, another seed", seed=2),

@@ -1,4 +1,4 @@
-"""What a request may ask of the real SD.Next: every picture without the extension and with it."""
+"""What a request may ask of the real SD.Next: every image without the extension and with it."""
 
 from __future__ import annotations
 

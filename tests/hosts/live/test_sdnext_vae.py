@@ -11,7 +11,7 @@ pytestmark = sdnext.MARKS
 
 
 def again(name: str, **more: object) -> list[Step]:
-    """Three pictures, each of another seed: a plan of the VAE is made with the second."""
+    """Three images, each of another seed: a plan of the VAE is made with the second."""
     return [drawn(f"{name} {i}", seed=i, **more) for i in (1, 2, 3)]
 
 

@@ -106,7 +106,7 @@ class WebUI:
 
     def get(self, path: str) -> Any:
         """The JSON that a GET answers."""
-        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=300) as answer:
             return json.load(answer)
 
     def post(self, path: str, payload: dict[str, Any], timeout: float = 600) -> Any:
@@ -151,19 +151,19 @@ def add_extension(data: Path, name: str, script: str) -> None:
 
 
 def encoded(image: Image.Image) -> str:
-    """A picture as the API takes it."""
+    """An image as the API takes it."""
     stream = io.BytesIO()
     image.save(stream, "PNG")
     return base64.b64encode(stream.getvalue()).decode()
 
 
 def pixels(picture: str) -> np.ndarray:
-    """The pixels of a picture that the API gave."""
+    """The pixels of an image that the API gave."""
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB"), dtype=np.float32)
 
 
 def difference(a: str, b: str) -> float:
-    """Mean absolute difference of two pictures, of 255."""
+    """Mean absolute difference of two images, of 255."""
     one, other = pixels(a), pixels(b)
     assert one.shape == other.shape
     return float(np.abs(one - other).mean())

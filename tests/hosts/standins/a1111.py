@@ -107,7 +107,7 @@ def scripts_module() -> ModuleType:
 
 
 class Vae(nn.Module):
-    """What is known of ldm's by its attributes: its widths; half the sides of the picture, twice."""
+    """What is known of ldm's by its attributes: its widths; half the sides of the image, twice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ SHAPE: dict[str, Any] = {
     "resolution": 32, "z_channels": 4, "double_z": True, "dropout": 0.0,
 }  # fmt: skip
 SCALE = 4
-"""Pixels of a picture for each of its latent, along a side: half of a real one's."""
+"""Pixels of an image for each of its latent, along a side: half of a real one's."""
 
 
 class AutoencoderKL(nn.Module):
@@ -39,7 +39,7 @@ class AutoencoderKL(nn.Module):
         return self.quant_conv(self.encoder(x))
 
     def decode(self, z: torch.Tensor) -> torch.Tensor:
-        """A picture."""
+        """An image."""
         return self.decoder(self.post_quant_conv(z))
 
 
@@ -89,7 +89,7 @@ def doggettx(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def set_circular(sd_model: Any, circular: bool) -> None:
-    """The WebUI's apply_circular: seamless pictures."""
+    """The WebUI's apply_circular: seamless images."""
     for layer in sd_model.first_stage_model.modules():
         if type(layer) is nn.Conv2d:
             layer.padding_mode = "circular" if circular else "zeros"

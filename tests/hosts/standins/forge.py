@@ -265,7 +265,7 @@ class Host:
         self.smart = False
         self.control: Callable[[], Any] = lambda: None
         self.system_memory = 1 << 40
-        # what SDXL is told of the picture's size, for instance
+        # what SDXL is told of the image's size, for instance
         self.told: torch.Tensor | None = None
 
     def modules(self) -> dict[str, ModuleType]:

@@ -51,7 +51,7 @@ class Network(nn.Module):
 
 
 class ControlNet:
-    """One unit of a picture: the network, its image and strength, and the unit before it."""
+    """One unit of an image: the network, its image and strength, and the unit before it."""
 
     def __init__(self, control_model: nn.Module, strength: float = 1.0) -> None:
         self.control_model, self.strength = control_model, strength
@@ -77,7 +77,7 @@ class ControlNet:
 
 
 class T2IAdapter(ControlNet):
-    """Another kind of unit, whose network runs once for each picture."""
+    """Another kind of unit, whose network runs once for each image."""
 
 
 def network(seed: int) -> nn.Module:
@@ -106,7 +106,7 @@ def vae(seed: int) -> Any:
 
 
 def control(host: Any, *units: ControlNet) -> None:
-    """The units of the next pictures, in a clone of the UNet's patcher, as a script adds them."""
+    """The units of the next images, in a clone of the UNet's patcher, as a script adds them."""
     objects = host.model_data.sd_model.forge_objects
     objects.unet = objects.unet.clone()
     linked: ControlNet | None = None
@@ -139,6 +139,6 @@ def encode(host: Any, size: int = 16) -> torch.Tensor:
 
 @torch.inference_mode()
 def decode(host: Any, size: int = 8, seed: int = 4) -> torch.Tensor:
-    """The end of each picture."""
+    """The end of each image."""
     latent = torch.randn((1, 4, size, size), generator=torch.Generator().manual_seed(seed))
     return host.model_data.sd_model.forge_objects.vae.first_stage_model.decode(latent.to(host.place)).cpu()

@@ -5,20 +5,13 @@ Only what the adapter touches is here, and only behaviour that was seen in the W
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
-from hosts.standins import forge, forge_beside
-from hosts.standins.a1111 import _module, lora_delta, weights
-from sfast_ext.tools.lib import models
+from hosts.standins import forge, forge_shared
+from hosts.standins.a1111 import lora_delta
 
 
 class Layer:
@@ -28,31 +21,21 @@ class Layer:
 
     def given(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of this call."""
-        weight, bias = self.weight, self.bias  # type: ignore[attr-defined]
         if self.ldm_patched_cast_weights:
-            weight, bias = weight.to(x.device, x.dtype), None if bias is None else bias.to(x.device, x.dtype)
-        return weight, bias
+            return forge_shared.cast(self, x)
+        return self.weight, self.bias  # type: ignore[attr-defined]
 
 
-class Linear(nn.Linear, Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, *self.given(x))
+class Linear(forge_shared.Linear, Layer):
+    pass
 
 
-class Conv2d(nn.Conv2d, Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._conv_forward(x, *self.given(x))
+class Conv2d(forge_shared.Conv2d, Layer):
+    pass
 
 
 class UNetModel(forge.IntegratedUNet2DConditionModel):
     """Takes the same arguments as Forge Neo's."""
-
-
-def make_unet(seed: int, channels: int = 32) -> nn.Module:
-    """A tiny UNet, none of its weights zero."""
-    unet = models.copied(forge.made(channels, UNetModel, Linear, Conv2d))
-    unet.load_state_dict(weights(unet, seed))
-    return unet.eval().requires_grad_(False)
 
 
 class BaseModel(forge.KModel):
@@ -113,7 +96,7 @@ class LoadedModel:
     def __init__(self, model: ModelPatcher) -> None:
         self.model, self.device = model, model.load_device
 
-    def model_load(self, async_kept_memory: int = -1) -> None:
+    def model_load(self, async_kept_memory: float = -1) -> None:
         in_parts = async_kept_memory >= 0
         self.model.patch_model(None if in_parts else self.device)
         kept = 0
@@ -139,72 +122,23 @@ class LoadedModel:
         return [each for each in self.model.model.modules() if isinstance(each, Layer)]
 
 
-class Host(forge.Host):
+class Host(forge_shared.LdmHost):
     """The WebUI."""
 
     LAYER = Layer
+    VERSION = "classic"
+    KIND, LINEAR, CONV2D = UNetModel, Linear, Conv2d
+    MODEL, PATCHER, LOADED = BaseModel, ModelPatcher, LoadedModel
 
-    def __init__(self, settings: dict[str, Any], place: torch.device) -> None:
-        super().__init__(settings, place)
-        self.version = _module("modules_forge.forge_version", version="classic")
-        self.on_the_gpu: list[LoadedModel] = []
-        self.kept = -1
-        """What the UNet may have of the GPU's memory; below 0 all of it."""
-
-    def modules(self) -> dict[str, ModuleType]:
-        found = {name: each for name, each in super().modules().items() if name.partition(".")[0] != "backend"}
-        management = _module(
-            "ldm_patched.modules.model_management",
-            LoadedModel=LoadedModel,
-            free_memory=self._free_memory,
-            unload_all_models=lambda: self.memory.free_memory(float("inf"), self.place),
-            get_free_memory=lambda device: self.system_memory,
-            module_size=lambda module, exclude_device=None: sum(t.nbytes for t in module.state_dict().values()),
-        )
-        patcher = _module("ldm_patched.modules.model_patcher", ModelPatcher=ModelPatcher)
-        inner = {"model_management": management, "model_patcher": patcher}
-        found["ldm_patched"] = _module("ldm_patched")
-        found["ldm_patched.modules"] = _module("ldm_patched.modules", __path__=[str(Path(__file__).parent)], **inner)
-        inner["controlnet"] = forge_beside.modules("ldm_patched.modules")["ldm_patched.modules.controlnet"]
-        return {**found, **{f"ldm_patched.modules.{name}": each for name, each in inner.items()}}
-
-    @property
-    def memory(self) -> Any:
-        return sys.modules["ldm_patched.modules.model_management"]
+    def _management(self) -> dict[str, Any]:
+        unload = {"unload_all_models": lambda: self.memory.free_memory(float("inf"), self.place)}
+        return {**super()._management(), **unload, "LoadedModel": LoadedModel, "free_memory": self._free_loaded}
 
     def _drop(self) -> None:
         """Meanwhile there is no model."""
         self.memory.unload_all_models()
         vars(self.model_data).pop("sd_model", None)
 
-    def _made(self, seed: int, channels: int, unet: nn.Module | None) -> Any:
-        return ModelPatcher(BaseModel(make_unet(seed, channels) if unet is None else unet), self.place)
 
-    def _free_memory(self, memory_required: float, device: Any, keep_loaded: Any = ()) -> None:
-        for loaded in [each for each in self.on_the_gpu if each not in keep_loaded]:
-            self.on_the_gpu.remove(loaded)
-            loaded.model_unload()
-
-    def _load(self, patcher: ModelPatcher) -> None:
-        """A clone of what is loaded is not moved there and back."""
-        if any(each.model is patcher for each in self.on_the_gpu):
-            return
-        for loaded in [each for each in self.on_the_gpu if each.model.model is patcher.model]:
-            self.on_the_gpu.remove(loaded)
-            loaded.model_unload(avoid_model_moving=True)
-        loaded = LoadedModel(patcher)
-        self.memory.module_size(patcher.model)
-        loaded.model_load(self.kept)
-        self.on_the_gpu.append(loaded)
-
-
-@contextmanager
-def running(place: torch.device | None = None, **settings: Any) -> Iterator[Host]:
-    """The host in this process: its modules importable; all taken back at the end."""
-    with (
-        mock.patch.object(forge, "Host", Host),
-        mock.patch.object(forge, "TOPS", ("modules", "modules_forge", "ldm_patched")),
-        forge.running(place, **settings) as host,
-    ):
-        assert isinstance(host, Host)
-        yield host
+make_unet = Host.make_unet
+running = Host.running(forge_shared.LDM)

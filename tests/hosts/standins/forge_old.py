@@ -5,22 +5,18 @@ Only what the adapter touches is here, and only behaviour that was seen in the W
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
-from hosts.standins import forge
-from hosts.standins.a1111 import _module, lora_delta, weights
-from sfast_ext.tools.lib import models
+from hosts.standins import forge, forge_shared
+from hosts.standins.a1111 import _module, lora_delta
 
 
 def merged(key: str, patches: list[tuple[str, float]], weight: torch.Tensor) -> torch.Tensor:
-    """A weight with LoRA in it, in memory of its own."""
+    """A weight with LoRA in it, in separate memory."""
     weight = weight.clone()
     for name, strength in patches:
         weight += strength * lora_delta(name, key, weight)
@@ -36,32 +32,23 @@ class Layer:
         """Weight and bias of this call."""
         weight, bias = self.weight, self.bias  # type: ignore[attr-defined]
         if self.parameters_manual_cast:
-            weight, bias = weight.to(x.device, x.dtype), None if bias is None else bias.to(x.device, x.dtype)
+            weight, bias = forge_shared.cast(self, x)
         online = getattr(self, "forge_online_loras", None)
         if online is not None and "weight" in online:
             weight = merged(*online["weight"], weight)
         return weight, bias
 
 
-class Linear(nn.Linear, Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, *self.given(x))
+class Linear(forge_shared.Linear, Layer):
+    pass
 
 
-class Conv2d(nn.Conv2d, Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._conv_forward(x, *self.given(x))
+class Conv2d(forge_shared.Conv2d, Layer):
+    pass
 
 
 class IntegratedUNet2DConditionModel(forge.IntegratedUNet2DConditionModel):
     """Takes the same arguments as Forge Neo's."""
-
-
-def make_unet(seed: int, channels: int = 32) -> nn.Module:
-    """A tiny UNet, none of its weights zero."""
-    unet = models.copied(forge.made(channels, IntegratedUNet2DConditionModel, Linear, Conv2d))
-    unet.load_state_dict(weights(unet, seed))
-    return unet.eval().requires_grad_(False)
 
 
 class KModel(nn.Module):
@@ -183,50 +170,23 @@ class LoadedModel:
             self.model.model.to(self.model.offload_device)
 
 
-class Host(forge.Host):
+class Host(forge_shared.Host):
     """The WebUI."""
 
     LAYER = Layer
-
-    def __init__(self, settings: dict[str, Any], place: torch.device) -> None:
-        super().__init__(settings, place)
-        self.version = _module("modules_forge.forge_version", version="2.0.1v1.10.1")
-        self.on_the_gpu: list[LoadedModel] = []
-        self.kept = -1.0
-        """What the UNet may have of the GPU's memory; below 0 all of it."""
+    VERSION = "2.0.1v1.10.1"
+    KIND, LINEAR, CONV2D = IntegratedUNet2DConditionModel, Linear, Conv2d
+    MODEL, PATCHER, LOADED = KModel, ModelPatcher, LoadedModel
 
     def modules(self) -> dict[str, ModuleType]:
         found = super().modules()
         management = found["backend.memory_management"]
-        management.LoadedModel = LoadedModel  # type: ignore[attr-defined]
+        management.LoadedModel, management.free_memory = LoadedModel, self._free_loaded  # type: ignore[attr-defined]
         management.unload_all_models = lambda: self.memory.free_memory(1e30, self.place, free_all=True)  # type: ignore[attr-defined]
         found["backend.patcher"].base = base = _module("backend.patcher.base", ModelPatcher=ModelPatcher)  # type: ignore[attr-defined]
         found["backend.patcher"].lora = lora = _module("backend.patcher.lora", LoraLoader=LoraLoader)  # type: ignore[attr-defined]
         return {**found, "backend.patcher.base": base, "backend.patcher.lora": lora}
 
-    def _made(self, seed: int, channels: int, unet: nn.Module | None) -> Any:
-        return ModelPatcher(KModel(make_unet(seed, channels) if unet is None else unet), self.place)
 
-    def _free(self, memory_required: float, device: Any, keep_loaded: Any = (), free_all: bool = False) -> None:
-        for loaded in [each for each in self.on_the_gpu if each not in keep_loaded]:
-            self.on_the_gpu.remove(loaded)
-            loaded.model_unload()
-
-    def _load(self, patcher: ModelPatcher) -> None:
-        """A clone of what is loaded is not moved there and back."""
-        if any(each.model is patcher for each in self.on_the_gpu):
-            return
-        for loaded in [each for each in self.on_the_gpu if each.model.model is patcher.model]:
-            self.on_the_gpu.remove(loaded)
-            loaded.model_unload(avoid_model_moving=True)
-        loaded = LoadedModel(patcher)
-        loaded.model_load(self.kept)
-        self.on_the_gpu.append(loaded)
-
-
-@contextmanager
-def running(place: torch.device | None = None, **settings: Any) -> Iterator[Host]:
-    """The host in this process: its modules importable; all taken back at the end."""
-    with mock.patch.object(forge, "Host", Host), forge.running(place, **settings) as host:
-        assert isinstance(host, Host)
-        yield host
+make_unet = Host.make_unet
+running = Host.running()

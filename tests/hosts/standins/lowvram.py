@@ -29,7 +29,7 @@ class LowVram:
         self._parents: dict[nn.Module, nn.Module] = {}
 
     def send_everything_to_cpu(self) -> None:
-        """After each picture."""
+        """After each image."""
         if self.module_in_gpu is not None:
             self.module_in_gpu.to("cpu")
         self.module_in_gpu = None
@@ -51,7 +51,7 @@ class LowVram:
 
         Args:
             wrapper: holds the UNet as `diffusion_model`.
-            vae: its decode and encode are wrapped, where it has them.
+            vae: its decode and encode are wrapped, if it has them.
             blocks: with --lowvram, the names of the UNet's parts that come one by one; the rest of it stays.
         """
         for module in (*encoders, vae):

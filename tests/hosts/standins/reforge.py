@@ -7,19 +7,13 @@ Only what the adapter touches is here, and only behaviour that was seen in the W
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
-from hosts.standins import forge, forge_beside
-from hosts.standins.a1111 import _module, weights
-from sfast_ext.tools.lib import models
+from hosts.standins import forge, forge_shared
 
 
 class Layer:
@@ -33,20 +27,18 @@ class Layer:
         """Weight and bias of this call."""
         weight, bias = self.weight, self.bias  # type: ignore[attr-defined]
         if self.ldm_patched_cast_weights or self.weight_function or self.bias_function:
-            weight, bias = weight.to(x.device, x.dtype), None if bias is None else bias.to(x.device, x.dtype)
+            weight, bias = forge_shared.cast(self, x)
             for function in self.weight_function:
                 weight = function(weight)
         return weight, bias
 
 
-class Linear(nn.Linear, Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, *self.given(x))
+class Linear(forge_shared.Linear, Layer):
+    pass
 
 
-class Conv2d(nn.Conv2d, Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._conv_forward(x, *self.given(x))
+class Conv2d(forge_shared.Conv2d, Layer):
+    pass
 
 
 class UNetModel(forge.IntegratedUNet2DConditionModel):
@@ -58,13 +50,6 @@ class UNetModel(forge.IntegratedUNet2DConditionModel):
         for function in [each for found in around.values() for each in found]:
             call = functools.partial(function, call)
         return call(x, timesteps, context, y, control, transformer_options)
-
-
-def make_unet(seed: int, channels: int = 32) -> nn.Module:
-    """A tiny UNet, none of its weights zero."""
-    unet = models.copied(forge.made(channels, UNetModel, Linear, Conv2d))
-    unet.load_state_dict(weights(unet, seed))
-    return unet.eval().requires_grad_(False)
 
 
 class BaseModel(forge.KModel):
@@ -150,56 +135,20 @@ class ModelPatcher:
             self.load(device, lowvram_model_memory=kept, full_load=kept < 0)
 
 
-class Host(forge.Host):
+class Host(forge_shared.LdmHost):
     """The WebUI."""
 
     LAYER = Layer
-
-    def __init__(self, settings: dict[str, Any], place: torch.device) -> None:
-        super().__init__(settings, place)
-        self.version = _module("modules_forge.forge_version", version="1.0.0v2-v1.10.1RC")
-        self.kept = -1.0
-        """What the UNet may have of the GPU's memory; below 0 all of it."""
-
-    def modules(self) -> dict[str, ModuleType]:
-        found = {name: each for name, each in super().modules().items() if name.partition(".")[0] != "backend"}
-        management = _module(
-            "ldm_patched.modules.model_management",
-            free_memory=self._free,
-            unload_all_models=lambda: self._unload_all(),
-            get_free_memory=lambda device: self.system_memory,
-            module_size=lambda module: sum(t.nbytes for t in module.state_dict().values()),
-        )
-        inner = {
-            "model_management": management,
-            "model_patcher": _module("ldm_patched.modules.model_patcher", ModelPatcher=ModelPatcher),
-            "controlnet": forge_beside.modules("ldm_patched.modules")["ldm_patched.modules.controlnet"],
-        }
-        found["ldm_patched"] = _module("ldm_patched")
-        found["ldm_patched.modules"] = _module("ldm_patched.modules", **inner)
-        return {**found, **{f"ldm_patched.modules.{name}": each for name, each in inner.items()}}
-
-    @property
-    def memory(self) -> Any:
-        return sys.modules["ldm_patched.modules.model_management"]
-
-    def _made(self, seed: int, channels: int, unet: nn.Module | None) -> Any:
-        return ModelPatcher(BaseModel(make_unet(seed, channels) if unet is None else unet), self.place)
+    VERSION = "1.0.0v2-v1.10.1RC"
+    KIND, LINEAR, CONV2D = UNetModel, Linear, Conv2d
+    MODEL, PATCHER = BaseModel, ModelPatcher
 
     def _load(self, patcher: ModelPatcher) -> None:
-        self.memory.module_size(patcher.model)
+        self._measure(patcher)
         self.loaded[:] = [each for each in self.loaded if each.model is not patcher.model]
         patcher.partially_load(self.place, self.kept)
         self.loaded.append(patcher)
 
 
-@contextmanager
-def running(place: torch.device | None = None, **settings: Any) -> Iterator[Host]:
-    """The host in this process: its modules importable; all taken back at the end."""
-    with (
-        mock.patch.object(forge, "Host", Host),
-        mock.patch.object(forge, "TOPS", ("modules", "modules_forge", "ldm_patched")),
-        forge.running(place, **settings) as host,
-    ):
-        assert isinstance(host, Host)
-        yield host
+make_unet = Host.make_unet
+running = Host.running(forge_shared.LDM)

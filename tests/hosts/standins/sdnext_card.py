@@ -163,7 +163,7 @@ class CardHost:
         return _pictures[key]
 
     def job(self, expected: torch.Tensor | None = None, **job: Any) -> dict[str, int]:
-        """Make a picture; what was counted meanwhile.
+        """Make an image; what was counted meanwhile.
 
         Nothing may run out of memory, nor read what was freed.
         """

@@ -7,6 +7,7 @@ import torch
 
 from kernels.support import randn
 from sfast_ext.kernels.attention import attention
+from sfast_ext.kernels.attention.operands import Operands
 
 # (batch, heads, queries, keys, head dimension)
 SHAPES = [(2, 8, 64, 77, 40), (1, 1, 63, 63, 17), (2, 3, 1, 5, 160), (1, 2, 100, 1, 64), (2, 2, 33, 33, 8)]
@@ -86,17 +87,17 @@ def test_who_is_asked_first(queries, keys, wanted):
 def test_the_key_tells_all_that_the_time_depends_on():
     q, k = torch.empty(2, 8, 64, 40, dtype=torch.float16), torch.empty(2, 8, 77, 40, dtype=torch.float16)
     mask = torch.empty(64, 77)
-    plain = attention._key(q, k, k, None, False)
+    plain = attention._key(Operands(q, k, k, None, False))
     assert plain.startswith("2x8x64x40 on 2x8x77x40 float16; ")
     other = [
-        attention._key(q.mT.contiguous().mT, k, k, None, False),
-        attention._key(q, k, k.mT.contiguous().mT, None, False),
-        attention._key(q, k, k[..., :8], None, False),
-        attention._key(q.bfloat16(), k, k, None, False),
-        attention._key(q, k, k, None, True),
-        attention._key(q, k, k, mask, False),
-        attention._key(q, k, k, mask.half(), False),
-        attention._key(q, k, k, mask.t().contiguous().t(), False),
+        attention._key(Operands(q.mT.contiguous().mT, k, k, None, False)),
+        attention._key(Operands(q, k, k.mT.contiguous().mT, None, False)),
+        attention._key(Operands(q, k, k[..., :8], None, False)),
+        attention._key(Operands(q.bfloat16(), k, k, None, False)),
+        attention._key(Operands(q, k, k, None, True)),
+        attention._key(Operands(q, k, k, mask, False)),
+        attention._key(Operands(q, k, k, mask.half(), False)),
+        attention._key(Operands(q, k, k, mask.t().contiguous().t(), False)),
     ]
     assert len({plain, *other}) == 9
 
@@ -112,7 +113,7 @@ def test_a_backend_that_fails_to_plan(monkeypatch):
         yield
 
     monkeypatch.setattr(attention, "_PREFERENCE", (refusing, dict.fromkeys(["cudnn", "flash", "efficient"], ["any"])))
-    monkeypatch.setattr(attention, "_refused", set())
+    monkeypatch.setattr(attention, "_failed", set())
     q = randn(1, 2, 16, 64, dtype=torch.float16, device=torch.device("cuda"))
     for _ in range(2):
         _check(q, q, q, is_causal=True)

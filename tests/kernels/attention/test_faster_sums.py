@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from kernels.support import heads
 from sfast_ext.kernels.attention import attention, mma_attention
+from sfast_ext.kernels.attention.operands import Operands
 from sfast_ext.kernels.backend import choices, triton_runtime
 from sfast_ext.kernels.backend.choices import Choices, Memory
 
@@ -22,7 +23,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether the kernel was asked for sums in half precision, call by call; its results are PyTorch's."""
     found: list[bool] = []
 
-    def reference(q, k, v, *options, scale=None):
+    def reference(q, k, v, scale=None):
         # PyTorch before 2.2 has none in float16 on a CPU
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), scale=scale).to(q.dtype)
 
@@ -30,15 +31,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(half_sums)
         return reference(q, k, v, scale=scale)
 
-    monkeypatch.setattr(attention, "reference", reference)
+    monkeypatch.setattr(Operands, "by_torch", lambda o: reference(*o.unmasked[:3], scale=o.scale))
     monkeypatch.setattr(mma_attention, "launch", launch)
-    monkeypatch.setattr(mma_attention, "applicable", lambda *operands: True)
+    monkeypatch.setattr(mma_attention, "accepts", lambda *operands: None)
     monkeypatch.setattr(attention, "_PREFERENCE", None)
     return found
 
 
 def fastest(shape: tuple[int, ...], dtype: torch.dtype = torch.float16, faster_sums: bool = True) -> None:
-    attention._fastest(*heads(shape, dtype, CPU), None, False, None, faster_sums)
+    attention._fastest(Operands(*heads(shape, dtype, CPU)), faster_sums)
 
 
 def quick(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from kernels.support import heads, randn
 from sfast_ext.kernels.attention import attention, gemm_attention
+from sfast_ext.kernels.attention.operands import Operands
 from sfast_ext.kernels.backend import choices, triton_runtime
 from sfast_ext.kernels.backend.choices import Choices, Memory
 from sfast_ext.tools.lib.exact import tf32
@@ -43,18 +44,18 @@ def test_scores_beyond_what_an_exponential_holds() -> None:
     close(gemm_attention.launch(q, k, v), q, k, v)
 
 
-def test_where_it_is_applicable() -> None:
+def test_what_it_accepts() -> None:
     q, k, v = heads(VAE, torch.float32, CPU)
     with tf32(False, True):
-        assert not gemm_attention.applicable(q, k, v)
+        assert gemm_attention.accepts(q, k, v)
     with tf32(True, True):
-        assert gemm_attention.applicable(q, k, v) and gemm_attention.applicable(q[0], k[0], v[0])
-        assert not gemm_attention.applicable(q[0, 0], k[0, 0], v[0, 0])
-        assert not gemm_attention.applicable(q.half(), k.half(), v.half())
-        assert not gemm_attention.applicable(q, k, v.half())
-        assert not gemm_attention.applicable(q[..., :256], k[..., :256], v)
-        assert not gemm_attention.applicable(q, k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1))
-        assert not gemm_attention.applicable(q[:, :, :0], k, v)
+        assert gemm_attention.accepts(q, k, v) is None is gemm_attention.accepts(q[0], k[0], v[0])
+        assert gemm_attention.accepts(q[0, 0], k[0, 0], v[0, 0])
+        assert gemm_attention.accepts(q.half(), k.half(), v.half())
+        assert gemm_attention.accepts(q, k, v.half())
+        assert gemm_attention.accepts(q[..., :256], k[..., :256], v)
+        assert gemm_attention.accepts(q, k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1))
+        assert gemm_attention.accepts(q[:, :, :0], k, v)
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def attend(shape: tuple[int, ...] = VAE, mask: Tensor | None = None, is_causal: bool = False) -> None:
-    attention._fastest(*heads(shape, torch.float32, CPU), mask, is_causal, 0.1, False)
+    attention._fastest(Operands(*heads(shape, torch.float32, CPU), mask, is_causal, 0.1), False)
 
 
 def test_it_is_expected_to_be_the_fastest(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +108,8 @@ def test_what_was_measured_is_chosen(launches: list[Any], monkeypatch: pytest.Mo
 def test_torchs_backends_are_not_measured_where_all_but_one_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_PREFERENCE", (None, dict.fromkeys(["cudnn", "flash", "efficient"], [])))
     q, k, v = heads(VAE, torch.float32, CPU)
-    assert not attention._backends(q, k, v, None, False, None)
-    assert len(attention._backends(q[..., :256], k[..., :256], v, None, False, None)) == 3
+    assert not attention._backends(Operands(q, k, v))
+    assert len(attention._backends(Operands(q[..., :256], k[..., :256], v))) == 3
 
 
 @pytest.mark.gpu

@@ -40,7 +40,7 @@ MANY_KEYS = [(1, 2, 70, 300, 40), (1, 1, 300, 256, 64), (1, 1, 33, 161, 80), (1,
 @pytest.mark.parametrize("shape", FEW_KEYS + MANY_KEYS, ids=str)
 def test_shapes(device, dtype, shape):
     q, k, v = heads(shape, dtype, device)
-    assert mma_attention.applicable(q, k, v, None)
+    assert mma_attention.accepts(q, k, v, None) is None
     for scale in (None, 0.5):
         y = mma_attention.launch(q, k, v, scale)
         assert y.shape == q.shape and y.dtype == dtype
@@ -78,8 +78,8 @@ def test_sums_in_half_precision_of_scores_that_rise_a_little(device):
 
 
 def test_where_sums_in_half_precision_pay():
-    _, few, _ = heads((1, 1, 64, mma_attention.MOST_AT_ONCE, 40), torch.float16, torch.device("cpu"))
-    _, many, _ = heads((1, 1, 64, mma_attention.MOST_AT_ONCE + 1, 40), torch.float16, torch.device("cpu"))
+    _, few, _ = heads((1, 1, 64, mma_attention.MAX_KEYS_AT_ONCE, 40), torch.float16, torch.device("cpu"))
+    _, many, _ = heads((1, 1, 64, mma_attention.MAX_KEYS_AT_ONCE + 1, 40), torch.float16, torch.device("cpu"))
     assert mma_attention.sums_in_half(many)
     assert not mma_attention.sums_in_half(few) and not mma_attention.sums_in_half(many.bfloat16())
     _, wide_heads, _ = heads((1, 1, 64, 256, 160), torch.float16, torch.device("cpu"))
@@ -148,7 +148,7 @@ def test_what_it_does_not_take(device, monkeypatch):
     q, k, v = heads((2, 2, 70, 77, 40), torch.float16, device)
 
     def refused(*operands: Any, scale: float | None = None) -> bool:
-        return not mma_attention.applicable(*operands, scale)
+        return mma_attention.accepts(*operands, scale) is not None
 
     assert not refused(q, k, v)
     assert refused(q, k, v, scale=0.0) and refused(q, k, v, scale=-1.0)

@@ -16,7 +16,7 @@ from sfast_ext.kernels.backend import nvrtc
 
 class Kernel(NamedTuple):
     module: ModuleType
-    applicable: Callable[..., bool]  # whether it can, not whether it pays
+    accepts: Callable[..., str | None]
     keys: int
     size: int
     shapes: list[tuple[int, ...]]  # batch, heads, queries, keys, head dimension
@@ -33,10 +33,10 @@ LONG = [(*shape, size) for shape in LONG for size in (40, 64, 80)]
 WIDE = [(1, 1, 70, 161, 40), (1, 1, 70, 81, 160), (1, 1, 70, 77, 168)]
 OTHER = [(1, 1, 70, 200, 160), (1, 1, 70, 200, 48)]
 KERNELS = {
-    "short": Kernel(short_attention, short_attention.applicable, 77, 40, SHORT, WIDE),
-    "flash 40": Kernel(flash_attention, flash_attention.readable, 200, 40, LONG[::3], OTHER),
-    "flash 64": Kernel(flash_attention, flash_attention.readable, 200, 64, LONG[1::3], OTHER),
-    "flash 80": Kernel(flash_attention, flash_attention.readable, 200, 80, LONG[2::3], OTHER),
+    "short": Kernel(short_attention, short_attention.accepts, 77, 40, SHORT, WIDE),
+    "flash 40": Kernel(flash_attention, flash_attention.accepts, 200, 40, LONG[::3], OTHER),
+    "flash 64": Kernel(flash_attention, flash_attention.accepts, 200, 64, LONG[1::3], OTHER),
+    "flash 80": Kernel(flash_attention, flash_attention.accepts, 200, 80, LONG[2::3], OTHER),
 }
 
 
@@ -58,7 +58,7 @@ def test_shapes(device, dtype, name, shape):
         pytest.skip("of bfloat16 the interpreter multiplies the bits")
     kernel = on(device, name)
     q, k, v = heads(shape, dtype, device)
-    assert kernel.applicable(q, k, v, None)
+    assert kernel.accepts(q, k, v, None) is None
     for scale in (None, 0.5):
         y = kernel.module.launch(q, k, v, scale)
         assert y.shape == q.shape and y.dtype == dtype
@@ -91,19 +91,19 @@ def test_nan_stays_in_its_row(kernel, device):
 
 def test_what_they_do_not_take(kernel, device):
     q, k, v = kernel.operands(device)
-    applicable = kernel.applicable
-    assert applicable(q, k, v, None)
-    assert not applicable(q, k, v, 0.0)
-    assert not applicable(q, k, v, -1.0)
-    assert not applicable(q[0], k[0], v[0], None)
-    assert not applicable(q[:1], k, v, None)
-    assert not applicable(q, k, v[:, :, 1:], None)
-    assert not applicable(q.float(), k.float(), v.float(), None)
-    assert not applicable(q, k.to(torch.bfloat16), v, None)
-    assert not applicable(*(x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)), None)
-    assert not applicable(q[:, :, :0], k, v, None)
+    accepts = kernel.accepts
+    assert accepts(q, k, v, None) is None
+    assert accepts(q, k, v, 0.0)
+    assert accepts(q, k, v, -1.0)
+    assert accepts(q[0], k[0], v[0], None)
+    assert accepts(q[:1], k, v, None)
+    assert accepts(q, k, v[:, :, 1:], None)
+    assert accepts(q.float(), k.float(), v.float(), None)
+    assert accepts(q, k.to(torch.bfloat16), v, None)
+    assert accepts(*(x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)), None)
+    assert accepts(q[:, :, :0], k, v, None)
     for shape in kernel.refused:
-        assert not applicable(*heads(shape, torch.float16, device), None)
+        assert accepts(*heads(shape, torch.float16, device), None)
 
 
 @pytest.mark.gpu
@@ -112,10 +112,10 @@ def test_flash_attention_needs_keys_at_16_bytes(size):
     q, k, v = heads((2, 2, 70, 200, size), torch.float16, torch.device("cuda"))
     for offset, good in ((8, True), (4, False), (1, False)):
         odd = randn(2, 70, 2, size + 8, dtype=torch.float16, device=q.device)[..., offset : offset + size]
-        assert flash_attention.readable(q, *[odd.transpose(1, 2)] * 2, None) == good
+        assert (flash_attention.accepts(q, *[odd.transpose(1, 2)] * 2, None) is None) == good
     for offset, good in ((2, True), (1, False)):
         odd = randn(2, 70, 2, size + 8, dtype=torch.float16, device=q.device)[..., offset : offset + size]
-        assert flash_attention.readable(odd.transpose(1, 2), k, v, None) == good
+        assert (flash_attention.accepts(odd.transpose(1, 2), k, v, None) is None) == good
 
 
 @pytest.mark.gpu
@@ -135,14 +135,18 @@ def test_short_attention_of_several_blocks_of_rows_a_program(device, monkeypatch
     close_rows(short_attention.launch(q, k, v, None), attended(q, k, v))
 
 
+def declined(*args, **kwargs):
+    raise AssertionError("declined")
+
+
 def test_the_launcher_of_attention_takes_them(kernel, device, monkeypatch):
-    monkeypatch.setattr(attention, "fallback", None)
-    monkeypatch.setattr(flash_attention, "applicable", flash_attention.readable)
+    monkeypatch.setattr(attention.launch, "fallback", declined)
+    monkeypatch.setattr(flash_attention, "profitable", lambda *args: True)
     q, k, v = kernel.operands(device)
     close_rows(attention.launch(q, k, v, scale=0.3), attended(q, k, v, 0.3))
     mask = torch.zeros(70, kernel.keys, dtype=torch.float16, device=device)
     for options in ({"is_causal": True}, {"mask": mask}):
-        with pytest.raises(TypeError):
+        with pytest.raises(AssertionError, match="declined"):
             attention.launch(q, k, v, **options)
 
 
@@ -159,7 +163,7 @@ UNETS += [(f"flash {shape[-1]}", shape) for shape in LONG_UNETS]
 @pytest.mark.parametrize(("name", "shape"), UNETS, ids=str)
 def test_unet_shapes(dtype, name, shape):
     q, k, v = heads(shape, dtype, torch.device("cuda"))
-    assert KERNELS[name].module.applicable(q, k, v, None)
+    assert KERNELS[name].accepts(q, k, v, None) is None
     y = KERNELS[name].module.launch(q, k, v, None)
     for images in range(0, len(q), 2):  # float64 scores of all at once would be too much
         some = [x[images : images + 2] for x in (y, q, k, v)]
@@ -235,8 +239,8 @@ def test_the_shape_whose_rounds_take_least(queries, size, groups, monkeypatch):
 @pytest.mark.parametrize("shape", [(2, 8, 1024, 1024, 40), (2, 8, 4096, 200, 64), (2, 8, 4096, 200, 40)])
 def test_too_few_blocks_or_keys_are_left_to_the_library(shape):
     q, k, v = heads(shape, torch.float16, torch.device("cuda"))
-    assert flash_attention.readable(q, k, v, None)
-    assert not flash_attention.applicable(q, k, v, None)
+    assert flash_attention.accepts(q, k, v, None) is None
+    assert not flash_attention.profitable(q, k)
 
 
 def test_attention_without_the_kernel_is_the_librarys(monkeypatch):
@@ -244,6 +248,7 @@ def test_attention_without_the_kernel_is_the_librarys(monkeypatch):
         raise nvrtc.Unavailable("no compiler")
 
     q, k, v = heads((1, 2, 70, 300, 64), torch.float32, torch.device("cpu"))
-    monkeypatch.setattr(flash_attention, "applicable", lambda *args: True)
+    monkeypatch.setattr(flash_attention, "accepts", lambda *args: None)
+    monkeypatch.setattr(flash_attention, "profitable", lambda *args: True)
     monkeypatch.setattr(flash_attention, "launch", unavailable)
     assert torch.equal(attention.launch(q, k, v), attention.reference(q, k, v))

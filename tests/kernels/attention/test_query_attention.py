@@ -221,17 +221,17 @@ def others():
 @pytest.mark.gpu
 def test_what_the_kernel_does_not_take():
     args = x, weight, k, v = operands(UNETS[0])
-    assert kernel.applicable(*args) and kernel.applicable(*args, 0.3)
+    assert kernel.accepts(*args) is None is kernel.accepts(*args, 0.3)
     for name, some in others():
         if name != "keys for all images":  # which the map may refuse
-            assert not kernel.applicable(*some), name
+            assert kernel.accepts(*some), name
         alike(kernel.launch(*some), some)
-    assert not kernel.applicable(*args, 0.0) and not kernel.applicable(*args, -1.0)
-    assert not kernel.applicable(*(t.cpu() for t in args))
+    assert kernel.accepts(*args, 0.0) and kernel.accepts(*args, -1.0)
+    assert kernel.accepts(*(t.cpu() for t in args))
     for which in ((0,), (1,), (2,), (3,), (0, 1), (2, 3)):
-        assert not kernel.applicable(*(t.bfloat16() if i in which else t for i, t in enumerate(args)))
-    assert not kernel.applicable(x[:1], weight, k, v) and not kernel.applicable(x[..., :640], weight, k, v)
-    assert not kernel.applicable(x[0], weight, k, v) and not kernel.applicable(x, weight, k, v[:, :, :76])
+        assert kernel.accepts(*(t.bfloat16() if i in which else t for i, t in enumerate(args)))
+    assert kernel.accepts(x[:1], weight, k, v) and kernel.accepts(x[..., :640], weight, k, v)
+    assert kernel.accepts(x[0], weight, k, v) and kernel.accepts(x, weight, k, v[:, :, :76])
 
 
 @pytest.mark.gpu
@@ -242,7 +242,7 @@ def test_without_the_kernel(monkeypatch, scale):
 
     args = operands(UNETS[0])
     monkeypatch.setattr(kernel, "_launch", unavailable)
-    assert kernel.applicable(*args, scale)
+    assert kernel.accepts(*args, scale) is None
     alike(kernel.launch(*args, scale), args, scale)
 
 
@@ -279,5 +279,5 @@ def test_the_reference_rounds_queries_and_the_result(dtype):
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_on_a_cpu_the_kernels_follow_each_other(scale):
     args = operands((2, 70, 3, 72, 77), torch.float32, CPU)
-    assert not kernel.applicable(*args, scale)
+    assert kernel.accepts(*args, scale)
     torch.testing.assert_close(kernel.launch(*args, scale), kernel.reference(*args, scale))

@@ -11,7 +11,7 @@ from torch import fx
 from kernels.support import half_dtype
 from sfast_ext.kernels.attention import query_attention as kernel
 from sfast_ext.kernels.backend import nvrtc, precompile, triton_runtime
-from sfast_ext.kernels.backend.cuda_bindings import Bindings
+from sfast_ext.kernels.backend.cuda_libraries import Bindings
 
 from .test_query_attention import GPU, HALF, LEFT, UNETS, needs_no_interpreter, operands
 
@@ -36,7 +36,7 @@ def pays(size, columns=64):
 def test_what_is_quicker_than_two_kernels(monkeypatch, size):
     assert pays(size)
     with monkeypatch.context() as patch:
-        patch.setattr(kernel._SOURCE, "available", lambda device: False)
+        patch.setattr(kernel._SOURCE, "supported", lambda device: False)
         assert not pays(size)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 9))
     assert not pays(size)
@@ -127,7 +127,6 @@ def test_what_it_takes_is_told_by_shapes_and_dtypes(monkeypatch):
         without_memory((images, rows, 18, terms, keys)),
         without_memory((images, rows, heads, 192, keys)),
         without_memory((images, rows, heads, 1284, keys)),
-        without_memory(LEFT[0]),
         (x[:, :0], weight, k, v),
         (x[:1], weight, k, v),
         (x[0], weight, k, v),
@@ -143,11 +142,12 @@ def test_what_it_takes_is_told_by_shapes_and_dtypes(monkeypatch):
         (x, weight, k, v, -1.0),
     ]
     with triton_runtime.dry_run(GPU):
-        assert [kernel.applicable(*args) for args in taken] == [True] * len(taken)
-        assert [kernel.applicable(*args) for args in refused] == [False] * len(refused)
+        assert [kernel.accepts(*args) for args in taken] == [None] * len(taken)
+        assert all(kernel.accepts(*args) for args in refused)
+        assert kernel.accepts(*without_memory(LEFT[0])) is None  # it is not profitable
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 0))
     with triton_runtime.dry_run(GPU):
-        assert not any(kernel.applicable(*args) for args in taken)
+        assert all(kernel.accepts(*args) for args in taken)
 
 
 def graph_of(size):

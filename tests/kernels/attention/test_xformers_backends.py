@@ -9,6 +9,7 @@ import torch
 
 from kernels.support import randn
 from sfast_ext.kernels.attention import attention, xformers_backends
+from sfast_ext.kernels.attention.operands import Operands
 from sfast_ext.kernels.attention.xformers_backends import candidates
 from sfast_ext.kernels.backend import choices
 from sfast_ext.kernels.backend.choices import OWN, Choices, Memory
@@ -26,7 +27,7 @@ def test_candidates_give_what_pytorch_gives(xformers, dtype, options):
     q, k, v = (values(*shape, dtype=dtype) for shape in (Q, K, K))
     mask = values(*options["mask"], dtype=dtype) if "mask" in options else None
     causal, scale = options.get("is_causal", False), options.get("scale")
-    found = candidates(q, k, v, mask, causal, scale)
+    found = candidates(Operands(q, k, v, mask, causal, scale))
     assert list(found) == ["xformers flash", "xformers cutlass"]
     wide = None if mask is None else mask.float()
     expected = attention.reference(q.float(), k.float(), v.float(), wide, causal, scale)
@@ -41,11 +42,11 @@ def test_candidates_give_what_pytorch_gives(xformers, dtype, options):
 
 def test_who_is_no_candidate(xformers):
     q, k = values(*Q), values(*K)
-    assert candidates(q, k, k, None, False, None)
-    assert not candidates(q.float(), k.float(), k.float(), None, False, None)
-    assert not candidates(q[0], k[0], k[0], None, False, None)
-    assert not candidates(q, k[:, :1], k[:, :1], None, False, None)
-    assert not candidates(q, k, k, torch.ones(8, 5, dtype=torch.bool), False, None)
+    assert candidates(Operands(q, k, k, None, False, None))
+    assert not candidates(Operands(q.float(), k.float(), k.float(), None, False, None))
+    assert not candidates(Operands(q[0], k[0], k[0], None, False, None))
+    assert not candidates(Operands(q, k[:, :1], k[:, :1], None, False, None))
+    assert not candidates(Operands(q, k, k, torch.ones(8, 5, dtype=torch.bool), False, None))
 
 
 @pytest.mark.parametrize("there", [False, None])
@@ -55,7 +56,7 @@ def test_without_xformers_nothing_is_looked_for(monkeypatch, there):
     if there is None:
         monkeypatch.setitem(sys.modules, "xformers", None)
     q = values(*Q)
-    assert candidates(q, q, q, None, False, None) == {}
+    assert candidates(Operands(q, q, q, None, False, None)) == {}
     assert "xformers.ops" not in sys.modules
 
 
@@ -78,7 +79,7 @@ def test_the_library_asks_the_candidates(xformers, monkeypatch):
     monkeypatch.setattr(op, "apply", lambda *args, **kwargs: used.append(1) or applied(*args, **kwargs))
     for _ in range(2):
         with choices.measuring(None):
-            result = attention._fastest(q, k, v, None, False, 0.5, False)
+            result = attention._fastest(Operands(q, k, v, scale=0.5), False)
         expected = attention.reference(q.float(), k.float(), v.float(), scale=0.5)
         torch.testing.assert_close(result.float(), expected, atol=0.02, rtol=0.02)
     assert len(timed) == 3

@@ -151,7 +151,7 @@ def test_what_takes_long_is_measured_less_often(monkeypatch, milliseconds, runs)
 def test_measurements_are_nothing_to_be_repeated():
     bench = Bench(torch=2.0, other=1.0)
     heard = []
-    with launch_log.heard_by(heard.append):
+    with launch_log.listening(heard.append):
         assert bench() == "other"
         assert heard == [launch_log.Opaque("measurements")]
         assert bench() == "other" and len(heard) == 1

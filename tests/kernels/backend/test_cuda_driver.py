@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from sfast_ext.kernels.backend import cuda_driver
-from sfast_ext.kernels.backend.cuda_driver import Driver
-from sfast_ext.kernels.backend.cuda_errors import Unavailable
+from sfast_ext.kernels.backend.cuda_driver import Driver, Unavailable
 
 
 class Function:

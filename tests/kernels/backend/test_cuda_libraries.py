@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sfast_ext import environment
-from sfast_ext.kernels.backend import cuda_bindings, cuda_libraries
+from sfast_ext.kernels.backend import cuda_libraries
 
 WHEELS = {
     # NVIDIA's packages, as they are on PyPI
@@ -215,13 +215,13 @@ def test_one_that_does_not_load_gives_way_to_the_next(site, load):
 
 def test_where_there_is_none_the_reason_is_told(site, load, monkeypatch):
     load()
-    for cached in (cuda_bindings.missing, cuda_bindings.bindings):
+    for cached in (cuda_libraries.no_nvrtc, cuda_libraries.bindings):
         cached.cache_clear()
     try:
-        assert cuda_bindings.missing() == "NVRTC was not found beside torch"
-        assert cuda_bindings.bindings().nvrtc is None
+        assert cuda_libraries.no_nvrtc() == "NVRTC was not found next to torch"
+        assert cuda_libraries.bindings().nvrtc is None
     finally:
-        for cached in (cuda_bindings.missing, cuda_bindings.bindings, cuda_libraries.driver):
+        for cached in (cuda_libraries.no_nvrtc, cuda_libraries.bindings, cuda_libraries.driver):
             cached.cache_clear()
 
 

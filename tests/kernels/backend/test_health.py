@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import attention, mma_attention, short_attention
-from sfast_ext.kernels.backend import health, nvrtc, registry, triton_runtime
+from sfast_ext.kernels.backend import health, nvrtc, triton_runtime
 from sfast_ext.kernels.conv import conv2d, upsample_conv2d
 from sfast_ext.kernels.group_norm import add_group_norm, group_norm
 from sfast_ext.kernels.linear import linear_accumulate, linear_geglu, linear_layer_norm
@@ -27,23 +27,23 @@ def healthy():
     health.clear()
 
 
-def test_what_serves():
-    assert kernels.serves(geglu, GPU, triton=True)
-    assert not kernels.serves(geglu, GPU, triton=False)
-    assert kernels.serves(linear_accumulate, GPU, triton=False)  # cuBLAS's
+def test_what_is_supported():
+    assert geglu.launch.supported(GPU, triton=True)
+    assert not geglu.launch.supported(GPU, triton=False)
+    assert linear_accumulate.launch.supported(GPU, triton=False)  # cuBLAS's
 
 
-def test_a_kernel_that_is_put_down_serves_no_more_and_no_more_does_what_uses_it():
-    assert health.put_down("geglu", GPU, "no such instruction")
-    assert not health.put_down("geglu", GPU, "again")
+def test_a_kernel_that_is_disabled_is_supported_no_more_nor_is_what_uses_it():
+    assert health.disable("geglu", GPU, "no such instruction")
+    assert not health.disable("geglu", GPU, "again")
     assert health.reason("geglu", GPU) == "no such instruction"
-    assert health.all_down(GPU) == {"geglu": "no such instruction"}
-    assert not kernels.serves(geglu, GPU, triton=True) and not kernels.serves(linear_geglu, GPU, triton=True)
-    assert kernels.serves(group_norm, GPU, triton=True)
+    assert health.disabled(GPU) == {"geglu": "no such instruction"}
+    assert not geglu.launch.supported(GPU, triton=True) and not linear_geglu.launch.supported(GPU, triton=True)
+    assert group_norm.launch.supported(GPU, triton=True)
     # another card has health of its own
-    assert kernels.serves(geglu, CPU, triton=True) and health.all_down(CPU) == {}
+    assert geglu.launch.supported(CPU, triton=True) and health.disabled(CPU) == {}
     health.clear()
-    assert kernels.serves(linear_geglu, GPU, triton=True)
+    assert linear_geglu.launch.supported(GPU, triton=True)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_a_kernel_that_is_put_down_serves_no_more_and_no_more_does_what_uses_it(
     ],
 )
 def test_what_a_launch_may_call_is_told(down, with_it):
-    health.put_down(registry.of(down).name, GPU, "")
-    assert not health.usable(with_it, GPU)
+    health.disable(down.launch.name, GPU, "")
+    assert not with_it.launch.enabled(GPU)
 
 
 @pytest.mark.skipif(not triton_runtime.AVAILABLE, reason="needs Triton")
@@ -66,20 +66,20 @@ def test_attention_goes_another_way_without_its_own_kernel(monkeypatch):
     for module in (short_attention, mma_attention):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: source.name == "mma_attention")
+    monkeypatch.setattr(nvrtc.Source, "supported", lambda source, device: source.name == "mma_attention")
     q = torch.empty(2, 8, 64, 40, dtype=torch.float16, device="meta")
     k = torch.empty(2, 8, 77, 40, dtype=torch.float16, device="meta")
     with triton_runtime.dry_run(GPU) as before:
         attention.launch(q, k, k)
-    health.put_down("short_attention", GPU, "")
+    health.disable("short_attention", GPU, "")
     with triton_runtime.dry_run(GPU) as after:
         attention.launch(q, k, k)
-    health.put_down("mma_attention", GPU, "")
+    health.disable("mma_attention", GPU, "")
     with triton_runtime.dry_run(GPU) as torchs:
         attention.launch(q, k, k)
     owners = [[owner for *_, owner in launches] for launches in (before, after, torchs)]
     assert owners == [["short_attention"], ["mma_attention"], []]
-    assert kernels.serves(attention, GPU, triton=True)
+    assert attention.launch.supported(GPU, triton=True)
 
 
 def fails(function, *args):
@@ -94,43 +94,37 @@ def test_an_exception_tells_the_kernel_that_it_came_from(monkeypatch):
     def broken(*args):
         raise RuntimeError("at 3:10:\n    x = tl.load(p)\n   ^\nchained boolean operators are not supported")
 
-    monkeypatch.setattr(geglu, "reference", broken)
-    assert health.blamed(fails(geglu.launch, torch.zeros(2, 4))) == {
+    monkeypatch.setattr(geglu.launch, "reference", broken)
+    assert health.culprits(fails(geglu.launch, torch.zeros(2, 4))) == {
         "geglu": "RuntimeError: chained boolean operators are not supported"
     }
 
 
-def test_the_innermost_launch_is_to_blame(monkeypatch):
+def test_the_innermost_launch_is_the_culprit(monkeypatch):
     def broken(*args):
         raise ValueError("")
 
-    monkeypatch.setattr(group_norm, "reference", broken)
+    monkeypatch.setattr(group_norm.launch, "reference", broken)
     x = torch.zeros(2, 4, 3, 3)
     exc = fails(add_group_norm.launch, x, None, x, 1.0, 2, None, None, 1e-5)
-    assert health.blamed(exc) == {"group_norm": "ValueError"}
+    assert health.culprits(exc) == {"group_norm": "ValueError"}
 
 
 @pytest.mark.parametrize(
     "error",
     [torch.cuda.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")],
 )
-def test_where_memory_ran_out_no_kernel_is_to_blame(monkeypatch, error):
+def test_where_memory_ran_out_no_kernel_is_the_culprit(monkeypatch, error):
     def broken(*args):
         raise error
 
-    monkeypatch.setattr(geglu, "reference", broken)
-    assert health.blamed(fails(geglu.launch, torch.zeros(2, 4))) == {}
+    monkeypatch.setattr(geglu.launch, "reference", broken)
+    assert health.culprits(fails(geglu.launch, torch.zeros(2, 4))) == {}
 
 
 def test_what_came_from_no_kernel():
-    assert health.blamed(fails(torch.zeros(2).reshape, 3)) == {}
-    assert health.blamed(health.KernelFailed({"a": "b"})) == {"a": "b"}
-
-
-@pytest.mark.parametrize("ask", [lambda x: kernels.serves(x, GPU, triton=True), lambda x: health.usable(x, GPU)])
-def test_a_file_without_a_kernel_is_an_error(ask):
-    with pytest.raises(ValueError, match="short_attention"):
-        ask(short_attention)
+    assert health.culprits(fails(torch.zeros(2).reshape, 3)) == {}
+    assert health.culprits(health.KernelFailed({"a": "b"})) == {"a": "b"}
 
 
 def test_a_launch_that_cannot_is_the_reference():

@@ -15,7 +15,7 @@ from kernels.support import TOLERANCE, half_dtype, heads, randn
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import attention, query_attention
 from sfast_ext.kernels.backend import health, nvrtc, triton_runtime
-from sfast_ext.kernels.backend.cuda_bindings import Bindings
+from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.group_norm import conv_group_norm
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
@@ -161,16 +161,18 @@ def test_not_without_nvrtc(no_triton: None, case: Case, monkeypatch: pytest.Monk
 def test_plans_have_it_where_it_is_chosen(bound: None, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     def served(capability: int) -> bool:
         with launches._card(capability):
-            return kernels.serves(case.kernel, GPU, triton=False)
+            return case.kernel.launch.supported(GPU, triton=False)
 
-    # GEGLU's product has another kernel on GeForce and A100
-    assert served(90) and served(89) == served(80) == (case.kernel is linear_geglu) and not served(100)
-    monkeypatch.setattr(health, "_down", {})
-    health.put_down(case.kernel.KERNEL.name, GPU, "it failed")
+    # GEGLU's product has another kernel on GeForce and A100, attention the library's if ours is not supported
+    library = case.kernel is attention
+    assert served(90) and served(89) == served(80) == (library or case.kernel is linear_geglu)
+    assert served(100) == library
+    monkeypatch.setattr(health, "_disabled", {})
+    health.disable(case.kernel.launch.name, GPU, "it failed")
     assert not served(90)
     health.clear()
     monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(None, None))
-    assert not served(90)
+    assert served(90) == library
 
 
 def test_few_keys(no_triton: None) -> None:
@@ -191,15 +193,16 @@ def test_what_is_not_plain(no_triton: None) -> None:
     x, weight, bias = CASES["linear_geglu"].operands(torch.float16, META)
     with launches._card(90):
         with triton_runtime.dry_run(GPU):
-            assert linear_geglu.readable(x, weight, bias)
-            assert not linear_geglu.readable(x, weight.bfloat16(), bias)
-            assert not linear_geglu.readable(x, weight, bias.float())
-            assert not linear_geglu.readable(x.double(), weight.double(), None)
-        assert not linear_geglu.readable(x, weight, bias)  # outside of a dry run they are on no GPU
+            assert linear_geglu.accepts(x, weight, bias) is None
+            assert linear_geglu.accepts(x, weight.bfloat16(), bias)
+            assert linear_geglu.accepts(x, weight, bias.float())
+            assert linear_geglu.accepts(x.double(), weight.double(), None)
+        assert linear_geglu.accepts(x, weight, bias)  # outside of a dry run they are on no GPU
     ones = torch.ones(2)
-    assert triton_runtime.plain(ones, None, torch.nn.Parameter(ones), ones.half())
-    assert not triton_runtime.plain(ones, torch.ones(2, device=META))
-    assert not triton_runtime.plain(ones.as_subclass(Other), ones) and not triton_runtime.plain(ones, ones.double())
+    assert triton_runtime.accepts_tensors(ones, None, torch.nn.Parameter(ones), ones.half()) is None
+    assert triton_runtime.accepts_tensors(ones, torch.ones(2, device=META))
+    assert triton_runtime.accepts_tensors(ones.as_subclass(Other), ones)
+    assert triton_runtime.accepts_tensors(ones, ones.double())
 
 
 class Other(Tensor):

@@ -16,10 +16,11 @@ import torch
 from kernels import compiled
 from kernels.support import needs_nvrtc
 from sfast_ext.kernels.attention import flash_attention, query_attention
-from sfast_ext.kernels.backend import cuda_bindings, cuda_tier, nvrtc, triton_runtime
-from sfast_ext.kernels.backend.cuda_bindings import Bindings
+from sfast_ext.kernels.backend import cuda_libraries, cuda_tier, nvrtc, triton_runtime
+from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.conv import conv2d, narrow_conv_portable, upsample, upsample_conv2d
 from sfast_ext.kernels.group_norm import portable
+from sfast_ext.kernels.group_norm.two_pass import Norm
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
 from sfast_ext.kernels.pointwise import bias_add, geglu, layer_norm, timestep_embedding
 
@@ -169,7 +170,7 @@ def group_norm_cases() -> list[tuple[str, dict[str, int]]]:
         for dtype, fused in product((torch.float16, torch.float32), (False, True)):
             for channels, size in ((320, 128), (320, 64), (960, 32), (640, 32), (1280, 16), (2560, 16), (1280, 8)):
                 inputs = portable.Inputs(torch.empty(2, size, size, channels, dtype=dtype, device="meta"), fused=fused)
-                assert portable.normalised(inputs, 32, None, None, 1e-5, True, dtype) is not None
+                assert portable.normalised(inputs, 32, Norm(None, None, 1e-5, True, dtype)) is not None
     return list(found.values())
 
 
@@ -194,7 +195,7 @@ def test_portable_kernels_differ_only_between_cards_before_and_after_8_0_and_9_0
     ("name", "given"), PORTABLE, ids=[f"{name}-{'-'.join(map(str, given.values()))}" for name, given in PORTABLE]
 )
 def test_portable_kernels_compile_for_every_kind_of_card(name, given):
-    _, known = nvrtc.known()
+    _, known = nvrtc.targets()
     served = sorted(CARDS & set(known))
     cards = served[0], 80, served[-1]
     # a variant that is not the one most used: on one of them, another than the variant before it
@@ -357,14 +358,14 @@ def test_a_kernel_that_failed_is_not_asked_again(monkeypatch, caplog):
     kernel = nvrtc.Source("flash_attention", flash_attention._prepared, ())
     device = torch.device("cuda", 0)
     # a driver, which is not reached
-    monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(object(), cuda_bindings.bindings().nvrtc))
-    assert kernel.available(device)
+    monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(object(), cuda_libraries.bindings().nvrtc))
+    assert kernel.supported(device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (1, 0))
     with pytest.raises(nvrtc.Unavailable):
         kernel.warmup(**constants(40))
-    assert not kernel.available(device)
-    assert kernel.available(torch.device("cuda", 1))
+    assert not kernel.supported(device)
+    assert kernel.supported(torch.device("cuda", 1))
     assert "flash_attention.cu is not used" in caplog.text
 
 
@@ -372,7 +373,7 @@ def test_a_kernel_that_failed_is_not_asked_again(monkeypatch, caplog):
 def test_without_nvrtc_or_a_driver_there_is_no_kernel(monkeypatch, found):
     monkeypatch.setattr(nvrtc, "bindings", lambda: found)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
-    assert not flash_attention._SOURCE.available(torch.device("cuda", 0))
+    assert not flash_attention._SOURCE.supported(torch.device("cuda", 0))
     if found.driver is None:
         with pytest.raises(nvrtc.Unavailable, match="driver was not found"):
             nvrtc.loaded_driver()

@@ -11,7 +11,7 @@ import torch
 from kernels.support import needs_nvrtc
 from sfast_ext import environment
 from sfast_ext.kernels.backend import nvrtc
-from sfast_ext.kernels.backend.cuda_bindings import Bindings
+from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.plans import input_copies
 
 GPU = torch.device("cuda", 0)
@@ -19,9 +19,9 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    nvrtc.known.cache_clear()
+    nvrtc.targets.cache_clear()
     yield
-    nvrtc.known.cache_clear()
+    nvrtc.targets.cache_clear()
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def card(monkeypatch, tmp_path):
     def pretend(capability, version=(13, 0), known=(75, 80, 90, 121), **others):
         compiler = SimpleNamespace(version=lambda: version, architectures=lambda: list(known), **others)
         monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(object(), compiler))
-        monkeypatch.setattr(nvrtc, "missing", lambda: None)
+        monkeypatch.setattr(nvrtc, "no_nvrtc", lambda: None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
 
     def build(source, architecture, constants):
@@ -54,17 +54,17 @@ def source():
 @pytest.mark.parametrize(("capability", "version"), [((7, 0), (13, 0)), ((7, 2), (13, 1)), ((13, 0), (12, 8))])
 def test_a_card_that_it_does_not_know_has_one_reason(card, capability, version):
     card(capability, version)
-    reason = nvrtc.refusal(GPU)
+    reason = nvrtc.unsupported(GPU)
     for words in ("NVRTC " + ".".join(map(str, version)), ".".join(map(str, capability)), "7.5 to 12.1"):
         assert words in reason
-    assert not source().available(GPU)
+    assert not source().supported(GPU)
     assert environment.left_out(GPU) == [f"{reason}."] and environment.known_bad()[-1] == f"{reason}."
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (12, 1)])
 def test_a_card_that_it_knows_has_none(card, capability):
     card(capability)
-    assert nvrtc.refusal(GPU) is None and source().available(GPU) and environment.left_out(GPU) == []
+    assert nvrtc.unsupported(GPU) is None and source().supported(GPU) and environment.left_out(GPU) == []
 
 
 def test_a_card_that_it_knows_is_asked_for_once(card, monkeypatch):
@@ -72,10 +72,10 @@ def test_a_card_that_it_knows_is_asked_for_once(card, monkeypatch):
     asked, found = [], nvrtc.bindings()
     monkeypatch.setattr(nvrtc, "bindings", lambda: found)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: asked.append(device) or (8, 0))
-    assert all(source().available(GPU) for _ in range(3)) and len(asked) == 1
+    assert all(source().supported(GPU) for _ in range(3)) and len(asked) == 1
     # another NVRTC is asked about anew
     card((7, 0))
-    assert not source().available(GPU)
+    assert not source().supported(GPU)
 
 
 def test_nothing_is_compiled_or_warned_of_on_such_a_card(card, monkeypatch, caplog):
@@ -89,44 +89,44 @@ def test_nothing_is_compiled_or_warned_of_on_such_a_card(card, monkeypatch, capl
         assert found._found() is None and not caplog.records
         # of one that it knows, and that fails, the log tells
         card((8, 0))
-        nvrtc.known.cache_clear()
+        nvrtc.targets.cache_clear()
         assert found._found() is None and "copies.cu is not used" in caplog.text
 
 
 def test_an_older_nvrtc_knows_volta(card):
     card((7, 0), (12, 9), (50, 60, 70, 75, 90))
-    assert source().available(GPU)
+    assert source().supported(GPU)
 
 
 def test_one_that_does_not_answer_is_met_at_the_first_compilation(card, monkeypatch):
     card((7, 0))
     monkeypatch.delattr(nvrtc.bindings().nvrtc, "architectures")
-    assert nvrtc.refusal(GPU) is None and source().available(GPU)
+    assert nvrtc.unsupported(GPU) is None and source().supported(GPU)
     card((7, 0), known=())
-    nvrtc.known.cache_clear()
-    assert nvrtc.refusal(GPU) is None
+    nvrtc.targets.cache_clear()
+    assert nvrtc.unsupported(GPU) is None
     monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(object(), None))
-    nvrtc.known.cache_clear()
-    assert nvrtc.refusal(GPU) is None and not source().available(GPU)
+    nvrtc.targets.cache_clear()
+    assert nvrtc.unsupported(GPU) is None and not source().supported(GPU)
 
 
 def test_where_there_is_none_the_report_says_why(card, monkeypatch):
     card((8, 6))
-    monkeypatch.setattr(nvrtc, "missing", lambda: "libnvrtc.so.12 does not load (no such file)")
+    monkeypatch.setattr(nvrtc, "no_nvrtc", lambda: "libnvrtc.so.12 does not load (no such file)")
     reason = "libnvrtc.so.12 does not load (no such file), so kernels in CUDA C++ are left out"
-    assert nvrtc.refusal(GPU) == reason and environment.left_out(GPU) == [f"{reason}."]
-    assert not source().available(GPU)
+    assert nvrtc.unsupported(GPU) == reason and environment.left_out(GPU) == [f"{reason}."]
+    assert not source().supported(GPU)
 
 
 def test_without_a_gpu_nothing_is_asked(card, monkeypatch):
     card((7, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert nvrtc.refusal(GPU) is None and nvrtc.refusal(torch.device("cpu")) is None
+    assert nvrtc.unsupported(GPU) is None and nvrtc.unsupported(torch.device("cpu")) is None
 
 
 def test_what_the_installed_one_says():
     needs_nvrtc()
-    version, known = nvrtc.known()
+    version, known = nvrtc.targets()
     assert version.partition(".")[0].isdigit() and {80, 90} <= set(known)
     # what it does not name it does not compile
     assert (70 in known) == (int(version.partition(".")[0]) < 13)

@@ -15,8 +15,8 @@ import torch
 from kernels.support import driver_copies, driver_zeros, needs_nvrtc, randn
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import flash_attention, query_attention
-from sfast_ext.kernels.backend import cuda_bindings, cuda_driver, nvrtc, pdl, triton_runtime
-from sfast_ext.kernels.backend.cuda_bindings import Bindings
+from sfast_ext.kernels.backend import cuda_driver, cuda_libraries, nvrtc, pdl, triton_runtime
+from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.group_norm import conv_group_norm
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
@@ -54,7 +54,7 @@ def driver(monkeypatch):
     stand_in = Driver()
     monkeypatch.setattr(nvrtc, "bindings", lambda: Bindings(stand_in, None))
     monkeypatch.setattr(pdl, "capture_keeps_pdl", lambda: True)
-    monkeypatch.setattr(triton_runtime, "capability", lambda device: pdl.LEAST)
+    monkeypatch.setattr(triton_runtime, "capability", lambda device: pdl.MIN_CAPABILITY)
     monkeypatch.setattr(nvrtc, "current_stream", lambda index: 5)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -146,7 +146,7 @@ def test_in_turn_on_older_cards(monkeypatch, driver):
 def test_which_cuda_keeps_beginnings(monkeypatch, built, runs, kept):
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(
-        cuda_bindings, "bindings", lambda: Bindings(SimpleNamespace(cuDriverGetVersion=lambda: runs), None)
+        cuda_libraries, "bindings", lambda: Bindings(SimpleNamespace(cuDriverGetVersion=lambda: runs), None)
     )
     pdl.capture_keeps_pdl.cache_clear()
     try:

@@ -17,7 +17,7 @@ from kernels.support import finish
 from sfast_ext import kernels
 from sfast_ext.kernels.attention import flash_attention, query_attention
 from sfast_ext.kernels.backend import nvrtc, precompile, triton_runtime
-from sfast_ext.kernels.backend.cuda_bindings import Bindings
+from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.linear import linear_geglu
 
@@ -146,7 +146,7 @@ def test_what_does_not_compile_keeps_nothing_else_from_it(nvrtc_calls, caplog):
     add(source, 0)
     finish()
     assert numbers(nvrtc_calls) == [1, 2, 3, 4]
-    assert source.available(GPU)
+    assert source.supported(GPU)
     assert not caplog.records  # of warnings or worse
 
 
@@ -176,7 +176,7 @@ def test_python_ends_after_the_compilation_at_hand(tmp_path):
     script = """
         import threading, time
         import torch
-        from sfast_ext.kernels.backend import cuda_bindings, nvrtc, precompile
+        from sfast_ext.kernels.backend import cuda_libraries, nvrtc, precompile
         begun = threading.Event()
         class Nvrtc:
             version = lambda self: (13, 0)
@@ -187,7 +187,7 @@ def test_python_ends_after_the_compilation_at_hand(tmp_path):
                 time.sleep(0.01)
             print("done", flush=True)
             return b"code", ""
-        nvrtc.bindings, nvrtc.build = lambda: cuda_bindings.Bindings(object(), Nvrtc()), build
+        nvrtc.bindings, nvrtc.build = lambda: cuda_libraries.Bindings(object(), Nvrtc()), build
         torch.cuda.get_device_capability = lambda index: (9, 0)
         source = nvrtc.Source("conv2d", None, (), lambda given: [{"N": n} for n in range(100)])
         launch = precompile.Launch(source, (), {"N": 0})

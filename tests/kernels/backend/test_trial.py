@@ -25,7 +25,7 @@ from sfast_ext.runtime import plan_builder
 from sfast_ext.tools import doctor
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
-refusal, run = trial.refusal, trial.run
+refusal, run = trial.unsupported, trial.run
 
 
 def no_compiler() -> RuntimeError:
@@ -61,7 +61,7 @@ def stand_in(monkeypatch):
     """Triton on a GPU, with nothing tried yet."""
     stand_in = Trial()
     monkeypatch.setattr(trial, "run", stand_in)
-    monkeypatch.setattr(trial, "refusal", refusal)
+    monkeypatch.setattr(trial, "unsupported", refusal)
     monkeypatch.setattr(trial, "_trials", {})
     monkeypatch.setattr(triton_runtime, "AVAILABLE", True)
     monkeypatch.setattr(triton_runtime, "INTERPRETED", False)
@@ -93,10 +93,10 @@ def test_it_is_tried_once_whoever_asks(stand_in):
 
 def test_where_it_fails_there_is_no_triton_from_then_on(stand_in):
     stand_in.raises = [no_compiler()]
-    assert trial.known(GPU) is None and environment.left_out(GPU) == []
+    assert trial.tried(GPU) is None and environment.left_out(GPU) == []
     assert not environment.triton_runs_on(GPU) and not environment.triton_runs_on(GPU)
     assert len(stand_in.threads) == 1
-    assert trial.known(GPU) == refusal(GPU) and environment.left_out(GPU) == [f"{refusal(GPU)}."]
+    assert trial.tried(GPU) == refusal(GPU) and environment.left_out(GPU) == [f"{refusal(GPU)}."]
     assert environment.known_bad()[-1] == f"{refusal(GPU)}."
 
 
@@ -152,7 +152,7 @@ def test_who_asks_before_it_is_over_waits(stand_in):
     stand_in.may_end.clear()
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(refusal, GPU)
-        assert stand_in.begun.wait(60) and trial.known(GPU) is None and not asked.done()
+        assert stand_in.begun.wait(60) and trial.tried(GPU) is None and not asked.done()
         stand_in.raises = [no_compiler()]
         stand_in.may_end.set()
         assert "C compiler" in asked.result(60)
@@ -161,7 +161,7 @@ def test_who_asks_before_it_is_over_waits(stand_in):
 def test_nobody_waits_for_ever(stand_in, monkeypatch):
     monkeypatch.setattr(trial, "PATIENCE_S", 0.05)
     stand_in.may_end.clear()
-    assert "after 0.05 seconds" in refusal(GPU) and "after 0.05 seconds" in trial.known(GPU)
+    assert "after 0.05 seconds" in refusal(GPU) and "after 0.05 seconds" in trial.tried(GPU)
     stand_in.may_end.set()
     stand_in.threads[0].join(60)
     assert refusal(GPU) is None
@@ -169,7 +169,7 @@ def test_nobody_waits_for_ever(stand_in, monkeypatch):
 
 def test_it_waits_for_the_end_of_a_capture(stand_in):
     with ThreadPoolExecutor(1) as pool:
-        with trial.held_off():
+        with trial.paused():
             asked = pool.submit(refusal, GPU)
             assert not stand_in.begun.wait(0.2)
         assert asked.result(60) is None and stand_in.begun.is_set()
@@ -188,7 +188,7 @@ def test_nothing_is_tried_without(stand_in, monkeypatch, without):
         monkeypatch.setattr(triton_runtime, "AVAILABLE", False)
     else:
         monkeypatch.setattr(triton_runtime, "INTERPRETED", True)
-    assert refusal(GPU) is None and refusal(CPU) is None and trial.known(CPU) is None
+    assert refusal(GPU) is None and refusal(CPU) is None and trial.tried(CPU) is None
     assert not stand_in.threads
 
 
@@ -220,7 +220,7 @@ def test_it_is_tried_in_the_background_as_soon_as_a_module_is_accelerated(stand_
 def pair(stand_in, monkeypatch):
     """A model on a pretended GPU, and whether Triton was allowed for each plan."""
     pool = pretend_a_gpu(monkeypatch)
-    monkeypatch.setattr(trial, "refusal", refusal)
+    monkeypatch.setattr(trial, "unsupported", refusal)
     monkeypatch.setattr(accelerator, "get_ready", lambda runs_on: None)  # the first plan has it tried
     monkeypatch.setattr(plan_builder, "precompile", lambda graph, device: 0)
     allowed: list[bool] = []

@@ -30,15 +30,15 @@ def card(monkeypatch):
 def test_what_a_version_compiles(version):
     later = version >= (3, 3)
     for capability in (TURING, AMPERE, HOPPER):
-        assert triton_versions.refusal(version, capability) is None
-        assert triton_versions.refusal(version, capability, torch.float16) is None
-        refused = triton_versions.refusal(version, capability, torch.bfloat16)
+        assert triton_versions.unsupported(version, capability) is None
+        assert triton_versions.unsupported(version, capability, torch.float16) is None
+        refused = triton_versions.unsupported(version, capability, torch.bfloat16)
         assert (refused is None) == (later or capability != TURING)
-    assert (triton_versions.refusal(version, BLACKWELL) is None) == later
+    assert (triton_versions.unsupported(version, BLACKWELL) is None) == later
 
 
 def test_the_reason_names_both_and_what_to_install():
-    reason = triton_versions.refusal((2, 1), TURING, torch.bfloat16)
+    reason = triton_versions.unsupported((2, 1), TURING, torch.bfloat16)
     assert "Triton 2.1" in reason and "7.5" in reason and "bfloat16" in reason and "torch 2.7" in reason
 
 
@@ -72,8 +72,8 @@ def test_bfloat16_alone_is_refused_on_turing(card):
 @pytest.mark.parametrize("compiler", [True, False])
 def test_an_old_one_gives_way_to_cuda_where_that_compiles(card, version, compiler, monkeypatch):
     card(version, AMPERE)
-    monkeypatch.setattr(nvrtc, "known", lambda: ("12.1", (86,)) if compiler else None)
-    monkeypatch.setattr(nvrtc, "refusal", lambda device: None if compiler else "no NVRTC")
+    monkeypatch.setattr(nvrtc, "targets", lambda: ("12.1", (86,)) if compiler else None)
+    monkeypatch.setattr(nvrtc, "unsupported", lambda device: None if compiler else "no NVRTC")
     surpassed = version < (3, 0) and compiler
     assert environment.triton_runs_on(GPU) != surpassed
     said = [line for line in environment.left_out(GPU) if "older than 3.0" in line]

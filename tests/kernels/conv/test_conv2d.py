@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from kernels.support import half_dtype, randn, wide
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import nvrtc, triton_runtime
-from sfast_ext.kernels.backend.cuda_bindings import Bindings
+from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.conv import conv2d
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -58,6 +58,10 @@ def right(y, target):
 
 
 @functools.lru_cache(maxsize=1)  # tiles follow each other
+def declined(*args):
+    raise AssertionError("it is left to the library")
+
+
 def case(shape, dtype):
     x, weight = operands(shape, dtype, CUDA)
     return x, weight, F.conv2d(x.double(), weight.double(), padding=1).cpu()
@@ -84,8 +88,8 @@ def test_shapes(shape, dtype, tile):
 )
 def test_unet_shapes(dtype, shape, monkeypatch):
     x, weight, target = case(shape, dtype)
-    assert conv2d.applicable(x, weight)
-    monkeypatch.setattr(conv2d, "fallback", None)
+    assert conv2d.accepts(x, weight) is None
+    monkeypatch.setattr(conv2d.launch, "fallback", declined)
     right(conv2d.launch(x, weight), target)
 
 
@@ -123,7 +127,7 @@ def test_a_result_of_more_than_31_bits():
 @pytest.mark.gpu
 def test_what_it_does_not_read():
     x, weight = operands((2, 64, 48, 48, 320), torch.float16, CUDA)
-    assert conv2d.readable(x, weight) and conv2d.applicable(x, weight)
+    assert conv2d.accepts(x, weight) is None and conv2d.profitable(x, weight)
     # of the weights only those at 16 bytes
     odd = torch.empty(x.numel() + 1, dtype=x.dtype, device=CUDA)[1:].view(2, 48, 48, 64).permute(0, 3, 1, 2).copy_(x)
     refused = {
@@ -140,11 +144,11 @@ def test_what_it_does_not_read():
     }
     with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
         for name, args in refused.items():
-            assert not conv2d.readable(*args), name
+            assert conv2d.accepts(*args), name
             assert torch.equal(conv2d.launch(*args), conv2d.fallback(*args)), name
-    assert not conv2d.readable(x, weight.bfloat16())
-    assert not conv2d.readable(x, weight.cpu())
-    assert not conv2d.readable(x[0], weight)
+    assert conv2d.accepts(x, weight.bfloat16())
+    assert conv2d.accepts(x, weight.cpu())
+    assert conv2d.accepts(x[0], weight)
 
 
 @pytest.mark.gpu
@@ -176,7 +180,7 @@ def test_reference_rounds_once():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_the_cpu_it_is_the_librarys(dtype):
     x, weight = operands((2, 64, 12, 12, 80), dtype, CPU)
-    assert not conv2d.applicable(x, weight)
+    assert conv2d.accepts(x, weight)
     assert torch.equal(conv2d.launch(x, weight), F.conv2d(x, weight, padding=1))
 
 
@@ -185,24 +189,22 @@ def test_without_the_kernel_it_is_the_librarys(monkeypatch):
         raise nvrtc.Unavailable("no compiler")
 
     x, weight = operands((2, 64, 12, 12, 80), torch.float32, CPU)
-    monkeypatch.setattr(conv2d, "applicable", lambda *args: True)
+    monkeypatch.setattr(conv2d, "accepts", lambda *args: None)
+    monkeypatch.setattr(conv2d, "profitable", lambda *args: True)
     monkeypatch.setattr(conv2d, "_launch", unavailable)
     assert torch.equal(conv2d.launch(x, weight), F.conv2d(x, weight, padding=1))
 
 
 def test_so_many_pixels_are_left_to_others(monkeypatch):
     def takes(images, height, width):
-        return conv2d.applicable(picture((images, 64, height, width)), picture((160, 64, 3, 3)))
+        return conv2d.profitable(picture((images, 64, height, width)), picture((160, 64, 3, 3)))
 
-    monkeypatch.setattr(conv2d, "readable", lambda x, weight: True)
     monkeypatch.setattr(conv2d, "_cudnn", lambda x, columns: math.inf)
-    fewest, (last, first) = conv2d.MOST_AS_PRODUCT, conv2d._IN_PARTS
+    fewest, (last, first) = conv2d.MAX_PIXELS_AS_PRODUCT, conv2d._IN_PARTS
     edges = {fewest: False, fewest + 1: True, last: True, last + 1: False, first: False, first + 1: True}
     for pixels, wanted in edges.items():
         assert takes(1, 1, pixels) == takes(1, pixels, 1) == takes(pixels, 1, 1) == wanted, pixels
     assert takes(2, 64, 64) and not takes(2, 8, 8)
-    monkeypatch.setattr(conv2d, "readable", lambda x, weight: False)
-    assert not takes(2, 64, 64)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +221,7 @@ def test_so_many_pixels_are_left_to_others(monkeypatch):
 )
 def test_what_cudnn_has_sooner_is_left_to_it(monkeypatch, shape, wanted):
     monkeypatch.setattr(conv2d, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(conv2d, "readable", lambda x, weight: True)
-    assert conv2d.applicable(picture(shape[:4]), picture((shape[4], shape[1], 3, 3))) == wanted
+    assert conv2d.profitable(picture(shape[:4]), picture((shape[4], shape[1], 3, 3))) == wanted
 
 
 SIZES = [1, 2, 3, 5, 8, 9, 17, 130]
@@ -300,7 +301,7 @@ def asked_by(shape, dtype, groups):
     with triton_runtime.dry_run(torch.device("cuda", 0)) as collected:
         if not groups:
             conv2d.launch(x, weight)
-        elif conv2d.supports_statistics(x, weight, groups):
+        elif conv2d.accepts_statistics(x, weight, groups) is None:
             conv2d.with_statistics(x, weight, groups, None, None)
     return tuple(collected[0][2].items()) if collected else None
 

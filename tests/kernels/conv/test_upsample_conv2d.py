@@ -28,7 +28,7 @@ def operands(sizes, dtype, device):
 
 
 def right(x, weight, cut=(0, 0)):
-    assert upsample_conv2d.applicable(x, weight, cut)
+    assert upsample_conv2d.accepts(x, weight, cut) is None
     y = upsample_conv2d.launch(x, weight, cut)
     assert y.is_contiguous(memory_format=torch.channels_last)
     close_rows(y.flatten(1), expected(upsample_conv2d, x, weight, cut).flatten(1))
@@ -95,14 +95,14 @@ def test_a_pixel_reaches_its_neighbours_alone(device):
     ],
 )
 def test_what_is_done_in_two_operations(device, spoilt):
-    assert not upsample_conv2d.applicable(*spoilt(*operands((1, 128, 136, 5, 4), HALF, device)))
+    assert upsample_conv2d.accepts(*spoilt(*operands((1, 128, 136, 5, 4), HALF, device)))
 
 
 def test_in_float32_where_products_are_rounded_as_convolutions_are(device):
     given = [x.float() for x in operands((1, 128, 136, 5, 4), HALF, device)]
     for products, convolutions in itertools.product((False, True), repeat=2):
         with tf32(products, convolutions):
-            assert upsample_conv2d.applicable(*given, (0, 0)) == (products == convolutions)
+            assert (upsample_conv2d.accepts(*given, (0, 0)) is None) == (products == convolutions)
 
 
 def test_without_the_kernel_it_is_two_operations():

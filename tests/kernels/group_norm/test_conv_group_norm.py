@@ -7,7 +7,7 @@ from torch import fx
 from kernels.support import close, each_dtype, few_parts, half_dtype, randn, wide
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import nvrtc, precompile, triton_runtime
-from sfast_ext.kernels.backend.cuda_bindings import Bindings
+from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.group_norm import add_group_norm, conv_group_norm, group_norm, two_pass
 
@@ -118,12 +118,12 @@ def test_what_the_kernel_does_not_take():
     sizes = [((2, 64, 9, 9, 320), half), ((2, 60, 64, 64, 320), half), ((2, 64, 64, 64, 320), torch.float32)]
     for size, dtype in sizes:
         args = operands(size, dtype, CUDA)
-        assert not conv_group_norm.applicable(*args[:7], dtype)
+        assert conv_group_norm.accepts(*args[:7], dtype)
         alike(conv_group_norm.launch(*args), args)
     args = list(operands(SIZES[0], half, CUDA))
     for place, other in ((3, args[3].contiguous()), (2, args[2].float()), (2, args[2].expand(2, 320)), (3, None)):
         changed = [*args[:place], other, *args[place + 1 :]]
-        assert not conv_group_norm.applicable(*changed[:7], half)
+        assert conv_group_norm.accepts(*changed[:7], half)
 
 
 @pytest.mark.gpu
@@ -161,11 +161,12 @@ def test_the_reference_is_what_it_stands_for():
 
 def test_which_groups_the_kernel_sums(monkeypatch):
     monkeypatch.setattr(conv2d, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(conv2d, "applicable", lambda x, weight: True)
+    monkeypatch.setattr(conv2d, "accepts", lambda x, weight: None)
+    monkeypatch.setattr(conv2d, "profitable", lambda x, weight: True)
 
     def sums(images, height, width, columns, groups=32):
         shapes = (images, 64, height, width), (columns, 64, 3, 3)
-        return conv2d.supports_statistics(*(torch.empty(shape, device="meta") for shape in shapes), groups)
+        return conv2d.accepts_statistics(*(torch.empty(shape, device="meta") for shape in shapes), groups) is None
 
     assert all(sums(2, 128, 128, columns) for columns in (320, 640, 1280))
     assert not sums(2, 128, 128, 256)  # no tiles of 160
@@ -199,7 +200,7 @@ def boxed(request, monkeypatch):
 
     monkeypatch.setattr(conv2d, "with_statistics", with_statistics)
     monkeypatch.setattr(conv2d, "boxes_of_image", lambda x: (-(-x.shape[3] // 4), -(-x.shape[2] // 2), 4, 2))
-    monkeypatch.setattr(conv_group_norm, "applicable", lambda *args: True)
+    monkeypatch.setattr(conv_group_norm, "accepts", lambda *args: None)
 
 
 def given(shape, dtype, device):

@@ -38,9 +38,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return residual, torch.stack([means, deviations]).float()
 
     monkeypatch.setattr(nvrtc.Source, "_launch", launch)
-    monkeypatch.setattr(nvrtc.Source, "available", lambda source, device: source.name != "conv2d")
+    monkeypatch.setattr(nvrtc.Source, "supported", lambda source, device: source.name != "conv2d")
     monkeypatch.setattr(conv2d, "with_statistics", with_statistics)
-    monkeypatch.setattr(conv2d, "supports_statistics", lambda *args: True)
+    monkeypatch.setattr(conv2d, "accepts_statistics", lambda *args: None)
     monkeypatch.setattr(
         conv2d, "boxes_of_image", lambda x: (-(-x.shape[3] // WIDE), -(-x.shape[2] // HIGH), WIDE, HIGH)
     )
@@ -91,9 +91,9 @@ def test_what_is_left_to_two_kernels(launched: list[str], what: str, monkeypatch
     if what == "a weight of another type":
         given[5] = given[5].float()
     if what == "many parts":
-        monkeypatch.setattr(portable, "_MOST_PARTS", 5)
+        monkeypatch.setattr(portable, "_MAX_PARTS", 5)
     with triton_runtime.without_triton():
-        assert not conv_group_norm.applicable(*given[:7], torch.bfloat16)
+        assert conv_group_norm.accepts(*given[:7], torch.bfloat16)
         results = conv_group_norm.launch(*given)
         wanted = add_group_norm.launch(torch.zeros_like(given[3]), None, given[3], 1.0, *given[4:])
     assert "conv2d" not in launched and all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
@@ -115,6 +115,6 @@ def test_parts_by_which_a_norm_is_computed() -> None:
 def test_all_sources_are_needed_in_place_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
     for missing in (None, "conv2d", "group_norm_normalise"):
-        monkeypatch.setattr(nvrtc.Source, "available", lambda source, device, name=missing: source.name != name)
-        assert kernels.serves(conv_group_norm, gpu, triton=False) == (missing is None)
-        assert kernels.serves(conv_group_norm, gpu, triton=True)
+        monkeypatch.setattr(nvrtc.Source, "supported", lambda source, device, name=missing: source.name != name)
+        assert conv_group_norm.launch.supported(gpu, triton=False) == (missing is None)
+        assert conv_group_norm.launch.supported(gpu, triton=True)

@@ -230,7 +230,7 @@ def test_a_tile_of_channels_has_room_for_all_its_groups():
 
 
 def test_more_channels_than_offsets_reach_go_to_torch(device, monkeypatch):
-    monkeypatch.setattr(group_norm, "_MOST_CHANNELS", 40)
+    monkeypatch.setattr(group_norm, "_MAX_CHANNELS", 40)
     monkeypatch.setattr(group_norm, "launch_kernel", None)
     x = randn(1, 48, 5, 6, dtype=torch.float32, device=device)
     torch.testing.assert_close(group_norm.launch(x, 4, None, None, 1e-5), F.group_norm(x, 4))

@@ -22,7 +22,7 @@ def device(device):
 @pytest.fixture(autouse=True)
 def however_few_tiles(monkeypatch):
     """By the kernel also where a product and another kernel would be faster."""
-    monkeypatch.setattr(linear_geglu, "_LEAST_SHARE", 0)
+    monkeypatch.setattr(linear_geglu, "_MIN_SHARE", 0)
 
 
 def operands(rows, half, depth, dtype, device):
@@ -131,12 +131,11 @@ def test_the_quickest_tile(monkeypatch):
 
 
 def test_few_tiles_are_left_to_cublas(monkeypatch):
-    monkeypatch.setattr(linear_geglu, "_LEAST_SHARE", 0.9)
+    monkeypatch.setattr(linear_geglu, "_MIN_SHARE", 0.9)
     monkeypatch.setattr(linear_geglu, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(linear_geglu, "readable", lambda *args: True)
     weight = torch.empty(10240, 1280, device="meta")
-    assert linear_geglu.applicable(torch.empty(256, 1280, device="meta"), weight, None)
-    assert not linear_geglu.applicable(torch.empty(128, 1280, device="meta"), weight, None)
+    assert linear_geglu.profitable(torch.empty(256, 1280, device="meta"), weight)
+    assert not linear_geglu.profitable(torch.empty(128, 1280, device="meta"), weight)
 
 
 @pytest.mark.gpu

@@ -304,17 +304,17 @@ def others():
 
 @pytest.mark.gpu
 def test_what_the_kernel_does_not_take():
-    assert kernel.applicable(*operands((2048, 1280, 1280))[:6])
+    assert kernel.accepts(*operands((2048, 1280, 1280))[:6]) is None
     for name, args in others():
         if name != "x at 2 bytes":  # which only the maps refuse
-            assert not kernel.applicable(*args[:6]), name
+            assert kernel.accepts(*args[:6]), name
         alike(kernel.launch(*args), args)
     x, weight, *rest, _ = operands((2048, 1280, 1280))
-    assert not kernel.applicable(x, weight, rest[0].view(1, 1280), *rest[1:])
-    assert not kernel.applicable(x, weight, *rest, post_bias=rest[0].float())
-    assert not kernel.applicable(x.cpu(), weight, *rest)
-    assert not kernel.applicable(x, weight.bfloat16(), *rest)
-    assert not kernel.applicable(x[:, :640], weight, *rest)
+    assert kernel.accepts(x, weight, rest[0].view(1, 1280), *rest[1:])
+    assert kernel.accepts(x, weight, *rest, rest[0].float())
+    assert kernel.accepts(x.cpu(), weight, *rest)
+    assert kernel.accepts(x, weight.bfloat16(), *rest)
+    assert kernel.accepts(x[:, :640], weight, *rest)
 
 
 @pytest.mark.gpu

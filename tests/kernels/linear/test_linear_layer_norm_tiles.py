@@ -11,9 +11,9 @@ from torch import fx
 from kernels.support import half_dtype
 from sfast_ext import kernels
 from sfast_ext.kernels.backend import nvrtc, precompile, triton_runtime
-from sfast_ext.kernels.backend.cuda_bindings import Bindings
+from sfast_ext.kernels.backend.cuda_libraries import Bindings
 from sfast_ext.kernels.linear import linear_layer_norm as kernel
-from sfast_ext.kernels.pointwise import add_layer_norm
+from sfast_ext.kernels.pointwise import layer_norm
 
 GPU = torch.device("cuda", 0)
 COLUMNS = (80, 160, 320, 640, 1280)
@@ -48,7 +48,7 @@ UNFIT = [(2048, 1288, 1280), (2048, 100, 1280), (8192, 2640, 640), (8192, 0, 640
 def test_what_is_quicker_than_two_kernels(monkeypatch, size):
     assert kernel.profitable(*size, GPU)
     with monkeypatch.context() as patch:
-        patch.setattr(kernel._SOURCE, "available", lambda device: False)
+        patch.setattr(kernel._SOURCE, "supported", lambda device: False)
         assert not kernel.profitable(*size, GPU)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 9))
     assert not kernel.profitable(*size, GPU)
@@ -91,7 +91,7 @@ def test_blocks_that_wait_for_each_other_all_begin(monkeypatch, launched, tile, 
         (blocks,) = grid
         down = -(-rows // (tile.rows * tile.pair))
         assert blocks % (parts * tile.pair) == 0 and 0 < blocks <= down * parts * tile.pair
-        assert blocks <= max(count * tile.beside, parts * tile.pair)
+        assert blocks <= max(count * tile.per_multiprocessor, parts * tile.pair)
         assert constants == kernel.constants(tile, columns, torch.float16)
 
 
@@ -205,14 +205,14 @@ def test_what_it_takes_is_told_by_shapes_and_dtypes(monkeypatch):
         (x, weight[None], bias, residual, *norm),
         (x[:0], weight, bias, residual[:0], *norm),
         operands((2048, 1280, 1284))[:6],
-        operands(LEFT[0])[:6],
     ]
     with triton_runtime.dry_run(GPU):
-        assert all(kernel.applicable(*args) for args in taken)
-        assert [kernel.applicable(*args) for args in refused] == [False] * len(refused)
+        assert [kernel.accepts(*args) for args in taken] == [None] * len(taken)
+        assert all(kernel.accepts(*args) for args in refused)
+        assert kernel.accepts(*operands(LEFT[0])[:6]) is None  # it is not profitable
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 0))
     with triton_runtime.dry_run(GPU):
-        assert not any(kernel.applicable(*args) for args in taken)
+        assert all(kernel.accepts(*args) for args in taken)
 
 
 def graph_of(size):
@@ -234,11 +234,11 @@ def test_it_is_compiled_ahead_for_what_it_will_launch(monkeypatch):
     assert launch.kernel is kernel._SOURCE and len(launch.args) == len(kernel._SOURCE.arg_names)
     assert launch.constants == kernel.constants(kernel.best(*PAYING[0], GPU), 1280, torch.float16)
     (launch,) = precompile.launches(graph_of(LEFT[0]), GPU).values()
-    assert launch.kernel is add_layer_norm.add_layer_norm_kernel
+    assert launch.kernel is layer_norm.layer_norm_kernel and launch.constants["ADD"]
 
 
 @needs_no_interpreter
 def test_elsewhere_those_that_follow_each_other_are(monkeypatch):
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 9))
     (launch,) = precompile.launches(graph_of(PAYING[0]), GPU).values()
-    assert launch.kernel is add_layer_norm.add_layer_norm_kernel
+    assert launch.kernel is layer_norm.layer_norm_kernel and launch.constants["ADD"]

@@ -76,7 +76,7 @@ def scale(half_sums: bool) -> float:
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear(device, tile, shape, with_bias, dtype, half_sums):
     x, weight, bias = operands(shape, dtype, device, with_bias, tile)
-    assert mma_gemm.linear_readable(x, weight, bias)
+    assert mma_gemm.accepts_linear(x, weight, bias) is None
     y = mma_gemm.linear(x, weight, bias, half_sums=half_sums)
     assert y.shape == (1, *shape[:2]) and y.is_contiguous()
     close_rows(y, F.linear(wide(x), wide(weight), wide(bias)), scale(half_sums))
@@ -97,7 +97,7 @@ def test_linear_onto_a_residual(device, tile, shape, with_bias, dtype, half_sums
     x, weight, bias = operands(shape, dtype, device, with_bias, tile)
     residual = randn(1, *shape[:2], dtype=dtype, device=device)
     target = F.linear(wide(x), wide(weight), wide(bias)) + wide(residual)
-    assert mma_gemm.linear_readable(x, weight, bias, residual)
+    assert mma_gemm.accepts_linear(x, weight, bias, residual) is None
     y = mma_gemm.linear(x, weight, bias, residual, half_sums=half_sums)
     assert y is residual
     close_rows(y, target, scale(half_sums))
@@ -111,7 +111,7 @@ def test_linear_onto_a_residual(device, tile, shape, with_bias, dtype, half_sums
 def test_linear_geglu(device, tile, shape, gate_first, approximate, dtype, half_sums):
     for with_bias in (False, True):
         x, weight, bias = operands(shape, dtype, device, with_bias, tile)
-        assert mma_gemm.linear_geglu_readable(x, weight, bias, approximate)
+        assert mma_gemm.accepts_linear_geglu(x, weight, bias, approximate) is None
         y = mma_gemm.linear_geglu(x, weight, bias, gate_first, approximate, half_sums=half_sums)
         assert y.shape == (1, shape[0], shape[1] // 2)
         close_rows(y, expected(linear_geglu, x, weight, bias, gate_first, approximate), 2 * scale(half_sums))
@@ -137,7 +137,7 @@ def test_conv2d(device, tile, sizes, dtype, half_sums):
     x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
     bias = randn(columns, dtype=dtype, device=device)
     for added in (None, bias):
-        assert mma_gemm.conv2d_readable(x, weight, added)
+        assert mma_gemm.accepts_conv2d(x, weight, added) is None
         y = mma_gemm.conv2d(x, weight, added, stride, half_sums=half_sums)
         assert y.is_contiguous(memory_format=torch.channels_last)
         target = F.conv2d(wide(x), wide(weight), wide(added), padding=1, stride=stride)
@@ -187,7 +187,7 @@ def test_the_tile_with_the_least_work_for_a_multiprocessor_stands_first(
     monkeypatch.setattr(mma_gemm, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (8, 6))
     found = mma_gemm.tiles(rows, torch.empty(columns, 320))
-    assert str(found[0]) == f"mma {chosen}" and len(set(found)) == len(found) == mma_tiles.MOST
+    assert str(found[0]) == f"mma {chosen}" and len(set(found)) == len(found) == mma_tiles.MAX_TILES
     # of 32 no two slices
     assert all(each.slices == 1 for each in mma_gemm.tiles(rows, torch.empty(columns, 32, 3, 3)))
 
@@ -223,27 +223,27 @@ def test_mma_gemm_compiles(monkeypatch, tmp_path, capability, tile, what, dtype,
 def test_what_it_does_not_take(device, monkeypatch):
     x = randn(5, 64, dtype=torch.float16, device=device)
     weight = randn(16, 64, dtype=torch.float16, device=device)
-    assert mma_gemm.linear_readable(x, weight, None)
+    assert mma_gemm.accepts_linear(x, weight, None) is None
     for other in (x.float(), x.bfloat16(), x[:, :32], x[:0]):
-        assert not mma_gemm.linear_readable(other, weight, None)
+        assert mma_gemm.accepts_linear(other, weight, None)
     for other in (weight[:12], weight.t(), weight.repeat(1, 2)[:, ::2], weight[None], weight.bfloat16()):
-        assert not mma_gemm.linear_readable(x, other, None)
-    assert not mma_gemm.linear_readable(x, weight, x[0, :15]) and not mma_gemm.linear_readable(
+        assert mma_gemm.accepts_linear(x, other, None)
+    assert mma_gemm.accepts_linear(x, weight, x[0, :15]) and mma_gemm.accepts_linear(
         x, weight, x[0, :16].float()
     )
-    assert mma_gemm.linear_readable(x.bfloat16(), weight.bfloat16(), None)
+    assert mma_gemm.accepts_linear(x.bfloat16(), weight.bfloat16(), None) is None
     sums = randn(5, 32, dtype=torch.float16, device=device)[:, :16], x[:4, :16].contiguous(), x[:, :16].float()
-    assert not any(mma_gemm.linear_readable(x, weight, None, each) for each in sums)
-    assert mma_gemm.linear_geglu_readable(x, weight, None, "tanh")
-    assert not mma_gemm.linear_geglu_readable(x, weight, None, "sigmoid")
-    assert not mma_gemm.linear_geglu_readable(x, weight[:8], None, "none")
+    assert all(mma_gemm.accepts_linear(x, weight, None, each) for each in sums)
+    assert mma_gemm.accepts_linear_geglu(x, weight, None, "tanh") is None
+    assert mma_gemm.accepts_linear_geglu(x, weight, None, "sigmoid")
+    assert mma_gemm.accepts_linear_geglu(x, weight[:8], None, "none")
     image = randn(1, 64, 4, 4, dtype=torch.float16, device=device)
     filters = randn(8, 64, 3, 3, dtype=torch.float16, device=device).contiguous(memory_format=torch.channels_last)
-    assert not mma_gemm.conv2d_readable(image, filters, None)
+    assert mma_gemm.accepts_conv2d(image, filters, None)
     image = image.contiguous(memory_format=torch.channels_last)
-    assert mma_gemm.conv2d_readable(image, filters, None)
-    assert not mma_gemm.conv2d_readable(image, filters.contiguous(), None)
-    assert not mma_gemm.conv2d_readable(image, filters[:, :, :1, :1], None)
+    assert mma_gemm.accepts_conv2d(image, filters, None) is None
+    assert mma_gemm.accepts_conv2d(image, filters.contiguous(), None)
+    assert mma_gemm.accepts_conv2d(image, filters[:, :, :1, :1], None)
 
 
 @pytest.mark.parametrize(
@@ -251,13 +251,13 @@ def test_what_it_does_not_take(device, monkeypatch):
     [((7, 0), False, False), ((7, 5), True, True), ((8, 0), True, False), ((8, 6), True, True), ((9, 0), False, False)],
 )
 def test_cards_it_is_for_and_those_that_add_up_faster_in_half_precision(monkeypatch, capability, there, faster):
-    monkeypatch.setattr(nvrtc, "refusal", lambda device: None)
+    monkeypatch.setattr(nvrtc, "unsupported", lambda device: None)
     monkeypatch.setattr(nvrtc, "bindings", lambda: nvrtc.Bindings(object(), object()))
     monkeypatch.setattr(triton_runtime, "capability", lambda device: capability)
     device = torch.device("cuda", 0)
-    assert mma_gemm.available(device) == mma_gemm.serves_dtype(torch.float16, device) == there
-    assert mma_gemm.serves_dtype(torch.bfloat16, device) == (there and capability > (7, 5))
-    assert not mma_gemm.serves_dtype(torch.float32, device) and mma_gemm.halves_are_faster(device) == faster
+    assert mma_gemm._SOURCE.supported(device) == mma_gemm.supported(device, torch.float16) == there
+    assert mma_gemm.supported(device, torch.bfloat16) == (there and capability > (7, 5))
+    assert not mma_gemm.supported(device, torch.float32) and mma_gemm.half_sums_profitable(device) == faster
 
 
 def test_large_activations_do_not_overflow(device):

@@ -48,7 +48,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]]:
 
     for name, way in (("linear", linear), ("linear_geglu", gated), ("conv2d", convolved)):
         monkeypatch.setattr(mma_gemm, name, functools.partial(stand_in, name, way))
-        monkeypatch.setattr(mma_gemm, f"{name}_readable", lambda *operands: True)
+        monkeypatch.setattr(mma_gemm, f"accepts_{name}", lambda *operands: None)
     monkeypatch.setattr(mma_gemm, "tiles", lambda *given, **flags: TILES)
     yield found
 
@@ -62,7 +62,7 @@ def operands(kernel: Any) -> tuple[Tensor, ...]:
 
 
 KERNELS = {mma_linear: "linear", mma_conv2d: "conv2d", linear_accumulate: "linear", linear_geglu: "linear_geglu"}
-each = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.KERNEL.name)
+each = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.launch.name)
 sums = pytest.mark.parametrize("half_sums", [False, True])
 
 
@@ -81,7 +81,7 @@ def faster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
         return Choices(what, clock, lambda: True, lambda device: memory)
 
     for kernel in KERNELS:
-        monkeypatch.setattr(kernel, "_choice", mma_choice.MmaChoice(kernel.KERNEL.name, make))
+        monkeypatch.setattr(kernel, "_choice", mma_choice.MmaChoice(kernel.launch.name, make))
     return request.param
 
 
@@ -124,7 +124,7 @@ def test_what_is_measured_with_exact_sums_says_nothing_of_others(asked, faster) 
 def test_the_kernel_is_compiled_ahead(monkeypatch, asked, kernel) -> None:
     """And so is the one that follows PyTorch's product."""
     after: list[tuple[int, ...]] = []
-    monkeypatch.setattr(linear_geglu, "applicable", lambda *args: False)
+    monkeypatch.setattr(linear_geglu, "accepts", lambda *args: "not here")
     monkeypatch.setattr(geglu, "launch", lambda product, *args: after.append(product.shape))
     given = [x.to("meta") for x in operands(kernel)]
     with triton_runtime.dry_run(GPU):
@@ -139,12 +139,12 @@ def test_what_the_kernel_does_not_take_is_pytorchs(kernel) -> None:
     torch.testing.assert_close(y, target, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kernel", [mma_linear, linear_geglu, linear_accumulate], ids=lambda kernel: kernel.KERNEL.name)
+@pytest.mark.parametrize("kernel", [mma_linear, linear_geglu, linear_accumulate], ids=lambda kernel: kernel.launch.name)
 @sums
 def test_by_the_kernel_itself(monkeypatch, kernel, half_sums) -> None:
     """The kernel is launched through each of them, on this CPU."""
     cuda_on_cpu.stand_in(monkeypatch, mma_gemm)
-    monkeypatch.setattr(linear_geglu, "applicable", lambda *args: False)
+    monkeypatch.setattr(linear_geglu, "accepts", lambda *args: "not here")
     chooser = Choices("it", lambda run: 0.0, lambda: False, lambda device: Memory(None, {}))
     monkeypatch.setattr(chooser, "_find", lambda device, key, ways, *others: list(ways)[-1])
     monkeypatch.setattr(kernel, "_choice", mma_choice.MmaChoice("it", lambda what: chooser))

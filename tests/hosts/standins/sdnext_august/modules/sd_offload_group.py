@@ -41,7 +41,7 @@ def remove_group_offload(pipe: Any) -> None:
 
 
 def apply_group_offload(pipe: Any) -> None:
-    """Gives each part what its role asks for; nothing where it has that."""
+    """Gives each part what its role asks for; nothing if it has that."""
     from diffusers.hooks import apply_group_offloading
 
     for name, module in modules_of(pipe).items():

@@ -1,4 +1,4 @@
-"""One picture at a time."""
+"""One image at a time."""
 
 from __future__ import annotations
 

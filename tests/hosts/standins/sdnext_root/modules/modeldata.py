@@ -1,4 +1,4 @@
-"""Where the loaded pipeline is kept; `shared.sd_model` of the host would load one where there is none."""
+"""Where the loaded pipeline is kept; `shared.sd_model` of the host would load one if there is none."""
 
 from __future__ import annotations
 

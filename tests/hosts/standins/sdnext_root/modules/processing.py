@@ -34,7 +34,7 @@ def process_images(
     adapter: int | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """A picture, or its latent where there is no VAE, on the CPU; `apply` and `unapply` stand for the pipeline's
+    """An image, or its latent if there is no VAE, on the CPU; `apply` and `unapply` stand for the pipeline's
     modifiers."""
     script_callbacks.fire("before_process", SimpleNamespace())
     pipe = model_data.sd_model

@@ -30,7 +30,7 @@ def load_refiner(pipe: Any) -> None:
 
 
 def reload_model_weights(load: Callable[[], Any]) -> None:
-    """A switch of the checkpoint: the old weights go, another pipeline object comes; nothing where loading fails."""
+    """A switch of the checkpoint: the old weights go, another pipeline object comes; nothing if loading fails."""
     unload_model_weights(op="model")
     load_model(load())
 

@@ -30,7 +30,7 @@ class Measurements:
         self._lock = threading.Lock()
 
     def all(self) -> list[dict[str, Any]]:
-        """Those on disk; none where the file is missing, not ours, or may be written by others."""
+        """Those on disk; none if the file is missing, not ours, or may be written by others."""
         with self._lock:
             return self._read()
 

@@ -1,4 +1,4 @@
-"""Calls of the loaded model like those of its last picture, at sizes that no picture asked for yet."""
+"""Calls of the loaded model like those of its last image, at sizes that no image had yet."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Rehearsal:
     """Calls one model at sizes of the user's.
 
     Args:
-        name_pictures: tells the host's words how many pictures a call is of.
+        name_images: tells the host's words how many images a call is of.
         stopped: asked between calls, and at each stage of a preparation by the host's own hook.
-        one_by_one: whether the host calls the model for the prompt and for the negative prompt, one by one, where their
+        one_by_one: whether the host calls the model for the prompt and for the negative prompt, one by one, if their
             lengths differ.
 
     Raises:
-        Refused: there is no picture to go by.
+        Refused: no image was made yet.
     """
 
     def __init__(
         self,
         accelerator: Accelerator | None,
         report: Report,
-        name_pictures: Callable[[int], object],
+        name_images: Callable[[int], object],
         stopped: Callable[[], bool],
         one_by_one: bool = False,
     ) -> None:
@@ -50,25 +50,25 @@ class Rehearsal:
         if accelerator is None or plan is None:
             raise Refused(MAKE_ONE)
         self._accelerator, self._report = accelerator, report
-        self._name_pictures, self._stopped, self._one_by_one = name_pictures, stopped, one_by_one
+        self._name_images, self._stopped, self._one_by_one = name_images, stopped, one_by_one
         self._device = plan.device
         try:
             self._call = ExampleCall(plan.signature)
         except UnknownInput as exc:
             raise Refused(f"{exc}; {MAKE_ONE}") from exc
         pictures = words.pictures_of(plan.label, plan.signature.shapes())
-        # with guidance a call has two rows for each picture
+        # with guidance a call has two rows for each image
         self._rows = self._call.rows // pictures if pictures else (2 if self._call.rows % 2 == 0 else 1)
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[None]:
-        """Around all calls: they are no picture's, and torch's random state is what it was, afterwards."""
+        """Around all calls: they belong to no image, and torch's random state is what it was, afterwards."""
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), rehearsal():
             yield
 
     def prepare(self, wanted: Wanted) -> dict[str, Any] | None:
-        """Make the plans of a size. Returns what came of it; None where it was interrupted."""
+        """Make the plans of a size. Returns what came of it; None if it was interrupted."""
         return self._row(wanted, self._calls(wanted), lambda args, kwargs: {})
 
     def measure(self, wanted: Wanted) -> dict[str, Any] | None:
@@ -88,7 +88,7 @@ class Rehearsal:
         return self._row(wanted, self._calls(wanted)[:1], timed)
 
     def _calls(self, wanted: Wanted) -> list[tuple[int, int | None]]:
-        """Rows and tokens of each call that a picture may need. The first is that of prompts of one length."""
+        """Rows and tokens of each call that an image may need. The first is that of prompts of one length."""
         pictures, tokens = wanted.pictures, wanted.tokens_of_model
         calls = [(pictures * self._rows, tokens)]
         if self._one_by_one and self._rows > 1 and tokens is not None and tokens > words.CHUNK:
@@ -110,7 +110,7 @@ class Rehearsal:
                 raise UnknownInput(NO_LENGTH)
             more: dict[str, Any] | None = {}
             with self._call.surroundings():
-                self._name_pictures(wanted.pictures)
+                self._name_images(wanted.pictures)
                 for number, (rows, tokens) in enumerate(calls):
                     args, kwargs = self._call.inputs(height, width, rows, self._device, tokens=tokens)
                     self._accelerator.new_generation()

@@ -1,4 +1,4 @@
-"""What a user starts: one at a time, behind the host's pictures, cancelled at any moment."""
+"""What a user starts: one at a time, behind the host's images, cancelled at any moment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from sfast_ext.hosts.jobs import Jobs
+from sfast_ext.jobs.job import Jobs
 from sfast_ext.report import Report
 from sfast_ext.ui.requests import Refused
 

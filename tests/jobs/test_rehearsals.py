@@ -15,8 +15,9 @@ pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs st
 
 from hosts.adapters.test_a1111 import count, host, started, status  # noqa: F401
 from hosts.standins.sdnext import hosted, pipeline
-from sfast_ext.hosts import measurements, rehearsal
+
 from sfast_ext.hosts.a1111 import adapter
+from sfast_ext.jobs import measurements, rehearsal
 from sfast_ext.report import Report
 from sfast_ext.ui.requests import Refused, Wanted, from_text
 
@@ -124,7 +125,7 @@ def test_what_cannot_be_prepared_says_why(host, monkeypatch):  # noqa: F811
     a1111().rehearsals.prepare(from_text("128x128", "1"))
     (row,) = ended(a1111())["rows"]
     assert not row["ready"] and row["reason"].startswith("a hypernetwork is active: <b>one</b>")
-    # it is no picture's reason
+    # it is no image's reason
     assert status()["reasons_since_start"] == before
     host.shared.loaded_hypernetworks = []
     # a size that the model refuses ends nothing
@@ -163,7 +164,7 @@ def test_interrupting_a_picture_ends_its_preparation_and_keeps_what_there_is(hos
     session.report.on_stage = lambda stage: host.shared.state.interrupt() if stage and "recording" in stage else None
     result = host.request(steps=5)
     assert marks() == [] and any(event["stage"] == "interrupted" for event in status()["events"])
-    # the step that was prepared is in the picture
+    # the step that was prepared is in the image
     host.shared.state.interrupted, session.report.on_stage = False, None
     torch.testing.assert_close(result.images[0], host.generate(steps=1), rtol=1e-3, atol=1e-4)
     assert len(marks()) == 1

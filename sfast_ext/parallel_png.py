@@ -1,9 +1,9 @@
 """PNG files compressed by several threads: the pixels and everything else that Pillow writes.
 
-A WebUI writes each picture as PNG while the GPU waits: 0.2 s of one core for 1024x1024. Here the rows are filtered and
+A WebUI writes each image as PNG while the GPU waits: 0.2 s of one core for 1024x1024. Here the rows are filtered and
 compressed in bands, as pigz does it: each band ends at a whole byte, and the next one may refer to the 32 KB in front
 of it, so that a file is as large as Pillow's. Everything but the pixels, such as the infotext, Pillow writes itself.
-What is no ordinary picture, and what raises, is Pillow's.
+Pillow writes what is no ordinary image, and what raises here.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ logger = logging.getLogger("sfast_ext")
 
 BYTES = {"L": 1, "RGB": 3, "RGBA": 4}
 """Of a pixel, in the modes that are served."""
-LEAST_BYTES = 1 << 18
-"""Of the pixels; a smaller picture is compressed before the threads have started."""
-MOST_THREADS = 8
+MIN_BYTES = 1 << 18
+"""Of the pixels; a smaller image is compressed before the threads have started."""
+MAX_THREADS = 8
 """More wait for each other: they share Python's lock."""
 _THREAD = 3 << 16
-"""Bytes of a picture for each thread at least."""
+"""Bytes of an image for each thread at least."""
 _BAND = 1 << 19
 """Bytes of a band at most; NumPy's temporaries take some ten times as much."""
-_LEAST_BAND = 1 << 16
+_MIN_BAND = 1 << 16
 _MEMORY = 9  # of deflate; Pillow takes as much
 _WINDOW = 1 << 15
 """Bytes in front of a band that deflate may refer to."""
@@ -52,7 +52,7 @@ Save = Callable[..., None]
 def install(wanted: Callable[[], bool]) -> Callable[[], None]:
     """Take Pillow's place as the writer of PNG. Returns what gives it back.
 
-    Nothing is done where Pillow is missing, where its writer is another's already, or where a small picture written
+    Nothing is done if Pillow is missing, if another writer is in the place of Pillow's, or if a small image written
     both ways does not come back as the same.
 
     Args:
@@ -95,9 +95,9 @@ def install(wanted: Callable[[], bool]) -> Callable[[], None]:
 
 
 def _serves(im: Image.Image) -> bool:
-    """Whether it is an ordinary picture, large enough, with no option under which Pillow compresses in another way."""
+    """Whether it is an ordinary image, large enough, with no option under which Pillow compresses in another way."""
     pixel = BYTES.get(im.mode)
-    if pixel is None or pixel * im.width * im.height < LEAST_BYTES:
+    if pixel is None or pixel * im.width * im.height < MIN_BYTES:
         return False
     return not any(im.encoderinfo.get(name) for name in _PILLOWS)
 
@@ -111,7 +111,7 @@ def _packed(im: Image.Image) -> list[bytes]:
 
 
 def _write(pillows: Save, im: Image.Image, fp: Any, filename: Any, packed: list[bytes]) -> None:
-    """Let Pillow write a picture of one pixel with all that goes with `im`, whose size and pixels are put in."""
+    """Let Pillow write an image of one pixel with all that goes with `im`, whose size and pixels are put in."""
     from PIL import Image, PngImagePlugin
 
     pieces = iter(packed)
@@ -133,7 +133,7 @@ def _write(pillows: Save, im: Image.Image, fp: Any, filename: Any, packed: list[
 
 
 def _check(pillows: Save) -> None:
-    """Write a small picture both ways.
+    """Write a small image both ways.
 
     Raises:
         RuntimeError: it does not come back as the same.
@@ -174,7 +174,7 @@ def filtered(rows: np.ndarray, above: np.ndarray, pixel: int) -> np.ndarray:
 def _paeth(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """Of the bytes to the left, above and diagonally above, the one nearest to a + b - c; of equal ones the first.
 
-    In bytes alone: where both differences from c have the same sign, c is the furthest; elsewhere its distance is the
+    In bytes alone: if both differences from c have the same sign, c is the furthest; otherwise its distance is the
     difference of their amounts. Chosen by masks, as NumPy's `where` branches at each byte.
     """
     to_a, to_b = np.maximum(b, c) - np.minimum(b, c), np.maximum(a, c) - np.minimum(a, c)
@@ -186,7 +186,7 @@ def _paeth(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def _mask(condition: np.ndarray) -> np.ndarray:
-    """All bits where it holds."""
+    """All bits set if it holds."""
     return np.negative(condition.view(np.uint8))
 
 
@@ -203,7 +203,7 @@ def compressed(rows: np.ndarray, pixel: int, level: int = -1, strategy: int = zl
         level, strategy: as of `zlib.compressobj`.
     """
     threads = _threads(rows.size)
-    size = min(_BAND, max(_LEAST_BAND, rows.size // (2 * threads)))
+    size = min(_BAND, max(_MIN_BAND, rows.size // (2 * threads)))
     each = max(1, size // rows.shape[1])
     starts = range(0, len(rows), each)
     nothing = np.zeros(rows.shape[1], np.uint8)
@@ -217,7 +217,7 @@ def compressed(rows: np.ndarray, pixel: int, level: int = -1, strategy: int = zl
         last = [*itertools.repeat(False, len(bands) - 1), True]
         packed = pool.map(deflated, bands, before, itertools.repeat(level), itertools.repeat(strategy), last)
         check = functools.reduce(lambda value, band: zlib.adler32(band, value), bands, 1)
-        # readers are used to neither a header nor a sum that is a part of its own
+        # readers are used to neither a header nor a sum in a separate part
         first, *others = packed
         *pieces, end = _HEADER + first, *others
         return [*pieces, end + check.to_bytes(4, "big")]
@@ -233,7 +233,7 @@ def _end(bands: list[np.ndarray]) -> bytes:
 
 
 def _threads(size: int) -> int:
-    """For a picture of so many bytes."""
+    """For an image of so many bytes."""
     # in a container fewer than the machine's
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_THREADS, cores, size // _THREAD))
+    return max(1, min(MAX_THREADS, cores, size // _THREAD))

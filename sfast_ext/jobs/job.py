@@ -1,4 +1,4 @@
-"""Work that a user starts and may cancel: in a thread of its own, alone on the GPU, with progress."""
+"""Work that a user starts and may cancel: in its own thread, alone on the GPU, with progress."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Job:
     kind: str
     labels: Sequence[str]
     state: str = "waiting"
-    """waiting (for a picture to end), running, done, cancelled or failed"""
+    """waiting (for an image to end), running, done, cancelled or failed"""
     rows: list[Row] = field(default_factory=list)
     message: str | None = None
     """Why it failed, in words for the user."""
@@ -91,7 +91,7 @@ class Jobs:
         Args:
             labels: of its steps.
             begin: entered within the host's queue; gives the function that does a step by its number. That returns None
-                where it was interrupted.
+                if it was interrupted.
             end: called within the queue when all steps are done.
 
         Raises:
@@ -101,7 +101,7 @@ class Jobs:
             if self._job is not None and not self._job.over:
                 raise Refused("another job is running: wait for its end, or cancel it")
             job = self._job = Job(kind, labels)
-            # a daemon: where it waits for a picture that never ends, it must not keep the process from ending
+            # a daemon: if it waits for an image that never ends, it must not keep the process from ending
             self._thread = threading.Thread(
                 target=self._run, args=(job, begin, end), name=f"sfast: {kind}", daemon=True
             )
@@ -119,17 +119,17 @@ class Jobs:
                 return False
             job.cancelled.set()
             if job.alone:
-                # stops a preparation between its stages; a picture that the job waits for is not interrupted
+                # stops a preparation between its stages; an image that the job waits for is not interrupted
                 self._interrupt()
             return True
 
     def status(self) -> dict[str, Any] | None:
-        """The status of the last job; None where there was none."""
+        """The status of the last job; None if there was none."""
         job = self._job
         return None if job is None else job.status()
 
     def close(self, timeout: float = 30.0) -> None:
-        """Cancel the job, and wait for its end if it runs. One that waits for a picture does nothing any more."""
+        """Cancel the job, and wait for its end if it runs. One that waits for an image does nothing any more."""
         atexit.unregister(self.close)
         self.cancel()
         job, thread = self._job, self._thread
@@ -181,6 +181,6 @@ class Jobs:
         try:
             yield
         finally:
-            # from here on a cancellation must not interrupt the picture that comes after it
+            # from here on a cancellation must not interrupt the image that comes after it
             with self._lock:
                 job.alone = False

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Protocol
 
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.config import Config
-from sfast_ext.hosts.jobs import Job, Jobs, Row
-from sfast_ext.hosts.measurements import Measurements
-from sfast_ext.hosts.rehearsal import Rehearsal
+from sfast_ext.jobs.job import Job, Jobs, Row
+from sfast_ext.jobs.measurements import Measurements
+from sfast_ext.jobs.rehearsal import Rehearsal
 from sfast_ext.report import Report
 from sfast_ext.ui.requests import Refused, Wanted
 
@@ -33,20 +33,23 @@ class Host(Protocol):
     def loaded(self) -> Accelerator | None:
         """The accelerator of its UNet."""
 
-    def name_pictures(self, pictures: int | None) -> None:
-        """Calls are of so many pictures from now on."""
+    def name_images(self, images: int | None) -> None:
+        """Calls are of so many images from now on."""
 
     def prompts_one_by_one(self) -> bool:
-        """Whether prompts of unlike length are calls of their own."""
+        """Whether prompts of different lengths are separate calls."""
 
 
 class Rehearsals:
-    """Starts the jobs of one session."""
+    """Starts the jobs of one session.
 
-    def __init__(self, host: Host, measurements: Measurements | None = None) -> None:
-        self._host = host
-        self.measurements = measurements or Measurements()
-        self.jobs = Jobs(host.report, queue, interrupted, interrupt)
+    Args:
+        jobs: runs them in the host's queue.
+    """
+
+    def __init__(self, host: Host, jobs: Jobs) -> None:
+        self._host, self.jobs = host, jobs
+        self.measurements = Measurements()
 
     def prepare(self, wanted: Sequence[Wanted]) -> dict[str, Any]:
         """Make plans ahead of time. Returns the job's status.
@@ -94,40 +97,11 @@ class Rehearsals:
                 with rehearsal.begun():
                     yield lambda number: work(rehearsal, wanted[number])
             finally:
-                self._host.name_pictures(None)
+                self._host.name_images(None)
 
         return self.jobs.start(kind, [each.label for each in wanted], begin, end)
 
     def _rehearsal(self) -> Rehearsal:
         host = self._host
         one_by_one = host.prompts_one_by_one()
-        return Rehearsal(host.loaded(), host.report, host.name_pictures, lambda: self.jobs.stopped(), one_by_one)
-
-
-@contextlib.contextmanager
-def queue(name: str) -> Iterator[None]:
-    """The host's own queue: no picture is made meanwhile, and its page shows the name as its job."""
-    from modules import call_queue, shared
-
-    with call_queue.queue_lock:
-        shared.state.begin(name)
-        try:
-            yield
-        finally:
-            shared.state.end()
-            shared.state.interrupted = shared.state.skipped = False
-
-
-def interrupted() -> bool:
-    """Whether the user has interrupted what the host is at."""
-    from modules import shared
-
-    state = getattr(shared, "state", None)
-    return bool(getattr(state, "interrupted", False) or getattr(state, "skipped", False))
-
-
-def interrupt() -> None:
-    """Interrupt what the host is at, as its own button does."""
-    from modules import shared
-
-    shared.state.interrupt()
+        return Rehearsal(host.loaded(), host.report, host.name_images, lambda: self.jobs.stopped(), one_by_one)

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 from png_parts import beside, chunks, stream
 
-from sfast_ext.hosts import parallel_png
+from sfast_ext import parallel_png
 
 PILLOWS = PngImagePlugin._save
 SIZES = ((1, 1), (1, 300), (300, 1), (7, 5), (64, 64), (200, 333), (5, 40000))
@@ -56,9 +56,9 @@ def saved(im, **options):
 
 @pytest.fixture
 def ours(monkeypatch):
-    """Installed, for pictures of any size, with several bands each; a list of the pictures that it compressed."""
-    monkeypatch.setattr(parallel_png, "LEAST_BYTES", 0)
-    monkeypatch.setattr(parallel_png, "_LEAST_BAND", 1000)
+    """Installed, for images of any size, with several bands each; a list of the images that it compressed."""
+    monkeypatch.setattr(parallel_png, "MIN_BYTES", 0)
+    monkeypatch.setattr(parallel_png, "_MIN_BAND", 1000)
     monkeypatch.setattr(parallel_png, "_BAND", 30000)
     done, packed = [], parallel_png._packed
 
@@ -119,7 +119,7 @@ def test_as_many_threads_as_cores_and_no_more_than_pay(monkeypatch, cores, size,
 
 
 def test_a_file_is_as_large_as_pillows(ours, monkeypatch):
-    monkeypatch.setattr(parallel_png, "_LEAST_BAND", 1 << 16)
+    monkeypatch.setattr(parallel_png, "_MIN_BAND", 1 << 16)
     for of in (noise, photograph):
         im = image(of((512, 512), 3))
         assert len(saved(im)) < 1.01 * len(pillows(im))
@@ -196,18 +196,18 @@ def test_what_is_pillows(ours, monkeypatch):
         assert saved(rgb, **options) == pillows(rgb, **options)
     assert Image.open(io.BytesIO(saved(rgb, save_all=True, append_images=[rgb.rotate(90)]))).n_frames == 2
     assert not ours
-    monkeypatch.setattr(parallel_png, "LEAST_BYTES", 40 * 50 * 3 + 1)
+    monkeypatch.setattr(parallel_png, "MIN_BYTES", 40 * 50 * 3 + 1)
     assert saved(rgb) == pillows(rgb) and not ours
-    monkeypatch.setattr(parallel_png, "LEAST_BYTES", 40 * 50 * 3)
+    monkeypatch.setattr(parallel_png, "MIN_BYTES", 40 * 50 * 3)
     assert saved(rgb) and ours
 
 
 def test_the_users_choice_holds_for_the_next_file(monkeypatch):
-    monkeypatch.setattr(parallel_png, "LEAST_BYTES", 0)
+    monkeypatch.setattr(parallel_png, "MIN_BYTES", 0)
     answers = [True, False, True]
     remove = parallel_png.install(lambda: answers.pop(0))
     im = image(photograph((400, 50), 3))
-    monkeypatch.setattr(parallel_png, "_LEAST_BAND", 1000)
+    monkeypatch.setattr(parallel_png, "_MIN_BAND", 1000)
     several = [sum(name == b"IDAT" for name, _ in chunks(saved(im))) > 1 for _ in range(3)]
     remove()
     assert several == [True, False, True] and not answers
@@ -218,7 +218,7 @@ def test_an_exception_loses_no_picture(monkeypatch, where):
     def fail(*args):
         raise RuntimeError("no more threads")
 
-    monkeypatch.setattr(parallel_png, "LEAST_BYTES", 0)
+    monkeypatch.setattr(parallel_png, "MIN_BYTES", 0)
     remove = parallel_png.install(fail if where == "wanted" else lambda: True)
     if where == "compressed":
         monkeypatch.setattr(parallel_png, "compressed", fail)
@@ -256,7 +256,7 @@ def test_another_writer_is_left_alone():
 
 
 def test_a_writer_over_ours_stays_when_ours_goes(monkeypatch):
-    monkeypatch.setattr(parallel_png, "LEAST_BYTES", 0)
+    monkeypatch.setattr(parallel_png, "MIN_BYTES", 0)
     remove = parallel_png.install(lambda: True)
     inner = Image.SAVE["PNG"]
 
@@ -310,13 +310,13 @@ def test_a_picture_that_is_saved_while_python_ends(tmp_path):
         import atexit, sys
         import numpy as np
         from PIL import Image
-        from sfast_ext.hosts import parallel_png
+        from sfast_ext import parallel_png
         parallel_png.install(lambda: True)
         im = Image.fromarray(np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8))
         atexit.register(lambda: im.save(sys.argv[1]))
     """
     file = tmp_path / "last.png"
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[1]
     subprocess.run([sys.executable, "-c", textwrap.dedent(program), file], cwd=root, check=True, timeout=120)
     expected = np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8)
     assert np.array_equal(np.asarray(Image.open(file)), expected)
