@@ -70,7 +70,7 @@
         });
     }
 
-    // numbers and words of "512x512, 1 picture, 77 tokens" or "VAE decoder, 512x512"; another name stays whole
+    // numbers and words of "512x512, 1 image, 77 tokens" or "VAE decoder, 512x512"; another name stays whole
     function sized(name) {
         const text = typeset(name);
         const label = /^(\d+×\d+,|VAE (de|en)coder, \d+×\d+)/;

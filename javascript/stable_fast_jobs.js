@@ -3,7 +3,7 @@
 (function() {
     const MEASUREMENTS = './sfast/v1/measurements';
     const STATES = {
-        waiting: 'Waiting for the picture to end',
+        waiting: 'Waiting for the image to end',
         running: 'Running',
         done: 'Done',
         cancelled: 'Cancelled',

@@ -55,7 +55,7 @@
             const most = Math.max(plan.ms_before, plan.ms_after);
             bar(view, 'Original', plan.ms_before, most, 'sfast-before');
             bar(view, 'Stable Fast', plan.ms_after, most, 'sfast-after');
-            add(view, 'p', 'Both were measured with this picture’s own data when its size was prepared.', 'sfast-weak');
+            add(view, 'p', 'Both were measured with this image’s own data when its size was prepared.', 'sfast-weak');
         }
         const pools = status.accelerators.map((each) => each.graph_pool).filter(Boolean);
         if (pools.length > 0) {
@@ -76,7 +76,7 @@
         const found = stableFast.plansOf(status);
         add(view, 'h3', 'Plans');
         if (found.length === 0) {
-            add(view, 'p', 'None yet. One is made for each size, number of pictures and length of the prompt.');
+            add(view, 'p', 'None yet. One is made for each size, number of images and length of the prompt.');
             return;
         }
         const table = add(add(view, 'div', undefined, 'sfast-scroll'), 'table');
@@ -99,7 +99,7 @@
             const row = add(body, 'tr', undefined, plan.last_pass ? 'sfast-last' : '');
             COLUMNS.forEach(([, value, text], column) => {
                 const said = text ? text(plan) : value(plan);
-                const mark = column === 0 && plan.last_pass ? '(last picture)' : null;
+                const mark = column === 0 && plan.last_pass ? '(last image)' : null;
                 addParts(row, 'td', [said, mark].flat(), column > 1 ? 'sfast-number' : '');
             });
         });
@@ -118,7 +118,7 @@
         }
         const table = add(add(view, 'div', undefined, 'sfast-scroll'), 'table');
         const head = add(add(table, 'thead'), 'tr');
-        ['This picture', 'Since the start', 'Last'].forEach((name) => add(head, 'th', name, 'sfast-number'));
+        ['This image', 'Since the start', 'Last'].forEach((name) => add(head, 'th', name, 'sfast-number'));
         ['Why', 'Remedy'].forEach((name) => add(head, 'th', name));
         Array.from(head.children).forEach((cell) => cell.setAttribute('scope', 'col'));
         const body = add(table, 'tbody');

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from sfast_ext import environment
+from sfast_ext import environment, reasons
 from sfast_ext.behaviour.forward_slot import ForwardSlot, foreign_forward, owner_of
 from sfast_ext.behaviour.structure import structure
 from sfast_ext.config import Config
@@ -168,7 +168,7 @@ class Accelerator:
             for name, module in parts:
                 foreign = foreign_forward(module)
                 if foreign is not None:
-                    self.report.bypassed(f"{foreign} is in place of the forward of {name}")
+                    self.report.bypassed(reasons.FORWARD_OF_PART(foreign, name))
                     continue
                 part = known.get(id(module))
                 if part is None:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from sfast_ext import fp32_precision
+from sfast_ext import fp32_precision, reasons
+from sfast_ext.reasons import Declined
 from sfast_ext.torch_state import default_device, python_kernels
 
 _CONSTANTS = frozenset({type(None), bool, str, bytes, torch.dtype, torch.device})
@@ -28,8 +29,8 @@ _any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled"
 SMALL = 64
 
 
-class NotOurs(Exception):
-    """The call is bypassed. The message says why, in a user's words."""
+class NotOurs(Declined):
+    """The call is bypassed."""
 
 
 class Signature(NamedTuple):
@@ -239,11 +240,10 @@ def _flatten(value: Any, leaves: list[Any], device: torch.device | None, where: 
         return ("data", kind, tuple(fields))
     if isinstance(value, dict):
         if not all(isinstance(k, (str, int)) for k in value):
-            raise NotOurs(f"{_path(where)} is a dict with keys that are neither text nor integers")
+            raise NotOurs(reasons.DICT_KEYS(_path(where)))
         entries = [(k, _flatten(v, leaves, device, (where, "[{!r}]", k), numbers)) for k, v in value.items()]
         return ("dict", kind, tuple(entries))
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    raise NotOurs(f"{_path(where)} is a {name}, which a plan cannot take as an input")
+    raise NotOurs(reasons.NO_INPUT(_path(where), f"{kind.__module__}.{kind.__qualname__}"))
 
 
 def _tensor(value: torch.Tensor, leaves: list[Any], device: torch.device | None, where: _Where) -> Any:
@@ -251,13 +251,13 @@ def _tensor(value: torch.Tensor, leaves: list[Any], device: torch.device | None,
     kind = type(value)
     plain = kind is torch.Tensor or kind is (FakeTensor if device is None else torch.nn.Parameter)
     if not plain or value.layout is not torch.strided or value.is_quantized:
-        raise NotOurs(f"{_path(where)} is a {kind.__name__} with layout {value.layout}, not a plain tensor")
+        raise NotOurs(reasons.NOT_PLAIN(_path(where), kind.__name__, value.layout))
     there = value.device
     if there != device:
         if there.type == "meta":
-            raise NotOurs(f"{_path(where)} is on the meta device")
+            raise NotOurs(reasons.ON_META(_path(where)))
         if device is not None and not (there.type == "cpu" and value.numel() <= SMALL):
-            raise NotOurs(f"{_path(where)} is on {there}, the model on {device}")
+            raise NotOurs(reasons.ELSEWHERE(_path(where), there, device))
     leaves.append(value)
     return ("tensor", value.dtype, tuple(value.shape), len(leaves) - 1)
 

@@ -87,42 +87,42 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what this machine has, and what will therefore be used")
     doctor.add_argument("--json", action="store_true", help="as JSON")
 
-    demo = commands.add_parser("demo", help="pictures with and without the accelerator, compared")
+    demo = commands.add_parser("demo", help="images with and without the accelerator, compared")
     demo.add_argument(
         "--model",
         default=os.environ.get("DEMO_MODEL") or None,
-        help="a .safetensors checkpoint or a folder of diffusers (default: $DEMO_MODEL, or one of ours)",
+        help="a .safetensors checkpoint or a folder of diffusers (default: $DEMO_MODEL, or the project's)",
     )
-    demo.add_argument("--out", type=Path, default=Path("demo-output"), help="where the pictures go (%(default)s)")
-    demo.add_argument("--steps", type=int, help="steps of each picture (default: 6 on a CPU, 20 on a GPU)")
-    demo.add_argument("--size", type=size, help="of the pictures (default: 128x128 on a CPU, 512x512 on a GPU)")
+    demo.add_argument("--out", type=Path, default=Path("demo-output"), help="where the images go (%(default)s)")
+    demo.add_argument("--steps", type=int, help="steps of each image (default: 6 on a CPU, 20 on a GPU)")
+    demo.add_argument("--size", type=size, help="of the images (default: 128x128 on a CPU, 512x512 on a GPU)")
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
 
     bench = commands.add_parser("bench", help="time of one UNet call, against other ways to run it")
     bench.add_argument("--model", default="sd15", help="sd15, sdxl, …, tiny-sd15, or a path (%(default)s)")
-    bench.add_argument("--size", type=sizes, default="512x512", metavar="WxH,…", help="of the pictures (%(default)s)")
-    bench.add_argument("--batch", type=counts, default="1", metavar="N,…", help="pictures at once (%(default)s)")
+    bench.add_argument("--size", type=sizes, default="512x512", metavar="WxH,…", help="of the images (%(default)s)")
+    bench.add_argument("--batch", type=counts, default="1", metavar="N,…", help="images at once (%(default)s)")
     bench.add_argument(
         "--against", type=engines, default="eager,cudagraph", help=f"of {', '.join(ENGINES)} (%(default)s)"
     )
     bench.add_argument("--iterations", type=int, default=30, help="timed calls of each engine (%(default)s)")
     bench.add_argument("--tokens", type=int, default=77, help="of the prompt (%(default)s)")
-    bench.add_argument("--cold", action="store_true", help="a process of its own and empty caches for each size")
+    bench.add_argument("--cold", action="store_true", help="its own process and empty caches for each size")
     bench.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN choose its algorithms by measuring")
     bench.add_argument("--full", action="store_true", help="also kernels launched, FLOPs, a further size")
     add_stack(bench)
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
 
-    quality = commands.add_parser("quality", help="by how much pictures differ with it, beside a yardstick")
+    quality = commands.add_parser("quality", help="by how much images differ with it, next to a yardstick")
     quality.add_argument(
         "--model",
         default=os.environ.get("DEMO_MODEL") or None,
-        help="a .safetensors checkpoint or a folder of diffusers (default: $DEMO_MODEL, or one of ours)",
+        help="a .safetensors checkpoint or a folder of diffusers (default: $DEMO_MODEL, or the project's)",
     )
     quality.add_argument("--pictures", type=count, default=8, metavar="N", help="seeds 0 to N-1 (%(default)s)")
-    quality.add_argument("--steps", type=count, help="steps of each picture (default: 6 on a CPU, 20 on a GPU)")
-    quality.add_argument("--size", type=size, help="of the pictures (default: 128x128 on a CPU, 512x512 on a GPU)")
-    quality.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt in each line (default: four of ours)")
+    quality.add_argument("--steps", type=count, help="steps of each image (default: 6 on a CPU, 20 on a GPU)")
+    quality.add_argument("--size", type=size, help="of the images (default: 128x128 on a CPU, 512x512 on a GPU)")
+    quality.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt in each line (default: four)")
     quality.add_argument(
         "--yardstick",
         choices=[name for name in ATTENTIONS if name != "sdp"],
@@ -132,15 +132,15 @@ def parser() -> argparse.ArgumentParser:
     quality.add_argument(
         "--exact",
         action="store_true",
-        help="also the pictures in float32 (float64 on a CPU), and who is nearer to them",
+        help="also the images in float32 (float64 on a CPU), and who is nearer to them",
     )
     quality.add_argument("--out", type=Path, default=Path("quality-output"), help="where sheet.png goes (%(default)s)")
     quality.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
 
     tune = commands.add_parser("tune", help="measure on this GPU which of several ways runs each shape fastest")
     tune.add_argument("--model", default="sd15", help="sd15, sdxl, …, or a path (%(default)s)")
-    tune.add_argument("--size", type=sizes, default="512x512", metavar="WxH,…", help="of the pictures (%(default)s)")
-    tune.add_argument("--batch", type=counts, default="1", metavar="N,…", help="pictures at once (%(default)s)")
+    tune.add_argument("--size", type=sizes, default="512x512", metavar="WxH,…", help="of the images (%(default)s)")
+    tune.add_argument("--batch", type=counts, default="1", metavar="N,…", help="images at once (%(default)s)")
     tune.add_argument("--tokens", type=int, default=77, help="of the prompt (%(default)s)")
     return top
 

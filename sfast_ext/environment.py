@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 
+from sfast_ext import reasons
+from sfast_ext.reasons import Reason
+
 TORCH: tuple[int, ...] = tuple(map(int, torch.__version__.split(".")[:2]))
 """Major and minor version."""
 
 
 @functools.lru_cache(maxsize=None)
 def _triton_import_error() -> str | None:
-    """None where Triton imports, else why it does not."""
+    """Why Triton does not import, or None."""
     try:
         import triton
         import triton.language  # noqa: F401
@@ -52,27 +55,23 @@ def capability(device: torch.device | None = None) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
-LEAST = (7, 0)
-"""The compute capability from which on a GPU is accelerated."""
-
-
 @functools.lru_cache(maxsize=None)
-def unserved(device: torch.device) -> str | None:
-    """Why nothing is accelerated on a GPU, in words for its user; None where it is, and for other devices."""
+def unserved(device: torch.device) -> Reason | None:
+    """Why nothing is accelerated on a GPU; None if it is, and for other devices."""
     if device.type != "cuda":
         return None
     if torch.version.hip:
-        return "this torch is built for ROCm: NVIDIA GPUs alone are accelerated"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < LEAST:
-        return f"the GPU has compute capability {major}.{minor}: it takes {LEAST[0]}.{LEAST[1]} or later"
-    return None
+        return reasons.ROCM()
+    from sfast_ext.kernels.backend.triton_runtime import MIN_CAPABILITY
+
+    has = torch.cuda.get_device_capability(device)
+    return None if has >= MIN_CAPABILITY else reasons.OLD_GPU(*(f"{v[0]}.{v[1]}" for v in (has, MIN_CAPABILITY)))
 
 
-def no_gpu() -> str | None:
-    """Why nothing can be accelerated on this machine, in words for its user; None where a GPU is served."""
+def no_gpu() -> Reason | None:
+    """Why nothing can be accelerated on this machine; None if a GPU is served."""
     if not torch.cuda.is_available():
-        return "torch finds no NVIDIA GPU"
+        return reasons.NO_GPU()
     return unserved(torch.device("cuda", torch.cuda.current_device()))
 
 
@@ -101,7 +100,7 @@ def triton_runs_on(device: torch.device) -> bool:
 
 
 def triton_surpassed(device: torch.device) -> str | None:
-    """Why Triton is not used on a GPU although it works there; None where it is used, and without Triton.
+    """Why Triton is not used on a GPU although it works there; None if it is used, and without Triton.
 
     Before 3.0 its kernels are slower than those in CUDA C++, and take longer to compile (docs/measurements.md).
     """
@@ -115,13 +114,13 @@ def triton_surpassed(device: torch.device) -> str | None:
 
 def triton_refusal(device: torch.device, *dtypes: torch.dtype) -> str | None:
     """Why the installed Triton compiles nothing for a GPU, or nothing with values of one of these dtypes there; None
-    where it does, and without Triton."""
+    if it does, and without Triton."""
     if not has_triton():
         return None
     from sfast_ext.kernels.backend import triton_runtime
 
-    reasons = (triton_runtime.unsupported(device, dtype) for dtype in (None, *dtypes))
-    return next((reason for reason in reasons if reason is not None), None)
+    found = (triton_runtime.unsupported(device, dtype) for dtype in (None, *dtypes))
+    return next((reason for reason in found if reason is not None), None)
 
 
 def left_out(device: torch.device) -> list[str]:
@@ -135,32 +134,25 @@ def left_out(device: torch.device) -> list[str]:
 
 
 def known_bad() -> list[str]:
-    """Combinations known not to work here, a sentence each."""
-    found = []
+    """What does not work here, and what happens instead, a sentence each."""
     if not torch.cuda.is_available():
-        found.append("There is no NVIDIA GPU that torch can use; the extension stays out of the way.")
-        return found
-    compute = torch.cuda.get_device_capability()
-    if compute < (7, 0):
-        found.append(
-            f"Compute capability {compute[0]}.{compute[1]} is under 7.0: Triton and fast halves need a newer card."
-        )
-    if torch.version.hip:
-        found.append("This torch is built for ROCm, which is untested.")
-    if not has_triton():
-        found.append(f"Triton does not import ({triton_error()}); PyTorch's own kernels are used instead.")
-    elif compute >= (7, 0):
-        refused = triton_refusal(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
-        if refused is not None:
-            found.append(f"{refused}; PyTorch's own kernels are used instead.")
-    capture_arguments = torch.cuda.graph.__init__.__code__.co_varnames
-    if "capture_error_mode" not in capture_arguments:
-        found.append("This torch is older than 2.1; CUDA graphs are off.")
-    return found + left_out(torch.device("cuda", torch.cuda.current_device()))
+        return ["There is no NVIDIA GPU that torch can use; nothing is accelerated."]
+    device = torch.device("cuda", torch.cuda.current_device())
+    reason = unserved(device)
+    if reason is not None:
+        return [f"Nothing is accelerated: {reason}."]
+    missing = triton_refusal(device, torch.bfloat16) if has_triton() else f"Triton does not import ({triton_error()})"
+    return [*([] if missing is None else [f"{missing}; {_without_triton(device)} instead."]), *left_out(device)]
+
+
+def _without_triton(device: torch.device) -> str:
+    from sfast_ext.kernels.backend import nvrtc
+
+    return "kernels in CUDA C++ are used" if nvrtc.supported(device) else "PyTorch's own kernels are used"
 
 
 def nvrtc_version() -> str | None:
-    """The version of the NVRTC that torch brings, such as "12.8"; None where it was not found."""
+    """The version of the NVRTC that torch brings, such as "12.8"; None if it was not found."""
     from sfast_ext.kernels.backend import nvrtc
 
     known = nvrtc.targets()
@@ -182,14 +174,14 @@ def gpu_memory() -> int | None:
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
-MOST_FOR_GRAPHS_MB = 4096
+MAX_FOR_GRAPHS_MB = 4096
 
 
 def graph_budget_mb() -> int:
-    """MB that CUDA graphs may take where nobody chose: a quarter of the current GPU's memory, and no more than a large
+    """MB that CUDA graphs may take if nobody chose: a quarter of the current GPU's memory, and no more than a large
     card has use for."""
     total = gpu_memory()
-    return MOST_FOR_GRAPHS_MB if total is None else min(MOST_FOR_GRAPHS_MB, total >> 22)
+    return MAX_FOR_GRAPHS_MB if total is None else min(MAX_FOR_GRAPHS_MB, total >> 22)
 
 
 def kept_in() -> Path:
@@ -205,7 +197,7 @@ def kept_in() -> Path:
 
 @functools.lru_cache(maxsize=None)
 def driver() -> str | None:
-    """The version of NVIDIA's driver, such as "580.65.06"; None where it does not tell."""
+    """The version of NVIDIA's driver, such as "580.65.06"; None if it does not tell."""
     try:
         nvml = ctypes.CDLL("nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1")
         said = ctypes.create_string_buffer(96)

@@ -8,13 +8,18 @@ from typing import Any
 
 from torch import nn
 
+from sfast_ext.reasons import Reason
+
+Read = tuple[tuple[Any, ...], dict[str, Any]] | Reason | str
+"""The arguments that a forward reads, or why it must be bypassed."""
+
 
 @dataclass
 class Hooks:
     """What a host adds to an accelerator. Each is optional."""
 
-    bypass_reason: Callable[[], str | None] | None = None
-    """Asked at each call: why the original forward must run (the call is bypassed); None where it need not. Takes
+    bypass_reason: Callable[[], Reason | str | None] | None = None
+    """Asked at each call: why the original forward must run (the call is bypassed); None if it need not. Takes
     microseconds."""
     prepare: Callable[[], None] | None = None
     """Called at each call, before the weights and `key` are read: updates weights that the host changes lazily."""
@@ -28,15 +33,15 @@ class Hooks:
     replaces another: a host may put one over a module each time it moves it. The arguments are those of `recognised`,
     which is asked as well."""
     words: Callable[[Sequence[tuple[int, ...]]], str | None] | None = None
-    """How a user names a call whose tensors have these shapes, such as "512x512, 1 picture"; None where they do not."""
+    """How a user names a call whose tensors have these shapes, such as "512x512, 1 image"; None if they do not."""
     interrupted: Callable[[], bool] | None = None
     """Whether the user has interrupted the host's work. Asked between the stages of a preparation, which it ends."""
     ignored: frozenset[str] = frozenset()
     """Module attributes that the host uses for bookkeeping. They change without changing what a forward computes. So do
     dicts, lists and sets that are the defaults of parameters of these names."""
-    arguments: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | str] | None = None
-    """Asked at each call: its arguments without those that the forward does not read, of which plans must not be; or,
-    as a text, why the call must be bypassed. The original forward gets all of them."""
+    arguments: Callable[[tuple[Any, ...], dict[str, Any]], Read] | None = None
+    """Asked at each call: its arguments without those that the forward does not read, on which plans must not depend;
+    or why the call must be bypassed. The original forward gets all of them."""
     consumed: frozenset[str] = frozenset()
     """Keyword arguments whose lists and dicts the forward empties. Each run of the original gets copies of these."""
     scratch: frozenset[str] = frozenset()

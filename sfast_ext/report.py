@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
+
+from sfast_ext.reasons import FURTHER, Reason, given, one_line
 
 logger = logging.getLogger("sfast_ext")
 
@@ -28,16 +29,10 @@ current = _thread = ThreadState()
 
 EVENTS_KEPT = 200
 REASONS_KEPT = 100
-REMEDY = "the tab Stable Fast, 'Copy a report', or /sfast/v1/help#failed"
-LONGEST = 500
-"""The maximum length of a message in characters."""
 
 # counters of calls that are not bypassed
 _CALLS = frozenset({"captures", "eager_runs", "replays"})
 _ACCELERATED = frozenset({"eager_runs", "replays"})
-_ADDRESS = re.compile(r"(?: at)? 0x[0-9a-fA-F]+")
-# a number by itself, not the number of a block ("blocks.3"), a device ("cuda:1") or a line of code
-_NUMBER = re.compile(r"(?<![\w.:-])\d+(?:\.\d+)?(?:e[-+]?\d+)?(?!\w)")
 
 
 def at(stage: str) -> None:
@@ -57,7 +52,7 @@ def advance(done: int, total: int) -> None:
 
 @contextlib.contextmanager
 def watched_stages(watch: Callable[..., None]) -> Iterator[None]:
-    """Call `watch` with each stage that this thread reaches in the meantime, and with (stage, done, total) where it
+    """Call `watch` with each stage that this thread reaches in the meantime, and with (stage, done, total) if it
     advances in it. What `watch` raises ends the work."""
     before = getattr(_thread, "watch", None)
     _thread.watch = watch
@@ -69,7 +64,7 @@ def watched_stages(watch: Callable[..., None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
-    """Calls of this thread in the meantime are no picture's: no report of the last picture, or of why steps were not
+    """Calls of this thread in the meantime are no image's: no report of the last image, or of why steps were not
     accelerated, counts them. A `Report.tally` does."""
     before = rehearsing()
     _thread.rehearsal = True
@@ -80,7 +75,7 @@ def rehearsal() -> Iterator[None]:
 
 
 def rehearsing() -> bool:
-    """Whether calls of this thread are no picture's."""
+    """Whether calls of this thread are no image's."""
     return getattr(_thread, "rehearsal", False)
 
 
@@ -97,51 +92,54 @@ def words_of(exc: BaseException) -> str:
         return type(exc).__name__
 
 
-def one_line(text: str) -> str:
-    """A text as one line of bounded length, without addresses of objects."""
-    text = _ADDRESS.sub("", " ".join(text.split()))
-    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
-
-
 class _Reasons:
-    """Reasons, and the number of calls that each bypassed. Reasons that differ in numbers only are merged."""
+    """Reasons, and the number of calls that each bypassed. Those of one identity are one: see `Reason.identity`."""
 
     def __init__(self, *, latest: bool) -> None:
         self._latest = latest
-        # by kind: the text, the number of calls, when the last one was
-        self._counted: dict[str, tuple[str, int, float]] = {}
+        # by identity: the reason, the number of calls, when the last one was
+        self._counted: dict[Hashable, tuple[Reason, int, float]] = {}
 
-    def add(self, reason: str) -> str | None:
-        """Count a reason. Returns its text if it is new, otherwise None."""
-        kind = _NUMBER.sub("#", reason)
-        first = kind not in self._counted
+    def add(self, reason: Reason) -> Reason | None:
+        """Count a reason. Returns it if it is new, otherwise None."""
+        identity = reason.identity()
+        first = identity not in self._counted
         if first and len(self._counted) >= REASONS_KEPT:
             # a reason that embeds a changing value must not grow without bound
-            kind = reason = "(further reasons)"
-        text, n, _ = self._counted.get(kind, (reason, 0, 0.0))
-        self._counted[kind] = (reason if self._latest else text, n + 1, time.monotonic())
+            reason = FURTHER()
+            identity = reason.identity()
+        known, n, _ = self._counted.get(identity, (reason, 0, 0.0))
+        self._counted[identity] = (reason if self._latest else known, n + 1, time.monotonic())
         return reason if first else None
 
-    def merged(self, other: _Reasons) -> dict[str, int]:
-        """The calls by reason, summed with those of a later record."""
-        found = dict(self._counted)
-        for kind, (text, n, when) in other._counted.items():
-            found[kind] = (text, n + found.get(kind, ("", 0, 0.0))[1], when)
-        return {text: n for text, n, _ in found.values()}
+    def most(self) -> Reason | None:
+        """The reason of most calls; None if there is none."""
+        return max(self._counted.values(), key=lambda counted: counted[1], default=(None,))[0]
 
-    def listed(self, latest: _Reasons) -> list[dict[str, Any]]:
+    def merged(self, other: _Reasons, names: bool) -> dict[str, int]:
+        """The calls by the text of their reason, summed with those of a later record."""
+        found = dict(self._counted)
+        for identity, (reason, n, when) in other._counted.items():
+            found[identity] = (reason, n + (found[identity][1] if identity in found else 0), when)
+        texts: Counter[str] = Counter()
+        for reason, n, _ in found.values():
+            texts[str(_named(reason, names))] += n
+        return dict(texts)
+
+    def listed(self, latest: _Reasons, names: bool) -> list[dict[str, Any]]:
         """Each reason with its calls, those in a later record, and seconds since the last one; most frequent first."""
-        now = time.monotonic()
-        rows = [
-            {
-                "reason": text,
-                "calls": n,
-                "calls_last": latest._counted.get(kind, ("", 0, 0.0))[1],
-                "seconds_ago": round(now - when, 1),
-            }
-            for kind, (text, n, when) in self._counted.items()
-        ]
+        now, rows = time.monotonic(), []
+        for identity, (reason, n, when) in self._counted.items():
+            told = _named(reason, names).as_dict()
+            row = {"reason": told.pop("text"), "reason_parts": _named(reason, names).pieces(), **told, "calls": n}
+            row["calls_last"] = latest._counted[identity][1] if identity in latest._counted else 0
+            row["seconds_ago"] = round(now - when, 1)
+            rows.append(row)
         return sorted(rows, key=lambda row: (-row["calls_last"], -row["calls"]))
+
+
+def _named(reason: Reason, names: bool) -> Reason:
+    return reason if names else reason.anonymous()
 
 
 class Tally:
@@ -152,10 +150,9 @@ class Tally:
         self._reasons = _Reasons(latest=False)
 
     @property
-    def reason(self) -> str | None:
-        """Why most of the bypassed calls were bypassed; None where none was."""
-        counted = self._reasons.merged(_Reasons(latest=False))
-        return max(counted, key=lambda reason: counted[reason], default=None)
+    def reason(self) -> Reason | None:
+        """Why most of the bypassed calls were bypassed; None if none was."""
+        return self._reasons.most()
 
     def _count(self, name: str, n: int) -> None:
         if name in _ACCELERATED:
@@ -163,15 +160,21 @@ class Tally:
         else:
             self.prepared += n
 
-    def _bypassed(self, reason: str) -> None:
+    def _bypassed(self, reason: Reason) -> None:
         self.bypassed += 1
         self._reasons.add(reason)
 
 
 class Report:
-    """Counters, reasons and the last events. Thread-safe; its methods raise nothing."""
+    """Counters, reasons and the last events. Thread-safe; its methods raise nothing.
 
-    def __init__(self) -> None:
+    Args:
+        instead: what happens after an error, for the log.
+        see: where a user learns more about it, for the log.
+    """
+
+    def __init__(self, instead: str = "the original forward runs", see: str = "") -> None:
+        self._instead, self._see = instead, f"; see {see}" if see else ""
         self._lock = threading.Lock()
         self._before, self._now = _Reasons(latest=True), _Reasons(latest=True)
         self._since_start = _Reasons(latest=False)
@@ -182,7 +185,7 @@ class Report:
         self._counters: Counter[str] = Counter()
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
         self._last_error: dict[str, Any] | None = None
-        self._said: set[str] = set()
+        self._said: set[Reason | str] = set()
         self._tallies: list[Tally] = []
         self._preparing: dict[str, Any] | None = None
         self.on_stage: Callable[[str | None], None] | None = None
@@ -196,14 +199,14 @@ class Report:
                 self._before, self._now, self._called = self._now, _Reasons(latest=True), False
 
     def no_calls(self) -> None:
-        """A picture was made and no network that is accelerated was called. What is known is of a picture before it."""
+        """An image was made and no network that is accelerated was called. What is known is of an image before it."""
         with self._lock:
             self._before, self._now, self._called = _Reasons(latest=True), _Reasons(latest=True), False
             self._pass.clear()
 
-    def bypassed(self, reason: str) -> None:
+    def bypassed(self, reason: Reason | str) -> None:
         """Record that a call was bypassed, and why."""
-        reason = one_line(reason)
+        reason = given(reason)
         if rehearsing():
             with self._lock:
                 for tally in self._tallies:
@@ -232,14 +235,14 @@ class Report:
             with self._lock:
                 self._tallies.remove(tally)
 
-    def event(self, stage: str, message: str) -> None:
+    def event(self, stage: str, message: Reason | str) -> None:
         """Record an event, in the ring buffer of the last events and in the log."""
-        message = one_line(message)
+        message = one_line(message) if isinstance(message, str) else message
         with self._lock:
             self._events.append({"time": time.time(), "stage": stage, "message": message})
         log(logging.INFO, "%s: %s", stage, message)
 
-    def once(self, stage: str, message: str) -> None:
+    def once(self, stage: str, message: Reason | str) -> None:
         """Record a fact that does not change while the process runs. Repetitions are ignored."""
         with self._lock:
             if message in self._said or len(self._said) >= REASONS_KEPT:
@@ -259,7 +262,7 @@ class Report:
             if not again:
                 self._events.append({"time": time.time(), "stage": stage, "message": text})
         if not again:
-            log(logging.WARNING, "%s failed, the WebUI's own code makes the picture: %s; see %s", stage, text, REMEDY)
+            log(logging.WARNING, "%s failed, %s: %s%s", stage, self._instead, text, self._see)
         log(logging.DEBUG, "%s failed: %s\n%s", stage, text, trace)
 
     def preparing(self, label: str | None, stage: str = "", began: float = 0.0, left: float | None = None) -> None:
@@ -304,19 +307,28 @@ class Report:
         with self._lock:
             return self._counters[name]
 
-    def as_dict(self) -> dict[str, Any]:
-        """A JSON-compatible copy."""
+    def as_dict(self, names: bool = True) -> dict[str, Any]:
+        """A JSON-compatible copy.
+
+        Args:
+            names: whether reasons have the names that belong to the user.
+        """
         with self._lock:
             return {
                 "preparing": self._prepared(),
                 "last_pass": {name: self._pass[name] for name in ("accelerated", "bypassed", "prepared")},
-                "reasons": self._before.merged(self._now),
-                "reasons_since_start": self._since_start.merged(_Reasons(latest=False)),
-                "reasons_listed": self._since_start.listed(self._now if self._called else self._before),
+                "reasons": self._before.merged(self._now, names),
+                "reasons_since_start": self._since_start.merged(_Reasons(latest=False), names),
+                "reasons_listed": self._since_start.listed(self._now if self._called else self._before, names),
                 "counters": dict(self._counters),
-                "events": list(self._events),
+                "events": [_told(event, names) for event in self._events],
                 "last_error": dict(self._last_error) if self._last_error else None,
             }
+
+
+def _told(event: dict[str, Any], names: bool) -> dict[str, Any]:
+    message = event["message"]
+    return {**event, "message": str(_named(message, names)) if isinstance(message, Reason) else message}
 
 
 def log(level: int, message: str, *args: Any) -> None:

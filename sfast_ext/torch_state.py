@@ -21,6 +21,9 @@ from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from sfast_ext import reasons
+from sfast_ext.reasons import Reason
+
 
 def _known_to_dynamo() -> Callable[[], bool]:
     """The cheapest function of torch of which Dynamo knows that it is true while it traces."""
@@ -80,7 +83,7 @@ class _Kernels:
         """All kernels of Python code, as `aten/add.Tensor/CPU`; `torch.library` keeps this set."""
         self._before = frozenset(self.registered)
         self.count = len(self.registered)
-        self.foreign: str | None = None
+        self.foreign: Reason | None = None
         """Why no plan is run."""
         self.flash: tuple[str, ...] = ()
         """Kernels of flash attention, in order."""
@@ -91,7 +94,7 @@ class _Kernels:
         names = sorted(name for name in self.registered - self._before if self._serves(name))
         self.flash = tuple(name for name in names if name.endswith("/CUDA") and name[5:].startswith(self._FLASH))
         found = next((name for name in names if name not in self.flash), None)
-        self.foreign = None if found is None else _replaced(found.split("/")[1])
+        self.foreign = None if found is None else reasons.LIBRARY(found.split("/")[1])
 
     def _serves(self, name: str) -> bool:
         parts = name.split("/")
@@ -103,24 +106,24 @@ python_kernels = _kernels = _Kernels()
 _registered = _kernels.registered
 
 
-def obstacle() -> str | None:
-    """Why the original forward is to run now, in a user's words. None if a plan may be made or run."""
+def obstacle() -> Reason | None:
+    """Why the original forward is to run now. None if a plan may be made or run."""
     if _function_modes() and (mode := _function_mode_of_others()) is not None:
         return _named(mode, "TorchFunctionMode")
     if _dispatch_modes() or _recorders():
         return _named(_get_current_dispatch_mode(), "TorchDispatchMode")
     if _traces():
-        return "torch.jit.trace, or an export that uses it, records the call"
+        return reasons.JIT_TRACE()
     if _transform() is not None:
-        return f"torch.func transforms the call, by {_transform().key().name.lower()}"
+        return reasons.TRANSFORM(_transform().key().name.lower())
     if _dual._current_level >= 0:
-        return "derivatives are computed in forward mode"
+        return reasons.FORWARD_MODE()
     if not _overrides_serve():
-        return "overrides of torch's functions are switched off around the call (DisableTorchFunction)"
+        return reasons.NO_OVERRIDES()
     if _parametrize._cache_enabled:
-        return "torch.nn.utils.parametrize.cached keeps tensors of the call"
+        return reasons.PARAMETRIZE()
     if _fx._is_fx_tracing_flag and _runs(_tracing_code()):
-        return "torch.fx records the call"
+        return reasons.FX_TRACE()
     if len(_registered) != _kernels.count:
         _kernels.read()
     return _kernels.foreign
@@ -146,13 +149,8 @@ def _function_mode_of_others() -> Any:
     return next((mode for mode in modes if type(mode) is not DeviceContext), None)
 
 
-def _replaced(operator: str) -> str:
-    return f"torch.library replaces torch's own {operator}"
-
-
-def _named(mode: Any, kind: str) -> str:
-    name = kind if mode is None else f"{type(mode).__name__} ({kind})"
-    return f"{name} is active around the call: it sees or changes each operation of torch"
+def _named(mode: Any, kind: str) -> Reason:
+    return reasons.MODE(kind if mode is None else f"{type(mode).__name__} ({kind})")
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from sfast_ext import Config, accelerate
 from sfast_ext.argument_roles import MAX_INPUTS
 from sfast_ext.call_signature import first_difference, flatten_call, open_numbers, tensors_alone
 from sfast_ext.plans.payback import REJECTED_CALLS
+from sfast_ext.reasons import given
 
 CPU = torch.device("cpu")
 STEPS = 24
@@ -240,14 +241,14 @@ def test_each_refusal_lasts_twice_as_long(monkeypatch):
     _, accelerator = accelerated(lambda o, g: o)
     lasted = []
     for _ in range(4):
-        accelerator._cache.reject("key", "a reason")
+        accelerator._cache.reject("key", given("a reason"))
         calls = 0
         while accelerator._cache.rejection("key") is not None:
             calls += 1
         lasted.append(calls)
     assert lasted == [4, 8, 16, 32]
     accelerator.new_generation()
-    accelerator._cache.reject("key", "a reason")
+    accelerator._cache.reject("key", given("a reason"))
     assert all(accelerator._cache.rejection("key") for _ in range(200))
 
 

@@ -106,7 +106,7 @@ def test_doctor_says_what_follows_without_triton(monkeypatch):
 def test_doctor_says_what_runs_with_triton(monkeypatch):
     monkeypatch.setattr(doctor.environment, "triton_runs_on", lambda device: True)
     said = doctor.used({"gpu": "a card", "compiler": "cc", "cudnn": 90100, "nvrtc": "13.0"})
-    assert "Fused kernels: Triton, and CUDA C++ where that is quicker." in said
+    assert "Fused kernels: Triton, and CUDA C++ if that is quicker." in said
     attention, convolutions = (next(s for s in said if s.startswith(w)) for w in ("Attention", "Convolutions"))
     assert said.index(convolutions) == said.index(attention) + 1
 

@@ -135,7 +135,7 @@ async function start() {
 """
 
 PLAN = {
-    "label": "512x512, 1 picture, 77 tokens",
+    "label": "512x512, 1 image, 77 tokens",
     "signature": "f16[2,4,64,64]",
     "state": "replaying",
     "ms_before": 31.0,
@@ -157,7 +157,7 @@ STATUS = {
     "job": None,
     "measurements": [],
     "model": EVIL,
-    "badge": {"state": "on", "text": "2.1x, 23 it/s", "detail": "The last picture was accelerated."},
+    "badge": {"state": "on", "text": "2.1x, 23 it/s", "detail": "The last image was accelerated."},
     "environment": {"gpu": "a card", "torch": "2.7"},
     "accelerators": [{"name": "unet", "plans": [PLAN], "graph_pool": {"graphs": 1, "memory_mb": 120.0}}],
     "reasons_listed": [],
@@ -196,8 +196,8 @@ def test_a_badge_stands_below_each_generate_button():
     assert shown["after"] == ["txt2img_generate_box", "img2img_generate_box"]
     assert (shown["badge"], shown["state"]) == ("2.1× · 23 it/s", "on")
     for text in (
-        "The last picture",
-        "512×512,|1|picture,|77|tokens|2.1×|31.0 → 14.8|ms a step",
+        "The last image",
+        "512×512,|1|image,|77|tokens|2.1×|31.0 → 14.8|ms a step",
         "a card|·|torch|2.7",
     ):
         assert text in shown["details"]
@@ -385,7 +385,7 @@ def test_the_tab_shows_what_runs_what_is_ready_and_why_not():
     new = {"reason": "a hypernetwork is active", "code": "hypernetwork", "calls": 3, "calls_last": 3, "seconds_ago": 4}
     script = VIEW + "shown.links = byTag('a', view).map((each) => each.href);"
     shown = run(script, {**STATUS, "reasons_listed": [new, old]})
-    for text in ("Now", "Original|31.0 ms", "Stable Fast|14.8 ms", "512×512,|1|picture,|77|tokens|(last picture)"):
+    for text in ("Now", "Original|31.0 ms", "Stable Fast|14.8 ms", "512×512,|1|image,|77|tokens|(last image)"):
         assert text in shown["text"]
     assert "3|3|4|s ago|a hypernetwork is active" in shown["text"] and "0|90|2|h ago|Hypertile is on" in shown["text"]
     assert shown["links"] == ["./sfast/v1/help#hypernetwork", "./sfast/v1/help#hypertile"]

@@ -8,10 +8,10 @@ import pytest
 from test_javascript import EVIL, STATUS, run
 
 ROW = {
-    "label": "512x512, 1 picture", "ready": True, "reason": None, "ms_before": 31.04, "ms_after": 14.8, "speedup": 2.1,
+    "label": "512x512, 1 image", "ready": True, "reason": None, "ms_before": 31.04, "ms_after": 14.8, "speedup": 2.1,
 }  # fmt: skip
 JOB = {
-    "kind": "measure", "state": "running", "done": 1, "total": 2, "label": "768x512, 1 picture", "seconds": 4.0,
+    "kind": "measure", "state": "running", "done": 1, "total": 2, "label": "768x512, 1 image", "seconds": 4.0,
     "seconds_left": 3.6, "message": None, "rows": [ROW],
 }  # fmt: skip
 KEPT = {
@@ -32,8 +32,8 @@ def test_a_job_shows_how_far_it_is():
     """
     )
     shown = run(script, {**STATUS, "job": JOB})
-    assert shown["text"].startswith("Measure|Running|1 / 2|768×512,|1|picture|4|s left|")
-    assert "512×512,|1|picture|31.0|14.8|2.1|Ready" in shown["text"]
+    assert shown["text"].startswith("Measure|Running|1 / 2|768×512,|1|image|4|s left|")
+    assert "512×512,|1|image|31.0|14.8|2.1|Ready" in shown["text"]
     assert (shown["max"], shown["value"], shown["name"], shown["timers"]) == (2, 1, "Measure", 1)
 
 
@@ -75,8 +75,8 @@ def test_a_job_that_began_and_ended_between_two_answers_is_told_and_kept(before)
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        ({"state": "waiting", "done": 0, "rows": [], "seconds_left": None}, "Waiting for the picture to end"),
-        ({"state": "failed", "message": "make one picture"}, "Failed|1 / 2|make one picture"),
+        ({"state": "waiting", "done": 0, "rows": [], "seconds_left": None}, "Waiting for the image to end"),
+        ({"state": "failed", "message": "make one image"}, "Failed|1 / 2|make one image"),
         ({"state": "cancelled"}, "Cancelled|1 / 2"),
         ({"rows": [{**ROW, "ready": False, "reason": EVIL + " 4x"}]}, EVIL + " 4x"),
         ({"kind": "prepare", "rows": [{"label": "512x512", "ready": True}]}, "512×512|–|–|–|Ready"),
@@ -104,8 +104,8 @@ def test_kept_measurements_are_listed_the_last_first_and_stay_open():
     )
     shown = run(script, {**STATUS, "measurements": [older, KEPT]})
     assert shown["rows"] == [
-        f"2026-11-24 21:05|512×512,|1|picture|31.0|14.8|2.1|580.65|2.7|0.1.0|a card|{EVIL}",
-        f"2026-10-01 08:00|512×512,|1|picture|31.0|14.8|2.1|–|2.7|0.1.0|CPU|{EVIL}",
+        f"2026-11-24 21:05|512×512,|1|image|31.0|14.8|2.1|580.65|2.7|0.1.0|a card|{EVIL}",
+        f"2026-10-01 08:00|512×512,|1|image|31.0|14.8|2.1|–|2.7|0.1.0|CPU|{EVIL}",
     ]
     assert shown["open"] is True
 

@@ -15,7 +15,9 @@ import pytest
 from test_javascript import PLAN, STATUS, run
 from test_javascript_jobs import JOB, KEPT, ROW
 
-from sfast_ext.ui import phrases, settings_table, words
+from sfast_ext.hosts.reasons import HYPERNETWORK
+from sfast_ext.report import Report
+from sfast_ext.ui import settings_table, words
 
 ROOT = Path(__file__).resolve().parents[1]
 WORD = re.compile("[A-Za-z]{3,}")
@@ -90,13 +92,13 @@ def test_what_the_page_adds_to_data_is_the_same_whatever_the_data(page):
 def test_words_of_a_plan_s_name_stand_by_themselves():
     status = {**PAGES["plans and reasons"], "job": {**JOB, "label": PLAN["label"]}, "measurements": [KEPT]}
     texts = dumped(status)
-    assert {"picture,", "tokens", "picture"} <= texts and not any("512" in text for text in texts)
+    assert {"image,", "tokens", "image"} <= texts and not any("512" in text for text in texts)
     accelerators = [
         {"name": f"VAE {part}", "plans": [{**PLAN, "label": f"VAE {part}, 512x512{more}"}], "graph_pool": None}
-        for part, more in (("decoder", ""), ("encoder", ", 2 pictures"))
+        for part, more in (("decoder", ""), ("encoder", ", 2 images"))
     ]
     texts = dumped({**status, "accelerators": accelerators})
-    assert {"VAE decoder,", "VAE encoder,", "pictures"} <= texts and not any("512" in text for text in texts)
+    assert {"VAE decoder,", "VAE encoder,", "images"} <= texts and not any("512" in text for text in texts)
 
 
 def test_a_text_that_is_put_together_would_be_found():
@@ -110,20 +112,20 @@ def test_a_text_that_is_put_together_would_be_found():
 
 
 def bypassed(name, steps):
-    """A page after a picture with this hypernetwork, as a session gives it."""
-    reason = f"a hypernetwork is active: {name}; remove it from the prompt to accelerate"
-    row = {**REASON, "reason": reason, "calls_last": steps, "reason_parts": phrases.pieces(reason)}
+    """A page after an image with this hypernetwork, as a session gives it."""
+    report = Report()
+    report.bypassed(HYPERNETWORK(name))
+    rows = [{**row, "calls_last": steps} for row in report.as_dict()["reasons_listed"]]
     last = {"accelerated": 9 if steps < 9 else 0, "bypassed": steps, "prepared": 0}
-    status = {**STATUS, "last_pass": last, "reasons_listed": [row]}
-    badge = words.badge(status)
-    return {**status, "badge": {**badge, **{f"{key}_parts": phrases.pieces(badge[key]) for key in ("text", "detail")}}}
+    status = {**STATUS, "last_pass": last, "reasons_listed": rows}
+    return {**status, "badge": words.badge(status)}
 
 
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        (12, {"original:", "The last picture was not accelerated:"}),
-        (3, {"partly,", "steps of the last picture were not accelerated:"}),
+        (12, {"original:", "The last image was not accelerated:"}),
+        (3, {"partly,", "steps of the last image were not accelerated:"}),
     ],
 )
 def test_names_and_numbers_in_sentences_are_texts_of_their_own(steps, said):

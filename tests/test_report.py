@@ -1,4 +1,4 @@
-"""What a report says is of the last pictures, in words, and each thing once."""
+"""What a report says is of the last images, in words, and each thing once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import logging
 
 import pytest
 
-from sfast_ext.report import LONGEST, REASONS_KEPT, Report
+from sfast_ext import reasons as table
+from sfast_ext.hosts.reasons import HYPERNETWORK
+from sfast_ext.reasons import MAX_LENGTH, Detail, Private
+from sfast_ext.report import REASONS_KEPT, Report
+from sfast_ext.secondary_report import SecondaryReport
 
 
 def reasons(report: Report) -> dict[str, int]:
@@ -36,7 +40,7 @@ def test_generations_without_a_call_push_no_reason_out():
     report = Report()
     report.bypassed("Hypertile is on")
     for _ in range(5):
-        # each network of a picture tells it, and so does a model that is loaded
+        # each network of an image tells it, and so does a model that is loaded
         report.new_generation()
         report.count("memory_given_back")
     assert reasons(report) == {"Hypertile is on": 1}
@@ -61,21 +65,42 @@ def test_nobody_tells_of_generations():
 
 
 @pytest.mark.parametrize(
-    "words",
+    "make",
     [
-        "its plan differs from the original by 0.03{}, more than the tolerance of 0.02",
-        "its plan is slower than the original ({}.1 ms against 4.9 ms)",
-        "its forward reads a tensor [2, {}, 768] that is neither an argument nor a weight",
-        "score_mod of <function mod at 0x7f{}8b2c1d0> changes scores",
+        lambda n: table.INACCURATE(0.03 + n / 1000, 0.02),
+        lambda n: table.SLOWER(5.1 + n, 4.9),
+        lambda n: table.READS_TENSOR([2, n, 768]),
+        lambda n: table.BUILD_FAILED("capture", Detail(f"RuntimeError: {n} of 7 <bytes>")),
     ],
 )
-def test_a_reason_does_not_multiply_with_its_numbers(words):
+def test_a_reason_does_not_multiply_with_its_numbers(make):
     report = Report()
     for n in range(3):
-        report.bypassed(words.format(n))
-    ((reason, count),) = reasons(report).items()
-    assert count == 3 and len(messages(report)) == 1 and "0x" not in reason + messages(report)[0]
-    assert reason == words.format(2) or reason == "score_mod of <function mod> changes scores"
+        report.bypassed(make(n))
+    assert reasons(report) == {str(make(2)): 3} and messages(report) == [str(make(0))]
+    (row,) = report.as_dict()["reasons_listed"]
+    assert (row["reason"], row["code"], row["calls"], row["calls_last"]) == (str(make(0)), make(0).code, 3, 3)
+
+
+def test_a_text_of_a_host_is_counted_without_addresses():
+    report = Report()
+    for n in range(3):
+        report.bypassed(f"score_mod of <function mod at 0x7f{n}8b2c1d0> changes scores")
+    assert reasons(report) == {"score_mod of <function mod> changes scores": 3}
+    assert report.as_dict()["reasons_listed"][0]["code"] == "other"
+
+
+def test_names_that_belong_to_the_user_can_be_left_out():
+    report = Report()
+    report.bypassed(HYPERNETWORK(Private("secret face")))
+    beside = SecondaryReport(report, "vae", "VAE decoder")
+    beside.bypassed(HYPERNETWORK(Private("secret face")))
+    report.bypassed(HYPERNETWORK(Private("another secret")))
+    assert "secret" in str(report.as_dict()) and "secret" not in str(report.as_dict(names=False))
+    left = "a hypernetwork is active: <name>; remove it from the prompt to accelerate"
+    found = report.as_dict(names=False)
+    assert found["reasons"] == {left: 2} and [row["reason"] for row in found["reasons_listed"]] == [left, left]
+    assert [event["message"] for event in found["events"]] == [left, f"VAE decoder: {left}", left]
 
 
 def test_what_numbers_name_stays_apart():
@@ -98,7 +123,7 @@ def test_an_event_is_one_line_of_bounded_length_without_addresses():
     report.event("capture", "the first line\n  the second, <object at 0x7fA0>\n" + 1000 * "x")
     report.error("replay", RuntimeError("one\ntwo of <Net object at 0x7fA0>"))
     event, error = messages(report)
-    assert event.startswith("the first line the second, <object>") and len(event) == LONGEST
+    assert event.startswith("the first line the second, <object>") and len(event) == MAX_LENGTH
     assert error == "RuntimeError: one two of <Net object>" == report.as_dict()["last_error"]["message"]
 
 
@@ -144,7 +169,7 @@ def test_reasons_age(monkeypatch):
 
 
 def test_the_first_failure_of_a_kind_is_a_line_with_a_remedy_and_the_next_are_counted(caplog):
-    report = Report()
+    report = Report("the host goes on", "/sfast/v1/help#failed")
     with caplog.at_level(logging.INFO, logger="sfast_ext"):
         for _ in range(3):
             try:
@@ -152,7 +177,8 @@ def test_the_first_failure_of_a_kind_is_a_line_with_a_remedy_and_the_next_are_co
             except ValueError as exc:
                 report.error("capture", exc)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "capture failed" in line and "ValueError: it broke" in line and "/sfast/v1/help#failed" in line
+    assert "capture failed" in line and "ValueError: it broke" in line and line.endswith("; see /sfast/v1/help#failed")
+    assert "the host goes on" in line
     assert "Traceback" not in line and "\n" not in line
     assert report.counter("errors") == 3
     assert "Traceback" in report.as_dict()["last_error"]["traceback"]

@@ -10,7 +10,8 @@ import pytest
 import torch
 from pretended_card import GPU, pretended_card
 
-from sfast_ext import Config, accelerate, environment
+from sfast_ext import Config, accelerate, environment, reasons
+from sfast_ext.kernels.backend import nvrtc as nvrtc_of_torch
 from sfast_ext.tools.lib import models
 
 
@@ -60,3 +61,30 @@ def test_it_is_asked_before_a_capture(capability, hip, why, monkeypatch):
 
 def test_other_devices_are_not_asked():
     assert environment.unserved(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "triton", "nvrtc", "said"),
+    [
+        ((6, 1), None, True, True, [f"Nothing is accelerated: {reasons.OLD_GPU('6.1', '7.0')}."]),
+        ((9, 4), "6.2", False, True, [f"Nothing is accelerated: {reasons.ROCM()}."]),
+        ((8, 6), None, False, True, ["Triton does not import (no file); kernels in CUDA C++ are used instead."]),
+        ((8, 6), None, False, False, ["Triton does not import (no file); PyTorch's own kernels are used instead."]),
+        ((7, 5), None, "old", True, ["it is too old; kernels in CUDA C++ are used instead."]),
+        ((8, 6), None, True, False, []),
+    ],
+)
+def test_what_does_not_work_is_said_with_what_runs_instead(capability, hip, triton, nvrtc, said, monkeypatch):
+    monkeypatch.setattr(environment, "has_triton", lambda: bool(triton))
+    monkeypatch.setattr(environment, "triton_error", lambda: "no file")
+    monkeypatch.setattr(environment, "triton_refusal", lambda *_: "it is too old" if triton == "old" else None)
+    monkeypatch.setattr(environment, "left_out", lambda device: [])
+    monkeypatch.setattr(nvrtc_of_torch, "supported", lambda device: nvrtc)
+    with on_card(monkeypatch, capability, hip):
+        assert environment.known_bad() == said
+
+
+def test_without_a_gpu_nothing_else_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert environment.known_bad() == ["There is no NVIDIA GPU that torch can use; nothing is accelerated."]
+    assert environment.no_gpu() == reasons.NO_GPU()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sfast_ext import reasons
 from sfast_ext.behaviour.quick_check import content_of
 from sfast_ext.behaviour.snapshot import LONGEST
 
@@ -35,12 +36,14 @@ class Patch:
     "processor"."""
     function: Any
 
-    def words(self) -> str:
+    def reason(self) -> reasons.Reason:
         """The patch and its origin, for the report."""
         if self.kind == "replaced":
-            return f"{self.path} is " + (f"replaced by {describe(self.function)}" if self.function else "gone")
+            if not self.function:
+                return reasons.TORCH_GONE(self.path)
+            return reasons.TORCH_REPLACED(self.path, describe(self.function))
         what = {"class": "forward of its class", "function": "function in its class"}.get(self.kind, self.kind)
-        return f"{self.path or 'the model'} has a foreign {what}, {describe(self.function)}"
+        return reasons.FOREIGN_PATCH(self.path or "the model", what, describe(self.function))
 
 
 def describe(function: Any) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 
 from sfast_ext.behaviour.fingerprint import Fingerprint, fingerprint
 from sfast_ext.behaviour.reader import Vouch
+from sfast_ext.reasons import Reason
 
 
 class BehaviourKeys:
@@ -41,7 +42,7 @@ class BehaviourKeys:
         self._announced = False
         self.stale = False
         """Whether a generation began since the last reading."""
-        self.last: tuple[int, str | None] | None = None
+        self.last: tuple[int, Reason | None] | None = None
         """The result of the last reading. None before the first."""
 
     def begin_generation(self) -> None:
@@ -58,11 +59,11 @@ class BehaviourKeys:
             and self._fingerprint.unchanged_quick()
         )
 
-    def current(self) -> tuple[int, str | None]:
+    def current(self) -> tuple[int, Reason | None]:
         """`last` if it is trusted, otherwise a new reading."""
         return self.last if self.last is not None and self.trusted else self.read()
 
-    def read(self) -> tuple[int, str | None]:
+    def read(self) -> tuple[int, Reason | None]:
         """The number of the current behaviour, and what forbids a plan, or None.
 
         That is a foreign patch, or a value that cannot be compared.
@@ -90,11 +91,11 @@ class BehaviourKeys:
         self.stale = False
         return self.last
 
-    def _foreign_patch(self, read: Fingerprint) -> str | None:
+    def _foreign_patch(self, read: Fingerprint) -> Reason | None:
         vouch = self._recognised
         patches = (p for p in read.patches if vouch is None or not vouch(p.module, p.kind, p.function))
-        words = chain((patch.words() for patch in patches), (value.words() for value in read.unknown))
-        return next(words, None)
+        found = chain((patch.reason() for patch in patches), (value.reason() for value in read.unknown))
+        return next(found, None)
 
     def clear(self) -> None:
         """Forget all readings."""

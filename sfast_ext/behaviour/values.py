@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from sfast_ext import reasons
 from sfast_ext.behaviour.contents import Contents
 from sfast_ext.behaviour.foreign_code import package
 from sfast_ext.behaviour.forward_slot import AcceleratedForward
@@ -69,10 +70,10 @@ class Unknown(NamedTuple):
     value: Any
     why: str
 
-    def words(self) -> str:
+    def reason(self) -> reasons.Reason:
         """The value for the report."""
         kind = type(self.value)
-        return f"the forward can read {self.where}, a {kind.__module__}.{kind.__qualname__} {self.why}"
+        return reasons.UNKNOWN_VALUE(self.where, f"{kind.__module__}.{kind.__qualname__}", self.why)
 
 
 class Values:

@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from sfast_ext import reasons
 from sfast_ext.call_signature import Call, NotOurs, flatten_output, rebuild_call
 from sfast_ext.capture import autocast, functionalize, leftovers, quantised, slice_writes
 from sfast_ext.capture.arguments import Containers, Edit
@@ -25,6 +26,7 @@ from sfast_ext.capture.fake_trace import finish_lazy_codegen, record
 from sfast_ext.capture.live_trace import LiveTrace
 from sfast_ext.capture.real_tensors import LIFTS
 from sfast_ext.capture.state import State
+from sfast_ext.reasons import Declined, Reason
 from sfast_ext.report import words_of
 from sfast_ext.weights.submodule_arena import Arena
 from sfast_ext.weights.weight import Weight
@@ -33,12 +35,12 @@ aten = torch.ops.aten
 _READING = {aten._local_scalar_dense.default, aten.item.default, aten.nonzero.default}
 
 
-class CaptureRefused(Exception):
-    """There can be no plan of the forward. The message says why, in a user's words; `details` is for developers.
-    `passing` if another thread may be why: a later capture may succeed."""
+class CaptureRefused(Declined):
+    """There can be no plan of the forward. `details` is for developers. `passing` if another thread may be why: a later
+    capture may succeed."""
 
     def __init__(
-        self, reason: str, *, reads_value: bool = False, details: str | None = None, passing: bool = False
+        self, reason: Reason, *, reads_value: bool = False, details: str | None = None, passing: bool = False
     ) -> None:
         super().__init__(reason)
         self.reads_value = reads_value
@@ -167,7 +169,7 @@ def _recorded(
         with as_hosts, torch.inference_mode(False), torch.no_grad():
             graph_module = record(flat, inputs, arena.root, ignored, lambda tensor: _path(arena, tensor), made)
     except Exception as exc:
-        refusal = CaptureRefused(str(exc)) if isinstance(exc, NotOurs) else _refusal(exc, arena.root)
+        refusal = CaptureRefused(exc.reason) if isinstance(exc, NotOurs) else _refusal(exc, arena.root)
         refusal.__cause__ = exc
         leftovers.forget_locals(exc)
     finally:
@@ -177,7 +179,7 @@ def _recorded(
         raise refusal
     left_behind = left_behind or elsewhere
     if left_behind or graph_module is None:
-        raise CaptureRefused(f"its forward keeps state between calls, in {left_behind}", passing=passing)
+        raise CaptureRefused(reasons.KEEPS_STATE(left_behind), passing=passing)
     return graph_module, found["tree"], found["strides"], found["edits"]
 
 
@@ -199,9 +201,9 @@ def _bind_weights(graph_module: fx.GraphModule, arena: Arena) -> None:
                 node.meta.setdefault("val", tensor)
                 continue
             shape = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            reason = f"its forward reads a tensor {shape} that is neither an argument nor a weight"
+            reason = reasons.READS_TENSOR(shape)
             of_quantised = quantised.reading(arena.root, tensor)
-            raise CaptureRefused(of_quantised or reason, details=reason if of_quantised else None)
+            raise CaptureRefused(of_quantised or reason, details=str(reason) if of_quantised else None)
         node.meta["weight"] = weight
         if "val" not in node.meta:
             node.meta["val"] = _fake_like(tensor, graph_module)
@@ -231,7 +233,7 @@ def _refuse_dynamic(graph_module: fx.GraphModule) -> None:
             for v in values
         )
         if symbolic or node.target in _READING:
-            raise CaptureRefused("its forward reads a value from the device, or depends on one", reads_value=True)
+            raise CaptureRefused(reasons.READS_VALUE(""), reads_value=True)
 
 
 def _refuse_random(graph_module: fx.GraphModule) -> None:
@@ -243,7 +245,7 @@ def _refuse_random(graph_module: fx.GraphModule) -> None:
             continue
         if node.target is aten.scaled_dot_product_attention.default and not _dropout_p(node):
             continue
-        raise CaptureRefused(f"its forward draws random numbers ({node.target})")
+        raise CaptureRefused(reasons.DRAWS(node.target))
 
 
 _DROPOUTS = {f"aten::{kind}dropout" for kind in ("", "feature_", "alpha_", "feature_alpha_")}
@@ -278,12 +280,11 @@ def _refusal(exc: Exception, root: nn.Module) -> CaptureRefused:
         or "converting a torch.Tensor into a Python" in text
     )
     if reads:
-        return CaptureRefused(f"its forward reads a value from the device, or depends on one{where}", reads_value=True)
+        return CaptureRefused(reasons.READS_VALUE(where), reads_value=True)
     if "dynamo-optimized" in text:
-        return CaptureRefused(f"its forward calls a function that torch.compile made{where}")
+        return CaptureRefused(reasons.CALLS_COMPILED(where))
     of_quantised = quantised.raising(root, exc.__traceback__)
-    reason = of_quantised or f"its forward cannot be recorded: {kind}{where}"
-    return CaptureRefused(reason, details=words_of(exc))
+    return CaptureRefused(of_quantised or reasons.NOT_RECORDED(kind, where), details=words_of(exc))
 
 
 def _where(exc: Exception) -> str:

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from sfast_ext import reasons
 from sfast_ext.call_signature import NotOurs, autocast_mode
 from sfast_ext.capture import opaque
 from sfast_ext.capture.interception import intercepted
+from sfast_ext.reasons import one_line
 
 Recorder = Callable[..., Any]
 """Records a call: takes the library's function and the arguments, and returns what the function would return."""
@@ -129,14 +131,14 @@ def _attend(
     others: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
     """The result, queries and keys (batch, heads, tokens, channels), the mask, and whether it is causal."""
-    name = original.__name__
+    name = f"xformers' {original.__name__}"
     if p:
-        raise NotOurs(f"xformers' {name} is called with dropout, which draws random numbers")
+        raise NotOurs(reasons.DROPOUT(name))
     if query.dim() not in (3, 4):
-        raise NotOurs(f"xformers' {name} is called with tensors of {query.dim()} dimensions; 3 and 4 can be recorded")
+        raise NotOurs(reasons.DIMENSIONS(name, query.dim()))
     for option, given in others.items():
         if given is not None and not (option == "output_dtype" and given == query.dtype):
-            raise NotOurs(f"xformers' {name} is called with {option}={given}, which cannot be recorded")
+            raise NotOurs(reasons.OPTION_NOT_RECORDED(name, one_line(f"{option}={given}")))
     mask, causal = _mask(name, bias)
     one_head = query.dim() == 3
     q, k, v = (x.unsqueeze(1) if one_head else x.transpose(1, 2) for x in (query, key, value))
@@ -161,11 +163,8 @@ def _mask(name: str, bias: Any) -> tuple[Tensor | None, bool]:
         return bias, False
     if kind.__name__ == "LowerTriangularMask" and kind.__module__.startswith("xformers."):
         return None, True
-    described = f"a tensor of {bias.dtype}" if kind in _TENSORS else f"of class {kind.__name__}"
-    raise NotOurs(
-        f"xformers' {name} is called with a bias {described}; none, a tensor of floats and LowerTriangularMask can be "
-        "recorded"
-    )
+    is_tensor = kind in _TENSORS
+    raise NotOurs(reasons.BIAS_DTYPE(name, bias.dtype) if is_tensor else reasons.BIAS_CLASS(name, kind.__name__))
 
 
 @contextlib.contextmanager
@@ -202,7 +201,7 @@ def _flex(original: FunctionType, query: Tensor, key: Tensor, value: Tensor, *ar
     scale = given.pop("scale", None)
     for option in list(given)[3:]:
         if given[option]:
-            raise NotOurs(f"flex_attention is called with {option}, which cannot be recorded")
+            raise NotOurs(reasons.OPTION_NOT_RECORDED("flex_attention", option))
     options = {} if scale is None or scale == query.shape[-1] ** -0.5 else {"scale": scale}
     return _sdpa(query, key, value, None, 0.0, False, **options)
 
@@ -241,18 +240,19 @@ def _opaque(
         if kind.kind is kind.VAR_KEYWORD:
             given.update(given.pop(kind.name, {}))
     if given.get("dropout_p"):
-        raise NotOurs(f"{name} is called with dropout, which draws random numbers")
+        raise NotOurs(reasons.DROPOUT(name))
     for option in ("return_attn_probs", "return_lse"):
         if given.get(option):
-            raise NotOurs(f"{name} is called with {option}, which cannot be recorded")
+            raise NotOurs(reasons.OPTION_NOT_RECORDED(name, option))
     try:
         return opaque.call(name, original, shape, bound.args, bound.kwargs)
     except opaque.NotPlain as exc:
-        raise NotOurs(str(exc)) from exc
+        raise NotOurs(exc.reason) from exc
 
 
 def _refused(original: FunctionType, *args: Any, **kwargs: Any) -> NoReturn:
-    raise NotOurs(f"{original.__module__.partition('.')[0]}.{original.__name__} cannot be recorded")
+    library = original.__module__.partition(".")[0]
+    raise NotOurs(reasons.CALL_NOT_RECORDED(f"{library}.{original.__name__}"))
 
 
 _RECORDERS: dict[str, dict[str, Recorder]] = {

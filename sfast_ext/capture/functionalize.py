@@ -9,10 +9,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from sfast_ext import reasons
+from sfast_ext.reasons import Reason
+
 aten = torch.ops.aten
 
 
-def functionalize(graph_module: fx.GraphModule) -> str | None:
+def functionalize(graph_module: fx.GraphModule) -> Reason | None:
     """Rewrite `a.add_(b)` to `a.add(b)` if nothing else shares the memory of `a`. Returns a reason to refuse, or None.
 
     Nodes whose memory a remaining in-place operation may write are marked with meta["mutated"].
@@ -36,11 +39,11 @@ def functionalize(graph_module: fx.GraphModule) -> str | None:
         assert target is not None
         source = root[target]
         if source.op == "get_attr":
-            return f"its forward writes to a weight or a buffer ({node.target})"
+            return reasons.WRITES_WEIGHT(node.target)
         if source.op == "placeholder":
-            return f"its forward writes to one of its arguments ({node.target})"
+            return reasons.WRITES_ARGUMENT(node.target)
         if source.target in _OF_A_LIST and not _multiplies(source):
-            return f"its forward writes to what may be a weight or an argument ({node.target})"
+            return reasons.WRITES_PERHAPS(node.target)
         overload = _out_of_place(node)
         mine = [n for n in family[source] if _descends(n, node)]
         alone = all(n is target or n in mine for n in family[source])

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from sfast_ext import reasons
+from sfast_ext.reasons import Declined
+
 Shape = Callable[[Sequence[Tensor]], Sequence[int]]
 """The shape of the result, computed from the tensors among the arguments."""
 
@@ -25,8 +28,8 @@ OPERATOR: Any = torch.ops.sfast_ext.foreign.default
 _calls: dict[str, _Call] = {}
 
 
-class NotPlain(Exception):
-    """An argument is neither a tensor nor a plain value. The message names it."""
+class NotPlain(Declined):
+    """An argument is neither a tensor nor a plain value."""
 
 
 def call(
@@ -46,7 +49,8 @@ def call(
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     for leaf in leaves:
         if not isinstance(leaf, Tensor) and type(leaf) not in _PLAIN:
-            raise NotPlain(f"an argument of {name} is a {type(leaf).__module__}.{type(leaf).__qualname__}")
+            kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+            raise NotPlain(reasons.ARGUMENT_NOT_RECORDED(name, kind))
     places = iter(range(len(tensors)))
     held = [_Place(next(places)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     rest, named = pytree.tree_unflatten(held, tree)

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from sfast_ext import reasons
+from sfast_ext.reasons import Reason
 from sfast_ext.weights.original_layout import is_plain, memory_of
 
 _SPEAKING = re.compile(r"quant|qlinear|qconv|gptq|awq|hqq|bitsandbytes|bnb|nunchaku|svdq|marlin|gguf|torchao|eetq")
@@ -31,19 +33,19 @@ _NARROW = frozenset(
 _DEEPEST = 3
 
 
-def reading(root: nn.Module, read: Any) -> str | None:
+def reading(root: nn.Module, read: Any) -> Reason | None:
     """The reason if what a forward read, a tensor or another object, is in a quantised layer of `root`."""
     weights = [(path, module, value) for path, module in root.named_modules() for value in _held(module)]
     # a fake tensor stands for one without a name
     alike = isinstance(read, FakeTensor)
     for path, module, value in weights:
         found = _looks_like(value, read) if alike else _contains(value, read)
-        if found and (words := layer_reason(path, module, value)):
-            return words
+        if found and (reason := layer_reason(path, module, value)):
+            return reason
     return None
 
 
-def raising(root: nn.Module, traceback: TracebackType | None) -> str | None:
+def raising(root: nn.Module, traceback: TracebackType | None) -> Reason | None:
     """The reason if the forward of a quantised layer of `root` raised."""
     paths = {id(module): path for path, module in root.named_modules()}
     inner: list[nn.Module] = []
@@ -54,22 +56,21 @@ def raising(root: nn.Module, traceback: TracebackType | None) -> str | None:
         traceback = traceback.tb_next
     for module in reversed(inner):
         for value in _held(module):
-            if words := layer_reason(paths[id(module)], module, value):
-                return words
+            if reason := layer_reason(paths[id(module)], module, value):
+                return reason
         if next(module.children(), None) is not None:
             # only its blocks are around the layer that raised
             break
     return None
 
 
-def layer_reason(path: str, module: nn.Module, value: Any) -> str | None:
+def layer_reason(path: str, module: nn.Module, value: Any) -> Reason | None:
     library = _library(module, value)
     if library is None:
         return None
     # torch.ao keeps the weights of a layer in a module of its own
     path = path.removesuffix("._packed_params")
-    layer = path or type(module).__name__
-    return f"the model is quantised: its layer {layer} by {library}; such layers are not accelerated"
+    return reasons.QUANTISED_LAYER(path or type(module).__name__, library)
 
 
 def _library(module: nn.Module, value: Any) -> str | None:

@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from sfast_ext import reasons
 from sfast_ext.call_signature import NotOurs
 
 try:
@@ -83,18 +84,15 @@ class RealTensors(TorchFunctionMode):
             return
         path = self._path_of(tensor)
         if path is not None:
-            self._refuse(NotOurs(f"its forward reads the value of a weight ({path}) as a number"))
-        shape = list(tensor.shape)
-        self._refuse(
-            NotOurs(f"its forward reads a number from a tensor {shape} that is neither an argument nor a weight")
-        )
+            self._refuse(NotOurs(reasons.READS_WEIGHT(path)))
+        self._refuse(NotOurs(reasons.READS_NUMBER(list(tensor.shape))))
 
     def replace_data(self, tensor: torch.Tensor | None) -> None:
         """The data of a real tensor, if it is one, is about to be replaced. It would be that of a fake tensor."""
         if tensor is not None:
             path = self._path_of(tensor)
-            what = f"weight or a buffer ({path})" if path is not None else f"tensor {list(tensor.shape)} that it holds"
-            self._refuse(NotOurs(f"its forward replaces the data of a {what}"))
+            of_tensor = reasons.REPLACES_TENSOR(list(tensor.shape))
+            self._refuse(NotOurs(of_tensor if path is None else reasons.REPLACES_WEIGHT(path)))
 
     def write(self, func: Any, args: Any, kwargs: Any) -> None:
         """An operation is about to run, which may write to its arguments."""
@@ -105,12 +103,9 @@ class RealTensors(TorchFunctionMode):
                 continue
             tensor = real_tensor_in(args[i] if i < len(args) else kwargs.get(argument.name))
             if tensor is not None:
-                path, shape = self._path_of(tensor), list(tensor.shape)
-                if path is not None:
-                    self._refuse(NotOurs(f"its forward writes to a weight or a buffer ({path})"))
-                self._refuse(
-                    NotOurs(f"its forward writes to a tensor {shape} that is neither an argument nor a weight")
-                )
+                path = self._path_of(tensor)
+                of_tensor = reasons.WRITES_TENSOR(list(tensor.shape))
+                self._refuse(NotOurs(of_tensor if path is None else reasons.WRITES_WEIGHT(path)))
 
     def _refuse(self, refusal: NotOurs) -> NoReturn:
         self.refusal = self.refusal or refusal

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from sfast_ext import environment
-from sfast_ext.hosts import per_request
+from sfast_ext.hosts import per_request, reasons
 from sfast_ext.hosts.attachment import Attachment
+from sfast_ext.reasons import Reason, text
 from sfast_ext.report import Report, Tally
 from sfast_ext.ui import settings, words
 from sfast_ext.ui.settings_table import HostConfig
 
 KEY = "Stable Fast"
 """Its name among the host's `extra_generation_params`."""
-OFF = "Stable Fast is switched off in the settings"
 
 
 class Answers:
@@ -39,23 +39,23 @@ class Answers:
     def process(self, original: Callable[..., Any], p: Any, *args: Any, **kwargs: Any) -> Any:
         """The host's `process_images_inner`. The images' infotexts are written in it, so what is added after it is in
         the answer alone."""
-        why: list[str | None] = [None]
+        why: list[Reason | None] = [None]
         self._guarded(lambda: why.__setitem__(0, self._begin(p)))
         with self._report.tally() as tally:
             result = original(p, *args, **kwargs)
         self._guarded(lambda: self._complete(result, tally, why[0], per_request.ignored(p)))
         return result
 
-    def _begin(self, p: Any) -> str | None:
+    def _begin(self, p: Any) -> Reason | None:
         """Name settings that change pixels in the infotext. Returns why nothing will be accelerated."""
         config = self._config()
         missing = None if config.allow_cpu else environment.no_gpu()
-        reason = missing if config.enabled else OFF
+        reason = missing if config.enabled else reasons.SWITCHED_OFF()
         if reason is None:
             p.extra_generation_params.update(settings.infotext(config))
         return reason
 
-    def _complete(self, result: Any, tally: Tally, reason: str | None, ignored: list[str]) -> None:
+    def _complete(self, result: Any, tally: Tally, reason: Reason | None, ignored: list[str]) -> None:
         if not (tally.accelerated or tally.prepared or tally.bypassed):
             self._report.no_calls()
         params = getattr(result, "extra_generation_params", None)
@@ -64,14 +64,16 @@ class Answers:
             summary = self._summary(tally, reason)
             result.extra_generation_params = {**params, KEY: {**summary, **({"ignored": ignored} if ignored else {})}}
 
-    def _summary(self, tally: Tally, reason: str | None) -> dict[str, Any]:
+    def _summary(self, tally: Tally, reason: Reason | None) -> dict[str, Any]:
         done = {"accelerated": tally.accelerated, "prepared": tally.prepared, "original": tally.bypassed}
-        return {"state": _state(tally), **done, "speedup": self._speedup(tally), "reason": reason or tally.reason}
+        why = reason or tally.reason
+        said = {"reason": text(why), "code": None if why is None else why.code}
+        return {"state": _state(tally), **done, "speedup": self._speedup(tally), **said}
 
     def _speedup(self, tally: Tally) -> float | None:
         if not tally.accelerated:
             return None
-        plan = words.plan_of_last_picture([each for attachment in self._attachments for each in attachment.status()])
+        plan = words.plan_of_last_image([each for attachment in self._attachments for each in attachment.status()])
         times = plan["speedup"] if plan is not None else None
         return None if times is None else round(times, 2)
 

@@ -20,7 +20,8 @@ from sfast_ext.behaviour.forward_slot import foreign_forward, forward_of
 from sfast_ext.behaviour.structure import structure
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts import gpu_room
+from sfast_ext.hosts import gpu_room, reasons
+from sfast_ext.reasons import Reason, text
 from sfast_ext.report import Report
 from sfast_ext.weights.original_layout import set_data
 
@@ -58,7 +59,7 @@ class Attachment:
         self._laid_over: tuple[nn.Module, Any] | None = None
         # in the last step: that forward, and how many calls the module and its parts had had by then
         self._last_step: tuple[Any, int] | None = None
-        self._idle_reason: str | None = None
+        self._idle_reason: Reason | None = None
 
     def follow(self, module: nn.Module | None, config: Config, *, keep: Iterable[nn.Module] = ()) -> Accelerator | None:
         """Accelerate `module` as `config` says, and release every other module.
@@ -113,8 +114,7 @@ class Attachment:
                 return
             forward, calls = self._laid_over[1], _calls(found)
             if before is not None and before[0] is forward and before[1] == calls:
-                what = f"{describe(forward)} replaces the model's forward and calls none of its blocks"
-                self._idle_reason = f"{what}; turn that extension off to accelerate"
+                self._idle_reason = reasons.RUNS_LAYERS(describe(forward))
                 self._report.bypassed(self._idle_reason)
             if forward_of(found.module) is forward:
                 self._last_step = forward, calls
@@ -182,8 +182,7 @@ class Attachment:
         """The status of each accelerator. "idle" is the reason why nothing of it ran in the last step."""
         with self._lock:
             accelerators, replaced, idle = list(self._accelerators), self._replaced(), self._idle_reason
-        reasons = [idle if accelerator is replaced else None for accelerator in accelerators]
-        return [{**accelerator.status(), "idle": why} for accelerator, why in zip(accelerators, reasons)]
+        return [{**each.status(), "idle": text(idle) if each is replaced else None} for each in accelerators]
 
     def _follow_one(self, module: nn.Module, config: Config, left: list[Accelerator]) -> Accelerator | None:
         found = next((a for a in self._accelerators if a.module is module), None)

@@ -6,7 +6,8 @@ from typing import Any
 
 from sfast_ext import environment
 from sfast_ext.hosts.session import Session, refusing
-from sfast_ext.ui import api, bug_report, parts
+from sfast_ext.reasons import Reason
+from sfast_ext.ui import api, bug_report, words
 
 
 class Refusal:
@@ -14,10 +15,10 @@ class Refusal:
 
     Args:
         session: knows the host, and was not started.
-        why: what the session lacks, in words for the user.
+        why: what the session lacks.
     """
 
-    def __init__(self, session: Session, why: str) -> None:
+    def __init__(self, session: Session, why: Reason) -> None:
         self._session, self._why = session, why
 
     def install(self) -> None:
@@ -33,7 +34,7 @@ class Refusal:
 
     def source(self) -> api.Source:
         """What the routes answer with."""
-        session, refuse = self._session, refusing(self._why)
+        session, refuse = self._session, refusing(str(self._why))
         jobs = api.Jobs(refuse, refuse, lambda: False, lambda: None, list)
         return api.Source(
             self.status,
@@ -62,4 +63,4 @@ class Refusal:
             "accelerators": [],
             **session.report.as_dict(),
         }
-        return {**found, "badge": parts.badge(found)}
+        return {**found, "unserved": str(self._why), "badge": words.badge(found)}

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
-from sfast_ext import environment, parallel_png, preparation
+from sfast_ext import environment, parallel_png, preparation, reasons
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.hosts import host_queue, webui_probes, xyz
 from sfast_ext.hosts.answers import Answers
@@ -19,10 +19,15 @@ from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Examined, Probe, examine
 from sfast_ext.jobs.job import Jobs
 from sfast_ext.jobs.rehearsals import Rehearsals
+from sfast_ext.reasons import Reason
 from sfast_ext.report import Report, logger, words_of
-from sfast_ext.ui import api, bug_report, parts, reasons, settings, settings_table, tab
+from sfast_ext.ui import api, bug_report, settings, settings_table, tab, words
 from sfast_ext.ui.requests import Refused
 from sfast_ext.ui.settings_table import HostConfig
+
+INSTEAD = "the WebUI's own code makes the image"
+REMEDY = "the tab Stable Fast, 'Copy a report', or /sfast/v1/help#failed"
+"""What the log says after an error."""
 
 
 class NotInstalled(Exception):
@@ -51,7 +56,7 @@ class Session:
 
     def __init__(self, version: str, found: Examined | None = None) -> None:
         self.version = version
-        self.report = Report()
+        self.report = Report(INSTEAD, REMEDY)
         self.report.on_stage = self.show_stage
         jobs = Jobs(self.report, host_queue.queue, host_queue.interrupted, host_queue.interrupt)
         self.rehearsals = Rehearsals(self, jobs)
@@ -62,7 +67,7 @@ class Session:
         self.script: type | None = None
         """What `request_script` has made."""
         self._log_level: int | None = None
-        self._described: tuple[bool, dict[str, Any], str | None] | None = None
+        self._described: tuple[bool, dict[str, Any], Reason | None] | None = None
 
     @classmethod
     def is_host(cls) -> bool:
@@ -100,7 +105,8 @@ class Session:
         """The line that an adapter writes to the host's log once it has started: what was found, what will happen."""
         config = self.config()
         try:
-            missing, found = None if config.allow_cpu else environment.no_gpu(), environment.in_short()
+            missing = None if config.allow_cpu else reasons.text(environment.no_gpu())
+            found = environment.in_short()
         except Exception as exc:  # of a broken driver
             missing, found = f"{type(exc).__name__}: {exc}", ""
         if missing is not None:
@@ -231,8 +237,12 @@ class Session:
         known = self.status, self.bug_report, self.drop_plans, jobs
         return api.Source(*known, self.api_passwords, self.api_is_on, self.subpath, self.busy)
 
-    def status(self) -> dict[str, Any]:
-        """What GET /sfast/v1/status answers. It asks the GPU nothing once a first answer was given."""
+    def status(self, names: bool = True) -> dict[str, Any]:
+        """What GET /sfast/v1/status answers. It asks the GPU nothing once a first answer was given.
+
+        Args:
+            names: whether reasons have the names that belong to the user.
+        """
         config = self.config()
         described, missing = self._machine()
         found = {
@@ -246,23 +256,20 @@ class Session:
             "model": self.model_name(),
             "job": self.rehearsals.jobs.status(),
             "accelerators": [each for attachment in self.attachments for each in attachment.status()],
-            **self.report.as_dict(),
+            **self.report.as_dict(names),
         }
         last = found["last_pass"]
         if not last["accelerated"] and (last["bypassed"] or not last["prepared"]):
             # an accelerator knows the last pass that it ran a plan in, which was another image's
             for plan in (plan for each in found["accelerators"] for plan in each.get("plans", ())):
                 plan["last_pass"] = False
-        for row in found["reasons_listed"]:
-            row["code"] = reasons.code_of(row["reason"])
-            row["reason_parts"] = parts.of(row["reason"])
-        return {**found, "badge": parts.badge(found)}
+        return {**found, "no_gpu": reasons.text(found["no_gpu"]), "badge": words.badge(found)}
 
     def host_status(self) -> dict[str, Any]:
         """What is known of the host, as the status has it."""
         return {"name": self.HOST, "version": self.host_version(), "remarks": self.remarks()}
 
-    def _machine(self) -> tuple[dict[str, Any], str | None]:
+    def _machine(self) -> tuple[dict[str, Any], Reason | None]:
         """What this machine has, and why nothing can be accelerated on it. Read again after the first plan: kernels
         were tried by then."""
         tried = self.report.counter("captures") > 0
@@ -275,7 +282,7 @@ class Session:
         from modules import shared
 
         chosen = {key: getattr(shared.opts, key, None) for key in settings_table.KEYS}
-        return bug_report.text(self.status(), chosen)
+        return bug_report.text(self.status(names=False), chosen)
 
     def drop_plans(self) -> int:
         """Drop all plans; they are made anew when they are needed. Returns how many there were."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from sfast_ext import last_start
 from sfast_ext.hosts.probes import Examined, could_be, examine
+from sfast_ext.hosts.reasons import UNSERVED
 from sfast_ext.hosts.refusal import Refusal
 from sfast_ext.hosts.session import NotInstalled, Session
 from sfast_ext.report import logger, words_of
@@ -68,17 +69,12 @@ def names(kinds: Iterable[type[Session]]) -> list[str]:
     return [kind.HOST for kind in kinds]
 
 
-def unserved(missing: str) -> str:
-    """Why nothing is installed, in words for the user."""
-    return f"this WebUI lacks what Stable Fast relies on: {missing}"
-
-
 def _refuse(version: str, match: Match, missing: str) -> None:
-    what = unserved(missing)
+    what = UNSERVED(missing)
     print(f"Stable Fast {version} does nothing in {match.kind.HOST}: {missing}.")
     try:
         session = match.kind(version, match.found)
-        _keep(session, [what])
+        _keep(session, [str(what)])
         Refusal(session, what).install()
     except Exception as exc:  # of a host in which this cannot be shown either
         logger.warning("the badge does not say so: %s", words_of(exc))

@@ -13,8 +13,9 @@ from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.vae_memory import widths_of
+from sfast_ext.reasons import text
 from sfast_ext.report import Report
-from sfast_ext.report_beside import ReportBeside
+from sfast_ext.secondary_report import SecondaryReport
 from sfast_ext.ui import words
 from sfast_ext.ui.settings_table import HostConfig
 
@@ -36,7 +37,7 @@ class VaePart(Attachment):
     """The accelerators of one part of all VAEs. Its calls are no steps."""
 
     def __init__(self, part: str, hooks_for: PartHooks, report: Report) -> None:
-        self._beside = ReportBeside(report, COUNTED, f"VAE {part}")
+        self._beside = SecondaryReport(report, COUNTED, f"VAE {part}")
 
         def named(shapes: Sequence[tuple[int, ...]]) -> str | None:
             return words.vae_words(part, shapes)
@@ -45,7 +46,7 @@ class VaePart(Attachment):
 
     def status(self) -> list[dict[str, Any]]:
         """As of other networks. "idle" is why the last call was bypassed."""
-        return [{**each, "idle": self._beside.reason, "steps": False} for each in super().status()]
+        return [{**each, "idle": text(self._beside.reason), "steps": False} for each in super().status()]
 
 
 class Vaes:

@@ -12,12 +12,13 @@ import torch
 from sfast_ext.accelerator import Accelerator
 from sfast_ext.example_call import ExampleCall, UnknownInput
 from sfast_ext.plans.plan import Plan
+from sfast_ext.reasons import text
 from sfast_ext.report import Report, rehearsal, words_of
 from sfast_ext.runtime.verify import milliseconds
 from sfast_ext.ui import words
 from sfast_ext.ui.requests import Refused, Wanted
 
-MAKE_ONE = "make one picture with this model first: what is prepared and measured is called as the last picture was"
+MAKE_ONE = "make one image with this model first: what is prepared and measured is called as the last image was"
 NO_LENGTH = "the length of the prompt cannot be chosen with this model"
 TRIES = 3
 """Calls until a plan runs: the first or the second builds it. Where there is none after them, the last has told why."""
@@ -56,7 +57,7 @@ class Rehearsal:
             self._call = ExampleCall(plan.signature)
         except UnknownInput as exc:
             raise Refused(f"{exc}; {MAKE_ONE}") from exc
-        pictures = words.pictures_of(plan.label, plan.signature.shapes())
+        pictures = words.images_of(plan.label, plan.signature.shapes())
         # with guidance a call has two rows for each image
         self._rows = self._call.rows // pictures if pictures else (2 if self._call.rows % 2 == 0 else 1)
 
@@ -123,7 +124,7 @@ class Rehearsal:
                         more = then(args, kwargs)
             return None if more is None else {**row, "ready": True, **more}
         except UnknownInput as exc:
-            return {**row, "reason": f"{exc}; make a picture without what gives it, then try again"}
+            return {**row, "reason": f"{exc}; make an image without what gives it, then try again"}
         except torch.cuda.OutOfMemoryError:
             torch.cuda.empty_cache()
             return {**row, "ready": False, "reason": "the GPU has not enough memory for this size"}
@@ -141,7 +142,7 @@ class Rehearsal:
             if tally.accelerated:
                 return None
             reason = tally.reason
-        return reason or "no plan was made; the report says why"
+        return text(reason) or "no plan was made; the report says why"
 
 
 def template(accelerator: Accelerator | None) -> Plan | None:

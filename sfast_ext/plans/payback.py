@@ -22,6 +22,8 @@ from typing import TypeVar
 
 import torch
 
+from sfast_ext.reasons import Reason
+
 V = TypeVar("V")
 
 
@@ -85,7 +87,7 @@ class Rejection:
         times: how often a rejection of the key has expired.
     """
 
-    def __init__(self, reason: str, times: int) -> None:
+    def __init__(self, reason: Reason, times: int) -> None:
         self.reason = reason
         self.generations = Payback(doubled(REJECTED_FOR, times))
         self.calls = Payback(doubled(REJECTED_CALLS, times))

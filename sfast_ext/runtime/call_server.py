@@ -92,7 +92,7 @@ class CallServer:
                 return self._record_use(lookup, result)
             state = ReplayState.BUILD
         except (NotOurs, WeightsAway) as exc:
-            self._report.bypassed(str(exc))
+            self._report.bypassed(exc.reason)
         except WeightsChanged as exc:
             self._weights_changed(exc)
         except OriginalFailed as exc:
@@ -206,7 +206,7 @@ class CallServer:
         except Interrupted as exc:
             self._report.event("interrupted", str(exc))
         except WeightsAway as exc:
-            self._report.bypassed(str(exc))
+            self._report.bypassed(exc.reason)
         except WeightsChanged as exc:
             self._weights_changed(exc)
         except Exception as exc:

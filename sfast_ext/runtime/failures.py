@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from sfast_ext import reasons
 from sfast_ext.kernels.backend import health, precompile
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.plans.plan import Plan
+from sfast_ext.reasons import Detail, one_line
 from sfast_ext.report import stage, words_of
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanCache
@@ -21,6 +23,9 @@ _NO_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
+# by whether a plan was being built
+_FAILED = {False: reasons.PLAN_FAILED, True: reasons.BUILD_FAILED}
+_NO_MEMORY_FOR = {False: reasons.PLAN_NO_MEMORY, True: reasons.BUILD_NO_MEMORY}
 
 
 def out_of_memory(exc: BaseException) -> bool:
@@ -54,8 +59,8 @@ class Failures:
                 self._cache.drop(lookup.key)
                 return
             if not self._evict_for_memory(exc, plan):
-                what = "no plan could be built" if building else "its plan failed"
-                self._cache.reject(lookup.key, f"{what}: {where}: {words_of(exc)}")
+                kind = _NO_MEMORY_FOR[building] if out_of_memory(exc) else _FAILED[building]
+                self._cache.reject(lookup.key, kind(where, Detail(one_line(words_of(exc)))))
         except Exception as again:
             report.error("giving up a plan", again)
 

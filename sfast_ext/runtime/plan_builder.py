@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from sfast_ext import environment
+from sfast_ext import environment, reasons
 from sfast_ext.argument_roles import ArgumentRoles
 from sfast_ext.call_signature import Call, flatten_output
 from sfast_ext.capture import block_reuse
@@ -39,7 +39,7 @@ from sfast_ext.runtime.plan_cache import PlanCache, StateChanges
 from sfast_ext.runtime.plan_finder import Lookup
 from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.runtime.rounding import PEAK_FACTOR, exact
-from sfast_ext.runtime.verify import Difference, Verification, verify_plan
+from sfast_ext.runtime.verify import Verification, verify_plan
 from sfast_ext.weights.submodule_arena import Arena
 
 _MEASURING = 1.0  # seconds of a first call in which ways to compute the same are compared, at most
@@ -113,7 +113,7 @@ class PlanBuilder:
         if place is None:
             self.changes.settled(lookup.shape_signature, lookup.key)
             return True
-        reason = f"its forward keeps state between calls, in {place}"
+        reason = reasons.KEEPS_STATE(place)
         if self.changes.record(lookup.shape_signature, lookup.key, place, reason):
             self._cache.reject(lookup.key, reason)
         else:
@@ -138,11 +138,11 @@ class PlanBuilder:
         away = next((p.device for p in context.module.parameters() if p.device != device), None)
         if away is not None:
             # the key is not rejected: they may be back at the next call
-            context.report.bypassed(f"some weights are on {away}, others on {device}")
+            context.report.bypassed(reasons.WEIGHTS_SPLIT(away, device))
             return
         if device.type == "cuda" and _room(device) < _MIN_ROOM * _bytes(context.module):
             # the key is not rejected: there may be room at the next call
-            context.report.bypassed("the GPU has too little memory left beside the model to make a plan")
+            context.report.bypassed(reasons.NO_ROOM())
             return
         self._backoff.record_capture(lookup.shape_signature)
         if not self._cache.plans and not context.is_part:
@@ -214,9 +214,9 @@ class PlanBuilder:
             if exc.details:
                 report.event("capture", exc.details)
             if exc.passing:
-                report.bypassed(str(exc))
+                report.bypassed(exc.reason)
             else:
-                self._cache.reject(key, str(exc))
+                self._cache.reject(key, exc.reason)
             return None
         plan.shape_signature = lookup.shape_signature
         plan.built_for = lookup.call.nested if lookup.call.inputs else None
@@ -251,15 +251,15 @@ class PlanBuilder:
             self._noise[dtypes] = list(map(min, plan.noise, self._noise.get(dtypes, plan.noise)))
         left_behind = run.state.put_back()[0] if run.state is not None else None
         if left_behind is not None:
-            refusal = f"its forward keeps state between calls, in {left_behind}"
-        elif isinstance(refusal, Difference) and blocks_copied:
+            refusal = reasons.KEEPS_STATE(left_behind)
+        elif refusal is not None and refusal.code == reasons.INACCURATE.code and blocks_copied:
             # two blocks may differ in what their comparison does not read
             report.event("capture", f"equal blocks are recorded one by one from now on: {refusal}")
             self._cache.drop(key)
             report.count("captures", -1)
             self._one_by_one, run.trace = True, None
             return self._attempt(lookup, run)
-        if refusal:
+        if refusal is not None:
             self._cache.reject(key, refusal)
             return None
         return plan
@@ -283,7 +283,7 @@ class PlanBuilder:
         found = tuple(edit for edit in edits if edit.path[0] not in hooks.consumed | hooks.scratch)
         for edit in found:
             if edit.kept is None or hooks.arguments is not None:
-                raise CaptureRefused(f"its forward changes {words(edit.path)}, one of its arguments")
+                raise CaptureRefused(reasons.CHANGES_ARGUMENT(words(edit.path)))
         return found
 
     def _captured(self, lookup: Lookup, run: OriginalRun) -> Captured:

@@ -13,6 +13,7 @@ import torch
 from sfast_ext.call_signature import Signature
 from sfast_ext.plans.payback import Rejection
 from sfast_ext.plans.plan import Plan
+from sfast_ext.reasons import Reason
 from sfast_ext.report import Report
 from sfast_ext.weights.submodule_arena import Arena
 
@@ -96,7 +97,7 @@ class PlanCache:
         while len(self._expired) > 4 * self.size:
             del self._expired[next(iter(self._expired))]
 
-    def rejection(self, key: Hashable) -> str | None:
+    def rejection(self, key: Hashable) -> Reason | None:
         """The reason why a key is rejected, or None. Call it once for each call."""
         refused = self.rejected.get(key)
         if refused is None:
@@ -109,7 +110,7 @@ class PlanCache:
             refused.calls.pay()
         return refused.reason
 
-    def reject(self, key: PlanKey, reason: str) -> None:
+    def reject(self, key: PlanKey, reason: Reason) -> None:
         """Drop the plan of a key, and build none until the rejection expires or is cleared."""
         with self._lock:
             # first: if freeing the plan's memory fails, it must not run again
@@ -155,9 +156,9 @@ class StateChanges:
 
     def __init__(self) -> None:
         self._found: OrderedDict[PlanKey, tuple[str, int]] = OrderedDict()
-        self._last: OrderedDict[Signature, str] = OrderedDict()
+        self._last: OrderedDict[Signature, Reason] = OrderedDict()
 
-    def record(self, signature: Signature, key: PlanKey, place: str, reason: str) -> bool:
+    def record(self, signature: Signature, key: PlanKey, place: str, reason: Reason) -> bool:
         """A call changed state. Returns whether it does so again and again.
 
         Args:
@@ -176,6 +177,6 @@ class StateChanges:
         self._found.pop(key, None)
         self._last.pop(signature, None)
 
-    def reason(self, signature: Signature) -> str | None:
+    def reason(self, signature: Signature) -> Reason | None:
         """What the last call of a signature changed, or None."""
         return self._last.get(signature)

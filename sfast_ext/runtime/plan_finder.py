@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sfast_ext import reasons
 from sfast_ext.argument_roles import ArgumentRoles
 from sfast_ext.behaviour.key import BehaviourKeys
 from sfast_ext.call_signature import Call, NotOurs, Signature, first_difference, flatten_call, tensors_alone
@@ -33,10 +34,10 @@ from sfast_ext.capture.arguments import distinct
 from sfast_ext.environment import unserved
 from sfast_ext.plans.payback import SPECULATION_BACKOFF, CaptureBackoff, Speculation
 from sfast_ext.plans.plan import Plan
+from sfast_ext.reasons import Reason
 from sfast_ext.report import current
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanCache, PlanKey, StateChanges
-from sfast_ext.weights.host_order import READ_BY_GRAPH
 from sfast_ext.weights.weight import WeightsAway, WeightsChanged
 
 
@@ -133,15 +134,15 @@ class PlanFinder:
         """
         hooks = self._context.hooks
         if torch.is_grad_enabled():
-            raise NotOurs("gradients are being recorded")
+            raise NotOurs(reasons.GRADIENTS())
         reason = _ask("bypass_reason", hooks.bypass_reason) if hooks.bypass_reason else None
         if reason:
-            raise NotOurs(reason)
+            raise NotOurs(reasons.given(reason))
         device = self._served_device()
         if hooks.arguments is not None:
             read = _ask("arguments", hooks.arguments, args, kwargs)
-            if isinstance(read, str):
-                raise NotOurs(read)
+            if isinstance(read, (str, Reason)):
+                raise NotOurs(reasons.given(read))
             args, kwargs = read
         current.stage = "arguments"
         call = flatten_call(args, kwargs, device)
@@ -189,10 +190,10 @@ class PlanFinder:
             raise NotOurs(refused)
         if plan is None:
             if self._context.arena.order.pinned:
-                raise NotOurs(READ_BY_GRAPH)
+                raise NotOurs(reasons.CAPTURED_GRAPH())
             self._wait_for_rest(call.signature, key)
         elif plan.edits and not distinct(args, kwargs):
-            raise NotOurs("the same list is there twice among its arguments, and its forward changes it")
+            raise NotOurs(reasons.SAME_LIST())
         if not speculate:
             self._sync()
         state = state_of(plan, key_confirmed, not speculate)
@@ -206,11 +207,11 @@ class PlanFinder:
             if before is not None and tensors_alone(before) == alike:
                 name = first_difference(before, signature)
                 if name is not None:
-                    raise NotOurs(f"an argument changes at each step, no plan is made for each of its values: {name}")
+                    raise NotOurs(reasons.ARGUMENT_CHANGES(name))
             changed = self._changes.reason(alike)
             if changed is not None:
                 raise NotOurs(changed)
-            raise NotOurs("what the model computes changes again and again: a plan is made when it stays the same")
+            raise NotOurs(reasons.MODEL_CHANGES())
 
     def validate(self, lookup: Lookup) -> bool:
         """Whether a speculative replay was valid: confirms the key and the weights if the lookup did not.
@@ -238,15 +239,15 @@ class PlanFinder:
     def _served_device(self) -> torch.device:
         device = self._context.device()
         if device is None or device.type not in ("cuda", "cpu"):
-            raise NotOurs(f"the model is on {'no device' if device is None else device}, not on a GPU")
+            raise NotOurs(reasons.NOT_ON_GPU("no device" if device is None else device))
         if device.type == "cpu" and not self._context.config.allow_cpu:
-            raise NotOurs("the model is on the CPU, and running there is switched off")
+            raise NotOurs(reasons.ON_CPU())
         refused = unserved(device)
         if refused is not None:
             raise NotOurs(refused)
         if records_graph(device):
             self._context.arena.order.pin()
-            raise NotOurs("the program captures a CUDA graph on the current stream")
+            raise NotOurs(reasons.CAPTURES_GRAPH())
         return device
 
     def _is_compared(self, plan: Plan) -> bool:

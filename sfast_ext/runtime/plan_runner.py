@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sfast_ext import environment
+from sfast_ext import environment, reasons
 from sfast_ext.call_signature import Call, flatten_output, rebuild_output
 from sfast_ext.plans.payback import Stopwatch
 from sfast_ext.plans.plan import Plan
@@ -16,7 +16,7 @@ from sfast_ext.report import current
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_finder import Lookup
-from sfast_ext.runtime.verify import NOISE_OF_ONE, Comparison, comparable, too_inaccurate, too_slow
+from sfast_ext.runtime.verify import NOISE_OF_ONE, Comparison, comparable, too_slow
 from sfast_ext.weights.weight import WeightsAway
 
 
@@ -105,16 +105,16 @@ class PlanRunner:
             return
         for key, plan in list(self._cache.plans.items()):
             if plan.error is not None and not plan.error <= config.tolerance:
-                self._cache.reject(key, too_inaccurate(plan.error, config))
+                self._cache.reject(key, reasons.INACCURATE(plan.error, config.tolerance))
 
     def outputs(self, plan: Plan, call: Call) -> list[torch.Tensor]:
         """The flat outputs of a plan. The caller holds `guard`."""
         context = self._context
         if context.arena.vacant:
             # freed by another thread since the last sync
-            raise WeightsAway("the memory of the weights was given back to the host")
+            raise WeightsAway(reasons.WEIGHTS_GIVEN_BACK())
         if not context.arena.order.plan():
-            raise WeightsAway("the weights were replaced while another thread ran the original forward")
+            raise WeightsAway(reasons.WEIGHTS_REPLACED())
         if plan.pool is not None and context.config.cuda_graphs:
             if plan.graph is not None:
                 return plan.replay(call.leaves)

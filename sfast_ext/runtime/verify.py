@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from sfast_ext import reasons
 from sfast_ext.call_signature import flatten_output
 from sfast_ext.config import Config
 from sfast_ext.kernels.linear import mma_gemm
 from sfast_ext.plans.payback import Stopwatch
 from sfast_ext.plans.plan import Plan
+from sfast_ext.reasons import Reason
 from sfast_ext.report import at
 from sfast_ext.runtime.rounding import rounded_otherwise
 from sfast_ext.timing import timer
@@ -65,7 +67,7 @@ class Verification:
     CPU's time."""
 
 
-def verify_plan(new: Verification) -> str | None:
+def verify_plan(new: Verification) -> Reason | None:
     """Check and time a new plan.
 
     Returns:
@@ -101,16 +103,12 @@ def verify_plan(new: Verification) -> str | None:
     return too_slow(plan, config, TIMING_NOISE)
 
 
-def too_slow(plan: Plan, config: Config, noise: float) -> str | None:
+def too_slow(plan: Plan, config: Config, noise: float) -> Reason | None:
     """The reason to drop a plan that measured slower than the original, beyond so much noise; None if it did not."""
     after, before = plan.ms_after, plan.ms_before
     if not config.drop_slower or after is None or before is None or after <= noise * before:
         return None
-    return f"its plan is slower than the original ({after:.1f} ms against {before:.1f} ms)"
-
-
-class Difference(str):
-    """The reason of a plan that computes something else than the original."""
+    return reasons.SLOWER(after, before)
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ class Comparison:
     exact: Callable[[], list[torch.Tensor] | None] = lambda: None
     """See `Verification.exact`."""
 
-    def difference(self) -> Difference | None:
+    def difference(self) -> Reason | None:
         """The reason to reject the plan, or None. Sets `plan.error`."""
         plan, tolerance = self.plan, self.config.tolerance
         errors = relative_errors(self.outputs, self.references)
@@ -141,14 +139,14 @@ class Comparison:
         if known is None or over:
             plan.error = error
         if over and (known is not None or not self._may_be_rounding(error)):
-            return Difference(too_inaccurate(error, self.config))
+            return reasons.INACCURATE(error, tolerance)
         if not self._sums_in_half():
             beyond = [(e, limit) for e, limit in zip(errors, self._explained(errors)) if not e <= limit]
             if beyond:
                 plan.error, limit = max(beyond)
-                return Difference(unexplained(plan.error, limit))
+                return reasons.UNEXPLAINED(plan.error, limit)
         if over and not self._is_rounding():
-            return Difference(too_inaccurate(error, self.config))
+            return reasons.INACCURATE(error, tolerance)
         return None
 
     def _explained(self, errors: Sequence[float]) -> list[float]:
@@ -192,16 +190,6 @@ class Comparison:
             return False
         plan.error, plan.rounding_error = ours, error
         return True
-
-
-def too_inaccurate(error: float, config: Config) -> str:
-    """Why a plan with this error is not as near as the user asks."""
-    return f"its plan differs from the original by {error:.2g}, more than the tolerance of {config.tolerance:g}"
-
-
-def unexplained(error: float, limit: float) -> str:
-    """Why a plan with this error does not only round otherwise."""
-    return f"its plan differs from the original by {error:.2g}, more than rounding explains ({limit:.2g})"
 
 
 def _allowed(floors: Sequence[float], noise: Sequence[float] | None) -> list[float]:

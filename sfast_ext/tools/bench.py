@@ -62,7 +62,7 @@ class Case:
 
 
 def cases(options: Options) -> list[Case]:
-    """Each size with each number of pictures."""
+    """Each size with each number of images."""
     return [Case(width, height, images) for width, height in options.sizes for images in options.batches]
 
 
@@ -309,7 +309,7 @@ CACHES = ("TRITON_CACHE_DIR", "SFAST_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def in_process(options: Options, case: Case, caches: Path) -> dict[str, Any]:
-    """One case in a process of its own that keeps compiled kernels in this folder: what it wrote as JSON.
+    """One case in its own process that keeps compiled kernels in this folder: what it wrote as JSON.
 
     Raises:
         RuntimeError: it ended without a result.
@@ -331,7 +331,7 @@ def in_process(options: Options, case: Case, caches: Path) -> dict[str, Any]:
 
 
 def _cold(options: Options) -> Iterator[Rows]:
-    """Each case in a process of its own, with caches of compiled kernels that are empty."""
+    """Each case in its own process, with caches of compiled kernels that are empty."""
     for case in cases(options):
         with tempfile.TemporaryDirectory() as folder:
             yield in_process(options, case, Path(folder))["rows"]
@@ -344,7 +344,7 @@ def _warm(options: Options, device: torch.device, keep: Callable[[Rows], None]) 
 
 
 def main(options: Options) -> int:
-    """Measure, print, and write JSON where asked; 1 where ours did not run a plan."""
+    """Measure, print, and write JSON if asked; 1 if ours did not run a plan."""
     device = machine.device()
     rows: Rows = []
     # ours always lets cuDNN choose by measuring; a stock WebUI does so on a few old cards only

@@ -1,4 +1,4 @@
-"""`python -m sfast_ext demo`: pictures with and without the accelerator, while LoRA, size and checkpoint change."""
+"""`python -m sfast_ext demo`: images with and without the accelerator, while LoRA, size and checkpoint change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sfast_ext.tools.lib import changes, contact_sheet, machine, models, pipelin
 from sfast_ext.tools.text import number, table
 
 PROMPTS = ("a lighthouse on a cliff, oil on canvas", "a fox in the snow, early morning")
-# Mean absolute difference of a picture, of 255. In half precision each step of the sampler carries on the rounding of
+# Mean absolute difference of an image, of 255. In half precision each step of the sampler carries on the rounding of
 # the one before, and guidance multiplies it: an error of 0.002 in each call comes to 0.15 after 20 steps.
 TOLERANCE = {torch.float32: 0.5, torch.float16: 2.0}
 
@@ -42,7 +42,7 @@ class Options:
 
 @dataclass
 class Row:
-    """One picture, made twice."""
+    """One image, made twice."""
 
     what: str
     size: str
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass
 class Calls:
-    """Milliseconds of each call of the UNet in one picture."""
+    """Milliseconds of each call of the UNet in one image."""
 
     each: list[float] = field(default_factory=list)
 
@@ -115,7 +115,7 @@ class Demo:
         self.fast.register_modules(unet=unet)
         self.accelerator: Accelerator = accelerate(unet, Config(allow_cpu=device.type == "cpu"))
         self.rows: list[Row] = []
-        self.pictures: tuple[np.ndarray, np.ndarray] | None = None
+        self.images: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -127,7 +127,7 @@ class Demo:
         what(self.plain.unet)
         return what(self.fast.unet)
 
-    def picture(
+    def image(
         self,
         what: str,
         *,
@@ -136,14 +136,14 @@ class Demo:
         may_capture: bool = False,
         changed: Any = None,
     ) -> None:
-        """One picture from each pipeline, and what it took."""
+        """One image from each pipeline, and what it took."""
         self.progress.set_description(what)
         size = size or self.size
         captures = self._captures()
-        before, picture = self._generate(self.plain, prompt, size)
+        before, image = self._generate(self.plain, prompt, size)
         after, accelerated = self._generate(self.fast, prompt, size)
-        if self.pictures is None:
-            self.pictures = picture, accelerated
+        if self.images is None:
+            self.images = image, accelerated
         self.rows.append(
             Row(
                 what,
@@ -151,7 +151,7 @@ class Demo:
                 before.usual,
                 after.usual,
                 after.each[0],
-                _difference(picture, accelerated),
+                _difference(image, accelerated),
                 self._error(),
                 self._captures(),
                 self._captures() - captures,
@@ -188,7 +188,7 @@ def _difference(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _schedule(demo: Demo) -> list[Callable[[], None]]:
-    """The story, a picture each."""
+    """The story, an image each."""
     width, height = demo.size
     other = (width + 64, height - 64 if height > 64 else height)
     first = {k: v.detach().cpu().clone() for k, v in demo.plain.unet.state_dict().items()}
@@ -201,23 +201,23 @@ def _schedule(demo: Demo) -> list[Callable[[], None]]:
             demo.progress.write("diffusers' own LoRA is left out: peft is not installed")
             demo.progress.update(2 * demo.steps)
             return
-        demo.picture("LoRA, fused by diffusers", may_capture=True, changed=changed)
+        demo.image("LoRA, fused by diffusers", may_capture=True, changed=changed)
 
     return [
-        lambda: demo.picture("first picture", may_capture=True),
-        lambda: demo.picture("another prompt", prompt=1),
-        lambda: demo.picture(
+        lambda: demo.image("first image", may_capture=True),
+        lambda: demo.image("another prompt", prompt=1),
+        lambda: demo.image(
             "LoRA, as AUTOMATIC1111", changed=demo.change(lambda unet: changes.lora_in_place(unet, seed=1))
         ),
-        lambda: demo.picture("LoRA, as SD.Next", changed=demo.change(lambda unet: changes.lora_replaced(unet, seed=2))),
+        lambda: demo.image("LoRA, as SD.Next", changed=demo.change(lambda unet: changes.lora_replaced(unet, seed=2))),
         diffusers_lora,
-        lambda: demo.picture("another size", size=other, may_capture=True),
-        lambda: demo.picture("the first size again"),
-        lambda: demo.picture(
+        lambda: demo.image("another size", size=other, may_capture=True),
+        lambda: demo.image("the first size again"),
+        lambda: demo.image(
             "another checkpoint",
             changed=demo.change(lambda unet: changes.load_checkpoint(unet, second)) or len(second),
         ),
-        lambda: demo.picture(
+        lambda: demo.image(
             "the first checkpoint again",
             changed=demo.change(lambda unet: changes.load_checkpoint_by_cpu(unet, first)) or len(first),
         ),
@@ -228,7 +228,7 @@ def faults(demo: Demo) -> list[str]:
     """What is not as it has to be, a sentence each."""
     tolerance = TOLERANCE.get(demo.dtype, 2.0)
     found = [
-        f"{row.what}: the pictures differ by {row.difference:.2f} of 255, more than {tolerance}"
+        f"{row.what}: the images differ by {row.difference:.2f} of 255, more than {tolerance}"
         for row in demo.rows
         if not row.difference <= tolerance
     ]
@@ -242,19 +242,19 @@ def faults(demo: Demo) -> list[str]:
     return found
 
 
-def write_pictures(original: np.ndarray, accelerated: np.ndarray, out: Path) -> float:
+def write_images(original: np.ndarray, accelerated: np.ndarray, out: Path) -> float:
     """original.png, accelerated.png and difference.png; returns by how much the last is amplified."""
     from PIL import Image
 
     out.mkdir(parents=True, exist_ok=True)
     difference = np.abs(original.astype(np.float64) - accelerated)
     amplified = contact_sheet.amplification(difference)
-    for name, picture in (
+    for name, image in (
         ("original", original),
         ("accelerated", accelerated),
         ("difference", np.clip(np.nan_to_num(difference) * amplified, 0, 1)),
     ):
-        Image.fromarray((np.nan_to_num(picture) * 255).round().astype("uint8")).save(out / f"{name}.png")
+        Image.fromarray((np.nan_to_num(image) * 255).round().astype("uint8")).save(out / f"{name}.png")
     return amplified
 
 
@@ -277,7 +277,7 @@ def report(demo: Demo) -> str:
     parts = [
         table(head, rows),
         "without, with: one call of the UNet, median. first call: the first one with the accelerator after the change, "
-        "all costs\nof the change in it. difference: mean over the picture, of 255. captures: since the start.",
+        "all costs\nof the change in it. difference: mean over the image, of 255. captures: since the start.",
     ]
     fused = [(name, *(plan["fused"].get(name, 0) for plan in plans)) for name in (plans[0]["fused"] if plans else ())]
     if plans:
@@ -303,7 +303,7 @@ def report(demo: Demo) -> str:
 
 
 def main(options: Options) -> int:
-    """Run it, print the tables, write the pictures; 1 where something is not as it has to be."""
+    """Run it, print the tables, write the images; 1 if something is not as it has to be."""
     from tqdm import tqdm
 
     # before it is imported; its remarks on image processors concern nothing here
@@ -315,11 +315,11 @@ def main(options: Options) -> int:
     plain.set_progress_bar_config(disable=True)
     with tqdm(total=9 * 2 * steps, unit="call", file=sys.stdout, dynamic_ncols=True, mininterval=0.5) as progress:
         demo = Demo(plain, known[3:5] if known else PROMPTS, steps, size, device, progress)
-        for picture in _schedule(demo):
-            picture()
+        for image in _schedule(demo):
+            image()
     print(f"\n{report(demo)}\n")
-    assert demo.pictures is not None
-    amplified = write_pictures(*demo.pictures, options.out)
+    assert demo.images is not None
+    amplified = write_images(*demo.images, options.out)
     print(f"{options.out}/: original.png, accelerated.png, difference.png; the last amplified {amplified:g} times")
     found = faults(demo)
     if options.json is not None:

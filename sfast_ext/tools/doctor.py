@@ -61,7 +61,7 @@ def used(found: dict[str, Any]) -> list[str]:
         ]
     where = torch.device("cuda")
     if environment.triton_runs_on(where):
-        kernels = "Fused kernels: Triton, and CUDA C++ where that is quicker."
+        kernels = "Fused kernels: Triton, and CUDA C++ if that is quicker."
     elif found["nvrtc"]:
         kernels = "Fused kernels: CUDA C++, for norms, activations and biases. Triton adds more."
     else:
@@ -70,8 +70,8 @@ def used(found: dict[str, Any]) -> list[str]:
         "The UNet is captured, rewritten and replayed as CUDA graphs, one for each size, batch and prompt length.",
         kernels,
         f"Attention: the fastest of PyTorch's (cuDNN {found['cudnn']}, flash, memory-efficient) and of xformers', as"
-        " measured on this GPU where PyTorch is 2.6 or later; on Hopper kernels of ours where they are quicker.",
-        "Convolutions, and products with GEGLU: cuDNN's and cuBLAS's; on Hopper kernels of ours where they are"
+        " measured on this GPU if PyTorch is 2.6 or later; on Hopper the extension's kernels if they are quicker.",
+        "Convolutions, and products with GEGLU: cuDNN's and cuBLAS's; on Hopper the extension's kernels if they are"
         " quicker.",
     ]
 

@@ -1,8 +1,8 @@
-"""`python -m sfast_ext quality`: by how much pictures differ with the accelerator, beside a yardstick.
+"""`python -m sfast_ext quality`: by how much images differ with the accelerator, next to a yardstick.
 
 The yardstick is the difference that the model shows by itself between two settings of a WebUI that nobody would call
 wrong: the attentions "sdp" and `--yardstick`, on the same seeds. It rounds differently in its attention alone, the
-accelerator everywhere. So `--exact` also makes the pictures in float32, and asks who is nearer to them.
+accelerator everywhere. So `--exact` also makes the images in float32, and asks who is nearer to them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ UNET, VAE = "UNet", "VAE"
 UNSEEN_DB = 60.0
 """PSNR from which a difference is less than what rounding to 8 bits makes (58.9 dB)."""
 MARGIN_DB = 3.0
-"""By which the median of a few pictures may be worse than the yardstick's: twice the mean squared error."""
+"""By which the median of a few images may be worse than the yardstick's: twice the mean squared error."""
 _MEASURES = (("psnr", 1), ("ssim", 5), ("lpips", 5))  # and decimals
-_WARM_UP = 2  # pictures: the VAE's plan is made at the second
+_WARM_UP = 2  # images: the VAE's plan is made at the second
 
 
 @dataclass
@@ -66,11 +66,11 @@ class Row:
     accelerated: Likeness
     yardstick: Likeness
     exact: tuple[Likeness, Likeness] | None = None
-    """Of the original and the accelerated picture to one in float32."""
+    """Of the original and the accelerated image to one in float32."""
 
 
 class Series:
-    """Pictures of the same seeds and prompts, made in several ways by one pipeline."""
+    """Images of the same seeds and prompts, made in several ways by one pipeline."""
 
     def __init__(
         self, pipe: Any, prompts: list[str], count: int, steps: int, size: tuple[int, int], tick: Callable[[], None]
@@ -79,15 +79,15 @@ class Series:
         self._noise_dtype = torch.float32
         self.jobs = [(seed, prompts[seed % len(prompts)]) for seed in range(count)]
 
-    def pictures(self) -> list[np.ndarray]:
+    def images(self) -> list[np.ndarray]:
         """All of them, (height, width, 3) of values from 0 to 1."""
         found = []
         for seed, prompt in self.jobs:
-            found.append(self.picture(seed, prompt, self._steps))
+            found.append(self.image(seed, prompt, self._steps))
             self._tick()
         return found
 
-    def picture(self, seed: int, prompt: str, steps: int) -> np.ndarray:
+    def image(self, seed: int, prompt: str, steps: int) -> np.ndarray:
         """One of them."""
         generator, (width, height) = torch.Generator("cpu").manual_seed(seed), self._size
         scale = self._pipe.vae_scale_factor
@@ -117,7 +117,7 @@ class Series:
         upcast = [(attn, attn.upcast_attention) for _, attn in attentions.attention_layers(unet)]
         attentions.install(unet, name)
         try:
-            return self.pictures()
+            return self.images()
         finally:
             unet.set_attn_processor(own)
             for attn, before in upcast:
@@ -129,7 +129,7 @@ class Series:
         pipelines.convert(self._pipe, torch.float32)
         try:
             with without_tf32():
-                return self.pictures()
+                return self.images()
         finally:
             pipelines.convert(self._pipe, own)
 
@@ -141,9 +141,9 @@ class Series:
         parts[VAE] = accelerate(self._pipe.vae.decoder, vae)
         try:
             for _ in range(_WARM_UP):
-                self.picture(*self.jobs[0], steps=2)
+                self.image(*self.jobs[0], steps=2)
             before = {name: _reasons(part) for name, part in parts.items()}
-            made = self.pictures()
+            made = self.images()
             return made, {name: why for name, part in parts.items() if (why := _bypassed(part, before[name]))}
         finally:
             for part in parts.values():
@@ -164,12 +164,12 @@ def _bypassed(part: Accelerator, before: dict[str, int]) -> str:
 
 
 def compared(original: list[np.ndarray], other: list[np.ndarray]) -> list[Likeness]:
-    """Each picture with its original."""
+    """Each image with its original."""
     return [likeness(a, b) for a, b in zip(original, other, strict=True)]
 
 
 def faults(rows: list[Row]) -> list[str]:
-    """What is worse than it may be, a sentence each: farther from exact pictures than the original, where there are
+    """What is worse than it may be, a sentence each: farther from exact images than the original, where there are
     exact ones, else farther from the original than the yardstick."""
     found = [f"seed {row.seed}: a value is not finite" for row in rows if row.accelerated.psnr == -math.inf]
     exact = _exact(rows)
@@ -178,7 +178,7 @@ def faults(rows: list[Row]) -> list[str]:
     if reached < min(at_least - MARGIN_DB, UNSEEN_DB):
         more = "are farther from exact ones than the original's" if exact else "differ more than with another attention"
         whose = "the original's" if exact else "the yardstick's"
-        found.append(f"the pictures {more}: the median PSNR is {reached:.1f} dB, {whose} {at_least:.1f} dB")
+        found.append(f"the images {more}: the median PSNR is {reached:.1f} dB, {whose} {at_least:.1f} dB")
     return found
 
 
@@ -210,8 +210,8 @@ def report(rows: list[Row], yardstick: str) -> str:
             table(("seed", *head, "prompt"), [*lines, ("median", *middle, "")]),
             f"Left of each pair: with and without the accelerator. Right: the original with the attention {yardstick!r}"
             " and with 'sdp'.",
-            "PSNR in dB, higher is nearer; SSIM, 1 for equal pictures; LPIPS, 0 for equal pictures.",
-            *(["To exact: PSNR to the original's picture in float32."] if exact else []),
+            "PSNR in dB, higher is nearer; SSIM, 1 for equal images; LPIPS, 0 for equal images.",
+            *(["To exact: PSNR to the original's image in float32."] if exact else []),
         ]
     )
 
@@ -250,7 +250,7 @@ def _finite(value: Any) -> Any:
 
 
 def main(options: Options) -> int:
-    """Make the pictures, print the table, write the sheet; 1 where something is not as it has to be."""
+    """Make the images, print the table, write the sheet; 1 if something is not as it has to be."""
     from tqdm import tqdm
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -262,16 +262,16 @@ def main(options: Options) -> int:
         pipe.set_progress_bar_config(disable=True)
         attentions.make(options.yardstick, attentions.attention_layers(pipe.unet)[0][1])
         if options.exact and dtype == torch.float32:
-            raise Unavailable("exact pictures are made in float32, as all are here")
+            raise Unavailable("exact images are made in float32, as all are here")
     except (OSError, ValueError, Unavailable) as exc:
         print(exc)
         return 2
     print(f"{name} on {machine.describe()['gpu'] or 'the CPU'}", flush=True)
     with tqdm(
-        total=(3 + options.exact) * options.pictures, unit="picture", file=sys.stdout, dynamic_ncols=True
+        total=(3 + options.exact) * options.pictures, unit="image", file=sys.stdout, dynamic_ncols=True
     ) as progress:
         series = Series(pipe, prompts, options.pictures, steps, size, progress.update)
-        original = series.pictures()
+        original = series.images()
         other = series.with_attention(options.yardstick)
         exact = series.exact() if options.exact else None
         ours, bypassed = series.accelerated(device)
@@ -282,7 +282,7 @@ def main(options: Options) -> int:
             row.exact = before, after
     print(f"\n{report(rows, options.yardstick)}\n")
     write_sheet(options.out, rows, original, ours, other, options.yardstick)
-    print(f"{options.out}/sheet.png: the pictures and their differences")
+    print(f"{options.out}/sheet.png: the images and their differences")
     found = faults(rows) + ([f"the UNet {bypassed[UNET]}"] if UNET in bypassed else [])
     for sentence in (*missing(), *(f"the {name} {why}" for name, why in bypassed.items() if name != UNET), *found):
         print(sentence)

@@ -19,9 +19,9 @@ from sfast_ext.ui.bug_report import without_paths
 ROOT = "/sfast/v1"
 STATUS = f"{ROOT}/status"
 NO_STORE = {"Cache-Control": "no-store"}
-LASTS = 0.5
+STATUS_KEPT_S = 0.5
 """Seconds for which the text of a status is given again while the WebUI is at work: many who ask often take little time
-from the pictures."""
+from the images."""
 REFUSED_BODIES = {413: "The body is too long", 415: "The body is not of the type application/json"}
 
 _P = ParamSpec("_P")
@@ -30,7 +30,7 @@ _R = TypeVar("_R")
 
 @dataclass
 class Jobs:
-    """What a user may start and cancel. `prepare` and `measure` raise `requests.Refused` where that is not possible."""
+    """What a user may start and cancel. `prepare` and `measure` raise `requests.Refused` if that is not possible."""
 
     prepare: Callable[[list[requests.Wanted]], dict[str, Any]]
     measure: Callable[[list[requests.Wanted]], dict[str, Any]]
@@ -50,11 +50,11 @@ class Source:
     """Drops all plans; returns how many there were."""
     jobs: Jobs
     passwords: Callable[[], Mapping[str, str]] = dict
-    """Those of the WebUI's API by user; empty where it requires none."""
+    """Those of the WebUI's API by user; empty if it requires none."""
     api_is_on: Callable[[], bool] = lambda: True
     """Whether the WebUI's own API answers. Where it does not, no route changes anything."""
     subpath: Callable[[], str] = lambda: ""
-    """Below which path the WebUI serves its page as well; "" where nowhere."""
+    """Below which path the WebUI serves its page as well; "" if nowhere."""
     busy: Callable[[], bool] = lambda: True
     """Whether the WebUI is at work."""
 
@@ -109,7 +109,7 @@ def register(app: Any, source: Source) -> None:
         return None
 
     def answering(give: Callable[[], Any], changes: bool = False, as_page: bool = False) -> Callable[..., Any]:
-        # not async: it runs beside the loop that serves the page
+        # not async: it runs next to the loop that serves the page
         def answer(request: Request) -> Any:
             refused = refusal(request, changes)
             if refused is not None:
@@ -122,7 +122,7 @@ def register(app: Any, source: Source) -> None:
         return answer
 
     async def current(request: Request) -> Any:
-        """The status. In the loop itself where it takes no time: another thread takes as long as the rest."""
+        """The status. In the loop itself if it takes no time: another thread takes as long as the rest."""
         # a function that knows the passwords may take its time
         asks_others = callable(getattr(app, "auth", None))
         refused = await run_in_threadpool(refusal, request, False) if asks_others else refusal(request, False)
@@ -145,8 +145,8 @@ def register(app: Any, source: Source) -> None:
             body = b""
             async for part in request.stream():
                 body += part
-                if len(body) > requests.LONGEST:
-                    return JSONResponse({"detail": f"at most {requests.LONGEST} bytes"}, status_code=413)
+                if len(body) > requests.MAX_BODY:
+                    return JSONResponse({"detail": f"at most {requests.MAX_BODY} bytes"}, status_code=413)
             try:
                 status = await run_in_threadpool(lambda: start(requests.from_body(body)))
             except ValueError as exc:
@@ -169,7 +169,7 @@ def register(app: Any, source: Source) -> None:
             "GET",
             current,
             models.Status,
-            f"All that is known, as the badge reads it, while pictures are made at most {LASTS} s old.",
+            f"All that is known, as the badge reads it, while images are made at most {STATUS_KEPT_S} s old.",
         ),
         ("version", "GET", answering(version), models.Version, "The versions of the extension and of the WebUI."),
         (
@@ -223,7 +223,7 @@ def register(app: Any, source: Source) -> None:
         ),
     )
     starts = (
-        ("prepare", jobs.prepare, "Make sizes ready ahead of time, called as the last picture was."),
+        ("prepare", jobs.prepare, "Make sizes ready ahead of time, called as the last image was."),
         ("measure", jobs.measure, "Time the original and the accelerated model in turns at these sizes."),
     )
     unauthorized = {401: {"description": "The WebUI asks for a password"}}
@@ -259,7 +259,7 @@ def register(app: Any, source: Source) -> None:
 
 
 class Recent:
-    """The text of a status, made again after `LASTS` seconds, or once something changed or the work is done."""
+    """The text of a status, made again after `STATUS_KEPT_S` seconds, or once something changed or the work is done."""
 
     def __init__(self, give: Callable[[], dict[str, Any]], busy: Callable[[], bool]) -> None:
         self._give, self._busy = give, busy
@@ -269,7 +269,7 @@ class Recent:
     def text(self) -> bytes | None:
         """What was made a moment ago, or None."""
         kept = self._kept
-        return kept[1] if kept is not None and time.monotonic() - kept[0] < LASTS and self._busy() else None
+        return kept[1] if kept is not None and time.monotonic() - kept[0] < STATUS_KEPT_S and self._busy() else None
 
     def made(self) -> bytes:
         """The text as it is now."""

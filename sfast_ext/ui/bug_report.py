@@ -16,8 +16,6 @@ ENVIRONMENT = (
     "gpu", "compute_capability", "gpu_memory_mb", "torch", "cuda", "driver", "cudnn", "nvrtc", "triton", "triton_error",
     "xformers", "python", "platform",
 )  # fmt: skip
-# reasons that name files of the user's, which say what pictures are made; a name may have a semicolon in it
-_NAMED = re.compile(r"\b(a hypernetwork is active|another UNet is active): .*?(?=; (?:remove it|set Settings)|$)")
 # an absolute path on either system, not the rest of an address; Python doubles Windows' separators in messages
 _START = r"(?<![\w:/\\.~])(?:\\{2,4}[?.]\\+)?(?:[A-Za-z]:[\\/]+|\\{2,4}|/)"
 _PATH = re.compile(rf"{_START}(?:[^\s\\/'\"<>|:*?]+[\\/]+)+[^\s\\/'\"<>|:*?]*")
@@ -59,8 +57,8 @@ def _own() -> list[re.Pattern[str]]:
 
 
 def _anonymous(text: str) -> str:
-    """`without_paths`, without names of models, and without the user's name where it stands by itself."""
-    text = without_paths(_NAMED.sub(r"\1: <name>", text))
+    """`without_paths`, and without the user's name if it stands by itself."""
+    text = without_paths(text)
     try:
         user = getpass.getuser()
     except Exception:  # no name in the environment and none in the system's list
@@ -72,7 +70,8 @@ def text(status: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """The report.
 
     Args:
-        status: of the session; its model's name, which may say what pictures are made, is left out.
+        status: of the session, without names that belong to the user; see `Report.as_dict`. The name of its model,
+            which may say what images are made, is left out.
         settings: the options of the extension by their keys.
     """
     known = status["environment"]
@@ -90,7 +89,7 @@ def text(status: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
         "Plans",
         *_plans(status),
         "",
-        "Not accelerated (steps of the last picture / since the start)",
+        "Not accelerated (steps of the last image / since the start)",
         *(f"  {row['calls_last']} / {row['calls']}: {row['reason']}" for row in status["reasons_listed"]),
         "",
         "Counters",

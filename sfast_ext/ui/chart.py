@@ -1,4 +1,4 @@
-"""A measurement as a picture, beside the one before it of the same model and sizes."""
+"""A measurement as an image, next to the one before it of the same model and sizes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 GREY = "#808080"
-"""Can be read on a light and on a dark page: the picture has no background of its own."""
+"""Can be read on a light and on a dark page: the image has no background."""
 COLOURS = ("#9a9a9a", "#2f7fd0", "#7fb2e5")
 
 
 def figure(measurements: Sequence[Mapping[str, Any]]) -> Any:
-    """A bar chart of the last measurement, for gradio's Plot; None where there is none, or no matplotlib.
+    """A bar chart of the last measurement, for gradio's Plot; None if there is none, or no matplotlib.
 
     Args:
         measurements: oldest first.
@@ -25,8 +25,8 @@ def figure(measurements: Sequence[Mapping[str, Any]]) -> Any:
         return None
     labels = list(next(iter(series.values())))
     high = 0.8 / len(series)
-    picture = Figure(figsize=(8.0, 1.2 + 0.25 * len(series) + 0.35 * len(series) * len(labels)), facecolor="none")
-    axes = picture.add_subplot(facecolor="none")
+    image = Figure(figsize=(8.0, 1.2 + 0.25 * len(series) + 0.35 * len(series) * len(labels)), facecolor="none")
+    axes = image.add_subplot(facecolor="none")
     for number, (name, values) in enumerate(series.items()):
         places = [place + number * high for place in range(len(labels))]
         drawn = axes.barh(places, [values[label] for label in labels], high, label=name, color=COLOURS[number])
@@ -40,13 +40,13 @@ def figure(measurements: Sequence[Mapping[str, Any]]) -> Any:
         spine.set_visible(side == "left")
         spine.set_color(GREY)
     axes.legend(frameon=False, labelcolor=GREY, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=1)
-    picture.set_layout_engine("tight")
-    return picture
+    image.set_layout_engine("tight")
+    return image
 
 
 def bars(measurements: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Milliseconds by size, by series: the original, the accelerated model, and the latter in the measurement before,
-    of the same kind of model on the same card, where it has the same sizes."""
+    of the same kind of model on the same card, if it has the same sizes."""
     if not measurements:
         return {}
     last = measurements[-1]

@@ -29,15 +29,15 @@ class Plan(BaseModel):
     """What is kept ready for one size, batch and prompt length."""
 
     network: Optional[str] = Field(None, description="the network that it accelerates: unet, refiner or controlnet")
-    label: str = Field(..., description="size, pictures and tokens in words")
+    label: str = Field(..., description="size, images and tokens in words")
     signature: str = Field(..., description="all inputs with their types and shapes")
     state: str = Field(..., description="whether it replays a CUDA graph")
-    last_pass: bool = Field(..., description="whether the last picture used it")
+    last_pass: bool = Field(..., description="whether the last image used it")
     replays: int = Field(..., description="steps that it made")
-    used_at: Optional[float] = Field(None, description="when a picture used it last, in seconds since 1970")
+    used_at: Optional[float] = Field(None, description="when an image used it last, in seconds since 1970")
     ms_before: Optional[float] = Field(None, description="milliseconds of the original's step, measured for it")
     ms_after: Optional[float] = Field(None, description="milliseconds of its own step, measured at the same time")
-    speedup: Optional[float] = Field(None, description="their ratio; null on a CPU, where they are not timed alike")
+    speedup: Optional[float] = Field(None, description="their ratio; null on a CPU: they are not timed alike")
     first_call_s: Optional[float] = Field(None, description="seconds that its preparation took")
     memory_mb: float = Field(..., description="GPU memory of its CUDA graph")
     error: Optional[float] = Field(None, description="relative difference from the original")
@@ -49,8 +49,9 @@ class Reason(BaseModel):
     reason: str = Field(..., description="the sentence")
     reason_parts: list[str] = Field(..., description="the same in pieces, names and numbers apart from words")
     code: str = Field(..., description="its entry in the help")
+    values: list[Any] = Field(..., description="the names and numbers in the sentence, in order")
     calls: int = Field(..., description="steps since the start")
-    calls_last: int = Field(..., description="steps of the last picture")
+    calls_last: int = Field(..., description="steps of the last image")
     seconds_ago: float = Field(..., description="since the last such step")
 
 
@@ -62,17 +63,17 @@ class Badge(BaseModel):
     detail: str = Field(..., description="a sentence")
     text_parts: list[str] = Field(..., description="the words in pieces, names and numbers apart from words")
     detail_parts: list[str] = Field(..., description="the sentence in such pieces")
-    help: Optional[str] = Field(..., description="its entry of the help; null where nothing is to be done")
+    help: Optional[str] = Field(..., description="its entry of the help; null if nothing is to be done")
 
 
 class Row(BaseModel):
     """What came of one size."""
 
-    label: str = Field(..., description="size and pictures in words")
+    label: str = Field(..., description="size and images in words")
     size: str = Field(..., description="width x height in pixels")
     pictures: int = Field(..., description="made at once")
     tokens: Optional[int] = Field(None, description="length of the prompt that was asked for")
-    ready: bool = Field(..., description="whether the next picture of this size is accelerated from its first step on")
+    ready: bool = Field(..., description="whether the next image of this size is accelerated from its first step on")
     reason: Optional[str] = Field(None, description="why not")
     ms_before: Optional[float] = Field(None, description="measure: median milliseconds of the original's step")
     ms_after: Optional[float] = Field(None, description="measure: median milliseconds of the accelerated step")
@@ -83,9 +84,9 @@ class Job(BaseModel):
     """Work that was started by prepare or measure."""
 
     kind: str = Field(..., description="prepare or measure")
-    state: str = Field(..., description="waiting (for a picture to end), running, done, cancelled or failed")
+    state: str = Field(..., description="waiting (for an image to end), running, done, cancelled or failed")
     done: int = Field(..., description="steps that are done")
-    total: int = Field(..., description="all its steps: one for each size and number of pictures")
+    total: int = Field(..., description="all its steps: one for each size and number of images")
     label: Optional[str] = Field(None, description="the step that is done now")
     seconds: float = Field(..., description="since it began")
     seconds_left: Optional[float] = Field(None, description="as the steps so far took; null before the first is done")
@@ -96,7 +97,7 @@ class Job(BaseModel):
 class LastJob(BaseModel):
     """The last job."""
 
-    job: Optional[Job] = Field(None, description="null where none was started")
+    job: Optional[Job] = Field(None, description="null if none was started")
 
 
 class Measurement(BaseModel):
@@ -111,7 +112,7 @@ class Measurement(BaseModel):
     torch: Optional[str] = Field(None, description="its version")
     cuda: Optional[str] = Field(None, description="that torch was built with")
     triton: Optional[str] = Field(None, description="its version")
-    rows: list[Row] = Field(..., description="one for each size and number of pictures")
+    rows: list[Row] = Field(..., description="one for each size and number of images")
 
 
 class Cancelled(BaseModel):
@@ -135,7 +136,7 @@ class Status(BaseModel):
     badge: Badge = Field(..., description="the state in short")
     accelerators: list[dict[str, Any]] = Field(..., description="one for each network, with its plans")
     preparing: Optional[dict[str, Any]] = Field(None, description="what is being prepared, its stage and seconds")
-    last_pass: dict[str, int] = Field(..., description="steps of the last picture: accelerated, bypassed, prepared")
+    last_pass: dict[str, int] = Field(..., description="steps of the last image: accelerated, bypassed, prepared")
     reasons: dict[str, int] = Field(..., description="why steps were bypassed, in the last two passes of the sampler")
     reasons_since_start: dict[str, int] = Field(..., description="the same since the start")
     reasons_listed: list[Reason] = Field(..., description="the same with age and entry in the help")

@@ -1,4 +1,4 @@
-"""What a user asks to be prepared or measured: sizes, numbers of pictures and lengths of the prompt, from the tab or
+"""What a user asks to be prepared or measured: sizes, numbers of images and lengths of the prompt, from the tab or
 from a request."""
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 from sfast_ext.ui.words import CHUNK, COUNTED
 
-LEAST, GREATEST, STEP = 64, 4096, 8
+MIN_SIDE, MAX_SIDE, STEP = 64, 4096, 8
 """Pixels along a side."""
-MOST_PICTURES = 16
-MOST = 32
+MAX_PICTURES = 16
+MAX_COMBINATIONS = 32
 """So many combinations at once."""
 PROMPTS = (COUNTED, 2 * COUNTED, 3 * COUNTED)
-"""Lengths of a prompt, as the WebUI's counter beside it has them."""
-LONGEST = 65536
+"""Lengths of a prompt, as the WebUI's counter next to it has them."""
+MAX_BODY = 65536
 """Bytes of a request."""
 
 _SIZE = re.compile("([0-9]{2,4})x([0-9]{2,4})")
@@ -31,24 +31,24 @@ SCHEMA: dict[str, Any] = {
         "sizes": {
             "type": "array",
             "minItems": 1,
-            "maxItems": MOST,
+            "maxItems": MAX_COMBINATIONS,
             "items": {"type": "string", "pattern": f"^{_SIZE.pattern}$"},
-            "description": f"width x height in pixels, each {LEAST} to {GREATEST} and divisible by {STEP}",
+            "description": f"width x height in pixels, each {MIN_SIDE} to {MAX_SIDE} and divisible by {STEP}",
         },
         "pictures": {
             "type": "array",
             "minItems": 1,
-            "maxItems": MOST_PICTURES,
-            "items": {"type": "integer", "minimum": 1, "maximum": MOST_PICTURES},
+            "maxItems": MAX_PICTURES,
+            "items": {"type": "integer", "minimum": 1, "maximum": MAX_PICTURES},
             "default": [1],
-            "description": "numbers of pictures that are made at once; each is combined with each size",
+            "description": "numbers of images that are made at once; each is combined with each size",
         },
         "tokens": {
             "type": "array",
             "minItems": 1,
             "maxItems": len(PROMPTS),
             "items": {"type": "integer", "enum": list(PROMPTS)},
-            "description": "lengths of the prompt; each is combined with each size; without it, the last picture's",
+            "description": "lengths of the prompt; each is combined with each size; without it, the last image's",
         },
     },
 }
@@ -67,7 +67,7 @@ class Wanted:
     height: int
     pictures: int
     tokens: int | None = None
-    """The length of the prompt; None: that of the last picture."""
+    """The length of the prompt; None: that of the last image."""
 
     @property
     def tokens_of_model(self) -> int | None:
@@ -77,7 +77,7 @@ class Wanted:
     @property
     def label(self) -> str:
         """For the user."""
-        said = [f"{self.width}x{self.height}", "1 picture" if self.pictures == 1 else f"{self.pictures} pictures"]
+        said = [f"{self.width}x{self.height}", "1 image" if self.pictures == 1 else f"{self.pictures} images"]
         return ", ".join(said if self.tokens is None else [*said, f"{self.tokens_of_model} tokens"])
 
 
@@ -128,7 +128,7 @@ def _lengths(tokens: Any) -> list[int]:
 
 
 def combined(sizes: Any, pictures: Any, tokens: Sequence[int]) -> list[Wanted]:
-    """Each size with each number of pictures and each of these lengths of the prompt, which are valid.
+    """Each size with each number of images and each of these lengths of the prompt, which are valid.
 
     Raises:
         ValueError: see `from_body`.
@@ -137,11 +137,12 @@ def combined(sizes: Any, pictures: Any, tokens: Sequence[int]) -> list[Wanted]:
         raise ValueError('sizes must be a list of at least one size, such as ["512x512"]')
     if not isinstance(pictures, list) or not pictures:
         raise ValueError("pictures must be a list of at least one number, such as [1]")
-    if len(sizes) * len(pictures) * max(1, len(tokens)) > MOST:
-        raise ValueError(f"at most {MOST} combinations of sizes, pictures and tokens at once; these are more")
+    if len(sizes) * len(pictures) * max(1, len(tokens)) > MAX_COMBINATIONS:
+        words = "combinations of sizes, pictures and tokens at once; these are more"
+        raise ValueError(f"at most {MAX_COMBINATIONS} {words}")
     for number in pictures:
-        if type(number) is not int or not 1 <= number <= MOST_PICTURES:
-            raise ValueError(f"pictures must be whole numbers from 1 to {MOST_PICTURES}; one is {_short(number)}")
+        if type(number) is not int or not 1 <= number <= MAX_PICTURES:
+            raise ValueError(f"pictures must be whole numbers from 1 to {MAX_PICTURES}; one is {_short(number)}")
     found = [
         Wanted(*_size(size), number, length) for size in sizes for number in pictures for length in tokens or (None,)
     ]
@@ -153,9 +154,9 @@ def _size(size: Any) -> tuple[int, int]:
     if match is None:
         raise ValueError(f"a size must be width x height, such as 512x768; one is {_short(size)}")
     width, height = int(match[1]), int(match[2])
-    if not all(LEAST <= side <= GREATEST and side % STEP == 0 for side in (width, height)):
+    if not all(MIN_SIDE <= side <= MAX_SIDE and side % STEP == 0 for side in (width, height)):
         raise ValueError(
-            f"the sides of a size must be {LEAST} to {GREATEST} and divisible by {STEP}; one is {width}x{height}"
+            f"the sides of a size must be {MIN_SIDE} to {MAX_SIDE} and divisible by {STEP}; one is {width}x{height}"
         )
     return width, height
 

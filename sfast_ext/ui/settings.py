@@ -187,7 +187,7 @@ def _total_memory() -> int | None:
 def _on_small_card(config: HostConfig) -> HostConfig:
     total = _total_memory()
     # in the steps of the slider, one at least: 0 would be no limit
-    eighth = environment.MOST_FOR_GRAPHS_MB // 8 if total is None else total >> 23
+    eighth = environment.MAX_FOR_GRAPHS_MB // 8 if total is None else total >> 23
     most = max(256, eighth // 256 * 256)
     chosen = config.graph_memory_mb or most
     return replace(config, graph_memory_mb=min(chosen, most), max_graphs=min(config.max_graphs, SIZES_OF_SMALL))
@@ -213,7 +213,7 @@ def _word(setting: Setting, opts: Any, report: Report | None) -> str:
 
 
 def infotext(config: HostConfig) -> dict[str, Any]:
-    """What a configuration adds to a picture's infotext: settings that can change pixels and are not at their default,
+    """What a configuration adds to an image's infotext: settings that can change pixels and are not at their default,
     by the name that they have there."""
     chosen = [(each, _displayed(each, getattr(config, each.field))) for each in SETTINGS if each.infotext is not None]
     return {str(each.infotext): value for each, value in chosen if value != default_of(each)}

@@ -63,8 +63,8 @@ HELP = "./sfast/v1/help"
 """Where the extension serves its page of troubleshooting; relative, so that it is right behind a proxy."""
 
 INTRO = (
-    "Stable Fast makes the sampling steps faster on NVIDIA GPUs, without changing the picture beyond half-precision "
-    f'rounding. <a href="{HELP}" target="_blank">When a picture is not faster</a>'
+    "Stable Fast makes the sampling steps faster on NVIDIA GPUs, without changing the image beyond half-precision "
+    f'rounding. <a href="{HELP}" target="_blank">When an image is not faster</a>'
 )
 HEADINGS = {
     MAIN: ("sfast_intro", INTRO),
@@ -77,22 +77,22 @@ SETTINGS = (
     Setting(
         "sfast_enabled",
         "enabled",
-        "Make pictures faster with Stable Fast",
-        "The first picture of a new size takes a few seconds longer, the next ones are faster. Off: the WebUI's own "
-        "code makes the picture, for comparison",
+        "Make images faster with Stable Fast",
+        "The first image of a new size takes a few seconds longer, the next ones are faster. Off: the WebUI's own "
+        "code makes the image, for comparison",
     ),
     Setting(
         "sfast_vae",
         "vae",
         "Accelerate the VAE",
-        "The VAE decodes each picture, and encodes what img2img and hires fix start from. When it pays for a size, one "
-        "picture takes about a second longer, and the next ones are decoded faster. Not in Forge",
+        "The VAE decodes each image, and encodes what img2img and hires fix start from. When it pays for a size, one "
+        "image takes about a second longer, and the next ones are decoded faster. Not in Forge",
     ),
     Setting(
         "sfast_png",
         "png",
         "Write PNG files with several cores",
-        "The WebUI compresses them with one core, which takes about 0.2 seconds for a picture of 1024x1024, and longer "
+        "The WebUI compresses them with one core, which takes about 0.2 seconds for an image of 1024x1024, and longer "
         "for a grid. Pixels, infotext and the size of the file stay the same",
     ),
     Setting(
@@ -101,14 +101,14 @@ SETTINGS = (
         "Faster sums on GeForce",
         "GeForce RTX cards (20, 30, 40 and 50) add up at twice the rate in half precision. Where it is faster on your "
         "card, linear layers, convolutions and attention in float16 do so, 32 to 64 products at a time. Details of the "
-        "picture may change. On other cards it does nothing",
+        "image may change. On other cards it does nothing",
         infotext="Stable Fast faster sums",
     ),
     Setting(
         "sfast_graph_memory_mb",
         "graph_memory_mb",
         "GPU memory for fast replays (MB)",
-        "More keeps more picture sizes fast at once; less leaves room for large images and other models. Above it the "
+        "More keeps more image sizes fast at once; less leaves room for large images and other models. Above it the "
         "least recently used sizes are freed, and prepared again when needed. 0: no limit",
         group=MEMORY,
         slider=(32768, 256),

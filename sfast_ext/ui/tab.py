@@ -37,12 +37,12 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
         return []
 
     def dropped() -> str:
-        # each sentence in an element of its own: the host translates those that it finds
+        # each sentence in its own element: the host translates those that it finds
         return f"<span>Plans dropped:</span> {actions.drop()}. <span>They are made anew when they are needed.</span>"
 
     def drawn() -> tuple[Any, str]:
-        picture = chart.figure(actions.measurements())
-        return gradio.update(value=picture, visible=picture is not None), "" if picture is not None else NO_CHART
+        figure = chart.figure(actions.measurements())
+        return gradio.update(value=figure, visible=figure is not None), "" if figure is not None else NO_CHART
 
     refresh, watch = "() => { stableFast.refresh(); }", "() => { stableFast.watch(); }"
     with gradio.Blocks(analytics_enabled=False) as page:
@@ -59,13 +59,13 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
                 elem_id="stable_fast_sizes",
             )
             pictures = gradio.Textbox(
-                label="Pictures at once, with commas between the numbers",
+                label="Images at once, with commas between the numbers",
                 value="1",
                 elem_id="stable_fast_pictures",
             )
         tokens = gradio.CheckboxGroup(
             choices=[str(each) for each in requests.PROMPTS],
-            label="Tokens of the prompt; none ticked: as many as in the last picture",
+            label="Tokens of the prompt; none ticked: as many as in the last image",
             elem_id="stable_fast_tokens",
         )
         with gradio.Row():
@@ -82,7 +82,7 @@ def tabs(actions: Actions) -> list[tuple[Any, str, str]]:
             label="Report for a bug: versions, card, settings and reasons; no prompt, no names of files",
             lines=8,
             max_lines=24,
-            # otherwise it could not be selected by keyboard, where the page may not write to the clipboard
+            # otherwise it could not be selected by keyboard, if the page may not write to the clipboard
             interactive=True,
             # it is read from its beginning
             autoscroll=False,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sfast_ext import reasons
 from sfast_ext.weights.change_detector import ChangeDetector
 from sfast_ext.weights.external_refs import external_reader, give_own_memory, part
 from sfast_ext.weights.gate import Gate, gate_of
@@ -163,7 +164,7 @@ class WeightArena:
         with self._lock:
             known = {id(w) for w in [*self._known_weights(), *self._packs.all()]}
             if any(id(w) not in known for w in weights):
-                raise WeightsChanged("the weights were laid back while a plan was made")
+                raise WeightsChanged(reasons.WEIGHTS_RESTORED())
             self._bound += 1
             for weight in weights:
                 for w in weight.parts or (weight,):
@@ -385,14 +386,14 @@ class WeightArena:
             if now is not None and id(weight) not in self._vacant:
                 self._order.check_format(weight, now, self.root)
             if any(c.get(n) is not now for c, n in weight.slots):
-                raise WeightsChanged(f"{weight.path} is no longer shared between modules")
+                raise WeightsChanged(reasons.WEIGHT_UNTIED(weight.path))
             bound = self._weights.get(id(now))
             if bound is None or bound.bound is not now or not bound.plans:
                 bound = weight
             other = arriving.setdefault(id(now), bound)
             if other is not weight:
                 # one parameter cannot be a view of two live tensors
-                raise WeightsChanged(f"{weight.path} is now the tensor of {other.path}")
+                raise WeightsChanged(reasons.WEIGHT_TIED(weight.path, other.path))
         arrived = [(weight, now) for weight, now in changed if now is not None]
         # a tied weight is listed once for each of its slots
         new = {id(weight): (weight, now) for weight, now in arrived if not same_place(now, weight.tensor)}
@@ -471,4 +472,4 @@ class WeightArena:
         self._layouts.sweep({id(w.bound) for w in self._live})
         other = external_reader([*self._known_weights(), *self._packs.all()], arrived, [w for w, _ in written])
         if other is not None:
-            raise WeightsChanged(f"the memory of {other.path} is still in use by others")
+            raise WeightsChanged(reasons.WEIGHT_SHARED(other.path))

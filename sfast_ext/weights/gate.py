@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from sfast_ext import reasons
 from sfast_ext.weights.weight import WeightsInUse
 
 _log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Gate:
             while self._owner not in (None, me) or self._inside.keys() - {me}:
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise WeightsInUse("another thread runs the original forward: its weights stay as they are")
+                    raise WeightsInUse(reasons.WEIGHTS_IN_USE())
                 self._free.wait(left)
             self._owner = me
             self._depth += 1

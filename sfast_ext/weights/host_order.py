@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sfast_ext import reasons
 from sfast_ext.weights.external_refs import ALONE, uses
 from sfast_ext.weights.gate import Gate
 from sfast_ext.weights.original_layout import OriginalLayouts, Strides, is_channels_last, is_plain, memory_of, set_data
@@ -31,7 +32,6 @@ _SOME = 3  # convolutions of another layout that tell what the host did to all o
 Turn = Callable[[torch.device], contextlib.AbstractContextManager[Any]]
 Strange = tuple[Weight, torch.Tensor, Strides]
 """A weight, its parameter, and the strides that the parameter should have."""
-READ_BY_GRAPH = "the program has captured a CUDA graph of the model, which reads the weights where they are"
 
 
 class HostOrder:
@@ -113,7 +113,7 @@ class HostOrder:
         if device is None:
             return True
         if self.pinned:
-            raise WeightsInUse(READ_BY_GRAPH)
+            raise WeightsInUse(reasons.CAPTURED_GRAPH())
         with self._turn(device), gate.exclusive(), self._lock:
             return self._to_plans(own)
 
@@ -124,7 +124,7 @@ class HostOrder:
         before = is_channels_last(weight.tensor.shape, was or weight.tensor.stride())
         if before != is_channels_last(now.shape, new or now.stride()):
             self._follow_conversion(value for value, *_ in tensors_of(root).values())
-            raise WeightsChanged(f"the memory format of {weight.path} changed")
+            raise WeightsChanged(reasons.WEIGHT_FORMAT(weight.path))
 
     def in_place(self) -> set[int]:
         """The ids of the parameters on memory of plans that is in the host's order now."""
@@ -192,7 +192,7 @@ class HostOrder:
         set_data(now, torch.empty_like(live).copy_(now.detach()))
         if not _soon_alone(weight):
             set_data(now, live.as_strided(now.shape, original))
-            raise WeightsChanged(f"the memory of {weight.path} is still in use by others")
+            raise WeightsChanged(reasons.WEIGHT_SHARED(weight.path))
         live.copy_(now.detach())
         set_data(now, live)
         self._layouts.record(now, original, self._laid[id(weight)][1])

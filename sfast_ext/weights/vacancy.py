@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sfast_ext import reasons
 from sfast_ext.weights.original_layout import OriginalLayouts, Strides, memory_of
 from sfast_ext.weights.weight import Weight, WeightsAway
 
@@ -51,7 +52,7 @@ class Vacancy:
             try:
                 block = torch.empty(self.elements, dtype=self.dtype, device=self.device)
             except torch.cuda.OutOfMemoryError as exc:
-                raise WeightsAway("the GPU has no memory left for the weights that plans read") from exc
+                raise WeightsAway(reasons.NO_ROOM_FOR_WEIGHTS()) from exc
             for member in self.members:
                 tensor = member.weight.tensor
                 tensor.data = block.as_strided(tensor.shape, member.strides, member.offset)

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from sfast_ext import reasons
+from sfast_ext.reasons import Declined
 from sfast_ext.weights.original_layout import is_plain, live_tensor
 
 WeightSlot = tuple[dict, str]
 """A place in a module that holds a tensor: a dictionary of a submodule, and a name in it."""
 
 
-class WeightsAway(Exception):
+class WeightsAway(Declined):
     """Weights are temporarily not where plans read them (offloaded). The call is bypassed, plans are kept."""
 
 
@@ -22,7 +24,7 @@ class WeightsInUse(WeightsAway):
     """Another thread uses the weights, so their layout cannot be changed now."""
 
 
-class WeightsChanged(Exception):
+class WeightsChanged(Declined):
     """Weights changed in a way that no copy can follow (shape, dtype, removed). Plans must be built again."""
 
 
@@ -111,15 +113,14 @@ def check_compatible(weight: Weight, now: torch.Tensor | None, *, anywhere: bool
     """
     live = weight.tensor
     if not isinstance(now, torch.Tensor):
-        raise WeightsChanged(f"{weight.path} is gone")
+        raise WeightsChanged(reasons.WEIGHT_GONE(weight.path))
     if not is_plain(now):
-        raise WeightsChanged(f"{weight.path} is now a {type(now).__name__}")
+        raise WeightsChanged(reasons.WEIGHT_CLASS(weight.path, type(now).__name__))
     if now.device != live.device and not (anywhere and now.device.type != "meta"):
-        raise WeightsAway(f"the weights are on {now.device}, the plans on {live.device}")
+        raise WeightsAway(reasons.WEIGHTS_ON(now.device, live.device))
     if live.data_ptr() != weight.pointer:
         # its storage was resized; CUDA graphs read the old address
-        raise WeightsChanged(f"the memory of {weight.path} was exchanged")
+        raise WeightsChanged(reasons.WEIGHT_EXCHANGED(weight.path))
     if now.shape != live.shape or now.dtype != live.dtype:
-        raise WeightsChanged(
-            f"{weight.path} changed from {live.dtype}{list(live.shape)} to {now.dtype}{list(now.shape)}"
-        )
+        before, after = (f"{tensor.dtype}{list(tensor.shape)}" for tensor in (live, now))
+        raise WeightsChanged(reasons.WEIGHT_FORM(weight.path, before, after))

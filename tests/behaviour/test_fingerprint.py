@@ -235,7 +235,8 @@ def test_patches_are_found_and_named(model):
     model[1].register_forward_pre_hook(foreign)
     found = {p.path: p for p in fingerprint(model).patches}
     assert set(found) == {"0.inner", "1"}
-    assert found["1"].kind == "hook" and "test_fingerprint" in found["1"].words() and "foreign" in found["1"].words()
+    assert found["1"].kind == "hook" and str(found["1"].reason()).startswith("1 has a foreign hook, ")
+    assert "test_fingerprint" in str(found["1"].reason())
 
 
 def test_wrappers_of_the_root_are_no_patches(model):
@@ -290,7 +291,7 @@ def test_a_method_laid_over_an_instance_is_a_patch_and_says_whose(model):
     model[2]._forward = types.MethodType(function_of_extension(PATCHED), model[2])
     (found,) = fingerprint(model).patches
     assert found.kind == "method"
-    assert found.words() == "2 has a foreign method, scripts.regional.patched of the extension regional"
+    assert str(found.reason()) == "2 has a foreign method, scripts.regional.patched of the extension regional"
 
 
 def test_an_attribute_that_is_no_method_of_the_class_is_no_patch(model):
@@ -306,7 +307,7 @@ def test_a_class_that_an_extension_exchanged_is_a_patch_but_for_the_hosts_own(fo
     assert [p.kind for p in found] == (["class", "class"] if folder == "extensions" else [])
     if found:
         assert "0 has a foreign forward of its class, scripts.regional.patched of the extension regional" in (
-            found[0].words()
+            str(found[0].reason())
         )
 
 
@@ -316,7 +317,7 @@ def test_a_class_that_an_extension_brings_is_a_patch_but_in_its_own_network(mode
     exec(compile(source, "/webui/extensions/adapter/scripts/adapter.py", "exec"), scope)
     model.append(scope["Adapter"]())
     (found,) = fingerprint(model).patches
-    assert found.words().startswith("2 has a foreign forward of its class, scripts.adapter.Adapter.forward of the ext")
+    assert str(found.reason()).startswith("2 has a foreign forward of its class, scripts.adapter.Adapter.forward of ")
     own = scope["Adapter"]()
     own.inner = scope["Adapter"]()
     assert fingerprint(own).patches == []
@@ -328,7 +329,7 @@ def test_a_processor_that_an_extension_brings_is_a_patch(model):
     exec(compile(source, "/webui/extensions/loud/scripts/louder.py", "exec"), scope)
     model[0].processor = scope["Louder"]()
     (found,) = fingerprint(model).patches
-    assert (found.path, found.kind) == ("0", "processor") and "of the extension loud" in found.words()
+    assert (found.path, found.kind) == ("0", "processor") and "of the extension loud" in str(found.reason())
 
 
 def test_our_own_forward_on_a_part_changes_nothing(model):
@@ -407,7 +408,7 @@ def test_what_the_methods_of_a_class_call_is_read(name, hosted):
     after = fingerprint(model)
     assert after.key != before.key
     assert {p.kind for p in after.patches} == {"function"}
-    assert "has a foreign function in its class, scripts.regional.patched of the ext" in after.patches[0].words()
+    assert "has a foreign function in its class, scripts.regional.patched of the ext" in str(after.patches[0].reason())
 
 
 LATER = {

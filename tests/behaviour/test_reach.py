@@ -206,7 +206,7 @@ def test_a_method_of_a_processors_class_that_another_party_exchanged_is_a_patch(
     assert not before.unchanged_quick()
     (found,) = fingerprint(net).patches
     words = "processor has a foreign function in its class, a_script.louder in scripts/a_script.py"
-    assert found.words().startswith(words)
+    assert str(found.reason()).startswith(words)
 
 
 KEPT = """
@@ -265,7 +265,7 @@ def louder(original):
     exec(compile(source, "/webui/scripts/a_script.py", "exec"), scope)
     net, _ = made()
     net.processor = scope["louder"](Own())
-    words = [patch.words() for patch in fingerprint(net).patches]
+    words = [str(patch.reason()) for patch in fingerprint(net).patches]
     assert words and all("a_script.louder.<locals>.Louder.__call__" in each for each in words), words
 
 

@@ -26,7 +26,7 @@ def test_another_process_asks_as_often_as_it_is_told(monkeypatch):
     from ui.test_api import source, state
 
     # otherwise a status is given again for a moment
-    monkeypatch.setattr(status.api, "LASTS", 0)
+    monkeypatch.setattr(status.api, "STATUS_KEPT_S", 0)
     answered = []
     with status.served(source(lambda: answered.append(1) or state())) as port:
         asked = status.Asked(port, 50)

@@ -19,6 +19,6 @@ def test_plans_and_a_measurement_are_kept(tmp_path, monkeypatch, two_levels):
     tab.main()
     shown = json.loads(file.read_text(encoding="utf-8"))
     plans = [plan for each in shown["status"]["accelerators"] for plan in each["plans"]]
-    assert "64x64, 1 picture" in " ".join(plan["label"] for plan in plans)
+    assert "64x64, 1 image" in " ".join(plan["label"] for plan in plans)
     (measured,) = shown["measurements"]
     assert [row["size"] for row in measured["rows"]] == ["64x64"] and measured["rows"][0]["ms_before"] > 0

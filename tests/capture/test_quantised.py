@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from sfast_ext import Config, accelerate
-from sfast_ext.ui.reasons import code_of
 
 OUTSIDE = torch.ones(8)
 
@@ -105,7 +104,7 @@ def test_the_library_and_the_layer_are_named(library, name, layer):
     (reason,), captures = reasons(net)
     package = name.partition(".")[0]
     assert reason == f"the model is quantised: its layer inner.2 by {package}; such layers are not accelerated"
-    assert captures == 0 and code_of(reason) == "quantised"
+    assert captures == 0
 
 
 def test_torch_ao_is_named():

@@ -119,7 +119,7 @@ def test_a_job_that_runs_is_stopped(host, by):
     assert seen == [by != "the step itself"]
 
 
-@pytest.mark.parametrize(("exc", "said"), [(Refused("make one picture"), "make one"), (KeyError("x"), "KeyError")])
+@pytest.mark.parametrize(("exc", "said"), [(Refused("make one image"), "make one"), (KeyError("x"), "KeyError")])
 def test_a_job_that_fails_says_why(host, exc, said):
     def step(number):
         raise exc

@@ -21,8 +21,8 @@ MUTATIONS = [
     ),
     Mutation(
         "functions around weights, in Forge Neo 2.29", "hosts/forge/programs.py",
-        "if any(m.weight_function or m.bias_function for m in layers):\n        return IN_LAYERS",
-        "if False:\n        return IN_LAYERS",
+        "if any(m.weight_function or m.bias_function for m in layers):\n        return reasons.LORA_IN_FP16()",
+        "if False:\n        return reasons.LORA_IN_FP16()",
         (_LATER + "test_lora_in_the_layers_is_never_stale_even_where_its_strength_changes_between_steps",),
     ),
     Mutation(

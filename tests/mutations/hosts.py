@@ -9,7 +9,7 @@ _OFFLOAD = "hosts/adapters/test_sdnext_offload.py::"
 MUTATIONS = [
     Mutation(
         "sparse attention", "hosts/sdnext/refusals.py",
-        'if getattr(opts, "sparse_attention_enabled", False):', "if False:",
+        'if getattr(opts, "sparse_attention_enabled", False) else None', "if False else None",
         (_OFFLOAD + "test_sparse_attention_is_bypassed_while_it_is_on",),
     ),
     Mutation(

@@ -38,7 +38,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a wrong plan of equal blocks", "runtime/plan_builder.py",
-        "isinstance(refusal, Difference) and blocks_copied:", "False:",
+        "refusal is not None and refusal.code == reasons.INACCURATE.code and blocks_copied:", "False:",
         ("runtime/test_one_wrong_block.py::test_equal_blocks_that_are_not_equal_are_recorded_one_by_one",),
     ),
     Mutation(

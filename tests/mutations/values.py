@@ -55,7 +55,7 @@ MUTATIONS = [
     ),
     Mutation(
         "values that cannot be compared, as a reason", "behaviour/key.py",
-        "(value.words() for value in read.unknown)", "()",
+        "(value.reason() for value in read.unknown)", "()",
         _NAMED,
     ),
     Mutation(

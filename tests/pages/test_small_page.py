@@ -75,7 +75,7 @@ def a_picture_shows_its_stages_and_the_next_its_pace(page):
     assert any(text.startswith("preparing 128x128") for text in said), said
     page.click(GENERATE)
     shown = drawn(page)
-    assert shown["badge"].endswith("it/s") and "128×128,|1|picture,|77|tokens|(last picture)" in shown["tab"]
+    assert shown["badge"].endswith("it/s") and "128×128,|1|image,|77|tokens|(last image)" in shown["tab"]
 
 
 def sizes_are_prepared_measured_and_cancelled(page):
@@ -86,7 +86,7 @@ def sizes_are_prepared_measured_and_cancelled(page):
     # each of the scripts that buttons run is one that the page has
     drawn(page, "".join(f"await ({script})();" for script in scripts))
     (row,) = job(page, "done")["rows"]
-    assert row["label"] == "192x128, 1 picture, 154 tokens"
+    assert row["label"] == "192x128, 1 image, 154 tokens"
     assert "Prepare|Done|1 / 1" in drawn(page)["job"]
     page.fill("stable_fast_tokens", [])
     page.click("stable_fast_measure")

@@ -12,6 +12,7 @@ from torch import nn
 from benchmarks import rounding as benchmark
 from sfast_ext import Config, accelerate
 from sfast_ext.preparation import Interrupted
+from sfast_ext.reasons import text
 from sfast_ext.runtime import plan_builder, rounding, verify
 from sfast_ext.runtime.rounding import rounded_otherwise
 from sfast_ext.runtime.verify import relative_error
@@ -188,7 +189,7 @@ def _judge(error: float, noise: Any, *, dtype: torch.dtype = torch.float16, plan
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(rounding, "_give_up", lambda x: None)
         outputs = [(reference.double() * (1 + error)).to(dtype)]
         refused = verify.Comparison(plan, outputs, [reference], Config(**config), original).difference()
-    return refused, len(runs), plan
+    return text(refused), len(runs), plan
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,7 @@ def test_each_result_is_judged_by_itself():
     wrong = [small * 1.001, large]
     moves = [small * 1.00001, large * 1.01]
     told = verify.Comparison(OfAPlan(), wrong, results, Config(), lambda: moves).difference()
-    assert "0.001, more than rounding explains" in told
+    assert "0.001, more than rounding explains" in str(told)
     assert relative_error(wrong, results) == pytest.approx(0.001, rel=1e-2)
 
 

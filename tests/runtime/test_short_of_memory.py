@@ -21,7 +21,6 @@ from sfast_ext.plans.plan import Plan
 from sfast_ext.runtime import plan_builder, verify
 from sfast_ext.runtime.failures import out_of_memory
 from sfast_ext.runtime.model_state import ModuleContext
-from sfast_ext.ui import reasons
 
 OOM = torch.cuda.OutOfMemoryError
 
@@ -64,8 +63,8 @@ def test_no_plan_is_tried_without_room_for_it_and_one_is_made_when_there_is(
     on.same()
     on.same()
     assert not on.count("captures") and not on.accelerator.plans
-    (reason,) = on.accelerator.report.as_dict()["reasons"]
-    assert "too little memory left" in reason and reasons.code_of(reason) == "out-of-memory"
+    (row,) = on.accelerator.report.as_dict()["reasons_listed"]
+    assert "too little memory left" in row["reason"] and row["code"] == "out-of-memory"
     monkeypatch.setattr(plan_builder, "_room", lambda device: 0.31 * weights)
     on.same()
     on.same()

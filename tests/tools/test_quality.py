@@ -41,7 +41,7 @@ def test_pictures_of_digits(tmp_path, capsys):
     for row in told["rows"]:
         # in float32, and rounded differently: neither equal nor seen
         assert 100 < row["accelerated"]["psnr"] < likeness.HIGHEST > row["yardstick"]["psnr"] > 100
-    # five pictures and their labels
+    # five images and their labels
     assert Image.open(tmp_path / "sheet.png").size == (5 * 100 + 4, 16 + 2 * 84 + 4)
     out = capsys.readouterr().out
     assert "doggettx" in out and "median" in out and "not accelerated" not in out
@@ -56,7 +56,7 @@ def test_a_wrong_picture_is_a_fault(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(Series, "accelerated", wrong)
     assert run(tmp_path) == 1
-    assert "the pictures differ more than with another attention" in capsys.readouterr().out
+    assert "the images differ more than with another attention" in capsys.readouterr().out
 
 
 def test_a_unet_that_is_not_accelerated_is_a_fault(tmp_path, monkeypatch, capsys):
@@ -67,7 +67,7 @@ def test_a_unet_that_is_not_accelerated_is_a_fault(tmp_path, monkeypatch, capsys
 
 
 def test_what_cannot_be_had_is_told_at_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Series, "pictures", lambda series: pytest.fail("a picture was made"))
+    monkeypatch.setattr(Series, "images", lambda series: pytest.fail("an image was made"))
     monkeypatch.setitem(sys.modules, "xformers", None)
     assert run(tmp_path, "--yardstick", "xformers") == 2
     assert "xformers cannot be imported" in capsys.readouterr().out
@@ -97,13 +97,13 @@ def test_the_model_is_as_it_was():
     pipe.set_progress_bar_config(disable=True)
     own, state = dict(pipe.unet.attn_processors), {k: v.clone() for k, v in pipe.unet.state_dict().items()}
     series = Series(pipe, ["a"], 1, 2, (64, 64), lambda: None)
-    before = series.pictures()
+    before = series.images()
     other = series.with_attention("plain")
     assert pipe.unet.attn_processors == own
     ours, bypassed = series.accelerated(torch.device("cpu"))
     assert not bypassed and "forward" not in vars(pipe.unet) and "forward" not in vars(pipe.vae.decoder)
     assert all(torch.equal(state[k], v) for k, v in pipe.unet.state_dict().items())
-    assert np.array_equal(series.pictures()[0], before[0])
+    assert np.array_equal(series.images()[0], before[0])
     assert not np.array_equal(ours[0], before[0]) and not np.array_equal(other[0], before[0])
 
 
@@ -147,7 +147,7 @@ def test_exact_pictures(tmp_path, monkeypatch, capsys):
 
 def test_exact_pictures_are_of_half_precision(tmp_path, capsys):
     assert run(tmp_path, "--exact", "--pictures", "1") == 2
-    assert "exact pictures are made in float32, as all are here" in capsys.readouterr().out
+    assert "exact images are made in float32, as all are here" in capsys.readouterr().out
 
 
 def test_weights_are_the_same_after_exact_pictures():
@@ -156,8 +156,8 @@ def test_weights_are_the_same_after_exact_pictures():
     before = {key: value.clone() for key, value in pipe.unet.state_dict().items()}
     series = Series(pipe, ["a"], 1, 2, (64, 64), lambda: None)
     pictures = []
-    own = Series.picture
-    series.picture = lambda *job: pictures.append(pipe.vae.dtype) or own(series, *job)
+    own = Series.image
+    series.image = lambda *job: pictures.append(pipe.vae.dtype) or own(series, *job)
     (exact,) = series.exact()
     assert pictures == [torch.float32] and np.isfinite(exact).all()
     assert pipe.unet.dtype == pipe.vae.dtype == torch.float16

@@ -38,7 +38,7 @@ def test_demo(tmp_path, capsys):
     assert len(rows) >= 8 and not result["faults"]
     for name in ("LoRA, as AUTOMATIC1111", "LoRA, as SD.Next", "another checkpoint", "the first checkpoint again"):
         assert rows[name]["new_captures"] == 0 and rows[name]["changed"] > 10
-    assert rows["first picture"]["new_captures"] == 1
+    assert rows["first image"]["new_captures"] == 1
     pictures = {
         name: np.asarray(Image.open(tmp_path / f"{name}.png")) for name in ("original", "accelerated", "difference")
     }
@@ -62,14 +62,14 @@ def test_demo_tells_of_a_picture_that_differs(tmp_path, monkeypatch, capsys, two
     difference = demo._difference
     monkeypatch.setattr(demo, "_difference", lambda a, b: 50.0 if next(wrong) == 1 else difference(a, b))
     assert cli.main(["demo", "--out", str(tmp_path), "--steps", "1", "--size", "64x64"]) == 1
-    assert "FAULT another prompt: the pictures differ by 50.00 of 255" in capsys.readouterr().out
+    assert "FAULT another prompt: the images differ by 50.00 of 255" in capsys.readouterr().out
 
 
 def test_amplified_difference(tmp_path):
     one = np.full((8, 8, 3), 0.5)
-    assert demo.write_pictures(one, one + 0.004, tmp_path) == 100
+    assert demo.write_images(one, one + 0.004, tmp_path) == 100
     assert np.asarray(Image.open(tmp_path / "difference.png")).max() == 102
-    assert demo.write_pictures(one, one, tmp_path) == 1
+    assert demo.write_images(one, one, tmp_path) == 1
 
 
 class Seconds:

@@ -31,7 +31,7 @@ def state(**more):
 
 
 JOB = {
-    "kind": "prepare", "state": "waiting", "done": 0, "total": 1, "label": "512x512, 1 picture", "seconds": 0.0,
+    "kind": "prepare", "state": "waiting", "done": 0, "total": 1, "label": "512x512, 1 image", "seconds": 0.0,
     "seconds_left": None, "message": None, "rows": [],
 }  # fmt: skip
 
@@ -66,7 +66,7 @@ def change(app, name, **how):
 
 
 def test_the_status_is_answered_as_json(monkeypatch):
-    monkeypatch.setattr(api, "LASTS", 0)
+    monkeypatch.setattr(api, "STATUS_KEPT_S", 0)
     app = fastapi.FastAPI()
     calls = []
 
@@ -90,9 +90,9 @@ def test_a_status_is_given_again_for_a_moment_or_until_something_changes(monkeyp
     api.register(app, given)
     count = lambda: client(app).get(api.STATUS).json()["count"]
     assert [count(), count()] == [0, 0]
-    now[0] += 0.9 * api.LASTS
+    now[0] += 0.9 * api.STATUS_KEPT_S
     assert count() == 0
-    now[0] += 0.2 * api.LASTS
+    now[0] += 0.2 * api.STATUS_KEPT_S
     assert [count(), count()] == [1, 1]
     for made, name in enumerate(CHANGING, 2):
         assert change(app, name).status_code in (200, 202)
@@ -105,7 +105,7 @@ def test_a_status_is_given_again_for_a_moment_or_until_something_changes(monkeyp
         assert [count(), count()] == [made, made]
     given.drop()
     assert count() == made + 1
-    # once the picture is made, the next one who asks is told of it
+    # once the image is made, the next one who asks is told of it
     given.recent._busy = lambda: False
     assert [count(), count()] == [made + 2, made + 3]
     # what another session answers is not this one's
@@ -166,15 +166,15 @@ def test_a_job_is_started_with_what_was_asked_for(kind):
     body = {"sizes": ["512x512", "768x512", "512x512"], "pictures": [1, 4]}
     answer = client(app).post(f"/sfast/v1/{kind}", json=body)
     assert answer.status_code == 202 and answer.json()["kind"] == kind
-    labels = ["512x512, 1 picture", "512x512, 4 pictures", "768x512, 1 picture", "768x512, 4 pictures"]
+    labels = ["512x512, 1 image", "512x512, 4 images", "768x512, 1 image", "768x512, 4 images"]
     assert started == [(kind, labels)]
 
 
 def test_a_job_that_cannot_start_says_why():
     app = fastapi.FastAPI()
-    api.register(app, source(jobs=Started().jobs(refuses="make one picture first, not in /home/someone/webui/x.pt")))
+    api.register(app, source(jobs=Started().jobs(refuses="make one image first, not in /home/someone/webui/x.pt")))
     answer = change(app, "prepare")
-    assert answer.status_code == 409 and answer.json()["detail"].startswith("make one picture first")
+    assert answer.status_code == 409 and answer.json()["detail"].startswith("make one image first")
     assert "someone" not in answer.text
 
 

@@ -6,7 +6,10 @@ from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 
 import pytest
 
-from sfast_ext.ui import bug_report
+from sfast_ext.hosts.reasons import HYPERNETWORK, SD_UNET
+from sfast_ext.reasons import Private
+from sfast_ext.report import Report
+from sfast_ext.ui import bug_report, words
 from sfast_ext.ui.bug_report import without_paths
 
 
@@ -20,7 +23,7 @@ STATUS = {
     "version": "0.2",
     "host": {"name": "AUTOMATIC1111 WebUI", "version": "v1.10.1"},
     "environment": {"gpu": "a card", "torch": "2.7", "xformers": None, "known_bad": ["Triton does not import"]},
-    "badge": {"state": "on", "text": "2.1x", "detail": "The last picture was accelerated."},
+    "badge": {"state": "on", "text": "2.1x", "detail": "The last image was accelerated."},
     "model": "my secret face model.safetensors",
     "accelerators": [
         {
@@ -30,7 +33,7 @@ STATUS = {
             "kernels_put_down": {"geglu": "no"},
             "plans": [
                 {
-                    "label": "512x512, 1 picture",
+                    "label": "512x512, 1 image",
                     "signature": "f16[2,4,64,64]",
                     "ms_before": 31.0,
                     "ms_after": 14.8,
@@ -57,7 +60,7 @@ def test_it_has_what_a_fault_needs():
     text = bug_report.text(STATUS, {"sfast_enabled": True, "sfast_check": "always"})
     for part in (
         "Stable Fast 0.2 in AUTOMATIC1111 WebUI v1.10.1", "gpu: a card", "torch: 2.7", "note: Triton does not import",
-        "sfast_check: 'always'", "512x512, 1 picture: 2.1x (31.0 -> 14.8 ms a step)", "f16[2,4,64,64]",
+        "sfast_check: 'always'", "512x512, 1 image: 2.1x (31.0 -> 14.8 ms a step)", "f16[2,4,64,64]",
         "kernel geglu is not used: no", "3 / 9: Hypertile is on", "replays: 20", "event 59", "Last error, in capture",
         "extensions", "y.py",
     ):  # fmt: skip
@@ -71,20 +74,15 @@ def test_it_names_neither_the_user_nor_the_model():
         assert part not in text
 
 
-@pytest.mark.parametrize(
-    "reason",
-    [
-        "a hypernetwork is active: secret face; remove it from the prompt to accelerate",
-        "a hypernetwork is active: secret; one secret; remove it from the prompt to accelerate",
-        "another UNet is active: [TRT] secret; set Settings > Stable Diffusion > SD Unet to None to accelerate",
-    ],
-)
-def test_a_reason_in_it_names_no_file_of_the_user_s(reason):
-    badge = {"state": "original", "text": f"original: {reason.partition(';')[0]}", "detail": f"Not: {reason}."}
-    row, event = {"reason": reason, "calls": 9, "calls_last": 3}, {"stage": "bypassed", "message": reason}
-    text = bug_report.text({**STATUS, "badge": badge, "reasons_listed": [row], "events": [event]}, {})
-    assert "secret" not in text and text.count(reason.partition(":")[0]) == 4
-    assert reason.rpartition("; ")[2] in text
+@pytest.mark.parametrize("kind", [HYPERNETWORK, SD_UNET])
+@pytest.mark.parametrize("name", ["secret face", "secret; one secret", "[TRT] secret"])
+def test_a_reason_in_it_names_no_file_of_the_user_s(kind, name):
+    report = Report()
+    report.bypassed(kind(Private(name)))
+    status = {**STATUS, "enabled": True, "no_gpu": None, **report.as_dict(names=False)}
+    text = bug_report.text({**status, "badge": words.badge(status)}, {})
+    told = kind.template.partition(":")[0]
+    assert "secret" not in text and text.count(told) == 4 and kind.remedy in text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The chart's bars; the picture itself where matplotlib is."""
+"""The chart's bars; the image itself where matplotlib is."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from sfast_ext.ui import help_page, reasons
+from sfast_ext.reasons import TABLE
+from sfast_ext.ui import help_page
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +19,7 @@ def fresh():
 
 def test_every_entry_can_be_reached_by_its_anchor():
     page = help_page.html()
-    assert not [code for code, _ in reasons.TABLE if f'<a id="{code}"></a><h3>' not in page]
+    assert not [kind for kind in TABLE if f'<a id="{kind.code}"></a><h3>' not in page]
 
 
 def test_nothing_of_the_markup_is_left():

@@ -1,4 +1,4 @@
-"""Sizes, numbers of pictures and lengths of the prompt as a user writes them into the tab."""
+"""Sizes, numbers of images and lengths of the prompt as a user writes them into the tab."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def labels(sizes, pictures=""):
 
 
 def test_what_a_user_writes_is_understood():
-    assert labels("512x512") == ["512x512, 1 picture"]
+    assert labels("512x512") == ["512x512, 1 image"]
     assert labels(" 512 x 768,\n1024X1024; 512×768 ,", "1, 2") == [
-        "512x768, 1 picture",
-        "512x768, 2 pictures",
-        "1024x1024, 1 picture",
-        "1024x1024, 2 pictures",
+        "512x768, 1 image",
+        "512x768, 2 images",
+        "1024x1024, 1 image",
+        "1024x1024, 2 images",
     ]
 
 

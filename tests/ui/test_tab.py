@@ -70,20 +70,20 @@ def test_sizes_of_the_fields_are_started_and_followed(gradio, name):
     assert click["inputs"] == [by_id(field) for field in ("sizes", "pictures", "tokens")]
     assert click["outputs"] == [by_id("told")]
     assert click["fn"]("512x512, 768x512", "2", []) == "Started." and "watch" in then["_js"]
-    assert [each.label for each in asked[0]] == ["512x512, 2 pictures", "768x512, 2 pictures"]
+    assert [each.label for each in asked[0]] == ["512x512, 2 images", "768x512, 2 images"]
     *_, longest = by_id("tokens").options["choices"]
     click["fn"]("512x512", "1", ["75", longest])
-    assert [each.label for each in asked[1]] == ["512x512, 1 picture, 77 tokens", "512x512, 1 picture, 231 tokens"]
+    assert [each.label for each in asked[1]] == ["512x512, 1 image, 77 tokens", "512x512, 1 image, 231 tokens"]
 
 
 def test_what_cannot_be_started_says_why_as_text(gradio):
     def prepare(wanted):
-        raise requests.Refused("make one picture with <b>this</b> model first")
+        raise requests.Refused("make one image with <b>this</b> model first")
 
     tab.tabs(actions(prepare=prepare))
     start = by_id("prepare").events[0]["fn"]
     assert start("512x512", "1", []) == (
-        "<span>Not started:</span> <span>make one picture with &lt;b&gt;this&lt;/b&gt; model first</span>"
+        "<span>Not started:</span> <span>make one image with &lt;b&gt;this&lt;/b&gt; model first</span>"
     )
     said = start("<img src=x onerror=alert(1)>", "1", [])
     assert "<img" not in said and "width x height" in said

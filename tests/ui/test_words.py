@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from sfast_ext import reasons
+from sfast_ext.hosts.reasons import HYPERNETWORK, UNSERVED
+from sfast_ext.report import Report
 from sfast_ext.ui import words
 
 UNET = [(2, 4, 64, 64), (2,), (2, 77, 768)]
 PLAN = {
-    "label": "512x512, 1 picture",
+    "label": "512x512, 1 image",
     "ms_before": 31.04,
     "ms_after": 14.78,
     "speedup": 2.1,
@@ -21,13 +26,13 @@ ON = {"accelerated": 20, "bypassed": 0, "prepared": 0}
 @pytest.mark.parametrize(
     ("shapes", "pictures", "said"),
     [
-        (UNET, 1, "512x512, 1 picture, 77 tokens"),
-        (UNET, 2, "512x512, 2 pictures, 77 tokens"),
+        (UNET, 1, "512x512, 1 image, 77 tokens"),
+        (UNET, 2, "512x512, 2 images, 77 tokens"),
         (UNET, None, "512x512, batch 2, 77 tokens"),
         (UNET, 3, "512x512, batch 2, 77 tokens"),
         (UNET, 0, "512x512, batch 2, 77 tokens"),
-        ([(8, 9, 96, 64), (8,), (8, 154, 768)], 4, "512x768, 4 pictures, 154 tokens"),
-        ([(1, 4, 128, 128)], 1, "1024x1024, 1 picture"),
+        ([(8, 9, 96, 64), (8,), (8, 154, 768)], 4, "512x768, 4 images, 154 tokens"),
+        ([(1, 4, 128, 128)], 1, "1024x1024, 1 image"),
         ([(2, 320, 64, 64), (2, 1280)], 1, None),
         ([(2, 77, 768)], 1, None),
     ],
@@ -37,8 +42,8 @@ def test_a_call_is_called_by_its_size(shapes, pictures, said):
 
 
 def test_a_plan_in_one_line():
-    assert words.plan_words(PLAN) == "512x512, 1 picture: 2.1x (31.0 -> 14.8 ms a step)"
-    assert words.plan_words({**PLAN, "speedup": None}) == "512x512, 1 picture: not compared in time"
+    assert words.plan_words(PLAN) == "512x512, 1 image: 2.1x (31.0 -> 14.8 ms a step)"
+    assert words.plan_words({**PLAN, "speedup": None}) == "512x512, 1 image: not compared in time"
 
 
 def status(**change):
@@ -46,8 +51,15 @@ def status(**change):
     return {"enabled": True, "no_gpu": None, "accelerators": [unet], "last_pass": ON, "reasons_listed": []} | change
 
 
-REASON = {"reason": "a hypernetwork is active: x; remove it from the prompt to accelerate", "calls": 9, "calls_last": 3}
-PREPARING = {"label": "768x512, 1 picture, 77 tokens", "stage": "recording", "seconds": 2.4}
+def row(reason, calls_last=3):
+    """A row of the status, as the report lists it."""
+    report = Report()
+    report.bypassed(reason)
+    return {**report.as_dict()["reasons_listed"][0], "calls": 9, "calls_last": calls_last}
+
+
+REASON = row(HYPERNETWORK("x"))
+PREPARING = {"label": "768x512, 1 image, 77 tokens", "stage": "recording", "seconds": 2.4}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +79,7 @@ PREPARING = {"label": "768x512, 1 picture, 77 tokens", "stage": "recording", "se
         ({"last_pass": {**ON, "bypassed": 3}, "reasons_listed": [REASON]}, "partly", "partly, 2.1x, 23 it/s"),
         ({"enabled": False}, "off", "off"),
         # before anything about switches
-        ({"no_gpu": "torch finds no NVIDIA GPU", "enabled": False}, "none", "no supported NVIDIA GPU"),
+        ({"no_gpu": reasons.NO_GPU(), "enabled": False}, "none", "no supported NVIDIA GPU"),
     ],
 )
 def test_the_state_in_a_few_words(change, state, text):
@@ -98,8 +110,9 @@ def test_a_plan_of_another_picture_is_not_the_speed_of_this_one():
         ({"enabled": False}, None),
         ({"last_pass": {"bypassed": 3}, "reasons_listed": [REASON]}, "hypernetwork"),
         ({"last_pass": {**ON, "bypassed": 3}, "reasons_listed": [REASON]}, "hypernetwork"),
-        ({"no_gpu": "torch finds no NVIDIA GPU"}, "no-gpu"),
-        ({"no_gpu": "the GPU has compute capability 6.1; 7.0 or later is needed"}, "unsupported-gpu"),
+        ({"no_gpu": reasons.NO_GPU()}, "no-gpu"),
+        ({"no_gpu": reasons.OLD_GPU("6.1", "7.0")}, "unsupported-gpu"),
+        ({"unserved": UNSERVED("modules.shared has no opts"), "enabled": False}, "unserved"),
     ],
 )
 def test_where_something_can_be_done_the_entry_of_the_help_is_named(change, entry):
@@ -107,6 +120,52 @@ def test_where_something_can_be_done_the_entry_of_the_help_is_named(change, entr
 
 
 def test_no_word_of_engineers_is_in_the_badge():
-    changes = ({}, {"last_pass": {}}, {"preparing": PREPARING}, {"enabled": False}, {"no_gpu": "x"})
-    told = " ".join(" ".join(filter(None, words.badge(status(**change)).values())) for change in changes).lower()
+    changes = ({}, {"last_pass": {}}, {"preparing": PREPARING}, {"enabled": False}, {"no_gpu": reasons.NO_GPU()})
+    found = [words.badge(status(**change)) for change in changes]
+    told = " ".join(each[key] for each in found for key in ("state", "text", "detail")).lower()
     assert not [word for word in ("graph", "plan", "forward", "kernel", "tensor", "unet") if word in told]
+
+
+STATES = {
+    "on": {},
+    "partly": {"last_pass": {"accelerated": 5, "bypassed": 4}, "reasons_listed": [REASON]},
+    "original": {"last_pass": {"bypassed": 4}, "reasons_listed": [REASON]},
+    "none": {"no_gpu": reasons.NO_GPU()},
+    "unserved": {"unserved": UNSERVED("modules.shared has no opts")},
+    "off": {"enabled": False},
+    "prepared": {"last_pass": {"prepared": 1}},
+    "ready": {"last_pass": {}},
+    "preparing": {"preparing": PREPARING},
+    "preparing, batch": {"preparing": {**PREPARING, "label": "512x512, batch 3, 77 tokens"}},
+    "preparing, many": {"preparing": {**PREPARING, "label": "512x512, 2 images, 77 tokens"}},
+}
+
+
+@pytest.mark.parametrize("change", STATES.values(), ids=STATES)
+def test_the_badge_s_words_are_pieces_whatever_its_data(change):
+    def constant(**more):
+        found = words.badge(status(**change, **more))
+        parts = [*found["text_parts"], *found["detail_parts"]]
+        assert all(parts) and (found["text"], found["detail"]) == tuple(
+            "".join(found[f"{key}_parts"]) for key in ("text", "detail")
+        )
+        return {part.strip() for part in parts if re.search("[A-Za-z]{2,}", part.replace("it/s", ""))}
+
+    again = {"calls_per_s": 7.0, "plans": [{"speedup": 1.3, "replays": 2, "last_pass": True}]}
+    assert constant() == constant(accelerators=[again])
+
+
+def test_what_is_said_of_other_data_differs_in_its_data_alone():
+    def parts(steps, name):
+        bypassed = {"last_pass": {"bypassed": steps}, "reasons_listed": [row(HYPERNETWORK(name), steps)]}
+        found = words.badge(status(**bypassed))
+        return {part.strip() for part in [*found["text_parts"], *found["detail_parts"]]} - {name, str(steps)}
+
+    assert parts(3, "anime") == parts(12, "<b>x</b>; is on")
+    assert "remove it from the prompt to accelerate" in parts(3, "x") and "original:" in parts(3, "x")
+
+
+def test_a_full_stop_is_no_part_of_the_reason():
+    change = {"last_pass": {"bypassed": 3}, "reasons_listed": [row(reasons.GRADIENTS())]}
+    parts = words.badge(status(**change))["detail_parts"]
+    assert parts == ["The last image was not accelerated:", " ", "gradients are being recorded", "."]

@@ -13,7 +13,7 @@ from torch import nn
 
 from sfast_ext.accelerator import accelerator_of
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts import per_request, starting, vae, webui_probes
+from sfast_ext.hosts import per_request, reasons, starting, vae, webui_probes
 from sfast_ext.hosts.a1111 import controlnet, lora, probes
 from sfast_ext.hosts.a1111.dormant_patches import DormantPatches
 from sfast_ext.hosts.a1111.memory import A1111Memory
@@ -22,6 +22,7 @@ from sfast_ext.hosts.host_queue import interrupted
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Examined
 from sfast_ext.hosts.webui_session import WebUISession
+from sfast_ext.reasons import Private, Reason
 from sfast_ext.report import logger
 from sfast_ext.ui import words
 
@@ -52,7 +53,7 @@ class A1111Hooks:
         self._unet = weakref.ref(unet)
         self._lora = lora.LoraLayers()
         self._hypertile: list[Any] = []
-        self._offloaded: str | None = None
+        self._offloaded: Reason | None = None
         self._dormant = DormantPatches()
         self.images: int | None = None
         """How many are made at once; None if the WebUI does not say."""
@@ -85,43 +86,38 @@ class A1111Hooks:
         self._dormant.new_pass()
         self._offloaded = self._offload_reason()
 
-    def _offload_reason(self) -> str | None:
+    def _offload_reason(self) -> Reason | None:
         # --medvram sets the model's mark as well
         if getattr(self._shared.sd_model, "lowvram", False) and getattr(self._shared.cmd_opts, "lowvram", False):
-            return "--lowvram moves the weights to the GPU block by block; --medvram is accelerated, if your images fit"
+            return reasons.LOWVRAM()
         return None
 
-    def bypass_reason(self) -> str | None:
-        """Why the call must be bypassed, in words for the user; None if it need not."""
+    def bypass_reason(self) -> Reason | None:
+        """Why the call must be bypassed; None if it need not."""
         shared = self._shared
         if self._sd_unet.current_unet is not None:
             option = getattr(self._sd_unet.current_unet, "option", None)
             label = getattr(option, "label", "an SD Unet")
-            return f"another UNet is active: {label}; set Settings > Stable Diffusion > SD Unet to None to accelerate"
+            return reasons.SD_UNET(Private(label))
         if self._offloaded is not None:
             return self._offloaded
         if getattr(self._devices, "fp8", False):
-            return "FP8 weight storage is on; disable FP8 weight in Settings > Optimizations to accelerate"
+            return reasons.FP8()
         if shared.loaded_hypernetworks:
             names = ", ".join(str(h.name) for h in shared.loaded_hypernetworks)
-            return f"a hypernetwork is active: {names}; remove it from the prompt to accelerate"
+            return reasons.HYPERNETWORK(Private(names))
         if self._lora.reason is not None:
             return self._lora.reason
         networks = lora.networks()
         if networks is not None and networks.loaded_networks and getattr(shared.opts, "lora_functional", False):
-            return (
-                "LoRA is computed inside the layers; "
-                "turn off 'Lora/Networks: use old method' in Settings > Compatibility to accelerate"
-            )
+            return reasons.LORA_OLD_METHOD()
         if getattr(shared.sd_model, "applied_token_merged_ratio", 0):
             # tomesd makes new classes for each image, so a plan would last for one image
-            return "token merging is on; set its ratio to 0 in Settings > Optimizations to accelerate"
+            return reasons.TOKEN_MERGING()
         return self._hypertile_reason() or self._dormant.active()
 
-    def _hypertile_reason(self) -> str | None:
-        if any(params.enabled for params in self._hypertile):
-            return "Hypertile is on and draws its tiles at random; turn it off in Settings > Hypertile to accelerate"
-        return None
+    def _hypertile_reason(self) -> Reason | None:
+        return reasons.HYPERTILE() if any(params.enabled for params in self._hypertile) else None
 
     def prepare(self) -> None:
         """Apply the active LoRAs to the weights.
@@ -176,7 +172,7 @@ class A1111VaeHooks(A1111Hooks):
         """A call in a user's words."""
         return self._named(shapes)
 
-    def bypass_reason(self) -> str | None:
+    def bypass_reason(self) -> Reason | None:
         """Why the call must be bypassed. What is in the UNet's place, or in its layers, does not matter here."""
         return self._hypertile_reason() or self._dormant.active()
 

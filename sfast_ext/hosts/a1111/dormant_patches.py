@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sfast_ext.behaviour.foreign_code import describe, is_foreign
+from sfast_ext.hosts import reasons
+from sfast_ext.reasons import Reason
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,14 @@ class DormantPatch:
     passes_to: DormantPatch | None
     """The patch that it calls as its original, if that is a dormant patch too."""
 
-    def active(self) -> str | None:
+    def active(self) -> Reason | None:
         """A reason if the patch is on or its switch cannot be read; else None. Reads what the patch reads."""
         try:
             on = bool(functools.reduce(getattr, self.switch[1:], self.globals[self.switch[0]]))
         except Exception:
             on = True
         if on:
-            return f"{describe(self.function)} is on; turn it off to accelerate"
+            return reasons.PATCH_ON(describe(self.function))
         return None if self.passes_to is None else self.passes_to.active()
 
 
@@ -151,10 +153,10 @@ class DormantPatches:
         if self._this_pass:
             self._last_pass, self._this_pass = self._this_pass, {}
 
-    def active(self) -> str | None:
+    def active(self) -> Reason | None:
         """The reason of a patch that has been switched on; None if none has. Takes microseconds."""
         known = (*self._last_pass.values(), *self._this_pass.values())
-        return next((words for each in known if (words := each.active()) is not None), None)
+        return next((reason for each in known if (reason := each.active()) is not None), None)
 
     def vouch(self, patch: Any) -> bool:
         """Whether a patch has no effect now. If so, `active` reads its switch from here on."""

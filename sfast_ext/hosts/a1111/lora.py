@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from sfast_ext.hosts import reasons
 from sfast_ext.hosts.a1111.probes import LORA
 from sfast_ext.hosts.probes import Missing, examine
+from sfast_ext.reasons import Reason
 
 LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.MultiheadAttention)
 """The classes whose forward it replaces."""
@@ -42,15 +44,10 @@ class LoraLayers:
         self.reason = self._unknown_bypass_reason()
         """Why calls must be bypassed; None if they need not."""
 
-    def _unknown_bypass_reason(self) -> str | None:
+    def _unknown_bypass_reason(self) -> Reason | None:
         acts = self._layers or any(getattr(kind.forward, "__module__", None) == "networks" for kind in LAYERS)
         missing: list[Missing] = examine(LORA).missing if acts else []
-        if not missing:
-            return None
-        return (
-            f"the extension Lora works in a way that is not known: {missing[0]}; "
-            "turn it off in Extensions > Installed to accelerate"
-        )
+        return reasons.LORA_UNKNOWN(missing[0]) if missing else None
 
     def apply(self) -> None:
         """Bring the weights up to date."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from sfast_ext.hooks import Hooks
-from sfast_ext.hosts import starting
+from sfast_ext.hosts import reasons, starting
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.forge import probes
 from sfast_ext.hosts.forge.beside import KEPT_CONTROLNETS, Beside
@@ -17,6 +17,7 @@ from sfast_ext.hosts.forge.memory import ClassicMemory, ForgeMemory, OldMemory, 
 from sfast_ext.hosts.forge.programs import CLASSIC, FORGE, NEO, REFORGE, Program
 from sfast_ext.hosts.probes import Examined
 from sfast_ext.hosts.webui_session import WebUISession
+from sfast_ext.reasons import Reason
 
 
 def detect() -> bool:
@@ -108,17 +109,16 @@ class ForgeSession(WebUISession):
             self._beside.follow_controlnets(None if unet is None else patcher, config, self._images)
         self._begin_pass(accelerator)
 
-    def _model_bypass_reason(self, model: Any) -> str | None:
+    def _model_bypass_reason(self, model: Any) -> Reason | None:
         unet = unet_of(model)
         if unet is None:
             return None
         compiled = hasattr(unet, "_orig_mod")
         if compiled or _call_is_replaced(holder_of(model)):
             # Forge's torch.compile would compile our forward
-            what = "another function is in the place of the model's own call, torch.compile perhaps"
-            return f"{what}; turn it off to accelerate"
+            return reasons.CALL_REPLACED()
         if type(unet).__name__ != self.PROGRAM.unet:
-            return f"{type(unet).__name__} has no UNet; load a Stable Diffusion 1 or XL model to accelerate"
+            return reasons.NO_UNET(type(unet).__name__)
         return None
 
 

@@ -10,11 +10,13 @@ from typing import Any
 from torch import nn
 
 from sfast_ext.behaviour.foreign_code import describe
-from sfast_ext.hooks import Hooks
+from sfast_ext.hooks import Hooks, Read
+from sfast_ext.hosts import reasons
 from sfast_ext.hosts.attachment import is_host_code
 from sfast_ext.hosts.forge.programs import NOTED, PASSED_ON, PATCHES, WRAPPERS, Program
 from sfast_ext.hosts.forge.reading import Reading
 from sfast_ext.hosts.host_queue import interrupted
+from sfast_ext.reasons import Reason
 from sfast_ext.ui import words
 
 IMAGE_CHANNELS = 3
@@ -33,7 +35,7 @@ class ForgeHooks:
         self._unet = weakref.ref(unet)
         self._holder, self._program = holder, program
         self._state: tuple[Any, ...] | None = None
-        self._reason: str | None = None
+        self._reason: Reason | None = None
         self._reading = Reading(unet)
         handed_on = frozenset(key for key in PASSED_ON if not self._reading.option(key))
         self._known = NOTED | handed_on | frozenset(PATCHES)
@@ -67,8 +69,8 @@ class ForgeHooks:
         """Read the UNet's layers at the next call."""
         self._state = None
 
-    def bypass_reason(self) -> str | None:
-        """Why the call must be bypassed, in words for the user; None if it need not."""
+    def bypass_reason(self) -> Reason | None:
+        """Why the call must be bypassed; None if it need not."""
         unet = self._unet()
         if unet is None:
             return None
@@ -79,7 +81,7 @@ class ForgeHooks:
             self._state = state
         return self._reason
 
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | str:
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Read:
         """What the forward reads. Among the rest are the sigmas of all steps, of which plans would depend."""
         options = kwargs.get("transformer_options")
         reason = self._patch_bypass_reason(options) if options else None
@@ -93,7 +95,7 @@ class ForgeHooks:
         """Vouch for what the WebUI itself does to classes and to torch."""
         return kind in ("class", "function", "replaced") and is_host_code(function)
 
-    def _patch_bypass_reason(self, options: dict[str, Any]) -> str | None:
+    def _patch_bypass_reason(self, options: dict[str, Any]) -> Reason | None:
         for kind in PATCHES:
             if kind in options and (patch := _first(options[kind])) is not None:
                 return self._inside_bypass_reason(patch)
@@ -104,17 +106,17 @@ class ForgeHooks:
             if key == WRAPPERS:
                 value = value.get("diffusion_model") if isinstance(value, dict) else value
             elif self._reading.option(key):
-                return f"{key}, an option that an extension has set, works inside the UNet; turn it off to accelerate"
+                return reasons.OPTION_INSIDE(key)
             patch = _first(value, callable)
             if patch is not None:
                 return self._inside_bypass_reason(patch)
         return None
 
-    def _inside_bypass_reason(self, patch: Any) -> str:
+    def _inside_bypass_reason(self, patch: Any) -> Reason:
         name = describe(patch)
         if name.startswith(self._program.token_merging):
-            return "token merging is on; set its ratio to 0 in Settings > Optimizations to accelerate"
-        return f"{name} works inside the UNet; turn it off to accelerate"
+            return reasons.TOKEN_MERGING()
+        return reasons.INSIDE(name)
 
 
 def _first(value: Any, wanted: Callable[[Any], bool] = lambda found: True) -> Any:

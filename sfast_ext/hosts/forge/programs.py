@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 from sfast_ext.behaviour.foreign_code import describe
+from sfast_ext.hosts import reasons
+from sfast_ext.reasons import Reason
 
 PATCHES = ("patches", "patches_replace", "block_modifiers", "block_inner_modifiers", "group_norm_wrapper")
 """What a UNet's forward calls or lets its blocks call, of `transformer_options`."""
@@ -48,7 +50,7 @@ class Program:
         bookkeeping: attributes of layers in which the program notes what it did. The weights themselves, and what
             `weights_bypass_reason` reads, show what changed.
         state: changes when `weights_bypass_reason` has to be asked again; of the model that has the UNet, and the UNet.
-        weights_bypass_reason: why no plan can be made of the UNet as its weights are, in words for the user.
+        weights_bypass_reason: why no plan can be made of the UNet as its weights are.
     """
 
     unet: str
@@ -56,12 +58,7 @@ class Program:
     read: frozenset[str]
     bookkeeping: frozenset[str]
     state: Callable[[Any, nn.Module], tuple[Any, ...]]
-    weights_bypass_reason: Callable[[Any, nn.Module], str | None]
-
-
-IN_PARTS = (
-    "Forge keeps a part of the UNet in system memory, for want of GPU memory; a smaller picture or model is accelerated"
-)
+    weights_bypass_reason: Callable[[Any, nn.Module], Reason | None]
 
 
 def _neo_state(holder: Any, unet: nn.Module) -> tuple[Any, ...]:
@@ -69,29 +66,21 @@ def _neo_state(holder: Any, unet: nn.Module) -> tuple[Any, ...]:
     return tuple(getattr(holder, name, None) for name in noted)
 
 
-IN_LAYERS = (
-    "LoRA is computed inside the layers; set Diffusion in Low Bits to a choice without 'fp16 LoRA' to accelerate"
-)
-
-
-def _neo_bypass_reason(holder: Any, unet: nn.Module) -> str | None:
+def _neo_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:
     if getattr(holder, "model_lowvram", False):
-        return IN_PARTS
+        return reasons.IN_PARTS()
     layers = [m for m in unet.modules() if hasattr(m, "parameters_manual_cast")]
     if any(m.weight_function or m.bias_function for m in layers):
-        return IN_LAYERS
+        return reasons.LORA_IN_FP16()
     return _cast_bypass_reason(holder, unet, any(m.parameters_manual_cast for m in layers))
 
 
-def _cast_bypass_reason(holder: Any, unet: nn.Module, casts: bool) -> str | None:
+def _cast_bypass_reason(holder: Any, unet: nn.Module, casts: bool) -> Reason | None:
     weights = list(unet.parameters())
     computed = getattr(holder, "computation_dtype", weights[0].dtype if weights else None)
     # of some kinds of quantisation the layers cast nothing, and have weights of other kinds
     if casts or any(type(p) is not nn.Parameter or p.dtype is not computed for p in weights):
-        return (
-            f"the model is quantised or stored in {getattr(holder, 'storage_dtype', 'another type')}; "
-            "set Diffusion in Low Bits to Automatic, and load a model in half precision, to accelerate"
-        )
+        return reasons.STORED_IN(getattr(holder, "storage_dtype", "another type"))
     return None
 
 
@@ -123,12 +112,12 @@ def _forge_state(holder: Any, unet: nn.Module) -> tuple[Any, ...]:
     return getattr(loader, "loaded_hash", None), None if weight is None else weight.device
 
 
-def _forge_bypass_reason(holder: Any, unet: nn.Module) -> str | None:
+def _forge_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:
     layers = [m for m in unet.modules() if hasattr(m, "parameters_manual_cast")]
     if any("prev_parameters_manual_cast" in vars(m) for m in layers):
-        return IN_PARTS
+        return reasons.IN_PARTS()
     if any(getattr(m, _ONLINE, None) for m in layers):
-        return IN_LAYERS
+        return reasons.LORA_IN_FP16()
     return _cast_bypass_reason(holder, unet, any(m.parameters_manual_cast for m in layers))
 
 
@@ -151,19 +140,19 @@ def _classic_state(holder: Any, unet: nn.Module) -> tuple[Any, ...]:
     return () if layer is None else (getattr(layer, _CAST), _CAST_BEFORE in vars(layer), layer.weight.device)
 
 
-def _classic_bypass_reason(holder: Any, unet: nn.Module) -> str | None:
+def _classic_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:
     layers = [m for m in unet.modules() if hasattr(m, _CAST)]
     if any(_CAST_BEFORE in vars(m) for m in layers):
-        return IN_PARTS
+        return reasons.IN_PARTS()
     return _cast_kinds(unet, layers)
 
 
-def _cast_kinds(unet: nn.Module, layers: list[nn.Module]) -> str | None:
+def _cast_kinds(unet: nn.Module, layers: list[nn.Module]) -> Reason | None:
     dtypes = {p.dtype for p in unet.parameters()}
     odd = len(dtypes) > 1 or any(type(p) is not nn.Parameter for p in unet.parameters())
     if odd or any(getattr(m, _CAST) for m in layers):
         kinds = ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
-        return f"the model is quantised or stored in {kinds}; load one that is not quantised to accelerate"
+        return reasons.STORED_IN_KINDS(kinds)
     return None
 
 
@@ -179,13 +168,13 @@ CLASSIC = Program(
 )
 
 
-def _reforge_bypass_reason(holder: Any, unet: nn.Module) -> str | None:
+def _reforge_bypass_reason(holder: Any, unet: nn.Module) -> Reason | None:
     if getattr(holder, "model_lowvram", False):
-        return IN_PARTS
+        return reasons.IN_PARTS()
     layers = [m for m in unet.modules() if hasattr(m, _CAST)]
     if any(m.weight_function or m.bias_function for m in layers):
         hook = next(f for m in layers for f in (*m.weight_function, *m.bias_function))  # type: ignore[misc]
-        return f"{describe(hook)} works inside the UNet; turn it off to accelerate"
+        return reasons.INSIDE(describe(hook))
     return _cast_kinds(unet, layers)
 
 

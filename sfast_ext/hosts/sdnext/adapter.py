@@ -12,7 +12,7 @@ from torch import nn
 
 from sfast_ext.accelerator import Accelerator, accelerator_of
 from sfast_ext.config import Config
-from sfast_ext.hosts import gpu_room, per_request, starting, vae, webui_probes
+from sfast_ext.hosts import gpu_room, per_request, reasons, starting, vae, webui_probes
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.probes import Examined
@@ -20,8 +20,9 @@ from sfast_ext.hosts.sdnext import log, probes, startup_objects
 from sfast_ext.hosts.sdnext.hooks import SDNextHooks, SDNextVaeHooks
 from sfast_ext.hosts.sdnext.ip_adapters import IPAdapterReuse
 from sfast_ext.hosts.sdnext.offload import Offload
-from sfast_ext.hosts.sdnext.refusals import COMPILED, model_bypass_reason
+from sfast_ext.hosts.sdnext.refusals import model_bypass_reason
 from sfast_ext.hosts.session import Session
+from sfast_ext.reasons import Reason
 from sfast_ext.ui import settings_table
 
 VAE = "AutoencoderKL"
@@ -196,30 +197,24 @@ class SDNextSession(Session):
         """The name of the checkpoint."""
         return getattr(getattr(_pipeline(), "sd_checkpoint_info", None), "name", None)
 
-    def _bypass_reason(self, pipe: Any, unet: nn.Module | None, config: Config) -> str | None:
+    def _bypass_reason(self, pipe: Any, unet: nn.Module | None, config: Config) -> Reason | None:
         from modules import shared
 
         if pipe is None or not config.enabled:
             return None
         if unet is None:
-            return f"{type(pipe).__name__} has no UNet; load a Stable Diffusion 1, 2 or XL model to accelerate"
+            return reasons.NO_UNET_IN_PIPELINE(type(pipe).__name__)
         if getattr(pipe, "sfast", False):
-            return COMPILED
+            return reasons.COMPILED()
         if getattr(sys.modules.get("modules.sd_models_compile"), "deepcache_worker", None) is not None:
-            return "DeepCache skips parts of the UNet; turn it off in Settings > Model Compile to accelerate"
+            return reasons.DEEPCACHE()
         mode = getattr(shared.opts, "diffusers_offload_mode", "none")
         if mode != "none" and not self._follows_offload:
-            return (
-                f"offload mode '{mode}' works in a way that is not known in this version; "
-                "choose 'none' in Settings > Model Offloading to accelerate"
-            )
+            return reasons.OFFLOAD_UNKNOWN(mode)
         reason = model_bypass_reason(unet, shared.opts)
         moves = pipe is _refiner() and getattr(shared.opts, "diffusers_move_refiner", False)
         if reason is None and moves and not gpu_room.has_room_to_stay(unet):
-            reason = (
-                "the refiner is moved off the GPU after each image, and there is no room to keep it there; "
-                "turn off the option diffusers_move_refiner if both models fit"
-            )
+            reason = reasons.REFINER_MOVED()
         return reason
 
     def _follow_controlnets(self, pipe: Any) -> None:

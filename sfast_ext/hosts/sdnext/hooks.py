@@ -20,6 +20,7 @@ from sfast_ext.hosts.sdnext.refusals import (
     layers_bypass_reason,
     run_bypass_reason,
 )
+from sfast_ext.reasons import Reason
 from sfast_ext.ui import words
 
 BOOKKEEPING = frozenset(
@@ -77,7 +78,7 @@ class SDNextHooks:
         self._unet = weakref.ref(unet)
         self._state, self._opts = shared.state, shared.opts
         self._pass: int | None = None
-        self._reason: str | None = None
+        self._reason: Reason | None = None
         self._scaled_processors: list[Any] = []
         self._blocks: list[nn.Module] = []
 
@@ -95,8 +96,8 @@ class SDNextHooks:
             ignored=BOOKKEEPING,
         )
 
-    def bypass_reason(self) -> str | None:
-        """Why the call must be bypassed, in words for the user; None if it need not."""
+    def bypass_reason(self) -> Reason | None:
+        """Why the call must be bypassed; None if it need not."""
         # Modifiers are applied and removed in each run of the pipeline (base, hires, detailer), after every script
         # callback. SD.Next raises this counter when such a run begins.
         now = self._state.total_jobs
@@ -127,7 +128,7 @@ class SDNextHooks:
         plain = inner is None or is_own_forward(inner, module)
         return maker == "accelerate.hooks" and hook is not None and plain and keeps_weights(hook)
 
-    def _refusal(self, pipe: Any, network: nn.Module) -> str | None:
+    def _refusal(self, pipe: Any, network: nn.Module) -> Reason | None:
         return attention_bypass_reason(self._opts) or run_bypass_reason(pipe, network)
 
     def _new_pass(self) -> None:
@@ -157,6 +158,6 @@ class SDNextVaeHooks(SDNextHooks):
         """The hooks as the accelerator takes them."""
         return replace(super().hooks(), words=self._named)
 
-    def _refusal(self, pipe: Any, network: nn.Module) -> str | None:
+    def _refusal(self, pipe: Any, network: nn.Module) -> Reason | None:
         # what a pipeline does in its steps does not matter here
         return attention_bypass_reason(self._opts) or layers_bypass_reason(network)

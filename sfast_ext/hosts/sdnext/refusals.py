@@ -1,4 +1,4 @@
-"""Reasons to bypass calls in SD.Next, in words for its user."""
+"""Reasons to bypass calls in SD.Next."""
 
 from __future__ import annotations
 
@@ -8,30 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.hosts import gpu_room
+from sfast_ext.hosts import gpu_room, reasons
+from sfast_ext.reasons import Reason
 
-OFFLOADS = {
-    "sequential": "moves the weights to the GPU layer by layer",
-    "group": "moves the weights to the GPU group by group",
-}
-"""Offload modes with which a plan would hold the memory that the user wants free, and what each does."""
-
-OTHER_OFFLOAD = "choose 'balanced' or 'none' in Settings > Model Offloading to accelerate"
+OFFLOADS = {"sequential": reasons.OFFLOAD_BY_LAYERS, "group": reasons.OFFLOAD_BY_GROUPS}
+"""Offload modes with which a plan would hold the memory that the user wants free."""
 
 GROUP_HOOKS = frozenset({"group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading"})
 """The names that diffusers gives the hooks of group offload in its registries."""
 
-PIPELINES = {
-    "PAG": "perturbed attention guidance (PAG) replaces attention processors between steps; turn it off to accelerate",
-    "Reference": "the Reference unit keeps state in the layers; turn it off to accelerate",
-}
+PIPELINES = {"PAG": reasons.PAG, "Reference": reasons.REFERENCE}
 """Parts of the class names of pipelines, and why such a pipeline cannot be accelerated."""
 
 COMPILERS = ("onediff", "oneflow", "sfast.")
-COMPILED = "SD.Next has compiled this model; turn off Compile Model in Settings > Model Compile to accelerate"
 
 
-def model_bypass_reason(unet: nn.Module, opts: Any) -> str | None:
+def model_bypass_reason(unet: nn.Module, opts: Any) -> Reason | None:
     """Why a UNet cannot be accelerated as it is loaded; None if it can.
 
     Such a reason lasts from one job to the next, so nothing is kept for the UNet meanwhile.
@@ -39,16 +31,13 @@ def model_bypass_reason(unet: nn.Module, opts: Any) -> str | None:
     mode = getattr(opts, "diffusers_offload_mode", "none")
     parted = _mode_in_parts(unet, mode)
     if parted is not None:
-        return f"offload mode '{parted}' {OFFLOADS[parted]}; {OTHER_OFFLOAD}"
+        return OFFLOADS[parted](parted)
     if mode == "model" and not gpu_room.has_room_to_stay(unet):
-        what = "moves the UNet off the GPU, and there is not enough free memory to keep it there"
-        return f"offload mode 'model' {what}; {OTHER_OFFLOAD}"
+        return reasons.OFFLOAD_WHOLE(mode)
     if _compiled(unet):
-        return COMPILED
+        return reasons.COMPILED()
     quantised = _quantised(unet)
-    if quantised is not None:
-        return f"the model is quantised ({quantised}); load one that is not quantised to accelerate"
-    return None
+    return None if quantised is None else reasons.QUANTISED(quantised)
 
 
 def _mode_in_parts(network: nn.Module, mode: str) -> str | None:
@@ -59,27 +48,22 @@ def _mode_in_parts(network: nn.Module, mode: str) -> str | None:
     return "sequential" if mode == "sequential" else None
 
 
-def run_bypass_reason(pipe: Any, unet: nn.Module) -> str | None:
+def run_bypass_reason(pipe: Any, unet: nn.Module) -> Reason | None:
     """Why calls must be bypassed in this run of a pipeline; None if they need not. Takes milliseconds."""
     kind = type(pipe).__name__
     for part, what in PIPELINES.items():
         if part in kind and not (part == "PAG" and _without_pag(pipe)):
-            return what
+            return what()
     if hasattr(pipe, "tgate"):
-        return "T-Gate skips computations after some step; turn it off to accelerate"
+        return reasons.T_GATE()
     if getattr(unet, "peft_config", None):
-        return (
-            "LoRA is loaded by diffusers, which adds layers; "
-            "turn off 'LoRA load using Diffusers method' in Settings > Networks to accelerate"
-        )
+        return reasons.LORA_BY_DIFFUSERS()
     return layers_bypass_reason(unet)
 
 
-def attention_bypass_reason(opts: Any) -> str | None:
+def attention_bypass_reason(opts: Any) -> Reason | None:
     """Why no call can be accelerated with the settings of attention; None if calls can."""
-    if getattr(opts, "sparse_attention_enabled", False):
-        return "sparse attention chooses by content, and by the step, what is computed; turn it off to accelerate"
-    return None
+    return reasons.SPARSE_ATTENTION() if getattr(opts, "sparse_attention_enabled", False) else None
 
 
 def hook_names(module: nn.Module) -> frozenset[str]:
@@ -88,29 +72,23 @@ def hook_names(module: nn.Module) -> frozenset[str]:
     return frozenset() if registry is None else frozenset(getattr(registry, "hooks", ("unknown",)))
 
 
-def layers_bypass_reason(unet: nn.Module) -> str | None:
+def layers_bypass_reason(unet: nn.Module) -> Reason | None:
     """Why calls must be bypassed because of a network's layers; None if they need not. Takes milliseconds."""
     for module in unet.modules():
         attributes = module.__dict__
         if "_original_forward" in attributes:
-            return "HyperTile draws its tiles at random; turn it off in Settings > Pipeline Modifiers to accelerate"
+            return reasons.HYPERTILE_MODIFIER()
         if hasattr(type(module), "_parent"):
-            return "token merging (ToMe) or HiDiffusion replaces the classes of layers; turn it off to accelerate"
+            return reasons.MERGING_CLASSES()
         if type(attributes.get("processor")).__name__ == "TokenMergeAttentionProcessor":
-            return "token merging (ToDo) depends on the number of the step; turn it off to accelerate"
+            return reasons.MERGING_BY_STEP()
         if type(module).__name__ == "GeneralizedLinearAttention":
-            return "LinFusion replaces the attention layers; turn it off and load the model again to accelerate"
+            return reasons.LINFUSION()
         if hook_names(module):
-            return (
-                "diffusers has put hooks on layers (group offload, layerwise casting or a cache); "
-                "turn that feature off and load the model again to accelerate"
-            )
+            return reasons.DIFFUSERS_HOOKS()
         if module is not unet and not keeps_weights(attributes.get("_hf_hook")):
             # on the UNet itself it is the offload by models, see model_bypass_reason
-            return (
-                "parts of the UNet do not fit on the GPU and are moved there layer by layer; "
-                "raise the high watermark in Settings > Model Offloading to accelerate"
-            )
+            return reasons.OFFLOAD_OF_PARTS()
     return None
 
 

@@ -23,7 +23,7 @@ SCORES = "b i d, b j d -> b i j"
 VALUES = "b i j, b j d -> b i d"
 QUERY_CHUNK = 1024
 """Queries that sub-quadratic attention takes at a time."""
-MOST_SLICES = 64
+MAX_SLICES = 64
 
 _measured: dict[torch.device, int] = {}
 
@@ -65,13 +65,13 @@ def _bytes_of_scores(q: Tensor, k: Tensor) -> int:
 
 
 def doggettx(q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float, slices: int | None = None) -> Tensor:
-    """Attention over (batch, tokens, heads · channels), some queries at a time where memory is short.
+    """Attention over (batch, tokens, heads · channels), some queries at a time if memory is short.
 
     Args:
         slices: into how many the queries are cut; by default as many as free memory asks for, a power of two.
 
     Raises:
-        RuntimeError: more than `MOST_SLICES` slices would be needed.
+        RuntimeError: more than `MAX_SLICES` slices would be needed.
     """
     q, k, v = (split_heads(t, heads) for t in (q, k * scale, v))
     result = _empty_result(q, v)
@@ -80,7 +80,7 @@ def doggettx(q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float, slices: 
         needed = _bytes_of_scores(q, k) * (3 if q.element_size() == 2 else 2.5)
         while needed > free * slices:
             slices *= 2
-        if slices > MOST_SLICES:
+        if slices > MAX_SLICES:
             raise RuntimeError(f"not enough memory for attention: {needed / 2**30:.1f} GB asked for, {free} bytes free")
     step = max(1, q.shape[1] // slices)
     for start in range(0, q.shape[1], step):
@@ -136,7 +136,7 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def subquad(q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float, slices: int | None = None) -> Tensor:
-    """Attention over (batch, tokens, heads · channels), some queries at a time, and some keys where memory is short.
+    """Attention over (batch, tokens, heads · channels), some queries at a time, and some keys if memory is short.
 
     Args:
         slices: into how many the queries are cut; by default 1,024 queries are in each.
@@ -233,7 +233,7 @@ class Processor:
         name: one of "sdp", "xformers", "doggettx", "v1", "invokeai" and "subquad".
         upcast: queries, keys and values are computed with in fp32 ("upcast cross attention to float32"), and without
             autocast; sub-quadratic attention leaves the values as they are.
-        slices: a number to force, where the attention has one; it may be set anew between calls.
+        slices: a number to force, if the attention has one; it may be set anew between calls.
     """
 
     def __init__(self, name: str, *, upcast: bool = False, slices: int | None = None) -> None:
@@ -277,7 +277,7 @@ def attention_layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def install(model: nn.Module, name: str, *, upcast: bool = False, slices: int | None = None) -> None:
-    """Give a processor of its own to each attention of a diffusers model.
+    """Give its own processor to each attention of a diffusers model.
 
     Args:
         name: one of `NAMES`.

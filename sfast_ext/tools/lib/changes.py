@@ -1,4 +1,4 @@
-"""What hosts do to the weights of a UNet between two pictures, done to any UNet: LoRA in three ways, checkpoints."""
+"""What hosts do to the weights of a UNet between two images, done to any UNet: LoRA in three ways, checkpoints."""
 
 from __future__ import annotations
 

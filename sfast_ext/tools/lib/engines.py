@@ -1,4 +1,4 @@
-"""The ways to run one UNet call that the benchmark compares. Each takes a model of its own and returns a call."""
+"""The ways to run one UNet call that the benchmark compares. Each takes its own model and returns a call."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class CudaGraph(Engine):
 
 
 class TorchCompile(CudaGraph):
-    """torch.compile in its default mode, channels_last, in a CUDA graph where there is a GPU."""
+    """torch.compile in its default mode, channels_last, in a CUDA graph if there is a GPU."""
 
     channels_last = True
 
@@ -111,11 +111,11 @@ class TorchCompile(CudaGraph):
 
 
 class StableFast(Engine):
-    """This extension's accelerator; without Triton's kernels where that is asked for."""
+    """This extension's accelerator; without Triton's kernels if that is asked for."""
 
     def __init__(self, unet: nn.Module, *, triton: bool = True) -> None:
         super().__init__(unet)
-        # without a limit and kept even where slower: what is measured here is the plan, whatever it is
+        # without a limit and kept even if slower: what is measured here is the plan, whatever it is
         on_cpu = self.device.type == "cpu"
         config = Config(allow_cpu=on_cpu, graph_memory_mb=0, drop_slower=False, triton=triton)
         self.accelerator = accelerate(unet, config)

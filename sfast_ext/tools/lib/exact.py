@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-# computed at once: the rows of one picture under guidance
+# computed at once: the rows of one image under guidance
 ROWS = 2
 
 

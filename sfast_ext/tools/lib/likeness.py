@@ -1,4 +1,4 @@
-"""How alike two pictures are: PSNR, SSIM and LPIPS."""
+"""How alike two images are: PSNR, SSIM and LPIPS."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 
 HIGHEST = 200.0
-"""Decibels of PSNR given to equal pictures."""
+"""Decibels of PSNR given to equal images."""
 
 
 @dataclass(frozen=True)
 class Likeness:
-    """Of a picture to another. None where a package is not installed."""
+    """Of an image to another. None if a package is not installed."""
 
     psnr: float
-    """Peak signal-to-noise ratio in decibels, `HIGHEST` at most; minus infinity where a value is not finite."""
+    """Peak signal-to-noise ratio in decibels, `HIGHEST` at most; minus infinity if a value is not finite."""
     ssim: float | None
-    """Structural similarity, 1 for equal pictures (Wang et al. 2004, by scikit-image)."""
+    """Structural similarity, 1 for equal images (Wang et al. 2004, by scikit-image)."""
     lpips: float | None
-    """Learned perceptual distance, 0 for equal pictures (Zhang et al. 2018, AlexNet, by the package lpips)."""
+    """Learned perceptual distance, 0 for equal images (Zhang et al. 2018, AlexNet, by the package lpips)."""
 
 
 def likeness(original: np.ndarray, other: np.ndarray) -> Likeness:
-    """Compare two pictures (height, width, 3) of values from 0 to 1."""
+    """Compare two images (height, width, 3) of values from 0 to 1."""
     if not np.isfinite(original).all() or not np.isfinite(other).all():
         return Likeness(-math.inf, None, None)
     a, b = original.astype(np.float64), other.astype(np.float64)

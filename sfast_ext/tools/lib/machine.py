@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2]
 
 
 def device() -> torch.device:
-    """The GPU where there is one."""
+    """The GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -61,7 +61,7 @@ def _by_nvml() -> str | None:
 
 def commit() -> str | None:
     """What SFAST_COMMIT says: a copy of the files may lie in another checkout. Else the commit of this checkout, `+`
-    after it where files differ from it."""
+    after it if files differ from it."""
     told = os.environ.get("SFAST_COMMIT")
     if told:
         return told
@@ -72,7 +72,7 @@ def commit() -> str | None:
 
 
 def describe() -> dict[str, Any]:
-    """What a result needs beside it to be understood."""
+    """What a result needs next to it to be understood."""
     found = environment.describe()
     return {
         "gpu": found["gpu"],

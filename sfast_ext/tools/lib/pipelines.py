@@ -1,4 +1,4 @@
-"""Whole Stable Diffusion pipelines: of random weights, or the user's own, and without a network where that can be."""
+"""Whole Stable Diffusion pipelines: of random weights, or the user's own, and without a network if that can be."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _named(pipe: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class Scale(NamedTuple):
-    """How pictures are made."""
+    """How images are made."""
 
     dtype: torch.dtype
     steps: int

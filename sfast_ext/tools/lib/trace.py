@@ -55,7 +55,7 @@ class Event:
 def record(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> list[Event]:
     """Run each call once under the profiler, which starts once for all of them; `of_call` tells them apart again.
 
-    Once, and never with nothing to record: where CUPTI is attached a second time it may see nothing any more.
+    Once, and never with nothing to record: if CUPTI is attached a second time it may see nothing any more.
     """
     from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -105,7 +105,7 @@ def parse(trace: Mapping[str, Any]) -> list[Event]:
 
 
 def of_call(events: Iterable[Event], name: str) -> list[Event]:
-    """What the GPU ran for a call, in its order: what was launched within it, or ran then where that is not known."""
+    """What the GPU ran for a call, in its order: what was launched within it, or ran then if that is not known."""
     events = list(events)
     ranges = [event for event in events if event.category == RANGE and event.name == f"{CALL}{name}"]
     if len(ranges) != 1:
@@ -148,7 +148,7 @@ def attribute(
 ) -> tuple[list[str | None], dict[str, int]]:
     """In which range (`prefix` begins its name) each of `launched` was launched, and by what that was told.
 
-    By the driver's call that launched it; where the trace lacks that, by the operation of torch it belongs to, then
+    By the driver's call that launched it; if the trace lacks that, by the operation of torch it belongs to, then
     by the range's own span on the GPU. `disagree` counts where two of these name different ranges.
     """
     events = list(events)

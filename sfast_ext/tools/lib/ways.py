@@ -14,9 +14,6 @@ from torch import nn
 from sfast_ext.kernels.backend import triton_runtime
 from sfast_ext.tools.lib import Unavailable, attentions, engines
 
-LEAST = (7, 0)
-"""The oldest compute capability that is accelerated."""
-
 
 @dataclass(frozen=True)
 class Way:
@@ -139,8 +136,8 @@ def check_card(capability: tuple[int, int], device: torch.device) -> None:
     own = torch.cuda.get_device_capability(device)
     if capability > own:
         raise Unavailable(f"this GPU is {card(own)}: it has not what is used on {name}; name an older one")
-    if capability < LEAST:
-        raise Unavailable(f"nothing older than {card(LEAST)} is accelerated, and {name} is")
+    if capability < triton_runtime.MIN_CAPABILITY:
+        raise Unavailable(f"nothing older than {card(triton_runtime.MIN_CAPABILITY)} is accelerated, and {name} is")
 
 
 @contextlib.contextmanager

@@ -130,7 +130,7 @@ def test_a_setting_given_as_text_is_what_the_status_says(host):  # noqa: F811
         assert same(host.generate(), reference(1))
         assert status()["enabled"] == on and (accelerator_of(unet) is not None) == on
     (message,) = [event["message"] for event in status()["events"] if event["stage"] == "settings"]
-    told = "sfast_enabled (Make pictures faster with Stable Fast) = 'perhaps' is not valid; False stays in use."
+    told = "sfast_enabled (Make images faster with Stable Fast) = 'perhaps' is not valid; False stays in use."
     assert message.startswith(told)
 
 
@@ -268,7 +268,7 @@ def test_under_a_forward_that_calls_blocks_their_counters_are_in_the_status(host
     assert status()["reasons"] == {} and unet_status()["idle"] is None
     calls = {part["name"]: part["calls"] for part in unet_status()["parts"]}
     assert calls["unet.input_blocks.1"] == calls["unet.output_blocks.0"] == 8
-    assert calls["unet.middle_block"] == 2, "what is cached is called once a picture"
+    assert calls["unet.middle_block"] == 2, "what is cached is called once an image"
     for part in unet_status()["parts"]:
         assert part["replays"] == part["calls"] - part["plans"] and part["plans"] == 1
     assert count("plans run") == sum(part["replays"] for part in unet_status()["parts"])

@@ -54,7 +54,7 @@ def test_a_patch_behind_a_switch_is_read(source):
     found = read_patch(patch)
     assert found is not None and found.active() is None
     state.current = SimpleNamespace(on=True)
-    assert "patch of the extension loud is on" in found.active()
+    assert "patch of the extension loud is on" in str(found.active())
     del state.current
     assert found.active() is not None
 

@@ -26,11 +26,11 @@ def test_a_plan_is_called_by_its_size_and_the_last_picture_s_is_marked(host):  #
     host.generate(steps=4)
     host.generate(size=16, steps=4)
     assert [(p["label"], p["last_pass"]) for p in plans()] == [
-        ("64x64, 1 picture, 7 tokens", False),
-        ("128x128, 1 picture, 7 tokens", True),
+        ("64x64, 1 image, 7 tokens", False),
+        ("128x128, 1 image, 7 tokens", True),
     ]
     host.generate(steps=4)
-    assert [p["label"] for p in plans() if p["last_pass"]] == ["64x64, 1 picture, 7 tokens"]
+    assert [p["label"] for p in plans() if p["last_pass"]] == ["64x64, 1 image, 7 tokens"]
 
 
 def test_every_step_of_a_picture_is_one_of_the_last_picture_s(host):  # noqa: F811
@@ -103,9 +103,22 @@ def test_a_report_names_what_happened(host):  # noqa: F811
     started(host)
     host.generate(steps=4)
     text = adapter.A1111Session.running.bug_report()
-    for part in ("AUTOMATIC1111 WebUI v1.10.1", "64x64, 1 picture, 7 tokens", "sfast_check", "torch:"):
+    for part in ("AUTOMATIC1111 WebUI v1.10.1", "64x64, 1 image, 7 tokens", "sfast_check", "torch:"):
         assert part in text
     assert "seed 1" not in text
+
+
+def test_a_report_names_no_hypernetwork_and_the_page_does(host):  # noqa: F811
+    started(host)
+    host.shared.loaded_hypernetworks = [SimpleNamespace(name="secret; face")]
+    host.generate(steps=3)
+    session = adapter.A1111Session.running
+    text, status = session.bug_report(), session.status()
+    # the badge, its details, the row and the event
+    assert "secret" not in text and text.count("a hypernetwork is active: <name>") == 4
+    assert "secret; face" in status["badge"]["text"] and status["badge"]["help"] == "hypernetwork"
+    (row,) = status["reasons_listed"]
+    assert (row["code"], row["values"]) == ("hypernetwork", ["secret; face"]) and "secret; face" in row["reason_parts"]
 
 
 def test_the_status_takes_less_than_two_milliseconds_and_asks_the_gpu_nothing(host, monkeypatch):  # noqa: F811
@@ -151,7 +164,7 @@ def test_the_console_names_the_stages_once_where_the_webui_configures_no_log(hos
     assert logging.root.handlers
     host.generate(steps=3)
     lines = capsys.readouterr().err.splitlines()
-    for part in ("preparing 64x64, 1 picture, 7 tokens: recording ...", "prepared 64x64, 1 picture, 7 tokens in "):
+    for part in ("preparing 64x64, 1 image, 7 tokens: recording ...", "prepared 64x64, 1 image, 7 tokens in "):
         (line,) = (line for line in lines if part in line)
         assert line.startswith("Stable Fast: ")
     adapter.A1111Session.stop()

@@ -25,7 +25,7 @@ import pytest
 pytest.importorskip("PIL")
 from PIL import Image
 
-from sfast_ext.ui.api import LASTS
+from sfast_ext.ui.api import STATUS_KEPT_S
 
 from .webui import VAE_PLANS, WebUI, add_extension, difference, encoded
 
@@ -155,7 +155,7 @@ class Played:
             self.pictures[name] = play(self.webui, kind, payload)
             if status:
                 # a GPU makes a tiny image in less than the time for which an answer lasts
-                time.sleep(LASTS)
+                time.sleep(STATUS_KEPT_S)
                 self.reports[name] = self.webui.get("/sfast/v1/status")
         return self
 

@@ -132,7 +132,7 @@ class Rehearsals(rehearsals.Rehearsals):
 
     def _start(self, kind: str, wanted: Any, _work: Any, end: Any = lambda _job: None) -> dict[str, Any]:
         if not page.network.plans:
-            raise Refused("make one picture with this model first")
+            raise Refused("make one image with this model first")
 
         def step(number: int) -> dict[str, Any] | None:
             each = wanted[number]
@@ -183,7 +183,7 @@ class Small(Session):
         """An image, or what is seen of it while it is made."""
         with call_queue.queue_lock, self._job():
             self.report.new_generation()
-            label = f"{int(width)}x{int(height)}, 1 picture, 77 tokens"
+            label = f"{int(width)}x{int(height)}, 1 image, 77 tokens"
             if self.config().enabled:
                 if label not in self.network.plans:
                     self._prepare(label)
@@ -197,7 +197,7 @@ class Small(Session):
 
     @contextlib.contextmanager
     def _job(self) -> Iterator[None]:
-        shared.state.begin("a picture")
+        shared.state.begin("an image")
         try:
             yield
         finally:

@@ -25,13 +25,13 @@ def test_the_page_opens_with_a_badge(page: Page) -> None:
 
 def test_the_first_picture_shows_its_stages_and_the_second_its_pace(page: Page) -> None:
     said = page.generate()
-    page.picture("first picture")
+    page.picture("first image")
     assert any(text.startswith("preparing ") for text in said), said
     # AUTOMATIC1111's bar shows the stage; SD.Next's a number of seconds alone
     has_bar = page.page.query_selector("#script_list") is not None and not page.theme
     assert not has_bar or any(text.startswith("Stable Fast: ") for text in said), said
     assert page.generate()[-1].endswith("it/s")
-    page.picture("second picture")
+    page.picture("second image")
 
 
 def test_nothing_is_asked_while_idle(page: Page) -> None:
@@ -47,7 +47,7 @@ def test_nothing_is_asked_while_idle(page: Page) -> None:
 
 def test_the_tab_that_the_modern_theme_opens_is_accelerated(page: Page) -> None:
     if page.theme != "Modern":
-        pytest.skip("its tab Control makes pictures of text, too")
+        pytest.skip("its tab Control makes images of text, too")
     page.click('button[tabitemid*="#control_tabitem"]')
     for field, value in {"before_resize_width": "128", "before_resize_height": "128", "steps": "6"}.items():
         page.page.locator(f"#control_{field} input[type=number]").first.evaluate(SET, value)
@@ -93,7 +93,7 @@ def test_sizes_are_prepared_measured_and_cancelled(page: Page) -> None:
     page.click("#stable_fast_prepare")
     page.until(lambda: "Prepare Done" in page.job(), "it is prepared")
     page.picture("prepared")
-    assert "192×128, 1 picture, 154 tokens Ready" in page.job().replace(" – ", " ").replace("– ", "")
+    assert "192×128, 1 image, 154 tokens Ready" in page.job().replace(" – ", " ").replace("– ", "")
     longer.uncheck()
     page.click("#stable_fast_measure")
     page.until(lambda: "Measure Done" in page.job(), "it is measured")
@@ -131,7 +131,7 @@ def test_a_localisation_of_the_page_s_own_dump_finds_every_string(page: Page) ->
     page.generate()
     page.generate()
     page.to_tab()
-    page.until(lambda: "VAE decoder" in page.text("#stable_fast_view"), "the tab has the picture and the VAE", 20)
+    page.until(lambda: "VAE decoder" in page.text("#stable_fast_view"), "the tab has the image and the VAE", 20)
     dumped = set(page.page.evaluate("Object.keys(dumpTranslations())"))
     # other numbers in every place
     page.to_pictures()
@@ -139,7 +139,7 @@ def test_a_localisation_of_the_page_s_own_dump_finds_every_string(page: Page) ->
     page.generate()
     page.generate()
     page.to_tab()
-    page.until(lambda: "192" in page.text("#stable_fast_view"), "the tab has the next picture", 20)
+    page.until(lambda: "192" in page.text("#stable_fast_view"), "the tab has the next image", 20)
     texts = page.page.evaluate(TEXTS, [".sfast-badge", page.tab, page.settings])
     assert len(texts) > 60 and {"Plans", "Stable Fast", "Prepare"} <= set(texts)
     assert [text for text in texts if re.search("[A-Za-z]{3,}", text) and text not in dumped] == []
@@ -160,7 +160,7 @@ def test_a_locale_of_sdnext_s_finds_all_that_it_looks_at(page: Page) -> None:
     page.to_pictures()
     page.generate()
     page.to_tab()
-    page.until(lambda: "Last used" in page.text("#stable_fast_view"), "the tab has the picture", 20)
+    page.until(lambda: "Last used" in page.text("#stable_fast_view"), "the tab has the image", 20)
     labels = page.page.evaluate(LABELS, [page.tab, page.settings])
     assert len(labels) > 30 and {"Prepare", "Drop plans", "Last used", "Accelerate the VAE"} <= set(labels), labels
     entries = [{"id": "", "label": each, "localized": f"« {each} »", "hint": "a hint"} for each in labels]
@@ -246,7 +246,7 @@ def test_a_grid_compares_on_and_off(page: Page) -> None:
     to_scripts(page, False)
     page.generate()
     # plans ran for its first image; the second is the last one, and not accelerated
-    page.until(lambda: page.badge() == "ready", "nothing is said of the first picture", 30)
+    page.until(lambda: page.badge() == "ready", "nothing is said of the first image", 30)
     picture = page.page.locator("#txt2img_gallery .thumbnail-lg img, #txt2img_gallery .preview img").first
     page.until(lambda: picture.evaluate("(each) => each.naturalWidth") >= 2 * 128, "a grid of two", 30)
     page.picture("grid")

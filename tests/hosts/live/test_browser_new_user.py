@@ -171,7 +171,7 @@ def test_it_is_removed(user: User) -> None:
     quick(user.page)
     user.page.click("button", "Generate")
     gallery = "#txt2img_gallery img"
-    user.page.until(lambda: user.page.page.query_selector(gallery), "the WebUI makes pictures as before", 120)
+    user.page.until(lambda: user.page.page.query_selector(gallery), "the WebUI makes images as before", 120)
     # what the README says that stays
     stays = [key for key in json.loads(user.settings.read_text("utf-8")) if OURS.search(key)]
     assert stays and all(key.startswith("sfast_") for key in stays), stays
