@@ -32,7 +32,8 @@ from sfast_ext.runtime.plan_cache import PlanCache, PlanKey
 from sfast_ext.runtime.plan_finder import PlanFinder
 from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.torch_state import compiles
-from sfast_ext.weights.submodule_arena import Arena, SubmoduleArena
+from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.submodule_arena import SubmoduleArena
 from sfast_ext.weights.weight import WeightsAway, WeightsInUse
 
 
@@ -64,7 +65,7 @@ class Accelerator:
         self.whole = whole
         self.report = report or Report()
         self._model: ModelState[Accelerator] = ModelState(self, module) if whole is None else whole._model
-        self.arena: Arena = self._model.arena if whole is None else SubmoduleArena(self._model.arena, module)
+        self.arena: WeightArena = self._model.arena if whole is None else SubmoduleArena(self._model.arena, module)
         self.restores_for_saving = True
         """Whether `state_dict()` of the module restores the original layout of the weights."""
         self.calls = 0

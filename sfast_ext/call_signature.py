@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,7 +35,8 @@ class NotOurs(Declined):
 
 
 class Signature(NamedTuple):
-    """Hashable identity of a call: its tree with shapes and dtypes, the autocast mode, and torch's numerical flags."""
+    """Hashable identity of a call: its tree with shapes, dtypes and memory formats, the autocast mode, and torch's
+    numerical flags."""
 
     tree: Hashable
     mode: tuple[Any, ...]
@@ -64,6 +66,10 @@ class Call:
     """All numbers inside of other arguments, in order."""
     inputs: frozenset[int]
     """Which of those are leaves."""
+
+    def leaf_tensors(self) -> Iterator[torch.Tensor]:
+        """The leaves that are tensors."""
+        return (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
     def tensors(self, device: torch.device) -> list[torch.Tensor]:
         """The leaves as contiguous tensors on `device`. Copies only where needed."""
@@ -259,7 +265,21 @@ def _tensor(value: torch.Tensor, leaves: list[Any], device: torch.device | None,
         if device is not None and not (there.type == "cpu" and value.numel() <= SMALL):
             raise NotOurs(reasons.ELSEWHERE(_path(where), there, device))
     leaves.append(value)
-    return ("tensor", value.dtype, tuple(value.shape), len(leaves) - 1)
+    shape = tuple(value.shape)
+    if len(shape) < 4 or device is None or value.is_contiguous():
+        return ("tensor", value.dtype, shape, len(leaves) - 1)
+    # results follow the memory format of inputs, such as channels-last
+    order = _order_in_memory(shape, value.stride())
+    return ("tensor", value.dtype, shape, *((order,) if order else ()), len(leaves) - 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _order_in_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The dimensions of a tensor from the outermost to the innermost in memory; None if that is their own order, as of
+    a slice of a contiguous tensor. Results follow the order of strides, not the strides."""
+    dims = [d for d, (size, stride) in enumerate(zip(shape, strides)) if size > 1 and stride > 0]
+    order = sorted(dims, key=lambda d: -strides[d])
+    return tuple(order) if order != dims else None
 
 
 def _path(where: _Where) -> str:
@@ -308,12 +328,17 @@ def _opened(tree: Any) -> Any:
     if tag == "number" or (tag == "const" and tree[1] in (int, float)):
         return ("number", tree[1])
     if tag in ("const", "tensor"):
-        return tree[:3]
+        return _without_number(tree)
     return (tag, None if tag == "call" else tree[1], tuple([(name, _opened(each)) for name, each in _branches(tree)]))
 
 
+def _without_number(tree: Any) -> Any:
+    """A tree without the numbers of tensors: what is as long in both of two calls."""
+    return tree[:-1] if tree[0] == "tensor" else tree[:3]
+
+
 def _difference(one: Any, other: Any, name: str) -> str | None:
-    if one[:3] == other[:3]:
+    if _without_number(one) == _without_number(other):
         return None
     here, there = list(_branches(one)), list(_branches(other))
     if one[0] != other[0] or not here or [n for n, _ in here] != [n for n, _ in there]:
@@ -335,7 +360,8 @@ def _words(tree: Any, name: str) -> list[str]:
         found = [w for i, t in enumerate(tree[1]) for w in _words(t, f"#{i}")]
         return found + [w for k, t in tree[2] for w in _words(t, k)]
     if tag == "tensor":
-        return [f"{label}{_SHORT.get(tree[1], str(tree[1]))}[{','.join(map(str, tree[2]))}]"]
+        order = "" if len(tree) == 4 else f" in the order {','.join(map(str, tree[3]))}"
+        return [f"{label}{_SHORT.get(tree[1], str(tree[1]))}[{','.join(map(str, tree[2]))}]{order}"]
     if tag == "number":
         return [f"{label}{tree[1].__name__}"]
     if tag == "const":

@@ -62,7 +62,8 @@ class ExampleCall:
                 leaves[leaf[2]] = leaf[1](TIMESTEP)
             else:
                 shape = self._shape(path, leaf[2], height, width, rows, tokens)
-                leaves[leaf[3]] = _values(shape, leaf[1], generator).to(device)
+                order = leaf[3] if len(leaf) == 5 else ()
+                leaves[leaf[-1]] = _in_order(_values(shape, leaf[1], generator), order).to(device)
         return rebuild_call(self._signature.tree, [leaves[index] for index in range(len(leaves))])
 
     @contextlib.contextmanager
@@ -117,6 +118,12 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif tag in ("data", "dict"):
         for name, each in tree[2]:
             yield from _leaves(each, f"{path}.{name}")
+
+
+def _in_order(value: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with these dimensions from the outermost to the innermost in memory. Others are outside of them."""
+    dims = [*(d for d in range(value.dim()) if d not in order), *order]
+    return value.permute(dims).contiguous().permute([dims.index(d) for d in range(value.dim())])
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

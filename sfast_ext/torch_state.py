@@ -129,6 +129,11 @@ def obstacle() -> Reason | None:
     return _kernels.foreign
 
 
+def traces() -> bool:
+    """Whether torch.jit.trace records the call."""
+    return _traces()
+
+
 def transforms() -> bool:
     """Whether torch.func transforms the call, or derivatives are computed in forward mode."""
     return _transform() is not None or _dual._current_level >= 0

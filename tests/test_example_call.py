@@ -52,6 +52,19 @@ def test_the_length_of_the_prompt_and_of_its_mask_is_exchanged():
     assert ExampleCall(signature(latent())).tokens is None
 
 
+@pytest.mark.parametrize("dims", [(0, 2, 3, 1), (1, 0, 2, 3), (3, 2, 1, 0), (0, 1, 3, 2)])
+def test_the_memory_format_of_an_input_is_kept(dims):
+    def formatted(x):
+        return x.permute(dims).contiguous().permute([dims.index(d) for d in range(4)])
+
+    recorded = signature(formatted(latent()), torch.tensor(3), mask=latent())
+    args, kwargs = ExampleCall(recorded).inputs(96, 128, 6, CPU)
+    assert args[0].stride() == formatted(latent(6, 96, 128)).stride()
+    assert flatten_call(args, kwargs, CPU).signature == signature(
+        formatted(latent(6, 96, 128)), torch.tensor(3), mask=latent(6, 96, 128)
+    )
+
+
 def test_the_recorded_size_gives_the_recorded_call():
     recorded = signature(latent(2, 65, 33), 7, torch.zeros(2, 77, 64), 0.5)
     call = ExampleCall(recorded)

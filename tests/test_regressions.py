@@ -15,7 +15,7 @@ from use_count import counted
 
 from sfast_ext import Config, accelerate
 from sfast_ext.runtime.verify import relative_error
-from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights import arena
 from sfast_ext.weights.original_layout import OriginalLayouts
 
 CPU = Config(allow_cpu=True)
@@ -233,10 +233,10 @@ def test_a_forward_of_ours_put_back_does_not_bring_a_class_patch_back(pair):
 
 def test_weights_that_change_places_while_only_half_is_taken_up(pair, monkeypatch):
     """One weight's tensor, already in its live place, goes to a layer that is not looked at in the same go."""
-    real = WeightArena._copy_in
+    real = arena.copy_in
 
-    def half(self, stale):
-        real(self, stale[: len(stale) // 2])
+    def half(tracked, stale):
+        real(tracked, stale[: len(stale) // 2])
         raise RuntimeError("half way")
 
     def load(net):
@@ -248,7 +248,7 @@ def test_weights_that_change_places_while_only_half_is_taken_up(pair, monkeypatc
         a.weight, b.weight = b.weight, a.weight
 
     with monkeypatch.context() as m:
-        m.setattr(WeightArena, "_copy_in", half)
+        m.setattr(arena, "copy_in", half)
         for change in (load, exchange):
             pair.both(change)
             pair.same(1)

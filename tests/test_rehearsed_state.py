@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_state_changes import CHANGES, Kept, built, fast, run, summary
+from stateful import CHANGES, Kept, built, fast, run, summary
 
 from sfast_ext.report import rehearsal
 

@@ -234,7 +234,7 @@ def test_a_plan_that_is_compared_is_not_run_on_old_weights(check, monkeypatch):
 
 def test_an_error_while_the_weights_are_looked_at_is_not_the_plans(pair, monkeypatch):
     with monkeypatch.context() as m:
-        m.setattr(pair.acc.arena, "_detector", None)
+        m.setattr(pair.acc.arena._tracked, "detector", None)
         pair.same()
     assert pair.count("errors") == 1
     before = pair.count("replays")
@@ -260,13 +260,13 @@ def test_a_plan_is_not_compared_with_what_behaves_otherwise(graphs):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_result_of_a_replay_is_a_plain_tensor_in_every_mode(pair, mode):
+def test_a_result_of_a_replay_is_an_inference_tensor_only_in_inference_mode(pair, mode):
     args, kwargs = arguments(Request(), pair.rng, torch.float32, kind="small")
     before = pair.count("replays")
     with mode():
         result = pair.ours(*args, **kwargs)["sample"]
     assert pair.count("replays") == before + 1
-    assert not result.is_inference() and not result.requires_grad
+    assert result.is_inference() == (mode is torch.inference_mode) and not result.requires_grad
     pair.same()
 
 

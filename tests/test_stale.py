@@ -16,6 +16,7 @@ from sfast_ext import Config, accelerate
 from sfast_ext.behaviour.fingerprint import fingerprint
 from sfast_ext.behaviour.key import BehaviourKeys
 from sfast_ext.weights.arena import WeightArena, WeightsChanged
+from sfast_ext.weights.copy_in import copy_in
 
 CPU = Config(allow_cpu=True)
 
@@ -245,7 +246,7 @@ def test_a_weight_in_another_form_cannot_be_followed(now: Tensor) -> None:
     plain = now.layout is torch.strided
     net.first._parameters["weight"] = Packed(now, requires_grad=False) if plain else now  # type: ignore[assignment]
     with pytest.raises(WeightsChanged, match="is now a"):
-        arena._copy_in([(arena._live[0], net.first._parameters["weight"])])
+        copy_in(arena._tracked, [(arena._tracked.live[0], net.first._parameters["weight"])])
 
 
 @counted

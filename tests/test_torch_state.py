@@ -14,20 +14,17 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from torch_states import (
+    latent,
+    no_gradients,  # noqa: F401
+    pair,
+    reasons,
+    registered,
+    runs,
+)
 
 from sfast_ext import Config, accelerate, torch_state
 from sfast_ext.runtime import plan_finder
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 8, 3, padding=1)
-        self.norm = nn.GroupNorm(2, 8)
-        self.out = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.out(F.silu(self.norm(self.conv(x))).flatten(2).transpose(1, 2))
 
 
 class Around(nn.Module):
@@ -37,32 +34,6 @@ class Around(nn.Module):
 
     def forward(self, x):
         return self.net(x)
-
-
-def latent(seed=0):
-    return torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(seed))
-
-
-def pair(cls=Net):
-    """An accelerated module, its accelerator, and an untouched twin."""
-    torch.manual_seed(0)
-    ours, twin = cls().eval().requires_grad_(False), cls().eval().requires_grad_(False)
-    twin.load_state_dict(ours.state_dict())
-    return ours, accelerate(ours, Config(allow_cpu=True, drop_slower=False)), twin
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
-
-
-def reasons(accelerator):
-    return " ".join(accelerator.report.as_dict()["reasons"])
-
-
-def runs(accelerator):
-    return accelerator.report.counter("eager_runs")
 
 
 class Functions(TorchFunctionMode):
@@ -150,22 +121,6 @@ def functional(transform):
         return transform(lambda z: net(z), x)
 
     return use
-
-
-@contextlib.contextmanager
-def registered(operator, key, function, space="aten", schema=None):
-    """A kernel of Python code, as long as the `with` block lasts."""
-    kept = torch.library.Library(space, "IMPL" if schema is None else "DEF")
-    try:
-        if schema is not None:
-            kept.define(schema)
-        kept.impl(operator, function, key)
-        yield
-    finally:
-        if hasattr(kept, "_destroy"):
-            kept._destroy()
-        # before, the end of the object was that of its kernels
-        del kept
 
 
 def library(operator, key, result):
@@ -262,7 +217,9 @@ def test_derivatives_with_a_plan(transform):
     assert expected.abs().max() > 0 and "torch.func transforms the call" in reasons(accelerator)
 
 
-@pytest.mark.parametrize("state", ["dual tensors", "vmap", "jvp"])
+@pytest.mark.parametrize(
+    "state", ["dual tensors", "vmap", "vmap in vmap", "jvp", "jacfwd", "functionalize", "jit.trace"]
+)
 def test_weights_have_their_own_strides_under_a_transform(state):
     """What computes a derivative or a batch may read them, and raise."""
     ours, accelerator, twin = pair()
@@ -346,152 +303,6 @@ def test_a_trace_in_another_thread_is_not_ours(monkeypatch):
         thread.join()
 
 
-@contextlib.contextmanager
-def changed(read, write, value):
-    before = read()
-    write(value)
-    try:
-        yield
-    finally:
-        write(before)
-
-
-def in_library():
-    return registered("twice", "CPU", lambda x: x * 2, "sfast_test_states", "twice(Tensor x) -> Tensor")
-
-
-SAME_PLAN = {
-    "no_grad": torch.no_grad,
-    "inference mode": torch.inference_mode,
-    "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
-    "old profiler": lambda: torch.autograd.profiler.profile(),
-    "record_function": lambda: torch.profiler.record_function("a call"),
-    "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-    "saved tensors on the CPU": torch.autograd.graph.save_on_cpu,
-    "random state": torch.random.fork_rng,
-    "anomaly detection": lambda: torch.autograd.set_detect_anomaly(True),
-    "autocast that is off": lambda: torch.autocast("cpu", enabled=False),
-    "no subclasses": getattr(torch._C, "DisableTorchFunctionSubclass", contextlib.nullcontext),
-    "an operator of another library": in_library,
-    "threads": lambda: changed(torch.get_num_threads, torch.set_num_threads, 1),
-    "cudnn.benchmark": lambda: changed(torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark, True),
-    "no forward mode": lambda: forward_ad._set_fwd_grad_enabled(False),
-}
-
-
-@pytest.mark.parametrize("state", SAME_PLAN)
-def test_what_changes_no_result_leaves_the_plan_in_use(state):
-    if state == "no subclasses" and not torch._C._is_torch_function_enabled():
-        pytest.skip("torch function is off")
-    ours, accelerator, twin = pair()
-    for seed in range(2):
-        ours(latent(seed))
-    before = runs(accelerator)
-    with SAME_PLAN[state]():
-        for seed in (3, 4):
-            torch.testing.assert_close(ours(latent(seed)), twin(latent(seed)), rtol=1e-5, atol=1e-5)
-    ours(latent(5))
-    if state == "no subclasses":
-        return
-    assert runs(accelerator) == before + 3 and len(accelerator.plans) == 1, accelerator.report.as_dict()["reasons"]
-
-
-class Makes(nn.Module):
-    """What it returns depends on the tensors that torch makes, and on autocast, which it asks for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        made = torch.full((4,), 2.0)
-        third = torch.arange(1, 2) / 3
-        out = self.layer(x) + float(made.element_size()) + (5.0 if made.is_meta else 0.0)
-        out = out + (3.0 if torch.is_autocast_enabled() else 0.0)
-        return out if made.is_meta else out.double() + third
-
-
-def default_dtype(dtype):
-    return lambda: changed(torch.get_default_dtype, torch.set_default_dtype, dtype)
-
-
-OF_THE_KEY = {
-    "default dtype": (default_dtype(torch.float64), Makes),
-    "default dtype, half": (default_dtype(torch.bfloat16), Makes),
-    "default device": (lambda: torch.device("meta"), Makes),
-    "autocast of another device": (
-        lambda: torch.autocast("cuda", dtype=torch.bfloat16) if torch.cuda.is_available() else _cuda_autocast(),
-        Makes,
-    ),
-    "autocast": (lambda: torch.autocast("cpu", dtype=torch.bfloat16), Net),
-    "oneDNN": (lambda: torch.backends.mkldnn.flags(enabled=False), Net),
-    "flash attention": (lambda: _attention("flash"), Net),
-    "efficient attention": (lambda: _attention("mem_efficient"), Net),
-    "attention by products": (lambda: _attention("math"), Net),
-    "deterministic": (
-        lambda: changed(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
-        Net,
-    ),
-    "cudnn is off": (lambda: torch.backends.cudnn.flags(enabled=False), Net),
-    "precision": (
-        lambda: changed(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
-        Net,
-    ),
-}
-
-
-@contextlib.contextmanager
-def _cuda_autocast():
-    """`torch.autocast` of a device that is not there switches itself off."""
-    set_enabled = torch.set_autocast_enabled
-    new = hasattr(torch, "get_autocast_dtype")
-    set_enabled(*(("cuda", True) if new else (True,)))
-    try:
-        yield
-    finally:
-        set_enabled(*(("cuda", False) if new else (False,)))
-
-
-def _attention(which):
-    backend = torch.backends.cuda
-    return changed(getattr(backend, f"{which}_sdp_enabled"), getattr(backend, f"enable_{which}_sdp"), False)
-
-
-@pytest.mark.parametrize("state", OF_THE_KEY)
-def test_what_chooses_how_torch_computes_has_a_plan_of_its_own(state):
-    enter, cls = OF_THE_KEY[state]
-    ours, accelerator, twin = pair(cls)
-    x = latent() if cls is Net else torch.randn(2, 4)
-    tolerance = 3e-2 if state == "autocast" else 1e-5
-
-    def check(times):
-        for _ in range(times):
-            torch.testing.assert_close(ours(x), twin(x), rtol=tolerance, atol=tolerance)
-
-    check(2)
-    with enter():
-        check(3)
-    check(2)
-    with enter():
-        check(1)
-    assert len(accelerator.plans) == 2 and accelerator.report.counter("captures") == 2
-    assert runs(accelerator) == 6 and not accelerator.report.as_dict()["reasons"], accelerator.report.as_dict()
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_default_device_for_the_whole_program_is_served(device):
-    ours, accelerator, twin = pair()
-    given = [latent(seed) for seed in range(4)]
-    torch.set_default_device(device)
-    try:
-        results = [ours(x) for x in given]
-    finally:
-        torch.set_default_device(None)
-    for x, result in zip(given, results):
-        torch.testing.assert_close(result, twin(x), rtol=1e-5, atol=1e-5)
-    assert runs(accelerator) == 3 and not reasons(accelerator)
-
-
 def test_weights_of_a_functional_call_are_used_and_given_back():
     ours, accelerator, twin = pair()
     for seed in range(2):
@@ -518,77 +329,8 @@ def test_an_error_of_the_original_under_a_state_is_its_own():
     assert runs(accelerator) == 1
 
 
-def test_flash_attention_of_another_package_is_part_of_the_key_and_no_obstacle():
-    with registered("_flash_attention_forward", "CUDA", lambda *args, **kwargs: None):
-        assert torch_state.obstacle() is None
-        assert torch_state.python_kernels.flash == ("aten/_flash_attention_forward/CUDA",)
-    assert torch_state.obstacle() is None and torch_state.python_kernels.flash == ()
-
-
-def test_a_kernel_for_another_device_is_no_obstacle():
-    with registered("_foreach_mul.Scalar", "MPS", lambda *args: None):
-        assert torch_state.obstacle() is None
-    assert torch_state.obstacle() is None
-
-
 def test_nothing_around_a_call_is_no_obstacle():
     assert torch_state.obstacle() is None
     assert torch_state.default_device() is None
     assert not torch_state.compiles() and not torch_state.transforms()
     assert not plan_finder.records_graph(torch.device("cpu"))
-
-
-def test_a_call_within_a_graph_that_the_program_captures_gets_the_original(monkeypatch):
-    ours, accelerator, twin = pair()
-    for seed in range(2):
-        ours(latent(seed))
-    before = runs(accelerator)
-    monkeypatch.setattr(plan_finder, "records_graph", lambda device: True)
-    torch.testing.assert_close(ours(latent(3)), twin(latent(3)), rtol=1e-5, atol=1e-5)
-    assert runs(accelerator) == before and "captures a CUDA graph" in reasons(accelerator)
-
-
-@pytest.mark.parametrize("warm", [False, True], ids=["without a plan", "with a plan"])
-def test_weights_that_a_graph_of_the_program_reads_stay_where_and_as_they_are(monkeypatch, warm):
-    ours, accelerator, twin = pair()
-    for seed in range(2 * warm):
-        ours(latent(seed))
-    with monkeypatch.context() as patch:
-        patch.setattr(plan_finder, "records_graph", lambda device: True)
-        ours(latent(3))
-    memory = [(p.data_ptr(), p.untyped_storage()._cdata, p.stride()) for p in ours.parameters()]
-    plans, before = len(accelerator.plans), runs(accelerator)
-    for x in (latent(4), latent(5)[:, :, :4], latent(6)):
-        torch.testing.assert_close(ours(x), twin(x), rtol=1e-5, atol=1e-5)
-    assert [(p.data_ptr(), p.untyped_storage()._cdata, p.stride()) for p in ours.parameters()] == memory
-    assert len(accelerator.plans) == plans and "has captured a CUDA graph of the model" in reasons(accelerator)
-    assert runs(accelerator) - before == 2 * warm
-
-
-@pytest.mark.gpu
-def test_a_graph_that_the_program_captures_gets_the_original():
-    ours, accelerator, twin = pair()
-    ours.cuda(), twin.cuda()
-    x = latent().cuda()
-    for _ in range(4):
-        ours(x)
-    before = accelerator.report.counter("replays")
-    assert before
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        twin(x)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = ours(x)
-    assert "captures a CUDA graph" in reasons(accelerator)
-    x.copy_(latent(5))
-    graph.replay()
-    torch.testing.assert_close(out, twin(x), rtol=1e-3, atol=1e-3)
-    # whatever runs in between, the program's graph finds the weights as they were
-    torch.testing.assert_close(ours(x), twin(x), rtol=1e-3, atol=1e-3)
-    assert accelerator.report.counter("replays") == before + 1
-    ours.train(), ours(x), ours.eval(), ours(x[:, :, :4])
-    graph.replay()
-    torch.testing.assert_close(out, twin(x), rtol=1e-3, atol=1e-3)

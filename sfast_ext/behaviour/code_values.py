@@ -20,9 +20,9 @@ from sfast_ext.behaviour.value_types import in_library, is_of_library
 from sfast_ext.behaviour.values import CONFIGS, Names, Values, held_by
 
 # calls that are followed from a method: in a library only within its package
-_DEEPEST, _DEEPEST_IN_LIBRARY = 8, 3
+_MAX_DEPTH, _MAX_DEPTH_IN_LIBRARY = 8, 3
 # modules in modules
-_DEEPEST_MODULE = 4
+_MAX_MODULE_DEPTH = 4
 # what runs if code calls a class, derives one from it, or subscripts it
 _MAKERS = ("__new__", "__init__", "__post_init__", "__init_subclass__", "__class_getitem__")
 _NO_VALUES = (Logger, functools._lru_cache_wrapper)
@@ -98,8 +98,6 @@ class CodeValues:
             cells = function.__closure__
             # in a library, those that are of its package are checked by the quick check
             inside = self.contents.objects(lambda: held_by(cells)) if strict else held_by(cells)
-            for cell in cells if strict else ():
-                self.contents.holders.setdefault(id(cell), (f"the closure of {here}", cell))
             for name, each in zip(function.__code__.co_freevars, inside):
                 there = f"{name} in the closure of {here}"
                 if isinstance(each, ModuleType):
@@ -117,10 +115,10 @@ class CodeValues:
             if defaults:
                 key.append(self.values.read(defaults, f"the defaults of {here}", self.names, strict))
         if vars(function) and strict:
-            self.contents.container(vars(function), here)
+            self.contents.container(vars(function))
             inner = ((name, value) for name, value in vars(function).items() if name != "__wrapped__")
             key += [self.values.read(value, f"{here}.{name}", self.names, strict) for name, value in inner]
-        if self._depth < (_DEEPEST if strict else _DEEPEST_IN_LIBRARY):
+        if self._depth < (_MAX_DEPTH if strict else _MAX_DEPTH_IN_LIBRARY):
             self._depth += 1
             key += self._globals(function, strict)
             self._depth -= 1
@@ -186,7 +184,7 @@ class CodeValues:
         library = of != own and in_library(getattr(module, "__file__", None) or "")
         # a module among values has no code around it that could belong to another library
         theirs = library and own != ""
-        if of in COMMON or depth >= _DEEPEST_MODULE or (not strict and theirs):
+        if of in COMMON or depth >= _MAX_MODULE_DEPTH or (not strict and theirs):
             return None
         found: list[Hashable] = []
         for name in sorted(names & home.keys()):

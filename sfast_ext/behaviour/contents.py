@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,18 +14,6 @@ from sfast_ext.behaviour.value_types import same_value
 
 Home = type | dict
 _ABSENT = object()
-
-
-class State(NamedTuple):
-    """Something that a forward can reach and that can change.
-
-    `holder` is a list, dictionary, set, deque, array, closure cell, the dictionary of an object, an object with slots,
-    or, with the `names` in it that code looks up, a class or the dictionary of a Python module.
-    """
-
-    where: str
-    holder: Any
-    names: tuple[str, ...] | None
 
 
 class Contents:
@@ -56,14 +44,11 @@ class Contents:
         self._items: list[Any] = []
         self._keys: list[Any] = []
         self._values: list[Any] = []
-        self.holders: dict[int, tuple[str, Any]] = {}
-        """By identity, what was read that can change in place: (words for the place, object)."""
 
     # Everything is noted before it is read, so that a change in between is detected by the next check.
 
-    def container(self, container: list | dict, where: str) -> list[Any]:
+    def container(self, container: list | dict) -> list[Any]:
         """A list or a dictionary. Returns its items, or its values."""
-        self.holders.setdefault(id(container), (where, container))
         if not container and id(container) in self._bare:
             return []
         if isinstance(container, dict):
@@ -88,7 +73,7 @@ class Contents:
             self.objects(lambda: list.copy(container))
         return items
 
-    def attributes(self, home: dict, names: frozenset[str] | None, where: str) -> None:
+    def attributes(self, home: dict, names: frozenset[str] | None) -> None:
         """The dictionary of an object.
 
         Args:
@@ -96,9 +81,8 @@ class Contents:
         """
         there = list(home) if names is None else [name for name in list(home) if name in names]
         if names is None or len(there) == len(home):
-            self.container(home, where)
+            self.container(home)
             return
-        self.holders.setdefault(id(home), (where, home))
         for name in there:
             self.name(home, name)
         self._open.append((home, names, there))
@@ -137,15 +121,6 @@ class Contents:
         found = look()
         self._plain.append(look)
         self._noted_plain.append(found)
-        return found
-
-    def state(self) -> list[State]:
-        """All that was read and can change."""
-        found = [State(where, holder, None) for where, holder in self.holders.values()]
-        for home, names in self._homes.values():
-            here = f"{home.__module__}.{home.__qualname__}" if isinstance(home, type) else home.get("__name__", "")
-            if isinstance(home, type) or id(home) not in self.holders:
-                found.append(State(str(here), home, tuple(names)))
         return found
 
     def seal(self) -> None:
@@ -221,11 +196,11 @@ def _same_row(now: Sequence[Any], then: Sequence[Any]) -> bool:
 class NoContents(Contents):
     """Compares nothing later."""
 
-    def container(self, container: list | dict, where: str) -> list[Any]:
+    def container(self, container: list | dict) -> list[Any]:
         """Its items, or its values."""
         return list(dict.values(container)) if isinstance(container, dict) else list.copy(container)
 
-    def attributes(self, home: dict, names: frozenset[str] | None, where: str) -> None:
+    def attributes(self, home: dict, names: frozenset[str] | None) -> None:
         """Nothing."""
 
     def name(self, home: Home, name: str) -> None:

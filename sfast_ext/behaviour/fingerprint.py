@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from sfast_ext.behaviour import surroundings
-from sfast_ext.behaviour.contents import Contents, State
+from sfast_ext.behaviour.contents import Contents
 from sfast_ext.behaviour.foreign_code import Patch
 from sfast_ext.behaviour.reader import MECHANICS, ClassReading, Reader, Vouch
 from sfast_ext.behaviour.snapshot import Snapshot
@@ -97,17 +97,3 @@ def fingerprint(
         contents=reader.values.contents,
         unknown=reader.values.values.unknown,
     )
-
-
-def reachable_state(
-    root: nn.Module, ignored: frozenset[str] = frozenset(), below: Callable[..., Any] | None = None
-) -> list[State]:
-    """All that the forward of a module can reach and that can change, without the attributes of modules.
-
-    Args:
-        root, ignored, below: see `fingerprint`.
-    """
-    reader = Reader(MECHANICS | ignored, root, None, below)
-    reader.read("", root, is_root=True)
-    reader.read_values()
-    return reader.values.contents.state()

@@ -16,7 +16,7 @@ from torch import nn
 
 from sfast_ext import reasons
 from sfast_ext.behaviour.quick_check import content_of
-from sfast_ext.behaviour.snapshot import LONGEST
+from sfast_ext.behaviour.snapshot import MAX_LENGTH
 
 _EXTENSIONS = ("extensions", "extensions-builtin")
 # extensions that ship with the host are known to its adapter
@@ -133,7 +133,7 @@ OF_OBJECTS = frozenset(
 
 PLAIN = (bool, int, float, str)
 # depth to which calls within a package are followed from a method
-_DEEPEST = 3
+_MAX_DEPTH = 3
 # packages with replacements of PyTorch's attention
 _ATTENTIONS = frozenset({"torch", "xformers", "flash_attn", "sageattention", "diffusers"})
 COMMON = frozenset({"torch", "typing_extensions", *sys.stdlib_module_names})
@@ -269,7 +269,7 @@ def torchs_methods(kind: type) -> Iterator[tuple[type, str, Any]]:
     for owner in kind.__mro__:
         of_torch = package(owner.__module__) == "torch" and owner is not nn.Module
         if of_torch or (owner is not nn.Module and issubclass(owner, nn.Module)):
-            # a class without one of its own may get one
+            # a class without one may get one
             yield from ((owner, name, vars(owner).get(name)) for name in CALLS)
         for name, value in vars(owner).items() if of_torch else ():
             bookkeeping = name.startswith("__") or name in _BOOKKEEPING
@@ -283,7 +283,7 @@ def read_by(function: Any, depth: int = 0) -> Iterator[Finding]:
     if not isinstance(function, FunctionType):
         return
     code = function.__code__
-    for cell in (function.__closure__ or ()) if depth < _DEEPEST else ():
+    for cell in (function.__closure__ or ()) if depth < _MAX_DEPTH else ():
         # a wrapper of the host's calls the original method
         yield from read_by(content_of(cell), depth + 1)
     names, around, own = names_in(code), function.__globals__, written_by(function)
@@ -298,7 +298,7 @@ def read_by(function: Any, depth: int = 0) -> Iterator[Finding]:
             continue
         if _is_compared(found):
             yield around, used, found
-            if isinstance(found, FunctionType) and depth < _DEEPEST and written_by(found) == own:
+            if isinstance(found, FunctionType) and depth < _MAX_DEPTH and written_by(found) == own:
                 yield from read_by(found, depth + 1)
         elif hasattr(found, "__dict__"):
             # an object in place of a module, as AUTOMATIC1111 has for torch
@@ -312,7 +312,7 @@ def _is_compared(value: Any) -> bool:
 
 def _of_plain(value: Any) -> bool:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 0 < len(items) <= LONGEST and all(isinstance(item, PLAIN) for item in items)
+    return 0 < len(items) <= MAX_LENGTH and all(isinstance(item, PLAIN) for item in items)
 
 
 @functools.lru_cache(maxsize=4096)

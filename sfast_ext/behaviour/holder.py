@@ -1,7 +1,7 @@
 """Which module a forward in an instance's dictionary was called on.
 
 A shallow copy of a module (`copy.copy`, `nn.DataParallel`, a dictionary that is passed on) shares that forward, and has
-parameters and submodules of its own. `nn.Module` calls the forward without naming the module.
+separate parameters and submodules. `nn.Module` calls the forward without naming the module.
 """
 
 from __future__ import annotations

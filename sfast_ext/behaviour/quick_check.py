@@ -33,7 +33,7 @@ _UNREAD_WHILE: dict[type, tuple[str, Any, frozenset[str]]] = {
 }
 """(attribute, value, attributes that are not read while it has that value)."""
 # from this number on, modules with the same attributes are read together
-_FEW = 4
+_MIN_GROUP = 4
 
 Namespace = Mapping[str, Any]
 
@@ -188,7 +188,7 @@ class _Rows:
             get = operator.itemgetter(*names)
             # itemgetter returns no tuple for a single name
             values = [each.values[0] if len(names) == 1 else each.values for each in row]
-            if len(row) < _FEW:
+            if len(row) < _MIN_GROUP:
                 self._few += [(get, each.module.__dict__) for each in row]
                 self._few_values += values
             else:

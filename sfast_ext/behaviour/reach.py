@@ -13,11 +13,11 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from sfast_ext.behaviour.foreign_code import CALLS, COMMON, OF_OBJECTS, layers, package, written_by
-from sfast_ext.behaviour.snapshot import LONGEST
+from sfast_ext.behaviour.snapshot import MAX_LENGTH
 
 _FIRST = frozenset({"forward", "_old_forward", *CALLS})
 # nesting of attributes and containers
-_DEEPEST = 2
+_MAX_DEPTH = 2
 
 
 def names_within(kinds: Iterable[type], functions: Iterable[Any], walk: Walk | None = None) -> frozenset[str]:
@@ -38,7 +38,7 @@ def names_within(kinds: Iterable[type], functions: Iterable[Any], walk: Walk | N
 
 
 def looked_into(functions: Iterable[Any]) -> frozenset[Hashable]:
-    """What `names_within` reads of functions, by identity: equal where only their closures hold other values.
+    """What `names_within` reads of functions, by identity: equal if only their closures hold other values.
 
     accelerate makes a function for each module.
     """
@@ -92,7 +92,7 @@ class Walk:
             self._waiting += _strings(value)
         elif isinstance(value, (tuple, list, dict)):
             self._waiting += _strings(value)
-            if depth < _DEEPEST and len(value) <= LONGEST:
+            if depth < _MAX_DEPTH and len(value) <= MAX_LENGTH:
                 for each in value.values() if isinstance(value, dict) else value:
                     if callable(each):
                         self._add_global(each, names, depth + 1)
@@ -112,7 +112,7 @@ class Walk:
             self._add_attributes(value, names, depth)
 
     def _add_attributes(self, value: Any, names: frozenset[str], depth: int) -> None:
-        for name in names & vars(value).keys() if depth < _DEEPEST else ():
+        for name in names & vars(value).keys() if depth < _MAX_DEPTH else ():
             inner = vars(value)[name]
             if not isinstance(inner, ModuleType):
                 self._add_global(inner, names, depth + 1)

@@ -35,7 +35,7 @@ from sfast_ext.behaviour.foreign_code import (
 )
 from sfast_ext.behaviour.forward_slot import AcceleratedForward, is_own_forward
 from sfast_ext.behaviour.reach import Walk, names_within
-from sfast_ext.behaviour.snapshot import LONGEST, Snapshot
+from sfast_ext.behaviour.snapshot import MAX_LENGTH, Snapshot
 from sfast_ext.behaviour.value_types import ATOMS, is_own, plain_key
 from sfast_ext.behaviour.values import CONFIGS, ORIGINS
 
@@ -352,7 +352,7 @@ class Reader:
         if isinstance(value, list):
             self.look(value, depth)
         if isinstance(value, (tuple, list)):
-            return tuple(self.value(v, depth + 1) for v in value) if depth < 2 and len(value) <= LONGEST else None
+            return tuple(self.value(v, depth + 1) for v in value) if depth < 2 and len(value) <= MAX_LENGTH else None
         if isinstance(value, dict):
             if not self.look(value, depth):
                 return None
@@ -391,7 +391,7 @@ class Reader:
         """Whether a container is read. It is added to the snapshot in any case, as its length may change."""
         if depth >= 2:
             return False
-        short = len(container) <= LONGEST
+        short = len(container) <= MAX_LENGTH
         (self.snapshot.container if short else self.snapshot.long)(container)
         return short
 

@@ -26,7 +26,7 @@ from sfast_ext.behaviour.quick_check import (
 )
 
 # containers with more items are not read
-LONGEST = 64
+MAX_LENGTH = 64
 # read separately
 _SLOTS = frozenset({"forward", "_old_forward"})
 _WRITERS = (dict.__setitem__, OrderedDict.__setitem__)
@@ -208,7 +208,7 @@ class Snapshot:
             and all(map(operator.is_, chain.from_iterable(self._lists), self._list_items))
             and all(map(operator.is_, chain.from_iterable(self._parameters), self._parameter_names))
             and list(map(operator.is_, values_in(self._parameters), repeat(None))) == self._missing
-            and all(len(container) > LONGEST for container in self._long)
+            and all(len(container) > MAX_LENGTH for container in self._long)
         )
         if same:
             self._quick_check.note_sizes()

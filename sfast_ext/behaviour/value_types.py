@@ -172,10 +172,24 @@ def hides_state(kind: type) -> bool:
     return kind.__basicsize__ - base.__basicsize__ > most * _WORD
 
 
+def parts_of(value: Any) -> tuple[Any, ...] | None:
+    """The values that a method, a partial function or a property is made of. None for another value."""
+    if isinstance(value, types.MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, (functools.partial, functools.partialmethod)):
+        return (value.func, value.args, value.keywords)
+    if isinstance(value, (staticmethod, classmethod)):
+        return (value.__func__,)
+    if isinstance(value, property):
+        return tuple(function for function in (value.fget, value.fset) if function is not None)
+    return (value.func,) if isinstance(value, functools.cached_property) else None
+
+
 def slots_of(kind: type) -> Iterator[tuple[str, Any]]:
     """The slots of a class and its bases: (name, descriptor)."""
     for owner in kind.__mro__:
-        if owner not in _READ:
+        # types written in C have members that cannot be set
+        if owner not in _READ and "__slots__" in vars(owner):
             for name, value in vars(owner).items():
                 if isinstance(value, types.MemberDescriptorType):
                     yield name, value

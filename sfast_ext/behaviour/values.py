@@ -39,19 +39,20 @@ from sfast_ext.behaviour.value_types import (
     is_of_library,
     is_own,
     is_silent,
+    parts_of,
     plain_key,
     random_state,
     slots_of,
 )
 
-MOST_ITEMS = 10_000
+MAX_ITEMS = 10_000
 """Items of one container that can be compared for each call."""
-MOST_BYTES = 1 << 16
+MAX_BYTES = 1 << 16
 """Bytes of one array that can be compared for each call."""
-_MOST_IN_ALL = 100_000
-_DEEPEST = 120
+_MAX_IN_ALL = 100_000
+_MAX_DEPTH = 120
 # an object that looks its attributes up in a longer dictionary is a table of settings, of which a forward reads few
-_FEW = 16
+_MAX_OPTIONS = 16
 _PLAIN = ATOMS | BY_WORDS
 _BASES: tuple[type, ...] = (int, float, complex, str, bytes, *(BY_WORDS - {float, complex}), range)
 ORIGINS = frozenset({"_name_or_path", "_diffusers_version", "_use_default_values"})
@@ -117,7 +118,7 @@ class Values:
         # no address is used again
         self._alive: list[Any] = []
         self._depth = 0
-        self._left = _MOST_IN_ALL
+        self._left = _MAX_IN_ALL
 
     def read(self, value: Any, where: str, names: Names, strict: bool = True) -> Hashable:
         """The key of a value.
@@ -130,8 +131,8 @@ class Values:
         kind = type(value)
         if kind in _PLAIN:
             return plain_key(value)
-        if self._depth >= _DEEPEST:
-            return self._refuse(where, value, f"that is nested more than {_DEEPEST} deep", strict)
+        if self._depth >= _MAX_DEPTH:
+            return self._refuse(where, value, f"that is nested more than {_MAX_DEPTH} deep", strict)
         self._depth += 1
         try:
             return self._read(value, kind, where, names, strict)
@@ -188,7 +189,7 @@ class Values:
         elif package(kind.__module__) == CONFIGS and hasattr(value, "__dict__"):
             return self._config_node(value, kind, where, names, strict)
         elif isinstance(value, (list, tuple, dict, set, frozenset, deque, types.MappingProxyType)):
-            if len(value) > min(MOST_ITEMS, self._left):
+            if len(value) > min(MAX_ITEMS, self._left):
                 return self._refuse(where, value, f"of {len(value)} items: too many to compare for each call", strict)
             self._left -= len(value)
             key = self._container(value, where, names, strict)
@@ -249,9 +250,8 @@ class Values:
                 items = self.contents.objects(lambda: tuple(value.ravel().tolist()))
                 return (value.shape, *(self.read(each, where, names, strict) for each in items))
             return self._refuse(where, value, "of objects, whose content cannot be compared", strict)
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             return self._refuse(where, value, f"of {size} bytes: too many to compare for each call", strict)
-        self.contents.holders.setdefault(id(value), (where, value))
         return self.contents.plain(lambda: buffer_content(value))
 
     def _container(self, value: Any, where: str, names: Names, strict: bool) -> Hashable:
@@ -259,7 +259,7 @@ class Values:
             # before the values, so that a change in between is detected
             keys = list(dict.keys(value))
             frozen = is_frozen(type(value))
-            values = list(dict.values(value)) if frozen else self.contents.container(value, where)
+            values = list(dict.values(value)) if frozen else self.contents.container(value)
             if isinstance(value, defaultdict):
                 (factory,) = self.contents.objects(lambda: (value.default_factory,))
                 keys, values = [*keys, None], [*values, factory]
@@ -268,13 +268,12 @@ class Values:
             found = self.contents.objects(lambda: (*value.keys(), *value.values()))
             return self._pairs(found[: len(found) // 2], found[len(found) // 2 :], where, names, strict)
         if isinstance(value, list):
-            items = self.contents.container(value, where)
+            items = self.contents.container(value)
         elif isinstance(value, (tuple, frozenset)):
             items = [*value]
         else:
             # the order of a set is what a loop over it sees
             base = set if isinstance(value, set) else deque
-            self.contents.holders.setdefault(id(value), (where, value))
             items = [*self.contents.objects(lambda: tuple(base.__iter__(value)))]
             if base is deque:
                 items.append(value.maxlen)
@@ -306,16 +305,13 @@ class Values:
             plain = bound is None or isinstance(bound, types.ModuleType)
             key = self._identity(value) if plain else self.read(bound, where, names, strict)
             return (kind, value.__qualname__, key)
-        if issubclass(kind, functools.partial):
-            found = [self.read(each, where, names, strict) for each in (value.func, value.args, value.keywords)]
-            return (kind, *found, self._attributes(value, kind, where, names, strict))
-        if issubclass(kind, (staticmethod, classmethod)):
-            return (kind, self.read(value.__func__, where, names, strict))
-        if issubclass(kind, property):
-            parts = (value.fget, value.fset) if strict else ()
-            return (kind, *(self.read(each, where, names, strict) for each in parts))
-        if issubclass(kind, (functools.partialmethod, functools.cached_property)):
-            return (kind, *(self.read(each, where, names, strict) for each in vars(value).values() if callable(each)))
+        if (parts := parts_of(value)) is not None:
+            if issubclass(kind, property) and not strict:
+                parts = ()
+            found = [self.read(each, where, names, strict) for each in parts]
+            if issubclass(kind, functools.partial):
+                found.append(self._attributes(value, kind, where, names, strict))
+            return (kind, *found)
         if callable(value) and hides_state(kind):
             inner = getattr(value, "__wrapped__", None)
             words = kind.__name__.lower()
@@ -340,21 +336,20 @@ class Values:
             home = None
         found: list[Hashable] = []
         if home:
-            self.contents.attributes(home, names, where)
+            self.contents.attributes(home, names)
             dynamic = any("__getattr__" in vars(owner) for owner in kind.__mro__)
             for name, each in list(home.items()):
                 if name in ORIGINS or (names is not None and name not in names):
                     continue
-                if dynamic and names is not None and isinstance(each, dict) and len(each) > _FEW:
+                if dynamic and names is not None and isinstance(each, dict) and len(each) > _MAX_OPTIONS:
                     # not the names of its methods that load and save
                     found += [name, self._table(each, f"{where}.{name}", self._from_outside(kind), strict)]
                 else:
                     found += [name, self.read(each, f"{where}.{name}", names, strict)]
         elif home is not None:
-            self.contents.attributes(home, names, where)
+            self.contents.attributes(home, names)
         slots = [(name, each) for name, each in slots_of(kind) if names is None or name in names]
         if slots:
-            self.contents.holders.setdefault(id(value), (where, value))
             inside = self.contents.objects(lambda: tuple(_slot(value, each) for _, each in slots))
             for (name, _), each in zip(slots, inside):
                 found += [name, self.read(each, f"{where}.{name}", names, strict)]
@@ -362,7 +357,7 @@ class Values:
 
     def _table(self, table: dict, where: str, names: frozenset[str], strict: bool) -> Hashable:
         """A long dictionary of an object that looks its attributes up: the entries with names that are looked up."""
-        self.contents.attributes(table, names, where)
+        self.contents.attributes(table, names)
         here = [name for name in list(table) if name in names]
         return tuple([(name, self.read(table.get(name), f"{where}[{name!r}]", self.names, strict)) for name in here])
 

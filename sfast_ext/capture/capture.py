@@ -28,7 +28,7 @@ from sfast_ext.capture.real_tensors import LIFTS
 from sfast_ext.capture.state import State
 from sfast_ext.reasons import Declined, Reason
 from sfast_ext.report import words_of
-from sfast_ext.weights.submodule_arena import Arena
+from sfast_ext.weights.arena import WeightArena
 from sfast_ext.weights.weight import Weight
 
 aten = torch.ops.aten
@@ -73,7 +73,7 @@ def capture(
     function: Callable[..., Any],
     call: Call,
     inputs: Sequence[torch.Tensor],
-    arena: Arena,
+    arena: WeightArena,
     ignored: frozenset[str] = frozenset(),
     state: State | None = None,
 ) -> Captured:
@@ -96,7 +96,7 @@ def capture(
     return _finalize(*recorded, _op_sequence(recorded[0]), arena, started)
 
 
-def capture_live(trace: LiveTrace, op_sequences: Container[OpSequence], arena: Arena) -> Captured | None:
+def capture_live(trace: LiveTrace, op_sequences: Container[OpSequence], arena: WeightArena) -> Captured | None:
     """The capture of a run that was recorded live, at no extra cost. None if there is no record, or if its operators
     are not a sequence that a capture on fake tensors gave before.
 
@@ -121,7 +121,7 @@ def _finalize(
     strides: list[tuple[int, ...]],
     edits: tuple[Edit, ...],
     op_sequence: OpSequence,
-    arena: Arena,
+    arena: WeightArena,
     started: float,
 ) -> Captured:
     _refuse_dynamic(graph_module)
@@ -145,7 +145,7 @@ def _recorded(
     function: Callable[..., Any],
     call: Call,
     inputs: Sequence[torch.Tensor],
-    arena: Arena,
+    arena: WeightArena,
     ignored: frozenset[str],
     state: State | None,
 ) -> Recorded:
@@ -183,12 +183,12 @@ def _recorded(
     return graph_module, found["tree"], found["strides"], found["edits"]
 
 
-def _path(arena: Arena, tensor: torch.Tensor) -> str | None:
+def _path(arena: WeightArena, tensor: torch.Tensor) -> str | None:
     weight = arena.locate(tensor)
     return None if weight is None else weight.path
 
 
-def _bind_weights(graph_module: fx.GraphModule, arena: Arena) -> None:
+def _bind_weights(graph_module: fx.GraphModule, arena: WeightArena) -> None:
     by_weight: dict[Weight, fx.Node] = {}
     for node in list(graph_module.graph.nodes):
         if node.op != "get_attr":

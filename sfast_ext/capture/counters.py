@@ -20,7 +20,7 @@ import torch
 
 # larger arrays are told apart by a checksum, and cannot be put back
 _KEPT_BYTES = 1 << 20
-_MOST_BYTES = 1 << 26
+_MAX_BYTES = 1 << 26
 
 
 def reader(value: Any) -> Callable[[Any], Any] | None:
@@ -121,7 +121,7 @@ def _of_array(values: Any) -> Any:
         return values.shape, tuple(values.flat)
     if values.nbytes <= _KEPT_BYTES:
         return values.shape, values.tobytes()
-    return values.shape, zlib.crc32(values.tobytes()) if values.nbytes <= _MOST_BYTES else 0
+    return values.shape, zlib.crc32(values.tobytes()) if values.nbytes <= _MAX_BYTES else 0
 
 
 def _of_numpy_random(generator: Any) -> bytes:

@@ -1,8 +1,8 @@
-"""Keeps torch's guard for CUDA devices alive where torch has CUDA and no GPU.
+"""Keeps torch's guard for CUDA devices alive if torch has CUDA and there is no GPU.
 
 There a fake mode replaces the guard by one that does nothing (`torch._C._ensureCUDADeviceGuardSet`). Torch, 2.11 at
 least, keeps that one in the memory of the thread that enters a fake mode first. Once this thread has ended, entering
-one reads freed memory, and the process ends. WebUIs make pictures in threads that come and go.
+one reads freed memory, and the process ends. WebUIs make images in threads that come and go.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _free_and_total(size: int, original: Any, *args: Any, **kwargs: Any) -> tupl
 
 def finish_lazy_codegen(graph_module: fx.GraphModule) -> None:
     """End lazy code generation: from now on `recompile` generates code."""
-    kind: Any = type(graph_module)  # each graph module has a class of its own
+    kind: Any = type(graph_module)  # each graph module has a separate class
     if hasattr(kind, "real_recompile"):
         kind.recompile = fx.GraphModule.recompile
 
@@ -290,7 +290,7 @@ def _memo() -> dict[Any, Any]:
 
 
 def _settings() -> tuple[Any, ...]:
-    """What may choose between implementations, whose results differ in strides, beside the arguments."""
+    """What may choose between implementations, whose results differ in strides, in addition to the arguments."""
     backends = torch.backends
     cudnn_sdp = getattr(backends.cuda, "cudnn_sdp_enabled", None)  # from torch 2.5 on
     return (

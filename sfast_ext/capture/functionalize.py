@@ -105,7 +105,7 @@ def _multiplies(node: fx.Node) -> bool:
 
 
 def _is_a_copy(node: fx.Node) -> bool:
-    """Whether a conversion has memory of its own. Not by strides and devices: a plan's inputs and weights may have
+    """Whether a conversion has separate memory. Not by strides and devices: a plan's inputs and weights may have
     others than those of the original."""
     if node.target not in _CONVERSIONS:
         return False

@@ -31,7 +31,7 @@ from sfast_ext.capture.interception import intercepted
 from sfast_ext.capture.real_tensors import LIFTS, READS, value_read
 from sfast_ext.environment import TORCH
 from sfast_ext.report import logger
-from sfast_ext.weights.submodule_arena import Arena
+from sfast_ext.weights.arena import WeightArena
 
 try:
     from torch._dispatch.python import enable_python_dispatcher
@@ -64,7 +64,7 @@ class LiveTrace:
         device: the device of the model.
     """
 
-    def __init__(self, call: Call, arena: Arena, device: torch.device) -> None:
+    def __init__(self, call: Call, arena: WeightArena, device: torch.device) -> None:
         self._arena = arena
         self._device = device
         self._why_not: str | None = None

@@ -30,7 +30,7 @@ _NARROW = frozenset(
     for name in ("int8", "uint8", "int16", "int32", "uint4", "int4", "float8_e4m3fn", "float8_e5m2", "quint8", "qint8")
     if hasattr(torch, name)
 )
-_DEEPEST = 3
+_MAX_DEPTH = 3
 
 
 def reading(root: nn.Module, read: Any) -> Reason | None:
@@ -68,7 +68,7 @@ def layer_reason(path: str, module: nn.Module, value: Any) -> Reason | None:
     library = _library(module, value)
     if library is None:
         return None
-    # torch.ao keeps the weights of a layer in a module of its own
+    # torch.ao keeps the weights of a layer in a separate module
     path = path.removesuffix("._packed_params")
     return reasons.QUANTISED_LAYER(path or type(module).__name__, library)
 
@@ -121,7 +121,7 @@ def _contains(value: Any, read: Any, depth: int = 0) -> bool:
         return isinstance(read, torch._C.ScriptObject) and isinstance(value, torch._C.ScriptObject)
     if _memory(value) == (memory := _memory(read)) and memory is not None:
         return True
-    if depth == _DEEPEST or type(value).__module__.startswith("torch.nn"):
+    if depth == _MAX_DEPTH or type(value).__module__.startswith("torch.nn"):
         return False
     inner = (each for each in getattr(value, "__dict__", {}).values() if isinstance(each, torch.Tensor))
     return any(_contains(each, read, depth + 1) for each in inner)

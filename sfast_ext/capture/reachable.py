@@ -22,7 +22,6 @@ from types import (
     FunctionType,
     GetSetDescriptorType,
     MemberDescriptorType,
-    MethodType,
     MethodWrapperType,
     ModuleType,
 )  # fmt: skip
@@ -31,16 +30,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from sfast_ext.behaviour.foreign_code import COMMON, names_in, package
+from sfast_ext.behaviour.foreign_code import COMMON, package
 from sfast_ext.behaviour.forward_slot import AcceleratedForward
 from sfast_ext.behaviour.quick_check import content_of
-from sfast_ext.behaviour.reach import names_within
+from sfast_ext.behaviour.reach import code_names, names_within
+from sfast_ext.behaviour.value_types import ATOMS, BY_WORDS, parts_of, slots_of
 from sfast_ext.capture import counters
 
 # more objects than these are not walked through, the nearest first
-MOST_OBJECTS = 40_000
+MAX_OBJECTS = 40_000
 # containers with more items are compared, and their items are not walked through: they are tables
-LONGEST = 4096
+MAX_LENGTH = 4096
 # rounds of code that was found by name in other code
 _ROUNDS = 4
 OURS = package(__name__)
@@ -48,13 +48,9 @@ _LIBRARIES = COMMON | {
     OURS, "numpy", "triton", "xformers", "flash_attn", "sageattention", "einops", "scipy", "PIL", "safetensors",
     "huggingface_hub", "omegaconf", "gradio", "fastapi", "starlette", "pydantic", "tqdm", "builtins",
 }  # fmt: skip
-_ATOMS = frozenset(
-    {
-        type(None), bool, int, float, complex, str, bytes, range, slice, type(...), type(NotImplemented), CodeType,
-        GetSetDescriptorType, MemberDescriptorType, torch.dtype, torch.device, torch.Size,
-        torch.memory_format, torch.layout, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
-    }
-)  # fmt: skip
+_ATOMS = ATOMS | BY_WORDS | {
+    slice, GetSetDescriptorType, MemberDescriptorType, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
+}  # fmt: skip
 # what changes without being state of a forward
 _LEFT_OUT = (
     logging.Logger, logging.Handler, logging.Formatter, threading.Thread, threading.Event, threading.Condition,
@@ -82,7 +78,7 @@ class Reachable:
         self._kinds: dict[type, None] = {}
         self._owners: set[type] = set()
         self._functions: dict[int, FunctionType] = {}
-        self._left = MOST_OBJECTS
+        self._left = MAX_OBJECTS
         # what code that runs looks up: all that is followed of objects that the model does not hold
         self._reached: frozenset[str] = frozenset()
 
@@ -193,14 +189,13 @@ class Reachable:
             self._items(where, value)
         elif kind is FunctionType:
             self._function(where, value)
-        elif kind is MethodType:
-            self._waiting += [(where, value.__self__), (where, value.__func__)]
+        elif (parts := parts_of(value)) is not None:
+            self._waiting += [(where, each) for each in parts]
+            if isinstance(value, functools.partial):
+                self._object(where, value)
         elif kind is BuiltinFunctionType or kind is MethodWrapperType:
             # as the `append` of a list
             self._waiting.append((where, value.__self__))
-        elif isinstance(value, functools.partial):
-            self._waiting += [(where, value.func), (where, value.args), (where, value.keywords)]
-            self._object(where, value)
         elif isinstance(value, type):
             if package(value.__module__) not in _LIBRARIES:
                 self._kinds[value] = None
@@ -212,12 +207,6 @@ class Reachable:
             self._waiting.append((where, value()))
         elif isinstance(value, _WEAK):
             self._waiting.append((where, value.data))  # type: ignore[union-attr]
-        elif isinstance(value, (staticmethod, classmethod)):
-            self._waiting.append((where, value.__func__))
-        elif isinstance(value, property):
-            self._waiting += [(where, function) for function in (value.fget, value.fset) if function is not None]
-        elif isinstance(value, functools.cached_property):
-            self._waiting.append((where, value.func))
         elif isinstance(value, _CACHE):
             self.counter(where, value, counters.of_cache)
             self._waiting.append((where, value.__wrapped__))
@@ -246,7 +235,7 @@ class Reachable:
             self._object(where, value)
 
     def _items(self, where: Where, values: Any, keys: Any = ()) -> None:
-        if len(values) > LONGEST:
+        if len(values) > MAX_LENGTH:
             return
         for each in values:
             if type(each) not in _ATOMS:
@@ -291,14 +280,9 @@ class Reachable:
         elif isinstance(attributes, dict):
             self.namespace(where, value, attributes)
             self._waiting += [((where, name), each) for name, each in attributes.items() if type(each) not in _ATOMS]
-        for owner in kind.__mro__:
-            declared = owner.__dict__.get("__slots__", ())
-            for name in (declared,) if isinstance(declared, str) else declared or ():
-                if name.startswith("__") and not name.endswith("__"):
-                    name = f"_{owner.__name__.lstrip('_')}{name}"
-                if name not in ("__dict__", "__weakref__"):
-                    self.slot((where, name), value, name)
-                    self._waiting.append(((where, name), getattr(value, name, None)))
+        for name, _ in slots_of(kind):
+            self.slot((where, name), value, name)
+            self._waiting.append(((where, name), getattr(value, name, None)))
         if package(kind.__module__) not in _LIBRARIES:
             self._kinds[kind] = None
 
@@ -322,7 +306,7 @@ class Reachable:
         around, code = function.__globals__, function.__code__
         if package(around.get("__name__") or "") in _LIBRARIES:
             return
-        self._named(around.get("__name__"), around, looked_up(code), written_by_name(code))
+        self._named(around.get("__name__"), around, code_names(code), written_by_name(code))
 
     def _named(
         self, home: Any, around: dict[str, Any], names: Collection[str], written: frozenset[str], depth: int = 0
@@ -351,25 +335,13 @@ class Reachable:
 
 
 @functools.lru_cache(maxsize=4096)
-def looked_up(code: CodeType) -> frozenset[str]:
-    """The names that code looks up, also as text, including nested functions."""
-    return names_in(code) | _texts(code)
-
-
-@functools.lru_cache(maxsize=4096)
 def written_by_name(code: CodeType) -> frozenset[str]:
     """The names that code may bind in its module, including nested functions."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     own = frozenset(code.co_names) if STORES.intersection(code.co_code[::2]) else frozenset()
     if _BY_TEXT.intersection(code.co_names):
-        own |= _texts(code)
+        own |= code_names(code)
     return own.union(*map(written_by_name, inner))
-
-
-def _texts(code: CodeType) -> frozenset[str]:
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    own = frozenset(each for each in code.co_consts if isinstance(each, str) and each.isidentifier())
-    return own.union(*map(_texts, inner))
 
 
 def _stores() -> frozenset[int]:

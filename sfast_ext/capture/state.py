@@ -25,7 +25,7 @@ from sfast_ext.preparation import is_shown
 
 _absent: Any = object()
 # nesting to which new values are compared with old ones
-_DEEPEST = 4
+_MAX_DEPTH = 4
 # of tensors that are put back; others are only compared
 _KEPT_BYTES = 1 << 20
 
@@ -188,7 +188,7 @@ class State(Reachable):
                         undo = _Undo(_set_attribute, kind, name, was, now=now)
                         yield (kind.__qualname__, name), undo, not _equal(now, was), True
         for where, value, read, was, theirs in self._counters:
-            if not _equal(read(value), was, -_DEEPEST * 4):
+            if not _equal(read(value), was, -_MAX_DEPTH * 4):
                 counts = read is not counters.of_cache
                 # what is in a cache is not seen
                 yield where, _Undo(counters.put_back, value, was, now=None), counts, theirs and counts
@@ -297,7 +297,7 @@ def _equal(a: Any, b: Any, depth: int = 0) -> bool:
     """Whether two values are the same, or new objects of equal value."""
     if a is b:
         return True
-    if type(a) is not type(b) or depth > _DEEPEST:
+    if type(a) is not type(b) or depth > _MAX_DEPTH:
         return False
     if isinstance(a, (bool, int, float, complex, str, bytes, range, torch.dtype, torch.device)):
         return bool(a == b) or (a != a and b != b)
@@ -312,7 +312,7 @@ def _equal(a: Any, b: Any, depth: int = 0) -> bool:
 def _has_fake(value: Any, depth: int = 0) -> bool:
     if isinstance(value, FakeTensor):
         return True
-    if depth > _DEEPEST:
+    if depth > _MAX_DEPTH:
         return False
     if isinstance(value, (dict, list, set, deque, tuple, frozenset)):
         return any(_has_fake(item, depth + 1) for item in _items(value))

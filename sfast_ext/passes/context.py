@@ -10,14 +10,14 @@ import torch
 from sfast_ext.kernels.backend.registry import Kernel
 
 if TYPE_CHECKING:
-    from sfast_ext.weights.submodule_arena import Arena
+    from sfast_ext.weights.arena import WeightArena
 
 
 @dataclass
 class PassContext:
     """What passes may use: the weight arena, Triton kernels; and how images and sums are to be."""
 
-    arena: Arena
+    arena: WeightArena
     device: torch.device
     triton: bool
     channels_last: bool = True

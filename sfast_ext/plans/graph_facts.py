@@ -6,13 +6,14 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from sfast_ext.kernels.backend import registry
+from sfast_ext.weights.original_layout import is_plain, memory_of
 
 
 def peak_bytes(graph: fx.Graph) -> int:
@@ -165,6 +166,12 @@ def shared_results(outputs: Sequence[torch.Tensor], *, alike: bool = True) -> di
             found[i] = view
     # these last: they may be the same as a view
     return {**found, **same}
+
+
+def lent(outputs: Sequence[torch.Tensor], others: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Which results of the original lie in the memory of other tensors, by their number."""
+    memory = {memory_of(x) for x in others if is_plain(x)}
+    return frozenset(i for i, x in enumerate(outputs) if is_plain(x) and memory_of(x) in memory)
 
 
 def hand_out(own: list[torch.Tensor], shapes: Sequence[torch.Tensor], views: dict[int, View]) -> None:

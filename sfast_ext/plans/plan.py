@@ -102,6 +102,8 @@ class Plan:
         self._output_strides = list(output_strides)
         self.views: dict[int, View] = {}
         """Results in the memory of others."""
+        self.lent: frozenset[int] = frozenset()
+        """Results in the memory of inputs or weights. They are normal tensors under inference mode as well."""
         self._set_static_inputs([])
         self.graph: CapturedGraph | None = None
         """Its CUDA graph."""
@@ -116,8 +118,9 @@ class Plan:
         self._eager_runs += 1
         if self.pool is not None:
             self._recapture.ran_without(self.ms_after)
-        with plan_mode(self.device), self._current():
-            outputs = self._function(*[as_tensor(leaf, self.device) for leaf in leaves])
+        with self._current():
+            with plan_mode(self.device):
+                outputs = self._function(*[as_tensor(leaf, self.device) for leaf in leaves])
             return self._copy_outputs(outputs)
 
     def records_now(self) -> bool:
@@ -170,9 +173,9 @@ class Plan:
 
     def replay(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """Copy the inputs, replay the CUDA graph, copy the outputs to new tensors. The caller holds the pool's lock."""
-        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        if torch.is_grad_enabled():
             # checking costs a fraction of switching
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.no_grad():
                 return self._replay(leaves)
         return self._replay(leaves)
 
@@ -204,13 +207,14 @@ class Plan:
         """
         pool = self.pool
         assert pool is not None
+        inference = torch.is_inference_mode_enabled()
         with pool.lock, torch.inference_mode(False), torch.no_grad():
             if not self._inputs:
                 self._set_static_inputs([as_tensor(leaf, self.device).clone() for leaf in leaves])
             else:
                 self._copy_inputs(leaves)
             try:
-                outputs = self._warm_up(pool)
+                outputs = self._warm_up(pool, inference)
                 began = time.perf_counter()
                 self.graph = pool.capture(
                     self._run_captured,
@@ -295,14 +299,15 @@ class Plan:
         with pdl_capture(weight.tensor for weight in self.weights):
             return self._run_static()
 
-    def _warm_up(self, pool: GraphPool) -> list[torch.Tensor]:
+    def _warm_up(self, pool: GraphPool, inference: bool) -> list[torch.Tensor]:
         # before the capture: kernels compile, libraries choose algorithms and allocate workspaces
         side, current = pool.side_stream(), torch.cuda.current_stream(self.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             outputs = self._run_static()
         current.wait_stream(side)
-        handed = self._copy_outputs(outputs)
+        with torch.inference_mode(inference), torch.no_grad():
+            handed = self._copy_outputs(outputs)
         # what they were copied from is memory of that stream
         side.wait_stream(current)
         return handed
@@ -325,10 +330,15 @@ class Plan:
         self._copies(sources)
 
     def _copy_outputs(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # inference tensors if that is the caller's mode, as the original's results are
         handed = []
         for i, (output, stride) in enumerate(zip(outputs, self._output_strides)):
             view = i in self.views
             handed.append(output if view else output.new_empty_strided(output.shape, stride).copy_(output))
+        if self.lent and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                for i in self.lent:
+                    handed[i] = handed[i].new_empty_strided(handed[i].shape, handed[i].stride()).copy_(handed[i])
         if self.views:
             hand_out(handed, outputs, self.views)
         return handed

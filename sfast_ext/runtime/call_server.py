@@ -9,7 +9,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from sfast_ext import torch_state
@@ -28,7 +27,7 @@ from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_finder import HostFailed, Lookup, PlanFinder, ReplayState
 from sfast_ext.runtime.plan_runner import OriginalFailed, PlanRunner
 from sfast_ext.timing import Pace
-from sfast_ext.weights.weight import WeightsAway, WeightsChanged, WeightsInUse
+from sfast_ext.weights.weight import WeightsAway, WeightsChanged
 
 
 class CallServer:
@@ -68,8 +67,6 @@ class CallServer:
         obstacle = torch_state.obstacle()
         if obstacle is not None:
             self._report.bypassed(obstacle)
-            if torch_state.transforms():
-                self._restore_layout()
             return self.run_original(*args, **kwargs)
         lookup: Lookup | None = None
         # an exception leaves it so
@@ -213,14 +210,6 @@ class CallServer:
             self._failures.failed(exc, lookup, building=True)
         finally:
             self._context.model.restore_layout(self._report)
-
-    def _restore_layout(self) -> None:
-        """Give the weights their original strides, as long as no plan runs: a derivative of an operation may need them.
-
-        In another thread, which has no state of torch around a call.
-        """
-        with contextlib.suppress(WeightsInUse), ThreadPoolExecutor(1) as thread:
-            thread.submit(self._context.arena.restore_layout_temporarily).result()
 
     def _host_failed(self, failed: HostFailed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A callback of the host raised: return the original forward's result. If that raises the same type of

@@ -20,7 +20,6 @@ from sfast_ext.plans.plan import Plan
 from sfast_ext.report import Report
 from sfast_ext.runtime.plan_cache import PlanKey
 from sfast_ext.weights.arena import WeightArena
-from sfast_ext.weights.submodule_arena import Arena
 
 
 class HasPlans(Protocol):
@@ -118,7 +117,7 @@ class ModuleContext:
     hooks: Hooks
     report: Report
     slot: ForwardSlot
-    arena: Arena
+    arena: WeightArena
     model: ModelState[Any]
     is_part: bool
 

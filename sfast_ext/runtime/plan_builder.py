@@ -28,7 +28,7 @@ from sfast_ext.kernels.backend.triton_runtime import without_triton
 from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.layout_time import channels_last_pays
-from sfast_ext.plans.graph_facts import peak_bytes, shared_results
+from sfast_ext.plans.graph_facts import lent, peak_bytes, shared_results
 from sfast_ext.plans.payback import CaptureBackoff, Stopwatch
 from sfast_ext.plans.plan import Plan
 from sfast_ext.preparation import Interrupted, Preparation, StageTimes
@@ -40,7 +40,8 @@ from sfast_ext.runtime.plan_finder import Lookup
 from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.runtime.rounding import PEAK_FACTOR, exact
 from sfast_ext.runtime.verify import Verification, verify_plan
-from sfast_ext.weights.submodule_arena import Arena
+from sfast_ext.weights.arena import WeightArena
+from sfast_ext.weights.weight import tensors_held
 
 _MEASURING = 1.0  # seconds of a first call in which ways to compute the same are compared, at most
 _gpu_times, _cpu_times = StageTimes(nvrtc.folder), StageTimes()
@@ -197,11 +198,16 @@ class PlanBuilder:
         at("capture")
         try:
             captured = self._captured(lookup, run)
-            strides = _strides(run.result, lookup.call)
-            captured.output_strides = strides or captured.output_strides
+            results = flatten_output(run.result)[1]
+            gaps = lent(results, filter(_has_gaps, lookup.call.leaf_tensors()))
+            captured.output_strides = [
+                recorded if i in gaps else tuple(x.stride())
+                for i, (x, recorded) in enumerate(zip(results, captured.output_strides))
+            ]
             blocks_copied = block_reuse.holds_copies(captured.graph_module)
             plan = make_plan(captured, lookup.call, context.arena, device, context.config)
-            plan.views = shared_results(flatten_output(run.result)[1], alike=strides is not None)
+            plan.views = shared_results(results, alike=not gaps)
+            plan.lent = lent(results, (*lookup.call.leaf_tensors(), *tensors_held(context.module)))
             plan.edits = self._own_edits(plan.edits)
             if device.type == "cuda":
                 for sentence in environment.left_out(device):
@@ -308,11 +314,9 @@ class PlanBuilder:
         return captured
 
 
-def _strides(result: Any, call: Call) -> list[tuple[int, ...]] | None:
-    """The strides of the original's outputs. None if they may depend on those of its inputs."""
-    if not all(leaf.is_contiguous() for leaf in call.leaves if isinstance(leaf, torch.Tensor)):
-        return None
-    return [tuple(output.stride()) for output in flatten_output(result)[1]]
+def _has_gaps(leaf: torch.Tensor) -> bool:
+    """Whether the strides of a tensor do not follow from their order, which the signature has."""
+    return leaf.stride() != torch.empty_like(leaf, device="meta").stride()
 
 
 def _room(device: torch.device) -> int:
@@ -325,7 +329,7 @@ def _bytes(module: torch.nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
-def make_plan(captured: Captured, call: Call, arena: Arena, device: torch.device, config: Config) -> Plan:
+def make_plan(captured: Captured, call: Call, arena: WeightArena, device: torch.device, config: Config) -> Plan:
     """The plan of a captured forward: its graph after all passes, with the kernels that device and config allow."""
     at("choice of kernels")
     # passes may read weights

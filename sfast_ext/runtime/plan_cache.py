@@ -15,7 +15,7 @@ from sfast_ext.plans.payback import Rejection
 from sfast_ext.plans.plan import Plan
 from sfast_ext.reasons import Reason
 from sfast_ext.report import Report
-from sfast_ext.weights.submodule_arena import Arena
+from sfast_ext.weights.arena import WeightArena
 
 MAX_CHANGING_CALLS = 3
 """A forward may fill what it keeps for later calls in so many calls in a row, in different places each time."""
@@ -50,7 +50,7 @@ class PlanCache:
         lock: held while plans are added or removed.
     """
 
-    def __init__(self, arena: Arena, report: Report, lock: threading.RLock, size: int) -> None:
+    def __init__(self, arena: WeightArena, report: Report, lock: threading.RLock, size: int) -> None:
         self.plans: OrderedDict[PlanKey, Plan] = OrderedDict()
         self.latest: Plan | None = None
         self.size = size

@@ -30,7 +30,7 @@ class Digests:
         self._values = torch.cat([part for each in parts for part in each])
 
     def unchanged(self, tensors: Sequence[torch.Tensor | None]) -> list[bool]:
-        """For each tensor whether it still has its digest; not where it is None. Waits for the device."""
+        """For each tensor whether it still has its digest; false if it is None. Waits for the device."""
         before = self._values.split(self._lengths)
         parts = [None if tensor is None else _parts(tensor) for tensor in tensors]
         # what begins elsewhere in its memory may be read in narrower words

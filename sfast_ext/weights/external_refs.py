@@ -25,7 +25,7 @@ def part(written: Iterable[tuple[Weight, torch.Tensor]], layouts: OriginalLayout
 
 
 def give_own_memory(left: Iterable[Left], coming: Container[int], layouts: OriginalLayouts) -> None:
-    """Give replaced parameters that are still referenced memory of their own: they are in another slot, or a host keeps
+    """Give replaced parameters that are still referenced separate memory: they are in another slot, or a host keeps
     them to put them back.
 
     Args:
@@ -88,7 +88,7 @@ def external_reader(
 
 
 def uses(tensor: torch.Tensor) -> int:
-    """The use count of a tensor's memory; `ALONE` where no other tensor uses it."""
+    """The use count of a tensor's memory; `ALONE` if no other tensor uses it."""
     # before torch 2.8 it exists in GPU builds only
     count = getattr(torch._C, "_storage_Use_Count", None)
     storage = tensor.untyped_storage()

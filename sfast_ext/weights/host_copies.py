@@ -1,6 +1,6 @@
 """Copies in system memory of weights that are on the GPU.
 
-A host that has little GPU memory moves each model there and back for each picture. The way back copies all weights,
+A host that has little GPU memory moves each model there and back for each image. The way back copies all weights,
 although the host's own tensors in system memory had the same values. They are kept here while the model is on the GPU,
 and put back where a digest of the weight (see `digest`) shows that nothing changed it. They take no more system memory
 than the host needs while the model is away.
@@ -106,7 +106,7 @@ def sources_of(module: nn.Module) -> Sources:
 
 def move_to_gpu(module: nn.Module, device: torch.device) -> None:
     """Move the parameters of a module from system memory, as `module.to(device)` does, but faster; see `Staging`. All
-    of them, or where it fails none."""
+    of them, or none if it fails."""
     moved: Sources = []
     with _readable():
         with Staging() as copy:

@@ -6,7 +6,7 @@ A second copy of all convolutions would take a third of the memory of a UNet's w
 into the host's order, in the same memory, before the original forward runs, and back before the next plan runs. Nothing
 is moved between two runs of the same kind.
 
-Memory that others reference is not rewritten: the parameter then gets memory of its own for that time.
+Memory that others reference is not rewritten: the parameter then gets separate memory for that time.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from sfast_ext import reasons
+from sfast_ext import reasons, torch_state
 from sfast_ext.weights.external_refs import ALONE, uses
 from sfast_ext.weights.gate import Gate
 from sfast_ext.weights.original_layout import OriginalLayouts, Strides, is_channels_last, is_plain, memory_of, set_data
 from sfast_ext.weights.weight import Weight, WeightsChanged, WeightsInUse, tensors_of
 
 _WAITS, _WAIT_S = 10, 0.002
-_SOME = 3  # convolutions of another layout that tell what the host did to all of them
+_MIN_CONVERTED = 3  # convolutions that show which layout the host gave to all
 
+T = TypeVar("T")
 Turn = Callable[[torch.device], contextlib.AbstractContextManager[Any]]
 Strange = tuple[Weight, torch.Tensor, Strides]
 """A weight, its parameter, and the strides that the parameter should have."""
@@ -49,13 +51,13 @@ class HostOrder:
         self._turn: Turn = turn or (lambda device: lock)
         self._laid: dict[int, tuple[Weight, list[str]]] = {}
         self._in_place: dict[int, Weight] = {}  # those whose memory is in the host's order now
-        self._apart: dict[int, Weight] = {}  # those whose parameter has memory of its own now
+        self._apart: dict[int, Weight] = {}  # those whose parameter has separate memory now
         self.pinned = False
         """Whether memory stays as it is: a CUDA graph of the program reads it."""
 
     @property
     def changed(self) -> bool:
-        """Whether any weight is in the host's order, or in memory of its own. Exact under the lock `turn`."""
+        """Whether any weight is in the host's order, or in separate memory. Exact under the lock `turn`."""
         return bool(self._in_place or self._apart)
 
     def __len__(self) -> int:
@@ -93,9 +95,9 @@ class HostOrder:
             own: dictionaries of modules, by id. Weights in others stay as they are.
         """
         with gate:
-            if not self.pinned and (strange := self._strange(own)) and not _transformed():
+            if self._laid and not self.pinned and not _compiled() and (strange := _unrecorded(self._strange, own)):
                 with self._turn(strange[0][0].tensor.device), self._lock:
-                    self._to_host(self._strange(own))
+                    _unrecorded(lambda: self._to_host(self._strange(own)))
             yield
 
     def plan(self, gate: Gate, own: Container[int] | None = None) -> bool:
@@ -198,7 +200,7 @@ class HostOrder:
         self._layouts.record(now, original, self._laid[id(weight)][1])
 
     def _rejoin(self, weight: Weight, now: torch.Tensor) -> bool:
-        """Make a parameter with memory of its own a view of the live tensor. False if its values changed there."""
+        """Make a parameter in separate memory a view of the live tensor. False if its values changed there."""
         live = weight.tensor
         alike = now.shape == live.shape and now.dtype == live.dtype and now.device == live.device
         if not alike or not torch.equal(now, live):
@@ -217,7 +219,7 @@ class HostOrder:
         """
         ours = {id(weight.bound) for weight, _ in self._laid.values()}
         others = [t for t in tensors if id(t) not in ours and is_plain(t) and t.dim() == 4 and t.shape[1] > 1]
-        if len(others) >= _SOME and all(is_channels_last(t.shape, t.stride()) for t in others):
+        if len(others) >= _MIN_CONVERTED and all(is_channels_last(t.shape, t.stride()) for t in others):
             for weight, paths in self._laid.values():
                 container, name = weight.slots[0]
                 now = container.get(name)
@@ -320,9 +322,16 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-def _transformed() -> bool:
-    """Whether operations are recorded or transformed in a way that cannot be suspended."""
-    if torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
+def _unrecorded(function: Callable[..., T], *args: Any) -> T:
+    """Call a function whose operations no trace records, and no transform of torch.func sees."""
+    if not torch_state.traces() and not torch_state.transforms():
+        return function(*args)
+    # these states cannot be suspended, and another thread has none of them
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args).result()
+
+
+def _compiled() -> bool:
+    """Whether torch.compile or torch.export follows this code."""
     compiling = getattr(getattr(torch, "compiler", None), "is_compiling", None)
     return compiling is not None and compiling()

@@ -87,7 +87,7 @@ class OriginalLayouts:
         return [held() for held, _, _ in self._moved.values()]
 
     def restore(self, tensor: torch.Tensor, original: Strides) -> None:
-        """Move a tensor to memory of its own, with its original strides."""
+        """Move a tensor to separate memory, with its original strides."""
         with torch.inference_mode(False), torch.no_grad():
             own = torch.empty_strided(tensor.shape, original, dtype=tensor.dtype, device=tensor.device)
             own.copy_(tensor.detach())
@@ -146,7 +146,7 @@ def is_channels_last(shape: Sequence[int], strides: Strides) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of no class of its own, and strided."""
+    """Whether a tensor is a plain one or a parameter, and strided."""
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 

@@ -1,6 +1,6 @@
 """Copies from pageable system memory to the GPU.
 
-CUDA's driver copies pageable memory in one thread, through a pinned buffer of its own. Here threads fill one pinned
+CUDA's driver copies pageable memory in one thread, through one pinned buffer. Here threads fill one pinned
 buffer while the other is on its way: about three times as fast with six of them (docs/small-cards.md). The method is
 that of "How to Optimize Data Transfers in CUDA C/C++" (NVIDIA's developer blog, 2012), with two buffers.
 
@@ -21,7 +21,7 @@ from sfast_ext.weights.original_layout import live_tensor
 
 BUFFER_BYTES = 32 << 20
 _ALIGNED = 64  # where a tensor begins in a buffer, in bytes
-_LEAST_THREADS, _MOST_THREADS = 2, 6  # with one, the driver is faster; more than six gain little
+_MIN_THREADS, _MAX_THREADS = 2, 6  # with one, the driver is faster; more than six gain little
 _TASK_BYTES = 1 << 20  # what a thread takes at a time, or a single tensor
 
 
@@ -36,7 +36,7 @@ class Event(Protocol):
         """On this stream, or on the current one."""
 
     def synchronize(self) -> object:
-        """Wait until the stream has come there; not at all where it was never recorded."""
+        """Wait until the stream has come there; not at all if it was never recorded."""
 
 
 class Staging:
@@ -74,7 +74,7 @@ class Staging:
                 self._pool.shutdown()
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """`to.copy_(source)`, through the buffers where `source` is on the CPU and `to` on the GPU."""
+        """`to.copy_(source)`, through the buffers if `source` is on the CPU and `to` on the GPU."""
         staged = to.is_cuda and not source.is_cuda and is_dense(source) and not source.is_pinned()
         if not staged or not self._allocated():
             to.copy_(source)
@@ -91,10 +91,10 @@ class Staging:
         if self._buffers is None:
             self._buffers = []
             try:
-                threads = min(torch.get_num_threads(), _MOST_THREADS)
-                if threads >= _LEAST_THREADS:
+                threads = min(torch.get_num_threads(), _MAX_THREADS)
+                if threads >= _MIN_THREADS:
                     buffers = [self._buffer(self._size) for _ in range(2)]
-                    # raises where torch was built for another NumPy
+                    # raises if torch was built for another NumPy
                     buffers[0][0].numpy()
                     self._helpers = threads - 1
                     self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="sfast: weights")

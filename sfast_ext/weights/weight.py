@@ -74,6 +74,11 @@ def slots_at(paths: Sequence[str], places: Mapping[str, WeightSlot]) -> list[Wei
     return found if same and len(found) == len(paths) else []
 
 
+def tensors_held(root: nn.Module) -> list[torch.Tensor]:
+    """All tensors of a module."""
+    return [container[name] for container, name in places_of(root).values()]
+
+
 def tensors_of(root: nn.Module) -> dict[int, tuple[torch.Tensor, list[str], list[WeightSlot]]]:
     """Each tensor of a module by its id: (tensor, paths, slots)."""
     held: dict[int, tuple[torch.Tensor, list[str], list[WeightSlot]]] = {}

@@ -13,7 +13,7 @@ from settings_models import Holder, Model, Processor, Slots, keys_of, use
 from torch import nn
 
 from sfast_ext import Config, accelerate
-from sfast_ext.behaviour.fingerprint import fingerprint, reachable_state
+from sfast_ext.behaviour.fingerprint import fingerprint
 from sfast_ext.behaviour.key import BehaviourKeys
 
 CPU = Config(allow_cpu=True, drop_slower=False)
@@ -305,16 +305,3 @@ def test_what_a_wrapper_laid_before_acceleration_reads_is_seen(announced):
     assert accelerator.report.counter("captures") > 0
     accelerator.release()
     assert model.forward is wrapper
-
-
-def test_what_a_forward_can_change_is_listed():
-    counter, seen = Slots(0), [{"a": set()}]
-
-    def processor(x):
-        counter.level += len(seen)
-        return x
-
-    found = {id(state.holder): state for state in reachable_state(Model(processor))}
-    for each in (counter, seen, seen[0], seen[0]["a"], *processor.__closure__):
-        assert id(each) in found
-    assert found[id(seen)].where.startswith("seen in the closure of")

@@ -39,7 +39,7 @@ from torch import nn
 
 from sfast_ext.behaviour.fingerprint import fingerprint
 from sfast_ext.behaviour.structure import structure
-from sfast_ext.behaviour.values import MOST_BYTES, MOST_ITEMS
+from sfast_ext.behaviour.values import MAX_BYTES, MAX_ITEMS
 
 REPLACED = {
     "numpy's float16": (np.float16(1), np.float16(2)),
@@ -189,8 +189,8 @@ UNKNOWN = {
     "an iterator": (iter([1]), "list_iterator"),
     "a generator": ((x for x in [1]), "generator"),
     "an iterator far inside": ({"a": [(zip([1]),)]}, "zip"),
-    "a long list": ([0] * (MOST_ITEMS + 1), "list of 10001 items: too many"),
-    "a large array": (np.zeros(MOST_BYTES), "numpy.ndarray of 524288 bytes: too many"),
+    "a long list": ([0] * (MAX_ITEMS + 1), "list of 10001 items: too many"),
+    "a large array": (np.zeros(MAX_BYTES), "numpy.ndarray of 524288 bytes: too many"),
     "an array of objects": (np.array([None, [1]], dtype=object), "numpy.ndarray of objects"),
     "a match": (re.match("a", "a"), "re.Match"),
     "keys of a dictionary": ({}.keys(), "dict_keys"),

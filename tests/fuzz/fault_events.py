@@ -25,7 +25,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "signature": (sfast_ext.runtime.plan_finder, "flatten_call"),
     "behaviour key": (sfast_ext.behaviour.key, "fingerprint"),
     "sync": (sfast_ext.weights.arena.WeightArena, "sync"),
-    "adoption of weights": (sfast_ext.weights.arena.WeightArena, "_copy_in"),
+    "adoption of weights": (sfast_ext.weights.arena, "copy_in"),
     "capture": (sfast_ext.runtime.plan_builder, "capture"),
     "packing": (sfast_ext.weights.arena.WeightArena, "pack"),
     "passes": (sfast_ext.runtime.plan_builder, "run_passes"),

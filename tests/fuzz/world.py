@@ -262,6 +262,8 @@ class World:
         alike = untouched and not self.laid_out
         if alike and [o.stride() for o in mine] != [o.stride() for o in expected]:
             raise Wrong("the result has other strides")
+        if [o.is_inference() for o in mine] != [o.is_inference() for o in expected]:
+            raise Wrong("the result is an inference tensor without us, or only with us")
         limits = self.ground.limits
         limit = max(limits[self.dtype], limits[self.ground.autocast] if self.mode == "autocast" else 0.0)
         # a GPU's libraries do not promise the same bits twice

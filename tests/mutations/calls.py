@@ -26,12 +26,32 @@ SIGNATURE = [
     ),
     Mutation(
         "dtypes of arguments", "call_signature.py",
-        'return ("tensor", value.dtype, tuple(value.shape)', 'return ("tensor", torch.float32, tuple(value.shape)',
+        'return ("tensor", value.dtype, shape, len', 'return ("tensor", torch.float32, shape, len',
         _SIGNATURES,
     ),
     Mutation(
+        "memory formats of arguments", "call_signature.py",
+        "if len(shape) < 4 or device is None or value.is_contiguous():", "if True:",
+        ("test_result_tensors.py::test_results_have_the_strides_of_the_original",),
+    ),
+    Mutation(
+        "gaps in arguments", "runtime/plan_builder.py",
+        "recorded if i in gaps else tuple(x.stride())", "tuple(x.stride())",
+        ("test_result_tensors.py::test_an_input_with_gaps_that_is_returned_leaves_none_in_later_results",),
+    ),
+    Mutation(
+        "inference mode around a call", "runtime/plan.py",
+        "return self._copy_outputs(outputs)", "with torch.inference_mode(False): return self._copy_outputs(outputs)",
+        ("test_result_tensors.py::test_results_are_inference_tensors_if_those_of_the_original_are",),
+    ),
+    Mutation(
+        "results that are weights, in inference mode", "runtime/plan.py",
+        "if self.lent and torch.is_inference_mode_enabled():", "if False:",
+        ("test_result_tensors.py::test_results_are_inference_tensors_if_those_of_the_original_are",),
+    ),
+    Mutation(
         "shapes of arguments", "call_signature.py",
-        'return ("tensor", value.dtype, tuple(value.shape)', 'return ("tensor", value.dtype, (value.dim(),)',
+        'return ("tensor", value.dtype, shape, len', 'return ("tensor", value.dtype, (value.dim(),), len',
         _SIGNATURES,
     ),
     Mutation(
@@ -81,9 +101,9 @@ SIGNATURE = [
         ("test_accelerator.py::test_gradients_go_to_the_original",),
     ),
     Mutation(
-        "inference mode", "plans/plan.py",
-        "if torch.is_grad_enabled() or torch.is_inference_mode_enabled():", "if False:",
-        ("test_speculation.py::test_a_result_of_a_replay_is_a_plain_tensor_in_every_mode",),
+        "gradients around a replay", "plans/plan.py",
+        "if torch.is_grad_enabled():", "if False:",
+        ("test_speculation.py::test_the_inputs_of_a_graph_take_no_gradients",),
     ),
 ]  # fmt: skip
 
@@ -120,7 +140,7 @@ BEHAVIOUR = [
     Mutation(
         "forwards of instances as patches", "behaviour/reader.py",
         'self.patches.append(Patch(path, module, "forward", function))', "pass",
-        ("test_accelerator.py::test_a_foreign_patch_inside_means_the_original_and_is_named",),
+        ("test_refusals.py::test_a_foreign_patch_inside_means_the_original_and_is_named",),
     ),
     Mutation(
         "hooks in the key", "behaviour/reader.py",
@@ -139,7 +159,7 @@ BEHAVIOUR = [
     ),
     Mutation(
         "lists", "behaviour/reader.py",
-        "return tuple(self.value(v, depth + 1) for v in value) if depth < 2 and len(value) <= LONGEST else None",
+        "return tuple(self.value(v, depth + 1) for v in value) if depth < 2 and len(value) <= MAX_LENGTH else None",
         "return None",
         _KEY,
     ),
@@ -292,7 +312,7 @@ BEHAVIOUR = [
     ),
     Mutation(
         "functions that a method's functions call", "behaviour/foreign_code.py",
-        "if isinstance(found, FunctionType) and depth < _DEEPEST and", "if False and",
+        "if isinstance(found, FunctionType) and depth < _MAX_DEPTH and", "if False and",
         (f"{_VOUCHED}[a number in the module of a helper's helper]",),
     ),
     Mutation(
@@ -377,7 +397,7 @@ CALL = [
     Mutation(
         "what another party patched", "runtime/plan_finder.py",
         "if foreign:\n            raise NotOurs(foreign)", "if False:\n            raise NotOurs(foreign)",
-        ("test_accelerator.py::test_a_foreign_patch_inside_means_the_original_and_is_named",),
+        ("test_refusals.py::test_a_foreign_patch_inside_means_the_original_and_is_named",),
     ),
     Mutation(
         "the behaviour after a replay", "runtime/plan_finder.py",
@@ -399,7 +419,7 @@ CALL = [
     Mutation(
         "a refusal", "runtime/plan_finder.py",
         "refused = self._cache.rejection(key)", "refused = None",
-        ("test_accelerator.py::test_what_is_refused_is_not_tried_again",),
+        ("test_refusals.py::test_what_is_refused_is_not_tried_again",),
     ),
     Mutation(
         "refusals that are over with other settings", "accelerator.py",

@@ -101,7 +101,7 @@ MUTATIONS = [
         "capture/state.py",
         "            maybe_others = theirs and not alone and not _has_fake(undo.now)",
         "            maybe_others = False",
-        ("test_state_changes.py::test_another_thread_may_write_to_what_the_program_holds_while_a_plan_is_made",),
+        ("test_state_put_back.py::test_another_thread_may_write_to_what_the_program_holds_while_a_plan_is_made",),
     ),
     Mutation(
         "a stage that is shown is state of the forward",
@@ -164,7 +164,7 @@ MUTATIONS = [
         "capture/live_trace.py",
         "                undo()",
         "                pass",
-        ("test_state_changes.py::test_a_run_that_is_recorded_and_fails_is_repeated_from_where_it_began",),
+        ("test_state_put_back.py::test_a_run_that_is_recorded_and_fails_is_repeated_from_where_it_began",),
     ),
     Mutation(
         "a rehearsal leaves what its first call changed",

@@ -89,7 +89,7 @@ MUTATIONS = [
     Mutation(
         "when a plan is compared: always", "runtime/plan_finder.py",
         'return check == "always" or (', "return (",
-        ("test_accelerator.py::test_always_checking_catches_a_plan_gone_wrong_later",),
+        ("test_wrong_plans.py::test_always_checking_catches_a_plan_gone_wrong_later",),
     ),
     Mutation(
         "when a plan is compared: first", "runtime/plan_finder.py",
@@ -104,7 +104,7 @@ MUTATIONS = [
     Mutation(
         "another tolerance", "accelerator.py",
         "self._runner.reject_inaccurate()", "pass",
-        ("test_accelerator.py::test_a_plan_whose_known_error_is_over_a_new_tolerance_is_used_no_more",),
+        ("test_wrong_plans.py::test_a_plan_whose_known_error_is_over_a_new_tolerance_is_used_no_more",),
     ),
     Mutation(
         "the number of results", "runtime/verify.py",

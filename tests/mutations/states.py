@@ -13,7 +13,7 @@ MUTATIONS = [
     Mutation(
         "a default device is none of these", "torch_state.py",
         "if type(mode) is not DeviceContext", "",
-        ("test_torch_state.py::test_a_default_device_for_the_whole_program_is_served",),
+        ("test_torch_flags.py::test_a_default_device_for_the_whole_program_is_served",),
     ),
     Mutation(
         "modes that see operations", "torch_state.py",
@@ -64,19 +64,19 @@ MUTATIONS = [
         "kernels of torch.library that are no obstacle", "torch_state.py",
         'return parts[0] == "aten" and parts[-1] in self._SERVING', "return True",
         (
-            "test_torch_state.py::test_what_changes_no_result_leaves_the_plan_in_use",
-            "test_torch_state.py::test_a_kernel_for_another_device_is_no_obstacle",
+            "test_torch_flags.py::test_what_changes_no_result_leaves_the_plan_in_use",
+            "test_torch_flags.py::test_a_kernel_for_another_device_is_no_obstacle",
         ),
     ),
     Mutation(
         "kernels of flash attention", "torch_state.py",
         "if name not in self.flash), None)", "), None)",
-        ("test_torch_state.py::test_flash_attention_of_another_package_is_part_of_the_key_and_no_obstacle",),
+        ("test_torch_flags.py::test_flash_attention_of_another_package_is_part_of_the_key_and_no_obstacle",),
     ),
     Mutation(
         "a CUDA graph of the program's", "runtime/plan_finder.py",
         "if records_graph(device):", "if False:",
-        ("test_torch_state.py::test_a_call_within_a_graph_that_the_program_captures_gets_the_original",),
+        ("test_program_graphs.py::test_a_call_within_a_graph_that_the_program_captures_gets_the_original",),
     ),
     Mutation(
         "the state of torch around a call", "runtime/call_server.py",
@@ -89,14 +89,19 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-        "strides of weights under a transform", "runtime/call_server.py",
-        "if torch_state.transforms():", "if False:",
+        "strides of weights under a transform", "weights/host_order.py",
+        "and not _compiled() and", "and not _compiled() and not torch_state.transforms() and",
+        ("test_torch_state.py::test_weights_have_their_own_strides_under_a_transform",),
+    ),
+    Mutation(
+        "strides of weights under a trace", "weights/host_order.py",
+        "if not torch_state.traces() and not", "if not",
         ("test_torch_state.py::test_weights_have_their_own_strides_under_a_transform",),
     ),
     Mutation(
         "the default dtype", "call_signature.py",
         "_default_dtype(), _default_type()", "None, _default_type()",
-        ("test_torch_state.py::test_what_chooses_how_torch_computes_has_a_plan_of_its_own",),
+        ("test_torch_flags.py::test_what_chooses_how_torch_computes_has_a_plan_of_its_own",),
     ),
     Mutation(
         "the default device", "call_signature.py",
@@ -106,22 +111,22 @@ MUTATIONS = [
     Mutation(
         "ways to compute attention", "call_signature.py",
         "_sdp_efficient(), _sdp_math()", "None, None",
-        ("test_torch_state.py::test_what_chooses_how_torch_computes_has_a_plan_of_its_own",),
+        ("test_torch_flags.py::test_what_chooses_how_torch_computes_has_a_plan_of_its_own",),
     ),
     Mutation(
         "flash attention", "call_signature.py",
         "_mkldnn(), _sdp_flash()", "_mkldnn(), None",
-        ("test_torch_state.py::test_what_chooses_how_torch_computes_has_a_plan_of_its_own",),
+        ("test_torch_flags.py::test_what_chooses_how_torch_computes_has_a_plan_of_its_own",),
     ),
     Mutation(
         "oneDNN", "call_signature.py",
         "_mkldnn(), _sdp_flash()", "None, _sdp_flash()",
-        ("test_torch_state.py::test_what_chooses_how_torch_computes_has_a_plan_of_its_own",),
+        ("test_torch_flags.py::test_what_chooses_how_torch_computes_has_a_plan_of_its_own",),
     ),
     Mutation(
         "autocast of the other device", "call_signature.py",
         "numerical_flags(), other_mode)", "numerical_flags(), ())",
-        ("test_torch_state.py::test_what_chooses_how_torch_computes_has_a_plan_of_its_own",),
+        ("test_torch_flags.py::test_what_chooses_how_torch_computes_has_a_plan_of_its_own",),
     ),
     Mutation(
         "Dynamo in the accelerator", "accelerator.py",

@@ -65,12 +65,12 @@ MUTATIONS = [
     ),
     Mutation(
         "too many items", "behaviour/values.py",
-        "if len(value) > min(MOST_ITEMS, self._left):", "if False:",
+        "if len(value) > min(MAX_ITEMS, self._left):", "if False:",
         _NAMED,
     ),
     Mutation(
         "too many bytes", "behaviour/values.py",
-        "if size > MOST_BYTES:", "if False:",
+        "if size > MAX_BYTES:", "if False:",
         _NAMED,
     ),
     Mutation(
@@ -160,7 +160,7 @@ MUTATIONS = [
     ),
     Mutation(
         "other modules", "behaviour/code_values.py",
-        "if of in COMMON or depth >= _DEEPEST_MODULE or (not strict and theirs):", "if True:",
+        "if of in COMMON or depth >= _MAX_MODULE_DEPTH or (not strict and theirs):", "if True:",
         _FOUND,
     ),
     Mutation(

@@ -51,13 +51,13 @@ MUTATIONS = [
         ("weights/test_arena.py::test_memory_that_was_exchanged_under_a_plan_is_noticed",),
     ),
     Mutation(
-        "weights that are untied", "weights/arena.py",
+        "weights that are untied", "weights/copy_in.py",
         "if any(c.get(n) is not now for c, n in weight.slots):", "if False:",
         ("test_stale.py::test_a_weight_that_is_untied_cannot_be_followed",),
     ),
     Mutation(
         "a layout that is restored while a plan is made", "weights/arena.py",
-        "if (self._bound, self._indexed_times) == uses else None", "if self._bound == uses[0] else None",
+        "if (tracked.bound, tracked.indexed_times) == uses else None", "if tracked.bound == uses[0] else None",
         ("weights/test_gate.py::test_a_layout_is_not_restored_while_a_plan_is_made",),
     ),
     Mutation(
@@ -66,18 +66,18 @@ MUTATIONS = [
         ("weights/test_gate.py::test_weights_that_were_laid_back_meanwhile_are_bound_to_no_plan",),
     ),
     Mutation(
-        "one tensor in the places of two weights", "weights/arena.py",
+        "one tensor in the places of two weights", "weights/copy_in.py",
         "if other is not weight:", "if False:",
         ("test_stale.py::test_one_tensor_for_two_weights_cannot_be_followed",),
     ),
     Mutation(
-        "weights that change places by their data", "weights/arena.py",
+        "weights that change places by their data", "weights/copy_in.py",
         "now.detach().clone() if memory_of(now) in memory else now.detach()", "now.detach()",
         ("test_regressions.py::test_weights_that_changed_places_by_their_data",),
     ),
     Mutation(
-        "memory that others read", "weights/arena.py",
-        "if other is not None:\n            raise WeightsChanged", "if False:\n            raise WeightsChanged",
+        "memory that others read", "weights/copy_in.py",
+        "if other is not None:\n        raise WeightsChanged", "if False:\n        raise WeightsChanged",
         ("test_stale.py::test_the_memory_of_a_weight_that_somebody_reads_is_not_written_to",),
     ),
     Mutation(
@@ -128,7 +128,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights of a part that were laid out anew", "weights/submodule_arena.py",
-        "if self._epoch != self._arena.epoch:", "if self._epoch == -1:",
+        "if self._epoch != self._tracked.epoch:", "if self._epoch == -1:",
         ("test_parts.py::test_whole_and_parts_share_the_weights_and_see_every_change",),
     ),
     Mutation(
@@ -154,13 +154,13 @@ MUTATIONS = [
     ),
     Mutation(
         "the gate around the original", "weights/host_order.py",
-        "        with gate:\n            if not self.pinned", "        if True:\n            if not self.pinned",
+        "        with gate:\n            if self._laid and", "        if True:\n            if self._laid and",
         ("weights/test_gate.py::test_weights_lie_still_while_another_thread_computes",),
     ),
     Mutation(
         "weights that are laid out in place of others' work", "weights/arena.py",
-        "with self.gate.exclusive(), self._lock:\n            return self._copy_in(changed)",
-        "with self._lock:\n            return self._copy_in(changed)",
+        "with self.gate.exclusive(), self._tracked.lock:\n            return copy_in(self._tracked, changed)",
+        "with self._tracked.lock:\n            return copy_in(self._tracked, changed)",
         ("weights/test_gate.py::test_new_weights_of_a_part_are_not_copied_while_another_thread_computes",),
     ),
     Mutation(
@@ -200,7 +200,7 @@ MUTATIONS = [
         ("weights/test_vacancy.py::test_weights_are_fetched_without_a_second_copy",),
     ),
     Mutation(
-        "parameters are bound once they have their values", "weights/arena.py",
+        "parameters are bound once they have their values", "weights/copy_in.py",
         "if now.device == weight.tensor.device:", "if now is not None:",
         ("weights/test_vacancy.py::test_a_fetch_that_fails_leaves_the_host_its_weights",),
     ),
@@ -231,7 +231,7 @@ MUTATIONS = [
     ),
     Mutation(
         "tensors that are held while the host is short of memory", "weights/arena.py",
-        "self._layouts.give_up()", "self._layouts.sweep()",
+        "tracked.layouts.give_up()", "tracked.layouts.sweep()",
         ("hosts/adapters/test_forge_programs.py::test_on_a_gpu_what_forge_moves_off_is_held_only_where_there_is_room",),
     ),
     Mutation(
@@ -241,8 +241,8 @@ MUTATIONS = [
     ),
     Mutation(
         "weights that a graph of the program reads", "weights/host_order.py",
-        "if not self.pinned and (strange", "if (strange",
-        ("test_torch_state.py::test_weights_that_a_graph_of_the_program_reads_stay_where_and_as_they_are",),
+        "if self._laid and not self.pinned and", "if self._laid and",
+        ("test_program_graphs.py::test_weights_that_a_graph_of_the_program_reads_stay_where_and_as_they_are",),
     ),
     Mutation(
         "the host's order before the original runs", "runtime/model_state.py",
@@ -262,12 +262,12 @@ MUTATIONS = [
     Mutation(
         "memory that others took in the host's order", "weights/host_order.py",
         "if not _soon_alone(weight):", "if False:",
-        ("weights/test_host_order.py::test_memory_that_others_took_in_the_hosts_order_is_not_rewritten",),
+        ("weights/test_host_order_threads.py::test_memory_that_others_took_in_the_hosts_order_is_not_rewritten",),
     ),
     Mutation(
         "modes around a rewrite of weights", "weights/host_order.py",
         "with undisturbed(), torch.inference_mode(False)", "with torch.inference_mode(False)",
-        ("weights/test_host_order.py::test_modes_around_a_call_change_no_weight",),
+        ("weights/test_host_order_threads.py::test_modes_around_a_call_change_no_weight",),
     ),
     Mutation(
         "weights in another memory format", "weights/host_order.py",
