@@ -40,12 +40,12 @@ SIGNATURE = [
         ("test_result_tensors.py::test_an_input_with_gaps_that_is_returned_leaves_none_in_later_results",),
     ),
     Mutation(
-        "inference mode around a call", "runtime/plan.py",
+        "inference mode around a call", "plans/plan.py",
         "return self._copy_outputs(outputs)", "with torch.inference_mode(False): return self._copy_outputs(outputs)",
         ("test_result_tensors.py::test_results_are_inference_tensors_if_those_of_the_original_are",),
     ),
     Mutation(
-        "results that are weights, in inference mode", "runtime/plan.py",
+        "results that are weights, in inference mode", "plans/plan.py",
         "if self.lent and torch.is_inference_mode_enabled():", "if False:",
         ("test_result_tensors.py::test_results_are_inference_tensors_if_those_of_the_original_are",),
     ),
@@ -93,7 +93,7 @@ SIGNATURE = [
     Mutation(
         "numbers that a forward branches on", "argument_roles.py",
         "replace(self.known.get(signature, _Roles()), static=True)", "_Roles()",
-        ("test_accelerator.py::test_a_forward_that_branches_on_a_number_gets_it_into_the_signature",),
+        ("test_refusals.py::test_a_forward_that_branches_on_a_number_gets_it_into_the_signature",),
     ),
     Mutation(
         "gradients", "runtime/plan_finder.py",
@@ -429,7 +429,7 @@ CALL = [
     Mutation(
         "refusals that lapse", "runtime/plan_cache.py",
         "if rejection.generations.pay():", "if False:",
-        ("test_accelerator.py::test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone",),
+        ("test_refusals.py::test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone",),
     ),
     Mutation(
         "back-off of captures", "runtime/plan_finder.py",

@@ -9,7 +9,7 @@ MUTATIONS = [
         "the first comparison", "runtime/verify.py",
         "refusal = Comparison(plan, outputs, references, config, new.run_original, new.exact).difference()",
         "refusal = None",
-        ("test_accelerator.py::test_a_plan_that_differs_is_discarded_and_the_original_goes_on",),
+        ("test_wrong_plans.py::test_a_plan_that_differs_is_discarded_and_the_original_goes_on",),
     ),
     Mutation(
         "what rounding explains", "runtime/verify.py",
@@ -84,7 +84,7 @@ MUTATIONS = [
     Mutation(
         "every other comparison", "runtime/plan_runner.py",
         "if refusal is not None:", "if False:",
-        ("test_accelerator.py::test_always_checking_catches_a_plan_gone_wrong_later",),
+        ("test_wrong_plans.py::test_always_checking_catches_a_plan_gone_wrong_later",),
     ),
     Mutation(
         "when a plan is compared: always", "runtime/plan_finder.py",

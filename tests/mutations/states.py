@@ -106,7 +106,7 @@ MUTATIONS = [
     Mutation(
         "the default device", "call_signature.py",
         "default_device() if _function_modes() else None", "None",
-        ("test_torch_state.py::test_what_chooses_how_torch_computes_has_a_plan_of_its_own",),
+        ("test_torch_flags.py::test_what_chooses_how_torch_computes_has_a_plan_of_its_own",),
     ),
     Mutation(
         "ways to compute attention", "call_signature.py",
