@@ -25,10 +25,9 @@ from torch import nn
 from benchmarks import records
 from sfast_ext import Accelerator, Config, accelerate
 from sfast_ext.behaviour.fingerprint import fingerprint
-from sfast_ext.call_signature import Call, flatten_call
+from sfast_ext.call_signature import Call, flatten_call, rebuild_output
+from sfast_ext.plans.graph_pool import CapturedGraph, GraphPool, pool_of
 from sfast_ext.report import Report
-from sfast_ext.runtime.graph_pool import CapturedGraph, GraphPool, pool_of
-from sfast_ext.runtime.plan import Plan
 from sfast_ext.timing import timer
 from sfast_ext.tools.lib import models
 from sfast_ext.tools.lib.machine import describe
@@ -79,7 +78,10 @@ class _NoPool(GraphPool):
     def begin_use(self) -> Any:
         return None
 
-    def end_use(self, stream: Any = None) -> None:
+    def end_use(self, stream: Any = None, captured: Any = None) -> None:
+        pass
+
+    def drop(self, captured: CapturedGraph) -> None:
         pass
 
 
@@ -87,21 +89,15 @@ def launched(accelerator: Accelerator, call: Call) -> Launch:
     """Puts a `Launch` into the one plan of an accelerator; on a CPU it is all that runs."""
     (plan,) = accelerator.plans.values()
     if plan.device.type == "cuda":
-        assert plan._graph is not None, plan.no_graph_reason
-        launch = Launch(plan._graph.graph)
-        plan._graph.graph = launch  # type: ignore[assignment]
+        assert plan.graph is not None, plan.no_graph_reason
+        launch = Launch(plan.graph.graph)
+        plan.graph.graph = launch  # type: ignore[assignment]
         return launch
     outputs = plan.run_eagerly(call.leaves)
     launch = Launch()
-    pool = launch.pool
-    plan._graph = CapturedGraph(launch, outputs, 0)  # type: ignore[arg-type]
+    plan.pool, plan.graph = launch.pool, CapturedGraph(launch, outputs, 0)  # type: ignore[arg-type]
     plan._set_static_inputs([leaf.clone() for leaf in call.tensors(CPU)])
-    pool._entries[id(plan._graph)] = (plan._graph, lambda: None)
-
-    def replayed(plan: Plan, call: Call) -> list[torch.Tensor]:
-        return plan.replay(call.leaves, pool)
-
-    accelerator._runner.outputs = replayed  # type: ignore[method-assign]
+    plan.pool._entries[id(plan.graph)] = (plan.graph, lambda: None)
     return launch
 
 
@@ -142,6 +138,20 @@ class Timeline:
         return taken
 
 
+class Marks:
+    """Stands in for `report.current`: marks the stages that are set."""
+
+    rehearsal = False
+    _line: Timeline
+
+    def __init__(self, line: Timeline) -> None:
+        object.__setattr__(self, "_line", line)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "stage":
+            self._line.mark(value)
+
+
 @contextlib.contextmanager
 def watched(accelerator: Accelerator, launch: Launch, pool: GraphPool) -> Iterator[Timeline]:
     """Lets the one plan of an accelerator note its stages: those that an error would be told under, and a replay's."""
@@ -156,7 +166,7 @@ def watched(accelerator: Accelerator, launch: Launch, pool: GraphPool) -> Iterat
     ]
     with contextlib.ExitStack() as stack:
         for module in ("runtime.call_server", "runtime.plan_finder", "runtime.plan_runner"):
-            stack.enter_context(mock.patch(f"sfast_ext.{module}.at", line.mark))
+            stack.enter_context(mock.patch(f"sfast_ext.{module}.current", Marks(line)))
         for home, name, stage, then in parts:
             stack.enter_context(mock.patch.object(home, name, line.around(getattr(home, name), stage, then)))
         yield line
@@ -253,17 +263,17 @@ def stages(accelerator: Accelerator, args: tuple, kwargs: dict, device: torch.de
     call = flatten_call(args, kwargs, device)
     (key,) = accelerator.plans
     plan, report, keys = accelerator.plans[key], Report(), accelerator._finder.keys
-    assert plan._graph is not None and keys._fingerprint is not None
+    assert plan.graph is not None and keys._fingerprint is not None
     fingerprint_read = keys._fingerprint
     pool = pool_of(device) if device.type == "cuda" else _NoPool(CPU)
 
     def lookup() -> None:
-        again = (call.signature, plan.behaviour, None, device)
+        again = key._replace(signature=call.signature)
         accelerator.plans.get(again)
         accelerator._cache.rejection(again)
         accelerator._cache.touch(again)
 
-    outputs = plan._graph.outputs
+    outputs = plan.graph.outputs
     parts: dict[str, Callable[[], Any]] = {
         "device": accelerator._context.device,
         "signature": lambda: flatten_call(args, kwargs, device),
@@ -275,7 +285,7 @@ def stages(accelerator: Accelerator, args: tuple, kwargs: dict, device: torch.de
         "copies in, one by one": lambda: [mine.copy_(leaf) for mine, leaf in zip(plan._inputs, call.leaves)],
         "order of streams": lambda: pool.end_use(pool.begin_use()),
         "copies out": lambda: plan._copy_outputs(outputs),
-        "result": lambda: plan.output(outputs),
+        "result": lambda: rebuild_output(plan.output_tree, outputs),
         "counters": lambda: report.count("replays"),
     }
     found = {name: median(run, times) for name, run in parts.items()}

@@ -1,10 +1,10 @@
 """How far plans are from the original, next to what rounding to fewer bits moves the original by: what
-`verify.MOST_NOISE` is chosen from.
+`verify.MAX_NOISE` is chosen from.
 
     python -m benchmarks.rounding                                   # tiny models on a CPU
     python -m benchmarks.rounding --device cuda --json rounding.json
 
-The ratio of both is 0.05 to 0.7 for correct plans. A plan above `MOST_NOISE` is rejected. `alone` is how long the
+The ratio of both is 0.05 to 0.7 for correct plans. A plan above `MAX_NOISE` is rejected. `alone` is how long the
 original takes in a call, `measured` how long the run takes in which values are rounded.
 """
 
@@ -77,11 +77,11 @@ def _case(
 ) -> Iterator[dict[str, Any]]:
     size = f"{width}x{height}x{images}"
     module, call = _module(name, width, height, images, dtype, device)
-    with _surroundings(device, dtype, way), mock.patch.object(verify, "MOST_NOISE", math.inf):
+    with _surroundings(device, dtype, way), mock.patch.object(verify, "MAX_NOISE", math.inf):
         accelerator = accelerate(module, Config(allow_cpu=True, tolerance=1.0, drop_slower=False))
         for step in STEPS if "sd " not in name else (0,):
             args, kwargs = call(step)
-            original = functools.partial(accelerator.original, *args, **kwargs)
+            original = functools.partial(accelerator.run_original, *args, **kwargs)
             module(*args, **kwargs)
             ours = flatten_output(module(*args, **kwargs))[1]
             alone, theirs = _timed(original, device)
@@ -150,7 +150,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if options.json is not None:
         records.write(options.json, {**machine.describe(), "rows": found})
     floor = {str(dtype).removeprefix("torch."): value for dtype, value in verify.FLOORS.items()}
-    beyond = [r for r in found if r["ratio"] > verify.MOST_NOISE and r["error"] > floor[r["dtype"]]]
+    beyond = [r for r in found if r["ratio"] > verify.MAX_NOISE and r["error"] > floor[r["dtype"]]]
     return 1 if beyond else 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from torch import nn
@@ -20,15 +20,15 @@ from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
 from sfast_ext.kernels.backend import health
 from sfast_ext.kernels.backend.precompile import get_ready
+from sfast_ext.plans.graph_pool import pool_of
+from sfast_ext.plans.payback import CaptureBackoff
+from sfast_ext.plans.plan import Plan
 from sfast_ext.report import Report
-from sfast_ext.runtime.backoff import CaptureBackoff
 from sfast_ext.runtime.call_server import CallServer, building
 from sfast_ext.runtime.failures import Failures
-from sfast_ext.runtime.graph_pool import pool_of
 from sfast_ext.runtime.model_state import ModelState, ModuleContext
-from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.plan_builder import PlanBuilder
-from sfast_ext.runtime.plan_cache import PlanCache, pool_for
+from sfast_ext.runtime.plan_cache import PlanCache, PlanKey
 from sfast_ext.runtime.plan_finder import PlanFinder
 from sfast_ext.runtime.plan_runner import PlanRunner
 from sfast_ext.torch_state import compiles
@@ -79,9 +79,7 @@ class Accelerator:
         self._runner = PlanRunner(context, cache)
         failures = Failures(context, cache)
         self._builder = PlanBuilder(context, cache, self._runner, failures, self._backoff)
-        self._finder = PlanFinder(
-            context, cache, self._runner, self._builder.roles, self._backoff, self._builder.changes
-        )
+        self._finder = PlanFinder(context, cache, self._builder.roles, self._backoff, self._builder.changes)
         self._server = CallServer(context, cache, self._finder, self._runner, self._builder, failures, self._backoff)
         self._released = False
         self._inside = threading.local()
@@ -102,7 +100,7 @@ class Accelerator:
         return self._context.hooks
 
     @property
-    def plans(self) -> OrderedDict[Hashable, Plan]:
+    def plans(self) -> OrderedDict[PlanKey, Plan]:
         """All plans, least recently used first."""
         return self._cache.plans
 
@@ -137,7 +135,7 @@ class Accelerator:
                 for plan in self.plans.values():
                     plan.no_graph_reason = None
                     if not config.cuda_graphs:
-                        plan.drop_graph(pool_for(plan))
+                        plan.drop_graph()
                 self._runner.reject_inaccurate()
             for part in self.parts:
                 part.configure(config)
@@ -202,7 +200,7 @@ class Accelerator:
             context.module, context.hooks, self._released = module, hooks, False
             context.slot = ForwardSlot(module, self, saving=self.whole is None)
             self._finder.follow(behaviour)
-            for key in [key for key, plan in self.plans.items() if plan.behaviour != behaviour]:
+            for key in [key for key in self.plans if key.behaviour != behaviour]:
                 self._cache.drop(key)
             self._cache.clear_rejected()
         self.install()
@@ -278,13 +276,13 @@ class Accelerator:
         with self._model.lock:
             device = self._context.device()
             plans = list(self.plans.values())
-            latest = max((plan.pass_of_use for plan in plans), default=0)
+            latest = max((plan.generation_of_use for plan in plans), default=0)
             return {
                 "name": self.name,
                 "module": type(self.module).__qualname__,
                 "device": str(device),
                 "installed": self.installed(),
-                "plans": [{**plan.status(), "last_pass": latest > 0 and plan.pass_of_use == latest} for plan in plans],
+                "plans": [{**p.status(), "last_pass": latest > 0 and p.generation_of_use == latest} for p in plans],
                 "calls_per_s": self._server.pace.per_second(),
                 "parts": [part._summary() for part in self.parts],
                 "weights": self.arena.status(),
@@ -292,13 +290,13 @@ class Accelerator:
                 "kernels_put_down": health.disabled(device) if device is not None else {},
             }
 
-    def original(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the original forward, see `CallServer.original`."""
-        return self._server.original(*args, **kwargs)
+    def run_original(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the original forward, see `CallServer.run_original`."""
+        return self._server.run_original(*args, **kwargs)
 
-    def beside(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a module that may share parameters with this one, as a shallow copy of it does."""
-        return self._context.beside(forward, *args, **kwargs)
+        return self._context.run_forward(forward, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if compiles():
@@ -306,7 +304,7 @@ class Accelerator:
         # a part is bypassed inside the original forward of the whole
         bypass = self._released or (self.whole is not None and building())
         if bypass or getattr(self._inside, "busy", False) or not self.config.enabled:
-            return self.original(*args, **kwargs)
+            return self.run_original(*args, **kwargs)
         self.calls += 1
         self._inside.busy = True
         try:

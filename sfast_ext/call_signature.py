@@ -2,7 +2,7 @@
 
 A call is a tree of tuples, lists, dicts and dataclasses. Its tensors are the inputs of a plan. A Python number that is
 an argument of its own (a timestep, the strength of a ControlNet) becomes a 0-d tensor, so that it is not baked into a
-plan, and so do chosen numbers inside of other arguments, see `runtime/argument_roles.py`. All other scalars are part of
+plan, and so do chosen numbers inside of other arguments, see `argument_roles.py`. All other scalars are part of
 the signature.
 """
 
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext import fp32_precision, reasons
 from sfast_ext.reasons import Declined
-from sfast_ext.torch_state import default_device, flash_kernels
+from sfast_ext.torch_state import default_device, python_kernels
 
 _CONSTANTS = frozenset({type(None), bool, str, bytes, torch.dtype, torch.device})
 # before torch 2.4 there was a function for each device type
@@ -108,6 +108,7 @@ _sdp_math, _sdp_cudnn = _flag("_get_math_sdp_enabled"), _flag("_get_cudnn_sdp_en
 _sdp_half_sums = _flag("_get_math_sdp_allow_fp16_bf16_reduction")
 _default_dtype, _default_type = torch.get_default_dtype, _flag("_get_default_device")
 _raw_matmul, _raw_conv = fp32_precision.RAW
+_function_modes = torch._C._len_torch_function_stack
 _known_flags: dict[tuple[Any, ...], int] = {}
 _last_flags: tuple[tuple[Any, ...], int] = (), 0
 
@@ -123,7 +124,8 @@ def numerical_flags() -> int:
     global _last_flags
     # in one expression: a loop over the readers takes three times as long
     raw = (
-        _default_dtype(), _default_type(), default_device(), flash_kernels(), _half_sums(), _bf16_sums(),
+        _default_dtype(), _default_type(), default_device() if _function_modes() else None, python_kernels.flash,
+        _half_sums(), _bf16_sums(),
         _half_accumulators(), _cudnn(), _cudnn_deterministic(), _deterministic(), _mkldnn(), _sdp_flash(),
         _sdp_efficient(), _sdp_math(), _sdp_cudnn(), _sdp_half_sums(), _raw_matmul(), _raw_conv(),
     )  # fmt: skip

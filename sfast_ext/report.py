@@ -14,7 +14,18 @@ from typing import Any
 from sfast_ext.reasons import FURTHER, Reason, given, one_line
 
 logger = logging.getLogger("sfast_ext")
-_thread = threading.local()
+
+
+class ThreadState(threading.local):
+    """What one thread is at. `current` is that of the running thread."""
+
+    stage: str = "decision"
+    """See `at`. A call that is replayed sets it directly: nobody watches its stages."""
+    rehearsal: bool = False
+    """See `rehearsal`."""
+
+
+current = _thread = ThreadState()
 
 EVENTS_KEPT = 200
 REASONS_KEPT = 100

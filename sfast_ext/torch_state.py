@@ -101,7 +101,8 @@ class _Kernels:
         return parts[0] == "aten" and parts[-1] in self._SERVING
 
 
-_kernels = _Kernels()
+python_kernels = _kernels = _Kernels()
+"""As known to the last `obstacle`."""
 _registered = _kernels.registered
 
 
@@ -145,16 +146,6 @@ def default_device() -> torch.device | None:
     """
     modes = _function_modes()
     return _function_mode(modes - 1).device if modes else None
-
-
-def flash_kernels() -> tuple[str, ...]:
-    """Kernels of flash attention that Python code has put in place of torch's own; as known to the last `obstacle`."""
-    return _kernels.flash
-
-
-def records_graph(device: torch.device) -> bool:
-    """Whether the program captures a CUDA graph on the current stream."""
-    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _function_mode_of_others() -> Any:

@@ -26,7 +26,8 @@ from torch import nn
 from sfast_ext import Config, Hooks, accelerate, accelerator_of, call_signature, environment, passes
 from sfast_ext.kernels.attention import attention
 from sfast_ext.kernels.backend import nvrtc, trial
-from sfast_ext.runtime import graph_pool, model_state, plan, plan_builder, recapture, verify
+from sfast_ext.plans import graph_pool, payback, plan
+from sfast_ext.runtime import model_state, plan_builder, verify
 from sfast_ext.runtime.verify import relative_error
 
 CPU = Config(allow_cpu=True)
@@ -288,7 +289,7 @@ def stand_in_for_cuda(patch: pytest.MonkeyPatch, **others: Any) -> None:
     patch.setattr(nvrtc, "bind", lambda index: None)
     patch.setattr(nvrtc, "current_stream", lambda index: 0)
     # by the times here a graph that was evicted would stay away for a while
-    patch.setattr(recapture.Recapture, "is_due", lambda self, with_ms: True)
+    patch.setattr(payback.Recapture, "is_due", lambda self, with_ms: True)
     patch.setattr(plan_builder, "channels_last_pays", lambda graph, device: True)
     patch.setattr(attention, "_PREFERENCE", None)  # nothing is measured
     # one run of each: nobody looks at the second
@@ -393,7 +394,7 @@ sys.path[:0] = ["tests"]
 import torch
 from faulty import Pair
 from sfast_ext import Config
-from sfast_ext.runtime.plan import Plan
+from sfast_ext.plans.plan import Plan
 
 torch.set_grad_enabled(False)
 honest, times = Plan._run_static, []

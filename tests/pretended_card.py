@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sfast_ext import torch_state
 from sfast_ext.behaviour import surroundings
 from sfast_ext.hosts import gpu_room
-from sfast_ext.runtime import plan, plan_builder
+from sfast_ext.plans import plan
+from sfast_ext.runtime import plan_builder
 from sfast_ext.weights import host_order
 from sfast_ext.weights.staging import Staging
 

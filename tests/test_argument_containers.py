@@ -234,9 +234,9 @@ def test_the_original_that_runs_again_after_memory_was_freed_gets_its_lists_back
 
     model = Root(short_of_memory).eval()
     accelerator = accelerate(model, Config(allow_cpu=True, drop_slower=False))
-    monkeypatch.setattr(accelerator._server._failures, "gave_way", lambda exc: True)
+    monkeypatch.setattr(accelerator._server._failures, "freed_memory_for", lambda exc: True)
     given = tensors(3, 0)
     with torch.no_grad():
-        accelerator.original(torch.ones(2, 4), given)
+        accelerator.run_original(torch.ones(2, 4), given)
     assert runs == [2, 2] and len(given) == 2
     accelerator.release()

@@ -39,8 +39,9 @@ from sfast_ext.kernels.backend import precompile
 from sfast_ext.kernels.backend.registry import Kernel
 from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.kernels.pointwise import geglu, layer_norm
-from sfast_ext.runtime import argument_roles, backoff, failures, plan_builder, verify
-from sfast_ext.runtime.plan import Plan
+from sfast_ext.plans import payback
+from sfast_ext.plans.plan import Plan
+from sfast_ext.runtime import failures, plan_builder, plan_finder, plan_runner, verify
 from sfast_ext.weights.arena import WeightArena
 
 CALLS = 10
@@ -55,7 +56,7 @@ def no_gradients():
 # on the way to a plan; the original forward is asked at each call, until the failures end
 DECIDING = {
     "the host's reason to bypass a call": Stage(Hooks, "bypass_reason", "bypass_reason of the host"),
-    "the arguments": Stage(argument_roles, "flatten_call", "arguments"),
+    "the arguments": Stage(plan_finder, "flatten_call", "arguments"),
     "the host's preparation": Stage(Hooks, "prepare", "prepare of the host"),
     "the behaviour key": Stage(key, "fingerprint", "behaviour key"),
     "the host's key": Stage(Hooks, "key", "key of the host"),
@@ -87,9 +88,9 @@ BUILDING = {
 # of a plan that has already run
 RUNNING = {
     "a run": Stage(Plan, "run_eagerly", "replay"),
-    "a run, without memory": Stage(Plan, "run_eagerly", "replay", OOM, tries=failures.OUT_OF_MEMORY),
+    "a run, without memory": Stage(Plan, "run_eagerly", "replay", OOM, tries=failures.MAX_OUT_OF_MEMORY),
     "the outputs of a run": Stage(Plan, "_copy_outputs", "replay", done=True),
-    "the result": Stage(Plan, "output", "result"),
+    "the result": Stage(plan_runner, "rebuild_output", "result"),
 }
 ALL = [
     *(pytest.param("deciding", s, id=name) for name, s in DECIDING.items()),
@@ -375,7 +376,7 @@ def test_a_report_that_cannot_be_made_ends_no_generation(phase, how, monkeypatch
 
 def test_what_fails_at_every_call_is_said_once(monkeypatch, caplog):
     pair = Pair()
-    failing(monkeypatch, argument_roles, "flatten_call")
+    failing(monkeypatch, plan_finder, "flatten_call")
     with caplog.at_level(logging.INFO, "sfast_ext"):
         pair.same(CALLS)
     assert pair.counter("errors") == CALLS and len(caplog.records) == 1
@@ -389,7 +390,7 @@ def test_weights_that_change_their_dtype_at_every_call_end_the_capturing():
         pair.both(partial(convert, dtype=dtype))
         pair.same(2, dtype=dtype)
     # of each signature, of which there were so many calls
-    assert pair.counter("captures") <= 2 * (backoff.MAX_UNUSED_CAPTURES + math.log2(2 * CALLS))
+    assert pair.counter("captures") <= 2 * (payback.MAX_UNUSED_CAPTURES + math.log2(2 * CALLS))
 
 
 def convert(net: nn.Module, dtype: torch.dtype) -> None:
@@ -401,7 +402,7 @@ def test_after_several_behaviours_that_failed_a_change_of_the_settings_helps_too
     pair = Pair()
     with monkeypatch.context() as patch:
         failing(patch, plan_builder, "capture")
-        for i in range(backoff.MAX_UNUSED_CAPTURES + 2):
+        for i in range(payback.MAX_UNUSED_CAPTURES + 2):
             pair.both(partial(nn.Module.__setattr__, name="s1", value=1 + i / 10))
             pair.same(2)
     pair.acc.configure(replace(CPU, max_graphs=3))

@@ -18,7 +18,7 @@ from sfast_ext.capture.capture import capture
 from sfast_ext.kernels.attention import attention
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.rewrite import is_kernel
-from sfast_ext.runtime.interpreter import Interpreter
+from sfast_ext.plans.register_machine import Interpreter
 from sfast_ext.tools.lib import models
 from sfast_ext.weights.arena import WeightArena
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfast_ext import Hooks, accelerate
-from sfast_ext.runtime.plan_cache import REJECTED_FOR
+from sfast_ext.plans.payback import REJECTED_FOR
 
 
 def test_a_foreign_patch_inside_means_the_original_and_is_named():

@@ -155,7 +155,7 @@ def test_a_copy_keeps_the_wrapper_that_was_there_before_us():
 def test_weights_that_are_away_while_a_plan_is_built_are_no_reason_to_refuse_for_ever(pair, monkeypatch):
     pair.acc._model.forget_plans("of this test")
     layer, weight = attention(pair.ours).to_out, attention(pair.ours).to_out.weight
-    original = pair.acc._server.original
+    original = pair.acc._server.run_original
 
     def offloading(*args, **kwargs):
         # as an offload that fetches a layer for the call alone
@@ -165,7 +165,7 @@ def test_weights_that_are_away_while_a_plan_is_built_are_no_reason_to_refuse_for
         return result
 
     with monkeypatch.context() as m:
-        m.setattr(pair.acc._server, "original", offloading)
+        m.setattr(pair.acc._server, "run_original", offloading)
         pair.same(2)
     assert "meta" in " ".join(pair.acc.report.as_dict()["reasons"])
     layer._parameters["weight"] = weight

@@ -6,7 +6,7 @@ import functools
 import types
 
 import pytest
-from test_state_changes import Root, assert_same, run
+from stateful import Root, assert_same, run
 
 from sfast_ext import Config, accelerate, preparation
 

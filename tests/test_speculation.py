@@ -17,10 +17,10 @@ from torch import nn
 
 from sfast_ext import Config, accelerate
 from sfast_ext.call_signature import flatten_call
-from sfast_ext.runtime.graph_pool import CapturedGraph, GraphPool
-from sfast_ext.runtime.plan import Plan
+from sfast_ext.plans.graph_pool import CapturedGraph, GraphPool
+from sfast_ext.plans.payback import SPECULATION_BACKOFF
+from sfast_ext.plans.plan import Plan
 from sfast_ext.runtime.plan_runner import PlanRunner
-from sfast_ext.runtime.replay_state import SPECULATION_BACKOFF
 from sfast_ext.runtime.verify import relative_error
 
 CPU = Config(allow_cpu=True)
@@ -32,7 +32,7 @@ class Pool(GraphPool):
     def begin_use(self):
         return None
 
-    def end_use(self, stream):
+    def end_use(self, stream, captured):
         pass
 
     def touch(self, captured):
@@ -43,7 +43,7 @@ def replayed(self: PlanRunner, plan: Plan, call):
     """`PlanRunner.outputs`, with graphs on a CPU."""
     if not self._context.config.cuda_graphs:
         return plan.run_eagerly(call.leaves)
-    if plan._graph is None:
+    if plan.graph is None:
         with torch.inference_mode(False), torch.no_grad():
             plan._set_static_inputs([leaf.clone() for leaf in call.tensors(plan.device)])
             outputs = [output.clone() for output in plan._run_static()]
@@ -52,8 +52,9 @@ def replayed(self: PlanRunner, plan: Plan, call):
             for output, now in zip(outputs, plan._run_static()):
                 output.copy_(now)
 
-        plan._graph = CapturedGraph(SimpleNamespace(replay=replay), outputs, 0)  # type: ignore[arg-type]
-    return plan.replay(call.leaves, Pool(plan.device))
+        plan.graph = CapturedGraph(SimpleNamespace(replay=replay), outputs, 0)  # type: ignore[arg-type]
+        plan.pool = Pool(plan.device)
+    return plan.replay(call.leaves)
 
 
 @pytest.fixture(autouse=True)
@@ -201,7 +202,7 @@ def test_after_a_replay_in_vain_the_weights_go_first_for_a_while(pair, monkeypat
 def test_weights_that_are_away_cost_one_replay_in_vain(pair):
     held = weight(pair.ours).weight
     weight(pair.ours)._parameters["weight"] = nn.Parameter(torch.empty_like(held, device="meta"), False)
-    original = pair.acc._server.original
+    original = pair.acc._server.run_original
 
     def fetching(*args, **kwargs):
         away, weight(pair.ours)._parameters["weight"] = weight(pair.ours)._parameters["weight"], held
@@ -210,11 +211,12 @@ def test_weights_that_are_away_cost_one_replay_in_vain(pair):
         finally:
             weight(pair.ours)._parameters["weight"] = away
 
-    pair.acc._server.original = fetching
+    pair.acc._server.run_original = fetching
     replays = pair.count("replays")
     for _ in range(3):
         pair.same()
-        assert pair.acc._finder.speculation.weights_backoff >= SPECULATION_BACKOFF - 2
+        waits = pair.acc._finder.speculation.weights
+        assert waits.price == SPECULATION_BACKOFF and waits.paid <= 2
     assert pair.count("fallbacks") == 3 and pair.count("replays") == replays
 
 
@@ -273,5 +275,5 @@ def test_the_inputs_of_a_graph_take_no_gradients(pair):
     args, kwargs = arguments(Request(), pair.rng, torch.float32, kind="small")
     call = flatten_call((args[0].requires_grad_(), *args[1:]), kwargs, plan.device)
     with torch.enable_grad():
-        outputs = plan.replay(call.leaves, Pool(plan.device))
+        outputs = plan.replay(call.leaves)
     assert not any(tensor.requires_grad for tensor in (*plan._inputs, *outputs))

@@ -36,7 +36,7 @@ def test_a_run_that_is_recorded_and_fails_is_repeated_from_where_it_began(monkey
     with torch.no_grad():
         result = model(torch.ones(3, 4))
     assert recorded and kept.count == 0
-    torch.testing.assert_close(result, accelerator.original(torch.ones(3, 4)).detach())
+    torch.testing.assert_close(result, accelerator.run_original(torch.ones(3, 4)).detach())
     accelerator.release()
 
 

@@ -118,11 +118,12 @@ def test_the_benchmarks_clock_and_its_rates(coarse):
 def test_an_original_too_quick_for_the_clock_has_no_time(coarse, original_s, told):
     class Proven:
         device = CPU
-        ms_before = ms_after = error = apart = noise = None
+        ms_before = ms_after = error = rounding_error = noise = None
 
     proven, x = Proven(), torch.ones(3)
     work = coarse.work(0.001)
-    refused = verify.verify_plan(proven, lambda: work() or [x], pytest.fail, None, x, original_s, Config())
+    new = verify.Verification(proven, Config(), lambda: work() or [x], pytest.fail, x, original_s)
+    refused = verify.verify_plan(new)
     assert refused is None and proven.error == 0
     assert proven.ms_before == told and proven.ms_after == pytest.approx(1.0, rel=0.03)
 

@@ -170,8 +170,8 @@ def test_a_default_device_for_the_whole_program_is_served(device):
 def test_flash_attention_of_another_package_is_part_of_the_key_and_no_obstacle():
     with registered("_flash_attention_forward", "CUDA", lambda *args, **kwargs: None):
         assert torch_state.obstacle() is None
-        assert torch_state.flash_kernels() == ("aten/_flash_attention_forward/CUDA",)
-    assert torch_state.obstacle() is None and torch_state.flash_kernels() == ()
+        assert torch_state.python_kernels.flash == ("aten/_flash_attention_forward/CUDA",)
+    assert torch_state.obstacle() is None and torch_state.python_kernels.flash == ()
 
 
 def test_a_kernel_for_another_device_is_no_obstacle():

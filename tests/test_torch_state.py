@@ -24,6 +24,7 @@ from torch_states import (
 )
 
 from sfast_ext import Config, accelerate, torch_state
+from sfast_ext.runtime import plan_finder
 
 
 class Around(nn.Module):
@@ -332,4 +333,4 @@ def test_nothing_around_a_call_is_no_obstacle():
     assert torch_state.obstacle() is None
     assert torch_state.default_device() is None
     assert not torch_state.compiles() and not torch_state.transforms()
-    assert not torch_state.records_graph(torch.device("cpu"))
+    assert not plan_finder.records_graph(torch.device("cpu"))

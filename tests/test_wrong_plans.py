@@ -20,8 +20,8 @@ from small_net import (
 
 from sfast_ext import Config, Hooks, accelerate
 from sfast_ext.behaviour import key
-from sfast_ext.runtime import argument_roles, plan_builder, verify
-from sfast_ext.runtime.plan import DROPPED
+from sfast_ext.plans.plan import DROPPED
+from sfast_ext.runtime import plan_builder, plan_finder, verify
 
 
 def test_a_plan_that_differs_is_discarded_and_the_original_goes_on(monkeypatch):
@@ -85,7 +85,7 @@ def test_always_checking_catches_a_plan_gone_wrong_later():
     [
         (plan_builder, "capture"),
         (key, "fingerprint"),
-        (argument_roles, "flatten_call"),
+        (plan_finder, "flatten_call"),
         (plan_builder, "run_passes"),
         (verify, "relative_errors"),
         (verify, "milliseconds"),

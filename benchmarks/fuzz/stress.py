@@ -142,7 +142,7 @@ class Stress:
         first = time.perf_counter()
         if self._ran() == replays:
             output = self.unet(*args, **kwargs)[0]
-        error = relative_error([output], [self.accelerator.original(*args, **kwargs)[0]])
+        error = relative_error([output], [self.accelerator.run_original(*args, **kwargs)[0]])
         # the same inputs each time, so that what differs is what the change did
         fixed, more = models.unet_inputs(self.unet, width, height)
         now = self.unet(*fixed, **more)[0].cpu()

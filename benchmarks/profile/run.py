@@ -33,8 +33,8 @@ from benchmarks.profile.kinds import ARITHMETIC, KINDS, Cost, cost
 from sfast_ext import cli
 from sfast_ext.call_signature import flatten_call
 from sfast_ext.kernels.backend.triton_runtime import without_triton
-from sfast_ext.runtime.graph_pool import pool_of
-from sfast_ext.runtime.plan import Plan, plan_mode
+from sfast_ext.plans.graph_pool import pool_of
+from sfast_ext.plans.plan import Plan, plan_mode
 from sfast_ext.tools import bench
 from sfast_ext.tools.lib import Unavailable, engines, machine, models, rates, trace, ways
 from sfast_ext.tools.text import significant
@@ -111,15 +111,15 @@ class Subject:
             _Ranges(self.plan._graph_module).run(*self._inputs)
 
     def replay(self) -> torch.Tensor:
-        if self.plan._graph is None:
+        if self.plan.graph is None:
             with plan_mode(self.device):
                 return self.plan._function(*self._inputs)[0]
         pool = pool_of(self.device)
         with pool.lock:
             pool.begin_use()
-            self.plan._graph.graph.replay()
+            self.plan.graph.graph.replay()
             pool.end_use()
-            return self.plan._graph.outputs[0]
+            return self.plan.graph.outputs[0]
 
     def replays(self) -> None:
         for _ in range(REPLAYS):

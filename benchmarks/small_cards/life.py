@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.small_cards.hosts import STEP, Host
-from sfast_ext.runtime import graph_pool
+from sfast_ext.plans import graph_pool
 from sfast_ext.runtime.failures import out_of_memory
 
 Row = dict[str, Any]

@@ -27,7 +27,7 @@ class SlotOwner(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Called in place of the forward."""
 
-    def beside(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a module that may share parameters with the owner's."""
 
     def before_saving(self) -> None:
@@ -74,7 +74,7 @@ class AcceleratedForward:
         if sys.getrefcount(self) != HELD_ONCE[bool(kwargs)] or vars(own).get("forward") is not self:
             frame = sys._getframe(1)
             if frame.f_globals is TORCHS and (module := called_on(frame, self, own)) is not own:
-                return self.owner.beside(self.previous or functools.partial(_call_class, module), *args, **kwargs)
+                return self.owner.run_forward(self.previous or functools.partial(_call_class, module), *args, **kwargs)
         if self.detached is not None:
             return self.detached(*args, **kwargs)
         return self.owner(*args, **kwargs)

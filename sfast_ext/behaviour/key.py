@@ -40,26 +40,21 @@ class BehaviourKeys:
         self._count = first
         self._fingerprint: Fingerprint | None = None
         self._announced = False
-        self._read_in_generation = False
+        self.stale = False
+        """Whether a generation began since the last reading."""
         self.last: tuple[int, Reason | None] | None = None
         """The result of the last reading. None before the first."""
 
     def begin_generation(self) -> None:
         """A generation begins. From the first call on, one reading is trusted for a generation."""
-        self._announced = True
-        self._read_in_generation = False
-
-    @property
-    def stale(self) -> bool:
-        """Whether a generation began since the last reading."""
-        return self._announced and not self._read_in_generation
+        self._announced = self.stale = True
 
     @property
     def trusted(self) -> bool:
         """Whether `last` is valid without another reading."""
         return (
             self._announced
-            and self._read_in_generation
+            and not self.stale
             and self._fingerprint is not None
             and self._fingerprint.unchanged_quick()
         )
@@ -80,7 +75,7 @@ class BehaviourKeys:
             if previous.classes_unchanged(self._module):
                 # the host vouches again once per generation
                 self.last = (self.last[0], self._foreign_patch(previous))
-                self._read_in_generation = True
+                self.stale = False
                 return self.last
         read = fingerprint(self._module, self._ignored, self._transparent, self._below())
         known = self._numbers.get(read.key)
@@ -93,7 +88,7 @@ class BehaviourKeys:
         # set together, and after the host's callback, which may raise
         foreign = self._foreign_patch(read)
         self._fingerprint, self.last = read, (known[0], foreign)
-        self._read_in_generation = True
+        self.stale = False
         return self.last
 
     def _foreign_patch(self, read: Fingerprint) -> Reason | None:

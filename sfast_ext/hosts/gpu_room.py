@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from sfast_ext.runtime import graph_pool
+from sfast_ext.plans import graph_pool
 
 DECODING_RESERVE = 6 << 30
 """Bytes that decoding and text encoders may need in addition to a UNet, if the host does not say what it runs next."""

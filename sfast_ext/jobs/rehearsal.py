@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from sfast_ext.accelerator import Accelerator
+from sfast_ext.example_call import ExampleCall, UnknownInput
+from sfast_ext.plans.plan import Plan
 from sfast_ext.reasons import text
 from sfast_ext.report import Report, rehearsal, words_of
-from sfast_ext.runtime.example_call import ExampleCall, UnknownInput
-from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.verify import milliseconds
 from sfast_ext.ui import words
 from sfast_ext.ui.requests import Refused, Wanted
@@ -81,7 +81,7 @@ class Rehearsal:
             for _ in range(ROUNDS):
                 if self._stopped():
                     return None
-                before.append(milliseconds(lambda: accelerator.original(*args, **kwargs), self._device, 1))
+                before.append(milliseconds(lambda: accelerator.run_original(*args, **kwargs), self._device, 1))
                 after.append(milliseconds(lambda: module(*args, **kwargs), self._device, 1))
             found = {"ms_before": statistics.median(before), "ms_after": statistics.median(after)}
             return {**found, "speedup": found["ms_before"] / found["ms_after"]}
@@ -148,4 +148,4 @@ class Rehearsal:
 def template(accelerator: Accelerator | None) -> Plan | None:
     """The plan that was used last; None if there is none."""
     plans = list(accelerator.plans.values()) if accelerator is not None else []
-    return max(plans, key=lambda plan: plan.pass_of_use) if plans else None
+    return max(plans, key=lambda plan: plan.generation_of_use) if plans else None

@@ -1,6 +1,6 @@
 """Serves one call of a module: by a plan, or by the original forward, after which a plan may be built.
 
-The states of a call are those of `replay_state`.
+The states of a call are those of `plan_finder`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ from sfast_ext import torch_state
 from sfast_ext.call_signature import NotOurs, copied
 from sfast_ext.capture import arguments
 from sfast_ext.capture.state import State
+from sfast_ext.gc_pause import gc_paused
 from sfast_ext.kernels.backend import precompile
+from sfast_ext.plans.payback import PAID_AFTER, CaptureBackoff, RareCalls, Stopwatch
 from sfast_ext.preparation import Interrupted
-from sfast_ext.report import at, rehearsing, stage
-from sfast_ext.runtime.backoff import CaptureBackoff
+from sfast_ext.report import at, current, rehearsing, stage
 from sfast_ext.runtime.failures import Failures
-from sfast_ext.runtime.gc_pause import gc_paused
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_builder import OriginalRun, PlanBuilder
 from sfast_ext.runtime.plan_cache import PlanCache
-from sfast_ext.runtime.plan_finder import HOST_STAGES, PlanFinder
+from sfast_ext.runtime.plan_finder import HostFailed, Lookup, PlanFinder, ReplayState
 from sfast_ext.runtime.plan_runner import OriginalFailed, PlanRunner
-from sfast_ext.runtime.rare_calls import RareCalls, Stopwatch
-from sfast_ext.runtime.replay_state import Lookup, ReplayState
 from sfast_ext.timing import Pace
 from sfast_ext.weights.weight import WeightsAway, WeightsChanged
 
@@ -36,7 +34,7 @@ class CallServer:
     """Serves the calls of one module.
 
     Attributes:
-        passes: how many passes of the sampler began, see `Accelerator.new_generation`.
+        generation: the number of the current one, see `Accelerator.new_generation`.
         pace: of the calls that plans served.
     """
 
@@ -54,12 +52,12 @@ class CallServer:
         self._cache, self._finder, self._runner = cache, finder, runner
         self._builder, self._failures, self._backoff = builder, failures, backoff
         self._rare = RareCalls()
-        self.passes = 1
+        self.generation = 1
         self.pace = Pace()
 
     def new_generation(self) -> None:
         """A generation begins."""
-        self.passes += 1
+        self.generation += 1
         self._rare.new_generation()
         self.pace.restart()
 
@@ -69,7 +67,7 @@ class CallServer:
         obstacle = torch_state.obstacle()
         if obstacle is not None:
             self._report.bypassed(obstacle)
-            return self.original(*args, **kwargs)
+            return self.run_original(*args, **kwargs)
         lookup: Lookup | None = None
         # an exception leaves it so
         state = ReplayState.BYPASS
@@ -85,10 +83,8 @@ class CallServer:
                 self._report.count("misspeculated")
                 lookup = self._finder.find(args, kwargs, speculate=False)
             if lookup.state is not ReplayState.BUILD:
-                assert lookup.plan is not None
-                compared = self._runner.is_compared(lookup.plan)
                 result = self._run(lookup, args, kwargs)
-                if not compared:
+                if not lookup.compared:
                     self._edit(lookup, args, kwargs)
                 return self._record_use(lookup, result)
             state = ReplayState.BUILD
@@ -98,26 +94,26 @@ class CallServer:
             self._weights_changed(exc)
         except OriginalFailed as exc:
             raise exc.cause from None
+        except HostFailed as exc:
+            return self._host_failed(exc, args, kwargs)
         except Exception as exc:
-            if lookup is None and stage() in HOST_STAGES:
-                return self._host_failed(exc, args, kwargs)
             self._failures.failed(exc, lookup, building=False)
 
         if state is ReplayState.BYPASS or lookup is None:
-            return self._rehearsed(args, kwargs) if rehearsing() else self.original(*args, **kwargs)
+            return self._rehearsed(args, kwargs) if rehearsing() else self.run_original(*args, **kwargs)
         config = self._context.config
         early = config.rare_calls and self._rare.too_early(lookup.key, config.rare_gain)
         mine = not early and self._context.model.build_lock.acquire(blocking=False)
         if not mine:
-            return self._run_original(lookup, args, kwargs, build=False)
+            return self._without_plan(lookup, args, kwargs, build=False)
         try:
             with gc_paused():
-                return self._run_original(lookup, args, kwargs, build=True)
+                return self._without_plan(lookup, args, kwargs, build=True)
         finally:
             self._context.model.build_lock.release()
 
     def _run(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._runner.run(lookup, lambda: self.original(*args, **kwargs))
+        return self._runner.run(lookup, lambda: self.run_original(*args, **kwargs))
 
     def _edit(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Change the arguments as the original forward would have done, in place of which a plan ran."""
@@ -128,19 +124,20 @@ class CallServer:
     def _record_use(self, lookup: Lookup, result: Any) -> Any:
         plan = lookup.plan
         assert plan is not None
-        at("keeping the plan")
-        self._cache.touch(lookup.key)
+        current.stage = "keeping the plan"
+        if self._cache.latest is not plan:
+            self._cache.touch(lookup.key)
         plan.replays += 1
-        if not rehearsing():
+        if not current.rehearsal:
             self.pace.tick()
-            if plan.pass_of_use != self.passes:
-                plan.pass_of_use, plan.used_at = self.passes, time.time()
-        if plan.shape_signature is not None:
+            if plan.generation_of_use != self.generation:
+                plan.generation_of_use, plan.used_at = self.generation, time.time()
+        if plan.replays == PAID_AFTER and plan.shape_signature is not None:
             self._backoff.record_replay(plan.shape_signature, plan.replays)
-        self._report.count("replays" if plan.has_graph else "eager_runs")
+        self._report.count("replays" if plan.graph is not None else "eager_runs")
         return result
 
-    def _run_original(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any], build: bool) -> Any:
+    def _without_plan(self, lookup: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any], build: bool) -> Any:
         """The original forward's result for a call without a plan. With `build`, also builds the plan."""
         rare = self._context.config.rare_calls
         # a recorded run takes longer, and its time would be the original's
@@ -148,15 +145,15 @@ class CallServer:
         state = self._state() if build else None
         # the original may take away what is in them
         again = arguments.with_own_containers(args, kwargs) if build else ((), {})
-        watch = Stopwatch(lookup.device) if rare else None
+        watch = Stopwatch(lookup.key.device) if rare else None
         # before the trace, which would record what is done to weights
         as_hosts = self._context.arena.order.host() if trace is not None else contextlib.nullcontext()
         with as_hosts:
             started = time.perf_counter()
             if trace is None or state is None:
-                result = self.original(*args, **kwargs)
+                result = self.run_original(*args, **kwargs)
             else:
-                result = trace.run(self.original, args, kwargs, state.put_back)
+                result = trace.run(self.run_original, args, kwargs, state.put_back)
         if watch is not None:
             watch.stop()
         if state is not None:
@@ -184,7 +181,7 @@ class CallServer:
         """The original's result for a call that no user made. It leaves no trace."""
         state = self._state()
         try:
-            return self.original(*args, **kwargs)
+            return self.run_original(*args, **kwargs)
         finally:
             if state is not None:
                 state.put_back()
@@ -192,7 +189,7 @@ class CallServer:
     def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The original forward once more, on containers that it may change."""
         args, kwargs = arguments.with_own_containers(args, kwargs)
-        return self.original(*args, **kwargs)
+        return self.run_original(*args, **kwargs)
 
     def _try_to_build(self, lookup: Lookup, run: OriginalRun) -> None:
         assert run.state is not None
@@ -214,17 +211,16 @@ class CallServer:
         finally:
             self._context.model.restore_layout(self._report)
 
-    def _host_failed(self, exc: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _host_failed(self, failed: HostFailed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A callback of the host raised: return the original forward's result. If that raises the same type of
         exception, it is the host's own error, and is not reported as ours."""
-        where = stage()
         try:
-            result = self.original(*args, **kwargs)
+            result = self.run_original(*args, **kwargs)
         except Exception as its:
-            if type(its) is not type(exc):
-                self._report.error(where, exc)
+            if type(its) is not type(failed.cause):
+                self._report.error(failed.callback, failed.cause)
             raise
-        self._report.error(where, exc)
+        self._report.error(failed.callback, failed.cause)
         return result
 
     def _weights_changed(self, exc: WeightsChanged) -> None:
@@ -234,23 +230,23 @@ class CallServer:
         except Exception as again:
             self._report.error("giving up a plan", again)
 
-    def original(self, *args: Any, **kwargs: Any) -> Any:
+    def run_original(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original forward. Parts run their original forwards too: they are accelerated for a third party's
         forward that calls them itself.
 
-        Where it runs out of memory beside CUDA graphs, they are freed, and it runs again: without us it would have that
-        memory.
+        If it runs out of memory while there are CUDA graphs, they are freed, and it runs again: it would have that
+        memory without the extension.
         """
-        containers = arguments.Containers(args, kwargs)
-        with _building() if self._context.parts else contextlib.nullcontext():
+        context, containers = self._context, arguments.Containers(args, kwargs)
+        with _building() if context.parts else contextlib.nullcontext():
             try:
-                return self._context.original(*args, **self._unconsumed(kwargs))
+                return context.run_forward(context.slot.original, *args, **self._unconsumed(kwargs))
             except Exception as exc:
-                if not self._failures.gave_way(exc):
+                if not self._failures.freed_memory_for(exc):
                     raise
             # after the handler: the exception keeps what the failed run had allocated
             containers.put_back()
-            return self._context.original(*args, **self._unconsumed(kwargs))
+            return context.run_forward(context.slot.original, *args, **self._unconsumed(kwargs))
 
     def _unconsumed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of which a run of the original takes nothing away, see `Hooks.consumed`."""

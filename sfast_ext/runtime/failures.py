@@ -6,17 +6,16 @@ import torch
 
 from sfast_ext import reasons
 from sfast_ext.kernels.backend import health, precompile
+from sfast_ext.plans.graph_pool import pool_of
+from sfast_ext.plans.plan import Plan
 from sfast_ext.reasons import Detail, one_line
 from sfast_ext.report import stage, words_of
-from sfast_ext.runtime.graph_pool import pool_of
 from sfast_ext.runtime.model_state import ModuleContext
-from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.plan_cache import PlanCache
-from sfast_ext.runtime.plan_finder import READING_KEY
-from sfast_ext.runtime.replay_state import Lookup
+from sfast_ext.runtime.plan_finder import Lookup
 
-# a plan that ran out of memory this many times is rejected
-OUT_OF_MEMORY = 3
+MAX_OUT_OF_MEMORY = 3
+"""A plan that ran out of memory this many times is rejected."""
 # CUDA's libraries raise a plain RuntimeError
 _NO_MEMORY = (
     "CUDA error: out of memory",
@@ -44,14 +43,19 @@ class Failures:
         self._cache = cache
 
     def failed(self, exc: Exception, lookup: Lookup | None, *, building: bool) -> None:
-        """Report an exception, and disable what raised it. Raises nothing."""
+        """Report an exception, and disable what raised it. Raises nothing.
+
+        Args:
+            lookup: the call, if it had been looked up: what raised before says nothing about a plan.
+            building: whether it raised while the plan of the call was built.
+        """
         report, where = self._context.report, stage()
         report.error(where, exc)
-        if lookup is None or (lookup.plan is None and not building) or where == READING_KEY:
+        if lookup is None or (lookup.plan is None and not building):
             return
         try:
             plan = None if building else lookup.plan
-            if plan is not None and self.put_down(exc, lookup.device):
+            if plan is not None and self.disable_kernels(exc, lookup.key.device):
                 self._cache.drop(lookup.key)
                 return
             if not self._evict_for_memory(exc, plan):
@@ -60,7 +64,7 @@ class Failures:
         except Exception as again:
             report.error("giving up a plan", again)
 
-    def put_down(self, exc: Exception, device: torch.device) -> bool:
+    def disable_kernels(self, exc: Exception, device: torch.device) -> bool:
         """Disable the kernel that raised an exception, and all kernels that failed to compile if it is one of them.
 
         Returns False if the exception came from no kernel, or from one that is disabled already.
@@ -76,7 +80,7 @@ class Failures:
             report.event("kernel", f"{name} is put down, plans are made without it: {reasons[name]}")
         return bool(new)
 
-    def gave_way(self, exc: Exception) -> bool:
+    def freed_memory_for(self, exc: Exception) -> bool:
         """The original forward raised: whether it ran out of memory, and CUDA graphs were freed for it."""
         device = self._context.device() if out_of_memory(exc) else None
         if device is None or device.type != "cuda" or not len(pool_of(device)):
@@ -96,4 +100,4 @@ class Failures:
         if plan is None:
             return False
         plan.out_of_memory += 1
-        return plan.out_of_memory < OUT_OF_MEMORY
+        return plan.out_of_memory < MAX_OUT_OF_MEMORY

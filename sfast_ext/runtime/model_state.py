@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -15,10 +15,10 @@ from torch import nn
 from sfast_ext.behaviour.forward_slot import ForwardSlot
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
+from sfast_ext.plans.graph_pool import pool_of
+from sfast_ext.plans.plan import Plan
 from sfast_ext.report import Report
-from sfast_ext.runtime.graph_pool import pool_of
-from sfast_ext.runtime.plan import Plan
-from sfast_ext.runtime.plan_cache import pool_for
+from sfast_ext.runtime.plan_cache import PlanKey
 from sfast_ext.weights.arena import WeightArena
 
 
@@ -26,7 +26,7 @@ class HasPlans(Protocol):
     """What `ModelState` needs of an accelerator."""
 
     @property
-    def plans(self) -> OrderedDict[Hashable, Plan]:
+    def plans(self) -> OrderedDict[PlanKey, Plan]:
         """All plans by key."""
 
     def forget_plans(self, reason: str | None, *, at_once: bool = True) -> None:
@@ -87,13 +87,13 @@ class ModelState(Generic[A]):
         """
         with self.lock, contextlib.ExitStack() as locks:
             plans = [plan for each in self.accelerators() for plan in each.plans.values()]
-            for pool in {id(pool): pool for plan in plans if (pool := pool_for(plan)) is not None}.values():
+            for pool in {id(plan.pool): plan.pool for plan in plans if plan.pool is not None}.values():
                 locks.enter_context(pool.lock)
             given, used = self.arena.vacancies([weight for plan in plans for weight in plan.weights])
             if not given:
                 return False, used
             for plan in plans:
-                plan.drop_graph(pool_for(plan))
+                plan.drop_graph()
             for device in {plan.device for plan in plans if plan.device.type == "cuda"}:
                 # the last launch may still read it
                 torch.cuda.synchronize(device)
@@ -131,11 +131,7 @@ class ModuleContext:
         first = _first_parameter(self.module)
         return first.device if first is not None else None
 
-    def original(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the original forward."""
-        return self.beside(self.slot.original, *args, **kwargs)
-
-    def beside(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward that reads the module's parameters, and is no plan."""
         with self.arena.order.host():
             return forward(*args, **kwargs)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from sfast_ext import environment, reasons
+from sfast_ext.argument_roles import ArgumentRoles
 from sfast_ext.call_signature import Call, flatten_output
 from sfast_ext.capture import block_reuse
 from sfast_ext.capture.arguments import Edit, words
@@ -27,22 +28,18 @@ from sfast_ext.kernels.backend.triton_runtime import without_triton
 from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.layout_time import channels_last_pays
+from sfast_ext.plans.graph_facts import lent, peak_bytes, shared_results
+from sfast_ext.plans.payback import CaptureBackoff, Stopwatch
+from sfast_ext.plans.plan import Plan
 from sfast_ext.preparation import Interrupted, Preparation, StageTimes
 from sfast_ext.report import at, rehearsing
-from sfast_ext.runtime.argument_roles import ArgumentRoles
-from sfast_ext.runtime.backoff import CaptureBackoff
-from sfast_ext.runtime.changes import StateChanges
-from sfast_ext.runtime.exact_run import PEAK_FACTOR, exact
 from sfast_ext.runtime.failures import Failures
 from sfast_ext.runtime.model_state import ModuleContext
-from sfast_ext.runtime.peak_memory import peak_bytes
-from sfast_ext.runtime.plan import Plan
-from sfast_ext.runtime.plan_cache import PlanCache
+from sfast_ext.runtime.plan_cache import PlanCache, StateChanges
+from sfast_ext.runtime.plan_finder import Lookup
 from sfast_ext.runtime.plan_runner import PlanRunner
-from sfast_ext.runtime.rare_calls import Stopwatch
-from sfast_ext.runtime.replay_state import Lookup
-from sfast_ext.runtime.result_views import lent, shared
-from sfast_ext.runtime.verify import verify_plan
+from sfast_ext.runtime.rounding import PEAK_FACTOR, exact
+from sfast_ext.runtime.verify import Verification, verify_plan
 from sfast_ext.weights.arena import WeightArena
 from sfast_ext.weights.weight import tensors_held
 
@@ -50,10 +47,10 @@ _MEASURING = 1.0  # seconds of a first call in which ways to compute the same ar
 _gpu_times, _cpu_times = StageTimes(nvrtc.folder), StageTimes()
 """Those on a CPU are of no use to a later process."""
 
-_BEHAVIOURS = 16
-"""So many behaviours, the last that were captured, have their op sequences kept."""
+_MAX_MODELS = 16
+"""So many models, the last that were captured, have their op sequences kept; see `PlanKey.model`."""
 
-_LEAST_ROOM = 0.3
+_MIN_ROOM = 0.3
 """Of the bytes of the weights: so much must be free to make a plan. With less the attempt fails, and what it leaves in
 other places of the allocator may be what the original lacks (SDXL with --medvram on 6 GB, without a flag on 8 GB)."""
 
@@ -69,7 +66,7 @@ class OriginalRun:
     trace: LiveTrace | None
     """Recorded meanwhile, if live tracing is possible."""
     watch: Stopwatch | None = None
-    """Stopped after it, where calls are rare."""
+    """Stopped after it, if calls are rare."""
     state: State | None = None
     """What the forward can reach, as it was before and after it."""
 
@@ -102,8 +99,8 @@ class PlanBuilder:
 
     def live_trace(self, lookup: Lookup) -> LiveTrace | None:
         """A recorder for the original's run, if the same behaviour was captured before. Otherwise None."""
-        known = SUPPORTED and lookup.key[1:] in self._op_sequences  # type: ignore[index]
-        return LiveTrace(lookup.call, self._context.arena, lookup.device) if known else None
+        known = SUPPORTED and lookup.key.model in self._op_sequences
+        return LiveTrace(lookup.call, self._context.arena, lookup.key.device) if known else None
 
     def state(self) -> State:
         """The state that the forward can reach."""
@@ -138,13 +135,13 @@ class PlanBuilder:
             Interrupted: by the user. There is no plan then, and the next call may build one.
         """
         started = time.perf_counter()
-        context, device = self._context, lookup.device
+        context, device = self._context, lookup.key.device
         away = next((p.device for p in context.module.parameters() if p.device != device), None)
         if away is not None:
             # the key is not rejected: they may be back at the next call
             context.report.bypassed(reasons.WEIGHTS_SPLIT(away, device))
             return
-        if device.type == "cuda" and _room(device) < _LEAST_ROOM * _bytes(context.module):
+        if device.type == "cuda" and _room(device) < _MIN_ROOM * _bytes(context.module):
             # the key is not rejected: there may be room at the next call
             context.report.bypassed(reasons.NO_ROOM())
             return
@@ -190,13 +187,13 @@ class PlanBuilder:
             except Interrupted:
                 raise
             except Exception as exc:
-                if not self._failures.put_down(exc, lookup.device):
+                if not self._failures.disable_kernels(exc, lookup.key.device):
                     raise
             run.trace = None  # consumed by the attempt
 
     def _attempt(self, lookup: Lookup, run: OriginalRun) -> Plan | None:
         """A plan with the enabled kernels. None, with the reason reported, if there can be none."""
-        context, key, device = self._context, lookup.key, lookup.device
+        context, key, device = self._context, lookup.key, lookup.key.device
         report = context.report
         at("capture")
         try:
@@ -209,7 +206,7 @@ class PlanBuilder:
             ]
             blocks_copied = block_reuse.holds_copies(captured.graph_module)
             plan = make_plan(captured, lookup.call, context.arena, device, context.config)
-            plan.views = shared(results, alike=not gaps)
+            plan.views = shared_results(results, alike=not gaps)
             plan.lent = lent(results, (*lookup.call.leaf_tensors(), *tensors_held(context.module)))
             plan.edits = self._own_edits(plan.edits)
             if device.type == "cuda":
@@ -227,7 +224,7 @@ class PlanBuilder:
             else:
                 self._cache.reject(key, exc.reason)
             return None
-        plan.behaviour, plan.shape_signature = lookup.behaviour, lookup.shape_signature
+        plan.shape_signature = lookup.shape_signature
         plan.built_for = lookup.call.nested if lookup.call.inputs else None
         at("binding of weights")
         self._cache.put(key, plan)
@@ -238,18 +235,18 @@ class PlanBuilder:
         plan.noise = self._noise.get(dtypes)
         try:
             with choices.measuring(_MEASURING), self._runner.guard(plan):
-                refusal = verify_plan(
+                new = Verification(
                     plan,
-                    lambda: self._runner.outputs(plan, lookup.call),
-                    run.again,
-                    lookup.call,
-                    run.result,
-                    run.seconds,
                     context.config,
-                    run.watch,
-                    lambda: self._exact(lookup, run),
-                    lambda: self._runner.record_launches(plan, lookup.call),
+                    run=lambda: self._runner.outputs(plan, lookup.call),
+                    run_original=run.again,
+                    result=run.result,
+                    original_s=run.seconds,
+                    watch=run.watch,
+                    exact=lambda: self._exact(lookup, run),
+                    record=lambda: self._runner.record_launches(plan, lookup.call),
                 )
+                refusal = verify_plan(new)
         except Exception as exc:
             self._cache.drop(key)
             if isinstance(exc, Interrupted):
@@ -274,13 +271,13 @@ class PlanBuilder:
         return plan
 
     def _exact(self, lookup: Lookup, run: OriginalRun) -> list[torch.Tensor] | None:
-        """The outputs in float32; None where the forward cannot be recorded again or memory is short."""
-        context = self._context
-        inputs = lookup.call.tensors(lookup.device)
+        """The outputs in float32; None if the forward cannot be recorded again or memory is short."""
+        context, device = self._context, lookup.key.device
+        inputs = lookup.call.tensors(device)
         try:
             again = capture(context.slot.original, lookup.call, inputs, context.arena, context.hooks.ignored, run.state)
             needed = PEAK_FACTOR * peak_bytes(again.graph_module.graph)
-            if lookup.device.type == "cuda" and _room(lookup.device) < needed:
+            if device.type == "cuda" and _room(device) < needed:
                 return None
             return exact(again.graph_module, inputs)
         except (CaptureRefused, torch.cuda.OutOfMemoryError):
@@ -297,14 +294,14 @@ class PlanBuilder:
 
     def _captured(self, lookup: Lookup, run: OriginalRun) -> Captured:
         context = self._context
-        behaviour = lookup.key[1:]  # type: ignore[index]
-        op_sequences = self._op_sequences.pop(behaviour, None) or set()
-        self._op_sequences[behaviour] = op_sequences
-        while len(self._op_sequences) > _BEHAVIOURS:
+        model = lookup.key.model
+        op_sequences = self._op_sequences.pop(model, None) or set()
+        self._op_sequences[model] = op_sequences
+        while len(self._op_sequences) > _MAX_MODELS:
             del self._op_sequences[next(iter(self._op_sequences))]
         captured = capture_live(run.trace, op_sequences, context.arena) if run.trace is not None else None
         if captured is None:
-            inputs = lookup.call.tensors(lookup.device)
+            inputs = lookup.call.tensors(lookup.key.device)
             if run.state is not None:
                 run.state.weights_replaced()
             original, ignored = context.slot.original, context.hooks.ignored

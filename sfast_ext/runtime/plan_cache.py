@@ -1,4 +1,4 @@
-"""The plans of one accelerator by key, in LRU order, and the rejected keys."""
+"""The plans of one accelerator by key, in LRU order; the keys for which there is none, and why."""
 
 from __future__ import annotations
 
@@ -6,115 +6,137 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
+from typing import NamedTuple
 
+import torch
+
+from sfast_ext.call_signature import Signature
+from sfast_ext.plans.payback import Rejection
+from sfast_ext.plans.plan import Plan
 from sfast_ext.reasons import Reason
 from sfast_ext.report import Report
-from sfast_ext.runtime.graph_pool import GraphPool, pool_of
-from sfast_ext.runtime.plan import Plan
 from sfast_ext.weights.arena import WeightArena
 
-REJECTED_FOR = 4
-"""Generations after which a rejected key is tried again. Doubles each time."""
-REJECTED_CALLS = 250
-"""Calls after which it is, for a host that announces no generations. Doubles each time."""
+MAX_CHANGING_CALLS = 3
+"""A forward may fill what it keeps for later calls in so many calls in a row, in different places each time."""
+_MAX_STATES = 64
+
+
+class PlanKey(NamedTuple):
+    """What a plan is found by."""
+
+    signature: Signature
+    behaviour: int
+    """The number of the behaviour, see `BehaviourKeys`."""
+    host: Hashable
+    """The host's own key, see `Hooks.key`."""
+    device: torch.device
+
+    @property
+    def model(self) -> tuple[int, Hashable, torch.device]:
+        """What it has in common with other calls of the same model."""
+        return self.behaviour, self.host, self.device
 
 
 class PlanCache:
     """Caches plans. A plan is bound to its weights while it is cached.
 
+    Attributes:
+        size: the maximum number of plans.
+        latest: the plan that was added or used last.
+        rejected: why there is no plan for some keys.
+
     Args:
         lock: held while plans are added or removed.
-        size: the maximum number of plans.
     """
 
     def __init__(self, arena: WeightArena, report: Report, lock: threading.RLock, size: int) -> None:
-        self.plans: OrderedDict[Hashable, Plan] = OrderedDict()
+        self.plans: OrderedDict[PlanKey, Plan] = OrderedDict()
+        self.latest: Plan | None = None
         self.size = size
-        # (reason, generation in which it expires)
-        self._rejected: OrderedDict[Hashable, tuple[Reason, int]] = OrderedDict()
+        self.rejected: OrderedDict[Hashable, Rejection] = OrderedDict()
         self._expired: dict[Hashable, int] = {}
-        self._refused_calls: dict[Hashable, int] = {}
-        self._generation = 0
+        self._announced = False
         self._arena, self._report, self._lock = arena, report, lock
 
-    def put(self, key: Hashable, plan: Plan) -> None:
+    def put(self, key: PlanKey, plan: Plan) -> None:
         """Add a plan. The least recently used one is dropped if there are too many."""
         with self._lock:
             try:
                 self._arena.bind(plan.weights)
             except BaseException:
-                plan.close(None)
+                plan.close()
                 raise
-            self.plans[key] = plan
+            self.plans[key] = self.latest = plan
+            self.plans.move_to_end(key)
             while len(self.plans) > self.size:
                 self.drop(next(iter(self.plans)))
 
-    def touch(self, key: Hashable) -> None:
+    def touch(self, key: PlanKey) -> None:
         """Mark as used most recently."""
         with self._lock:
             try:
                 self.plans.move_to_end(key)
             except KeyError:
                 pass  # dropped since
+            else:
+                self.latest = self.plans[key]
 
     def new_generation(self) -> None:
         """A generation begins: rejections expire. Their cause may be gone without a change of the key, as a patch of a
         function that no method calls directly."""
         with self._lock:
-            self._generation += 1
-            for key, (_, until) in list(self._rejected.items()):
-                if self._generation >= until:
+            self._announced = True
+            for key, rejection in list(self.rejected.items()):
+                if rejection.generations.pay():
                     self._expire(key)
 
     def _expire(self, key: Hashable) -> None:
-        self._rejected.pop(key, None)
-        self._refused_calls.pop(key, None)
+        self.rejected.pop(key, None)
         self._expired[key] = self._expired.pop(key, 0) + 1
         while len(self._expired) > 4 * self.size:
             del self._expired[next(iter(self._expired))]
 
     def rejection(self, key: Hashable) -> Reason | None:
         """The reason why a key is rejected, or None. Call it once for each call."""
-        refused = self._rejected.get(key) if self._rejected else None
+        refused = self.rejected.get(key)
         if refused is None:
             return None
-        if not self._generation:
-            calls = self._refused_calls[key] = self._refused_calls.get(key, 0) + 1
-            if calls > REJECTED_CALLS * 2 ** self._expired.get(key, 0):
+        if not self._announced:
+            if refused.calls.due:
                 with self._lock:
                     self._expire(key)
                 return None
-        return refused[0]
+            refused.calls.pay()
+        return refused.reason
 
-    def reject(self, key: Hashable, reason: Reason) -> None:
+    def reject(self, key: PlanKey, reason: Reason) -> None:
         """Drop the plan of a key, and build none until the rejection expires or is cleared."""
         with self._lock:
             # first: if freeing the plan's memory fails, it must not run again
-            self._rejected[key] = reason, self._generation + REJECTED_FOR * 2 ** self._expired.get(key, 0)
-            self._refused_calls.pop(key, None)
-            while len(self._rejected) > 4 * self.size:
-                forgotten, _ = self._rejected.popitem(last=False)
-                self._refused_calls.pop(forgotten, None)
+            self.rejected[key] = Rejection(reason, self._expired.get(key, 0))
+            while len(self.rejected) > 4 * self.size:
+                self.rejected.popitem(last=False)
             self._report.event("refused", reason)
             self.drop(key)
 
     def clear_rejected(self) -> None:
         """Rejected keys may be tried again."""
         with self._lock:
-            self._rejected.clear()
+            self.rejected.clear()
             self._expired.clear()
-            self._refused_calls.clear()
 
-    def drop(self, key: Hashable) -> None:
+    def drop(self, key: PlanKey) -> None:
         """Close a plan, unbind its weights and free its memory."""
         with self._lock:
             plan = self.plans.pop(key, None)
             if plan is None:
                 return
+            self.latest = None
             try:
                 self._arena.unbind(plan.weights)
             finally:
-                plan.close(pool_for(plan))
+                plan.close()
 
     def clear(self, reason: str | None) -> None:
         """Drop all plans and clear all rejections. `reason` is reported if there were any plans."""
@@ -128,6 +150,33 @@ class PlanCache:
                     each.callback(self.drop, key)
 
 
-def pool_for(plan: Plan) -> GraphPool | None:
-    """The graph pool of a plan's device. None on a CPU."""
-    return pool_of(plan.device) if plan.device.type == "cuda" else None
+class StateChanges:
+    """Counts the calls in a row in which a forward changed the state that it can reach. Such a forward gets no plan, as
+    a replay changes nothing."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[PlanKey, tuple[str, int]] = OrderedDict()
+        self._last: OrderedDict[Signature, Reason] = OrderedDict()
+
+    def record(self, signature: Signature, key: PlanKey, place: str, reason: Reason) -> bool:
+        """A call changed state. Returns whether it does so again and again.
+
+        Args:
+            key: that of the plan that it did not get.
+            place: what it changed.
+        """
+        before, times = self._found.pop(key, ("", 0))
+        self._found[key], self._last[signature] = (place, times + 1), reason
+        for each in (self._found, self._last):
+            while len(each) > _MAX_STATES:
+                each.popitem(last=False)
+        return before == place or times + 1 >= MAX_CHANGING_CALLS
+
+    def settled(self, signature: Signature, key: PlanKey) -> None:
+        """A call changed nothing."""
+        self._found.pop(key, None)
+        self._last.pop(signature, None)
+
+    def reason(self, signature: Signature) -> Reason | None:
+        """What the last call of a signature changed, or None."""
+        return self._last.get(signature)

@@ -1,34 +1,94 @@
-"""Looks up the plan of a call, and validates a speculative replay."""
+"""Looks up the plan of a call, and validates a speculative replay.
+
+    call -> PlanFinder.find
+      |
+      +-- not ours: NotOurs, WeightsAway, WeightsChanged, an error ---------> BYPASS
+      |                                                        the original forward, the reason in the report
+      +-- no plan ----------------------------------------------------------> BUILD
+      |                                                        the original forward, then a plan for the next call
+      +-- a plan; key and weights confirmed --------------------------------> REPLAY_CONFIRMED
+      |                                                        replay; the result is used
+      +-- a plan; the key, the weights or both not looked at yet -----------> REPLAY_SPECULATIVE
+             replay; validate while the GPU works
+               |-- unchanged: the result is used
+               |-- changed: the result is discarded, the backoff is set, and the call is looked up again:
+               |            REPLAY_CONFIRMED or BUILD
+               '-- NotOurs, WeightsAway, WeightsChanged, an error: BYPASS
+
+The second lookup of a call confirms the weights. The key is not validated again: it was read a moment ago.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from sfast_ext import reasons
+from sfast_ext.argument_roles import ArgumentRoles
 from sfast_ext.behaviour.key import BehaviourKeys
-from sfast_ext.call_signature import NotOurs, Signature, first_difference, tensors_alone
+from sfast_ext.call_signature import Call, NotOurs, Signature, first_difference, flatten_call, tensors_alone
 from sfast_ext.capture.arguments import distinct
 from sfast_ext.environment import unserved
+from sfast_ext.plans.payback import SPECULATION_BACKOFF, CaptureBackoff, Speculation
+from sfast_ext.plans.plan import Plan
 from sfast_ext.reasons import Reason
-from sfast_ext.report import at
-from sfast_ext.runtime.argument_roles import ArgumentRoles
-from sfast_ext.runtime.backoff import CaptureBackoff
-from sfast_ext.runtime.changes import StateChanges
+from sfast_ext.report import current
 from sfast_ext.runtime.model_state import ModuleContext
-from sfast_ext.runtime.plan import Plan
-from sfast_ext.runtime.plan_cache import PlanCache
-from sfast_ext.runtime.plan_runner import PlanRunner
-from sfast_ext.runtime.replay_state import SPECULATION_BACKOFF, Lookup, Speculation
-from sfast_ext.torch_state import records_graph
+from sfast_ext.runtime.plan_cache import PlanCache, PlanKey, StateChanges
+from sfast_ext.weights.weight import WeightsAway, WeightsChanged
 
-READING_KEY = "behaviour key"
-_BYPASS, _ARGUMENTS = "bypass_reason of the host", "arguments of the host"
-_PREPARE, _KEY = "prepare of the host", "key of the host"
-HOST_STAGES = (_BYPASS, _ARGUMENTS, _PREPARE, _KEY)
-"""Stages at which callbacks of the host run."""
+
+class HostFailed(Exception):
+    """A callback of the host raised.
+
+    Attributes:
+        callback: which one, for the report.
+        cause: what it raised.
+    """
+
+    def __init__(self, callback: str, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.callback, self.cause = callback, cause
+
+
+class ReplayState(enum.Enum):
+    """How a call is served; see the diagram."""
+
+    BYPASS = "the original forward runs"
+    REPLAY_CONFIRMED = "replay of a valid plan"
+    REPLAY_SPECULATIVE = "replay, validated while it runs"
+    BUILD = "the original forward runs, a plan is built"
+
+
+class Lookup(NamedTuple):
+    """The result of looking up a call: its key and its plan, None if one is to be built."""
+
+    call: Call
+    key: PlanKey
+    plan: Plan | None
+    key_confirmed: bool
+    """Whether the behaviour key is known to be current. Otherwise it is that of the last reading."""
+    weights_confirmed: bool
+    """Whether the plan reads the current weights of the module."""
+    compared: bool
+    """Whether the plan's result is compared with the original's, which then is the result of the call."""
+    state: ReplayState
+    """Never BYPASS: a call that is bypassed has no lookup."""
+
+    @property
+    def shape_signature(self) -> Signature:
+        """What it has in common with calls that differ in constants."""
+        return tensors_alone(self.call.signature)
+
+
+def state_of(plan: Plan | None, key_confirmed: bool, weights_confirmed: bool) -> ReplayState:
+    """How a call is served that is not bypassed."""
+    if plan is None:
+        return ReplayState.BUILD
+    return ReplayState.REPLAY_CONFIRMED if key_confirmed and weights_confirmed else ReplayState.REPLAY_SPECULATIVE
 
 
 class PlanFinder:
@@ -44,14 +104,12 @@ class PlanFinder:
         self,
         context: ModuleContext,
         cache: PlanCache,
-        runner: PlanRunner,
         roles: ArgumentRoles,
         backoff: CaptureBackoff,
         changes: StateChanges,
     ) -> None:
         self._context = context
         self._cache = cache
-        self._runner = runner
         self._roles = roles
         self._backoff, self._changes = backoff, changes
         self._missed: Signature | None = None
@@ -71,59 +129,61 @@ class PlanFinder:
 
         Raises:
             NotOurs: the call is bypassed.
+            HostFailed: a callback of the host raised.
             WeightsAway, WeightsChanged: see `WeightArena.sync`.
         """
         hooks = self._context.hooks
         if torch.is_grad_enabled():
             raise NotOurs(reasons.GRADIENTS())
-        at(_BYPASS)
-        reason = hooks.bypass_reason() if hooks.bypass_reason else None
+        reason = _ask("bypass_reason", hooks.bypass_reason) if hooks.bypass_reason else None
         if reason:
             raise NotOurs(reasons.given(reason))
         device = self._served_device()
         if hooks.arguments is not None:
-            at(_ARGUMENTS)
-            read = hooks.arguments(args, kwargs)
+            read = _ask("arguments", hooks.arguments, args, kwargs)
             if isinstance(read, (str, Reason)):
                 raise NotOurs(reasons.given(read))
             args, kwargs = read
-        at("arguments")
-        call = self._roles.flatten(args, kwargs, device)
+        current.stage = "arguments"
+        call = flatten_call(args, kwargs, device)
+        if self._roles.known:
+            call = self._roles.flatten(call, args, kwargs, device)
         if hooks.prepare is not None:
             # before the key is read: it may add a bias to a layer
-            at(_PREPARE)
-            hooks.prepare()
+            _ask("prepare", hooks.prepare)
+        current.stage = "behaviour key"
         known, due = self.keys.last, self.keys.stale
         key_confirmed = known is None
-        behaviour, foreign = self._read_key() if known is None else known
-        if not key_confirmed and (self.speculation.key_first() or foreign):
-            at(READING_KEY)
+        behaviour, foreign = self.keys.read() if known is None else known
+        waits = self.speculation.key
+        if not key_confirmed and ((waits.price and waits.waits()) or foreign):
             behaviour, foreign = self.keys.current()
             key_confirmed = True
         if foreign:
             raise NotOurs(foreign)
-        at(_KEY)
-        host = hooks.key() if hooks.key else None
-        key = (call.signature, behaviour, host, device)
+        host = _ask("key", hooks.key) if hooks.key else None
+        key = PlanKey(call.signature, behaviour, host, device)
         plan = self._cache.plans.get(key)
         if plan is None and self._roles.open_changed(call):
-            call = self._roles.flatten(args, kwargs, device)
-            key = (call.signature, *key[1:])
+            call = self._roles.flatten(call, args, kwargs, device)
+            key = key._replace(signature=call.signature)
             plan = self._cache.plans.get(key)
         if plan is not None and plan.built_for is not None and plan.built_for != call.nested:
             # one value of an input tells little of how the forward uses it
             plan.built_for, plan.compare_again = None, True
+        compared = plan is not None and self._is_compared(plan)
         # weights often change between generations
-        speculate = speculate and plan is not None and not due and self._may_speculate(plan)
+        speculate = speculate and plan is not None and not compared and not due and self._may_speculate(plan)
         key_confirmed = key_confirmed or (not speculate and self.keys.trusted)
-        if not key_confirmed and (plan is None or self._runner.is_compared(plan)):
+        if not key_confirmed and (plan is None or compared):
             # An unconfirmed key is good enough to run a plan, but not to refuse one: the obstacle may be gone.
             # And a plan may only be compared with the behaviour that it was built for.
-            now, foreign = self._read_key()
+            current.stage = "behaviour key"
+            now, foreign = self.keys.read()
             if now != behaviour or foreign:
                 return self.find(args, kwargs, speculate=speculate)
             key_confirmed = True
-        refused = self._cache.rejection(key)
+        refused = self._cache.rejection(key) if self._cache.rejected else None
         if refused is not None:
             if self._roles.close_nested(call):
                 return self.find(args, kwargs, speculate=speculate)
@@ -136,9 +196,10 @@ class PlanFinder:
             raise NotOurs(reasons.SAME_LIST())
         if not speculate:
             self._sync()
-        return Lookup(call, key, plan, behaviour, device, key_confirmed, not speculate)
+        state = state_of(plan, key_confirmed, not speculate)
+        return Lookup(call, key, plan, key_confirmed, not speculate, compared, state)
 
-    def _wait_for_rest(self, signature: Signature, key: Hashable) -> None:
+    def _wait_for_rest(self, signature: Signature, key: PlanKey) -> None:
         """There is no plan of a call. Raises NotOurs if none is to be built yet."""
         alike = tensors_alone(signature)
         before, self._missed = self._missed, signature
@@ -159,17 +220,20 @@ class PlanFinder:
             WeightsAway, WeightsChanged: see `WeightArena.sync`.
         """
         if not lookup.key_confirmed:
-            at(READING_KEY)
+            current.stage = "behaviour key"
             behaviour, foreign = self.keys.current()
-            if behaviour != lookup.behaviour or foreign:
-                self.speculation.key_backoff = SPECULATION_BACKOFF
+            if behaviour != lookup.key.behaviour or foreign:
+                self.speculation.key.restart(SPECULATION_BACKOFF)
                 return False
         if not lookup.weights_confirmed:
-            # set first, as sync may raise
-            self.speculation.weights_backoff = SPECULATION_BACKOFF
-            if self._sync():
-                return False
-            self.speculation.weights_backoff = 0
+            valid = False
+            try:
+                valid = not self._sync()
+            finally:
+                # also if it raises
+                if not valid:
+                    self.speculation.weights.restart(SPECULATION_BACKOFF)
+            return valid
         return True
 
     def _served_device(self) -> torch.device:
@@ -186,25 +250,25 @@ class PlanFinder:
             raise NotOurs(reasons.CAPTURES_GRAPH())
         return device
 
+    def _is_compared(self, plan: Plan) -> bool:
+        """Whether the next result of the plan is compared with the original's."""
+        check = self._context.config.check
+        return check == "always" or (check == "first" and (plan.error is None or plan.compare_again))
+
     def _may_speculate(self, plan: Plan) -> bool:
         """Whether a replay may be launched before the weights are confirmed. It reads valid memory in any case, and its
         result is discarded if the weights changed.
 
-        Not if the result is compared with the original's: the plan would be blamed for old weights.
+        Precondition: the result is not compared with the original's. The plan would be blamed for old weights.
         """
         context = self._context
-        if not (plan.has_graph and context.config.cuda_graphs) or self._runner.is_compared(plan):
+        if plan.graph is None or not context.config.cuda_graphs or not context.arena.order.is_plans():
             return False
-        if not context.arena.order.is_plans():
-            return False
-        return not self.speculation.weights_first()
-
-    def _read_key(self) -> tuple[int, Reason | None]:
-        at(READING_KEY)
-        return self.keys.read()
+        waits = self.speculation.weights
+        return not waits.price or not waits.waits()
 
     def _sync(self) -> int:
-        at("weights")
+        current.stage = "weights"
         copied = self._context.arena.sync()
         if copied:
             self._context.report.count("weights_copied", copied)
@@ -218,3 +282,18 @@ class PlanFinder:
             return context.slot.previous
 
         return BehaviourKeys(context.module, hooks.ignored, hooks.recognised, kept, first, hooks.transparent, below)
+
+
+def records_graph(device: torch.device) -> bool:
+    """Whether the program captures a CUDA graph on the current stream."""
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _ask(name: str, callback: Callable[..., Any], *args: Any) -> Any:
+    """What a callback of the host returns. It may say by an exception that the call is bypassed."""
+    try:
+        return callback(*args)
+    except (NotOurs, WeightsAway, WeightsChanged):
+        raise
+    except Exception as exc:
+        raise HostFailed(f"{name} of the host", exc) from exc

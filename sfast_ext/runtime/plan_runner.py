@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from sfast_ext import environment, reasons
-from sfast_ext.call_signature import Call, flatten_output
-from sfast_ext.report import at
-from sfast_ext.runtime.graph_pool import GraphPool, pool_of
+from sfast_ext.call_signature import Call, flatten_output, rebuild_output
+from sfast_ext.plans.payback import Stopwatch
+from sfast_ext.plans.plan import Plan
+from sfast_ext.report import current
 from sfast_ext.runtime.model_state import ModuleContext
-from sfast_ext.runtime.plan import Plan
 from sfast_ext.runtime.plan_cache import PlanCache
-from sfast_ext.runtime.rare_calls import Stopwatch
-from sfast_ext.runtime.replay_state import Lookup
-from sfast_ext.runtime.verify import NOISE_OF_ONE, comparable, difference, too_slow
+from sfast_ext.runtime.plan_finder import Lookup
+from sfast_ext.runtime.verify import NOISE_OF_ONE, Comparison, comparable, too_slow
 from sfast_ext.weights.weight import WeightsAway
 
 
@@ -39,45 +39,46 @@ class PlanRunner:
         self._context = context
         self._cache = cache
 
-    def run(self, lookup: Lookup, original: Callable[[], Any]) -> Any:
+    def run(self, lookup: Lookup, run_original: Callable[[], Any]) -> Any:
         """The result of a call. It is the plan's, or the original's if the two are compared.
 
         Args:
-            original: runs the original forward on the same inputs.
+            run_original: runs the original forward on the same inputs.
 
         Raises:
             OriginalFailed: the original forward raised.
             WeightsAway: another thread freed the memory of the weights.
         """
-        plan, config = lookup.plan, self._context.config
+        plan = lookup.plan
         assert plan is not None
-        at("replay")
+        current.stage = "replay"
         watch = Stopwatch(plan.device) if self._is_timed(plan) else None
         with self.guard(plan):
             outputs = self.outputs(plan, lookup.call)
         if watch is not None:
             self._time(lookup, watch)
-        if self.is_compared(plan):
-            try:
-                result = original()
-            except Exception as exc:
-                raise OriginalFailed(exc) from exc
-            at("check")
-            plan.compare_again = False
-            references = flatten_output(result)[1]
-            if not comparable(references):
-                return result
-            refusal = difference(plan, outputs, references, config, original)
-            if refusal is not None:
-                self._cache.reject(lookup.key, refusal)
-            return result
-        at("result")
-        return plan.output(outputs)
+        if lookup.compared:
+            return self._compared(lookup, outputs, run_original)
+        current.stage = "result"
+        return rebuild_output(plan.output_tree, outputs)
 
-    def is_compared(self, plan: Plan) -> bool:
-        """Whether the next result of the plan is compared with the original's."""
-        check = self._context.config.check
-        return check == "always" or (check == "first" and (plan.error is None or plan.compare_again))
+    def _compared(self, lookup: Lookup, outputs: list[torch.Tensor], run_original: Callable[[], Any]) -> Any:
+        """The original's result. If the plan's differs from it, its key is rejected."""
+        plan = lookup.plan
+        assert plan is not None
+        try:
+            result = run_original()
+        except Exception as exc:
+            raise OriginalFailed(exc) from exc
+        current.stage = "check"
+        plan.compare_again = False
+        references = flatten_output(result)[1]
+        if not comparable(references):
+            return result
+        refusal = Comparison(plan, outputs, references, self._context.config, run_original).difference()
+        if refusal is not None:
+            self._cache.reject(lookup.key, refusal)
+        return result
 
     def _is_timed(self, plan: Plan) -> bool:
         """Whether this use of a plan times it, see `Config.rare_calls`. The first one: it was run once before."""
@@ -94,7 +95,7 @@ class PlanRunner:
 
     @staticmethod
     def _on_gpu(plan: Plan) -> bool:
-        # on a CPU the original's time is that of a run with whatever ran beside it
+        # on a CPU the original's time is that of a run with whatever else ran at that time
         return plan.device.type == "cuda"
 
     def reject_inaccurate(self) -> None:
@@ -114,22 +115,21 @@ class PlanRunner:
             raise WeightsAway(reasons.WEIGHTS_GIVEN_BACK())
         if not context.arena.order.plan():
             raise WeightsAway(reasons.WEIGHTS_REPLACED())
-        if plan.device.type == "cuda" and context.config.cuda_graphs:
-            pool = pool_of(plan.device)
-            if plan.has_graph:
-                return plan.replay(call.leaves, pool)
+        if plan.pool is not None and context.config.cuda_graphs:
+            if plan.graph is not None:
+                return plan.replay(call.leaves)
             if plan.no_graph_reason is None:
                 known = plan.was_captured
                 if plan.records_now():
                     self.record_launches(plan, call)
                 if not plan.waits_for_graph():
-                    outputs = self._capture_graph(plan, call, pool)
+                    outputs = self._capture_graph(plan, call)
                     if outputs is not None:
                         # Of one that was evicted the run before the capture serves this call. Of a new one the replay
                         # is what is compared and timed.
-                        return outputs if known else plan.replay(call.leaves, pool)
+                        return outputs if known else plan.replay(call.leaves)
         outputs = plan.run_eagerly(call.leaves)
-        if plan.records_now():
+        if plan.pool is not None and plan.records_now():
             self.record_launches(plan, call)
         return outputs
 
@@ -138,12 +138,12 @@ class PlanRunner:
         if not plan.has_graph:
             plan.record_launches(call.leaves, self._context.report)
 
-    def guard(self, plan: Plan) -> Any:
-        """The lock to hold while a plan runs, see `ModelState.turn`."""
-        return self._context.model.turn(plan.device)
+    def guard(self, plan: Plan) -> contextlib.AbstractContextManager[Any]:
+        """The lock to hold while a plan runs. Graphs of one pool share memory; on a CPU only the plan is protected."""
+        return plan.pool.lock if plan.pool is not None else self._context.model.lock
 
-    def _capture_graph(self, plan: Plan, call: Call, pool: GraphPool) -> list[torch.Tensor] | None:
+    def _capture_graph(self, plan: Plan, call: Call) -> list[torch.Tensor] | None:
         config = self._context.config
         share = 1 / len(self._context.model.parts) if self._context.is_part else 1.0
         budget = environment.graph_budget_mb() if config.graph_memory_mb is None else config.graph_memory_mb
-        return plan.capture_graph(call.leaves, pool, self._context.report, config.max_graphs, budget, share)
+        return plan.capture_graph(call.leaves, self._context.report, config.max_graphs, budget, share)

@@ -4,195 +4,196 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sfast_ext import reasons
-from sfast_ext.call_signature import Call, flatten_output
+from sfast_ext.call_signature import flatten_output
 from sfast_ext.config import Config
 from sfast_ext.kernels.linear import mma_gemm
+from sfast_ext.plans.payback import Stopwatch
+from sfast_ext.plans.plan import Plan
 from sfast_ext.reasons import Reason
 from sfast_ext.report import at
-from sfast_ext.runtime.plan import Plan
-from sfast_ext.runtime.rare_calls import Stopwatch
 from sfast_ext.runtime.rounding import rounded_otherwise
 from sfast_ext.timing import timer
 
-# measurements, of which the median is taken
 TIMED_RUNS = 3
-# a replay counts as slower only above this ratio to the original
+"""Measurements, of which the median is taken."""
 TIMING_NOISE = 1.03
-# above this ratio no more than `quickest` is needed
+"""A replay counts as slower only above this ratio to the original."""
 CLEARLY_FASTER = 1.5
-# a run that takes longer hides what else the CPU is at
+"""Above this ratio no more than `quickest` is needed."""
 LONG_MS = 100.0
-# of one run of each
+"""A run that takes longer hides what else the CPU does."""
 NOISE_OF_ONE = 1.1
-# of the tolerance: bfloat16 rounds 8 times as coarsely as float16, and two results are further apart than one is off
-MOST_BY_ROUNDING = 4
-AS_FAR = 1.1
-# other inputs may round a little worse
-AGAIN = 1.5
-# Of what rounding to fewer bits moves a result by: correct plans are 0.05 to 0.7 of it away (docs/measurements.md).
-MOST_NOISE = 1.25
+"""As `TIMING_NOISE`, of one run of each."""
+MAX_BY_ROUNDING = 4
+"""Times the tolerance: bfloat16 rounds 8 times as coarsely as float16, and two results are further apart than one is
+off."""
+MAX_OF_ORIGINAL = 1.1
+"""So many times as far from float32 as the original a plan may be."""
+MAX_OF_KNOWN = 1.5
+"""Other inputs may round a little worse than those of a plan that was found to differ by rounding: by so much."""
+MAX_NOISE = 1.25
+"""Of what rounding to fewer bits moves a result by: correct plans are 0.05 to 0.7 of it away (docs/measurements.md)."""
 FLOORS = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 """Differences of so much are rounding in any model of more than a few layers, and are not measured."""
 _fp16_accumulation = getattr(torch._C, "_get_cublas_allow_fp16_accumulation", lambda: False)
 
 
-def verify_plan(
-    plan: Plan,
-    run: Callable[[], list[torch.Tensor]],
-    original: Callable[[], Any],
-    call: Call,
-    result: Any,
-    original_s: float,
-    config: Config,
-    watch: Stopwatch | None = None,
-    exact: Callable[[], list[torch.Tensor] | None] = lambda: None,
-    record: Callable[[], None] = lambda: None,
-) -> Reason | None:
-    """Check and time a new plan.
+@dataclass(frozen=True)
+class Verification:
+    """A new plan, and the original's run on the inputs that it is checked and timed with."""
 
-    Args:
-        run: runs the plan as it will be run later, by CUDA graph if possible.
-        original: runs the original forward on the same inputs.
-        result: the original forward's result for them.
-        original_s: the time of that run in seconds.
-        exact: the outputs in float32; None where they cannot be had. Asked where bfloat16 differs too much.
-        watch: timed that run. The plan is then timed by its first use, see `too_slow`, not here.
-        record: records the plan's launches, before it is timed. Not called where the original takes so long that the
-            GPU hides the CPU's time.
+    plan: Plan
+    config: Config
+    run: Callable[[], list[torch.Tensor]]
+    """Runs the plan as it will be run later, by CUDA graph if possible."""
+    run_original: Callable[[], Any]
+    """Runs the original forward on the same inputs."""
+    result: Any
+    """The original forward's result for them."""
+    original_s: float
+    """The time of that run in seconds."""
+    watch: Stopwatch | None = None
+    """Timed that run. The plan is then timed by its first use, see `too_slow`, not here."""
+    exact: Callable[[], list[torch.Tensor] | None] = lambda: None
+    """The outputs in float32; None if they cannot be had. Asked if bfloat16 differs too much."""
+    record: Callable[[], None] = lambda: None
+    """Records the plan's launches, before it is timed. Not called if the original takes so long that the GPU hides the
+    CPU's time."""
+
+
+def verify_plan(new: Verification) -> Reason | None:
+    """Check and time a new plan.
 
     Returns:
         The reason to reject the plan, or None.
     """
-    references = flatten_output(result)[1]
+    plan, config = new.plan, new.config
+    references = flatten_output(new.result)[1]
     # a result without finite values cannot be compared; the plan is compared at a later call
     checked = config.check != "never" and comparable(references)
     at("first run")
-    outputs = run()
+    outputs = new.run()
     if checked:
         at("check")
-        refusal = difference(plan, outputs, references, config, original, exact)
+        refusal = Comparison(plan, outputs, references, config, new.run_original, new.exact).difference()
         if refusal is not None:
             return refusal
     at("timing")
-    if watch is not None:
-        plan.ms_before = watch.milliseconds() or None
+    if new.watch is not None:
+        plan.ms_before = new.watch.milliseconds() or None
         if plan.ms_before is not None and plan.ms_before < LONG_MS:
-            record()
+            new.record()
         return None
-    if plan.device.type != "cuda":
+    run, original, device = new.run, new.run_original, plan.device
+    if device.type != "cuda":
         # original_s is of one run: a coarse clock may not have moved
-        plan.ms_before, plan.ms_after = 1000 * original_s or None, milliseconds(run, plan.device, 1)
+        plan.ms_before, plan.ms_after = 1000 * new.original_s or None, milliseconds(run, device, 1)
         return None
-    record()
+    new.record()
     # new calls: the first ones included warm-up
-    plan.ms_after, plan.ms_before = quickest(run, plan.device), quickest(original, plan.device)
+    plan.ms_after, plan.ms_before = quickest(run, device), quickest(original, device)
     if plan.ms_before < CLEARLY_FASTER * plan.ms_after:
-        plan.ms_after, plan.ms_before = milliseconds(run, plan.device), milliseconds(original, plan.device)
+        plan.ms_after, plan.ms_before = milliseconds(run, device), milliseconds(original, device)
     return too_slow(plan, config, TIMING_NOISE)
 
 
 def too_slow(plan: Plan, config: Config, noise: float) -> Reason | None:
-    """The reason to drop a plan that measured slower than the original, beyond so much noise; None where it did not."""
+    """The reason to drop a plan that measured slower than the original, beyond so much noise; None if it did not."""
     after, before = plan.ms_after, plan.ms_before
     if not config.drop_slower or after is None or before is None or after <= noise * before:
         return None
     return reasons.SLOWER(after, before)
 
 
-def difference(
-    plan: Plan,
-    outputs: Sequence[torch.Tensor],
-    references: Sequence[torch.Tensor],
-    config: Config,
-    original: Callable[[], Any],
-    exact: Callable[[], list[torch.Tensor] | None] = lambda: None,
-) -> Reason | None:
-    """Compare the results of a plan with the original's: the reason to reject the plan, or None. Sets `plan.error`.
+@dataclass(frozen=True)
+class Comparison:
+    """The results of a plan and the original's.
 
     Each result may differ as far as another rounding moves it on this input, see `rounding`, and by no more than the
     tolerance. That is measured only if the difference is above what any model shows.
-
-    Args:
-        original: runs the original forward on the same inputs.
-        exact: see `verify_plan`.
     """
-    errors = relative_errors(outputs, references)
-    error, known = max(errors, default=0.0), plan.apart
-    # how far bfloat16 moves this plan's results was found out before
-    most = config.tolerance if known is None else max(config.tolerance, AGAIN * known)
-    over = not error <= most
-    if known is None or over:
-        plan.error = error
-    if over and (known is not None or not _may_be_rounding(error, references, config)):
-        return reasons.INACCURATE(error, config.tolerance)
-    if not _sums_in_half(plan, config):
-        allowed = _explained(plan, errors, references, original)
-        beyond = [(e, limit) for e, limit in zip(errors, allowed) if not e <= limit]
-        if beyond:
-            plan.error, limit = max(beyond)
-            return reasons.UNEXPLAINED(plan.error, limit)
-    if over and not _is_rounding(plan, outputs, references, config, exact):
-        return reasons.INACCURATE(error, config.tolerance)
-    return None
 
+    plan: Plan
+    outputs: Sequence[torch.Tensor]
+    references: Sequence[torch.Tensor]
+    config: Config
+    run_original: Callable[[], Any]
+    """Runs the original forward on the same inputs."""
+    exact: Callable[[], list[torch.Tensor] | None] = lambda: None
+    """See `Verification.exact`."""
 
-def _explained(
-    plan: Plan, errors: Sequence[float], references: Sequence[torch.Tensor], original: Callable[[], Any]
-) -> list[float]:
-    """How far each result may be from the original's because of rounding. Infinite if that cannot be measured."""
-    floors = [FLOORS.get(r.dtype, 0.0) for r in references]
-    allowed = _allowed(floors, plan.noise)
-    if all(e <= limit for e, limit in zip(errors, allowed)):
-        return allowed
-    moved = rounded_otherwise(original)
-    # if it cannot be measured, the tolerance alone is the limit
-    if moved is None or len(moved) != len(references):
-        plan.noise = [math.inf] * len(references)
-    else:
-        plan.noise = relative_errors(moved, references)
-    return _allowed(floors, plan.noise)
+    def difference(self) -> Reason | None:
+        """The reason to reject the plan, or None. Sets `plan.error`."""
+        plan, tolerance = self.plan, self.config.tolerance
+        errors = relative_errors(self.outputs, self.references)
+        error, known = max(errors, default=0.0), plan.rounding_error
+        # how far bfloat16 moves this plan's results was found out before
+        most = tolerance if known is None else max(tolerance, MAX_OF_KNOWN * known)
+        over = not error <= most
+        if known is None or over:
+            plan.error = error
+        if over and (known is not None or not self._may_be_rounding(error)):
+            return reasons.INACCURATE(error, tolerance)
+        if not self._sums_in_half():
+            beyond = [(e, limit) for e, limit in zip(errors, self._explained(errors)) if not e <= limit]
+            if beyond:
+                plan.error, limit = max(beyond)
+                return reasons.UNEXPLAINED(plan.error, limit)
+        if over and not self._is_rounding():
+            return reasons.INACCURATE(error, tolerance)
+        return None
+
+    def _explained(self, errors: Sequence[float]) -> list[float]:
+        """How far each result may be from the original's because of rounding. Infinite if that cannot be measured."""
+        plan, references = self.plan, self.references
+        floors = [FLOORS.get(r.dtype, 0.0) for r in references]
+        allowed = _allowed(floors, plan.noise)
+        if all(e <= limit for e, limit in zip(errors, allowed)):
+            return allowed
+        moved = rounded_otherwise(self.run_original)
+        # if it cannot be measured, the tolerance alone is the limit
+        if moved is None or len(moved) != len(references):
+            plan.noise = [math.inf] * len(references)
+        else:
+            plan.noise = relative_errors(moved, references)
+        return _allowed(floors, plan.noise)
+
+    def _sums_in_half(self) -> bool:
+        """Whether sums may be in half precision, in the plan or in the original alone. How far that moves a result is
+        not measured: the tolerance is the limit."""
+        device = self.plan.device
+        if device.type != "cuda":
+            return False
+        return bool(_fp16_accumulation()) or (self.config.faster_sums and mma_gemm.half_sums_profitable(device))
+
+    def _may_be_rounding(self, error: float) -> bool:
+        """Whether results that are further apart than the tolerance may differ because bfloat16 rounds."""
+        in_bfloat16 = all(r.dtype == torch.bfloat16 for r in self.references)
+        return in_bfloat16 and error <= MAX_BY_ROUNDING * self.config.tolerance
+
+    def _is_rounding(self) -> bool:
+        """Whether the plan and the original differ because bfloat16 rounds: both are as near to the result in float32
+        as the tolerance asks, or the original is further from it, and the plan no further than that, up to a tenth.
+        Sets `plan.error` to the plan's distance from float32."""
+        plan, tolerance = self.plan, self.config.tolerance
+        error, wanted = plan.error, self.exact()
+        if wanted is None:
+            return False
+        ours, theirs = (relative_error([x.float() for x in r], wanted) for r in (self.outputs, self.references))
+        if not theirs <= MAX_BY_ROUNDING * tolerance or not ours <= max(tolerance, MAX_OF_ORIGINAL * theirs):
+            return False
+        plan.error, plan.rounding_error = ours, error
+        return True
 
 
 def _allowed(floors: Sequence[float], noise: Sequence[float] | None) -> list[float]:
-    return list(floors) if noise is None else [max(floor, MOST_NOISE * n) for floor, n in zip(floors, noise)]
-
-
-def _sums_in_half(plan: Plan, config: Config) -> bool:
-    """Whether sums may be in half precision, in the plan or in the original alone. How far that moves a result is not
-    measured: the tolerance is the limit."""
-    if plan.device.type != "cuda":
-        return False
-    return bool(_fp16_accumulation()) or (config.faster_sums and mma_gemm.half_sums_profitable(plan.device))
-
-
-def _may_be_rounding(apart: float, references: Sequence[torch.Tensor], config: Config) -> bool:
-    """Whether results that are further apart than the tolerance may differ because bfloat16 rounds."""
-    return all(r.dtype == torch.bfloat16 for r in references) and apart <= MOST_BY_ROUNDING * config.tolerance
-
-
-def _is_rounding(
-    plan: Plan,
-    outputs: Sequence[torch.Tensor],
-    references: Sequence[torch.Tensor],
-    config: Config,
-    exact: Callable[[], list[torch.Tensor] | None],
-) -> bool:
-    """Whether the plan and the original differ because bfloat16 rounds: both are as near to the result in float32 as
-    the tolerance asks, or the original is further from it, and the plan no further than that, a tenth aside. Sets
-    `plan.error` to the plan's distance from float32."""
-    apart, wanted = plan.error, exact()
-    if wanted is None:
-        return False
-    ours, theirs = (relative_error([x.float() for x in results], wanted) for results in (outputs, references))
-    if not theirs <= MOST_BY_ROUNDING * config.tolerance or not ours <= max(config.tolerance, AS_FAR * theirs):
-        return False
-    plan.error, plan.apart = ours, apart
-    return True
+    return list(floors) if noise is None else [max(floor, MAX_NOISE * n) for floor, n in zip(floors, noise)]
 
 
 def relative_error(outputs: Sequence[torch.Tensor], references: Sequence[torch.Tensor]) -> float:

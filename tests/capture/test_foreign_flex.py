@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sfast_ext import Config, accelerate
-from sfast_ext.runtime.operations import digest
+from sfast_ext.plans.graph_facts import digest
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention", reason="this torch has no flex_attention")
 

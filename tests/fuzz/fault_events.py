@@ -11,17 +11,18 @@ import torch
 from torch import fx
 
 import sfast_ext.behaviour.key
-import sfast_ext.runtime.argument_roles
-import sfast_ext.runtime.plan
+import sfast_ext.plans.plan
 import sfast_ext.runtime.plan_builder
+import sfast_ext.runtime.plan_finder
+import sfast_ext.runtime.plan_runner
 import sfast_ext.weights.arena
 from fuzz.world import Event, World
 from sfast_ext import passes
-from sfast_ext.runtime.graph_pool import GraphPool
+from sfast_ext.plans.graph_pool import GraphPool
 
 # what there is to break, by the name the failure is given
 STAGES: dict[str, tuple[Any, str]] = {
-    "signature": (sfast_ext.runtime.argument_roles, "flatten_call"),
+    "signature": (sfast_ext.runtime.plan_finder, "flatten_call"),
     "behaviour key": (sfast_ext.behaviour.key, "fingerprint"),
     "sync": (sfast_ext.weights.arena.WeightArena, "sync"),
     "adoption of weights": (sfast_ext.weights.arena, "copy_in"),
@@ -30,17 +31,17 @@ STAGES: dict[str, tuple[Any, str]] = {
     "passes": (sfast_ext.runtime.plan_builder, "run_passes"),
     "binding": (sfast_ext.weights.arena.WeightArena, "bind"),
     "check": (sfast_ext.runtime.plan_builder, "verify_plan"),
-    "plan": (sfast_ext.runtime.plan.Plan, "run_eagerly"),
-    "output": (sfast_ext.runtime.plan.Plan, "output"),
+    "plan": (sfast_ext.plans.plan.Plan, "run_eagerly"),
+    "output": (sfast_ext.runtime.plan_runner, "rebuild_output"),
 }
 CAPTURING = "in the midst of a graph capture"
 GPU_STAGES: dict[str, tuple[Any, str]] = {
-    "warm-up": (sfast_ext.runtime.plan.Plan, "_warm_up"),
+    "warm-up": (sfast_ext.plans.plan.Plan, "_warm_up"),
     "graph capture": (GraphPool, "_capture"),
-    CAPTURING: (sfast_ext.runtime.plan.Plan, "_run_static"),
-    "inputs of a replay": (sfast_ext.runtime.plan.Plan, "_copy_inputs"),
-    "replay": (sfast_ext.runtime.plan.Plan, "replay"),
-    "outputs of a replay": (sfast_ext.runtime.plan.Plan, "_copy_outputs"),
+    CAPTURING: (sfast_ext.plans.plan.Plan, "_run_static"),
+    "inputs of a replay": (sfast_ext.plans.plan.Plan, "_copy_inputs"),
+    "replay": (sfast_ext.plans.plan.Plan, "replay"),
+    "outputs of a replay": (sfast_ext.plans.plan.Plan, "_copy_outputs"),
 }
 
 

@@ -27,7 +27,7 @@ from fuzz.ground import Ground
 from fuzz.nets import STYLES, TIMESTEPS
 from fuzz.world import Event, World, result
 from sfast_ext import Config
-from sfast_ext.runtime.graph_pool import pool_of
+from sfast_ext.plans.graph_pool import pool_of
 
 
 def request(w: World, rng: random.Random) -> None:
@@ -120,7 +120,7 @@ def generations(w: World, rng: random.Random) -> None:
     if w.ticks:
         w.acc.new_generation()
     else:
-        w.acc._finder.keys._announced = False
+        w.acc._finder.keys._announced = w.acc._finder.keys.stale = False
 
 
 def calm(w: World, rng: random.Random) -> None:

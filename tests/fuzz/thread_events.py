@@ -23,7 +23,7 @@ def beside_another_thread(w: World, rng: random.Random) -> None:
     args, kwargs = w.draw()
     alike = rng.random() < 0.3
     # what is laid over the root has no part in the original
-    run_there, run_here = (w.subject, w.twin) if alike else (w.acc.original, w.acc.original)
+    run_there, run_here = (w.subject, w.twin) if alike else (w.acc.run_original, w.acc.run_original)
     with w.calling():
         expected = result(run_here, args, kwargs)
     if isinstance(expected, Exception) or w.faults:

@@ -20,9 +20,9 @@ _REPLACED = (
 
 SIGNATURE = [
     Mutation(
-        "results that share memory", "runtime/plan.py",
+        "results that share memory", "plans/plan.py",
         "hand_out(handed, outputs, self.views)", "pass",
-        ("runtime/test_result_views.py::test_a_write_to_a_result_is_seen_in_the_others_as_without_us",),
+        ("plans/test_result_views.py::test_a_write_to_a_result_is_seen_in_the_others_as_without_us",),
     ),
     Mutation(
         "dtypes of arguments", "call_signature.py",
@@ -40,12 +40,12 @@ SIGNATURE = [
         ("test_result_tensors.py::test_an_input_with_gaps_that_is_returned_leaves_none_in_later_results",),
     ),
     Mutation(
-        "inference mode around a call", "runtime/plan.py",
+        "inference mode around a call", "plans/plan.py",
         "return self._copy_outputs(outputs)", "with torch.inference_mode(False): return self._copy_outputs(outputs)",
         ("test_result_tensors.py::test_results_are_inference_tensors_if_those_of_the_original_are",),
     ),
     Mutation(
-        "results that are weights, in inference mode", "runtime/plan.py",
+        "results that are weights, in inference mode", "plans/plan.py",
         "if self.lent and torch.is_inference_mode_enabled():", "if False:",
         ("test_result_tensors.py::test_results_are_inference_tensors_if_those_of_the_original_are",),
     ),
@@ -91,8 +91,8 @@ SIGNATURE = [
         ("test_accelerator.py::test_a_numerical_flag_of_torch_gets_a_plan_of_its_own",),
     ),
     Mutation(
-        "numbers that a forward branches on", "runtime/argument_roles.py",
-        "replace(self._roles.get(signature, _Roles()), static=True)", "_Roles()",
+        "numbers that a forward branches on", "argument_roles.py",
+        "replace(self.known.get(signature, _Roles()), static=True)", "_Roles()",
         ("test_refusals.py::test_a_forward_that_branches_on_a_number_gets_it_into_the_signature",),
     ),
     Mutation(
@@ -101,7 +101,7 @@ SIGNATURE = [
         ("test_accelerator.py::test_gradients_go_to_the_original",),
     ),
     Mutation(
-        "gradients around a replay", "runtime/plan.py",
+        "gradients around a replay", "plans/plan.py",
         "if torch.is_grad_enabled():", "if False:",
         ("test_speculation.py::test_the_inputs_of_a_graph_take_no_gradients",),
     ),
@@ -368,27 +368,30 @@ BEHAVIOUR = [
 CALL = [
     Mutation(
         "the signature of a plan", "runtime/plan_finder.py",
-        "key = (call.signature, behaviour, host, device)", "key = (None, behaviour, host, device)",
+        "key = PlanKey(call.signature, behaviour, host, device)", "key = PlanKey(None, behaviour, host, device)",
         ("test_accelerator.py::test_plans_are_kept_up_to_a_number",),
     ),
     Mutation(
         "the behaviour of a plan", "runtime/plan_finder.py",
-        "key = (call.signature, behaviour, host, device)", "key = (call.signature, None, host, device)",
+        "key = PlanKey(call.signature, behaviour, host, device)",
+        "key = PlanKey(call.signature, 0, host, device)",
         ("test_accelerator.py::test_a_scalar_attribute_brings_another_plan_and_the_first_comes_back",),
     ),
     Mutation(
         "the host's key", "runtime/plan_finder.py",
-        "key = (call.signature, behaviour, host, device)", "key = (call.signature, behaviour, None, device)",
+        "key = PlanKey(call.signature, behaviour, host, device)",
+        "key = PlanKey(call.signature, behaviour, None, device)",
         ("test_accelerator.py::test_hooks_of_the_host_are_asked_at_each_call",),
     ),
     Mutation(
         "the device of a plan", "runtime/plan_finder.py",
-        "key = (call.signature, behaviour, host, device)", "key = (call.signature, behaviour, host, None)",
+        "key = PlanKey(call.signature, behaviour, host, device)",
+        "key = PlanKey(call.signature, behaviour, host, None)",
         ("test_stale.py::test_a_plan_of_one_device_does_not_run_on_another",),
     ),
     Mutation(
         "the host's reason to bypass a call", "runtime/plan_finder.py",
-        "reason = hooks.bypass_reason() if hooks.bypass_reason else None", "reason = None",
+        'reason = _ask("bypass_reason", hooks.bypass_reason) if hooks.bypass_reason else None', "reason = None",
         ("test_accelerator.py::test_hooks_of_the_host_are_asked_at_each_call",),
     ),
     Mutation(
@@ -398,13 +401,13 @@ CALL = [
     ),
     Mutation(
         "the behaviour after a replay", "runtime/plan_finder.py",
-        "if behaviour != lookup.behaviour or foreign:", "if False:",
+        "if behaviour != lookup.key.behaviour or foreign:", "if False:",
         ("test_speculation.py::test_a_change_before_any_call_is_in_its_result[scalar]",
          "test_speculation.py::test_a_change_before_any_call_is_in_its_result[layer]"),
     ),
     Mutation(
         "the weights after a replay", "runtime/plan_finder.py",
-        "if self._sync():\n                return False", "self._sync()",
+        "valid = not self._sync()", "valid = self._sync() >= 0",
         _AHEAD,
     ),
     Mutation(
@@ -425,13 +428,13 @@ CALL = [
     ),
     Mutation(
         "refusals that lapse", "runtime/plan_cache.py",
-        "if self._generation >= until:", "if False:",
+        "if rejection.generations.pay():", "if False:",
         ("test_refusals.py::test_a_plan_refused_under_a_patch_is_made_when_the_patch_is_gone",),
     ),
     Mutation(
         "back-off of captures", "runtime/plan_finder.py",
         "if self._backoff.must_wait(alike, key):", "if False:",
-        ("runtime/test_backoff.py::test_a_number_that_changes_at_each_step_costs_two_captures",),
+        ("plans/test_backoff.py::test_a_number_that_changes_at_each_step_costs_two_captures",),
     ),
     Mutation(
         "an accelerator that was released", "accelerator.py",
@@ -466,7 +469,7 @@ CALL = [
     ),
     Mutation(
         "plans of another behaviour when the host moves on", "accelerator.py",
-        "if plan.behaviour != behaviour]:", "if False]:",
+        "if key.behaviour != behaviour]:", "if False]:",
         ("test_move.py::test_plans_of_another_behaviour_stay_behind",),
     ),
 ]  # fmt: skip

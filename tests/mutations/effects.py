@@ -176,8 +176,8 @@ MUTATIONS = [
     Mutation(
         "a rehearsal of a bypassed call leaves what it changed",
         "runtime/call_server.py",
-        "            return self._rehearsed(args, kwargs) if rehearsing() else self.original(*args, **kwargs)",
-        "            return self.original(*args, **kwargs)",
+        "            return self._rehearsed(args, kwargs) if rehearsing() else self.run_original(*args, **kwargs)",
+        "            return self.run_original(*args, **kwargs)",
         _REHEARSED[1:],
     ),
     Mutation(

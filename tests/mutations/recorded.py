@@ -4,52 +4,52 @@ from __future__ import annotations
 
 from mutations import Mutation
 
-_RUN = "runtime/test_recorded_run.py::"
-_PLAN = "runtime/test_recorded_plan.py::"
+_RUN = "plans/test_recorded_run.py::"
+_PLAN = "plans/test_recorded_plan.py::"
 
 MUTATIONS = [
     Mutation(
-        "the strides of a recorded run", "runtime/repetition.py",
+        "the strides of a recorded run", "plans/recorded_run.py",
         "or x.stride() != stride or", "or",
         (_RUN + "test_other_tensors_are_decided_on_anew",),
     ),
     Mutation(
-        "the alignment of a recorded run", "runtime/repetition.py",
+        "the alignment of a recorded run", "plans/recorded_run.py",
         "if x.data_ptr() % ALIGNMENT != residue or", "if",
         (_RUN + "test_other_tensors_are_decided_on_anew",),
     ),
     Mutation(
-        "the shapes of a recorded run", "runtime/repetition.py",
+        "the shapes of a recorded run", "plans/recorded_run.py",
         "or x.shape != shape:", "or False:",
         (_RUN + "test_other_tensors_are_decided_on_anew",),
     ),
     Mutation(
-        "where in its memory a tensor begins", "runtime/repetition.py",
-        "cell.value = values[place].data_ptr() + offset", "cell.value = values[place].data_ptr()",
+        "where in its memory a tensor begins", "plans/recorded_run.py",
+        "cell.value = registers[register].data_ptr() + offset", "cell.value = registers[register].data_ptr()",
         (_RUN + "test_a_launch_is_a_kernel_s_with_the_tensors_of_that_run",),
     ),
     Mutation(
-        "tensor maps of other memory", "runtime/repetition.py",
+        "tensor maps of other memory", "plans/recorded_run.py",
         "encoded = known.get(address)", "encoded = next(iter(known.values()), None)",
         (_RUN + "test_tensor_maps_are_of_the_memory_of_that_run",),
     ),
     Mutation(
-        "writes to inputs and weights", "runtime/run_recorder.py",
+        "writes to inputs and weights", "plans/recorded_run.py",
         'raise CannotRepeat(f"{function} writes to an input or a weight")', "pass",
         (_RUN + "test_what_cannot_be_repeated",),
     ),
     Mutation(
-        "tensors from elsewhere", "runtime/run_recorder.py",
+        "tensors from elsewhere", "plans/recorded_run.py",
         'raise CannotRepeat("a tensor comes from elsewhere")', "return 0",
         (_RUN + "test_what_cannot_be_repeated",),
     ),
     Mutation(
-        "values that are read", "runtime/run_recorder.py",
+        "values that are read", "plans/recorded_run.py",
         'raise CannotRepeat(f"{function} reads values")', "pass",
         (_RUN + "test_what_cannot_be_repeated",),
     ),
     Mutation(
-        "the bits of a repetition", "runtime/recorded_run.py",
+        "the bits of a repetition", "plans/recorded_run.py",
         "if not _same(again, result):", "if False:",
         (_RUN + "test_what_cannot_be_repeated",),
     ),
@@ -59,13 +59,13 @@ MUTATIONS = [
         ("kernels/backend/test_choices.py::test_measurements_are_nothing_to_be_repeated",),
     ),
     Mutation(
-        "an evicted graph that stays away", "runtime/recapture.py",
-        "or self.lost_ms >= self.capture_ms", "or True",
+        "an evicted graph that stays away", "plans/payback.py",
+        "or self.capture.due", "or True",
         (_PLAN + "test_an_evicted_graph_stays_away_where_it_would_gain_nothing",),
     ),
     Mutation(
-        "an evicted graph that comes back", "runtime/recapture.py",
-        "or self.lost_ms >= self.capture_ms", "or False",
+        "an evicted graph that comes back", "plans/payback.py",
+        "or self.capture.due", "or False",
         (_PLAN + "test_an_evicted_graph_is_captured_again_when_runs_without_it_have_cost_as_much",),
     ),
 ]  # fmt: skip

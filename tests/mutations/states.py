@@ -105,7 +105,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the default device", "call_signature.py",
-        "_default_type(), default_device()", "_default_type(), None",
+        "default_device() if _function_modes() else None", "None",
         ("test_torch_flags.py::test_what_chooses_how_torch_computes_has_a_plan_of_its_own",),
     ),
     Mutation(
@@ -151,49 +151,49 @@ MUTATIONS = [
     Mutation(
         "numbers that change become inputs", "runtime/plan_finder.py",
         "if plan is None and self._roles.open_changed(call):", "if False:",
-        ("runtime/test_argument_roles.py::test_a_number_that_changes_becomes_an_input",),
+        ("test_argument_roles.py::test_a_number_that_changes_becomes_an_input",),
     ),
     Mutation(
-        "numbers that do not change", "runtime/argument_roles.py",
+        "numbers that do not change", "argument_roles.py",
         "if now != then}", "}",
-        ("runtime/test_argument_roles.py::test_a_number_that_stays_is_a_constant_next_to_one_that_changes",),
+        ("test_argument_roles.py::test_a_number_that_stays_is_a_constant_next_to_one_that_changes",),
     ),
     Mutation(
-        "numbers that cannot be inputs", "runtime/argument_roles.py",
+        "numbers that cannot be inputs", "argument_roles.py",
         "inputs=frozenset(), closed=True)", "inputs=frozenset())",
-        ("runtime/test_argument_roles.py::test_a_forward_that_cannot_take_it_as_an_input_is_right_and_not_captured_for_ever",),
+        ("test_argument_roles.py::test_a_forward_that_cannot_take_it_as_an_input_is_right_and_not_captured_for_ever",),
     ),
     Mutation(
-        "too many numbers that change", "runtime/argument_roles.py",
-        "or len(inputs) > MOST_INPUTS", "",
-        ("runtime/test_argument_roles.py::test_many_numbers_that_change_stay_constants",),
+        "too many numbers that change", "argument_roles.py",
+        "or len(inputs) > MAX_INPUTS", "",
+        ("test_argument_roles.py::test_many_numbers_that_change_stay_constants",),
     ),
     Mutation(
         "a refused plan that took a number", "runtime/plan_finder.py",
         "if self._roles.close_nested(call):", "if False:",
         (
-            "runtime/test_argument_roles.py::test_a_plan_with_a_number_as_input_is_compared_again_at_its_next_value",
-            "runtime/test_argument_roles.py::test_a_forward_that_cannot_take_it_as_an_input_is_right_and_not_captured_for_ever",
+            "test_argument_roles.py::test_a_plan_with_a_number_as_input_is_compared_again_at_its_next_value",
+            "test_argument_roles.py::test_a_forward_that_cannot_take_it_as_an_input_is_right_and_not_captured_for_ever",
         ),
     ),
     Mutation(
         "a number at another value", "runtime/plan_finder.py",
         "plan.built_for, plan.compare_again = None, True", "plan.built_for = None",
-        ("runtime/test_argument_roles.py::test_a_plan_with_a_number_as_input_is_compared_again_at_its_next_value",),
+        ("test_argument_roles.py::test_a_plan_with_a_number_as_input_is_compared_again_at_its_next_value",),
     ),
     Mutation(
         "constants are not told apart by the back-off", "call_signature.py",
         "tree=tuple(_tensors(signature.tree))", "tree=signature.tree",
-        ("runtime/test_argument_roles.py::test_another_constant_that_changes_at_each_call_is_seen_by_the_back_off",),
+        ("test_argument_roles.py::test_another_constant_that_changes_at_each_call_is_seen_by_the_back_off",),
     ),
     Mutation(
         "refusals that lapse without generations", "runtime/plan_cache.py",
-        "if not self._generation:", "if False:",
-        ("runtime/test_argument_roles.py::test_a_refused_key_is_tried_again_where_no_generations_are_announced",),
+        "if not self._announced:", "if False:",
+        ("test_argument_roles.py::test_a_refused_key_is_tried_again_where_no_generations_are_announced",),
     ),
     Mutation(
-        "refusals that last longer each time", "runtime/plan_cache.py",
-        "if calls > REJECTED_CALLS * 2 ** self._expired.get(key, 0):", "if calls > REJECTED_CALLS:",
-        ("runtime/test_argument_roles.py::test_each_refusal_lasts_twice_as_long",),
+        "refusals that last longer each time", "plans/payback.py",
+        "self.calls = Payback(doubled(REJECTED_CALLS, times))", "self.calls = Payback(REJECTED_CALLS)",
+        ("test_argument_roles.py::test_each_refusal_lasts_twice_as_long",),
     ),
 ]

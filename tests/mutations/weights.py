@@ -113,7 +113,7 @@ MUTATIONS = [
     ),
     Mutation(
         "graphs of memory that is given back", "runtime/model_state.py",
-        "for plan in plans:\n                plan.drop_graph(pool_for(plan))", "",
+        "for plan in plans:\n                plan.drop_graph()", "",
         ("weights/test_vacancy.py::test_plans_outlive_their_memory_and_graphs_are_captured_anew",),
     ),
     Mutation(
@@ -210,9 +210,9 @@ MUTATIONS = [
         ("hosts/adapters/test_startup_objects.py::test_a_model_that_is_loaded_at_the_start_is_not_frozen",),
     ),
     Mutation(
-        "what Python itself freezes", "runtime/gc_pause.py",
+        "what Python itself freezes", "gc_pause.py",
         "gc.get_freeze_count() > _PYTHONS_OWN", "gc.get_freeze_count() > 0",
-        ("runtime/test_gc_pause.py::test_what_python_freezes_at_its_start_is_nobody_s_choice",),
+        ("test_gc_pause.py::test_what_python_freezes_at_its_start_is_nobody_s_choice",),
     ),
     Mutation(
         "wrappers around torch's own methods only", "hosts/attachment.py",

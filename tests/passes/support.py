@@ -16,7 +16,7 @@ from sfast_ext.capture import fake_trace
 from sfast_ext.capture.capture import capture
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.rewrite import CONV, is_op
-from sfast_ext.runtime.interpreter import Interpreter
+from sfast_ext.plans.register_machine import Interpreter
 from sfast_ext.tools.lib import models
 from sfast_ext.weights.arena import WeightArena
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from sfast_ext.passes.attention_casts import attention_casts
 from sfast_ext.passes.attention_heads import attention_heads
 from sfast_ext.passes.cleanup import cleanup
-from sfast_ext.runtime.operations import counts, digest
+from sfast_ext.plans.graph_facts import digest, operation_counts
 
 from .attentions import HEADS, WIDTH, apart, together
 from .support import Traced, randn
@@ -88,6 +88,6 @@ def written_to(x: Tensor, y: Tensor) -> Tensor:
 def test_left_where_it_is(forward: Callable[..., Any]) -> None:
     traced = Traced(forward, X, Y)
     traced.rewrite(cleanup, attention_heads)
-    before = counts(traced.graph)
+    before = operation_counts(traced.graph)
     assert traced.rewrite(attention_casts) == 0
-    assert counts(traced.graph) == before and traced.error() < 1e-6
+    assert operation_counts(traced.graph) == before and traced.error() < 1e-6

@@ -14,7 +14,7 @@ from sfast_ext.environment import TORCH
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.cleanup import cleanup
 from sfast_ext.passes.scaled_dot_product import is_scores_equation, is_values_equation, scaled_dot_product
-from sfast_ext.runtime.interpreter import Interpreter
+from sfast_ext.plans.register_machine import Interpreter
 from sfast_ext.weights.arena import WeightArena
 
 from . import attentions

@@ -15,7 +15,7 @@ from sfast_ext.call_signature import flatten_call
 from sfast_ext.capture.capture import capture
 from sfast_ext.passes import PassContext, run_passes
 from sfast_ext.passes.rewrite import CONV, is_cast, is_kernel, is_op
-from sfast_ext.runtime.interpreter import Interpreter
+from sfast_ext.plans.register_machine import Interpreter
 from sfast_ext.weights.arena import WeightArena
 
 from .networks import NETWORKS, network

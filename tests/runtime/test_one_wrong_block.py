@@ -157,7 +157,7 @@ def test_in_half_precision_it_is_noticed_above_what_rounding_hides(fault, dtype)
     lay = {**SMALL, **LARGE}[fault]
     moved, noise = effect(dtype, lay)
     accelerator, _, _ = built(dtype, lay)
-    limit = max(verify.FLOORS[dtype], verify.MOST_NOISE * noise)
+    limit = max(verify.FLOORS[dtype], verify.MAX_NOISE * noise)
     if moved > 1.3 * limit:
         assert not accelerator.plans
     for plan in accelerator.plans.values():
@@ -169,7 +169,7 @@ def test_the_faults_tell_half_precisions_apart():
     for dtype in seen:
         for lay in LARGE.values():
             moved, noise = effect(dtype, lay)
-            seen[dtype] += moved > 1.3 * max(verify.FLOORS[dtype], verify.MOST_NOISE * noise)
+            seen[dtype] += moved > 1.3 * max(verify.FLOORS[dtype], verify.MAX_NOISE * noise)
     # of 8: a wrong block of one in a hundred is more than float16 rounds by
     assert seen[torch.float16] >= 6 and seen[torch.bfloat16] >= 4
 

@@ -118,7 +118,7 @@ def test_correct_plans_are_well_within_what_rounding_moves(kernels, request):
     found = list(benchmark.rows("cpu", ("tiny-sd15", "tiny-sdxl-refiner", "tiny-sd decoder", "tiny-sd encoder")))
     assert len(found) == 32 and {row["dtype"] for row in found} == {"float16", "bfloat16", "float32"}
     above = [r for r in found if r["dtype"] != "float32" or r["error"] > verify.FLOORS[torch.float32]]
-    assert max(row["ratio"] for row in above) < 0.8 < verify.MOST_NOISE
+    assert max(row["ratio"] for row in above) < 0.8 < verify.MAX_NOISE
     assert all(row["noise"] > 0 for row in found)
 
 
@@ -156,7 +156,8 @@ def test_further_plans_are_judged_by_the_least_noise_that_was_measured(monkeypat
     given = []
     measured = iter([[0.02], [0.01], None, [INF], [0.03]])
 
-    def verified(plan: Any, *_: Any) -> None:
+    def verified(new: Any) -> None:
+        plan = new.plan
         given.append(plan.noise)
         found = next(measured)
         plan.noise = plan.noise if found is None else found
@@ -172,7 +173,7 @@ def test_further_plans_are_judged_by_the_least_noise_that_was_measured(monkeypat
 
 def _judge(error: float, noise: Any, *, dtype: torch.dtype = torch.float16, plan: Any = None, **config: Any) -> Any:
     class OfAPlan:
-        error = apart = noise = None
+        error = rounding_error = noise = None
         device = torch.device("cpu")
 
     reference = torch.linspace(-1, 1, 4001, dtype=torch.float64).to(dtype)
@@ -186,9 +187,8 @@ def _judge(error: float, noise: Any, *, dtype: torch.dtype = torch.float16, plan
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(rounding, "_give_up", lambda x: None)
-        refused = verify.difference(
-            plan, [(reference.double() * (1 + error)).to(dtype)], [reference], Config(**config), original
-        )
+        outputs = [(reference.double() * (1 + error)).to(dtype)]
+        refused = verify.Comparison(plan, outputs, [reference], Config(**config), original).difference()
     return text(refused), len(runs), plan
 
 
@@ -234,21 +234,21 @@ def test_a_later_comparison_is_judged_by_what_was_measured_or_measures_again():
 
 def test_each_result_is_judged_by_itself():
     class OfAPlan:
-        error = apart = noise = None
+        error = rounding_error = noise = None
         device = torch.device("cpu")
 
     small, large = torch.randn(400), torch.randn(4000)
     results = [small, large]
     wrong = [small * 1.001, large]
     moves = [small * 1.00001, large * 1.01]
-    told = verify.difference(OfAPlan(), wrong, results, Config(), lambda: moves)
+    told = verify.Comparison(OfAPlan(), wrong, results, Config(), lambda: moves).difference()
     assert "0.001, more than rounding explains" in str(told)
     assert relative_error(wrong, results) == pytest.approx(0.001, rel=1e-2)
 
 
 def test_sums_in_half_precision_are_judged_by_the_tolerance(monkeypatch):
     class OnGpu:
-        error = apart = noise = None
+        error = rounding_error = noise = None
         device = torch.device("cuda")
 
     for flag, geforce, chosen, lossy in (

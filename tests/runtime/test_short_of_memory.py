@@ -14,12 +14,13 @@ from torch import fx, nn
 
 from sfast_ext import Config, accelerate, environment
 from sfast_ext.passes import layout_time
-from sfast_ext.runtime import graph_pool, plan_builder, verify
+from sfast_ext.plans import graph_pool
+from sfast_ext.plans.graph_pool import MB
+from sfast_ext.plans.payback import REJECTED_FOR
+from sfast_ext.plans.plan import Plan
+from sfast_ext.runtime import plan_builder, verify
 from sfast_ext.runtime.failures import out_of_memory
-from sfast_ext.runtime.graph_pool import MB
 from sfast_ext.runtime.model_state import ModuleContext
-from sfast_ext.runtime.plan import Plan
-from sfast_ext.runtime.plan_cache import REJECTED_FOR
 
 OOM = torch.cuda.OutOfMemoryError
 
@@ -77,7 +78,7 @@ def test_room_is_what_is_free_and_what_graphs_hold(on: On) -> None:
 
 def hungry(monkeypatch: pytest.MonkeyPatch, on: On, kind: Callable[[str], Exception] = OOM) -> list[int]:
     """From now on the original forward has no room beside a CUDA graph; notes how many there were at each run."""
-    honest, beside = ModuleContext.original, []
+    honest, beside = ModuleContext.run_forward, []
 
     def original(context: ModuleContext, *args: Any, **kwargs: Any) -> Any:
         beside.append(len(on.pool))
@@ -85,7 +86,7 @@ def hungry(monkeypatch: pytest.MonkeyPatch, on: On, kind: Callable[[str], Except
             raise kind("CUDA error: out of memory")
         return honest(context, *args, **kwargs)
 
-    monkeypatch.setattr(ModuleContext, "original", original)
+    monkeypatch.setattr(ModuleContext, "run_forward", original)
     return beside
 
 
@@ -128,7 +129,7 @@ def test_the_hosts_own_lack_of_memory_is_passed_on(on: On, monkeypatch: pytest.M
         raise OOM("too large")
 
     runs: list[int] = []
-    monkeypatch.setattr(ModuleContext, "original", original)
+    monkeypatch.setattr(ModuleContext, "run_forward", original)
     with pytest.raises(OOM, match="too large"):
         on.same(12)
     assert runs == [1, 0] and on.count("errors") == 0
@@ -146,7 +147,7 @@ def test_other_errors_of_the_host_free_nothing(on: On, monkeypatch: pytest.Monke
         raise ValueError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ModuleContext, "original", original)
+        patch.setattr(ModuleContext, "run_forward", original)
         with pytest.raises(ValueError, match="no"):
             on.same(12)
     assert len(on.pool) == 1

@@ -275,7 +275,7 @@ def test_the_routes_are_described():
 
 
 def test_the_descriptions_name_what_is_answered():
-    from sfast_ext.runtime.plan import Plan
+    from sfast_ext.plans.plan import Plan
     from sfast_ext.ui import models
 
     told = set(getattr(models.Plan, "model_fields", None) or models.Plan.__fields__)

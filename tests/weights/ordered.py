@@ -89,4 +89,4 @@ def disabled(net):
 
 def original(net):
     owner = vars(net)["forward"].owner if "forward" in vars(net) else None
-    return flat(net(X) if owner is None else owner.original(X))
+    return flat(net(X) if owner is None else owner.run_original(X))

@@ -187,7 +187,7 @@ def test_weights_lie_still_while_another_thread_computes(made):
     module, twin, acc = made
     x, other = torch.randn(1, 8, 6, 6), torch.randn(2, 8, 4, 4)
     there = pointers(module)
-    with calling(acc.original, x) as thread:
+    with calling(acc.run_original, x) as thread:
         for _ in range(3):
             torch.testing.assert_close(module(other), twin(other))
         assert pointers(module) == there and not acc.plans
@@ -208,7 +208,7 @@ def planned(module, twin):
 
 def held_original(acc):
     """Another thread in the original forward."""
-    return calling(acc.original, torch.randn(1, 8, 6, 6))
+    return calling(acc.run_original, torch.randn(1, 8, 6, 6))
 
 
 def test_new_weights_are_taken_up_when_the_other_thread_has_ended(made):
@@ -330,7 +330,7 @@ def test_two_threads_get_right_results_while_plans_come_and_go(made):
         with torch.no_grad():
             while not ended.is_set():
                 for x, y in zip(sizes, expected):
-                    wrong.extend([1] if not torch.allclose(acc.original(x), y, rtol=1e-3, atol=1e-4) else [])
+                    wrong.extend([1] if not torch.allclose(acc.run_original(x), y, rtol=1e-3, atol=1e-4) else [])
 
     thread = threading.Thread(target=original, daemon=True)
     thread.start()

@@ -157,7 +157,7 @@ def test_modes_around_a_call_change_no_weight(pair, mode):
 
 def test_a_trace_of_the_original_records_nothing_that_is_done_to_weights(pair):
     net, twin, _ = pair
-    original = vars(net)["forward"].owner.original
+    original = vars(net)["forward"].owner.run_original
 
     class Traced(nn.Module):
         def forward(self, x):

@@ -16,8 +16,8 @@ from sfast_ext.hosts.moves import Moves
 from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.vae import Vaes
 from sfast_ext.hosts.vae_memory import VaeMemory
+from sfast_ext.plans import graph_pool
 from sfast_ext.report import Report
-from sfast_ext.runtime import graph_pool
 
 _WHY = "the WebUI needs the GPU memory"
 

@@ -22,8 +22,8 @@ from sfast_ext.hosts.installation import Installation
 from sfast_ext.hosts.moves import WeightMoves, fetch_weights, place_of
 from sfast_ext.hosts.session import guarded
 from sfast_ext.hosts.vae_memory import VaeMemory
+from sfast_ext.plans import graph_pool
 from sfast_ext.report import Report
-from sfast_ext.runtime import graph_pool
 
 _WHY = "SD.Next needs the GPU memory"
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from sfast_ext.gc_pause import YOUNG, frozen_by_others
 from sfast_ext.report import Report
-from sfast_ext.runtime.gc_pause import YOUNG, frozen_by_others
 
 LARGE = 64 << 20
 """Bytes of parameters that are more than tests and classes make at import."""

@@ -10,7 +10,7 @@ from torch import nn
 from sfast_ext.environment import TORCH
 from sfast_ext.hosts import gpu_room
 from sfast_ext.hosts.moves import place_of
-from sfast_ext.runtime import graph_pool
+from sfast_ext.plans import graph_pool
 
 diffusers = pytest.importorskip("diffusers")
 

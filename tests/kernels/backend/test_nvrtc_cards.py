@@ -12,7 +12,7 @@ from kernels.support import needs_nvrtc
 from sfast_ext import environment
 from sfast_ext.kernels.backend import nvrtc
 from sfast_ext.kernels.backend.cuda_libraries import Bindings
-from sfast_ext.runtime import input_copies
+from sfast_ext.plans import input_copies
 
 GPU = torch.device("cuda", 0)
 

@@ -21,7 +21,7 @@ from sfast_ext.kernels.conv import conv2d
 from sfast_ext.kernels.group_norm import conv_group_norm
 from sfast_ext.kernels.linear import linear_geglu, linear_layer_norm
 from sfast_ext.kernels.pointwise import layer_norm
-from sfast_ext.runtime import input_copies
+from sfast_ext.plans import input_copies
 
 CUDA = torch.device("cuda")
 MODULES = (conv2d, flash_attention, linear_geglu, linear_layer_norm, query_attention)

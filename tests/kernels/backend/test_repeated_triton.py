@@ -8,8 +8,8 @@ from torch import Tensor, fx, nn
 from sfast_ext.kernels.backend import triton_runtime
 from sfast_ext.kernels.group_norm import group_norm
 from sfast_ext.kernels.pointwise import add_layer_norm, geglu
-from sfast_ext.runtime.interpreter import Interpreter
-from sfast_ext.runtime.recorded_run import RecordedRun
+from sfast_ext.plans.recorded_run import RecordedRun
+from sfast_ext.plans.register_machine import Interpreter
 
 
 def block(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,8 @@ from faulty import Pair, pretend_a_gpu
 
 from sfast_ext import Config, accelerator, environment
 from sfast_ext.kernels.backend import health, precompile, trial, triton_runtime
-from sfast_ext.runtime import graph_pool, plan_builder
+from sfast_ext.plans import graph_pool
+from sfast_ext.runtime import plan_builder
 from sfast_ext.tools import doctor
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

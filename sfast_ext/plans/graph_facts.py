@@ -1,0 +1,195 @@
+"""What is known of a graph before it runs: the memory that its values need, a summary of its operations, and which of
+its results share memory."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from sfast_ext.kernels.backend import registry
+from sfast_ext.weights.original_layout import is_plain, memory_of
+
+
+def peak_bytes(graph: fx.Graph) -> int:
+    """The largest sum of what is alive at one time, in bytes; arguments, weights and libraries' workspaces aside."""
+    nodes = list(graph.nodes)
+    owner: dict[fx.Node, fx.Node] = {}
+    last: dict[fx.Node, int] = {}
+    for place, node in enumerate(nodes):
+        base = _base(node)
+        owner[node] = node if base is None else owner[base]
+        for source in node.all_input_nodes:
+            last[owner[source]] = place
+        last.setdefault(owner[node], place)
+    alive = peak = 0
+    ending: dict[int, int] = {}
+    for place, node in enumerate(nodes):
+        if owner[node] is node and node.op == "call_function":
+            for size, end in _results(node, place, last):
+                alive += size
+                ending[end] = ending.get(end, 0) + size
+        peak = max(peak, alive + _workspace(node))
+        alive -= ending.pop(place, 0)
+    return peak
+
+
+def _results(node: fx.Node, place: int, last: dict[fx.Node, int]) -> list[tuple[int, int]]:
+    """The bytes of what a node makes, and at which node of the graph they are freed."""
+    val = node.meta.get("val")
+    if node.target is operator.getitem:
+        return []  # counted where it was made
+    if not isinstance(val, tuple | list):
+        return [(_bytes(val), last[node])]
+    ends = [place] * len(val)
+    for taken in node.users:
+        index = taken.args[1]
+        ends[index] = max(ends[index], last.get(taken, last[node]))  # type: ignore[index, call-overload]
+    return list(zip(map(_bytes, val), ends, strict=True))
+
+
+def _workspace(node: fx.Node) -> int:
+    """Bytes that one of our kernels holds while it runs, in addition to its result."""
+    kernel = registry.of(node.target)
+    if kernel is None or kernel.workspace is None:
+        return 0
+    return kernel.workspace(*fx.map_arg(node.args, lambda n: n.meta.get("val")))
+
+
+def _base(node: fx.Node) -> fx.Node | None:
+    """The node whose memory this one is a view of."""
+    sources = node.all_input_nodes
+    if node.op != "call_function" or not sources:
+        return None
+    if node.target is operator.getitem:
+        # each result of a kernel has separate memory
+        return sources[0] if isinstance(sources[0].target, torch._ops.OpOverload) else None
+    kernel = registry.of(node.target)
+    if kernel is not None and kernel.writes is not None:
+        return node.args[kernel.writes]  # type: ignore[return-value]
+    schema = getattr(node.target, "_schema", None)
+    views = schema is not None and any(result.alias_info is not None for result in schema.returns)
+    return sources[0] if views or getattr(node.target, "__name__", "").startswith("reshape") else None
+
+
+def _bytes(val: Any) -> int:
+    return val.numel() * val.element_size() if isinstance(val, torch.Tensor) else 0
+
+
+def operation_counts(graph: fx.Graph) -> dict[str, int]:
+    """The number of occurrences of each operation by name, the most frequent first."""
+    names = (operation_name(node.target) for node in graph.nodes if node.op == "call_function")
+    return dict(Counter(names).most_common())
+
+
+def digest(graph_module: fx.GraphModule) -> str:
+    """A hash of all operations and the data flow between them.
+
+    Equal for two graphs that apply the same operations with the same arguments to the same inputs and weights. The
+    order of independent nodes and the names of nodes do not matter. Weights are compared by `Weight.path`, constants by
+    dtype and shape.
+    """
+    marks: dict[fx.Node, str] = {}
+    inputs = 0
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder":
+            what: Any = ("input", inputs)
+            inputs += 1
+        elif node.op == "get_attr":
+            what = _attribute(graph_module, node)
+        else:
+            what = operation_name(node.target), *fx.node.map_arg((node.args, _sorted(node.kwargs)), marks.__getitem__)
+        marks[node] = _hash(repr(what))
+    return _hash(" ".join(sorted(marks.values())))
+
+
+def operation_name(target: Any) -> str:
+    """`aten.linear.default` for an operator, module and name for a Python function."""
+    if isinstance(target, (str, torch._ops.OpOverload)):
+        return str(target)
+    return f"{target.__module__}.{target.__qualname__}"
+
+
+def _attribute(graph_module: fx.GraphModule, node: fx.Node) -> Any:
+    weight = node.meta.get("weight")
+    if weight is not None:
+        return "weight", weight.path
+    constant = operator.attrgetter(str(node.target))(graph_module)
+    return "constant", str(constant.dtype), tuple(constant.shape)
+
+
+def _sorted(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: kwargs[key] for key in sorted(kwargs)}
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class View(NamedTuple):
+    """A result in the memory of another.
+
+    Args:
+        base: the number of the other one.
+        stride: None if it is the same object.
+        offset: in elements, from the first one of the other.
+    """
+
+    base: int
+    stride: tuple[int, ...] | None = None
+    offset: int = 0
+
+
+def shared_results(outputs: Sequence[torch.Tensor], *, alike: bool = True) -> dict[int, View]:
+    """Which results of the original lie in the memory of others, by their number.
+
+    Args:
+        alike: whether a plan's results have the same strides. If not, only those that are the same object are found.
+    """
+    first = {id(x): i for i, x in reversed([*enumerate(outputs)])}
+    same = {i: View(first[id(x)]) for i, x in enumerate(outputs) if first[id(x)] != i}
+    if not alike:
+        return same
+    found: dict[int, View] = {}
+    bases: list[int] = []
+    # a larger one is no part of a smaller one
+    for i in sorted(set(range(len(outputs))) - same.keys(), key=lambda i: (-outputs[i].numel(), i)):
+        view = next((view for j in bases if (view := _view(outputs[i], outputs[j], j)) is not None), None)
+        if view is None:
+            bases.append(i)
+        else:
+            found[i] = view
+    # these last: they may be the same as a view
+    return {**found, **same}
+
+
+def lent(outputs: Sequence[torch.Tensor], others: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Which results of the original lie in the memory of other tensors, by their number."""
+    memory = {memory_of(x) for x in others if is_plain(x)}
+    return frozenset(i for i, x in enumerate(outputs) if is_plain(x) and memory_of(x) in memory)
+
+
+def hand_out(own: list[torch.Tensor], shapes: Sequence[torch.Tensor], views: dict[int, View]) -> None:
+    """Replace those of a plan's results that are views. `shapes` has tensors of the same shapes."""
+    for i, (base, stride, offset) in views.items():
+        own[i] = own[base] if stride is None else own[base].as_strided(shapes[i].shape, stride, offset)
+
+
+def _view(x: torch.Tensor, base: torch.Tensor, number: int) -> View | None:
+    plain = x.layout is torch.strided and base.layout is torch.strided and x.dtype == base.dtype and x.numel()
+    if not plain or x.device != base.device or _span(base) != base.numel():
+        return None
+    if x.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
+        return None
+    offset = x.storage_offset() - base.storage_offset()
+    return View(number, tuple(x.stride()), offset) if 0 <= offset <= _span(base) - _span(x) else None
+
+
+def _span(x: torch.Tensor) -> int:
+    """The elements of memory from the first one to the last one."""
+    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))

@@ -1,0 +1,296 @@
+"""When something that costs is done: once going without it has cost as much.
+
+What comes next is not known. Whoever buys once the rent paid so far equals the price pays at most twice what it would
+have cost with that knowledge (the ski rental problem: A. R. Karlin et al., Competitive snoopy caching, 1988). `Payback`
+is this rule. It decides
+
+- whether a plan of a module that is called rarely is made: the price is the time to make it (`RareCalls`);
+- whether a CUDA graph that was evicted is captured again: the price is the time of a capture (`Recapture`);
+- whether a plan is made although the last ones were of no use: the price is a number of calls with the same behaviour,
+  which doubles each time (`CaptureBackoff`);
+- whether a rejected key is tried again: a number of generations or calls, which doubles as well (`Rejection`);
+- whether a replay is launched before it is validated, after one was discarded: a number of calls (`Speculation`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from sfast_ext.reasons import Reason
+
+V = TypeVar("V")
+
+
+@dataclass
+class Payback:
+    """What something costs, and what going without it has cost so far, in the same unit."""
+
+    price: float = 0.0
+    paid: float = 0.0
+
+    @property
+    def due(self) -> bool:
+        """Whether it has paid for itself."""
+        return self.paid >= self.price
+
+    def pay(self, amount: float = 1.0) -> bool:
+        """It was gone without. Returns whether it is due now."""
+        self.paid += amount
+        return self.due
+
+    def waits(self) -> bool:
+        """Count a call that goes without, if it has to. The price is zero once none has to any more."""
+        if self.due:
+            self.price = 0.0
+            return False
+        self.paid += 1
+        return True
+
+    def restart(self, price: float) -> None:
+        """It was done. The next time it costs this."""
+        self.price, self.paid = price, 0.0
+
+
+def doubled(price: float, times: int) -> float:
+    """The price after it doubled so many times."""
+    return price * 2**times
+
+
+SPECULATION_BACKOFF = 200
+"""After a replay was discarded, this many calls confirm the weights, or the behaviour key, before the launch. So few
+replays are wasted if these change in the middle of generations."""
+
+
+class Speculation:
+    """Counts the calls that still have to confirm before the launch."""
+
+    def __init__(self) -> None:
+        self.key, self.weights = Payback(), Payback()
+
+
+REJECTED_FOR = 4
+"""Generations after which a rejected key is tried again. Doubles each time."""
+REJECTED_CALLS = 250
+"""Calls after which it is, if the host announces no generations. Doubles each time."""
+
+
+class Rejection:
+    """Why no plan is made for a key, and for how long.
+
+    Args:
+        times: how often a rejection of the key has expired.
+    """
+
+    def __init__(self, reason: Reason, times: int) -> None:
+        self.reason = reason
+        self.generations = Payback(doubled(REJECTED_FOR, times))
+        self.calls = Payback(doubled(REJECTED_CALLS, times))
+
+
+MAX_UNUSED_CAPTURES = 2
+"""Captures of one signature without waiting, although none of its plans has paid yet."""
+PAID_AFTER = 10
+"""A plan has paid for its capture after this many replays."""
+MAX_SIGNATURES = 256
+"""The counts of so many signatures are kept, the last ones."""
+
+
+class CaptureBackoff:
+    """Counts, for each signature, the captures since the last one that paid.
+
+    If the behaviour of a model changes before its plans have paid for themselves, each further capture waits longer.
+    After the first `max_unused` it waits for 2, 4, 8, ... consecutive calls of the signature with the same behaviour.
+    If the behaviour changes at every call, there are no further captures. A single capture in a generation is not
+    counted once the next begins: changed settings cause one.
+    """
+
+    def __init__(self, max_unused: int = MAX_UNUSED_CAPTURES) -> None:
+        self.max_unused = max_unused
+        self._in_generation: dict[Hashable, int] = {}
+        self._unused_captures: dict[Hashable, int] = {}
+        self._steady: dict[Hashable, tuple[Hashable, Payback]] = {}
+
+    def record_capture(self, signature: Hashable) -> None:
+        """A plan is about to be built."""
+        for counts in (self._unused_captures, self._in_generation):
+            _remember(counts, signature, counts.get(signature, 0) + 1)
+
+    def forget_capture(self, signature: Hashable) -> None:
+        """The plan that was about to be built is not: the user has interrupted it."""
+        for counts in (self._unused_captures, self._in_generation):
+            if counts.get(signature, 0) > 0:
+                counts[signature] -= 1
+
+    def new_generation(self) -> None:
+        """A generation begins."""
+        for signature, captures in self._in_generation.items():
+            if captures == 1 and signature in self._unused_captures:
+                self._unused_captures[signature] -= 1
+        self._in_generation.clear()
+
+    def record_replay(self, signature: Hashable, times: int) -> None:
+        """A result of a plan was used, for the `times`-th time."""
+        # equal, not greater: a plan that paid long ago says nothing about later ones
+        if times == PAID_AFTER:
+            self._unused_captures.pop(signature, None)
+            self._steady.pop(signature, None)
+
+    def must_wait(self, signature: Hashable, behaviour: Hashable) -> bool:
+        """Whether a call without a plan gets none yet. Call it once for each such call.
+
+        Args:
+            behaviour: distinguishes the plans of one signature.
+        """
+        unused = self._unused_captures.get(signature, 0)
+        if unused < self.max_unused:
+            return False
+        last, calls = self._steady.get(signature, (None, Payback()))
+        if last != behaviour:
+            calls = Payback()
+        calls.price = doubled(2, unused - self.max_unused)
+        _remember(self._steady, signature, (behaviour, calls))
+        return not calls.pay()
+
+    def restart_counts(self) -> None:
+        """Something else changed: consecutive calls are counted from zero."""
+        self._steady.clear()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._unused_captures.clear()
+        self._steady.clear()
+        self._in_generation.clear()
+
+
+def _remember(known: dict[Hashable, V], signature: Hashable, value: V) -> None:
+    known.pop(signature, None)
+    known[signature] = value
+    while len(known) > MAX_SIGNATURES:
+        del known[next(iter(known))]
+
+
+@dataclass
+class Recapture:
+    """When the CUDA graph of a plan is captured again after it was evicted; times in milliseconds.
+
+    On a small card the memory of graphs goes with each image, to the VAE or to the model that comes next. To capture
+    takes two runs of the CPU, a synchronisation, and the allocator's cache. Without a graph a run takes the CPU longer
+    (`recorded_run`), which a slow GPU hides. So the plan runs without one until that has cost what a capture costs.
+    """
+
+    capture: Payback = field(default_factory=Payback)
+    """The price is what the last capture took."""
+    without_ms: float | None = None
+    """A run without a graph."""
+
+    def ran_without(self, with_ms: float | None) -> None:
+        """A run without a graph, which takes `with_ms` with one."""
+        if self.without_ms is not None and with_ms is not None:
+            self.capture.pay(max(0.0, self.without_ms - with_ms))
+
+    def is_due(self, with_ms: float | None) -> bool:
+        """Whether to capture now. Also if times are not known."""
+        return with_ms is None or self.without_ms is None or self.capture.due
+
+
+MAX_KINDS = 256
+"""Kinds of rare calls that are remembered."""
+FIRST_BUILD_MS = 1500.0
+"""What a plan is taken to cost before one was made: 600 to 2000 ms with an NVIDIA H200."""
+
+
+@dataclass
+class _Runs:
+    """The original's runs in calls of one kind: what those that ended have lost, and those that may not have ended."""
+
+    milliseconds: float = 0.0
+    pending: list[Stopwatch] = field(default_factory=list)
+
+
+class RareCalls:
+    """When plans of a module are made that is called about once for each image and takes long, as a VAE; see
+    `Config.rare_calls`.
+
+    A plan is made when it pays, at the second call of its kind at the earliest, and at most one in a generation.
+    Nothing is run only to be timed: the original's runs are those of the user's images, and so is the first one of the
+    plan.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[Hashable, _Runs] = {}
+        self._build_ms = FIRST_BUILD_MS
+        self._announced = self._built = False
+
+    def new_generation(self) -> None:
+        """A generation begins. If this is never called, plans are not counted."""
+        self._announced, self._built = True, False
+
+    def too_early(self, key: Hashable, gain: float) -> bool:
+        """Whether a call gets no plan yet. Call it once for each call that has none.
+
+        Args:
+            gain: see `Config.rare_gain`.
+        """
+        if key not in self._runs or (math.isfinite(gain) and not Payback(self._build_ms, self._spent(key) * gain).due):
+            return True
+        if self._announced and self._built:
+            return True
+        self._built = True
+        # a plan that is evicted has to pay again
+        self._runs[key] = _Runs()
+        return False
+
+    def ran(self, key: Hashable, watch: Stopwatch) -> None:
+        """The original has run in a call that got no plan, for this time."""
+        if key not in self._runs and len(self._runs) >= MAX_KINDS:
+            self._runs.clear()
+        self._runs.setdefault(key, _Runs()).pending.append(watch)
+
+    def built(self, milliseconds: float) -> None:
+        """A plan was made in this time; the next is taken to cost as much."""
+        self._build_ms = milliseconds
+
+    def _spent(self, key: Hashable) -> float:
+        runs = self._runs[key]
+        times = [(watch, watch.elapsed()) for watch in runs.pending]
+        runs.milliseconds += sum(ms for _, ms in times if ms is not None)
+        runs.pending = [watch for watch, ms in times if ms is None]
+        return runs.milliseconds
+
+
+class Stopwatch:
+    """The time of one run, from its making to `stop`: on a GPU by events, without waiting."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._started, self._ended = 0.0, 0.0
+        self._marks = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) if device.type == "cuda" else None
+        if self._marks is not None:
+            self._marks[0].record(torch.cuda.current_stream(device))
+        else:
+            self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """The run has been launched."""
+        if self._marks is not None:
+            self._marks[1].record(torch.cuda.current_stream(self._device))
+        else:
+            self._ended = time.perf_counter()
+
+    def elapsed(self) -> float | None:
+        """Milliseconds, or None while the run has not ended."""
+        return None if self._marks is not None and not self._marks[1].query() else self.milliseconds()
+
+    def milliseconds(self) -> float:
+        """Waits for the end of the run."""
+        if self._marks is None:
+            return 1000 * (self._ended - self._started)
+        start, end = self._marks
+        end.synchronize()
+        return float(start.elapsed_time(end))

@@ -1,0 +1,400 @@
+"""A plan: the rewritten graph of one signature, its kernels bound to shapes, and its CUDA graph."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from sfast_ext.call_signature import Call, Signature, as_tensor
+from sfast_ext.kernels.backend import nvrtc
+from sfast_ext.kernels.backend.pdl import MIN_CAPABILITY, in_pdl_capture, pdl_capture
+from sfast_ext.kernels.backend.triton_runtime import capability, without_triton
+from sfast_ext.plans.graph_facts import View, digest, hand_out, operation_counts, peak_bytes
+from sfast_ext.plans.graph_pool import CAN_UPDATE_GRAPH, CapturedGraph, GraphPool, NoGraph, pool_of
+from sfast_ext.plans.input_copies import Copies
+from sfast_ext.plans.payback import Recapture
+from sfast_ext.plans.recorded_run import RecordedRun
+from sfast_ext.plans.register_machine import Interpreter
+from sfast_ext.report import Report
+from sfast_ext.weights.arena import Weight
+
+_EAGER_RUNS = 4  # before the launches of a plan that has no CUDA graph are recorded
+_CPU_BOUND = 0.8  # of a run's time, that of its launches
+REPLAYING = "replaying"
+NO_GRAPH = "running without a graph"
+DROPPED = "dropped"
+
+
+class Plan:
+    """Runs the rewritten graph of one signature.
+
+    Args:
+        call: the call that was captured.
+        graph_module: the rewritten graph. Takes and returns flat tensors.
+        output_tree, output_strides: structure and strides of the original result, see `call_signature.flatten_output`
+            and `rebuild_output`.
+        fused: the number of matches of each pass.
+        triton: whether the graph was rewritten for Triton's kernels; otherwise none is launched.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        graph_module: fx.GraphModule,
+        output_tree: Any,
+        output_strides: Sequence[tuple[int, ...]],
+        device: torch.device,
+        fused: dict[str, int],
+        triton: bool = True,
+    ) -> None:
+        self.signature = call.signature
+        self.device = device
+        self.pool: GraphPool | None = pool_of(device) if device.type == "cuda" else None
+        """Holds its CUDA graph."""
+        self.fused = fused
+        self.state = NO_GRAPH
+        self.label = self.signature.words()
+        """How the user calls it."""
+        self.generation_of_use = 0
+        """The generation in which it ran last, by number."""
+        self.used_at: float | None = None
+        """When a generation used it last, by `time.time`."""
+        self.shape_signature: Signature | None = None
+        """What its call has in common with calls that differ in constants."""
+        self.built_for: list[Any] | None = None
+        """The nested numbers of the call that it was built for, if some of them are inputs."""
+        self.compare_again = False
+        """Whether a result is compared with the original's once more: one of those numbers is another."""
+        self.no_graph_reason: str | None = None
+        self.was_captured = False
+        """Whether it had a CUDA graph before, which may be gone."""
+        self.captures = 1
+        self.replays = 0
+        self.out_of_memory = 0
+        self.error: float | None = None
+        self.rounding_error: float | None = None
+        """Its distance from the original if that is rounding; `error` is then that from float32."""
+        self.noise: list[float] | None = None
+        """How far each result of the original moves if operations round otherwise, see `rounding`; None if that was
+        not measured."""
+        self.ms_before: float | None = None
+        self.ms_after: float | None = None
+        self.first_call_s: float | None = None
+        self._peak_bytes = peak_bytes(graph_module.graph) if device.type == "cuda" else 0
+        self._operations, self._digest = operation_counts(graph_module.graph), digest(graph_module)
+        self.edits: tuple[Any, ...] = ()
+        """What a call does to lists and dictionaries among its arguments, see `capture.arguments`."""
+        self.weights = _bind_attributes(graph_module)
+        self._graph_module = graph_module
+        self._triton = triton
+        self._function = self._interpreter = self._served(Interpreter(graph_module))
+        """What runs the graph: the interpreter, or a recorded run."""
+        self._recorded: bool | None = None
+        """Whether launches are repeated; None if that was not decided yet."""
+        self._eager_runs = 0
+        self._recapture = Recapture()
+        self.output_tree = output_tree
+        self._output_strides = list(output_strides)
+        self.views: dict[int, View] = {}
+        """Results in the memory of others."""
+        self.lent: frozenset[int] = frozenset()
+        """Results in the memory of inputs or weights. They are normal tensors under inference mode as well."""
+        self._set_static_inputs([])
+        self.graph: CapturedGraph | None = None
+        """Its CUDA graph."""
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether a CUDA graph is captured."""
+        return self.graph is not None
+
+    def run_eagerly(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """Run the graph operation by operation. Returns the flat outputs as new tensors."""
+        self._eager_runs += 1
+        if self.pool is not None:
+            self._recapture.ran_without(self.ms_after)
+        with self._current():
+            with plan_mode(self.device):
+                outputs = self._function(*[as_tensor(leaf, self.device) for leaf in leaves])
+            return self._copy_outputs(outputs)
+
+    def records_now(self) -> bool:
+        """Whether `record_launches` is due: its CUDA graph is gone, or it ran without one a few times."""
+        if self._recorded is not None or self.graph is not None or self.pool is None:
+            return False
+        return self.was_captured or self._eager_runs >= _EAGER_RUNS
+
+    def record_launches(self, leaves: Sequence[Any], report: Report) -> None:
+        """Repeat launches in later runs without a CUDA graph (`recorded_run`), if the CPU takes longer with them than
+        the GPU. The inputs are those of a call; there was a run before."""
+        self._recorded = False
+        if self.device.type != "cuda":
+            return
+        try:
+            with plan_mode(self.device), torch.cuda.device(self.device):
+                inputs = [as_tensor(leaf, self.device) for leaf in leaves]
+                launched, ended = self._clocked(inputs)
+                if launched >= _CPU_BOUND * ended:
+                    recorded = self._served(RecordedRun)(Interpreter(self._graph_module), inputs)
+                    self._function, self._recorded = self._served(recorded), True
+                    _, ended = self._clocked(inputs)
+                self._recapture.without_ms = 1000 * ended
+        except Exception as exc:  # the plan is right without
+            report.event("launches", f"they are not repeated: {type(exc).__name__}: {exc}")
+
+    def _clocked(self, inputs: Sequence[torch.Tensor]) -> tuple[float, float]:
+        """Seconds until the CPU has launched a run, and until the GPU is done."""
+        torch.cuda.synchronize(self.device)
+        began = time.perf_counter()
+        self._function(*inputs)
+        launched = time.perf_counter()
+        torch.cuda.synchronize(self.device)
+        return launched - began, time.perf_counter() - began
+
+    def waits_for_graph(self) -> bool:
+        """Whether it runs without the CUDA graph that was evicted for now, see `Recapture`."""
+        return self.was_captured and self.graph is None and not self._recapture.is_due(self.ms_after)
+
+    def _served(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        return run if self._triton else without_triton()(run)
+
+    def _current(self) -> contextlib.AbstractContextManager[Any]:
+        """The plan's GPU as the current one, as repeated launches need it."""
+        if not self._recorded:
+            return contextlib.nullcontext()
+        assert self.device.index is not None
+        nvrtc.bind(self.device.index)
+        return torch.cuda.device(self.device)
+
+    def replay(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """Copy the inputs, replay the CUDA graph, copy the outputs to new tensors. The caller holds the pool's lock."""
+        if torch.is_grad_enabled():
+            # checking costs a fraction of switching
+            with torch.no_grad():
+                return self._replay(leaves)
+        return self._replay(leaves)
+
+    def _replay(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        captured, pool = self.graph, self.pool
+        assert captured is not None and pool is not None
+        stream = pool.begin_use()
+        self._copy_inputs(leaves)
+        captured.graph.replay()
+        outputs = self._copy_outputs(captured.outputs)
+        pool.end_use(stream, captured)
+        return outputs
+
+    def capture_graph(
+        self,
+        leaves: Sequence[Any],
+        report: Report,
+        max_graphs: int,
+        budget_mb: int,
+        share: float = 1.0,
+    ) -> list[torch.Tensor] | None:
+        """Capture the CUDA graph. Returns None, with the reason in `no_graph_reason`, if that fails.
+
+        Args:
+            share: its weight in `max_graphs`, less than one for a part of a model.
+
+        Returns:
+            The flat outputs of the run before the capture, as new tensors.
+        """
+        pool = self.pool
+        assert pool is not None
+        inference = torch.is_inference_mode_enabled()
+        with pool.lock, torch.inference_mode(False), torch.no_grad():
+            if not self._inputs:
+                self._set_static_inputs([as_tensor(leaf, self.device).clone() for leaf in leaves])
+            else:
+                self._copy_inputs(leaves)
+            try:
+                outputs = self._warm_up(pool, inference)
+                began = time.perf_counter()
+                self.graph = pool.capture(
+                    self._run_captured,
+                    self._on_evict,
+                    report,
+                    max_graphs=max_graphs,
+                    budget_mb=budget_mb,
+                    share=share,
+                    expected=self._peak_bytes,
+                )
+            except (NoGraph, torch.cuda.OutOfMemoryError) as exc:
+                self.no_graph_reason = str(exc)
+                report.event("graph pool", f"a plan runs without a CUDA graph: {exc}")
+                self._set_static_inputs([])
+                return None
+            if CAN_UPDATE_GRAPH:
+                self._copies.join(*self.graph.handles())
+            self._recapture.capture.restart(1000 * (time.perf_counter() - began))
+            report.count("graph_captures")
+            self.state, self.was_captured = REPLAYING, True
+            return outputs
+
+    def drop_graph(self) -> None:
+        """Free the CUDA graph and the static inputs."""
+        graph = self.graph
+        self._on_evict()
+        if graph is not None and self.pool is not None:
+            self.pool.drop(graph)
+
+    def close(self) -> None:
+        """Free everything. The graph module is a reference cycle, so its tensors are removed explicitly."""
+        self._function = self._interpreter = _closed
+        try:
+            self.drop_graph()
+        finally:
+            self.state = DROPPED
+            self._drop_tensors()
+
+    def _drop_tensors(self) -> None:
+        for name in [n for n, value in self._graph_module.__dict__.items() if isinstance(value, torch.Tensor)]:
+            del self._graph_module.__dict__[name]
+        self.weights = []
+
+    def speedup(self) -> float | None:
+        """How many times faster than the original, both timed alike when it was made. None if they were not: on a
+        CPU the original's time is that of its first run."""
+        if self.device.type != "cuda" or not self.ms_before or not self.ms_after:
+            return None
+        return self.ms_before / self.ms_after
+
+    def status(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "label": self.label,
+            "signature": self.signature.words(),
+            "state": self.state,
+            "no_graph_reason": self.no_graph_reason,
+            "captures": self.captures,
+            "replays": self.replays,
+            "used_at": self.used_at,
+            "ms_before": self.ms_before,
+            "ms_after": self.ms_after,
+            "speedup": self.speedup(),
+            "first_call_s": self.first_call_s,
+            "memory_mb": round(self.graph.size / 2**20, 1) if self.graph else 0.0,
+            "error": self.error,
+            "fused": dict(self.fused),
+            "operations": dict(self._operations),
+            "digest": self._digest,
+        }
+
+    def _run_static(self) -> list[torch.Tensor]:
+        # launches are recorded outside of captures, and so without PDL
+        early = in_pdl_capture() and capability(self.device) >= MIN_CAPABILITY
+        with plan_mode(self.device):
+            return list((self._interpreter if early else self._function)(*self._inputs))
+
+    def _run_captured(self) -> list[torch.Tensor]:
+        if CAN_UPDATE_GRAPH:
+            self._copies.begin()
+        # weights only change between replays
+        with pdl_capture(weight.tensor for weight in self.weights):
+            return self._run_static()
+
+    def _warm_up(self, pool: GraphPool, inference: bool) -> list[torch.Tensor]:
+        # before the capture: kernels compile, libraries choose algorithms and allocate workspaces
+        side, current = pool.side_stream(), torch.cuda.current_stream(self.device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            outputs = self._run_static()
+        current.wait_stream(side)
+        with torch.inference_mode(inference), torch.no_grad():
+            handed = self._copy_outputs(outputs)
+        # what they were copied from is memory of that stream
+        side.wait_stream(current)
+        return handed
+
+    def _set_static_inputs(self, inputs: list[torch.Tensor]) -> None:
+        """Set the tensors that the CUDA graph reads. Empty without a graph."""
+        self._inputs, self._copies = inputs, Copies(inputs)
+
+    def _copy_inputs(self, leaves: Sequence[Any]) -> None:
+        sources: list[torch.Tensor | None] = []
+        for static, leaf in zip(self._inputs, leaves):
+            if not isinstance(leaf, torch.Tensor):
+                static.fill_(leaf)
+                leaf = None
+            elif leaf.device != self.device and leaf.numel() == 1:
+                # a copy from pageable memory would synchronize
+                static.fill_(leaf.item())
+                leaf = None
+            sources.append(leaf)
+        self._copies(sources)
+
+    def _copy_outputs(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # inference tensors if that is the caller's mode, as the original's results are
+        handed = []
+        for i, (output, stride) in enumerate(zip(outputs, self._output_strides)):
+            view = i in self.views
+            handed.append(output if view else output.new_empty_strided(output.shape, stride).copy_(output))
+        if self.lent and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                for i in self.lent:
+                    handed[i] = handed[i].new_empty_strided(handed[i].shape, handed[i].stride()).copy_(handed[i])
+        if self.views:
+            hand_out(handed, outputs, self.views)
+        return handed
+
+    def _on_evict(self) -> None:
+        self.graph = None
+        self._set_static_inputs([])
+        if self.state == REPLAYING:
+            self.state = NO_GRAPH
+
+
+def _closed(*_: torch.Tensor) -> Sequence[torch.Tensor]:
+    raise RuntimeError("the plan was dropped while it was about to run")
+
+
+def _bind_attributes(graph_module: fx.GraphModule) -> list[Weight]:
+    """Make the graph's attributes the live tensors of the arena. Returns the weights that it reads."""
+    weights: dict[int, Weight] = {}
+    used = set()
+    for node in graph_module.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        used.add(node.target)
+        weight = node.meta.get("weight")
+        if weight is not None:
+            weights[id(weight)] = weight
+            _plain_attribute(graph_module, node.target, weight.tensor)
+        else:
+            _plain_attribute(graph_module, node.target, getattr(graph_module, node.target).detach())
+    for name in [*graph_module._parameters, *graph_module._buffers]:
+        if name not in used:
+            # a weight that was packed: this reference would keep its old memory
+            delattr(graph_module, name)
+    for name, value in list(graph_module.__dict__.items()):
+        if isinstance(value, torch.Tensor) and name not in used:
+            delattr(graph_module, name)
+    for node in graph_module.graph.nodes:
+        # fake tensors are not needed any more, and keep the whole fake mode alive
+        node.meta.clear()
+    return list(weights.values())
+
+
+def _plain_attribute(graph_module: fx.GraphModule, name: str, tensor: torch.Tensor) -> None:
+    for registry in (graph_module._parameters, graph_module._buffers):
+        registry.pop(name, None)
+    graph_module.__dict__[name] = tensor
+
+
+@contextlib.contextmanager
+def plan_mode(device: torch.device) -> Iterator[None]:
+    """The modes under which plans run: no autograd, and no autocast, as its casts are nodes of the graph.
+
+    cuDNN's benchmark mode stays as the host set it. Benchmarking takes 0.5 to 1 s of a first call and found no faster
+    algorithm on an NVIDIA H200, for SD 1.5 at 512x512 and for SDXL. Other cards were not measured
+    (docs/engineering-log).
+    """
+    # inference tensors could not be written to outside of inference mode
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield

@@ -1,0 +1,223 @@
+"""Plans of modules that are called about once for each picture."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from sfast_ext import Config, accelerate
+from sfast_ext.plans.payback import FIRST_BUILD_MS, RareCalls, Stopwatch
+from sfast_ext.runtime import plan_runner, verify
+from sfast_ext.runtime.plan_builder import PlanBuilder
+from sfast_ext.tools.lib import models, vaes
+
+CONFIG = Config(allow_cpu=True, cuda_graphs=False, rare_calls=True, rare_gain=math.inf)
+
+
+class Counted:
+    """An accelerated decoder beside an untouched twin; counts runs of the original."""
+
+    def __init__(self, config: Config = CONFIG) -> None:
+        vae = vaes.random_vae("tiny-sd")
+        self.module, self.twin = vae.decoder, models.copied(vae.decoder)
+        self.accelerator = accelerate(self.module, config)
+        self.originals = 0
+        original = self.accelerator._context.run_forward
+        self.accelerator._context.run_forward = self._count(original)  # type: ignore[method-assign]
+
+    def _count(self, original: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.originals += 1
+            return original(*args, **kwargs)
+
+        return run
+
+    @torch.no_grad()
+    def call(self, width: int = 64) -> int:
+        """Runs of the original in a call, whose result is right."""
+        x, before = vaes.part_input("decoder", width, 64), self.originals
+        torch.testing.assert_close(self.module(x), self.twin(x), rtol=1e-4, atol=1e-4)
+        return self.originals - before
+
+    def count(self, name: str) -> int:
+        return self.accelerator.report.counter(name)
+
+
+def test_the_second_call_makes_a_plan_and_no_call_runs_the_original_twice():
+    ours = Counted()
+    assert ours.call() == 1 and ours.count("captures") == 0
+    assert ours.call() == 1 and ours.count("captures") == 1
+    (plan,) = ours.accelerator.plans.values()
+    assert plan.error is not None and plan.error < 1e-4
+    assert plan.ms_before is not None and plan.ms_after is None
+    assert ours.call() == 0 and ours.count("eager_runs") == 1
+    # the first picture that it decodes times it
+    assert plan.ms_after is not None
+    first = plan.ms_after
+    assert ours.call() == 0 and plan.ms_after == first
+
+
+def test_other_calls_make_a_plan_at_once():
+    ours = Counted(Config(allow_cpu=True, cuda_graphs=False))
+    ours.call()
+    assert ours.count("captures") == 1
+
+
+def test_each_size_waits_for_its_own_second_call():
+    ours = Counted()
+    for width in (64, 48, 64, 48):
+        ours.call(width)
+    assert ours.count("captures") == 2 and len(ours.accelerator.plans) == 2
+
+
+def test_one_plan_in_a_generation():
+    # tiles of several sizes in one picture
+    ours = Counted()
+    ours.accelerator.new_generation()
+    for width in (64, 48, 40, 64, 48, 40, 64, 48, 40):
+        ours.call(width)
+    assert ours.count("captures") == 1
+    ours.accelerator.new_generation()
+    for width in (64, 48, 40):
+        ours.call(width)
+    assert ours.count("captures") == 2
+
+
+class Timed:
+    """A stopwatch of a run that took so long, or has not ended."""
+
+    def __init__(self, ms: float | None) -> None:
+        self.ms = ms
+
+    def elapsed(self) -> float | None:
+        return self.ms
+
+
+def until_a_plan(calls: RareCalls, ms: float, gain: float = 0.5, key: str = "a") -> int:
+    """How many runs of the original come before a plan is made."""
+    for runs in range(1000):
+        if not calls.too_early(key, gain):
+            return runs
+        calls.ran(key, Timed(ms))
+    return 1000
+
+
+def test_a_plan_is_made_once_it_would_have_saved_what_it_costs():
+    calls = RareCalls()
+    assert until_a_plan(calls, ms=300) == FIRST_BUILD_MS / 150
+    calls.built(450)
+    assert until_a_plan(calls, ms=300, key="b") == 3
+    assert until_a_plan(calls, ms=300, gain=0.25, key="c") == 6
+    # one that was evicted pays again
+    assert until_a_plan(calls, ms=300, key="b") == 3
+
+
+def test_no_plan_is_made_at_the_first_call_whatever_it_would_save():
+    calls = RareCalls()
+    calls.built(0)
+    assert until_a_plan(calls, ms=1000) == 1
+    assert until_a_plan(RareCalls(), ms=0, gain=math.inf) == 1
+
+
+def test_a_run_counts_when_it_has_ended():
+    calls, running = RareCalls(), Timed(None)
+    calls.built(100)
+    assert calls.too_early("a", 0.5)
+    calls.ran("a", running)
+    assert calls.too_early("a", 0.5)
+    running.ms = 200.0
+    assert not calls.too_early("a", 0.5)
+
+
+def test_calls_that_cost_little_get_no_plan_and_their_time_is_that_of_the_original():
+    ours = Counted(Config(allow_cpu=True, cuda_graphs=False, rare_calls=True))
+    for _ in range(4):
+        assert ours.call() == 1
+    assert ours.count("captures") == 0
+    (runs,) = ours.accelerator._server._rare._runs.values()
+    assert 0 < runs.milliseconds < 4 * FIRST_BUILD_MS and len(runs.pending) == 1
+    # as if the original had run for longer
+    runs.milliseconds = 2 * FIRST_BUILD_MS
+    assert ours.call() == 1 and ours.count("captures") == 1
+    assert ours.accelerator._server._rare._build_ms != FIRST_BUILD_MS
+    assert ours.call() == 0
+
+
+def test_what_was_seen_is_bounded():
+    calls = RareCalls()
+    for key in range(1000):
+        assert calls.too_early(key, math.inf)
+        calls.ran(key, Timed(1))
+    assert len(calls._runs) <= 256 and not calls.too_early(999, math.inf)
+
+
+def test_a_generation_counts_only_where_generations_are_told():
+    calls = RareCalls()
+    found = []
+    for key in "aabb":
+        found.append(calls.too_early(key, math.inf))
+        calls.ran(key, Timed(1))
+    assert found == [True, False, True, False]
+    calls.new_generation()
+    assert [calls.too_early(key, math.inf) for key in "ab"] == [False, True]
+
+
+def test_a_gain_must_be_positive():
+    with pytest.raises(ValueError, match="rare_gain must be a number above 0"):
+        Config(rare_gain=0)
+
+
+def test_a_plan_whose_first_use_is_slower_is_dropped(monkeypatch):
+    ours = Counted()
+    ours.call()
+    ours.call()
+    (plan,) = ours.accelerator.plans.values()
+    # as on a GPU, where both are timed alike
+    monkeypatch.setattr(plan, "ms_before", 1e-6)
+    monkeypatch.setattr(plan_runner.PlanRunner, "_on_gpu", staticmethod(lambda plan: True))
+    assert ours.call() == 0 and not ours.accelerator.plans
+    assert ours.call() == 1
+    assert any("slower" in reason for reason in ours.accelerator.report.as_dict()["reasons"])
+
+
+@pytest.mark.parametrize(("after", "dropped"), [(10.0, False), (10.9, False), (11.1, True)])
+def test_noise_of_one_measurement_is_allowed_for(after, dropped):
+    ours = Counted()
+    ours.call()
+    ours.call()
+    (plan,) = ours.accelerator.plans.values()
+    plan.ms_before, plan.ms_after = 10.0, after
+    assert (verify.too_slow(plan, CONFIG, verify.NOISE_OF_ONE) is not None) == dropped
+    kept = Config(allow_cpu=True, drop_slower=False)
+    assert verify.too_slow(plan, kept, verify.NOISE_OF_ONE) is None
+
+
+def test_the_setting_changes_what_is_built():
+    assert not Config(rare_calls=True).builds_like(Config())
+    assert Config(max_graphs=3).builds_like(Config())
+
+
+def test_a_stopwatch_on_a_cpu_times_what_lies_between():
+    watch = Stopwatch(torch.device("cpu"))
+    watch.stop()
+    assert 0 <= watch.milliseconds() < 1000
+
+
+def test_no_run_is_recorded_in_place_of_a_capture(monkeypatch):
+    # a recorded run would be timed as the original's
+    monkeypatch.setattr(PlanBuilder, "live_trace", lambda *args: pytest.fail("recorded"))
+    ours = Counted()
+    for width in (64, 64, 48, 48):
+        ours.call(width)
+    assert ours.count("captures") == 2
+
+
+def test_one_plan_is_built_at_a_time_whatever_the_model():
+    # torch's stack of modes is one for all threads
+    ours, other = Counted(Config(allow_cpu=True, cuda_graphs=False)), Counted(Config(allow_cpu=True))
+    with other.accelerator._model.build_lock:
+        assert ours.call() == 1 and ours.count("captures") == 0
+    assert ours.call() == 1 and ours.count("captures") == 1

@@ -1,0 +1,263 @@
+"""Plans without a CUDA graph repeat their launches where the CPU takes longer with them than the GPU, and wait with the
+capture of one that was evicted."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from faulty import Pair, pretend_a_gpu
+from torch import nn
+
+from sfast_ext import Config, accelerate
+from sfast_ext.kernels.backend import pdl
+from sfast_ext.plans import plan
+from sfast_ext.plans.graph_pool import GraphPool
+from sfast_ext.plans.payback import Recapture
+from sfast_ext.plans.recorded_run import CannotRepeat, RecordedRun
+from sfast_ext.runtime import verify
+from sfast_ext.runtime.plan_runner import PlanRunner
+from sfast_ext.tools.lib import models, vaes
+
+IS_DUE = Recapture.is_due
+GRAPHS = Config(allow_cpu=True, triton=False)
+WITHOUT = Config(allow_cpu=True, triton=False, cuda_graphs=False)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def only_plan(pair: Pair) -> Any:
+    (found,) = pair.acc.plans.values()
+    return found
+
+
+def scaled(module: nn.Module) -> None:
+    for p in module.parameters():
+        p.mul_(1.01)
+
+
+def replaced(module: nn.Module) -> None:
+    for p in module.parameters():
+        p.data = 0.99 * p.data
+
+
+def test_a_plan_repeats_its_launches_with_the_weights_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch)
+    pair = Pair(config=WITHOUT)
+    pair.same(1)
+    made = only_plan(pair)
+    assert made._recorded and not made.has_graph
+    runs: list[bool] = []
+    real = RecordedRun.__call__
+
+    def counted(self: RecordedRun, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        runs.append(self._as_recorded([*inputs, *self._program.tensors()]))
+        return real(self, *inputs)
+
+    monkeypatch.setattr(RecordedRun, "__call__", counted)
+    pair.plan_runs_again(2)
+    for change in (scaled, replaced):
+        pair.both(change)
+        pair.plan_runs_again(2)
+    assert only_plan(pair) is made and len(runs) >= 6 and all(runs)
+    pair.release()
+
+
+def test_where_the_gpu_takes_longer_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: time.sleep(0.3))
+    pair = Pair(config=WITHOUT)
+    pair.same(3)
+    assert only_plan(pair)._recorded is False and "launches" not in pair.words()
+    pair.release()
+
+
+def test_a_run_that_cannot_be_repeated_is_said_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch)
+
+    def refuse(*_: Any) -> Any:
+        raise CannotRepeat("a tensor comes from elsewhere")
+
+    monkeypatch.setattr(plan, "RecordedRun", refuse)
+    pair = Pair(config=WITHOUT)
+    pair.same(3)
+    assert only_plan(pair)._recorded is False and pair.counter("eager_runs") == 2
+    assert "they are not repeated: CannotRepeat: a tensor comes from elsewhere" in pair.words()
+    pair.release()
+
+
+def test_a_plan_that_never_had_a_graph_is_recorded_after_a_few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(PlanRunner, "record_launches", lambda *_: None)
+        pair = Pair(config=WITHOUT)
+        pair.same(1)
+    made = only_plan(pair)
+    pair.same(plan._EAGER_RUNS - 1 - made._eager_runs)
+    assert made._recorded is None
+    pair.same(1)
+    assert made._recorded
+    pair.plan_runs_again(3)
+    pair.release()
+
+
+def test_a_plan_whose_graphs_are_switched_off_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch)
+    pair = Pair(config=GRAPHS)
+    pair.same(3)
+    made = only_plan(pair)
+    assert made.has_graph and made._recorded is None
+    pair.acc.configure(WITHOUT)
+    pair.same(1)
+    assert made._recorded and only_plan(pair) is made
+    pair.plan_runs_again(3)
+    pair.release()
+
+
+def evicted(pair: Pair, pool: GraphPool, monkeypatch: pytest.MonkeyPatch, without_ms: float, capture_ms: float) -> Any:
+    """The plan of a pair; a run with its graph takes 1 ms, its graph is gone."""
+    monkeypatch.setattr(Recapture, "is_due", IS_DUE)
+    pair.same(3)
+    made = only_plan(pair)
+    assert made.has_graph and made.ms_after == 1.0
+    monkeypatch.setattr(made, "_clocked", lambda inputs: (without_ms / 1000, without_ms / 1000))
+    made._recapture.capture.price = capture_ms
+    pool.make_room(pair.acc.report)
+    assert not made.has_graph
+    return made
+
+
+def test_an_evicted_graph_is_captured_again_when_runs_without_it_have_cost_as_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = pretend_a_gpu(monkeypatch)
+    pair = Pair(config=GRAPHS)
+    made = evicted(pair, pool, monkeypatch, without_ms=2.0, capture_ms=3.5)
+    for _ in range(4):
+        pair.plan_runs_again(1)
+        assert not made.has_graph and made._recorded
+    runs = pair.counter("graph_captures")
+    pair.plan_runs_again(1)
+    assert made.has_graph and pair.counter("graph_captures") == runs + 1
+    made._recapture.capture.price = 1.5
+    pool.make_room(pair.acc.report)
+    pair.plan_runs_again(2)
+    assert not made.has_graph  # nothing was lost before
+    pair.plan_runs_again(1)
+    assert made.has_graph
+    pair.release()
+
+
+@pytest.mark.parametrize(("card", "decided"), [((8, 9), 0), ((9, 0), 1), ((12, 0), 1)])
+def test_where_kernels_can_begin_early_a_capture_interpreter_on_its_launches(
+    card: tuple[int, int], decided: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pretend_a_gpu(monkeypatch)
+    monkeypatch.setattr(plan, "capability", lambda device: card)
+    monkeypatch.setattr(pdl, "capture_keeps_pdl", lambda: True)
+    pair = Pair(config=GRAPHS)
+    made = evicted(pair, pool, monkeypatch, without_ms=2.0, capture_ms=0.5)
+    pair.plan_runs_again(1)
+    assert made._recorded and not made.has_graph
+    runs: dict[str, int] = {}
+
+    def counted(name: str) -> Callable[..., Any]:
+        real = getattr(made, name)
+
+        def run(*inputs: torch.Tensor) -> Any:
+            runs[name] = runs.get(name, 0) + 1
+            return real(*inputs)
+
+        return run
+
+    for name in ("_function", "_interpreter"):
+        monkeypatch.setattr(made, name, counted(name))
+    pair.plan_runs_again(1)
+    assert made.has_graph and runs == {"_function": 2 - decided, **({"_interpreter": 1} if decided else {})}
+    pair.release()
+
+
+def test_an_evicted_graph_stays_away_where_it_would_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pretend_a_gpu(monkeypatch)
+    pair = Pair(config=GRAPHS)
+    made = evicted(pair, pool, monkeypatch, without_ms=0.9, capture_ms=0.1)
+    pair.plan_runs_again(30)
+    assert not made.has_graph and len(pool) == 0
+    pair.release()
+
+
+def test_without_a_measurement_an_evicted_graph_is_captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pretend_a_gpu(monkeypatch)
+    pair = Pair(config=GRAPHS)
+    made = evicted(pair, pool, monkeypatch, without_ms=2.0, capture_ms=1e9)
+
+    def refuse(*_: Any) -> Any:
+        raise CannotRepeat("a tensor comes from elsewhere")
+
+    monkeypatch.setattr(plan, "RecordedRun", refuse)
+    pair.plan_runs_again(1)
+    assert made.has_graph and "they are not repeated" in pair.words()
+    pair.release()
+
+
+@pytest.mark.parametrize(("ms", "wanted"), [(verify.LONG_MS - 1, True), (verify.LONG_MS, False)])
+def test_a_rare_call_is_recorded_unless_it_is_long(ms: float, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    vae = vaes.random_vae("tiny-sd")
+    accelerator = accelerate(
+        vae.decoder, Config(allow_cpu=True, cuda_graphs=False, rare_calls=True, rare_gain=math.inf)
+    )
+    monkeypatch.setattr(plan.Plan, "record_launches", lambda *_: asked.append(True))
+    monkeypatch.setattr("sfast_ext.plans.payback.Stopwatch.milliseconds", lambda self: ms)
+    for _ in range(3):
+        vae.decoder(vaes.part_input("decoder", 64, 64))
+    assert len(accelerator.plans) == 1 and asked == [True] * wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("triton", [True, False], ids=["triton", "without triton"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_on_a_gpu_the_bits_are_those_of_a_run_that_interpreter(
+    triton: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if triton:
+        monkeypatch.setattr("sfast_ext.kernels.backend.nvrtc.supported", lambda device: False)
+    monkeypatch.setattr(plan, "_CPU_BOUND", 0.0)
+    unet = models.random_unet("tiny-sdxl", dtype=dtype, device="cuda")
+    accelerator = accelerate(unet, Config(cuda_graphs=False, drop_slower=False, triton=triton))
+    args, kwargs = models.unet_inputs(unet, 128, 192, 2)
+    unet(*args, **kwargs)
+    (made,) = accelerator.plans.values()
+    assert made._recorded, accelerator.report.as_dict()["events"]
+    recorded, decides = made._function, made._served(plan.Interpreter(made._graph_module))
+    results: list[Any] = []
+
+    @torch.no_grad()
+    def both() -> None:
+        x = torch.sin(args[0] + len(results))
+        for function in (recorded, decides):
+            monkeypatch.setattr(made, "_function", function)
+            results.append(unet(x, *args[1:], **kwargs)[0])
+
+    both()
+    scaled(unet)
+    both()
+    thread = threading.Thread(target=both)  # it has no context yet
+    thread.start()
+    thread.join()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        both()
+        torch.cuda.synchronize()
+    assert len(results) == 8
+    for ours, theirs in zip(results[::2], results[1::2], strict=True):
+        assert torch.equal(ours, theirs)
+    accelerator.release()

@@ -1,0 +1,115 @@
+"""The states of a call, and what callbacks of the host raise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sfast_ext import Config, Hooks, accelerate
+from sfast_ext.call_signature import NotOurs
+from sfast_ext.runtime.plan_finder import ReplayState, state_of
+from sfast_ext.weights.weight import WeightsAway
+
+A_PLAN: Any = object()
+CPU = Config(allow_cpu=True)
+X = torch.randn(2, 4)
+CALLBACKS = ["bypass_reason", "arguments", "prepare", "key"]
+
+
+class Own(Exception):
+    """The host's own error."""
+
+
+class Sometimes(nn.Module):
+    """Raises what it is given to raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.error: Exception | None = None
+
+    def forward(self, x):
+        if self.error is not None:
+            raise self.error
+        return self.linear(x)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def raising(exc: Exception):
+    def callback(*_: Any) -> Any:
+        raise exc
+
+    return callback
+
+
+@pytest.mark.parametrize("key_confirmed", [True, False])
+@pytest.mark.parametrize("weights_confirmed", [True, False])
+def test_a_replay_is_speculative_unless_both_are_confirmed(key_confirmed, weights_confirmed):
+    confirmed = key_confirmed and weights_confirmed
+    expected = ReplayState.REPLAY_CONFIRMED if confirmed else ReplayState.REPLAY_SPECULATIVE
+    assert state_of(A_PLAN, key_confirmed, weights_confirmed) is expected
+    assert state_of(None, key_confirmed, weights_confirmed) is ReplayState.BUILD
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_a_callback_that_raises_is_reported_under_its_name_and_keeps_the_plans(name):
+    module = Sometimes().eval()
+    accelerator = accelerate(module, CPU)
+    module(X)
+    accelerator._context.hooks = replace(Hooks(), **{name: raising(ValueError("no"))})
+    torch.testing.assert_close(module(X), module.linear(X))
+    report = accelerator.report.as_dict()
+    assert report["last_error"]["stage"] == f"{name} of the host"
+    assert "ValueError: no" in report["last_error"]["message"]
+    assert len(accelerator.plans) == 1 and not report["reasons"]
+    accelerator.release()
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize("kind", [NotOurs, WeightsAway])
+def test_a_callback_may_bypass_a_call_by_an_exception(name, kind):
+    module = Sometimes().eval()
+    accelerator = accelerate(module, CPU, hooks=Hooks(**{name: raising(kind("the host says no"))}))
+    torch.testing.assert_close(module(X), module.linear(X))
+    report = accelerator.report.as_dict()
+    assert report["reasons"] == {"the host says no": 1} and report["last_error"] is None
+    accelerator.release()
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_an_error_of_the_host_that_its_forward_raises_as_well_is_not_reported(name):
+    module = Sometimes().eval()
+    accelerator = accelerate(module, CPU, hooks=Hooks(**{name: raising(Own("mine"))}))
+    module.error = Own("mine")
+    with pytest.raises(Own, match="mine"):
+        module(X)
+    assert accelerator.report.as_dict()["last_error"] is None
+    module.error = KeyError("another")
+    with pytest.raises(KeyError, match="another"):
+        module(X)
+    assert accelerator.report.as_dict()["last_error"]["message"] == "Own: mine"
+    accelerator.release()
+
+
+def test_an_error_of_ours_after_a_callback_is_not_taken_for_the_hosts(monkeypatch):
+    """Which error is whose does not depend on the stage that the thread was at last."""
+    module = Sometimes().eval()
+    accelerator = accelerate(module, CPU, hooks=Hooks(key=lambda: "a"))
+    module(X)
+    monkeypatch.setattr(accelerator._finder, "_is_compared", raising(Own("ours")))
+    module.error = Own("the forward's")
+    with pytest.raises(Own, match="the forward's"):
+        module(X)
+    # an error of the same type as the forward's, which is reported all the same
+    assert accelerator.report.as_dict()["last_error"]["message"] == "Own: ours"
+    accelerator.release()
