@@ -20,6 +20,7 @@ from sfast_ext.weights.change_detector import ChangeDetector
 from sfast_ext.weights.copy_in import copy_in
 from sfast_ext.weights.gate import Gate
 from sfast_ext.weights.host_order import ModuleOrder, Turn
+from sfast_ext.weights.original_layout import OriginalLayouts
 from sfast_ext.weights.tracked import TrackedWeights
 from sfast_ext.weights.vacancy import Vacancy, vacancies, vacant_bytes
 from sfast_ext.weights.weight import (
@@ -56,6 +57,10 @@ class WeightArena:
     def root(self) -> nn.Module:
         """The module."""
         return self._tracked.root
+
+    @property
+    def _layouts(self) -> OriginalLayouts:
+        return self._tracked.layouts
 
     @property
     def gate(self) -> Gate:
@@ -130,7 +135,7 @@ class WeightArena:
             tracked.refresh_live()
             # what no plan reads must not be kept alive; it may be a host's backup
             tracked.weights = {
-                k: w for k, w in tracked.weights.items() if w.plans or tracked.layouts.strides_of(w.tensor) is not None
+                k: w for k, w in tracked.weights.items() if w.plans or self._layouts.strides_of(w.tensor) is not None
             }
 
     def unbind(self, weights: Sequence[Weight]) -> None:
@@ -194,7 +199,7 @@ class WeightArena:
         tracked = self._tracked
         with tracked.lock:
             live = [w for w in weights if id(w) not in tracked.vacant]
-            return vacancies(live, [*tracked.known(), *tracked.packs.all()], tracked.layouts)
+            return vacancies(live, [*tracked.known(), *tracked.packs.all()], self._layouts)
 
     def vacate(self, given: Sequence[Vacancy]) -> None:
         """Free the memory of live tensors. The next `sync` with weights on the GPU allocates it again.
@@ -208,7 +213,7 @@ class WeightArena:
                 tracked.vacant.update((id(member.weight), vacancy) for member in vacancy.members)
             tracked.reset_detector()
             tracked.forget(tracked.vacant)
-            tracked.layouts.give_up()
+            self._layouts.give_up()
 
     def move_to(self, root: nn.Module) -> bool:
         """Track another module with parameters of the same names, shapes and dtypes. The next `sync` copies its values.
@@ -255,7 +260,7 @@ class WeightArena:
             in_place = tracked.order.in_place()
             for tensor, original in tracked.relaid():
                 if tensor.stride() != original or id(tensor) in in_place:
-                    tracked.layouts.restore(tensor, original)
+                    self._layouts.restore(tensor, original)
 
     def release(self) -> None:
         """Restore the original strides of all parameters, in separate memory, with their current values.
@@ -286,10 +291,10 @@ class WeightArena:
             tracked.memo.clear()
             tracked.reset_detector()
             for tensor, original in laid:
-                if not tracked.layouts.is_original(tensor, original):
-                    tracked.layouts.restore(tensor, original)
+                if not self._layouts.is_original(tensor, original):
+                    self._layouts.restore(tensor, original)
             if forget:
-                tracked.layouts.forget()
+                self._layouts.forget()
 
     def status(self) -> dict[str, Any]:
         """For the report."""
