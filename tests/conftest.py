@@ -126,6 +126,11 @@ def _elsewhere(item: pytest.Item) -> str | None:
         return "need an NVIDIA GPU and TRITON_INTERPRET unset: pytest -m gpu"
     if item.get_closest_marker("interpreter") is not None and not kernels.interpreted():
         return "run in Triton's interpreter: TRITON_INTERPRET=1 pytest -m interpreter tests/kernels"
+    thinned = item.get_closest_marker("thinned")
+    if thinned is None or os.environ.get("SFAST_ALL_CASES") or item.get_closest_marker("gpu") is not None:
+        return None
+    if sum(item.callspec.indices.values()) % thinned.args[0]:  # type: ignore[attr-defined]
+        return "have parameters of which each pair was run in another case: SFAST_ALL_CASES=1"
     return None
 
 

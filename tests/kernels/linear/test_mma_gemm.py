@@ -70,6 +70,7 @@ def scale(half_sums: bool) -> float:
     return 2 if half_sums else 1
 
 
+@pytest.mark.thinned(4)
 @each_tile(WIDE + NARROW)
 @each_kind
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -89,6 +90,7 @@ def operands(shape, dtype, device, with_bias: bool, tile: mma_tiles.Tile):
     return x, weight, randn(columns, dtype=dtype, device=device) if with_bias else None
 
 
+@pytest.mark.thinned(4)
 @each_tile(WIDE + NARROW)
 @each_kind
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -103,6 +105,7 @@ def test_linear_onto_a_residual(device, tile, shape, with_bias, dtype, half_sums
     close_rows(y, target, scale(half_sums))
 
 
+@pytest.mark.thinned(4)
 @each_tile(WIDE)
 @each_kind
 @pytest.mark.parametrize("shape", [(130, 272, 64), (64, 640, 320), (3, 16, 96), (1, 128, 32), (300, 160, 128)], ids=str)
@@ -126,6 +129,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.thinned(3)
 @each_tile(WIDE + NARROW)
 @each_kind
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
