@@ -1,6 +1,6 @@
 // Copies several tensors in one launch: a call's inputs to the static inputs of a CUDA graph.
 //
-// Compile-time parameter: MOST, the capacity of the table.
+// Compile-time parameter: CAPACITY, the capacity of the table.
 
 struct Copy {
   char* to;
@@ -9,7 +9,7 @@ struct Copy {
 };
 
 struct Copies {
-  Copy of[MOST];
+  Copy of[CAPACITY];
 };
 
 template <typename Word>

@@ -287,7 +287,7 @@ class Accelerator:
                 "parts": [part._summary() for part in self.parts],
                 "weights": self.arena.status(),
                 "graph_pool": pool_of(device).status() if device is not None and device.type == "cuda" else None,
-                "kernels_put_down": health.disabled(device) if device is not None else {},
+                "kernels_disabled": health.disabled(device) if device is not None else {},
             }
 
     def run_original(self, *args: Any, **kwargs: Any) -> Any:

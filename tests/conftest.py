@@ -200,7 +200,7 @@ def _give_back() -> None:
 
 @pytest.fixture
 def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Plans launch kernels, which on a CPU compute what their references do; none is put down."""
+    """Plans launch kernels, which on a CPU compute what their references do; none is disabled."""
     from sfast_ext import environment
     from sfast_ext.kernels.backend import health
 

@@ -164,9 +164,9 @@ def test_a_kernel_that_fails_costs_that_kernel(name, monkeypatch, kernels_on_the
     fault = failing(monkeypatch, module, "reference")
     pair.same(CALLS)
     assert pair.runs == CALLS - 1 and captures.times == len(fail) + 1 and fault.times == len(fail)
-    assert pair.counter("kernels_put_down") == len(fail) and not pair.counter("errors")
-    assert pair.acc.status()["kernels_put_down"] == dict.fromkeys(fail, "Injected: injected")
-    assert f"{name} is put down, plans are made without it: Injected: injected" in pair.words()
+    assert pair.counter("kernels_disabled") == len(fail) and not pair.counter("errors")
+    assert pair.acc.status()["kernels_disabled"] == dict.fromkeys(fail, "Injected: injected")
+    assert f"{name} is disabled, plans are made without it: Injected: injected" in pair.words()
     (plan,) = pair.acc.plans.values()
     assert not any(plan.fused[each] for each in fail)
     # nor is it tried for another size
@@ -182,7 +182,7 @@ def test_kernels_that_all_fail_leave_what_pytorch_does(monkeypatch, kernels_on_t
         failing(monkeypatch, module, "reference")
     pair.same(CALLS)
     assert pair.runs == CALLS - 1 and captures.times == len(every) + 1
-    assert pair.acc.status()["kernels_put_down"].keys() == every
+    assert pair.acc.status()["kernels_disabled"].keys() == every
     pair.release()
 
 
@@ -194,18 +194,18 @@ def test_a_dtype_that_triton_does_not_compile_here_costs_no_kernel(monkeypatch, 
     pair.same(CALLS)
     (plan,) = pair.acc.plans.values()
     assert not any(plan.fused[each] for each in ("group_norm", "layer_norm", "geglu"))
-    assert pair.acc.status()["kernels_put_down"] == {}
+    assert pair.acc.status()["kernels_disabled"] == {}
     pair.release()
 
 
-def test_kernels_that_did_not_compile_are_put_down_together(monkeypatch, kernels_on_the_cpu):
+def test_kernels_that_did_not_compile_are_disabled_together(monkeypatch, kernels_on_the_cpu):
     pair, captures = Pair(), Counting(monkeypatch)
     compiled = {"geglu": "CompilationError: one", "group_norm": "CompilationError: other"}
     monkeypatch.setattr(precompile, "failed", lambda device: compiled)
     failing(monkeypatch, group_norm, "reference")
     pair.same(CALLS)
     assert pair.runs == CALLS - 1 and captures.times == 2
-    assert pair.acc.status()["kernels_put_down"] == {**compiled, "group_norm": "Injected: injected"}
+    assert pair.acc.status()["kernels_disabled"] == {**compiled, "group_norm": "Injected: injected"}
     pair.release()
 
 
@@ -217,7 +217,7 @@ def test_a_kernel_that_fails_in_a_later_run_costs_that_kernel_too(monkeypatch, k
     pair.same(CALLS)
     # of these the first went to the original, the second built a plan anew
     assert pair.runs == 2 + CALLS - 2 and pair.counter("errors") == 1
-    assert pair.acc.status()["kernels_put_down"] == {"geglu": "Injected: injected"}
+    assert pair.acc.status()["kernels_disabled"] == {"geglu": "Injected: injected"}
     pair.release()
 
 

@@ -283,7 +283,7 @@ def test_a_kernel_that_cannot_be_launched_costs_that_kernel(room, monkeypatch):
             failing(patch, room, "launch_kernel")
             pair.same(CALLS)
         assert pair.runs == CALLS - 1 and not pair.counter("errors"), pair.words()
-        assert pair.acc.status()["kernels_put_down"] == {room.launch.name: "Injected: injected"}
+        assert pair.acc.status()["kernels_disabled"] == {room.launch.name: "Injected: injected"}
         usable()
         pair.release()
     finally:

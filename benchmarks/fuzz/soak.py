@@ -31,7 +31,7 @@ from torch import nn
 
 from benchmarks import records
 from benchmarks.fuzz.preview import Preview
-from benchmarks.fuzz.stress import LEAST_EFFECT, MB, SLACK_MB
+from benchmarks.fuzz.stress import MB, MIN_EFFECT, SLACK_MB
 from sfast_ext import Config, accelerate
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import changes, machine, models
@@ -350,7 +350,7 @@ def judge(soak: Soak, preview: Preview) -> tuple[dict[str, Any], list[str]]:
         "memory": {name: growth(soak.timeline, name) for name in ("allocated_mb", "reserved_mb", "host_mb")},
     }
     faults = [*soak.faults, *preview.faults]
-    if soak.least_effect < LEAST_EFFECT * soak.worst:
+    if soak.least_effect < MIN_EFFECT * soak.worst:
         faults.append(f"other weights change an output by {soak.least_effect:.2e} only: stale ones would not be seen")
     if found["captures_after_the_warm_up"]:
         faults.append(f"{found['captures_after_the_warm_up']} plans were captured after the warm-up")

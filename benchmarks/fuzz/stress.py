@@ -30,7 +30,7 @@ MB = 1 << 20
 # what may come and go with which graphs are at hand, before it counts as growth
 SLACK_MB = 64
 # outputs must change by this much with a LoRA, or the check would not see that one was missed
-LEAST_EFFECT = 4.0
+MIN_EFFECT = 4.0
 
 Size = tuple[int, int]
 
@@ -224,7 +224,7 @@ def faults(stress: Stress, found: dict[str, Any]) -> list[str]:
         if not e["error"] <= tolerance
     ]
     effect = found["least_effect_of_a_lora"]
-    if effect is not None and effect < LEAST_EFFECT * found["worst_error"]:
+    if effect is not None and effect < MIN_EFFECT * found["worst_error"]:
         result.append(f"a LoRA changed an output by {effect:.2e} only: a missed one would not have been seen")
     if found["captures_after_it"]:
         result.append(f"{found['captures_after_it']} plans were captured after the first round")

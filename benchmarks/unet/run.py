@@ -30,7 +30,7 @@ from benchmarks import records
 from sfast_ext import cli
 from sfast_ext.tools import bench
 from sfast_ext.tools.lib import machine, models
-from sfast_ext.tools.lib.ways import OURS, Way, asked, beside, words_of
+from sfast_ext.tools.lib.ways import OURS, Way, asked, side_by_side, words_of
 
 RESULTS = Path(__file__).parents[1] / "results"
 ENGINES = ["sfast", "torch-compile", "cudagraph", "eager"]
@@ -131,7 +131,7 @@ def measured(result: dict[str, Any] | None, wanted: Case, here: dict[str, Any], 
         for row in result["rows"]
         if case_of(row) == wanted and all(row[name] == here[name] for name in STACK)
     }
-    return found >= {stack_of(way.fields()) for way in beside(ours, ENGINES)}
+    return found >= {stack_of(way.fields()) for way in side_by_side(ours, ENGINES)}
 
 
 def measure(wanted: Case, iterations: int, ours: Way = OURS) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def main(given: Sequence[str] | None = None) -> int:
             status = 1
             continue
         write(file, result)
-        stacks = {stack_of(way.fields()) for way in beside(ours, ENGINES)}
+        stacks = {stack_of(way.fields()) for way in side_by_side(ours, ENGINES)}
         rows = [row for row in result["rows"] if case_of(row) == each and stack_of(row) in stacks]
         print(f"{bench.tables(rows)}\n{each}: {time.perf_counter() - started:.0f} s\n", flush=True)
         if any(row["engine"] == "sfast" and ("failed" in row or row.get("remark")) for row in rows):

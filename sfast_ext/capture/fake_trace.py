@@ -44,7 +44,7 @@ PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.lay
 # results of meta computations, by the settings of torch that they may depend on, see `_settings`
 _memos: dict[Any, dict[Any, Any]] = {}
 # of a UNet's size some 400 are new; more are forgotten together before the next capture
-MOST_REMEMBERED = 20_000
+MAX_REMEMBERED = 20_000
 # the frame of make_fx that has the tracer is at most this many callers above the recorded function
 _NEAR = 6
 
@@ -284,7 +284,7 @@ class _MemoFakeMode(FakeTensorMode):
 
 def _memo() -> dict[Any, Any]:
     """What was computed before under the present settings."""
-    if sum(map(len, _memos.values())) > MOST_REMEMBERED:
+    if sum(map(len, _memos.values())) > MAX_REMEMBERED:
         _memos.clear()
     return _memos.setdefault(_settings(), {})
 

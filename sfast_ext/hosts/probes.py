@@ -40,7 +40,7 @@ class Probe:
 
     Args:
         places: where it may be, the first that holds counts: "package.module:attribute.attribute", or a module alone.
-        check: what the adapter relies on besides the name.
+        check: what the adapter relies on in addition to the name.
         features: what is lost without it; nothing can be accelerated without it if there is none.
         absent: the name must not be there: it is the mark of another program.
     """

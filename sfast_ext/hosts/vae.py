@@ -37,16 +37,16 @@ class VaePart(Attachment):
     """The accelerators of one part of all VAEs. Its calls are no steps."""
 
     def __init__(self, part: str, hooks_for: PartHooks, report: Report) -> None:
-        self._beside = SecondaryReport(report, COUNTED, f"VAE {part}")
+        self._secondary = SecondaryReport(report, COUNTED, f"VAE {part}")
 
         def named(shapes: Sequence[tuple[int, ...]]) -> str | None:
             return words.vae_words(part, shapes)
 
-        super().__init__(lambda module: hooks_for(module, named), self._beside, name=f"VAE {part}")
+        super().__init__(lambda module: hooks_for(module, named), self._secondary, name=f"VAE {part}")
 
     def status(self) -> list[dict[str, Any]]:
         """As of other networks. "idle" is why the last call was bypassed."""
-        return [{**each, "idle": text(self._beside.reason), "steps": False} for each in super().status()]
+        return [{**each, "idle": text(self._secondary.reason), "steps": False} for each in super().status()]
 
 
 class Vaes:

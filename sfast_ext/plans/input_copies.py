@@ -51,7 +51,7 @@ class Copies:
     def _found(self) -> Any:
         with torch.cuda.device(self._index):
             try:
-                return _SOURCE.warmup(MOST=_MAX_TENSORS) if _SOURCE.supported(self._targets[0].device) else None
+                return _SOURCE.warmup(CAPACITY=_MAX_TENSORS) if _SOURCE.supported(self._targets[0].device) else None
             except nvrtc.Unavailable:
                 return None  # logged
 

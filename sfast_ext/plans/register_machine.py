@@ -151,7 +151,7 @@ class Interpreter:
         return machine.run(registers)
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors that the graph reads besides its inputs, each once."""
+        """The tensors that the graph reads in addition to its inputs, each once."""
         return self._tensors
 
 

@@ -76,8 +76,8 @@ class Failures:
             reasons = uncompiled | reasons
         new = [name for name, reason in reasons.items() if health.disable(name, device, reason)]
         for name in new:
-            report.count("kernels_put_down")
-            report.event("kernel", f"{name} is put down, plans are made without it: {reasons[name]}")
+            report.count("kernels_disabled")
+            report.event("kernel", f"{name} is disabled, plans are made without it: {reasons[name]}")
         return bool(new)
 
     def freed_memory_for(self, exc: Exception) -> bool:

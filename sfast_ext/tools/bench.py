@@ -20,7 +20,7 @@ from torch import nn
 
 from sfast_ext.runtime.verify import relative_error
 from sfast_ext.tools.lib import Unavailable, engines, exact, machine, models, pipelines, rates, trace
-from sfast_ext.tools.lib.ways import OURS, Way, beside, words_of
+from sfast_ext.tools.lib.ways import OURS, Way, side_by_side, words_of
 from sfast_ext.tools.text import number, significant, table
 
 ROUNDS = 6
@@ -89,7 +89,7 @@ class Bench:
         self._forms: dict[tuple[Any, ...], nn.Module] = {("eager", *Way("eager").model_key): self._unet}
         self.engines: dict[str, engines.Engine] = {}
         self.ways: dict[str, Way] = {}
-        for way in beside(options.ours, options.engines):
+        for way in side_by_side(options.ours, options.engines):
             if device.type == "cuda" or way.engine not in engines.NEEDS_GPU:
                 self.engines[way.engine] = way.start(self._model_for(way))
                 self.ways[way.engine] = way

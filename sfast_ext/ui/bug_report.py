@@ -113,6 +113,6 @@ def _plans(status: Mapping[str, Any]) -> list[str]:
             said, times = plan_words(plan, unit), f"{plan['replays']} {unit}s"
             found.append(f"    {said}; {plan['state']}, {times}, error {plan['error']}")
             found.append(f"      {plan['signature']}")
-        for name, why in each.get("kernels_put_down", {}).items():
+        for name, why in each.get("kernels_disabled", {}).items():
             found.append(f"    kernel {name} is not used: {why}")
     return found

@@ -100,17 +100,17 @@ def forgetting(opts: Any) -> Callable[[], None]:
 
 
 class _Page:
-    """Makes options as a WebUI has them. What it offers beside `OptionInfo` lies in the same module."""
+    """Makes options as a WebUI has them. What it offers next to `OptionInfo` lies in the same module."""
 
     def __init__(self, option_info: Callable[..., Any]) -> None:
         self._option_info = option_info
-        beside = sys.modules.get(getattr(option_info, "__module__", ""))
+        around = sys.modules.get(getattr(option_info, "__module__", ""))
         # AUTOMATIC1111 alone; SD.Next makes headings of plain options
-        self._html = getattr(beside, "OptionHTML", None)
+        self._html = getattr(around, "OptionHTML", None)
         # SD.Next has .info() but does not show it; it does show gradio's own line under the label. Only SD.Next's
         # OptionInfo has `validate`.
         self._shows_comments = hasattr(option_info, "info") and not hasattr(option_info, "validate")
-        categories = getattr(beside, "categories", None)
+        categories = getattr(around, "categories", None)
         self._category = categories.register_category(*CATEGORY) if categories is not None else None
 
     def heading(self, text: str) -> Any:
@@ -126,7 +126,7 @@ class _Page:
         if not self._shows_comments:
             arguments["info"] = setting.info
         option = self._option_info(default_of(setting), setting.label, component, arguments, section=SECTION)
-        # AUTOMATIC1111 reads it there; SD.Next has a list of its own
+        # AUTOMATIC1111 reads it there; SD.Next has another list
         option.infotext = setting.infotext
         return self._placed(option.info(setting.info) if self._shows_comments else option)
 

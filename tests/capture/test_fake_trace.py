@@ -128,7 +128,7 @@ def test_under_other_settings_shapes_are_worked_out_anew(worked_out, monkeypatch
 
 
 def test_what_is_remembered_has_an_end(worked_out, monkeypatch):
-    monkeypatch.setattr(fake_trace, "MOST_REMEMBERED", 3)
+    monkeypatch.setattr(fake_trace, "MAX_REMEMBERED", 3)
     layer = nn.Softmax(-1)
     for _ in range(2):
         with torch.no_grad():

@@ -33,7 +33,7 @@ PRETENDED_BYTES = 1 << 30
 GROUNDS = {on.name: on for on in (ground.CPU, ground.PRETENDED)}
 COUNTERS = ("captures", "graph_captures", "evictions", "out_of_memory", "replays", "eager_runs", "fallbacks", "errors")
 # a library's workspaces come with the first models; growth after so many is ours
-LEAST_MODELS = 5
+MIN_MODELS = 5
 MOST_RAISED = 0.05
 """Of all calls: the share that may raise, as the original does."""
 
@@ -101,7 +101,7 @@ class Soak:
         """What the models left of their memory, where it goes on growing."""
         used = [line["allocated_mb"] for line in self.memory]
         half = len(used) // 2
-        if half < LEAST_MODELS or max(used[half:]) <= max(used[:half]) + SLACK_MB:
+        if half < MIN_MODELS or max(used[half:]) <= max(used[:half]) + SLACK_MB:
             return None
         return f"GPU memory went on growing: {max(used[:half]):.0f} MB, then {max(used[half:]):.0f} MB"
 

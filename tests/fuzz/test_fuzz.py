@@ -249,7 +249,7 @@ def test_what_is_not_looked_at_is_found(event, monkeypatch):
         w.undo()
 
 
-def test_a_kernel_that_fails_and_is_not_put_down_is_found(monkeypatch):
+def test_a_kernel_that_fails_and_is_not_disabled_is_found(monkeypatch):
     monkeypatch.setattr(health, "disable", lambda *names: False)
     w = World("small", 6)
     machine.play(w, "triton_switched", 0)
@@ -268,7 +268,7 @@ def test_kernels_fail_and_triton_comes_and_goes():
     assert not any(fused("group_norm"))
     _until(w, "triton_switched", lambda: all(fused("group_norm")))
     _until(w, "kernel_fails", lambda: "group_norm" in health.disabled(w.ground.device))
-    assert not any(fused("group_norm")) and w.counter("kernels_put_down")
+    assert not any(fused("group_norm")) and w.counter("kernels_disabled")
     machine.play(w, "calm", 0)
     assert not health.disabled(w.ground.device)
     machine.finish(w)

@@ -351,7 +351,7 @@ def test_other_strides_and_places(launched, launches):
             close(group_norm.launch(x, 2, None, None, 1e-5), expected(group_norm, x, 2, None, None, 1e-5), scale=2)
 
 
-def test_one_that_does_not_compile_is_blamed_by_name(launched, launches, monkeypatch):
+def test_one_that_does_not_compile_is_named(launched, launches, monkeypatch):
     def launch(source, grid, *args, **constants):
         raise nvrtc.Unavailable("no such instruction")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutations import Mutation
 
 _PROGRAMS = "hosts/adapters/test_forge_programs.py::"
-_BESIDE = "hosts/adapters/test_forge_beside.py::"
+_BESIDE = "hosts/adapters/test_forge_secondary.py::"
 _LATER = "hosts/adapters/test_forge_neo_later.py::"
 
 MUTATIONS = [
@@ -61,12 +61,12 @@ MUTATIONS = [
         (_BESIDE + "test_a_network_whose_weights_are_cast_is_bypassed_and_the_unet_is_not",),
     ),
     Mutation(
-        "ControlNets that the WebUI has dropped", "hosts/forge/beside.py",
+        "ControlNets that the WebUI has dropped", "hosts/forge/secondary.py",
         "[: max(self._kept(), len(used))]", "",
         (_BESIDE + "test_networks_that_the_webui_has_dropped_are_not_held",),
     ),
     Mutation(
-        "networks that run once for an image", "hosts/forge/beside.py",
+        "networks that run once for an image", "hosts/forge/secondary.py",
         'type(control).__name__ == "ControlNet" and ', "",
         (_BESIDE + "test_a_network_that_runs_once_for_a_picture_is_left_alone",),
     ),

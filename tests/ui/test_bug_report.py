@@ -30,7 +30,7 @@ STATUS = {
             "name": "unet",
             "module": "UNetModel",
             "device": "cuda:0",
-            "kernels_put_down": {"geglu": "no"},
+            "kernels_disabled": {"geglu": "no"},
             "plans": [
                 {
                     "label": "512x512, 1 image",

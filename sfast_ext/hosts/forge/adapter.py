@@ -11,10 +11,10 @@ from sfast_ext.hooks import Hooks
 from sfast_ext.hosts import reasons, starting
 from sfast_ext.hosts.attachment import Attachment
 from sfast_ext.hosts.forge import probes
-from sfast_ext.hosts.forge.beside import KEPT_CONTROLNETS, Beside
 from sfast_ext.hosts.forge.hooks import ForgeHooks
 from sfast_ext.hosts.forge.memory import ClassicMemory, ForgeMemory, OldMemory, ReforgeMemory
 from sfast_ext.hosts.forge.programs import CLASSIC, FORGE, NEO, REFORGE, Program
+from sfast_ext.hosts.forge.secondary import KEPT_CONTROLNETS, SecondaryNetworks
 from sfast_ext.hosts.probes import Examined
 from sfast_ext.hosts.webui_session import WebUISession
 from sfast_ext.reasons import Reason
@@ -42,9 +42,9 @@ class ForgeSession(WebUISession):
     def __init__(self, version: str, found: Examined | None = None) -> None:
         super().__init__(version, found)
         self._unets = Attachment(self._hooks_for, self.report)
-        self._beside = Beside(self.PROGRAM, self.report, self._kept_controlnets)
-        self.attachments = (self._unets, *self._beside.attachments)
-        self._memory = self._make_memory((*self._beside.attachments, self._unets), self.report)
+        self._secondary = SecondaryNetworks(self.PROGRAM, self.report, self._kept_controlnets)
+        self.attachments = (self._unets, *self._secondary.attachments)
+        self._memory = self._make_memory((*self._secondary.attachments, self._unets), self.report)
 
     @classmethod
     def is_host(cls) -> bool:
@@ -57,7 +57,7 @@ class ForgeSession(WebUISession):
 
     def _follow_vae(self, model: Any) -> None:
         if self._has_vae:
-            self._beside.follow_vae(model, self.config())
+            self._secondary.follow_vae(model, self.config())
 
     def _install_memory(self) -> None:
         super()._install_memory()
@@ -81,12 +81,12 @@ class ForgeSession(WebUISession):
     def name_images(self, images: int | None) -> None:
         """For the words of all networks."""
         super().name_images(images)
-        self._beside.name_images(images)
+        self._secondary.name_images(images)
 
     def release_models(self) -> None:
         """Release every network that is accelerated."""
         super().release_models()
-        self._beside.release()
+        self._secondary.release()
 
     def _hooks_for(self, unet: nn.Module) -> Hooks:
         hooks = self._hooks.get(unet)
@@ -106,7 +106,7 @@ class ForgeSession(WebUISession):
         self._follow_vae(model)
         if self.found.has(probes.CONTROLNET):
             patcher = getattr(getattr(model, "forge_objects", None), "unet", None)
-            self._beside.follow_controlnets(None if unet is None else patcher, config, self._images)
+            self._secondary.follow_controlnets(None if unet is None else patcher, config, self._images)
         self._begin_pass(accelerator)
 
     def _model_bypass_reason(self, model: Any) -> Reason | None:

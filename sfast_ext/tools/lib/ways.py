@@ -93,7 +93,7 @@ def asked(args: argparse.Namespace) -> Way:
     return Way(OURS.engine, args.attention, args.upcast, "triton" not in args.without, args.capability, args.dtype)
 
 
-def beside(ours: Way, names: Iterable[str]) -> list[Way]:
+def side_by_side(ours: Way, names: Iterable[str]) -> list[Way]:
     """A way for each engine: that of ours, and the others with the same attention and dtype."""
     return [ours if name == ours.engine else Way(name, *ours.model_key, dtype=ours.dtype) for name in names]
 

@@ -15,7 +15,7 @@ pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="needs st
 from pretended_card import GPU, pretended_card, small_reserves
 
 from hosts.adapters.test_forge import INSIDE, same, tomesd_m
-from hosts.standins import forge, forge_beside, forge_classic, forge_old, reforge
+from hosts.standins import forge, forge_classic, forge_old, forge_secondary, reforge
 from sfast_ext import accelerator_of
 from sfast_ext.hosts.forge import adapter
 
@@ -325,9 +325,9 @@ def test_on_a_gpu_what_forge_moves_off_is_held_only_where_there_is_room(on, monk
 @each
 def test_switched_off_and_stopped_nothing_of_ours_is_left(on):
     on.host.generate()
-    forge_beside.control(on.host, forge_beside.ControlNet(forge_beside.network(5)))
+    forge_secondary.control(on.host, forge_secondary.ControlNet(forge_secondary.network(5)))
     on.host.generate()
-    forge_beside.control(on.host)
+    forge_secondary.control(on.host)
     on.host.opts.data["sfast_enabled"] = False
     assert torch.equal(on.host.generate(), reference(on.name))
     on.session.stop()

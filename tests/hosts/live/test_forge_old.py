@@ -8,7 +8,7 @@ from .a1111 import TOLERANCE, Round, apart, told
 pytestmark = forge.OLD.marks
 
 ONLINE = "lora in the layers"
-AGAIN: Round = [
+ONCE_MORE: Round = [
     told("weaker in the layers", "<lora:strong:0.4>"),
     told("two in the layers", "<lora:strong:0.3><lora:second:0.5>"),
     ("none in the layers", "txt2img", test_forge.PLAIN),
@@ -16,7 +16,7 @@ AGAIN: Round = [
 """LoRA weakened, with another, and removed, with *fp16 LoRA*: Forge merges it unless the model is quantised."""
 ROUND: Round = []
 for step in test_forge.ROUND:
-    ROUND += [step, *(AGAIN if step[0] == ONLINE else ())]
+    ROUND += [step, *(ONCE_MORE if step[0] == ONLINE else ())]
 BYPASSED = {name: words for name, words in test_forge.BYPASSED.items() if name != ONLINE}
 
 globals().update(forge.program_tests(forge.OLD, ROUND, BYPASSED, test_forge.SAME_PLANS, test_forge.CONTROLLED))

@@ -22,7 +22,7 @@ from ldm.modules.diffusionmodules.openaimodel import UNetModel
 from ldm.modules.diffusionmodules.util import timestep_embedding
 from torch import nn
 
-from hosts.standins import forge_beside
+from hosts.standins import forge_secondary
 from hosts.standins.a1111 import (
     CALLBACKS,
     CONTEXT,
@@ -284,7 +284,7 @@ class Host:
             "backend.memory_management": _module("backend.memory_management", **memory),
             "backend.patcher": _module("backend.patcher"),
             "backend.patcher.base": _module("backend.patcher.base", ModelPatcher=ModelPatcher),
-            **forge_beside.modules("backend.patcher"),
+            **forge_secondary.modules("backend.patcher"),
             "modules.shared": self.shared,
             "modules.sd_models": _module(
                 "modules.sd_models", model_data=self.model_data, unload_model_weights=self._unload
@@ -326,7 +326,7 @@ class Host:
         self._drop()
         patcher = self._made(seed, channels, unet)
         self.model_data.sd_model = SimpleNamespace(
-            forge_objects=SimpleNamespace(unet=patcher, vae=forge_beside.vae(seed)),
+            forge_objects=SimpleNamespace(unet=patcher, vae=forge_secondary.vae(seed)),
             original=patcher,
             sd_checkpoint_info=SimpleNamespace(title=f"seed {seed}"),
         )

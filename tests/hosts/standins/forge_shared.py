@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from hosts.standins import forge, forge_beside
+from hosts.standins import forge, forge_secondary
 from hosts.standins.a1111 import _module, weights
 from sfast_ext.tools.lib import models
 
@@ -119,7 +119,7 @@ class LdmHost(Host):
         inner = {
             "model_management": _module(f"{name}.model_management", **self._management()),
             "model_patcher": _module(f"{name}.model_patcher", ModelPatcher=self.PATCHER),
-            "controlnet": forge_beside.modules(name)[f"{name}.controlnet"],
+            "controlnet": forge_secondary.modules(name)[f"{name}.controlnet"],
         }
         found["ldm_patched"] = _module("ldm_patched")
         found[name] = _module(name, __path__=[str(Path(__file__).parent)], **inner)

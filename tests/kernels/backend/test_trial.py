@@ -249,7 +249,7 @@ def test_plans_are_made_without_triton_where_nothing_compiles(stand_in, pair):
     pair.same(2)
     pair.same(2, batch=3)
     assert pair.allowed == [False, False] and pair.counter("captures") == 2 and pair.runs == 2, pair.words()
-    assert len(stand_in.threads) == 1 and not pair.acc.status()["kernels_put_down"]
+    assert len(stand_in.threads) == 1 and not pair.acc.status()["kernels_disabled"]
     (sentence,) = [sentence for sentence in said(pair) if "Triton" in sentence]
     assert "C compiler" in sentence and sentence.endswith(".")
 

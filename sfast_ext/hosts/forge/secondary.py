@@ -21,7 +21,7 @@ KEPT_CONTROLNETS = "control_net_model_cache_size"
 """The setting: how many ControlNets the WebUI keeps. Those that it dropped are not held by us either."""
 
 
-class Beside:
+class SecondaryNetworks:
     """Keeps accelerators on ControlNets and on the VAE.
 
     A ControlNet that runs once for each image (T2I-Adapter), or that is made anew for each (Control-LoRA), has none.

@@ -15,7 +15,7 @@ from pretended_card import GPU, pretended_card, small_reserves
 
 from hosts.adapters.test_forge import same
 from hosts.adapters.test_forge_programs import PROGRAMS, Running, each, on, reference
-from hosts.standins import forge_beside as beside
+from hosts.standins import forge_secondary as secondary
 from sfast_ext import accelerator_of
 from sfast_ext.hosts import vae
 from sfast_ext.hosts.forge import adapter
@@ -28,9 +28,9 @@ def plans_of_vaes_at_once(monkeypatch):
     monkeypatch.setattr(vae, "GAIN", float("inf"))
 
 
-def units(*strengths: float, seed: int = 5) -> list[beside.ControlNet]:
+def units(*strengths: float, seed: int = 5) -> list[secondary.ControlNet]:
     """Units of one image, which share a network or have others."""
-    return [beside.ControlNet(beside.network(seed + i), strength) for i, strength in enumerate(strengths)]
+    return [secondary.ControlNet(secondary.network(seed + i), strength) for i, strength in enumerate(strengths)]
 
 
 @functools.lru_cache(maxsize=None)
@@ -38,7 +38,7 @@ def controlled(name: str, *strengths: float) -> torch.Tensor:
     """The image as the WebUI makes it without us."""
     with PROGRAMS[name][0].running() as other:
         other.load(1)
-        beside.control(other, *units(*strengths))
+        secondary.control(other, *units(*strengths))
         return other.generate()
 
 
@@ -50,7 +50,7 @@ def accelerators(found: Running, name: str) -> list[dict[str, Any]]:
 def test_images_with_controlnets_are_those_without_us_and_plans_of_the_networks_ran(on):
     networks = units(1.0, 0.4)
     for chosen, strengths in ((networks[:1], (1.0,)), (networks, (1.0, 0.4)), ([], ()), (networks[:1], (1.0,))):
-        beside.control(on.host, *chosen)
+        secondary.control(on.host, *chosen)
         assert same(on.host.generate(), controlled(on.name, *strengths) if chosen else reference(on.name))
     assert not same(controlled(on.name, 1.0), reference(on.name))
     assert not same(controlled(on.name, 1.0, 0.4), controlled(on.name, 1.0))
@@ -65,9 +65,9 @@ def test_images_with_controlnets_are_those_without_us_and_plans_of_the_networks_
 
 @each
 def test_a_network_that_runs_once_for_a_picture_is_left_alone(on):
-    network = beside.network(5)
-    unit = beside.T2IAdapter(network)
-    beside.control(on.host, unit)
+    network = secondary.network(5)
+    unit = secondary.T2IAdapter(network)
+    secondary.control(on.host, unit)
     assert same(on.host.generate(), controlled(on.name, 1.0))
     assert accelerators(on, "controlnet") == [] and accelerator_of(network) is None
 
@@ -79,10 +79,10 @@ def test_networks_that_the_webui_has_dropped_are_not_held(on):
     for seed in range(5):
         (unit,) = units(1.0, seed=20 + seed)
         dropped.append(weakref.ref(unit.control_model))
-        beside.control(on.host, unit)
+        secondary.control(on.host, unit)
         on.host.generate()
         del unit
-    beside.control(on.host)
+    secondary.control(on.host)
     on.host.generate()
     gc.collect()
     assert [each() is None for each in dropped] == [True, True, True, False, False]
@@ -96,7 +96,7 @@ def test_a_network_whose_weights_are_cast_is_bypassed_and_the_unet_is_not(on):
     (unit,) = units(1.0)
     unit.control_model.zero_convs[0].to(torch.float64)
     unit.control_model.zero_convs[0].register_forward_pre_hook(lambda m, args: (args[0].double(),))
-    beside.control(on.host, unit)
+    secondary.control(on.host, unit)
     before = on.count("plans run")
     on.host.generate()
     assert on.count("plans run") > before
@@ -109,11 +109,11 @@ def images(name: str, seed: int = 1) -> tuple[torch.Tensor, ...]:
     """What the WebUI's VAE makes by itself."""
     with PROGRAMS[name][0].running() as other:
         other.load(seed)
-        return beside.encode(other), beside.decode(other), beside.decode(other, 12), beside.encode(other, 24)
+        return secondary.encode(other), secondary.decode(other), secondary.decode(other, 12), secondary.encode(other, 24)
 
 
 def made(host: Any) -> tuple[torch.Tensor, ...]:
-    return beside.encode(host), beside.decode(host), beside.decode(host, 12), beside.encode(host, 24)
+    return secondary.encode(host), secondary.decode(host), secondary.decode(host, 12), secondary.encode(host, 24)
 
 
 @each
@@ -172,11 +172,11 @@ def test_what_the_vae_and_controlnets_hold_on_a_gpu_is_freed_for_what_forge_load
         (unit,) = units(1.0)
         for _ in range(2):
             unit.control_model.to(GPU)
-            beside.control(host, unit)
+            secondary.control(host, unit)
             torch.testing.assert_close(host.generate().to("cpu"), expected[0], rtol=1e-3, atol=1e-4)
             first.to(GPU)
             for _ in range(3):
-                torch.testing.assert_close(beside.decode(host), expected[1], rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(secondary.decode(host), expected[1], rtol=1e-3, atol=1e-4)
             # all leave the GPU for what needs nearly all of it
             first.to("cpu"), unit.control_model.to("cpu")
             host.memory.unload_all_models()
