@@ -136,7 +136,7 @@ def nvrtc_calls(monkeypatch, tmp_path):
     for module in (conv2d, linear_geglu):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
         monkeypatch.setattr(module._SOURCE, "_functions", {})
-        monkeypatch.setattr(module._SOURCE, "_refused", set())
+        monkeypatch.setattr(module._SOURCE, "_failed", set())
         monkeypatch.setattr(module._SOURCE, "kept", True)
     monkeypatch.setattr(triton_runtime, "capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))

@@ -47,11 +47,12 @@ def test_launches_take_no_dtype_that_does_not_compile(card):
     halves = {dtype: torch.empty(4, dtype=dtype, device="meta") for dtype in (torch.float16, torch.bfloat16)}
     card((2, 1), TURING)
     with triton_runtime.dry_run(GPU):
-        assert triton_runtime.supported(halves[torch.float16]) and not triton_runtime.supported(halves[torch.bfloat16])
-        assert not triton_runtime.supported(halves[torch.float16], halves[torch.bfloat16])
+        assert triton_runtime.accepts(halves[torch.float16]) is None
+        assert "has no bfloat16" in triton_runtime.accepts(halves[torch.bfloat16])
+        assert "has no bfloat16" in triton_runtime.accepts(halves[torch.float16], halves[torch.bfloat16])
     card((2, 1), AMPERE)
     with triton_runtime.dry_run(GPU):
-        assert triton_runtime.supported(halves[torch.bfloat16])
+        assert triton_runtime.accepts(halves[torch.bfloat16]) is None
 
 
 def test_a_card_that_triton_does_not_know_gets_none_of_its_kernels(card):
