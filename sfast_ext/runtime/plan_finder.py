@@ -259,7 +259,7 @@ class PlanFinder:
         """Whether a replay may be launched before the weights are confirmed. It reads valid memory in any case, and its
         result is discarded if the weights changed.
 
-        Precondition: the result is not compared with the original's. The plan would be rejected for what old weights computed.
+        Precondition: the result is not compared with the original's. Old weights would have the plan rejected.
         """
         context = self._context
         if plan.graph is None or not context.config.cuda_graphs or not context.arena.order.is_plans():

@@ -54,7 +54,7 @@ def test_what_is_no_capability_is_refused(text):
 
 def test_the_others_have_the_attention_of_ours_and_nothing_else():
     ours = Way("sfast", "doggettx", True, False, (8, 9), "bfloat16")
-    assert ways.beside(ours, ["sfast", "eager"]) == [ours, Way("eager", "doggettx", True, dtype="bfloat16")]
+    assert ways.side_by_side(ours, ["sfast", "eager"]) == [ours, Way("eager", "doggettx", True, dtype="bfloat16")]
 
 
 def test_a_gpu_passes_for_another_in_all_threads_and_is_itself_again(monkeypatch):

@@ -109,7 +109,8 @@ def images(name: str, seed: int = 1) -> tuple[torch.Tensor, ...]:
     """What the WebUI's VAE makes by itself."""
     with PROGRAMS[name][0].running() as other:
         other.load(seed)
-        return secondary.encode(other), secondary.decode(other), secondary.decode(other, 12), secondary.encode(other, 24)
+        encode, decode = secondary.encode, secondary.decode
+        return encode(other), decode(other), decode(other, 12), encode(other, 24)
 
 
 def made(host: Any) -> tuple[torch.Tensor, ...]:
