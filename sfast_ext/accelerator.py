@@ -18,7 +18,7 @@ from sfast_ext.behaviour.forward_slot import ForwardSlot, foreign_forward, owner
 from sfast_ext.behaviour.structure import structure
 from sfast_ext.config import Config
 from sfast_ext.hooks import Hooks
-from sfast_ext.kernels.backend import health
+from sfast_ext.kernels.backend import health, registry
 from sfast_ext.kernels.backend.precompile import get_ready
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.plans.payback import CaptureBackoff
@@ -288,6 +288,7 @@ class Accelerator:
                 "weights": self.arena.status(),
                 "graph_pool": pool_of(device).status() if device is not None and device.type == "cuda" else None,
                 "kernels_disabled": health.disabled(device) if device is not None else {},
+                "kernels_declined": registry.declined(),
             }
 
     def run_original(self, *args: Any, **kwargs: Any) -> Any:

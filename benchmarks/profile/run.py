@@ -32,6 +32,7 @@ from benchmarks.profile import page as profile_page
 from benchmarks.profile.kinds import ARITHMETIC, KINDS, Cost, cost
 from sfast_ext import cli
 from sfast_ext.call_signature import flatten_call
+from sfast_ext.kernels.backend import registry
 from sfast_ext.kernels.backend.triton_runtime import without_triton
 from sfast_ext.plans.graph_pool import pool_of
 from sfast_ext.plans.plan import Plan, plan_mode
@@ -344,4 +345,7 @@ def main(given: Sequence[str] | None = None) -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         records.write(args.json, found)
     print(profile_page.section(found))
+    for name, reasons in registry.declined().items():
+        for reason, count in reasons.items():
+            print(f"{name} declined {count} times: {reason}")
     return 0

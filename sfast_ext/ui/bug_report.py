@@ -115,4 +115,7 @@ def _plans(status: Mapping[str, Any]) -> list[str]:
             found.append(f"      {plan['signature']}")
         for name, why in each.get("kernels_disabled", {}).items():
             found.append(f"    kernel {name} is not used: {why}")
+    # the same for all: kernels are those of the process
+    for name, reasons in dict(next((e.get("kernels_declined", {}) for e in status["accelerators"]), {})).items():
+        found += [f"  kernel {name} declined operands, {count} times: {why}" for why, count in reasons.items()]
     return found

@@ -31,6 +31,7 @@ STATUS = {
             "module": "UNetModel",
             "device": "cuda:0",
             "kernels_disabled": {"geglu": "no"},
+            "kernels_declined": {"conv2d": {"a dtype that it does not take": 3}},
             "plans": [
                 {
                     "label": "512x512, 1 image",
@@ -58,6 +59,7 @@ STATUS = {
 
 def test_it_has_what_a_fault_needs():
     text = bug_report.text(STATUS, {"sfast_enabled": True, "sfast_check": "always"})
+    assert "kernel conv2d declined operands, 3 times: a dtype that it does not take" in text
     for part in (
         "Stable Fast 0.2 in AUTOMATIC1111 WebUI v1.10.1", "gpu: a card", "torch: 2.7", "note: Triton does not import",
         "sfast_check: 'always'", "512x512, 1 image: 2.1x (31.0 -> 14.8 ms a step)", "f16[2,4,64,64]",
