@@ -70,7 +70,7 @@ def test_a_gpu_passes_for_another_in_all_threads_and_is_itself_again(monkeypatch
         # float16 on Hopper alone; the interpreter multiplies anywhere
         x = torch.empty(2, dtype=torch.float16, device="meta")
         with triton_runtime.dry_run(GPU):
-            assert triton_runtime.mma_supported(x) == triton_runtime.INTERPRETED
+            assert (triton_runtime.accepts_products(x) is None) == triton_runtime.INTERPRETED
     assert seen == {"hopper": False}
     assert triton_runtime.capability is before
     with ways.passing_for(None):
