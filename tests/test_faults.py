@@ -42,6 +42,7 @@ from sfast_ext.kernels.pointwise import geglu, layer_norm
 from sfast_ext.plans import payback
 from sfast_ext.plans.plan import Plan
 from sfast_ext.runtime import failures, plan_builder, plan_finder, plan_runner, verify
+from sfast_ext.weights import arena
 from sfast_ext.weights.arena import WeightArena
 
 CALLS = 10
@@ -249,14 +250,14 @@ def test_another_size_is_tried_although_one_was_given_up(monkeypatch):
 def test_weights_of_which_half_were_taken_up_are_taken_up_at_the_next_call(monkeypatch):
     pair = Pair()
     pair.same(2)
-    honest = WeightArena._copy_in
+    honest = arena.copy_in
 
-    def half(arena, stale):
-        monkeypatch.setattr(WeightArena, "_copy_in", honest)
-        honest(arena, stale[: len(stale) // 2])
+    def half(tracked, stale):
+        monkeypatch.setattr(arena, "copy_in", honest)
+        honest(tracked, stale[: len(stale) // 2])
         raise Injected("injected")
 
-    monkeypatch.setattr(WeightArena, "_copy_in", half)
+    monkeypatch.setattr(arena, "copy_in", half)
     state = Pair().twin.state_dict()
     for i, name in enumerate(state):
         state[name] = state[name] * (1 + i % 3)
