@@ -22,11 +22,13 @@ _FIRST = frozenset({"forward", "_old_forward", *CALLS})
 # nesting of attributes and containers
 _MAX_DEPTH = 2
 # what looks up an attribute by a name that is a value, and what puts strings together
-_BY_VALUE = frozenset({"getattr", "__getattribute__", "attrgetter", "vars", "__dict__"})
-_COMPOSERS = frozenset({"format", "join", "replace", "removeprefix", "removesuffix"})
-_COMPOSING = frozenset({"BUILD_STRING", "FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "BINARY_ADD"})
-_PLACEHOLDER, _WORD = re.compile(r"%\w|\{[^}]*\}"), re.compile(r"\w+")
-# of a composed name, shorter constants are not followed: most names would match
+_BY_VALUE = frozenset({"getattr", "attrgetter", "__dict__"})
+_COMPOSING = frozenset({"BUILD_STRING", "BINARY_ADD", "INPLACE_ADD", "BINARY_MODULO"})
+_COMPOSERS, _METHODS = frozenset({"format", "join"}), frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_PLACEHOLDER = re.compile(r"%\w|\{[^}]*\}")
+# from a constant to what puts it into a string
+_MAX_STEPS = 5
+# of a composed name, shorter constants are not followed: too many names would match
 _MIN_LENGTH = 2
 
 
@@ -180,23 +182,26 @@ def code_names(code: CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=8192)
 def _fragments(code: CodeType) -> frozenset[str]:
-    """The constants of code that may be parts of names which it composes, including nested functions."""
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    found = frozenset().union(*map(_fragments, inner))
-    if _BY_VALUE.isdisjoint(code.co_names) or not _composes(code):
+    """The constants that code puts into strings, if it looks attributes up by a value; including nested functions.
+
+    Those with characters that no name has are parts of messages.
+    """
+    found = frozenset().union(*(_fragments(constant) for constant in code.co_consts if isinstance(constant, CodeType)))
+    if _BY_VALUE.isdisjoint(code.co_names):
         return found
-    parts = (part for c in code.co_consts if isinstance(c, str) for part in _WORD.findall(_PLACEHOLDER.sub(" ", c)))
-    return found.union(part for part in parts if len(part) >= _MIN_LENGTH)
+    steps = list(dis.get_instructions(code))
+    composed = [i for i, step in enumerate(steps) if _composes(step)]
+    near = {each for i in composed for each in range(i - _MAX_STEPS, i)}
+    constants = (step.argval for i, step in enumerate(steps) if i in near and step.opname == "LOAD_CONST")
+    parts = (_PLACEHOLDER.sub("", constant) for constant in constants if isinstance(constant, str))
+    return found.union(part for part in parts if len(part) >= _MIN_LENGTH and f"_{part}".isidentifier())
 
 
-def _composes(code: CodeType) -> bool:
-    """Whether code puts strings together. From Python 3.11 on all operators are one instruction."""
-    if not _COMPOSERS.isdisjoint(code.co_names):
-        return True
-    return any(
-        each.opname in _COMPOSING or (each.opname == "BINARY_OP" and each.argrepr in ("+", "+=", "%", "%="))
-        for each in dis.get_instructions(code)
-    )
+def _composes(step: dis.Instruction) -> bool:
+    """Whether an instruction puts strings together. From Python 3.11 on all operators are one instruction."""
+    if step.opname == "BINARY_OP":
+        return step.argrepr in ("+", "+=", "%", "%=")
+    return step.opname in _COMPOSING or (step.opname in _METHODS and step.argval in _COMPOSERS)
 
 
 def _strings(values: Any) -> list[str]:

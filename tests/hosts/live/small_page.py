@@ -167,9 +167,9 @@ class Small(Session):
             self.rehearsals.measurements.all = lambda: self.shown["measurements"]  # type: ignore[method-assign]
         settings.register(shared.opts, OptionInfo)
 
-    def status(self) -> dict[str, Any]:
-        """What is shown, or the page's own."""
-        return super().status() if self.shown is None else dict(self.shown["status"])
+    def status(self, names: bool = True) -> dict[str, Any]:
+        """What is shown, or what the session has."""
+        return super().status(names) if self.shown is None else dict(self.shown["status"])
 
     def host_version(self) -> str:
         """Gradio's."""
