@@ -134,7 +134,7 @@ def test_rows_of_other_stacks_stand_beside_and_in_files_of_their_own():
     apart = unet.file_for("NVIDIA H200", ways[1])
     assert apart == unet.RESULTS / "unet-h200-doggettx-without-triton-as-sm_89.json"
     default, other = result("sd15:512x512:1"), result("sd15:512x512:1", times={"sfast": 9.0, "eager": 30.0})
-    for row, way in zip(other["rows"], unet.beside(ways[1], ["sfast", "eager"])):
+    for row, way in zip(other["rows"], unet.side_by_side(ways[1], ["sfast", "eager"])):
         row |= way.fields()
     both = unet.merge(unet.merge(None, default), other)
     found = {unet.stack_of(row): row["ms_p50"] for row in both["rows"]}
