@@ -1,7 +1,7 @@
-// Stands for the GPU where a C++ compiler of the host builds a kernel, for tests: threads of a block take turns on one
+// Stands for the GPU if a C++ compiler of the host builds a kernel, for tests: threads of a block take turns on one
 // thread of the host, each until it meets the others, blocks one after the other. Threads of a warp meet at a shuffle,
-// those of a block at __syncthreads, which must be reached by all of them, as on a GPU: it is an error where they are not.
-// From one meeting to the next they go in ascending order and in descending order by turns, so that what is read beside
+// those of a block at __syncthreads, which must be reached by all of them, as on a GPU: it is an error if they are not.
+// From one meeting to the next they go in ascending order and in descending order by turns, so that what is read next to
 // who writes it shows.
 
 #include <setjmp.h>
@@ -131,7 +131,7 @@ inline void go_on(unsigned number) {
   swapcontext(&caller, &thread.begun);
 }
 
-// Lets threads that may go on do so, until all of them are in one state; false where they come to different ones.
+// Lets threads that may go on do so, until all of them are in one state; false if they come to different ones.
 inline bool advance(unsigned first, unsigned count, bool descending, State& state) {
   for (unsigned i = 0; i < count; ++i) go_on(first + (descending ? count - 1 - i : i));
   state = threads[first].state;
@@ -158,7 +158,7 @@ inline bool run_block(unsigned count, bool descending) {
   return true;
 }
 
-// Shared memory is poisoned. Returns 0, or an error code: -1 for a block that no GPU takes, -2 where threads of a block
+// Shared memory is poisoned. Returns 0, or an error code: -1 for a block that no GPU takes, -2 if threads of a block
 // or a warp wait for others that have ended or wait elsewhere.
 template <class... Args>
 int launch(void (*kernel)(Args...), void** args, const unsigned* grid, unsigned count, unsigned bytes) {

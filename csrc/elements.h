@@ -1,5 +1,5 @@
 // Elements of tensors on any card from compute capability 7.0 on: float16, bfloat16 or float32 in memory, float32 in
-// registers. No header of CUDA is needed: conversions are PTX, or integer arithmetic. csrc/cpu.h stands for the GPU where
+// registers. No header of CUDA is needed: conversions are PTX, or integer arithmetic. csrc/cpu.h stands for the GPU if
 // a C++ compiler of the host builds a kernel for its tests.
 
 #ifdef SFAST_CPU

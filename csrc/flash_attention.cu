@@ -13,7 +13,7 @@
 //
 // Compile-time parameters: SIZE, head dimension, 40, 64 or 80; GROUPS; BLOCKS per multiprocessor; STAGES; LAG, how many
 // key blocks ago a stage must have been released before it is refilled, at most STAGES - 2; SUM_BY_MMA, whether row
-// sums are an mma with ones (four registers more, 32 additions fewer); EVEN, 0, or 1 where GROUPS and LAG are 4 and
+// sums are an mma with ones (four registers more, 32 additions fewer); EVEN, 0, or 1 if GROUPS and LAG are 4 and
 // SIZE is at most 64; BF16.
 
 #include "hopper.h"
@@ -234,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   u32 previous, stage, parity;
   int first, begun = 0;  // this warpgroup's first key block here; key blocks of all items before
   u32 item = blockIdx.x;
-  auto release = [&](u32 stage) {  // once for all warpgroups where only this one reads it
+  auto release = [&](u32 stage) {  // once for all warpgroups if only this one reads it
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(empty + 8 * stage), "r"(at.shared ? GROUPS : 1)
                  : "memory");
   };
@@ -316,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     for (float& x : row_sum) x = 0.f;
     most[0] = most[1] = -infinity();
     const int stride = at.shared ? GROUPS : 1;
-    // in split KV a warpgroup uses stages of its own, and waits for no other
+    // in split KV a warpgroup uses separate stages, and waits for no other
     first = at.shared ? (warpgroup - begun) & (GROUPS - 1) : 0;
     stage = (begun + first) % STAGES;
     parity = (begun + first) / STAGES & 1;

@@ -26,7 +26,7 @@ __device__ __forceinline__ void store_patches(Result* out, const float (&y)[PACK
 }
 
 // Grid (groups, images). Operands: group_norm.h. weight, bias: (channels,), or null; out: (images, pixels, channels), or
-// the im2col matrix where `across`, the image's width, is not 0. `lanes` times channels of a group / PACK threads are
+// the im2col matrix if `across`, the image's width, is not 0. `lanes` times channels of a group / PACK threads are
 // used, the block is whole warps.
 extern "C" __global__ void __launch_bounds__(THREADS)
     group_norm_whole(const In* __restrict__ a, const In* __restrict__ b, const In* __restrict__ addend,

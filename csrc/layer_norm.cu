@@ -1,4 +1,4 @@
-// Layer norm of rows, after a residual addition where ADD is 1; for any card.
+// Layer norm of rows, after a residual addition if ADD is 1; for any card.
 //
 // THREADS threads, a part of a warp or whole warps, keep a row in registers between the passes over it; a block has ROWS
 // rows. A thread has CHUNKS times PACK neighbouring columns, THREADS * PACK columns apart.

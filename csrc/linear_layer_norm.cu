@@ -4,7 +4,7 @@
 // shared memory stages by TMA, 64 of K at a time; one consumer warpgroup per 64 rows runs the mma mainloop; three
 // helper warps load the epilogue's operands. Mean and variance of a row are combined from its parts: each block
 // publishes the statistics of its tile's rows in global memory, stores the sum, and then reads those of the blocks
-// beside it. Every value of such a record is stored next to a launch number, one higher than at the previous launch: a
+// next to it. Every value of such a record is stored next to a launch number, one higher than at the previous launch: a
 // reader sees whether a value is current, and nothing needs clearing. Blocks that wait for each other are consecutive
 // in the grid, and blocks are scheduled in that order, so those of a row (twice as many with PAIR 2) always make
 // progress.
@@ -71,7 +71,7 @@ __device__ __forceinline__ float row_sum(float x) {
 }
 
 // x: tensor map over (M, K), boxes of ROWS by 64. weight: over (N, K), boxes of WIDTH / PAIR by 64. out_sum and out:
-// over (M, N), boxes of 64 by kChunk: the sum, plus post_bias where that is not null, and the norm of the sum without
+// over (M, N), boxes of 64 by kChunk: the sum, plus post_bias if that is not null, and the norm of the sum without
 // post_bias. residual: likewise, boxes of ROWS by kChunk, if has_residual. Vectors (N) or null. records (PARTS,
 // tiles_down * PAIR * ROWS): zeros, or as a launch of the same sizes left them. steps: K tiles. tiles_down: M tiles /
 // PAIR.

@@ -69,7 +69,7 @@ __device__ __forceinline__ unsigned halves_product(unsigned x, unsigned y) {
 __device__ __forceinline__ unsigned smem_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
 // 8 x 8 matrices of shared memory, each row 16 bytes, whose addresses lanes 0 to 7 give for the first, and so on. A lane
-// gets two neighbours of a row, or of a column where transposed.
+// gets two neighbours of a row, or of a column if transposed.
 __device__ __forceinline__ void ldmatrix(unsigned (&to)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -95,7 +95,7 @@ __device__ __forceinline__ void ldmatrix_transposed(unsigned (&to)[2], const voi
                : "memory");
 }
 
-// Begins to copy 16 bytes to shared memory, zeros where not `valid`; nothing is read then.
+// Begins to copy 16 bytes to shared memory, zeros if not `valid`; nothing is read then.
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(to)), "l"(from), "r"(valid ? 16 : 0)

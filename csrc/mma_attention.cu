@@ -4,7 +4,7 @@
 // A warp takes TILES times 16 rows of a head, a block WARPS warps. Keys and values come to shared memory KEYS at a time, in
 // two stages: while a block computes with one, the other is loaded. With ONCE, where all keys fit one stage, a block keeps
 // them for several blocks of rows. Rows of shared memory are an odd number of 16 bytes apart, so that ldmatrix meets no
-// bank twice. The head dimension is not padded: what is left beside products of 16 is a product of 8.
+// bank twice. The head dimension is not padded: what is left in addition to products of 16 is a product of 8.
 //
 // With HALF_SUMS, for float16 without ONCE, products of probabilities and values are added up in float16 over a stage, and
 // the stages in float32. A stage's probabilities then add up to at most 1, so that no sum exceeds the largest value.
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // what ldmatrix reads: 16 rows by 16 columns of q; 16 keys by 16 columns of k; the same of v, transposed
   const int q_at = lane % 16 * kPitch + lane / 16 * 8;
   const int k_at = (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8, v_at = lane % 16 * kPitch + lane / 16 * 8;
-  // beside those, 16 keys by 8 columns
+  // next to those, 16 keys by 8 columns
   const int k_rest = lane % 16 * kPitch + kSteps * 16;
 
   const int blocks = ONCE ? 1 : (keys + KEYS - 1) / KEYS;

@@ -9,7 +9,7 @@
 // or each of them larger parts, where a multiprocessor has a single one.
 //
 // Compile-time parameters: TYPE, kFloat16 or kBFloat16, the latter from 8.0 on; DOWN; ACROSS; HIGH; WIDTH, a multiple
-// of 8 ACROSS; STAGES, 2 or more; RESIDENT, blocks of a multiprocessor; SLICES, 1, or 2 where HIGH is even; CONV,
+// of 8 ACROSS; STAGES, 2 or more; RESIDENT, blocks of a multiprocessor; SLICES, 1, or 2 if HIGH is even; CONV,
 // whether a is an image (N, H, W, C) that stands for the matrix of its 3x3 patches, with padding 1; HALF_SUMS, in
 // float16, for cards on which such sums take half the time (GeForce): the products of a slice's stage are added up in
 // float16, of a / 16 so that they may be large, and the stages in float32; EPILOGUE:
@@ -17,7 +17,7 @@
 //   0  nothing else
 //   1  a residual is added, (M, N), which `out` may overwrite
 //   2  GEGLU: of 2 N columns the first N are values, the others gates (GATE_FIRST: the other way around); TANH as in
-//      gelu.h. Eight values and eight gates lie beside each other in shared memory, so that one thread has both.
+//      gelu.h. Eight values and eight gates lie next to each other in shared memory, so that one thread has both.
 
 #include "mma.h"
 

@@ -3,7 +3,7 @@
 #define FOUR_OF(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SIXTEEN_OF(d, i) FOUR_OF(d, i), FOUR_OF(d, i + 4), FOUR_OF(d, i + 8), FOUR_OF(d, i + 12)
 
-// d (64, N) += a (64, 16) b; keep = 0 overwrites d. b is N-major (rows of N) where TRANSPOSED, else K-major (N rows).
+// d (64, N) += a (64, 16) b; keep = 0 overwrites d. b is N-major (rows of N) if TRANSPOSED, else K-major (N rows).
 template <int TRANSPOSED>
 __device__ __forceinline__ void wgmma_rs(float (&d)[20], const u32 (&a)[4], u64 b, int keep) {
   asm volatile(

@@ -14,11 +14,10 @@ _LOOKED_AT = os.name != "nt"  # the modes that Windows tells say nothing of who 
 
 
 def refusal(path: Path, root: Path) -> str | None:
-    """Why no compiled code is taken from a file or folder, or kept there; None where it may be, and where it is not
-    there.
+    """Why no compiled code is taken from a file or folder, or kept there; None if it may be, or if it is not there.
 
-    Looked at are `root`, a cache folder of ours, and all in it that leads to `path`. What lies above is not: who may
-    put another folder in the place of ours there is that folder's owner.
+    It looks at `root`, the extension's cache folder, and at all in it that leads to `path`. It does not look at what
+    lies above: whoever may put another folder in its place is that folder's owner.
     """
     if not _LOOKED_AT:
         return None

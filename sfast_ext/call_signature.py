@@ -1,7 +1,7 @@
 """The signature of a call: what makes two calls interchangeable. Arguments become a flat list of tensors.
 
 A call is a tree of tuples, lists, dicts and dataclasses. Its tensors are the inputs of a plan. A Python number that is
-an argument of its own (a timestep, the strength of a ControlNet) becomes a 0-d tensor, so that it is not baked into a
+a separate argument (a timestep, the strength of a ControlNet) becomes a 0-d tensor, so that it is not baked into a
 plan, and so do chosen numbers inside of other arguments, see `argument_roles.py`. All other scalars are part of
 the signature.
 """
@@ -72,7 +72,7 @@ class Call:
         return (leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
     def tensors(self, device: torch.device) -> list[torch.Tensor]:
-        """The leaves as contiguous tensors on `device`. Copies only where needed."""
+        """The leaves as contiguous tensors on `device`. Copies only if needed."""
         return [as_tensor(leaf, device) for leaf in self.leaves]
 
 

@@ -21,7 +21,7 @@ RAW: tuple[Callable[[], Any], Callable[[], Any]]
 if _getter is None:
     RAW = read_matmul, read_conv = torch._C._get_cublas_allow_tf32, torch._C._get_cudnn_allow_tf32
 else:
-    # the older getters raise where a program has used the newer setters
+    # the older getters raise if a program has used the newer setters
     RAW = functools.partial(_getter, "cuda", "matmul"), functools.partial(_getter, "cuda", "conv")
     read_matmul, read_conv = functools.partial(_precision, RAW[0]), functools.partial(_precision, RAW[1])
 """The precision of matrix products and of convolutions, to be compared with `==`."""

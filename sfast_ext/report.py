@@ -251,7 +251,7 @@ class Report:
         self.event(stage, message)
 
     def error(self, stage: str, exc: BaseException) -> None:
-        """Record an exception of ours. The generation continues with the original forward."""
+        """Record an exception of the accelerator. The generation continues with the original forward."""
         text = one_line(words_of(exc))
         trace = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__)[-8:])
         with self._lock:

@@ -12,7 +12,7 @@ Clock = Callable[[], float]
 STEPS = 50
 """A time is told from at least so many steps of the clock: to 2 %."""
 MAX_S = 0.5
-"""Where its steps are coarser than 10 ms, from fewer: calls are repeated for so many seconds, and one step at least."""
+"""If its steps are coarser than 10 ms, from fewer: calls are repeated for so many seconds, and one step at least."""
 
 _CHANGES = 3
 _READINGS = 10_000_000

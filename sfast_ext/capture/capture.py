@@ -223,7 +223,7 @@ def _fake_like(tensor: torch.Tensor, graph_module: fx.GraphModule) -> torch.Tens
 
 
 def _refuse_dynamic(graph_module: fx.GraphModule) -> None:
-    # newer torch continues with a symbol where older torch raises
+    # newer torch continues with a symbol if older torch raises
     for node in graph_module.graph.nodes:
         val = node.meta.get("val")
         values = val if isinstance(val, (list, tuple)) else [val]

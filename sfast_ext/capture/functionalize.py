@@ -1,6 +1,6 @@
 """Functionalization of a captured graph.
 
-In-place operations become out-of-place where that is safe. Otherwise the affected values are marked. Writes to
+In-place operations become out-of-place if that is safe. Otherwise the affected values are marked. Writes to
 something that outlives the call are refused.
 """
 

@@ -306,7 +306,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None
         around: called instead of it, with the original in front of the arguments.
 
     Returns:
-        A function that removes the wrapper. Where another extension has wrapped ours in turn, ours stays and only calls
+        A function that removes the wrapper. If another extension has wrapped it in turn, it stays and only calls
         the original.
     """
     original = getattr(owner, name)

@@ -21,7 +21,7 @@ from sfast_ext.ui.requests import Refused, Wanted
 MAKE_ONE = "make one image with this model first: what is prepared and measured is called as the last image was"
 NO_LENGTH = "the length of the prompt cannot be chosen with this model"
 TRIES = 3
-"""Calls until a plan runs: the first or the second builds it. Where there is none after them, the last has told why."""
+"""Calls until a plan runs: the first or the second builds it. If there is none after them, the last has told why."""
 ROUNDS = 7
 """Measurements of each, in turns; the median counts."""
 

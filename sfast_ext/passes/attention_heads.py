@@ -97,7 +97,7 @@ def match_scale(operand: Any, user: fx.Node, pinned: set[fx.Node]) -> fx.Node | 
 def split_heads(node: fx.Node, mask: Any, pinned: set[fx.Node]) -> int:
     """Replaces an attention by one over the operands before batch and heads were merged.
 
-    Where they never were two dimensions, it becomes one over a single head: few kernels take three dimensions.
+    If they never were two dimensions, it becomes one over a single head: few kernels take three dimensions.
     """
     sources = [unmerged_source(operand, pinned) for operand in node.args[:3]]
     sizes: list[Any] = [shape(x) for x in sources]

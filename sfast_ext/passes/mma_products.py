@@ -31,7 +31,7 @@ def mma_products(node: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> bool:
     Pattern: linear(x, weight, bias); conv2d(x, weight, bias)  # 3x3, stride 1 or 2; conv2d.launch(x, weight)
     Replacement: mma_linear.launch(x, weight, bias); mma_conv2d.launch(x, weight, bias, stride)
 
-    Where sums may be in half precision, and the node is in float16, half_sums=True is added, to linear_accumulate and
+    If sums may be in half precision, and the node is in float16, half_sums=True is added, to linear_accumulate and
     linear_geglu as well. Otherwise plans whose calls are rare, as a VAE's, are left as they are: to measure would take
     longer than it saves.
     """

@@ -31,7 +31,7 @@ def sliced_attention(cat: fx.Node, pinned: set[fx.Node], ctx: PassContext) -> in
     Pattern: cat([sdpa(q[:, a:b], k, v), sdpa(q[:, b:c], k, v), ...], 1), or over slices of q, k and v along heads
     Replacement: sdpa(q, k, v)
 
-    Where each result is transposed first, it is the concatenation that is transposed.
+    If each result is transposed first, it is the concatenation that is transposed.
     """
     cat = transposed_after(cat, pinned)
     pieces = match_slices(cat, pinned)

@@ -57,7 +57,7 @@ class Copies:
 
     def __call__(self, sources: Sequence[Tensor | None]) -> None:
         """Copy each source to its target, of the same shape: now on the current stream, or at the next replay of the
-        graph after `join`. Where a source is None the target stays as it is.
+        graph after `join`. If a source is None the target stays as it is.
 
         Raises:
             Unavailable: the graph's node cannot be updated, and a replay would use the previous sources.

@@ -52,7 +52,7 @@ class Source:
     passwords: Callable[[], Mapping[str, str]] = dict
     """Those of the WebUI's API by user; empty if it requires none."""
     api_is_on: Callable[[], bool] = lambda: True
-    """Whether the WebUI's own API answers. Where it does not, no route changes anything."""
+    """Whether the WebUI's own API answers. If it does not, no route changes anything."""
     subpath: Callable[[], str] = lambda: ""
     """Below which path the WebUI serves its page as well; "" if nowhere."""
     busy: Callable[[], bool] = lambda: True
@@ -79,7 +79,7 @@ class Source:
 def register(app: Any, source: Source) -> None:
     """Add the routes to a FastAPI application. A second call replaces those of the first.
 
-    Where the WebUI requires a password, for its page or for its API, so do the routes: they admit a browser that is
+    If the WebUI requires a password, for its page or for its API, so do the routes: they admit a browser that is
     logged in to the page, and HTTP basic authentication with the user and password of either.
 
     Args:

@@ -23,7 +23,7 @@ _INLINE = (
 
 @functools.lru_cache(maxsize=1)
 def html() -> str:
-    """The page. Where the file is missing, a sentence that says so."""
+    """The page. If the file is missing, a sentence that says so."""
     try:
         text = PAGE.read_text(encoding="utf-8")
     except OSError:

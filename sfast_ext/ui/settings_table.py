@@ -99,7 +99,7 @@ SETTINGS = (
         "sfast_faster_sums",
         "faster_sums",
         "Faster sums on GeForce",
-        "GeForce RTX cards (20, 30, 40 and 50) add up at twice the rate in half precision. Where it is faster on your "
+        "GeForce RTX cards (20, 30, 40 and 50) add up at twice the rate in half precision. If it is faster on your "
         "card, linear layers, convolutions and attention in float16 do so, 32 to 64 products at a time. Details of the "
         "image may change. On other cards it does nothing",
         infotext="Stable Fast faster sums",

@@ -2,7 +2,7 @@
 
 A host that has little GPU memory moves each model there and back for each image. The way back copies all weights,
 although the host's own tensors in system memory had the same values. They are kept here while the model is on the GPU,
-and put back where a digest of the weight (see `digest`) shows that nothing changed it. They take no more system memory
+and put back if a digest of the weight (see `digest`) shows that nothing changed it. They take no more system memory
 than the host needs while the model is away.
 """
 

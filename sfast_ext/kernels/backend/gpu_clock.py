@@ -15,7 +15,7 @@ def milliseconds(run: Callable[[], Any], runs: int, head_start: int) -> float:
 
     Args:
         head_start: clock cycles for which the GPU sleeps first. By then all launches should be in its queue: otherwise
-            one that is faster than the CPU would be timed by the CPU. Where they are not, all is done again with a
+            one that is faster than the CPU would be timed by the CPU. If they are not, all is done again with a
             longer sleep, a few times: a call that waits for the GPU itself will never be in time.
     """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -87,7 +87,7 @@ def parts(pixels: int, groups: int, group_width: int) -> Tile | None:
 @jit()
 def silu_of(y):
     # y / (1 + exp(-y)) in half the instructions of division and exp, which handle subnormal numbers: a norm has so few
-    # programs that arithmetic matters. Where exp2 overflows, rsqrt correctly gives 0.
+    # programs that arithmetic matters. If exp2 overflows, rsqrt correctly gives 0.
     root = tl.math.rsqrt(1.0 + tl.math.exp2(y * -1.4426950408889634))
     return y * root * root
 

@@ -66,7 +66,7 @@ def shared_bytes(tile: Tile, pairs: bool) -> int:
 def shapes(capability: tuple[int, int], half_sums: bool) -> list[Tile]:
     """All tiles, large ones first, then those in slices, with as many stages as the card has shared memory for.
 
-    A warp of a large one reads less of shared memory for a product. Where a multiprocessor has two blocks or more, one
+    A warp of a large one reads less of shared memory for a product. If a multiprocessor has two blocks or more, one
     computes while another begins or ends; a block in slices is for one that has a single block. Widths of 160 and 80
     divide Stable Diffusion's channels.
     """
