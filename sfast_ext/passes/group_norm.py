@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from sfast_ext.kernels.group_norm import group_norm as kernel
@@ -53,13 +54,32 @@ def group_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
     `shift`. Shifts that are slices of one packed linear are computed by one addition: see `pack_shifts`.
     """
     if not ctx.supported(kernel.launch):
-        return 0
+        return contiguous_inputs(gm.graph) if ctx.device.type == "cpu" else 0
     hoist_weights(gm.graph)
     pinned = mutated(gm.graph)
     shifts: list[fx.Node] = []
     count = rewrite_each(gm.graph, GROUP_NORM, pinned, lambda norm: fuse(norm, pinned, shifts))
     pack_shifts(gm, ctx, shifts)
     return count
+
+
+def contiguous_inputs(graph: fx.Graph) -> int:
+    """Gives the norms of images contiguous copies, on a CPU.
+
+    Pattern: group_norm(x, ...), x (N, C, H, W)
+    Replacement: group_norm(clone(x, contiguous), ...)
+
+    torch's CPU kernel for channels-last memory computes the variance as E[x^2] - E[x]^2, which cancels digits of smooth
+    images. Plans have channels-last images, the original has not.
+    """
+    norms = [node for node in graph.nodes if is_op(node, GROUP_NORM) and isinstance(node.args[0], fx.Node)]
+    found = [node for node in norms if len(shape(node) or ()) == 4]
+    for norm in found:
+        x, *others = norm.args
+        with graph.inserting_before(norm):
+            copy = call(graph, aten.clone.default, (x,), x, {"memory_format": torch.contiguous_format})
+        norm.args = (copy, *others)
+    return len(found)
 
 
 def fuse(norm: fx.Node, pinned: set[fx.Node], shifts: list[fx.Node]) -> bool:

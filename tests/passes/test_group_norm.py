@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sfast_ext.passes.cleanup import cleanup
+from sfast_ext.passes.context import PassContext
 from sfast_ext.passes.cse import cse
 from sfast_ext.passes.group_norm import group_norm
 from sfast_ext.passes.packed_linear import packed_linear
 
-from .support import Traced, randn
+from .support import Traced, randn, relative
 
 X = randn(2, 8, 5, 7)
 EMB = randn(2, 8)
@@ -190,3 +192,34 @@ def test_written_values_are_left() -> None:
     traced = Traced(Block(forward), X, EMB)
     assert traced.rewrite(group_norm) == 0
     assert traced.error() == 0
+
+
+SMOOTH = 8 + 0.01 * torch.linspace(-1, 1, 16).view(1, 1, 1, 16) + torch.zeros(2, 8, 16, 16)
+
+
+def without_kernels(x: Tensor, device: str = "cpu") -> tuple[Block, Traced]:
+    """A norm that reads channels-last memory, as behind a convolution of a plan."""
+    block = Block(lambda m, x: m.norm(x))
+    traced = Traced(block, x)
+    traced.ctx = PassContext(traced.arena, torch.device(device), triton=False)
+    return block, traced
+
+
+def test_on_a_cpu_the_norm_of_an_image_reads_contiguous_memory() -> None:
+    x = SMOOTH.contiguous(memory_format=torch.channels_last)
+    block, traced = without_kernels(x)
+    exact = copy.deepcopy(block).double()(x.double())
+    before = relative(traced.outputs()[0].double(), exact)
+    assert traced.rewrite(group_norm) == 1 and traced.ops() == {"clone": 1, "group_norm": 1}
+    after = relative(traced.outputs()[0].double(), exact)
+    assert after < 1e-4 and before > 10 * after
+
+
+def test_on_a_cpu_the_norm_of_a_sequence_is_left_alone() -> None:
+    assert without_kernels(X.flatten(2))[1].rewrite(group_norm) == 0
+
+
+def test_without_the_kernel_nothing_is_copied_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, traced = without_kernels(X, "cuda")
+    monkeypatch.setattr(PassContext, "supported", lambda *given: False)
+    assert traced.rewrite(group_norm) == 0 and traced.ops() == {"group_norm": 1}
