@@ -69,19 +69,20 @@ class Processor:
 
 
 class Net(nn.Module):
-    def __init__(self, suffix="first"):
+    def __init__(self, which):
         super().__init__()
         self.linear = nn.Linear(3, 3)
-        self.suffix = suffix
+        # no constant of its code is a part of the name
+        self.which = which
         self.processor_first = Processor()
 
     def forward(self, x):
-        return getattr(self, "processor_" + self.suffix)(self.linear(x))
+        return getattr(self, self.which)(self.linear(x))
 
 
 def made():
     torch.manual_seed(0)
-    return Net().eval(), wrappers()
+    return Net("processor_first").eval(), wrappers()
 
 
 OF_THE_WRAPPER = {
@@ -233,6 +234,29 @@ def test_a_number_of_a_class_under_a_composed_name_is_seen_at_the_next_call(monk
     acc.new_generation()
     for rate in (1.0, 2.0, 3.0):
         monkeypatch.setattr(Composed, "rate", rate)
+        for _ in range(3):
+            torch.testing.assert_close(net(x), net.linear(x) * rate, rtol=1e-4, atol=1e-4)
+    assert not acc.report.counter("errors") and acc.report.counter("captures") == 3
+    acc.release()
+
+
+class ByValue:
+    rate = 1.0
+
+    def __init__(self, which):
+        self.which = which
+
+    def __call__(self, x):
+        return x * getattr(self, self.which)
+
+
+def test_a_number_of_a_class_under_a_name_that_is_a_value_is_read_once_a_generation(monkeypatch):
+    net, x = made()[0], torch.randn(2, 3)
+    net.processor_first = ByValue("rate")
+    acc = accelerate(net, Config(allow_cpu=True))
+    for rate in (1.0, 2.0, 3.0):
+        monkeypatch.setattr(ByValue, "rate", rate)
+        acc.new_generation()
         for _ in range(3):
             torch.testing.assert_close(net(x), net.linear(x) * rate, rtol=1e-4, atol=1e-4)
     assert not acc.report.counter("errors") and acc.report.counter("captures") == 3
