@@ -35,7 +35,7 @@ from sfast_ext.environment import unserved
 from sfast_ext.plans.payback import SPECULATION_BACKOFF, CaptureBackoff, Speculation
 from sfast_ext.plans.plan import Plan
 from sfast_ext.reasons import Reason
-from sfast_ext.report import current
+from sfast_ext.report import current, words_of
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanCache, PlanKey, StateChanges
 from sfast_ext.weights.weight import WeightsAway, WeightsChanged
@@ -50,7 +50,7 @@ class HostFailed(Exception):
     """
 
     def __init__(self, callback: str, cause: Exception) -> None:
-        super().__init__(str(cause))
+        super().__init__(words_of(cause))
         self.callback, self.cause = callback, cause
 
 
