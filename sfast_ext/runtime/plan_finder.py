@@ -161,7 +161,11 @@ class PlanFinder:
             key_confirmed = True
         if foreign:
             raise NotOurs(foreign)
-        host = _ask("key", hooks.key) if hooks.key else None
+        host = None
+        if hooks.key:
+            host = _ask("key", hooks.key)
+            # what it returned may have no hash
+            current.stage = "key of the host"
         key = PlanKey(call.signature, behaviour, host, device)
         plan = self._cache.plans.get(key)
         if plan is None and self._roles.open_changed(call):

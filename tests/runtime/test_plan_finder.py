@@ -92,6 +92,16 @@ def test_a_callback_that_raises_what_has_no_text_is_reported_under_its_name(name
     accelerator.release()
 
 
+@pytest.mark.parametrize("key", [[1], {"a": 1}, {1}, (1, [2])])
+def test_a_key_of_the_host_without_a_hash_is_reported_as_such(key):
+    module = Sometimes().eval()
+    accelerator = accelerate(module, CPU, hooks=Hooks(key=lambda: key))
+    torch.testing.assert_close(module(X), module.linear(X))
+    error = accelerator.report.as_dict()["last_error"]
+    assert error["stage"] == "key of the host" and "unhashable" in error["message"]
+    accelerator.release()
+
+
 def test_an_error_without_text_of_the_original_is_its_own():
     module = Sometimes().eval()
     accelerator = accelerate(module, Config(allow_cpu=True, check="always"))

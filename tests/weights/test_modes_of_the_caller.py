@@ -46,6 +46,7 @@ BY_WEIGHTS = {
     "vmap": lambda net: vmap(loss(net))({name: torch.stack([p, 2 * p]) for name, p in weights_of(net).items()}),
     "vmap of two modules": lambda net: vmap(loss(net))(stack_module_state([net, copy.deepcopy(net)])[0]),
     "functionalize": lambda net: functionalize(loss(net))(weights_of(net)),
+    "functionalize by the parameters": lambda net: functionalize(loss(net))(dict(net.named_parameters())),
     "grad with state_dict": lambda net: grad(lambda p: loss(net)({**net.state_dict(), **p}))(weights_of(net)),
 }
 
