@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from sfast_ext import reasons
+from sfast_ext.weights import host_order
 from sfast_ext.weights.change_detector import ChangeDetector
 from sfast_ext.weights.copy_in import copy_in
 from sfast_ext.weights.gate import Gate
-from sfast_ext.weights.host_order import ModuleOrder, Turn, undisturbed, unrecorded
+from sfast_ext.weights.host_order import ModuleOrder, Turn, unrecorded
 from sfast_ext.weights.original_layout import OriginalLayouts, Strides
 from sfast_ext.weights.tracked import TrackedWeights
 from sfast_ext.weights.vacancy import Vacancy, vacancies, vacant_bytes
@@ -298,7 +299,7 @@ class WeightArena:
         would decide what the parameters are from now on."""
 
         def restore() -> None:
-            with undisturbed():
+            with host_order.undisturbed():
                 for tensor, original in laid:
                     self._layouts.restore(tensor, original)
 

@@ -110,7 +110,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a layout that is restored among fake tensors", "weights/arena.py",
-        "with undisturbed():", "if True:",
+        "with host_order.undisturbed():", "if True:",
         ("weights/test_modes_of_the_caller.py::test_the_layout_is_restored_among_fake_tensors",),
     ),
     Mutation(
