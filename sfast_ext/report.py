@@ -185,7 +185,7 @@ class Report:
         self._counters: Counter[str] = Counter()
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_KEPT)
         self._last_error: dict[str, Any] | None = None
-        self._said: set[Reason | str] = set()
+        self._said: set[Hashable] = set()
         self._tallies: list[Tally] = []
         self._preparing: dict[str, Any] | None = None
         self.on_stage: Callable[[str | None], None] | None = None
@@ -243,11 +243,13 @@ class Report:
         log(logging.INFO, "%s: %s", stage, message)
 
     def once(self, stage: str, message: Reason | str) -> None:
-        """Record a fact that does not change while the process runs. Repetitions are ignored."""
+        """Record a fact that does not change while the process runs. Repetitions are ignored, those of a reason with
+        other numbers too."""
+        said = message.identity() if isinstance(message, Reason) else message
         with self._lock:
-            if message in self._said or len(self._said) >= REASONS_KEPT:
+            if said in self._said or len(self._said) >= REASONS_KEPT:
                 return
-            self._said.add(message)
+            self._said.add(said)
         self.event(stage, message)
 
     def error(self, stage: str, exc: BaseException) -> None:

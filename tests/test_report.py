@@ -188,3 +188,14 @@ def test_tracebacks_are_in_the_log_at_debug(caplog):
     with caplog.at_level(logging.DEBUG, logger="sfast_ext"):
         Report().error("capture", ValueError("it broke"))
     assert "ValueError: it broke" in caplog.records[-1].getMessage() and len(caplog.records) == 2
+
+
+def test_a_fact_is_recorded_once_whatever_its_numbers_are():
+    report = Report()
+    for milliseconds in range(5):
+        report.once("bypassed", table.SLOWER(float(milliseconds), 2.0).of("VAE decoder"))
+        report.once("bypassed", table.SLOWER(float(milliseconds), 2.0).of("VAE encoder"))
+        report.once("kernels", f"{milliseconds} kernels")
+    said = [event["message"] for event in report.as_dict()["events"]]
+    assert [each.partition(":")[0] for each in said if "VAE" in each] == ["VAE decoder", "VAE encoder"]
+    assert len(said) == 2 + 5

@@ -35,7 +35,7 @@ from sfast_ext.environment import unserved
 from sfast_ext.plans.payback import SPECULATION_BACKOFF, CaptureBackoff, Speculation
 from sfast_ext.plans.plan import Plan
 from sfast_ext.reasons import Reason
-from sfast_ext.report import current
+from sfast_ext.report import current, words_of
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanCache, PlanKey, StateChanges
 from sfast_ext.weights.weight import WeightsAway, WeightsChanged
@@ -50,7 +50,7 @@ class HostFailed(Exception):
     """
 
     def __init__(self, callback: str, cause: Exception) -> None:
-        super().__init__(str(cause))
+        super().__init__(words_of(cause))
         self.callback, self.cause = callback, cause
 
 
@@ -161,7 +161,11 @@ class PlanFinder:
             key_confirmed = True
         if foreign:
             raise NotOurs(foreign)
-        host = _ask("key", hooks.key) if hooks.key else None
+        host = None
+        if hooks.key:
+            host = _ask("key", hooks.key)
+            # what it returned may have no hash
+            current.stage = "key of the host"
         key = PlanKey(call.signature, behaviour, host, device)
         plan = self._cache.plans.get(key)
         if plan is None and self._roles.open_changed(call):

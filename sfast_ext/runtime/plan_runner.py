@@ -12,7 +12,7 @@ from sfast_ext import environment, reasons
 from sfast_ext.call_signature import Call, flatten_output, rebuild_output
 from sfast_ext.plans.payback import Stopwatch
 from sfast_ext.plans.plan import Plan
-from sfast_ext.report import current
+from sfast_ext.report import current, words_of
 from sfast_ext.runtime.model_state import ModuleContext
 from sfast_ext.runtime.plan_cache import PlanCache
 from sfast_ext.runtime.plan_finder import Lookup
@@ -24,7 +24,7 @@ class OriginalFailed(Exception):
     """The original forward raised. This is the host's error, and is passed on unchanged."""
 
     def __init__(self, cause: Exception) -> None:
-        super().__init__(str(cause))
+        super().__init__(words_of(cause))
         self.cause = cause
 
 

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from sfast_ext import reasons
+from sfast_ext.weights import host_order
 from sfast_ext.weights.change_detector import ChangeDetector
 from sfast_ext.weights.copy_in import copy_in
 from sfast_ext.weights.gate import Gate
-from sfast_ext.weights.host_order import ModuleOrder, Turn
-from sfast_ext.weights.original_layout import OriginalLayouts
+from sfast_ext.weights.host_order import ModuleOrder, Turn, unrecorded
+from sfast_ext.weights.original_layout import OriginalLayouts, Strides
 from sfast_ext.weights.tracked import TrackedWeights
 from sfast_ext.weights.vacancy import Vacancy, vacancies, vacant_bytes
 from sfast_ext.weights.weight import (
@@ -258,9 +259,8 @@ class WeightArena:
         tracked = self._tracked
         with self.gate.exclusive(RESTORE_WAIT_S), tracked.lock:
             in_place = tracked.order.in_place()
-            for tensor, original in tracked.relaid():
-                if tensor.stride() != original or id(tensor) in in_place:
-                    self._layouts.restore(tensor, original)
+            laid = tracked.relaid()
+            self._restore([each for each in laid if each[0].stride() != each[1] or id(each[0]) in in_place])
 
     def release(self) -> None:
         """Restore the original strides of all parameters, in separate memory, with their current values.
@@ -290,11 +290,21 @@ class WeightArena:
             tracked.order.keep(())
             tracked.memo.clear()
             tracked.reset_detector()
-            for tensor, original in laid:
-                if not self._layouts.is_original(tensor, original):
-                    self._layouts.restore(tensor, original)
+            self._restore([each for each in laid if not self._layouts.is_original(*each)])
             if forget:
                 self._layouts.forget()
+
+    def _restore(self, laid: Sequence[tuple[torch.Tensor, Strides]]) -> None:
+        """Give tensors their original strides. No mode or transform of the caller, such as FakeTensorMode, sees it: it
+        would decide what the parameters are from now on."""
+
+        def restore() -> None:
+            with host_order.undisturbed():
+                for tensor, original in laid:
+                    self._layouts.restore(tensor, original)
+
+        if laid:
+            unrecorded(restore)
 
     def status(self) -> dict[str, Any]:
         """For the report."""

@@ -95,9 +95,9 @@ class HostOrder:
             own: dictionaries of modules, by id. Weights in others stay as they are.
         """
         with gate:
-            if self._laid and not self.pinned and not _compiled() and (strange := _unrecorded(self._strange, own)):
+            if self._laid and not self.pinned and not _compiled() and (strange := unrecorded(self._strange, own)):
                 with self._turn(strange[0][0].tensor.device), self._lock:
-                    _unrecorded(lambda: self._to_host(self._strange(own)))
+                    unrecorded(lambda: self._to_host(self._strange(own)))
             yield
 
     def plan(self, gate: Gate, own: Container[int] | None = None) -> bool:
@@ -322,7 +322,7 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-def _unrecorded(function: Callable[..., T], *args: Any) -> T:
+def unrecorded(function: Callable[..., T], *args: Any) -> T:
     """Call a function whose operations no trace records, and no transform of torch.func sees."""
     if not torch_state.traces() and not torch_state.transforms():
         return function(*args)

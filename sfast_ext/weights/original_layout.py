@@ -146,8 +146,10 @@ def is_channels_last(shape: Sequence[int], strides: Strides) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain one or a parameter, and strided."""
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    """Whether a tensor is a plain one or a parameter, strided, and not wrapped by torch.func, as what
+    `torch.func.functional_call` puts in the place of a weight may be: such a tensor has no memory that can be read."""
+    strided = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return strided and torch._C._has_storage(tensor) and not torch._is_functional_tensor(tensor)
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:

@@ -99,6 +99,21 @@ MUTATIONS = [
         ("test_torch_state.py::test_weights_have_their_own_strides_under_a_transform",),
     ),
     Mutation(
+        "weights that torch.func differentiates by", "weights/original_layout.py",
+        "torch._C._has_storage(tensor)", "True",
+        ("weights/test_modes_of_the_caller.py::test_what_a_transform_wraps_is_not_plain",),
+    ),
+    Mutation(
+        "weights that torch.func makes functional", "weights/original_layout.py",
+        " and not torch._is_functional_tensor(tensor)", "",
+        ("weights/test_modes_of_the_caller.py::test_a_transform_by_the_weights",),
+    ),
+    Mutation(
+        "a layout that is restored among fake tensors", "weights/arena.py",
+        "with host_order.undisturbed():", "if True:",
+        ("weights/test_modes_of_the_caller.py::test_the_layout_is_restored_among_fake_tensors",),
+    ),
+    Mutation(
         "the default dtype", "call_signature.py",
         "_default_dtype(), _default_type()", "None, _default_type()",
         ("test_torch_flags.py::test_what_chooses_how_torch_computes_has_a_plan_of_its_own",),

@@ -75,6 +75,44 @@ def test_a_callback_that_raises_is_reported_under_its_name_and_keeps_the_plans(n
     accelerator.release()
 
 
+class Mute(Exception):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_a_callback_that_raises_what_has_no_text_is_reported_under_its_name(name):
+    module = Sometimes().eval()
+    accelerator = accelerate(module, CPU, hooks=Hooks(**{name: raising(Mute())}))
+    torch.testing.assert_close(module(X), module.linear(X))
+    error = accelerator.report.as_dict()["last_error"]
+    assert (error["stage"], error["message"]) == (f"{name} of the host", "Mute")
+    accelerator.release()
+
+
+@pytest.mark.parametrize("key", [[1], {"a": 1}, {1}, (1, [2])])
+def test_a_key_of_the_host_without_a_hash_is_reported_as_such(key):
+    module = Sometimes().eval()
+    accelerator = accelerate(module, CPU, hooks=Hooks(key=lambda: key))
+    torch.testing.assert_close(module(X), module.linear(X))
+    error = accelerator.report.as_dict()["last_error"]
+    assert error["stage"] == "key of the host" and "unhashable" in error["message"]
+    accelerator.release()
+
+
+def test_an_error_without_text_of_the_original_is_its_own():
+    module = Sometimes().eval()
+    accelerator = accelerate(module, Config(allow_cpu=True, check="always"))
+    module(X)
+    accelerator._server.run_original = raising(Mute())
+    with pytest.raises(Mute):
+        module(X)
+    assert accelerator.report.as_dict()["last_error"] is None and len(accelerator.plans) == 1
+    accelerator.release()
+
+
 @pytest.mark.parametrize("name", CALLBACKS)
 @pytest.mark.parametrize("kind", [NotOurs, WeightsAway])
 def test_a_callback_may_bypass_a_call_by_an_exception(name, kind):

@@ -1,4 +1,4 @@
-"""Launches, passed on to a listener (`runtime.run_recorder`), and the kernel that makes them."""
+"""Launches, passed on to a listener (`plans.recorded_run`), and the kernel that makes them."""
 
 from __future__ import annotations
 
