@@ -54,7 +54,10 @@ def group_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
     `shift`. Shifts that are slices of one packed linear are computed by one addition: see `pack_shifts`.
     """
     if not ctx.supported(kernel.launch):
-        return contiguous_inputs(gm.graph) if ctx.device.type == "cpu" else 0
+        if ctx.device.type == "cpu":
+            contiguous_inputs(gm.graph)
+        # no kernel is used
+        return 0
     hoist_weights(gm.graph)
     pinned = mutated(gm.graph)
     shifts: list[fx.Node] = []
@@ -63,7 +66,7 @@ def group_norm(gm: fx.GraphModule, ctx: PassContext) -> int:
     return count
 
 
-def contiguous_inputs(graph: fx.Graph) -> int:
+def contiguous_inputs(graph: fx.Graph) -> None:
     """Gives the norms of images contiguous copies, on a CPU.
 
     Pattern: group_norm(x, ...), x (N, C, H, W)
@@ -79,7 +82,6 @@ def contiguous_inputs(graph: fx.Graph) -> int:
         with graph.inserting_before(norm):
             copy = call(graph, aten.clone.default, (x,), x, {"memory_format": torch.contiguous_format})
         norm.args = (copy, *others)
-    return len(found)
 
 
 def fuse(norm: fx.Node, pinned: set[fx.Node], shifts: list[fx.Node]) -> bool:
