@@ -112,7 +112,7 @@ class Declined(Exception):
 
 
 def given(reason: Reason | str) -> Reason:
-    """A reason as it is, and a text as one without an entry of its own."""
+    """A reason as it is, and a text as one without a separate entry."""
     return reason if isinstance(reason, Reason) else OTHER(one_line(str(reason)))
 
 

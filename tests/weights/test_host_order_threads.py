@@ -28,13 +28,19 @@ from weights.ordered import (
 )
 
 
-def test_another_thread_that_runs_the_original_keeps_the_hosts_order():
+def laid():
+    """A net and its arena, in which a plan reads the first weight in channels-last memory."""
     net = made()
     arena = WeightArena(net)
     arena.index()
     weight = arena.locate(net.first.weight)
     assert arena.channels_last(weight)
     arena.bind([weight])
+    return net, arena
+
+
+def test_another_thread_that_runs_the_original_keeps_the_hosts_order():
+    net, arena = laid()
     inside, leave, found = threading.Event(), threading.Event(), []
 
     def other():
@@ -58,12 +64,7 @@ def test_another_thread_that_runs_the_original_keeps_the_hosts_order():
 
 @counting
 def test_an_order_that_changes_while_another_thread_asks_for_it_is_noticed(monkeypatch):
-    net = made()
-    arena = WeightArena(net)
-    arena.index()
-    weight = arena.locate(net.first.weight)
-    assert arena.channels_last(weight)
-    arena.bind([weight])
+    net, arena = laid()
     asked = []
 
     def while_it_changes(*args):
@@ -84,12 +85,7 @@ def test_an_order_that_changes_while_another_thread_asks_for_it_is_noticed(monke
 
 @counting
 def test_memory_that_others_took_in_the_hosts_order_is_not_rewritten():
-    net = made()
-    arena = WeightArena(net)
-    arena.index()
-    weight = arena.locate(net.first.weight)
-    assert arena.channels_last(weight)
-    arena.bind([weight])
+    net, arena = laid()
     with arena.order.host():
         kept = net.first.weight.data
     before = kept.clone()
