@@ -99,6 +99,10 @@ STATES: dict[str, State] = {
 }
 
 
+OF_THE_PROCESS = frozenset(("a level of forward AD", "another default dtype", "deterministic algorithms"))
+"""States that are not of a thread: two threads that enter and leave them would do so in each other's."""
+
+
 def state(w: World, rng: random.Random) -> None:
     """One is entered around all calls from now on, or one is left."""
     if w.states and rng.random() < 0.6:

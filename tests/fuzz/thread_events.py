@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fuzz.compare import Wrong
+from fuzz.state_events import OF_THE_PROCESS
 from fuzz.world import Event, World, result
 
 RESULTS = 20
@@ -17,7 +18,7 @@ PATIENCE_S = 60
 
 def beside_another_thread(w: World, rng: random.Random) -> None:
     """Another thread calls again and again, or runs the original forward, while ours calls and plans come."""
-    if w.watched or w.values:
+    if w.watched or w.values or OF_THE_PROCESS & w.states.keys():
         # what is kept depends on how many calls the other thread makes; and it has context variables of its own
         return
     args, kwargs = w.draw()
