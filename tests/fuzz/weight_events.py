@@ -273,8 +273,9 @@ def offloaded(w: World, rng: random.Random) -> None:
     where = rng.choice(("", w.pick(rng, (nn.Linear, nn.Conv2d))))
     to = rng.choice(("meta", "cpu")) if w.ground.gpu else "meta"
     w.both(away)
-    # a GPU's kernel would read from where the meta tensor is not
-    if rng.random() < 0.5 and (to == "cpu" or not w.ground.gpu):
+    # a GPU's kernel would read from where the meta tensor is not; what a processor keeps of such a call is nobody's
+    # memory as well, and mixed into later results
+    if rng.random() < 0.5 and (to == "cpu" or not w.ground.gpu) and not w.watched:
         ours, theirs = w.call_both()
         # torch computes on with some kinds of layers, on memory that is nobody's
         if isinstance(theirs, Exception) and type(ours) is not type(theirs):
